@@ -1,0 +1,108 @@
+// Staleness statistics of one variable, as a flat array of int64 counters that
+// live beside the variable, on the server that applies its updates.
+//
+// A flat array (and not an object with a lock) so that the counters can be an
+// ordinary TensorFlow variable: checkpoints carry it, any client reads it with
+// stock ops, and a span of time is the difference of two readings.
+//
+//   count   updates counted
+//   sum     sum of tau
+//   sum_sq  sum of tau^2
+//   max     largest tau
+//   bucket  a histogram: exact for tau < 32, eight buckets per octave beyond
+//
+// Thread compatible: the caller holds the variable's lock, or works on a copy
+// of its own and merges it under the lock.
+
+#ifndef TF_RECSYNC_CC_ENGINE_STALENESS_COUNTERS_H_
+#define TF_RECSYNC_CC_ENGINE_STALENESS_COUNTERS_H_
+
+#include <array>
+#include <cstdint>
+#include <limits>
+
+namespace recsync {
+
+class StalenessCounters {
+ public:
+  static constexpr int kCount = 0;
+  static constexpr int kSum = 1;
+  static constexpr int kSumOfSquares = 2;
+  static constexpr int kMax = 3;
+  static constexpr int kFirstBucket = 4;
+  static constexpr int kExactBuckets = 32;
+  static constexpr int kBucketsPerOctave = 8;
+  static constexpr int kOctaves = 27;  // 2^5 .. 2^32
+  static constexpr int kBuckets = kExactBuckets + kBucketsPerOctave * kOctaves;
+  static constexpr int kSize = kFirstBucket + kBuckets;
+
+  // `counters` points at kSize values, outlives this object and starts zeroed.
+  explicit StalenessCounters(int64_t* counters) : counters_(counters) {}
+
+  // Counts one update of staleness `tau` (1 or more).
+  void Add(int64_t tau) {
+    counters_[kCount] = SaturatingAdd(counters_[kCount], 1);
+    counters_[kSum] = SaturatingAdd(counters_[kSum], tau);
+    counters_[kSumOfSquares] =
+        SaturatingAdd(counters_[kSumOfSquares], SaturatingMultiply(tau, tau));
+    if (tau > counters_[kMax]) counters_[kMax] = tau;
+    int64_t& bucket = counters_[kFirstBucket + BucketOf(tau)];
+    bucket = SaturatingAdd(bucket, 1);
+  }
+
+  // Adds what another set of counters has counted.
+  void Merge(const int64_t* other) {
+    for (int i = 0; i < kSize; ++i) {
+      if (i == kMax) continue;
+      counters_[i] = SaturatingAdd(counters_[i], other[i]);
+    }
+    if (other[kMax] > counters_[kMax]) counters_[kMax] = other[kMax];
+  }
+
+  int64_t count() const { return counters_[kCount]; }
+  int64_t max() const { return counters_[kMax]; }
+  // 0 before the first update.
+  double Mean() const;
+  // Of the population, not of a sample; 0 before the first update.
+  double Variance() const;
+  // The smallest tau that `quantile` (in [0, 1]) of the updates did not exceed;
+  // beyond the exact buckets, the upper edge of its bucket (or the maximum, if
+  // that is less). 0 before the first update.
+  int64_t Quantile(double quantile) const;
+
+  // The histogram's bucket of `tau`, from 0.
+  static int BucketOf(int64_t tau);
+  // The largest tau that bucket `bucket` holds.
+  static int64_t UpperEdge(int bucket);
+
+ private:
+  static int64_t SaturatingAdd(int64_t a, int64_t b) {
+    int64_t sum;
+    return __builtin_add_overflow(a, b, &sum)
+               ? std::numeric_limits<int64_t>::max()
+               : sum;
+  }
+  static int64_t SaturatingMultiply(int64_t a, int64_t b) {
+    int64_t product;
+    return __builtin_mul_overflow(a, b, &product)
+               ? std::numeric_limits<int64_t>::max()
+               : product;
+  }
+
+  int64_t* const counters_;  // Not owned.
+};
+
+// Counters of a thread's own, to be merged into the shared ones.
+class LocalStalenessCounters {
+ public:
+  LocalStalenessCounters() { values_.fill(0); }
+  void Add(int64_t tau) { StalenessCounters(values_.data()).Add(tau); }
+  const int64_t* data() const { return values_.data(); }
+
+ private:
+  std::array<int64_t, StalenessCounters::kSize> values_;
+};
+
+}  // namespace recsync
+
+#endif  // TF_RECSYNC_CC_ENGINE_STALENESS_COUNTERS_H_

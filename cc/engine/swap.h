@@ -1,0 +1,50 @@
+// SWAP, samples weighted according to period (Liu and Zhao 2021, "Asynchronous
+// Stochastic Gradient Descent for Extreme-Scale Recommender Systems",
+// Algorithm 2): the accumulator of an adaptive optimizer is multiplied by
+// lambda_0 whenever the global step is a multiple of the period T.
+//
+// The eager rule touches every element of every accumulator at each period.
+// This class states the same rule lazily: whoever owns an accumulator (a dense
+// variable, or one row of a table) remembers the last period applied to it and
+// asks, at its next touch, for the factor that it missed.
+//
+//   Swap swap{/*period=*/10000, /*decay=*/0.8};
+//   float factor = swap.DecaySince(&last_period, global_step);
+//   v = factor * v + g * g;
+//
+// Thread compatible: no state of its own.
+
+#ifndef TF_RECSYNC_CC_ENGINE_SWAP_H_
+#define TF_RECSYNC_CC_ENGINE_SWAP_H_
+
+#include <cmath>
+#include <cstdint>
+
+namespace recsync {
+
+struct Swap {
+  int64_t period = 0;  // T, in global steps; 0 switches SWAP off.
+  double decay = 1.0;  // lambda_0, in (0, 1].
+
+  bool enabled() const { return period > 0; }
+
+  // The period that `global_step` (counted from 1) falls into: the number of
+  // multiples of T in 1..global_step.
+  int64_t PeriodOf(int64_t global_step) const { return global_step / period; }
+
+  // The product of lambda_t over the periods entered since `*last_period`,
+  // which it brings up to date. A push that arrives after a younger one (its
+  // period is over already) decays nothing.
+  float DecaySince(int64_t* last_period, int64_t global_step) const {
+    const int64_t now = PeriodOf(global_step);
+    const int64_t missed = now - *last_period;
+    if (missed <= 0) return 1.0f;
+    *last_period = now;
+    if (missed == 1) return static_cast<float>(decay);
+    return static_cast<float>(std::pow(decay, static_cast<double>(missed)));
+  }
+};
+
+}  // namespace recsync
+
+#endif  // TF_RECSYNC_CC_ENGINE_SWAP_H_

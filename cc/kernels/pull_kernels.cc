@@ -1,0 +1,160 @@
+// Kernels of the pull ops.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cc/kernels/variable_access.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/register_types.h"
+#include "tensorflow/core/util/work_sharder.h"
+
+namespace recsync {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::PartialTensorShape;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::tf_shared_lock;
+using tensorflow::Var;
+
+class PullDenseOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* ctx) override {
+    std::vector<VariablePtr> variables;
+    std::vector<VariablePtr> versions;
+    OP_REQUIRES_OK(ctx, LookupVariables(ctx, "variables", &variables));
+    OP_REQUIRES_OK(ctx, LookupVariables(ctx, "versions", &versions));
+    const int64_t n = variables.size();
+    std::vector<int64_t> sizes(n);
+    int64_t total = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      tf_shared_lock lock(*variables[i]->mu());
+      OP_REQUIRES_OK(
+          ctx, CheckVariable(*variables[i], "variables", tensorflow::DT_FLOAT));
+      sizes[i] = variables[i]->tensor()->NumElements();
+      total += sizes[i];
+    }
+    Tensor* packed;
+    Tensor* pulled;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({total}), &packed));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, TensorShape({n}), &pulled));
+    float* out = packed->flat<float>().data();
+    for (int64_t i = 0; i < n; ++i) {
+      // The update ops take both locks in this order too.
+      tf_shared_lock lock(*variables[i]->mu());
+      tf_shared_lock version_lock(*versions[i]->mu());
+      const Tensor& value = *variables[i]->tensor();
+      OP_REQUIRES(ctx, value.NumElements() == sizes[i],
+                  absl::InvalidArgumentError(
+                      "a variable changed its shape while it was pulled"));
+      OP_REQUIRES_OK(
+          ctx, CheckVariable(*versions[i], "versions", tensorflow::DT_INT64));
+      const Tensor& version = *versions[i]->tensor();
+      OP_REQUIRES(ctx, version.NumElements() == 1,
+                  absl::InvalidArgumentError(
+                      absl::StrCat("versions[", i, "] must be a scalar, not ",
+                                   version.shape().DebugString())));
+      std::copy_n(value.flat<float>().data(), sizes[i], out);
+      pulled->flat<int64_t>()(i) = version.flat<int64_t>()(0);
+      out += sizes[i];
+    }
+  }
+};
+
+template <typename Index>
+class GatherRowsOp : public OpKernel {
+ public:
+  explicit GatherRowsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("row_shape", &row_shape_));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    std::vector<VariablePtr> variable;
+    std::vector<VariablePtr> versions;
+    OP_REQUIRES_OK(ctx, LookupVariables(ctx, "variable", &variable));
+    OP_REQUIRES_OK(ctx, LookupVariables(ctx, "versions", &versions));
+    OP_REQUIRES_OK(ctx, CheckDistinct({variable[0].get(), versions[0].get()}));
+    const Tensor& indices = ctx->input(2);
+    const int64_t n = indices.NumElements();
+    const Index* ids = indices.flat<Index>().data();
+
+    tf_shared_lock lock(*variable[0]->mu());
+    tf_shared_lock versions_lock(*versions[0]->mu());
+    OP_REQUIRES_OK(
+        ctx, CheckVariable(*variable[0], "variable", tensorflow::DT_FLOAT));
+    OP_REQUIRES_OK(
+        ctx, CheckVariable(*versions[0], "versions", tensorflow::DT_INT64));
+    const Tensor& table = *variable[0]->tensor();
+    OP_REQUIRES(
+        ctx, table.dims() >= 1,
+        absl::InvalidArgumentError("a table must have rows, not shape []"));
+    const int64_t rows = table.dim_size(0);
+    TensorShape row_shape = table.shape();
+    row_shape.RemoveDim(0);
+    OP_REQUIRES(ctx, row_shape_.IsCompatibleWith(row_shape),
+                absl::InvalidArgumentError(
+                    absl::StrCat("row_shape must be ", row_shape.DebugString(),
+                                 ", not ", row_shape_.DebugString())));
+    const Tensor& version = *versions[0]->tensor();
+    OP_REQUIRES(ctx, version.shape() == TensorShape({rows}),
+                absl::InvalidArgumentError(
+                    absl::StrCat("versions must have shape [", rows, "], not ",
+                                 version.shape().DebugString())));
+    TensorShape shape = indices.shape();
+    shape.AppendShape(row_shape);
+    Tensor* values;
+    Tensor* pulled;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, shape, &values));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, indices.shape(), &pulled));
+    const int64_t width = row_shape.num_elements();
+    const float* from = table.flat<float>().data();
+    const int64_t* from_versions = version.flat<int64_t>().data();
+    float* to = values->flat<float>().data();
+    int64_t* to_versions = pulled->flat<int64_t>().data();
+    std::atomic<int64_t> bad{-1};
+    const auto gather = [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t row = static_cast<int64_t>(ids[i]);
+        if (row < 0 || row >= rows) {
+          bad.store(i, std::memory_order_relaxed);
+          return;
+        }
+        std::copy_n(from + row * width, width, to + i * width);
+        to_versions[i] = from_versions[row];
+      }
+    };
+    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
+    tensorflow::Shard(workers->num_threads, workers->workers, n, 50 + width,
+                      gather);
+    OP_REQUIRES(ctx, bad.load() < 0,
+                absl::InvalidArgumentError(absl::StrCat(
+                    "indices[", bad.load(), "] = ",
+                    static_cast<int64_t>(ids[std::max<int64_t>(bad, 0)]),
+                    " is not a row of [0, ", rows, ")")));
+  }
+
+ private:
+  PartialTensorShape row_shape_;
+};
+
+REGISTER_KERNEL_BUILDER(Name("RecsyncPullDense").Device(tensorflow::DEVICE_CPU),
+                        PullDenseOp);
+REGISTER_KERNEL_BUILDER(Name("RecsyncGatherRows")
+                            .Device(tensorflow::DEVICE_CPU)
+                            .TypeConstraint<int32_t>("Tindices"),
+                        GatherRowsOp<int32_t>);
+REGISTER_KERNEL_BUILDER(Name("RecsyncGatherRows")
+                            .Device(tensorflow::DEVICE_CPU)
+                            .TypeConstraint<int64_t>("Tindices"),
+                        GatherRowsOp<int64_t>);
+
+}  // namespace
+}  // namespace recsync

@@ -1,0 +1,24 @@
+// The attributes that all update ops share: SWAP and the staleness weight.
+
+#ifndef TF_RECSYNC_CC_KERNELS_UPDATE_ATTRIBUTES_H_
+#define TF_RECSYNC_CC_KERNELS_UPDATE_ATTRIBUTES_H_
+
+#include "absl/status/status.h"
+#include "cc/engine/staleness_weight.h"
+#include "cc/engine/swap.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace recsync {
+
+struct UpdateAttributes {
+  Swap swap;
+  StalenessWeight weight;
+};
+
+// Reads and checks the attributes; InvalidArgument names the one at fault.
+absl::Status ReadUpdateAttributes(tensorflow::OpKernelConstruction* ctx,
+                                  UpdateAttributes* attributes);
+
+}  // namespace recsync
+
+#endif  // TF_RECSYNC_CC_KERNELS_UPDATE_ATTRIBUTES_H_

@@ -1,0 +1,84 @@
+#include "cc/kernels/variable_access.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "tensorflow/core/framework/resource_handle.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+
+namespace recsync {
+
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::Var;
+
+absl::Status LookupVariables(OpKernelContext* ctx, absl::string_view name,
+                             std::vector<VariablePtr>* variables) {
+  int start = 0;
+  int stop = 0;
+  TF_RETURN_IF_ERROR(
+      ctx->op_kernel().InputRange(std::string(name), &start, &stop));
+  variables->clear();
+  for (int i = start; i < stop; ++i) {
+    const Tensor& input = ctx->input(i);
+    if (input.dtype() != tensorflow::DT_RESOURCE || input.NumElements() != 1) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          name, "[", i - start, "] must be one resource handle, not ",
+          input.DebugString()));
+    }
+    const tensorflow::ResourceHandle& handle =
+        input.flat<tensorflow::ResourceHandle>()(0);
+    VariablePtr variable;
+    const absl::Status found =
+        tensorflow::LookupResource(ctx, handle, &variable);
+    if (!found.ok()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, "[", i - start, "] (", handle.name(),
+                       ") is not an initialized variable on ",
+                       ctx->device()->name(), ": ", found.message()));
+    }
+    variables->push_back(std::move(variable));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckVariable(const Var& variable, absl::string_view name,
+                           tensorflow::DataType dtype) {
+  const Tensor& value = *const_cast<Var&>(variable).tensor();
+  if (!value.IsInitialized()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, " (", variable.DebugString(), ") is uninitialized"));
+  }
+  if (value.dtype() != dtype) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, " must be a variable of ", tensorflow::DataTypeString(dtype),
+        ", not ", tensorflow::DataTypeString(value.dtype())));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckDistinct(const std::vector<Var*>& variables) {
+  std::vector<Var*> sorted = variables;
+  std::sort(sorted.begin(), sorted.end());
+  if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
+    return absl::InvalidArgumentError(
+        "the same variable is passed twice to one update");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status MakeWritable(OpKernelContext* ctx, bool sparse, Var* variable) {
+  Tensor* value = variable->tensor();
+  if (!value->RefCountIsOne()) {
+    Tensor copy;
+    TF_RETURN_IF_ERROR(
+        ctx->allocate_temp(value->dtype(), value->shape(), &copy));
+    std::memcpy(copy.data(), value->data(), value->TotalBytes());
+    *value = copy;
+  }
+  if (sparse) variable->copy_on_read_mode.store(true);
+  return absl::OkStatus();
+}
+
+}  // namespace recsync

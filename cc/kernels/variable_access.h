@@ -1,0 +1,63 @@
+// How the kernels reach TensorFlow's resource variables: look-up with checks
+// that name the input, locks, and buffers that are safe to write in place.
+
+#ifndef TF_RECSYNC_CC_KERNELS_VARIABLE_ACCESS_H_
+#define TF_RECSYNC_CC_KERNELS_VARIABLE_ACCESS_H_
+
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_var.h"
+
+namespace recsync {
+
+using VariablePtr = tensorflow::core::RefCountPtr<tensorflow::Var>;
+
+// Looks up every variable of the (list) input `name`. InvalidArgument where one
+// is not initialized. Call CheckVariable with the variable's lock held.
+absl::Status LookupVariables(tensorflow::OpKernelContext* ctx,
+                             absl::string_view name,
+                             std::vector<VariablePtr>* variables);
+
+// InvalidArgument unless the variable holds a value of type `dtype`.
+// Lock: the variable's, shared or exclusive.
+absl::Status CheckVariable(const tensorflow::Var& variable,
+                           absl::string_view name, tensorflow::DataType dtype);
+
+// InvalidArgument if one variable stands in the list twice: its lock would be
+// taken twice.
+absl::Status CheckDistinct(const std::vector<tensorflow::Var*>& variables);
+
+// Holds the locks of several variables, taken in the order given, which every
+// kernel keeps the same: the variable first, then what lives beside it.
+class ExclusiveLocks {
+ public:
+  explicit ExclusiveLocks(const std::vector<tensorflow::Var*>& variables)
+      ABSL_NO_THREAD_SAFETY_ANALYSIS : variables_(variables) {
+    for (tensorflow::Var* variable : variables_) variable->mu()->lock();
+  }
+  ~ExclusiveLocks() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    for (auto it = variables_.rbegin(); it != variables_.rend(); ++it) {
+      (*it)->mu()->unlock();
+    }
+  }
+  ExclusiveLocks(const ExclusiveLocks&) = delete;
+  ExclusiveLocks& operator=(const ExclusiveLocks&) = delete;
+
+ private:
+  const std::vector<tensorflow::Var*> variables_;  // Not owned.
+};
+
+// Makes the variable's buffer its own, so that it may be written in place: a
+// reader that still holds the old buffer keeps what it read. Lock: exclusive.
+// With `sparse`, every later stock read of the variable copies instead of
+// sharing the buffer, so that a table need not be copied here again.
+absl::Status MakeWritable(tensorflow::OpKernelContext* ctx, bool sparse,
+                          tensorflow::Var* variable);
+
+}  // namespace recsync
+
+#endif  // TF_RECSYNC_CC_KERNELS_VARIABLE_ACCESS_H_

@@ -1,0 +1,71 @@
+// Ops that read variables together with their versions.
+
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace recsync {
+
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+REGISTER_OP("RecsyncPullDense")
+    .Input("variables: N * resource")
+    .Input("versions: N * resource")
+    .Output("packed: float")
+    .Output("pulled_versions: int64")
+    .Attr("N: int >= 1")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      int n;
+      TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
+      c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+      c->set_output(1, c->Vector(n));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Reads N dense variables, each together with its version, into one tensor.
+
+A variable and its version are read under the variable's lock, so no update can
+come between them.
+
+variables: float variables of any shape.
+versions: int64 scalar variables.
+packed: A vector: the values, flattened, one after the other.
+pulled_versions: [N], to be sent back with the gradients.
+)doc");
+
+REGISTER_OP("RecsyncGatherRows")
+    .Input("variable: resource")
+    .Input("versions: resource")
+    .Input("indices: Tindices")
+    .Output("values: float")
+    .Output("pulled_versions: int64")
+    .Attr("row_shape: shape")
+    .Attr("Tindices: {int32, int64}")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      tensorflow::PartialTensorShape row_shape;
+      TF_RETURN_IF_ERROR(c->GetAttr("row_shape", &row_shape));
+      ShapeHandle row, values;
+      TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(row_shape, &row));
+      TF_RETURN_IF_ERROR(c->Concatenate(c->input(2), row, &values));
+      c->set_output(0, values);
+      c->set_output(1, c->input(2));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Gathers rows of a table, each together with its version.
+
+All rows and versions are read under the table's lock, so no update can come
+between them.
+
+variable: A float variable [rows, ...].
+versions: An int64 variable [rows].
+indices: Row ids of any shape; an error where one is out of range.
+row_shape: The shape of one row.
+values: indices.shape + row_shape.
+pulled_versions: indices.shape, to be sent back with the gradients.
+)doc");
+
+}  // namespace recsync

@@ -1,0 +1,199 @@
+// Ops that apply pushed gradients on the server that holds the variables.
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace recsync {
+namespace {
+
+using tensorflow::shape_inference::DimensionHandle;
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+// Checks the rank of the inputs named in `scalars` and `vectors`.
+absl::Status CheckRanks(InferenceContext* c,
+                        const std::vector<std::string>& scalars,
+                        const std::vector<std::string>& vectors) {
+  ShapeHandle unused;
+  std::vector<ShapeHandle> shapes;
+  for (const std::string& name : scalars) {
+    TF_RETURN_IF_ERROR(c->input(name, &shapes));
+    TF_RETURN_IF_ERROR(c->WithRank(shapes[0], 0, &unused));
+  }
+  for (const std::string& name : vectors) {
+    TF_RETURN_IF_ERROR(c->input(name, &shapes));
+    TF_RETURN_IF_ERROR(c->WithRank(shapes[0], 1, &unused));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DenseUpdateShape(InferenceContext* c) {
+  return CheckRanks(c, {"learning_rate", "global_step"},
+                    {"gradient", "pulled_versions"});
+}
+
+absl::Status RowsUpdateShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(CheckRanks(c, {"learning_rate", "global_step"},
+                                {"indices", "pulled_versions"}));
+  std::vector<ShapeHandle> gradient, indices;
+  TF_RETURN_IF_ERROR(c->input("gradient", &gradient));
+  TF_RETURN_IF_ERROR(c->input("indices", &indices));
+  TF_RETURN_IF_ERROR(c->WithRankAtLeast(gradient[0], 1, &gradient[0]));
+  DimensionHandle rows;
+  return c->Merge(c->Dim(gradient[0], 0), c->Dim(indices[0], 0), &rows);
+}
+
+}  // namespace
+
+#define RECSYNC_UPDATE_ATTRIBUTES                    \
+  Attr("num_swap: int >= 0")                         \
+      .Attr("num_measured: int >= 0")                \
+      .Attr("T: {float, half, bfloat16} = DT_FLOAT") \
+      .Attr("swap_period: int = 0")                  \
+      .Attr("swap_decay: float = 1.0")               \
+      .Attr("staleness_decay: string = 'constant'")  \
+      .Attr("staleness_power: float = 2.0")          \
+      .Attr("staleness_baseline: float = 1.0")       \
+      .Attr("staleness_normalized: bool = true")     \
+      .Attr("staleness_iota: float = 0.0")           \
+      .Attr("update_sensitivity: float = -1.0")      \
+      .Attr("target_deviation: float = 0.0")         \
+      .Attr("target_mean: float = 0.0")
+
+#define RECSYNC_COMMON_DOC                                                     \
+  "\nlearning_rate: A scalar.\n"                                               \
+  "global_step: A scalar, counted from 1: what SWAP's period refers to.\n"     \
+  "swap_period: T of SWAP in global steps; 0 switches it off.\n"               \
+  "swap_decay: lambda_0 of SWAP, in (0, 1].\n"                                 \
+  "staleness_decay: rho(tau): 'constant' (1), 'inverse_power' or "             \
+  "'threshold'.\n"                                                             \
+  "staleness_power: k of the inverse power.\n"                                 \
+  "staleness_baseline: mu, the staleness up to which rho is 1; at least 1.\n"  \
+  "staleness_normalized: true for (mu / tau)^k, false for tau^-k.\n"           \
+  "staleness_iota: the largest age tau - 1 that a threshold lets pass.\n"      \
+  "update_sensitivity: lambda: rho is taken at tau sigmoid(lambda |dw|); "     \
+  "negative switches it off.\n"                                                \
+  "target_deviation: delta' that tau is rescaled to, by the deviation "        \
+  "measured so far; 0 switches it off.\n"                                      \
+  "target_mean: mu' of the full rescaling delta' (tau - mu) / delta + mu'; 0 " \
+  "for the paper's simplified delta' tau / delta.\n"
+
+#define RECSYNC_DENSE_DOC                                                     \
+  "\n"                                                                        \
+  "Each variable i of N is updated under its own lock by its piece of the "   \
+  "packed gradient, weighted by rho(tau) with tau = versions[i] - "           \
+  "pulled_versions[i] + 1; then versions[i] rises by one and tau is counted " \
+  "in counters[i].\n"                                                         \
+  "\n"                                                                        \
+  "versions: int64 scalars.\n"                                                \
+  "counters: int64 vectors of staleness statistics.\n"                        \
+  "last_periods: int64 scalars, the last SWAP period applied; none without "  \
+  "SWAP.\n"                                                                   \
+  "last_updates: float scalars, the length of the last update; none without " \
+  "update_sensitivity.\n"                                                     \
+  "gradient: A vector: the variables' gradients, flattened, one after the "   \
+  "other.\n"                                                                  \
+  "pulled_versions: [N], or empty for gradients of the current values (tau "  \
+  "is 1)."
+
+#define RECSYNC_ROWS_DOC                                                      \
+  "\n"                                                                        \
+  "Positions of `indices` that name the same row are summed first, so that "  \
+  "each row is updated once, weighted by rho(tau) of the oldest version it "  \
+  "was pulled at; its version rises by one and its tau is counted. Rows are " \
+  "updated in parallel.\n"                                                    \
+  "\n"                                                                        \
+  "versions: int64 [rows].\n"                                                 \
+  "counters: An int64 vector of staleness statistics.\n"                      \
+  "last_periods: int64 [rows], the last SWAP period applied; none without "   \
+  "SWAP.\n"                                                                   \
+  "last_updates: float [rows], the length of the last update; none without "  \
+  "update_sensitivity.\n"                                                     \
+  "gradient: [n, ...], shaped like the variable but for the first "           \
+  "dimension.\n"                                                              \
+  "indices: [n], rows of the variable; an error where one is out of range.\n" \
+  "pulled_versions: [n], or empty for gradients of the current values (tau "  \
+  "is 1)."
+
+REGISTER_OP("RecsyncSgdDense")
+    .Input("variables: N * resource")
+    .Input("versions: N * resource")
+    .Input("counters: N * resource")
+    .Input("last_periods: num_swap * resource")
+    .Input("last_updates: num_measured * resource")
+    .Input("gradient: T")
+    .Input("pulled_versions: int64")
+    .Input("learning_rate: float")
+    .Input("global_step: int64")
+    .Attr("N: int >= 1")
+    .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
+    .SetShapeFn(DenseUpdateShape)
+    .Doc(
+        "Applies staleness-weighted SGD to dense variables.\n" RECSYNC_DENSE_DOC
+            RECSYNC_COMMON_DOC);
+
+REGISTER_OP("RecsyncSgdRows")
+    .Input("variable: resource")
+    .Input("versions: resource")
+    .Input("counters: resource")
+    .Input("last_periods: num_swap * resource")
+    .Input("last_updates: num_measured * resource")
+    .Input("gradient: T")
+    .Input("indices: Tindices")
+    .Input("pulled_versions: int64")
+    .Input("learning_rate: float")
+    .Input("global_step: int64")
+    .Attr("Tindices: {int32, int64}")
+    .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
+    .SetShapeFn(RowsUpdateShape)
+    .Doc("Applies staleness-weighted SGD to rows of a table.\n" RECSYNC_ROWS_DOC
+             RECSYNC_COMMON_DOC);
+
+REGISTER_OP("RecsyncAdagradDense")
+    .Input("variables: N * resource")
+    .Input("accumulators: N * resource")
+    .Input("versions: N * resource")
+    .Input("counters: N * resource")
+    .Input("last_periods: num_swap * resource")
+    .Input("last_updates: num_measured * resource")
+    .Input("gradient: T")
+    .Input("pulled_versions: int64")
+    .Input("learning_rate: float")
+    .Input("global_step: int64")
+    .Attr("N: int >= 1")
+    .Attr("epsilon: float = 1e-7")
+    .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
+    .SetShapeFn(DenseUpdateShape)
+    .Doc(
+        "Applies staleness-weighted Adagrad, with SWAP, to dense "
+        "variables.\n" RECSYNC_DENSE_DOC
+        "\naccumulators: float, shaped like the variables.\n"
+        "epsilon: Added to the accumulator under the root." RECSYNC_COMMON_DOC);
+
+REGISTER_OP("RecsyncAdagradRows")
+    .Input("variable: resource")
+    .Input("accumulator: resource")
+    .Input("versions: resource")
+    .Input("counters: resource")
+    .Input("last_periods: num_swap * resource")
+    .Input("last_updates: num_measured * resource")
+    .Input("gradient: T")
+    .Input("indices: Tindices")
+    .Input("pulled_versions: int64")
+    .Input("learning_rate: float")
+    .Input("global_step: int64")
+    .Attr("Tindices: {int32, int64}")
+    .Attr("epsilon: float = 1e-7")
+    .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
+    .SetShapeFn(RowsUpdateShape)
+    .Doc(
+        "Applies staleness-weighted Adagrad, with SWAP, to rows of a "
+        "table.\n" RECSYNC_ROWS_DOC
+        "\naccumulator: float, shaped like the variable.\n"
+        "epsilon: Added to the accumulator under the root." RECSYNC_COMMON_DOC);
+
+}  // namespace recsync

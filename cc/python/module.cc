@@ -1,0 +1,14 @@
+// tf_recsync._engine: the engine classes that Python uses outside a graph.
+
+#include <pybind11/pybind11.h>
+
+namespace recsync {
+void RegisterNetworkBindings(pybind11::module_& m);
+void RegisterStalenessBindings(pybind11::module_& m);
+}  // namespace recsync
+
+PYBIND11_MODULE(_engine, m) {
+  m.doc() = "Engine classes of tf_recsync that are used outside a graph.";
+  recsync::RegisterStalenessBindings(m);
+  recsync::RegisterNetworkBindings(m);
+}

@@ -1,0 +1,61 @@
+"""The custom ops: the op library, loaded, and thin wrappers over it.
+
+Importing this module registers the ops in the process, which is all that a
+server has to do.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import tensorflow as tf
+from tensorflow.python.framework import auto_control_deps_utils
+
+_LIBRARY = pathlib.Path(__file__).resolve().parent.parent / "_recsync_ops.so"
+
+if not _LIBRARY.exists():
+    raise ImportError(f"tf_recsync's op library {_LIBRARY} was not built; reinstall tf_recsync.")
+library = tf.load_op_library(str(_LIBRARY))
+
+# Ops that only read their resources: tf.function may run them side by side and
+# leave out the ones whose result nobody uses.
+for _name in ("RecsyncPullDense", "RecsyncGatherRows"):
+    if _name not in auto_control_deps_utils.RESOURCE_READ_OPS:
+        auto_control_deps_utils.register_read_only_resource_op(_name)
+
+pull_dense = library.recsync_pull_dense
+gather_rows = library.recsync_gather_rows
+sgd_dense = library.recsync_sgd_dense
+sgd_rows = library.recsync_sgd_rows
+adagrad_dense = library.recsync_adagrad_dense
+adagrad_rows = library.recsync_adagrad_rows
+mean_normalize = library.recsync_mean_normalize
+delay = library.recsync_delay
+
+for _name in (
+    "RecsyncPullDense",
+    "RecsyncSgdDense",
+    "RecsyncSgdRows",
+    "RecsyncAdagradDense",
+    "RecsyncAdagradRows",
+    "RecsyncMeanNormalizeGrad",
+    "RecsyncDelay",
+):
+    tf.no_gradient(_name)
+
+
+@tf.RegisterGradient("RecsyncMeanNormalize")
+def _mean_normalize_gradient(op, dy, _):
+    """The gradient of the returned mean is not defined and taken as zero."""
+    return library.recsync_mean_normalize_grad(
+        dy, op.inputs[0], op.inputs[1], op.outputs[1], epsilon=op.get_attr("epsilon")
+    )
+
+
+@tf.RegisterGradient("RecsyncGatherRows")
+def _gather_rows_gradient(op, values, _):
+    """Rows of the table, as the gradient of a stock gather is."""
+    row_shape = op.get_attr("row_shape")
+    row = [dim.size for dim in row_shape.dim]
+    flat = tf.reshape(op.inputs[2], [-1])
+    return [tf.IndexedSlices(tf.reshape(values, [-1, *row]), flat), None, None]

@@ -1,0 +1,113 @@
+"""Adagrad with staleness weights and SWAP."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from tf_recsync import ops, staleness
+from tf_recsync.optimizers import base
+from tf_recsync.swap import Swap
+
+
+@keras.saving.register_keras_serializable(package="tf_recsync")
+class Adagrad(base.Optimizer):
+    """Adagrad whose gradients are weighted by staleness and, with SWAP, by period.
+
+    `g_hat = rho(tau) g`; `v = lambda_t v + g_hat^2`; `w -= lr g_hat / sqrt(v + epsilon)`.
+
+    A Keras optimizer: with plain local Keras staleness is 1; under a
+    parameter-server strategy of this package, updates run on the servers, on
+    the rows that a batch touched. Versions, accumulators and staleness counters
+    are optimizer variables beside their variable, so checkpoints carry them.
+
+    Reference: Liu and Zhao 2021, Eq. 8 and Algorithm 2; Duchi, Hazan and Singer
+    2011.
+
+    Args:
+        learning_rate: a float, a schedule or a callable. Defaults to 0.001.
+        initial_accumulator_value: a float of at least 0. Defaults to 0.1.
+        epsilon: a float of at least 0, added under the root. Defaults to 1e-7.
+        swap: a `tf_recsync.Swap`, or None (the default) for plain Adagrad.
+        staleness: a policy of `tf_recsync.staleness`, or None (the default) for
+            `Constant()`.
+        **kwargs: see `tf_recsync.optimizers.Optimizer`.
+
+    Raises:
+        ValueError: for a value out of range.
+
+    Example:
+
+    >>> import keras
+    >>> from tf_recsync import Swap, optimizers
+    >>> optimizer = optimizers.Adagrad(0.1, swap=Swap(period=100, decay=0.8))
+    >>> w = keras.Variable([1.0])
+    >>> optimizer.apply([keras.ops.ones(1)], [w])
+    >>> round(float(w.numpy()[0]), 4)
+    0.9047
+    """
+
+    accumulator_names = ("accumulator",)
+
+    def __init__(
+        self,
+        learning_rate=0.001,
+        *,
+        initial_accumulator_value: float = 0.1,
+        epsilon: float = 1e-7,
+        swap: Swap | None = None,
+        staleness: staleness.Policy | None = None,
+        tables: str = base.DEFAULT_TABLES,
+        name: str = "adagrad",
+        **kwargs,
+    ):
+        super().__init__(
+            learning_rate, staleness=staleness, swap=swap, tables=tables, name=name, **kwargs
+        )
+        if not initial_accumulator_value >= 0:
+            raise ValueError(
+                "initial_accumulator_value must be at least 0, "
+                f"not {initial_accumulator_value!r}"
+            )
+        if not epsilon >= 0:
+            raise ValueError(f"epsilon must be at least 0, not {epsilon!r}")
+        self.initial_accumulator_value = initial_accumulator_value
+        self.epsilon = epsilon
+
+    def accumulator_initializer(self, name):
+        return keras.initializers.Constant(self.initial_accumulator_value)
+
+    def dense_op(self, *, accumulators, **kwargs):
+        return ops.adagrad_dense(accumulators=accumulators[0], epsilon=self.epsilon, **kwargs)
+
+    def rows_op(self, *, accumulators, **kwargs):
+        return ops.adagrad_rows(accumulator=accumulators[0], epsilon=self.epsilon, **kwargs)
+
+    def plain_rule(self, accumulators, gradient, learning_rate, decay):
+        accumulator = decay * accumulators[0] + tf.square(gradient)
+        return [accumulator], learning_rate * gradient * tf.math.rsqrt(accumulator + self.epsilon)
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            initial_accumulator_value=self.initial_accumulator_value, epsilon=self.epsilon
+        )
+        return config
+
+
+@keras.saving.register_keras_serializable(package="tf_recsync")
+class SwapAdagrad(Adagrad):
+    """`Adagrad` with SWAP on by default: a period of 10,000 steps, a decay of 0.8.
+
+    Args:
+        learning_rate: a float, a schedule or a callable. Defaults to 0.001.
+        swap: a `tf_recsync.Swap`. Defaults to `Swap(10_000, 0.8)`; choose the
+            period from the data, e.g. a fifth of a day's steps.
+        **kwargs: as in `Adagrad`.
+    """
+
+    def __init__(self, learning_rate=0.001, *, swap: Swap | None = None, name="swap_adagrad",
+                 **kwargs):
+        super().__init__(
+            learning_rate, swap=swap or Swap(period=10_000, decay=0.8), name=name, **kwargs
+        )

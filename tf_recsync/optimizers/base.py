@@ -1,0 +1,390 @@
+"""What the optimizers share: versions, staleness, SWAP, and the three ways in.
+
+An update reaches a variable in one of three ways, all ending in the same maths:
+- local Keras (`update_step`): the gradient is fresh and tau is 1;
+- a parameter-server strategy, whose worker step pushes packed gradients with
+  the versions that were pulled (`apply_dense`, `apply_rows` on the server);
+- inside an XLA-compiled step, which knows no custom ops, in plain TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from tf_recsync import staleness as staleness_lib
+from tf_recsync.swap import Swap
+from tf_recsync.synchronization import context
+
+# Keras names the weight of an Embedding layer so.
+DEFAULT_TABLES = r"(.*/)?embeddings"
+
+
+@dataclasses.dataclass
+class VariableState:
+    """A trained variable and what the optimizer keeps beside it."""
+
+    variable: keras.Variable
+    is_table: bool  # updated row by row
+    accumulators: list[keras.Variable]
+    versions: keras.Variable  # int64, a scalar or [rows]
+    counters: keras.Variable  # int64 staleness counters
+    last_periods: list[keras.Variable]  # int64 like versions; empty without SWAP
+    last_updates: list[keras.Variable]  # float32 like versions; mostly empty
+
+
+def handles(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    """The resource handles of variables, whatever scope Keras is in."""
+    return [variable._value.handle for variable in variables]
+
+
+class Optimizer(keras.optimizers.Optimizer):
+    """Base class of the optimizers; not used by itself.
+
+    A subclass names its accumulators and provides two ops and the plain rule.
+
+    Args:
+        learning_rate: a float, a `keras.optimizers.schedules.LearningRateSchedule`
+            (of the global step) or a callable.
+        staleness: a policy of `tf_recsync.staleness`; None (the default) is
+            `Constant()`. Without a cluster staleness is always 1.
+        swap: a `Swap`, or None (the default).
+        tables: a regular expression: a variable whose path it matches in full
+            is an embedding table, versioned and updated row by row. The default
+            matches what `keras.layers.Embedding` creates.
+        name: a str or None.
+        **kwargs: as in `keras.optimizers.Optimizer`: weight_decay, clipnorm,
+            clipvalue, global_clipnorm, use_ema and so on.
+    """
+
+    accumulator_names: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        learning_rate: float | Callable,
+        *,
+        staleness: staleness_lib.Policy | None = None,
+        swap: Swap | None = None,
+        tables: str = DEFAULT_TABLES,
+        name: str | None = None,
+        **kwargs,
+    ):
+        super().__init__(learning_rate=learning_rate, name=name, **kwargs)
+        if staleness is not None and not isinstance(staleness, staleness_lib.Policy):
+            raise ValueError(
+                f"staleness must be a policy of tf_recsync.staleness or None, not {staleness!r}"
+            )
+        if swap is not None and not isinstance(swap, Swap):
+            raise ValueError(f"swap must be a tf_recsync.Swap or None, not {swap!r}")
+        try:
+            self._tables = re.compile(tables)
+        except re.error as error:
+            raise ValueError(
+                f"tables must be a regular expression, not {tables!r}: {error}"
+            ) from None
+        self.staleness = staleness or staleness_lib.Constant()
+        self.swap = swap
+        self._states: list[VariableState] = []
+        self._saved_variables: list | None = None
+
+    # What a subclass provides.
+
+    def accumulator_initializer(self, name: str) -> keras.initializers.Initializer:
+        """The initial value of an accumulator."""
+        raise NotImplementedError
+
+    def dense_op(self, **kwargs) -> tf.Operation:
+        """Calls the op that updates dense variables."""
+        raise NotImplementedError
+
+    def rows_op(self, **kwargs) -> tf.Operation:
+        """Calls the op that updates rows of a table."""
+        raise NotImplementedError
+
+    def plain_rule(self, accumulators, gradient, learning_rate, decay):
+        """The rule in plain TensorFlow: (new accumulators, what to subtract)."""
+        raise NotImplementedError
+
+    # Variables.
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        self._states = [self._make_state(variable) for variable in variables]
+        if self._saved_variables is not None:
+            saved, self._saved_variables = self._saved_variables, None
+            self._load(saved)
+
+    def _make_state(self, variable) -> VariableState:
+        is_table = len(variable.shape) >= 1 and bool(self._tables.fullmatch(variable.path))
+        shape = tuple(variable.shape[:1]) if is_table else ()
+        prefix = variable.path.replace("/", "_")
+        accumulators = [
+            self.add_variable_from_reference(
+                variable, name=name, initializer=self.accumulator_initializer(name)
+            )
+            for name in self.accumulator_names
+        ]
+
+        def beside(name, shape, dtype):
+            with self._distribution_strategy.extended.colocate_vars_with(variable.value):
+                return self.add_variable(
+                    shape=shape, dtype=dtype, initializer="zeros", name=f"{prefix}_{name}"
+                )
+
+        uses_last_update = self.staleness.uses_last_update
+        return VariableState(
+            variable=variable,
+            is_table=is_table,
+            accumulators=accumulators,
+            versions=beside("version", shape, "int64"),
+            counters=beside("staleness", (staleness_lib.COUNTERS,), "int64"),
+            last_periods=[beside("last_period", shape, "int64")] if self.swap else [],
+            last_updates=[beside("last_update", shape, "float32")] if uses_last_update else [],
+        )
+
+    @property
+    def states(self) -> tuple[VariableState, ...]:
+        """The state of each trained variable, in the order of `build`."""
+        return tuple(self._states)
+
+    def state_of(self, variable) -> VariableState:
+        """The state of a variable that the optimizer was built with."""
+        return self._states[self._get_variable_index(variable)]
+
+    def load_own_variables(self, store):
+        """Loads saved variables; keeps them for `build` if that is still to come."""
+        count = len(store.keys())
+        values = [store[str(i)][()] for i in range(count)]
+        if self.built:
+            self._load(values)
+        else:
+            self._saved_variables = values
+
+    def _load(self, values) -> None:
+        if len(values) != len(self.variables):
+            raise ValueError(
+                f"the saved {self.name} has {len(values)} variables, this one "
+                f"{len(self.variables)}: it was saved for another model, or with another "
+                "swap or staleness policy"
+            )
+        for variable, value in zip(self.variables, values, strict=True):
+            variable.assign(value)
+
+    # Applying gradients.
+
+    def apply(self, grads, trainable_variables=None):
+        push = context.current_push()
+        if push is None:
+            super().apply(grads, trainable_variables)
+            return
+        with push.global_step(self, grads):
+            super().apply(grads, trainable_variables)
+
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+        push = context.current_push()
+        if push is None:
+            super()._backend_update_step(grads, trainable_variables, learning_rate)
+        else:
+            push.push(self, grads, trainable_variables, learning_rate)
+
+    def _apply_weight_decay(self, variables):
+        push = context.current_push()
+        if push is None:
+            super()._apply_weight_decay(variables)
+        elif self.weight_decay is not None:
+            decayed = [v for v in variables if self._use_weight_decay(v)]
+            push.decay_weights(decayed, self.weight_decay * self.learning_rate)
+
+    def _clip_gradients(self, grads):
+        if not (self.clipnorm or self.global_clipnorm or self.clipvalue):
+            return grads
+        # Norms and limits are those of whole rows: repeated rows come first.
+        return super()._clip_gradients(
+            [sum_repeated_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+            if not self.global_clipnorm
+            else grads
+        )
+
+    def update_step(self, gradient, variable, learning_rate):
+        """Applies a fresh gradient to one variable."""
+        state = self.state_of(variable)
+        learning_rate = tf.cast(learning_rate, tf.float32)
+        step = tf.cast(self.iterations, tf.int64) + 1
+        if in_xla_context() or variable.dtype != tf.float32:
+            self._plain_update(state, variable, gradient, learning_rate, step)
+        elif state.is_table:
+            values, ids = as_rows(gradient, state.variable.shape)
+            self.apply_rows(state, values, ids, no_versions(), learning_rate, step)
+        else:
+            gradient = tf.reshape(tf.convert_to_tensor(gradient), [-1])
+            self.apply_dense([state], gradient, no_versions(), learning_rate, step)
+
+    def apply_dense(self, states, gradient, pulled_versions, learning_rate, global_step):
+        """Applies packed gradients to dense variables of one server.
+
+        Args:
+            states: the `VariableState`s, all on one device.
+            gradient: [total], float32, bfloat16 or float16: flattened gradients.
+            pulled_versions: int64 [len(states)], or empty for fresh gradients.
+            learning_rate: a float32 scalar.
+            global_step: an int64 scalar, counted from 1.
+
+        Returns:
+            The update's operation.
+        """
+        return self.dense_op(
+            variables=handles([s.variable for s in states]),
+            accumulators=[handles([s.accumulators[i] for s in states])
+                          for i in range(len(self.accumulator_names))],
+            versions=handles([s.versions for s in states]),
+            counters=handles([s.counters for s in states]),
+            last_periods=handles([v for s in states for v in s.last_periods]),
+            last_updates=handles([v for s in states for v in s.last_updates]),
+            gradient=gradient,
+            pulled_versions=pulled_versions,
+            learning_rate=learning_rate,
+            global_step=global_step,
+            **self._attributes(),
+        )
+
+    def apply_rows(self, state, values, ids, pulled_versions, learning_rate, global_step):
+        """Applies gradients to rows of one table; repeated rows are summed first.
+
+        Args:
+            state: the table's `VariableState`.
+            values: [n, ...], float32, bfloat16 or float16.
+            ids: int32 or int64 [n].
+            pulled_versions: int64 [n], or empty for fresh gradients.
+            learning_rate: a float32 scalar.
+            global_step: an int64 scalar, counted from 1.
+
+        Returns:
+            The update's operation.
+        """
+        return self.rows_op(
+            variable=handles([state.variable])[0],
+            accumulators=handles(state.accumulators),
+            versions=handles([state.versions])[0],
+            counters=handles([state.counters])[0],
+            last_periods=handles(state.last_periods),
+            last_updates=handles(state.last_updates),
+            gradient=values,
+            indices=ids,
+            pulled_versions=pulled_versions,
+            learning_rate=learning_rate,
+            global_step=global_step,
+            **self._attributes(),
+        )
+
+    def _attributes(self) -> dict:
+        swap = self.swap
+        return {
+            "swap_period": swap.period if swap else 0,
+            "swap_decay": swap.decay if swap else 1.0,
+            **self.staleness.attributes(),
+        }
+
+    def _plain_update(self, state, variable, gradient, learning_rate, step):
+        """The same update in stock ops, for XLA and for other dtypes than float32.
+
+        Only fresh gradients come here, and a fresh gradient's weight is 1.
+        """
+        dtype = variable.dtype
+        rank = len(variable.shape)
+        versions = state.versions.value
+        if state.is_table:
+            rows = variable.shape[0]
+            values, ids = as_rows(gradient, state.variable.shape)
+            gradient = tf.math.unsorted_segment_sum(tf.cast(values, dtype), ids, rows)
+            touched = tf.math.unsorted_segment_sum(tf.ones_like(ids, tf.int32), ids, rows) > 0
+        else:
+            gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)
+            touched = tf.constant(True)
+
+        def wide(per_row):
+            # [rows] as [rows, 1, ...]; a dense variable's scalar as it is.
+            return tf.reshape(per_row, [-1] + [1] * (rank - 1)) if state.is_table else per_row
+
+        decay = tf.ones([], dtype)
+        if self.swap:
+            last_period = state.last_periods[0].value
+            period = step // self.swap.period
+            missed = tf.maximum(period - last_period, 0)
+            decay = tf.cast(wide(tf.cast(self.swap.decay, tf.float32)
+                                 ** tf.cast(missed, tf.float32)), dtype)
+            last_period.assign(
+                tf.where(touched, tf.maximum(last_period.read_value(), period), last_period))
+        accumulators = [a.value for a in state.accumulators]
+        new_accumulators, update = self.plain_rule(
+            accumulators, gradient, tf.cast(learning_rate, dtype), decay
+        )
+        mask = wide(touched)
+        for accumulator, new in zip(accumulators, new_accumulators, strict=True):
+            accumulator.assign(tf.where(mask, new, accumulator))
+        variable.assign_sub(tf.where(mask, update, tf.zeros_like(update)))
+        if state.last_updates:
+            axes = list(range(1, rank)) if state.is_table else None
+            length = tf.sqrt(tf.reduce_sum(tf.square(tf.cast(update, tf.float32)), axes))
+            last_update = state.last_updates[0].value
+            last_update.assign(tf.where(touched, length, last_update))
+        versions.assign_add(tf.cast(touched, tf.int64) + tf.zeros_like(versions))
+        updates = tf.reduce_sum(tf.cast(touched, tf.int64))
+        # count, sum, sum of squares, bucket 1; the maximum is 1.
+        counters = state.counters.value
+        added = tf.concat(
+            [tf.fill([3], updates), [tf.cast(0, tf.int64)], [tf.cast(0, tf.int64), updates],
+             tf.zeros([staleness_lib.COUNTERS - 6], tf.int64)], 0)
+        largest = tf.one_hot(3, staleness_lib.COUNTERS, dtype=tf.int64)
+        counters.assign(tf.maximum(counters + added, largest * tf.minimum(updates, 1)))
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            staleness=keras.saving.serialize_keras_object(self.staleness),
+            swap=keras.saving.serialize_keras_object(self.swap) if self.swap else None,
+            tables=self._tables.pattern,
+        )
+        return config
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        for name in ("staleness", "swap"):
+            if isinstance(config.get(name), dict):
+                config[name] = keras.saving.deserialize_keras_object(
+                    config[name], custom_objects=custom_objects
+                )
+        return super().from_config(config, custom_objects=custom_objects)
+
+
+def no_versions() -> tf.Tensor:
+    """Stands for versions of gradients that are fresh."""
+    return tf.zeros([0], tf.int64)
+
+
+def in_xla_context() -> bool:
+    """Whether XLA compiles what is being traced now."""
+    if tf.executing_eagerly():
+        return False
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def as_rows(gradient, shape) -> tuple[tf.Tensor, tf.Tensor]:
+    """The gradient of a table as (values [n, ...], row ids [n])."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values, gradient.indices
+    return tf.convert_to_tensor(gradient), tf.range(shape[0])
+
+
+def sum_repeated_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The same gradient with every row named once."""
+    ids, positions = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(ids))
+    return tf.IndexedSlices(values, ids, gradient.dense_shape)

@@ -1,0 +1,289 @@
+"""Staleness: the weight that a late gradient gets, and what was measured.
+
+The staleness tau of a push is the version of its variable (or row) now, minus
+the version that was pulled, plus 1: exactly 1 in sequential training, on
+average n with n equal workers (Liu and Zhao 2021, "Asynchronous Stochastic
+Gradient Descent for Extreme-Scale Recommender Systems").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import keras
+import numpy as np
+
+from tf_recsync import _engine
+
+
+@keras.saving.register_keras_serializable(package="tf_recsync.staleness")
+@dataclasses.dataclass(frozen=True)
+class Rescale:
+    """Rescales tau to a smaller baseline cluster: `tau' = (deviation / delta) tau`.
+
+    delta, the deviation of tau on the cluster in use, is measured for each
+    variable while training goes on, by the server that holds the variable. With
+    `mean`, the full linear map `deviation (tau - mu) / delta + mean` is used,
+    mu being the measured mean. Until a spread has been measured, tau is kept.
+
+    Reference: Liu and Zhao 2021, section "Staleness Normalization".
+
+    Args:
+        deviation: delta', a positive float in updates: the deviation of tau on
+            the baseline cluster (`strategy.staleness().dense.deviation` there).
+        mean: mu', a positive float in updates, or None (the default).
+    """
+
+    deviation: float
+    mean: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.deviation > 0:
+            raise ValueError(f"deviation must be positive, not {self.deviation!r}")
+        if self.mean is not None and not self.mean > 0:
+            raise ValueError(f"mean must be positive or None, not {self.mean!r}")
+
+    def get_config(self) -> dict:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_config(cls, config: dict) -> Rescale:
+        return cls(**config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A weight rho(tau) for gradients of staleness tau: g_hat = rho(tau) g.
+
+    Use one of the subclasses. Calling a policy gives the weight as the update
+    ops compute it:
+
+    >>> InversePower(k=2, baseline=4)(8)
+    0.25
+    """
+
+    def attributes(self) -> dict:
+        """The policy as attributes of the update ops."""
+        raise TypeError("use Constant, InversePower or Threshold")
+
+    def __call__(
+        self, tau: float, *, last_update: float = 0.0, deviation: float = 0.0, mean: float = 0.0
+    ) -> float:
+        """The weight, in [0, 1].
+
+        Args:
+            tau: the staleness, in updates; 1 is fresh.
+            last_update: |dw|, the length of the last update applied.
+            deviation: the deviation of tau measured so far; 0: none yet.
+            mean: the mean of tau measured so far.
+        """
+        attributes = self.attributes()
+        prefix = "staleness_"
+        arguments = {k.removeprefix(prefix): v for k, v in attributes.items()}
+        return _engine.staleness_weight(
+            tau, last_update=last_update, deviation=deviation, mean=mean, **arguments
+        )
+
+    @property
+    def uses_last_update(self) -> bool:
+        """Whether the length of the last update has to be kept."""
+        return self.attributes()["update_sensitivity"] >= 0
+
+    def get_config(self) -> dict:
+        config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if isinstance(config.get("rescale"), Rescale):
+            config["rescale"] = keras.saving.serialize_keras_object(config["rescale"])
+        return config
+
+    @classmethod
+    def from_config(cls, config: dict) -> Policy:
+        config = dict(config)
+        if isinstance(config.get("rescale"), dict):
+            config["rescale"] = keras.saving.deserialize_keras_object(config["rescale"])
+        return cls(**config)
+
+
+def _attributes(decay: str, **changes) -> dict:
+    attributes = {
+        "staleness_decay": decay,
+        "staleness_power": 2.0,
+        "staleness_baseline": 1.0,
+        "staleness_normalized": True,
+        "staleness_iota": 0.0,
+        "update_sensitivity": -1.0,
+        "target_deviation": 0.0,
+        "target_mean": 0.0,
+    }
+    attributes.update(changes)
+    return attributes
+
+
+@keras.saving.register_keras_serializable(package="tf_recsync.staleness")
+@dataclasses.dataclass(frozen=True)
+class Constant(Policy):
+    """Every gradient counts in full: plain asynchronous SGD."""
+
+    def attributes(self) -> dict:
+        return _attributes("constant")
+
+
+@keras.saving.register_keras_serializable(package="tf_recsync.staleness")
+@dataclasses.dataclass(frozen=True)
+class InversePower(Policy):
+    """1 up to `baseline`, then falling with the k-th power of tau.
+
+    With `normalized`, the weight is `(baseline / tau) ** k` beyond the baseline
+    and has no step there; without, it is `tau ** -k`, the paper's Eq. 7 to the
+    letter. `InversePower(k=1, baseline=1)` is classic staleness-aware
+    asynchronous SGD (Zhang et al. 2016).
+
+    Reference: Liu and Zhao 2021, Eq. 3 to 8.
+
+    Args:
+        k: the power, a positive float. Defaults to 2, the paper's choice.
+        baseline: mu', the staleness of the cluster that the learning rate was
+            tuned on: its number of workers. A float of at least 1, the default.
+        normalized: a bool, True by default.
+        update_sensitivity: lambda of Eq. 6: the weight is taken at
+            `tau * sigmoid(lambda * |dw|)`, dw being the last update of the
+            variable or row (its Euclidean length), so that a stale gradient
+            harms less once the model has settled. A float of at least 0, or
+            None (the default) to leave it out.
+        rescale: a `Rescale` towards the baseline cluster, or None (the default).
+
+    Raises:
+        ValueError: for a value out of range.
+
+    Example:
+
+    >>> policy = InversePower(k=2, baseline=10)
+    >>> policy(10), policy(20)
+    (1.0, 0.25)
+    >>> InversePower(k=2, baseline=10, normalized=False)(20)
+    0.0025
+    """
+
+    k: float = 2.0
+    baseline: float = 1.0
+    normalized: bool = True
+    update_sensitivity: float | None = None
+    rescale: Rescale | None = None
+
+    def __post_init__(self) -> None:
+        if not self.k > 0:
+            raise ValueError(f"k must be positive, not {self.k!r}")
+        if not self.baseline >= 1:
+            raise ValueError(f"baseline must be at least 1, not {self.baseline!r}")
+        if self.update_sensitivity is not None and not self.update_sensitivity >= 0:
+            raise ValueError(
+                f"update_sensitivity must be at least 0 or None, not {self.update_sensitivity!r}"
+            )
+        if self.rescale is not None and not isinstance(self.rescale, Rescale):
+            raise ValueError(f"rescale must be a Rescale or None, not {self.rescale!r}")
+
+    def attributes(self) -> dict:
+        sensitivity = -1.0 if self.update_sensitivity is None else float(self.update_sensitivity)
+        return _attributes(
+            "inverse_power",
+            staleness_power=float(self.k),
+            staleness_baseline=float(self.baseline),
+            staleness_normalized=bool(self.normalized),
+            update_sensitivity=sensitivity,
+            target_deviation=float(self.rescale.deviation) if self.rescale else 0.0,
+            target_mean=float(self.rescale.mean or 0.0) if self.rescale else 0.0,
+        )
+
+
+@keras.saving.register_keras_serializable(package="tf_recsync.staleness")
+@dataclasses.dataclass(frozen=True)
+class Threshold(Policy):
+    """1 up to an age of `iota`, 0 beyond it, as GBA excludes old gradients.
+
+    The age is tau - 1: 0 for a fresh gradient.
+
+    Args:
+        iota: the largest age that counts, a float of at least 0, in updates.
+
+    Example:
+
+    >>> [Threshold(iota=2)(tau) for tau in (1, 3, 4)]
+    [1.0, 1.0, 0.0]
+    """
+
+    iota: float
+
+    def __post_init__(self) -> None:
+        if not self.iota >= 0:
+            raise ValueError(f"iota must be at least 0, not {self.iota!r}")
+
+    def attributes(self) -> dict:
+        return _attributes("threshold", staleness_iota=float(self.iota))
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What was measured of the staleness of some variables.
+
+    Attributes:
+        count: updates counted (of a table: rows updated).
+        mean: the mean staleness; 0.0 before the first update.
+        deviation: the standard deviation of the population.
+        max: the largest staleness.
+        histogram: `(largest staleness of the bucket, updates)` for each bucket
+            in use: exact below 32, within 12.5 % beyond.
+    """
+
+    count: int
+    mean: float
+    deviation: float
+    max: int
+    histogram: tuple[tuple[int, int], ...]
+    _counters: np.ndarray = dataclasses.field(repr=False, compare=False)
+
+    @classmethod
+    def from_counters(cls, counters: Iterable[np.ndarray]) -> Statistics:
+        """Sums up the counters of several variables.
+
+        Args:
+            counters: int64 arrays of shape [`COUNTERS`], as the servers keep them.
+        """
+        total = np.zeros([COUNTERS], np.int64)
+        for one in counters:
+            largest = max(total[3], one[3])
+            total = total + np.asarray(one, np.int64)
+            total[3] = largest
+        summary = _engine.staleness_summary(total)
+        return cls(
+            count=summary["count"],
+            mean=summary["mean"],
+            deviation=float(np.sqrt(summary["variance"])),
+            max=summary["max"],
+            histogram=tuple(_engine.staleness_histogram(total)),
+            _counters=total,
+        )
+
+    def quantile(self, quantile: float) -> int:
+        """The staleness that `quantile`, in [0, 1], of the updates did not exceed."""
+        if not 0 <= quantile <= 1:
+            raise ValueError(f"quantile must be in [0, 1], not {quantile!r}")
+        return _engine.staleness_quantile(self._counters, quantile)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Staleness of a model: dense variables and rows of embedding tables apart.
+
+    Attributes:
+        dense: `Statistics` over all dense variables.
+        rows: `Statistics` over all rows of embedding tables.
+        variables: `Statistics` of each variable, by its path.
+    """
+
+    dense: Statistics
+    rows: Statistics
+    variables: Mapping[str, Statistics]
+
+
+# The length of a variable's staleness counters.
+COUNTERS: int = _engine.STALENESS_COUNTERS

@@ -1,0 +1,51 @@
+"""SWAP: samples weighted according to period."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import keras
+
+
+@keras.saving.register_keras_serializable(package="tf_recsync")
+@dataclasses.dataclass(frozen=True)
+class Swap:
+    """Samples weighted according to period, for the accumulators of an optimizer.
+
+    At every global step that is a multiple of `period`, the accumulators are
+    multiplied by `decay`: `v_t = lambda_t v_(t-1) + g^2`, where `lambda_t` is
+    `decay` at those steps and 1 at all others. Samples of one period count
+    alike; a sample from p periods ago counts `decay ** p`. Rows of embedding
+    tables are decayed at their next touch, which gives the same numbers.
+
+    Reference: Liu and Zhao 2021, "Asynchronous Stochastic Gradient Descent for
+    Extreme-Scale Recommender Systems", Algorithm 2.
+
+    Args:
+        period: T, a positive int in global steps (one push is one step).
+        decay: lambda_0, a float in (0, 1]. Defaults to 0.8, the paper's choice.
+
+    Raises:
+        ValueError: if `period` is not a positive int or `decay` not in (0, 1].
+
+    Example:
+
+    >>> Swap(period=10_000, decay=0.8)
+    Swap(period=10000, decay=0.8)
+    """
+
+    period: int
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.period, int) or isinstance(self.period, bool) or self.period < 1:
+            raise ValueError(f"period must be a positive int, in global steps, not {self.period!r}")
+        if not 0.0 < self.decay <= 1.0:
+            raise ValueError(f"decay must be in (0, 1], not {self.decay!r}")
+
+    def get_config(self) -> dict:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_config(cls, config: dict) -> Swap:
+        return cls(**config)

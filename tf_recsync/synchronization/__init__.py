@@ -1,0 +1,1 @@
+"""How trainers and parameter servers exchange parameters and gradients."""

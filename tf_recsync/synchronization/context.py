@@ -1,0 +1,44 @@
+"""Which push is being traced in this thread, if any.
+
+An optimizer that applies gradients asks here whether it runs inside a worker's
+step, where gradients are pushed to servers, or in plain local Keras.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+
+class Push(Protocol):
+    """Where an optimizer's gradients go."""
+
+    def global_step(self, optimizer: Any, grads: Any) -> contextlib.AbstractContextManager:
+        """Counts one application of `optimizer`; its iterations read so inside."""
+
+    def push(self, optimizer: Any, grads: Any, variables: Any, learning_rate: Any) -> None:
+        """Sends gradients, with the versions that they were computed on."""
+
+    def decay_weights(self, variables: Any, rate: Any) -> None:
+        """Multiplies variables by 1 - rate."""
+
+
+_local = threading.local()
+
+
+def current_push() -> Push | None:
+    """The push that this thread traces, or None."""
+    return getattr(_local, "push", None)
+
+
+@contextlib.contextmanager
+def pushing(push: Push) -> Iterator[None]:
+    """Makes `push` the current one."""
+    previous = current_push()
+    _local.push = push
+    try:
+        yield
+    finally:
+        _local.push = previous
