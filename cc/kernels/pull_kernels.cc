@@ -145,6 +145,75 @@ class GatherRowsOp : public OpKernel {
   PartialTensorShape row_shape_;
 };
 
+class PullTableOp : public OpKernel {
+ public:
+  explicit PullTableOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("shape", &shape_));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    std::vector<VariablePtr> variable;
+    std::vector<VariablePtr> versions;
+    OP_REQUIRES_OK(ctx, LookupVariables(ctx, "variable", &variable));
+    OP_REQUIRES_OK(ctx, LookupVariables(ctx, "versions", &versions));
+    OP_REQUIRES_OK(ctx, CheckDistinct({variable[0].get(), versions[0].get()}));
+    tf_shared_lock lock(*variable[0]->mu());
+    tf_shared_lock versions_lock(*versions[0]->mu());
+    OP_REQUIRES_OK(
+        ctx, CheckVariable(*variable[0], "variable", tensorflow::DT_FLOAT));
+    OP_REQUIRES_OK(
+        ctx, CheckVariable(*versions[0], "versions", tensorflow::DT_INT64));
+    const Tensor& table = *variable[0]->tensor();
+    const Tensor& version = *versions[0]->tensor();
+    OP_REQUIRES(ctx,
+                table.dims() >= 1 && shape_.IsCompatibleWith(table.shape()),
+                absl::InvalidArgumentError(
+                    absl::StrCat("shape must be ", table.shape().DebugString(),
+                                 ", not ", shape_.DebugString())));
+    OP_REQUIRES(ctx, version.shape() == TensorShape({table.dim_size(0)}),
+                absl::InvalidArgumentError(absl::StrCat(
+                    "versions must have shape [", table.dim_size(0), "], not ",
+                    version.shape().DebugString())));
+    Tensor* values;
+    Tensor* pulled;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, table.shape(), &values));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, version.shape(), &pulled));
+    std::copy_n(table.flat<float>().data(), table.NumElements(),
+                values->flat<float>().data());
+    std::copy_n(version.flat<int64_t>().data(), version.NumElements(),
+                pulled->flat<int64_t>().data());
+  }
+
+ private:
+  PartialTensorShape shape_;
+};
+
+class NextGlobalStepOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* ctx) override {
+    std::vector<VariablePtr> counter;
+    OP_REQUIRES_OK(ctx, LookupVariables(ctx, "global_step", &counter));
+    Tensor* step;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &step));
+    const ExclusiveLocks lock({counter[0].get()});
+    OP_REQUIRES_OK(
+        ctx, CheckVariable(*counter[0], "global_step", tensorflow::DT_INT64));
+    OP_REQUIRES(ctx, counter[0]->tensor()->NumElements() == 1,
+                absl::InvalidArgumentError(
+                    absl::StrCat("global_step must be a scalar, not ",
+                                 counter[0]->tensor()->shape().DebugString())));
+    OP_REQUIRES_OK(ctx, MakeWritable(ctx, /*sparse=*/false, counter[0].get()));
+    step->scalar<int64_t>()() = ++counter[0]->tensor()->flat<int64_t>()(0);
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("RecsyncPullTable").Device(tensorflow::DEVICE_CPU),
+                        PullTableOp);
+REGISTER_KERNEL_BUILDER(
+    Name("RecsyncNextGlobalStep").Device(tensorflow::DEVICE_CPU),
+    NextGlobalStepOp);
 REGISTER_KERNEL_BUILDER(Name("RecsyncPullDense").Device(tensorflow::DEVICE_CPU),
                         PullDenseOp);
 REGISTER_KERNEL_BUILDER(Name("RecsyncGatherRows")

@@ -68,4 +68,45 @@ values: indices.shape + row_shape.
 pulled_versions: indices.shape, to be sent back with the gradients.
 )doc");
 
+REGISTER_OP("RecsyncPullTable")
+    .Input("variable: resource")
+    .Input("versions: resource")
+    .Output("values: float")
+    .Output("pulled_versions: int64")
+    .Attr("shape: shape")
+    .SetShapeFn([](InferenceContext* c) {
+      tensorflow::PartialTensorShape attribute;
+      TF_RETURN_IF_ERROR(c->GetAttr("shape", &attribute));
+      ShapeHandle shape;
+      TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(attribute, &shape));
+      TF_RETURN_IF_ERROR(c->WithRankAtLeast(shape, 1, &shape));
+      c->set_output(0, shape);
+      c->set_output(1, c->Vector(c->Dim(shape, 0)));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Reads a whole table together with the versions of its rows.
+
+Not stateful, unlike its relatives, so that a graph whose layers only ask for
+the table's shape drops it.
+
+variable: A float variable [rows, ...].
+versions: An int64 variable [rows].
+shape: The table's shape.
+values: The table.
+pulled_versions: [rows], to be sent back with the gradients.
+)doc");
+
+REGISTER_OP("RecsyncNextGlobalStep")
+    .Input("global_step: resource")
+    .Output("step: int64")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc(R"doc(
+Adds one to a counter and returns the new value, in one step.
+
+global_step: An int64 scalar variable.
+step: The counter after the addition: no two calls return the same.
+)doc");
+
 }  // namespace recsync

@@ -19,11 +19,13 @@ library = tf.load_op_library(str(_LIBRARY))
 
 # Ops that only read their resources: tf.function may run them side by side and
 # leave out the ones whose result nobody uses.
-for _name in ("RecsyncPullDense", "RecsyncGatherRows"):
+for _name in ("RecsyncPullDense", "RecsyncGatherRows", "RecsyncPullTable"):
     if _name not in auto_control_deps_utils.RESOURCE_READ_OPS:
         auto_control_deps_utils.register_read_only_resource_op(_name)
 
 pull_dense = library.recsync_pull_dense
+pull_table = library.recsync_pull_table
+next_global_step = library.recsync_next_global_step
 gather_rows = library.recsync_gather_rows
 sgd_dense = library.recsync_sgd_dense
 sgd_rows = library.recsync_sgd_rows
@@ -34,6 +36,8 @@ delay = library.recsync_delay
 
 for _name in (
     "RecsyncPullDense",
+    "RecsyncPullTable",
+    "RecsyncNextGlobalStep",
     "RecsyncSgdDense",
     "RecsyncSgdRows",
     "RecsyncAdagradDense",

@@ -1,0 +1,182 @@
+"""Asynchronous training on parameter servers, with plain Keras `model.fit`."""
+
+from __future__ import annotations
+
+import inspect
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync import staleness
+from tf_recsync.cluster import Cluster
+from tf_recsync.strategies import model_functions
+from tf_recsync.strategies.distributed_dataset import DataService, DistributedDataset
+
+
+class AsyncStrategy(tf.distribute.ParameterServerStrategy):
+    """Staleness-aware asynchronous training on parameter servers.
+
+    Variables live on the parameter servers. Every worker repeats, without
+    waiting for the others: pull the parameters with their versions, compute,
+    push the gradients with those versions. The servers weigh each gradient by
+    its staleness (the optimizer's `staleness` policy) and apply it at once.
+
+    A `tf.distribute.ParameterServerStrategy` on which `model.fit`, `evaluate`
+    and `predict` of Keras 3 work: build and compile the model in `scope()`, with
+    an optimizer of `tf_recsync.optimizers`, and call them as usual, with a
+    batched tf.data.Dataset. Each batch goes to one worker, and a faster worker
+    takes more. Metrics are kept by each worker and merged when read.
+
+    A worker that is lost takes the batches in its hands with it; the others go
+    on, and it takes part again when it is back. A lost parameter server ends
+    the training with an error.
+
+    Reference: Liu and Zhao 2021, "Asynchronous Stochastic Gradient Descent for
+    Extreme-Scale Recommender Systems".
+
+    Args:
+        cluster: a `LocalCluster`, or what `cluster_from_tf_config` returned, with
+            at least one worker and one parameter server.
+        worker_timeout: seconds without any reachable worker after which training
+            fails. Defaults to 600.
+
+    Raises:
+        ValueError: if the cluster lacks workers or parameter servers.
+
+    Example:
+
+    ```python
+    cluster = recsync.LocalCluster(workers=4, ps=2)
+    strategy = recsync.AsyncStrategy(cluster)
+    with strategy.scope():
+        model = build_model()
+        model.compile(
+            optimizer=recsync.optimizers.SwapAdagrad(0.05), loss="binary_crossentropy"
+        )
+    model.fit(dataset, epochs=1)
+    print(strategy.staleness(model).dense.mean)
+    ```
+    """
+
+    def __init__(self, cluster: Cluster, *, worker_timeout: float = 600.0):
+        if not isinstance(cluster, Cluster):
+            raise ValueError(
+                f"cluster must be a LocalCluster or from cluster_from_tf_config, not {cluster!r}"
+            )
+        if cluster.workers < 1 or cluster.ps < 1:
+            raise ValueError(
+                "AsyncStrategy needs at least one worker and one ps, the cluster has "
+                f"workers={cluster.workers} and ps={cluster.ps}"
+            )
+        if not worker_timeout > 0:
+            raise ValueError(f"worker_timeout must be positive, in seconds, not {worker_timeout!r}")
+        self._cluster = cluster
+        self._compute_time: float | None = None
+        super().__init__(cluster.resolver)
+        self._data_service = DataService(cluster.host)
+        self._settings = model_functions.Settings(
+            cluster=cluster,
+            worker_timeout=worker_timeout,
+            compute_time=lambda: self._compute_time,
+        )
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that the strategy runs on."""
+        return self._cluster
+
+    def _connect_to_cluster(self, coordinator_name: str) -> None:
+        # Without the base class's device filters, which hide workers from each
+        # other, and shared by all strategies on this cluster.
+        self._num_workers = self._cluster.workers
+        self._num_ps = self._cluster.ps
+        self._cluster.connect()
+
+    def experimental_distribute_dataset(self, dataset, options=None):
+        """Distributes a dataset; `model.fit` and its like call this.
+
+        Args:
+            dataset: a batched `tf.data.Dataset`.
+            options: must be None.
+
+        Returns:
+            A dataset whose batches go to one worker each.
+        """
+        if options is not None:
+            raise ValueError(f"options must be None, not {options!r}")
+        model, verb, steps = _keras_caller()
+        if model is not None:
+            self.attach(model)
+        start_predict = model.predict_function.start if verb == "predict" else None
+        return DistributedDataset(self._data_service, dataset, start_predict, steps)
+
+    def attach(self, model: keras.Model) -> None:
+        """Has a model's `fit`, `evaluate` and `predict` run on this strategy's workers.
+
+        Called by themselves; call it only if they could not find the model.
+
+        Args:
+            model: a model that was built in this strategy's `scope()`.
+
+        Raises:
+            ValueError: if the model or its optimizer was made outside of the scope, or
+                can't be trained on parameter servers.
+        """
+        if model._distribute_strategy is not self:
+            raise ValueError(f"model {model.name} was not made inside this strategy's scope()")
+        for optimizer in model_functions.optimizers_of(model):
+            if optimizer._distribution_strategy is not self:
+                raise ValueError(
+                    f"optimizer {optimizer.name} was not made inside this strategy's scope()"
+                )
+        if isinstance(model.train_function, model_functions.TrainFunction):
+            return
+        if getattr(model, "run_eagerly", False):
+            raise ValueError("run_eagerly=True can't be used under this strategy")
+        model.train_function = model_functions.TrainFunction(model, self._settings)
+        model.test_function = model_functions.TestFunction(model, self._settings)
+        model.predict_function = model_functions.PredictFunction(model, self._settings)
+        if model.built and model.optimizer is not None and not model.optimizer.built:
+            with self.scope():
+                model.optimizer.build(model.trainable_variables)
+
+    def staleness(self, model: keras.Model) -> staleness.Report:
+        """The staleness measured by the servers since the model's optimizer was built.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            Statistics of the dense variables, of the rows of embedding tables,
+            and of each variable.
+        """
+        states = [s for o in model_functions.optimizers_of(model) for s in o.states]
+        counters = {s.variable.path: np.asarray(s.counters._value.read_value()) for s in states}
+        of = staleness.Statistics.from_counters
+        return staleness.Report(
+            dense=of(counters[s.variable.path] for s in states if not s.is_table),
+            rows=of(counters[s.variable.path] for s in states if s.is_table),
+            variables={path: of([values]) for path, values in counters.items()},
+        )
+
+
+def _keras_caller() -> tuple[keras.Model | None, str | None, int | None]:
+    """The model whose fit, evaluate or predict is being called, which, and its steps.
+
+    Keras tells a strategy nothing of the model it distributes data for, and
+    leaves no other place to learn it before the train function is needed.
+    """
+    steps = None
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "steps_per_execution") and hasattr(caller, "data_adapter"):
+            steps = caller.steps_per_epoch  # Keras's epoch iterator.
+        verb = frame.f_code.co_name
+        if isinstance(caller, keras.Model) and verb in ("fit", "evaluate", "predict"):
+            return caller, verb, steps
+        frame = frame.f_back
+    logging.warning("Called outside of model.fit, evaluate and predict; use strategy.attach.")
+    return None, None, steps

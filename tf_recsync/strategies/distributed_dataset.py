@@ -1,0 +1,160 @@
+"""Hands out the batches of a tf.data.Dataset: each to exactly one worker.
+
+TensorFlow's data service runs the input pipeline in the coordinator's process
+and gives every batch to whichever worker asks next, so a faster worker takes
+more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tf_recsync.strategies.worker_run import WorkerRun
+
+_epochs = itertools.count()  # Names of data service jobs; unique in the process.
+
+
+class DataService:
+    """A dispatcher and a worker of tf.data's service, in this process.
+
+    Args:
+        host: the name or address by which the cluster's workers reach this
+            process.
+    """
+
+    def __init__(self, host: str):
+        self._host = host
+        self._lock = threading.Lock()
+        self._dispatcher = None
+        self._worker = None
+
+    def start(self) -> None:
+        """Starts the servers; does nothing the second time."""
+        with self._lock:
+            if self._dispatcher is not None:
+                return
+            service = tf.data.experimental.service
+            dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
+            port = dispatcher.target.rpartition(":")[2]
+            self._worker = service.WorkerServer(
+                service.WorkerConfig(
+                    dispatcher_address=f"{self._host}:{port}",
+                    worker_address=f"{self._host}:%port%",
+                    port=0,
+                    heartbeat_interval_ms=1000,
+                )
+            )
+            self._address = f"grpc://{self._host}:{port}"
+            self._dispatcher = dispatcher
+
+    def register(self, dataset: tf.data.Dataset) -> RegisteredDataset:
+        """Registers a dataset, whose pipeline the service then runs."""
+        self.start()
+        # The servers' names mean nothing to the service: pin nothing.
+        with tf.device("/CPU:0"):
+            dataset_id = tf.data.experimental.service.register_dataset(
+                self._address, dataset, compression=None
+            )
+        return RegisteredDataset(self._address, dataset_id, dataset.element_spec)
+
+
+class RegisteredDataset:
+    """A dataset in the service; each pass over it is a job that workers share."""
+
+    def __init__(self, address: str, dataset_id: Any, element_spec: Any):
+        self._address = address
+        self._dataset_id = dataset_id
+        self.element_spec = element_spec
+
+    def new_job(self) -> str:
+        """The name of a new pass over the dataset."""
+        return f"recsync_epoch_{next(_epochs)}"
+
+    def iterator(self, job: str) -> tf.data.Iterator:
+        """Joins a pass; call it under the worker's device scope."""
+        service = tf.data.experimental.service
+        dataset = service.from_dataset_id(
+            processing_mode=service.ShardingPolicy.OFF,
+            service=self._address,
+            dataset_id=self._dataset_id,
+            element_spec=self.element_spec,
+            job_name=job,
+            max_outstanding_requests=2,
+        )
+        return iter(dataset)
+
+
+class DistributedDataset:
+    """What a strategy makes of a user's dataset: its batches, one worker each.
+
+    Args:
+        service: where the input pipeline runs.
+        dataset: a batched tf.data.Dataset.
+        start_predict: starts the workers on an iterator whose items are
+            predictions; None if the dataset is trained or evaluated on.
+        steps_per_epoch: an int, or None to run until the dataset ends.
+    """
+
+    def __init__(
+        self,
+        service: DataService,
+        dataset: tf.data.Dataset,
+        start_predict: Callable[[DistributedIterator], WorkerRun] | None,
+        steps_per_epoch: int | None,
+    ):
+        self.dataset = dataset
+        self.steps_per_epoch = steps_per_epoch
+        self.start_predict = start_predict
+        self._service = service
+        self._registered: RegisteredDataset | None = None
+
+    @property
+    def element_spec(self) -> Any:
+        return self.dataset.element_spec
+
+    def registered(self) -> RegisteredDataset:
+        """The dataset in the service, registered at the first call."""
+        if self._registered is None:
+            # Predictions go back into the order of the data by their numbers.
+            dataset = self.dataset if self.start_predict is None else self.dataset.enumerate()
+            self._registered = self._service.register(dataset)
+        return self._registered
+
+    def __iter__(self) -> DistributedIterator:
+        return DistributedIterator(self)
+
+
+class DistributedIterator:
+    """One pass over a `DistributedDataset`, run by the workers.
+
+    Keras hands it to the model's train, test or predict function, which puts
+    the pass that the workers make into `run`.
+    """
+
+    def __init__(self, distributed: DistributedDataset):
+        self.distributed = distributed
+        self.run: WorkerRun | None = None
+        self._local = None
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """A predicted batch; else a local batch, for Keras to see what they look like."""
+        if self.distributed.start_predict is not None:
+            if self.run is None:
+                self.run = self.distributed.start_predict(self)
+            return self.run.next_result()
+        if self._local is None:
+            self._local = iter(self.distributed.dataset)
+        return next(self._local)
+
+    def __del__(self):
+        # Keras drops the iterator of a pass that it leaves early.
+        if self.run is not None:
+            self.run.request_stop()

@@ -1,0 +1,352 @@
+"""What Keras calls in place of its own train, test and predict functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_recsync.cluster import Cluster
+from tf_recsync.optimizers import base
+from tf_recsync.strategies import worker_functions
+from tf_recsync.strategies.distributed_dataset import DistributedIterator
+from tf_recsync.strategies.worker_run import Slot, WorkerRun
+from tf_recsync.synchronization.pull_push import Layout
+
+_REFRESH_SECONDS = 0.5  # Between readings of the workers' metrics.
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the functions need of the strategy.
+
+    Attributes:
+        cluster: the connected cluster.
+        worker_timeout: seconds without any worker after which a pass fails.
+        compute_time: returns the artificial compute time in seconds, or None.
+        on_lost: called with (worker index, number of lost calls).
+    """
+
+    cluster: Cluster
+    worker_timeout: float
+    compute_time: Callable[[], float | None]
+
+
+def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
+    """The optimizers of this package that a model trains with.
+
+    Raises:
+        ValueError: if it trains with another one, or with options that can't
+            work on parameter servers.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return []
+    inner = optimizer.optimizers if hasattr(optimizer, "optimizers") else [optimizer]
+    for one in inner:
+        if not isinstance(one, base.Optimizer):
+            raise ValueError(
+                "optimizer must be one of tf_recsync.optimizers (or a keras MultiOptimizer of "
+                f"them) under this strategy, not {type(one).__module__}.{type(one).__name__}"
+            )
+        for name in ("use_ema", "gradient_accumulation_steps", "loss_scale_factor"):
+            if getattr(one, name):
+                raise ValueError(
+                    f"{name} of the optimizer can't be used under this strategy: "
+                    f"{name}={getattr(one, name)!r}; leave it unset"
+                )
+    for variable in model.trainable_variables:
+        if variable.constraint is not None:
+            raise ValueError(
+                f"the constraint of {variable.path} can't be kept under this strategy; "
+                "remove it"
+            )
+    return list(inner)
+
+
+class _Steps:
+    """Trains or evaluates: runs workers, and merges their metrics."""
+
+    method = ""
+
+    def __init__(self, model: keras.Model, settings: Settings):
+        self._model = model
+        self._settings = settings
+        self._functions: dict[Any, tuple[Callable, Layout]] = {}
+        self._logs: dict[str, Any] = {}
+        self._refreshed = 0.0
+        self._merger: MetricsMerger | None = None
+        self._target = 0.0
+        self._reported_losses = 0
+
+    def __call__(self, iterator: Any) -> dict[str, Any]:
+        """Waits until `steps_per_execution` more steps are finished; gives the metrics."""
+        if not isinstance(iterator, DistributedIterator):
+            raise ValueError(
+                "train_on_batch and test_on_batch can't be used under this strategy; use fit "
+                "and evaluate with a dataset"
+            )
+        steps = self._model.steps_per_execution
+        run = iterator.run
+        if run is None:
+            run = iterator.run = self._start(iterator)
+            self._begin_epoch(iterator)
+        elif not run.wait(0) and self._target >= self._epoch_end:
+            # The next epoch on the same data (steps_per_epoch is set).
+            self._begin_epoch(iterator)
+        self._target += steps
+        before = run.completed
+        running = run.wait(min(self._target, self._epoch_end))
+        if not running and run.completed == before and self._unlimited(iterator):
+            self._refresh(run)
+            raise StopIteration
+        if not running or time.monotonic() - self._refreshed > _REFRESH_SECONDS:
+            self._refresh(run)
+        return self._logs
+
+    def _unlimited(self, iterator) -> bool:
+        dataset = iterator.distributed
+        return dataset.steps_per_epoch is None and int(dataset.dataset.cardinality()) < 0
+
+    def _begin_epoch(self, iterator: DistributedIterator) -> None:
+        run = iterator.run
+        steps = iterator.distributed.steps_per_epoch
+        done = run.completed
+        self._target = done
+        self._epoch_end = float("inf") if steps is None else done + steps
+        self._merger = MetricsMerger(self._model.metrics_variables)
+        for slot in run.slots:
+            if slot.state is not None:
+                slot.state.reset_metrics = True
+        run.grant(float("inf") if steps is None else steps)
+
+    def _start(self, iterator: DistributedIterator) -> WorkerRun:
+        registered = iterator.distributed.registered()
+        steps_per_call = self._model.steps_per_execution
+        function, layout = self._function(iterator, steps_per_call)
+        job = registered.new_job()
+        model, merge = self._model, lambda slot: self._merger.keep(slot.index)
+        metrics = len(model.metrics_variables)
+        initial = [np.asarray(v._value.read_value()) for v in layout.private]
+
+        def make_private(slot):
+            values = [np.array(value) for value in initial]
+            for value in values[metrics:]:
+                value[0] += 7919 * (slot.index + 1)  # Another seed for each worker.
+            return [tf.constant(value) for value in values]
+
+        def open_worker(slot: Slot):
+            if slot.state is not None:
+                merge(slot)
+            state = WorkerState(registered.iterator(job), make_private(slot))
+            # Has the worker build its part of the graph, without taking a step.
+            function(state.iterator, tf.constant(0, tf.int64), *state.private)
+            slot.state = state
+            return state
+
+        def call(slot: Slot, n: int):
+            state = slot.state
+            if state.reset_metrics:
+                state.private[:metrics] = make_private(slot)[:metrics]
+                state.reset_metrics = False
+            outcome = function(state.iterator, state.count(n), *state.private)
+            done, more = np.asarray(outcome[0]).tolist()
+            state.private = list(outcome[1:])
+            return done, not more, None
+
+        return WorkerRun(
+            self._settings.cluster, open_worker, call, steps_per_call, self._should_stop,
+            self._settings.worker_timeout,
+        )
+
+    def _should_stop(self) -> bool:
+        raise NotImplementedError
+
+    def _function(self, iterator, steps_per_call):
+        compute_time = self._settings.compute_time()
+        spec = iterator.distributed.element_spec
+        key = (repr(spec), steps_per_call, compute_time)
+        if key not in self._functions:
+            layout = Layout.of(self._model, optimizers_of(self._model))
+            function = worker_functions.trace_steps(
+                self._model, layout, self.method, _iterator_spec(spec), steps_per_call,
+                compute_time,
+            )
+            self._functions = {key: (function, layout)}
+        return self._functions[key]
+
+    def _refresh(self, run: WorkerRun) -> None:
+        """Reads the workers' metrics and merges them into the model's."""
+        for slot in run.slots:
+            state = slot.state
+            if state is None or slot.lost or state.reset_metrics:
+                continue
+            count = len(self._model.metrics_variables)
+            try:
+                values = [np.asarray(value) for value in state.private[:count]]
+            except tf.errors.OpError:
+                continue  # Its thread finds out that the worker is lost.
+            self._merger.update(slot.index, values)
+        self._merger.assign()
+        self._logs = self._model.get_metrics_result()
+        self._refreshed = time.monotonic()
+
+
+class TrainFunction(_Steps):
+    """`model.train_function` under a parameter-server strategy."""
+
+    method = "train_step"
+
+    def _should_stop(self) -> bool:
+        return bool(self._model.stop_training)
+
+
+class TestFunction(_Steps):
+    """`model.test_function` under a parameter-server strategy."""
+
+    method = "test_step"
+
+    def _should_stop(self) -> bool:
+        return bool(getattr(self._model, "stop_evaluating", False))
+
+
+class PredictFunction:
+    """`model.predict_function` under a parameter-server strategy.
+
+    The iterator that Keras takes its batches from gives predictions already, in
+    the order of the data; here they are only put together.
+    """
+
+    def __init__(self, model: keras.Model, settings: Settings):
+        self._model = model
+        self._settings = settings
+
+    def __call__(self, batches: list[Any]) -> Any:
+        outputs = [
+            batch.outputs if isinstance(batch, Predicted)
+            else self._model.predict_step(batch)  # predict_on_batch
+            for batch in batches
+        ]
+        if len(outputs) == 1:
+            return outputs[0]
+        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+    def start(self, iterator: DistributedIterator) -> WorkerRun:
+        """Starts the workers on a pass; called by the iterator."""
+        registered = iterator.distributed.registered()
+        layout = Layout.of(self._model, optimizers_of(self._model))
+        function = worker_functions.trace_predict(
+            self._model, layout, _iterator_spec(registered.element_spec)
+        )
+        job = registered.new_job()
+        initial = [np.asarray(v._value.read_value()) for v in layout.private]
+
+        def open_worker(slot: Slot):
+            slot.state = WorkerState(
+                registered.iterator(job), [tf.constant(value) for value in initial]
+            )
+            return slot.state
+
+        def call(slot: Slot, n: int):
+            del n
+            try:
+                number, outputs = function(slot.state.iterator, *slot.state.private)
+            except tf.errors.OutOfRangeError:
+                return 0, True, None
+            outputs = keras.tree.map_structure(np.asarray, outputs)
+            return 1, False, (int(number), Predicted(outputs))
+
+        run = WorkerRun(
+            self._settings.cluster, open_worker, call, 1,
+            lambda: bool(getattr(self._model, "stop_predicting", False)),
+            self._settings.worker_timeout,
+        )
+        steps = iterator.distributed.steps_per_epoch
+        run.grant(float("inf") if steps is None else steps)
+        return run
+
+
+class Predicted:
+    """The outputs of one batch."""
+
+    def __init__(self, arrays: Any):
+        self._arrays = arrays
+
+    @property
+    def outputs(self) -> Any:
+        """The outputs as tensors of this process."""
+        with tf.device("/CPU:0"):
+            return keras.tree.map_structure(tf.constant, self._arrays)
+
+
+class WorkerState:
+    """What lives on a worker during a pass: tensors and an iterator there."""
+
+    def __init__(self, iterator: tf.data.Iterator, private: list[tf.Tensor]):
+        self.iterator = iterator
+        self.private = private
+        self.reset_metrics = False
+        self._counts: dict[int, tf.Tensor] = {}
+
+    def count(self, n: int) -> tf.Tensor:
+        """The number n as a tensor on the worker, sent there once."""
+        if n not in self._counts:
+            self._counts[n] = tf.constant(n, tf.int64)
+        return self._counts[n]
+
+
+class MetricsMerger:
+    """Merges metric variables that workers accumulated apart.
+
+    A variable is merged by its Keras aggregation: "sum" adds what each worker
+    added to the initial value, "mean" averages, "only_first_replica" takes the
+    first worker's.
+
+    Args:
+        variables: the model's metric variables.
+    """
+
+    def __init__(self, variables: list[keras.Variable]):
+        self._variables = variables
+        self._initial = [np.asarray(v._value.read_value()) for v in variables]
+        self._current: dict[int, list[np.ndarray]] = {}
+        self._kept: list[list[np.ndarray]] = []
+
+    def update(self, worker: int, values: list[np.ndarray]) -> None:
+        """Sets what a worker has accumulated."""
+        self._current[worker] = values
+
+    def keep(self, worker: int) -> None:
+        """Keeps what was last known of a worker that starts anew."""
+        if worker in self._current:
+            self._kept.append(self._current.pop(worker))
+
+    def merged(self) -> list[np.ndarray]:
+        """The merged values, one for each variable."""
+        parts = [*self._kept, *(self._current[w] for w in sorted(self._current))]
+        merged = []
+        for i, (variable, initial) in enumerate(zip(self._variables, self._initial, strict=True)):
+            values = [part[i] for part in parts]
+            if not values:
+                merged.append(initial)
+            elif variable.aggregation == "mean":
+                merged.append(np.mean(values, axis=0).astype(initial.dtype))
+            elif variable.aggregation == "only_first_replica":
+                merged.append(values[0])
+            else:
+                merged.append(initial + np.sum([v - initial for v in values], axis=0))
+        return merged
+
+    def assign(self) -> None:
+        """Writes the merged values into the variables."""
+        for variable, value in zip(self._variables, self.merged(), strict=True):
+            variable.assign(value)
+
+
+def _iterator_spec(element_spec: Any) -> Any:
+    return tf.data.IteratorSpec(element_spec)

@@ -1,0 +1,326 @@
+"""Drives the workers through one pass over a dataset, a thread for each.
+
+A thread calls its worker again and again with as many steps as fit one call.
+A worker that is lost takes its batches with it and is admitted again when it
+is back; the others go on.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync.cluster import Cluster
+
+_STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
+_RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
+_START_SECONDS = 120.0  # How long workers wait for each other at the start.
+
+
+class Slot:
+    """A worker as the run sees it; its thread writes, the coordinator reads.
+
+    Attributes:
+        index: the worker's task index.
+        device: its device name.
+        state: what `open_worker` returned and the calls then updated.
+        busy_since: when its call in flight began (time.monotonic), or None.
+        lost: whether it is gone at the moment.
+    """
+
+    def __init__(self, index: int):
+        self.index = index
+        self.device = f"/job:worker/replica:0/task:{index}"
+        self.state: Any = None
+        self.busy_since: float | None = None
+        self.lost = False
+        self.steps = 0
+
+
+class WorkerRun:
+    """One pass of all workers over a dataset.
+
+    Args:
+        cluster: the connected cluster.
+        open_worker: `open_worker(slot)`, called in the worker's thread and
+            device scope, makes `slot.state` (iterators and so on), anew after a
+            worker was lost.
+        call: `call(slot, n)` runs at most n steps and returns (steps done,
+            whether the dataset has ended, a result or None).
+        steps_per_call: how many steps one call may run.
+        should_stop: asked between calls; True ends the pass early.
+        worker_timeout: seconds without any worker after which the run fails.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        open_worker: Callable[[Slot], None],
+        call: Callable[[Slot, int], tuple[int, bool, Any]],
+        steps_per_call: int,
+        should_stop: Callable[[], bool],
+        worker_timeout: float,
+    ):
+        self._cluster = cluster
+        self._open_worker = open_worker
+        self._call = call
+        self._steps_per_call = steps_per_call
+        self._should_stop = should_stop
+        self._worker_timeout = worker_timeout
+        self._changed = threading.Condition()
+        # All below is guarded by _changed.
+        self._granted: float = 0.0
+        self._taken = 0
+        self._completed = 0
+        self._ended = False  # The dataset has no more batches.
+        self._stopped = False
+        self._error: Exception | None = None
+        self._opened = 0
+        self._live = cluster.workers  # Threads that have not finished.
+        self._results: dict[int, Any] = {}
+        self._next_result = 0
+        self._without_worker_since: float | None = None
+        self.losses: collections.Counter = collections.Counter()
+        self.slots = [Slot(i) for i in range(cluster.workers)]
+        self._threads = [
+            threading.Thread(
+                target=self._drive, args=(slot,), name=f"recsync_worker_{slot.index}", daemon=True
+            )
+            for slot in self.slots
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # The coordinator's side.
+
+    def grant(self, steps: float) -> None:
+        """Lets the workers run `steps` more steps (float("inf"): to the end)."""
+        with self._changed:
+            self._granted += steps
+            self._changed.notify_all()
+
+    @property
+    def completed(self) -> int:
+        """Steps finished so far."""
+        with self._changed:
+            return self._completed
+
+    def wait(self, steps: float) -> bool:
+        """Waits until `steps` steps are finished, or there is nothing more to wait for.
+
+        Returns:
+            True if workers may still be running; False when all granted steps
+            are done, the dataset has ended, or the run was stopped.
+
+        Raises:
+            Exception: what went wrong on a worker.
+        """
+        with self._changed:
+            self._wait_until(lambda: self._completed >= steps or self._idle())
+            return not self._idle()
+
+    def next_result(self) -> Any:
+        """The result with the next number.
+
+        Raises:
+            StopIteration: when there are no more.
+        """
+        with self._changed:
+            self._wait_until(lambda: self._next_result in self._results or self._idle())
+            if self._next_result in self._results:
+                self._next_result += 1
+                return self._results.pop(self._next_result - 1)
+            if self._results:
+                raise RuntimeError(
+                    f"batch {self._next_result} was lost with a worker: predictions are "
+                    "incomplete; predict again"
+                )
+            raise StopIteration
+
+    def request_stop(self) -> None:
+        """Ends the pass as soon as the calls in flight are finished; does not wait."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Ends the pass; waits for the calls in flight, with a limit."""
+        self.request_stop()
+        for thread in self._threads:
+            thread.join(_STALL_SECONDS)
+
+    def _idle(self) -> bool:
+        """Whether nothing runs and nothing will, unless more is granted."""
+        if self._error is not None or self._live == 0:
+            return True
+        return self._completed >= self._granted and self._taken == self._completed
+
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        last = (self._completed, time.monotonic())
+        while not done():
+            self._changed.wait(timeout=1.0)
+            now = time.monotonic()
+            if self._completed != last[0]:
+                last = (self._completed, now)
+            elif now - last[1] > _STALL_SECONDS:
+                last = (self._completed, now)
+                logging.warning("No step has finished for %.0f s: %s", _STALL_SECONDS,
+                                self._describe(now))
+            since = self._without_worker_since
+            if since is not None and now - since > self._worker_timeout:
+                self._error = RuntimeError(
+                    f"no worker has been reachable for {self._worker_timeout:g} s "
+                    f"(worker_timeout): {self._describe(now)}"
+                )
+                self._stopped = True
+        if self._error is not None:
+            self._stopped = True
+            self._changed.notify_all()
+            raise self._error
+
+    def _describe(self, now: float) -> str:
+        parts = []
+        for slot in self.slots:
+            if slot.lost:
+                parts.append(f"worker:{slot.index} is lost")
+            elif slot.busy_since is not None:
+                parts.append(f"worker:{slot.index} is in a call for {now - slot.busy_since:.0f} s")
+        return ", ".join(parts) or "all workers are idle"
+
+    # The threads' side.
+
+    def _drive(self, slot: Slot) -> None:
+        try:
+            with self._cluster.dispatch_scope(), tf.device(slot.device):
+                self._drive_in_scope(slot)
+        except Exception as error:  # Handed to whoever waits.
+            with self._changed:
+                if self._error is None:
+                    self._error = error
+        finally:
+            with self._changed:
+                self._live -= 1
+                slot.busy_since = None
+                self._changed.notify_all()
+
+    def _drive_in_scope(self, slot: Slot) -> None:
+        opened = self._guarded(slot, lambda: self._open_worker(slot)) is not None
+        with self._changed:
+            # All start together, so that the first to be ready does not run alone.
+            self._opened += 1
+            self._changed.notify_all()
+            deadline = time.monotonic() + _START_SECONDS
+            while self._opened < len(self.slots) and time.monotonic() < deadline:
+                self._changed.wait(timeout=1.0)
+        while True:
+            if not opened:
+                if not self._readmit(slot):
+                    return
+                opened = True
+            n = self._take()
+            if n == 0:
+                return
+            outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
+            if outcome is None:
+                self._give_back(slot, n)
+                opened = False
+                continue
+            done, ended, result = outcome[0]
+            self._account(slot, n, done, ended, result)
+
+    def _take(self) -> int:
+        """Takes steps to run; waits while none are granted; 0 when the pass is over."""
+        with self._changed:
+            while True:
+                if self._stopped or self._ended or self._should_stop() or self._error is not None:
+                    return 0
+                free = self._granted - self._taken
+                if free > 0:
+                    n = int(min(free, self._steps_per_call))
+                    self._taken += n
+                    return n
+                self._changed.wait(timeout=1.0)
+
+    def _account(self, slot: Slot, taken: int, done: int, ended: bool, result: Any) -> None:
+        with self._changed:
+            self._taken -= taken - done
+            self._completed += done
+            slot.steps += done
+            if result is not None:
+                number, value = result
+                self._results[number] = value
+            self._ended = self._ended or ended
+            self._changed.notify_all()
+
+    def _give_back(self, slot: Slot, taken: int) -> None:
+        with self._changed:
+            self._taken -= taken
+            self.losses[slot.index] += 1
+            self._changed.notify_all()
+
+    def _guarded(self, slot: Slot, action: Callable[[], Any]) -> tuple[Any] | None:
+        """Runs `action`; None if the worker was lost meanwhile."""
+        slot.busy_since = time.monotonic()
+        try:
+            return (action(),)
+        except tf.errors.OpError as error:
+            self._diagnose(slot, error)
+            return None
+        finally:
+            slot.busy_since = None
+
+    def _diagnose(self, slot: Slot, error: tf.errors.OpError) -> None:
+        """Returns if the worker is lost; else raises what really is wrong."""
+        for i in range(self._cluster.ps):
+            if not is_reachable(f"/job:ps/replica:0/task:{i}"):
+                raise RuntimeError(
+                    f"parameter server ps:{i} was lost, and its parameters with it; start it "
+                    "again and load a checkpoint into a new model"
+                ) from error
+        if is_reachable(slot.device):
+            raise error
+        logging.warning(
+            "worker:%d was lost in the middle of a pass (%s); the batches in its hands are lost, "
+            "the others go on.", slot.index, type(error).__name__)
+        slot.lost = True
+        with self._changed:
+            if all(s.lost for s in self.slots) and self._without_worker_since is None:
+                self._without_worker_since = time.monotonic()
+
+    def _readmit(self, slot: Slot) -> bool:
+        """Waits until a lost worker is back, and opens it; False when the pass is over."""
+        while True:
+            with self._changed:
+                self._changed.wait(timeout=_RETRY_SECONDS)
+                if self._stopped or self._ended or self._should_stop() or self._error:
+                    return False
+            try:
+                self._cluster.readmit(timeout=_RETRY_SECONDS)
+            except (RuntimeError, tf.errors.OpError) as error:
+                logging.log_every_n_seconds(
+                    logging.INFO, "worker:%d is not back yet: %s", 30, slot.index, error)
+                continue
+            if not is_reachable(slot.device):
+                continue
+            slot.lost = False
+            with self._changed:
+                self._without_worker_since = None
+            if self._guarded(slot, lambda: self._open_worker(slot)) is not None:
+                logging.warning("worker:%d is back and takes part again.", slot.index)
+                return True
+
+
+def is_reachable(device: str) -> bool:
+    """Whether a server runs an op for us; one that was restarted does not, until readmitted."""
+    try:
+        with tf.device(device):
+            return int(np.asarray(tf.add(1, 2))) == 3
+    except (tf.errors.OpError, RuntimeError):
+        return False

@@ -1,0 +1,203 @@
+"""Parameters as a worker's step sees them: pulled, with their versions.
+
+Keras reads its variables through a `keras.StatelessScope`. A dense variable is
+mapped to the tensor that was pulled; a table to a `PulledTable`, which pulls
+the rows that are looked up, when they are looked up, from the server.
+"""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import tape
+
+from tf_recsync import ops
+from tf_recsync.optimizers.base import VariableState
+
+
+class _Watched:
+    """What a gradient tape needs of a variable: a handle to watch."""
+
+    trainable = True
+
+    def __init__(self, handle: tf.Tensor):
+        self.handle = handle
+
+
+def watch(tensor: tf.Tensor) -> None:
+    """Has every active gradient tape watch `tensor`, as for a variable read."""
+    tape.variable_accessed(_Watched(tensor))
+
+
+def as_variable(tensor: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
+    """Gives a variable's pulled value what is asked of `variable.value`.
+
+    A gradient tape asks for the handle that it watches, here the tensor itself,
+    and an optimizer for the id by which it finds what it keeps of the variable.
+    """
+    tensor.handle = tensor
+    tensor._unique_id = variable._value._unique_id
+    return tensor
+
+
+class PulledTable(tf.__internal__.types.Tensor):
+    """Stands for an embedding table in a worker's step.
+
+    A lookup (`tf.gather`, which is what `keras.layers.Embedding` does) pulls
+    the rows it needs. The gradient is an IndexedSlices whose indices count the
+    looked-up rows of the step, in the order of the lookups; `resolve` turns
+    them into row ids and the versions that were pulled.
+
+    Args:
+        state: the optimizer's state of the table.
+        device: the server that holds it.
+    """
+
+    trainable = True
+
+    def __init__(self, state: VariableState, device: str):
+        self._state = state
+        self._device = device
+        # What the tape differentiates by; its value is never used.
+        self._anchor = tf.zeros([])
+        self._looked_up = tf.zeros([], tf.int64)
+        self._ids: list[tf.Tensor] = []
+        self._versions: list[tf.Tensor] = []
+
+    @property
+    def handle(self) -> tf.Tensor:
+        return self._anchor
+
+    @property
+    def _unique_id(self) -> str:
+        return self._state.variable._value._unique_id
+
+    @property
+    def dtype(self) -> tf.DType:
+        return tf.float32
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return tf.TensorShape(self._state.variable.shape)
+
+    @property
+    def name(self) -> str:
+        return self._state.variable.path
+
+    def get_shape(self) -> tf.TensorShape:
+        return self.shape
+
+    def sparse_read(self, indices, name=None) -> tf.Tensor:
+        """Pulls rows; the protocol by which `tf.gather` knows a variable.
+
+        Args:
+            indices: row ids of any shape, int32 or int64.
+            name: ignored.
+        """
+        try:
+            indices = tf.convert_to_tensor(indices)
+            variable, versions = self._state.variable._value, self._state.versions._value
+            with tf.device(self._device):
+                values, pulled = ops.gather_rows(
+                    variable.handle, versions.handle, indices, row_shape=self.shape[1:]
+                )
+            return self._differentiable(values, indices, pulled)
+        except AttributeError as error:
+            # tf.gather takes an AttributeError for "not a variable" and would
+            # silently pull the whole table instead.
+            raise RuntimeError(f"looking up rows of {self.name} failed: {error}") from error
+
+    def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
+        """Pulls the whole table: a layer uses it otherwise than for a lookup."""
+        variable, versions = self._state.variable._value, self._state.versions._value
+        with tf.device(self._device):
+            values, pulled = ops.pull_table(variable.handle, versions.handle, shape=self.shape)
+        values = self._differentiable(values, tf.range(self.shape[0]), pulled)
+        return values if dtype is None else tf.cast(values, dtype)
+
+    def _differentiable(self, values, ids, versions) -> tf.Tensor:
+        ids = tf.cast(tf.reshape(ids, [-1]), tf.int64)
+        first = self._looked_up
+        count = tf.size(ids, out_type=tf.int64)
+        self._looked_up = first + count
+        self._ids.append(ids)
+        self._versions.append(tf.reshape(versions, [-1]))
+        watch(self._anchor)
+        row = list(self.shape[1:])
+
+        @tf.custom_gradient
+        def read(anchor):
+            del anchor
+
+            def gradient(upstream):
+                return tf.IndexedSlices(
+                    tf.reshape(upstream, [-1, *row]), tf.range(first, first + count)
+                )
+
+            return values, gradient
+
+        return read(self._anchor)
+
+    def resolve(self, gradient) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """A gradient of the table as (values [n, ...], row ids [n], versions [n]).
+
+        Raises:
+            TypeError: if the gradient was made dense on its way here.
+        """
+        if not isinstance(gradient, tf.IndexedSlices):
+            raise TypeError(
+                f"the gradient of table {self.name} must stay a tf.IndexedSlices until the "
+                f"optimizer gets it, not {type(gradient).__name__}"
+            )
+        ids = tf.gather(tf.concat(self._ids, 0), gradient.indices)
+        versions = tf.gather(tf.concat(self._versions, 0), gradient.indices)
+        return gradient.values, ids, versions
+
+
+class PulledScope(keras.StatelessScope):
+    """A StatelessScope in which trainable variables have their pulled values.
+
+    Args:
+        dense: (variable, pulled tensor) pairs of dense trainable variables.
+        tables: (variable, `PulledTable`) pairs.
+        others: (variable, tensor) pairs of everything else that may be read and
+            assigned in the step: metrics, moving averages, seeds.
+    """
+
+    def __init__(self, dense, tables, others):
+        super().__init__(state_mapping=[*dense, *others])
+        self._dense = {
+            id(variable): as_variable(self.state_mapping[id(variable)], variable)
+            for variable, _ in dense
+        }
+        self._tables = [(variable, table) for variable, table in tables]
+        self._trainable = {id(v): v for v, _ in [*dense, *tables]}
+        for variable, table in tables:
+            self.state_mapping[id(variable)] = table
+
+    def __enter__(self):
+        # tf.gather recognises a variable by this method, which Keras variables
+        # lack; without it a lookup would pull the whole table.
+        for variable, table in self._tables:
+            variable.sparse_read = table.sparse_read
+        return super().__enter__()
+
+    def __exit__(self, *args, **kwargs):
+        for variable, _ in self._tables:
+            del variable.sparse_read
+        return super().__exit__(*args, **kwargs)
+
+    def get_current_value(self, variable):
+        value = super().get_current_value(variable)
+        if id(variable) in self._dense:
+            watch(value)
+        return value
+
+    def add_update(self, update):
+        variable, _ = update
+        if id(variable) in self._trainable:
+            raise ValueError(
+                f"trainable variable {variable.path} is assigned in the training step; under a "
+                "parameter-server strategy it can only be changed through the optimizer"
+            )
+        super().add_update(update)
