@@ -1,0 +1,129 @@
+"""What every click data set offers: the description of its features and the common interface."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+NUMERIC = "numeric"
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureSpec:
+    """The features of a data set, enough to build a model for it.
+
+    Every element of a data set is `(features, label)` where `features` is a dict with
+
+    * `"numeric"`: float32 `[batch, len(numeric)]`, the numeric features side by side;
+    * one int64 `[batch]` entry per categorical feature, under its name, with ids from 0 up to
+      (not including) the number given in `categorical`,
+
+    and `label` is float32 `[batch, 1]`, 1 for a click.
+
+    Args:
+        numeric: Names of the numeric features, in the order of the columns of `"numeric"`.
+        categorical: Name of each categorical feature and how many ids it has (at least 1).
+
+    Raises:
+        ValueError: If a categorical feature is called `"numeric"` or has fewer than one id.
+
+    Example:
+        >>> spec = FeatureSpec(numeric=("age",), categorical={"country": 4})
+        >>> spec.input_signature()[0]["country"].shape.as_list()
+        [None]
+    """
+
+    numeric: tuple[str, ...]
+    categorical: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        """Checks the names and sizes, and copies the containers so that they cannot change."""
+        object.__setattr__(self, "numeric", tuple(self.numeric))
+        object.__setattr__(self, "categorical", dict(self.categorical))
+        if NUMERIC in self.categorical:
+            raise ValueError(
+                f"categorical={self.categorical}: the name {NUMERIC!r} is taken by the numeric "
+                "features; give the column another name."
+            )
+        for name, size in self.categorical.items():
+            if size < 1:
+                raise ValueError(f"categorical[{name!r}]={size}: must be at least 1.")
+
+    def input_signature(
+        self, batch_size: int | None = None
+    ) -> tuple[dict[str, tf.TensorSpec], tf.TensorSpec]:
+        """Returns the `tf.TensorSpec`s of `(features, label)`.
+
+        Args:
+            batch_size: The first dimension; None (the default) leaves it open.
+
+        Returns:
+            A dict of specs under the names of the features, and the spec of the label.
+        """
+        features = {NUMERIC: tf.TensorSpec([batch_size, len(self.numeric)], tf.float32, NUMERIC)}
+        for name in self.categorical:
+            features[name] = tf.TensorSpec([batch_size], tf.int64, name)
+        return features, tf.TensorSpec([batch_size, 1], tf.float32, "label")
+
+
+class ClickData(abc.ABC):
+    """A data set with a training part and a test part.
+
+    `Criteo`, `Csv` and `Synthetic` share this interface, so that code which trains a model needs
+    to know only `spec`, `train` and `test`.
+    """
+
+    @property
+    @abc.abstractmethod
+    def spec(self) -> FeatureSpec:
+        """The names and sizes of the features."""
+
+    @property
+    @abc.abstractmethod
+    def train_rows(self) -> int:
+        """The number of rows of the training part."""
+
+    @property
+    @abc.abstractmethod
+    def test_rows(self) -> int:
+        """The number of rows of the test part; 0 when there is none."""
+
+    @abc.abstractmethod
+    def train(self, batch_size: int, shuffle: int = 0, seed: int | None = None) -> tf.data.Dataset:
+        """Returns the training part as batches; the last one may be smaller.
+
+        Args:
+            batch_size: Rows per batch, at least 1.
+            shuffle: Size in rows of the shuffle buffer; 0 (the default) keeps the order of the
+                rows. Every pass over the data set has another order.
+            seed: Seed of the shuffling; None (the default) takes another one every time.
+
+        Returns:
+            A `tf.data.Dataset` of `(features, label)` as described by `FeatureSpec`.
+
+        Raises:
+            ValueError: If `batch_size` or `shuffle` is out of range.
+        """
+
+    @abc.abstractmethod
+    def test(self, batch_size: int) -> tf.data.Dataset:
+        """Returns the test part in order as batches; the last one may be smaller.
+
+        Args:
+            batch_size: Rows per batch, at least 1.
+
+        Returns:
+            A `tf.data.Dataset` of `(features, label)` as described by `FeatureSpec`.
+
+        Raises:
+            ValueError: If `batch_size` is out of range or there is no test part.
+        """
+
+
+def check_batching(batch_size: int, shuffle: int = 0) -> None:
+    """Raises ValueError unless `batch_size` is at least 1 and `shuffle` at least 0."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: must be at least 1.")
+    if shuffle < 0:
+        raise ValueError(f"shuffle={shuffle}: must be 0 (off) or the size of the buffer in rows.")

@@ -1,0 +1,5 @@
+"""Metrics for click models."""
+
+from tf_recsync.metrics.normalized_entropy import NormalizedEntropy
+
+__all__ = ["NormalizedEntropy"]
