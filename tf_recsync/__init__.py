@@ -4,9 +4,32 @@ from tf_recsync._compatibility import check_tensorflow
 
 check_tensorflow()
 
-from tf_recsync import optimizers, staleness  # noqa: E402
+from tf_recsync import (  # noqa: E402
+    callbacks,
+    data,
+    layers,
+    metrics,
+    optimizers,
+    staleness,
+    testing,
+)
+from tf_recsync.cluster import Cluster, LocalCluster, cluster_from_tf_config  # noqa: E402
+from tf_recsync.strategies import AsyncStrategy  # noqa: E402
 from tf_recsync.swap import Swap  # noqa: E402
 
 __version__ = "0.1.0"
 
-__all__ = ["Swap", "optimizers", "staleness"]
+__all__ = [
+    "AsyncStrategy",
+    "Cluster",
+    "LocalCluster",
+    "Swap",
+    "callbacks",
+    "cluster_from_tf_config",
+    "data",
+    "layers",
+    "metrics",
+    "optimizers",
+    "staleness",
+    "testing",
+]

@@ -263,6 +263,19 @@ class Statistics:
             _counters=total,
         )
 
+    def since(self, before: Statistics) -> Statistics:
+        """What was measured after `before`, an earlier reading of the same variables.
+
+        The maximum of the time between is known as precisely as the histogram.
+        """
+        counters = self._counters - before._counters
+        used = np.flatnonzero(counters[_engine.STALENESS_FIRST_BUCKET :])
+        counters[3] = self.max
+        if used.size:
+            highest = _engine.staleness_histogram(counters)[-1][0]
+            counters[3] = min(self.max, highest)
+        return Statistics.from_counters([counters])
+
     def quantile(self, quantile: float) -> int:
         """The staleness that `quantile`, in [0, 1], of the updates did not exceed."""
         if not 0 <= quantile <= 1:

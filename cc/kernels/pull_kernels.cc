@@ -72,53 +72,78 @@ class PullDenseOp : public OpKernel {
 template <typename Index>
 class GatherRowsOp : public OpKernel {
  public:
-  explicit GatherRowsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("row_shape", &row_shape_));
-  }
+  using OpKernel::OpKernel;
 
   void Compute(OpKernelContext* ctx) override {
-    std::vector<VariablePtr> variable;
+    std::vector<VariablePtr> tables;
     std::vector<VariablePtr> versions;
-    OP_REQUIRES_OK(ctx, LookupVariables(ctx, "variable", &variable));
+    const Tensor* indices;
+    std::vector<int64_t> offsets;
+    OP_REQUIRES_OK(ctx, LookupVariables(ctx, "variables", &tables));
     OP_REQUIRES_OK(ctx, LookupVariables(ctx, "versions", &versions));
-    OP_REQUIRES_OK(ctx, CheckDistinct({variable[0].get(), versions[0].get()}));
-    const Tensor& indices = ctx->input(2);
-    const int64_t n = indices.NumElements();
-    const Index* ids = indices.flat<Index>().data();
-
-    tf_shared_lock lock(*variable[0]->mu());
-    tf_shared_lock versions_lock(*versions[0]->mu());
-    OP_REQUIRES_OK(
-        ctx, CheckVariable(*variable[0], "variable", tensorflow::DT_FLOAT));
-    OP_REQUIRES_OK(
-        ctx, CheckVariable(*versions[0], "versions", tensorflow::DT_INT64));
-    const Tensor& table = *variable[0]->tensor();
-    OP_REQUIRES(
-        ctx, table.dims() >= 1,
-        absl::InvalidArgumentError("a table must have rows, not shape []"));
-    const int64_t rows = table.dim_size(0);
-    TensorShape row_shape = table.shape();
-    row_shape.RemoveDim(0);
-    OP_REQUIRES(ctx, row_shape_.IsCompatibleWith(row_shape),
-                absl::InvalidArgumentError(
-                    absl::StrCat("row_shape must be ", row_shape.DebugString(),
-                                 ", not ", row_shape_.DebugString())));
-    const Tensor& version = *versions[0]->tensor();
-    OP_REQUIRES(ctx, version.shape() == TensorShape({rows}),
-                absl::InvalidArgumentError(
-                    absl::StrCat("versions must have shape [", rows, "], not ",
-                                 version.shape().DebugString())));
-    TensorShape shape = indices.shape();
-    shape.AppendShape(row_shape);
-    Tensor* values;
+    OP_REQUIRES_OK(ctx, ctx->input("indices", &indices));
+    OP_REQUIRES_OK(ctx, ReadCounts(ctx, *indices, tables.size(), &offsets));
+    const int64_t n = tables.size();
+    std::vector<int64_t> widths(n);
+    std::vector<int64_t> starts(n + 1, 0);  // of each table in `packed`
+    for (int64_t i = 0; i < n; ++i) {
+      OP_REQUIRES_OK(ctx, CheckDistinct({tables[i].get(), versions[i].get()}));
+      tf_shared_lock lock(*tables[i]->mu());
+      OP_REQUIRES_OK(ctx, RowWidth(*tables[i], &widths[i]));
+      starts[i + 1] = starts[i] + widths[i] * (offsets[i + 1] - offsets[i]);
+    }
+    Tensor* packed;
     Tensor* pulled;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, shape, &values));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, indices.shape(), &pulled));
-    const int64_t width = row_shape.num_elements();
-    const float* from = table.flat<float>().data();
-    const int64_t* from_versions = version.flat<int64_t>().data();
-    float* to = values->flat<float>().data();
+    OP_REQUIRES_OK(ctx,
+                   ctx->allocate_output(0, TensorShape({starts[n]}), &packed));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, indices->shape(), &pulled));
+    const Index* ids = indices->flat<Index>().data();
+    float* to = packed->flat<float>().data();
     int64_t* to_versions = pulled->flat<int64_t>().data();
+    std::vector<absl::Status> statuses(n);
+    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
+    const auto gather = [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        statuses[i] =
+            GatherTable(*tables[i], *versions[i], ids + offsets[i],
+                        offsets[i + 1] - offsets[i], widths[i], to + starts[i],
+                        to_versions + offsets[i], n == 1 ? workers : nullptr);
+      }
+    };
+    if (n == 1) {
+      gather(0, 1);
+    } else {
+      tensorflow::Shard(workers->num_threads, workers->workers, n,
+                        (50 * offsets[n] + starts[n]) / n, gather);
+    }
+    for (const absl::Status& status : statuses) OP_REQUIRES_OK(ctx, status);
+  }
+
+ private:
+  // Gathers `n` rows of one table, in parallel if `workers` are given.
+  static absl::Status GatherTable(
+      Var& table, Var& table_versions, const Index* ids, int64_t n,
+      int64_t expected_width, float* to, int64_t* to_versions,
+      const tensorflow::DeviceBase::CpuWorkerThreads* workers) {
+    tf_shared_lock lock(*table.mu());
+    tf_shared_lock versions_lock(*table_versions.mu());
+    int64_t width;
+    TF_RETURN_IF_ERROR(RowWidth(table, &width));
+    if (width != expected_width) {
+      return absl::InvalidArgumentError(
+          "a table changed its shape while it was pulled");
+    }
+    TF_RETURN_IF_ERROR(
+        CheckVariable(table_versions, "versions", tensorflow::DT_INT64));
+    const int64_t rows = table.tensor()->dim_size(0);
+    const Tensor& version = *table_versions.tensor();
+    if (version.shape() != TensorShape({rows})) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("versions must have shape [", rows, "], not ",
+                       version.shape().DebugString()));
+    }
+    const float* from = table.tensor()->template flat<float>().data();
+    const int64_t* from_versions = version.template flat<int64_t>().data();
     std::atomic<int64_t> bad{-1};
     const auto gather = [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
@@ -131,18 +156,15 @@ class GatherRowsOp : public OpKernel {
         to_versions[i] = from_versions[row];
       }
     };
-    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(workers->num_threads, workers->workers, n, 50 + width,
-                      gather);
-    OP_REQUIRES(ctx, bad.load() < 0,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "indices[", bad.load(), "] = ",
-                    static_cast<int64_t>(ids[std::max<int64_t>(bad, 0)]),
-                    " is not a row of [0, ", rows, ")")));
+    if (workers == nullptr) {
+      gather(0, n);
+    } else {
+      tensorflow::Shard(workers->num_threads, workers->workers, n, 50 + width,
+                        gather);
+    }
+    if (bad >= 0) return NotARow(bad, ids[bad], rows);
+    return absl::OkStatus();
   }
-
- private:
-  PartialTensorShape row_shape_;
 };
 
 class PullTableOp : public OpKernel {

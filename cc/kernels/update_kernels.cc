@@ -156,12 +156,11 @@ class UpdateOp : public OpKernel {
  protected:
   // Looks up the variables behind the op's resource inputs; `variables_` etc.
   // of `held` keep them alive.
-  absl::Status LookupTargets(OpKernelContext* ctx, const char* variable_name,
-                             const char* accumulator_name,
+  absl::Status LookupTargets(OpKernelContext* ctx,
                              std::vector<VariablePtr>* held,
                              std::vector<Target>* targets) {
     std::vector<VariablePtr> found;
-    TF_RETURN_IF_ERROR(LookupVariables(ctx, variable_name, &found));
+    TF_RETURN_IF_ERROR(LookupVariables(ctx, "variables", &found));
     const size_t n = found.size();
     targets->assign(n, Target());
     const auto place = [&](auto&& set) {
@@ -171,7 +170,7 @@ class UpdateOp : public OpKernel {
     };
     place([](Target& t, Var* v) { t.variable = v; });
     if (Rule::kAccumulators > 0) {
-      TF_RETURN_IF_ERROR(LookupVariables(ctx, accumulator_name, &found));
+      TF_RETURN_IF_ERROR(LookupVariables(ctx, "accumulators", &found));
       place([](Target& t, Var* v) { t.accumulators.push_back(v); });
     }
     TF_RETURN_IF_ERROR(LookupVariables(ctx, "versions", &found));
@@ -233,8 +232,7 @@ class DenseUpdateOp : public UpdateOp<Rule> {
   void Compute(OpKernelContext* ctx) override {
     std::vector<VariablePtr> held;
     std::vector<Target> targets;
-    OP_REQUIRES_OK(ctx, this->LookupTargets(ctx, "variables", "accumulators",
-                                            &held, &targets));
+    OP_REQUIRES_OK(ctx, this->LookupTargets(ctx, &held, &targets));
     Rule rule;
     int64_t global_step;
     OP_REQUIRES_OK(ctx, this->ReadRuleInputs(ctx, &rule, &global_step));
@@ -358,67 +356,103 @@ class RowsUpdateOp : public UpdateOp<Rule> {
   void Compute(OpKernelContext* ctx) override {
     std::vector<VariablePtr> held;
     std::vector<Target> targets;
-    OP_REQUIRES_OK(ctx, this->LookupTargets(ctx, "variable", "accumulator",
-                                            &held, &targets));
-    const Target& target = targets[0];
+    OP_REQUIRES_OK(ctx, this->LookupTargets(ctx, &held, &targets));
     Rule rule;
     int64_t global_step;
     OP_REQUIRES_OK(ctx, this->ReadRuleInputs(ctx, &rule, &global_step));
     const Tensor* gradient;
     const Tensor* indices;
     const Tensor* pulled;
-    OP_REQUIRES_OK(ctx, ctx->input("gradient", &gradient));
+    std::vector<int64_t> offsets;
+    OP_REQUIRES_OK(ctx, ReadVector(ctx, "gradient", &gradient));
     OP_REQUIRES_OK(ctx, ReadVector(ctx, "indices", &indices));
     OP_REQUIRES_OK(ctx, ReadVector(ctx, "pulled_versions", &pulled));
-    const int64_t n = indices->NumElements();
-    OP_REQUIRES(ctx, pulled->NumElements() == 0 || pulled->NumElements() == n,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "pulled_versions must hold ", n, " versions or none, not ",
-                    pulled->NumElements())));
-    if (n == 0) return;
-    const Index* ids = indices->flat<Index>().data();
-
-    ExclusiveLocks locks(target.All());
-    OP_REQUIRES_OK(ctx, Prepare(ctx, target, /*sparse=*/true));
-    const TensorShape& shape = target.variable->tensor()->shape();
-    TensorShape expected = shape;
-    expected.set_dim(0, n);
-    OP_REQUIRES(ctx, gradient->shape() == expected,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "gradient must have shape ", expected.DebugString(),
-                    ", not ", gradient->shape().DebugString())));
-    const int64_t rows = shape.dim_size(0);
-    const int64_t width = rows == 0 ? 0 : shape.num_elements() / rows;
-    int64_t* versions = Data<int64_t>(target.versions);
-    const int64_t* pulled_versions =
-        pulled->NumElements() == 0 ? nullptr : pulled->flat<int64_t>().data();
-    // Everything is checked before anything is written.
+    OP_REQUIRES_OK(ctx, ReadCounts(ctx, *indices, targets.size(), &offsets));
+    const int64_t rows = indices->NumElements();
+    OP_REQUIRES(
+        ctx, pulled->NumElements() == 0 || pulled->NumElements() == rows,
+        absl::InvalidArgumentError(absl::StrCat("pulled_versions must hold ",
+                                                rows, " versions or none, not ",
+                                                pulled->NumElements())));
+    const int64_t n = targets.size();
+    std::vector<int64_t> starts(n + 1, 0);  // of each table in `gradient`
     for (int64_t i = 0; i < n; ++i) {
-      const int64_t row = static_cast<int64_t>(ids[i]);
-      OP_REQUIRES(
-          ctx, row >= 0 && row < rows,
-          absl::InvalidArgumentError(absl::StrCat(
-              "indices[", i, "] = ", row, " is not a row of [0, ", rows, ")")));
-      if (pulled_versions != nullptr && pulled_versions[i] > versions[row]) {
-        OP_REQUIRES_OK(ctx,
-                       this->NewerThanNow(pulled_versions[i], versions[row]));
-      }
+      tensorflow::tf_shared_lock lock(*targets[i].variable->mu());
+      int64_t width;
+      OP_REQUIRES_OK(ctx, RowWidth(*targets[i].variable, &width));
+      starts[i + 1] = starts[i] + width * (offsets[i + 1] - offsets[i]);
     }
-    UpdateRows(ctx, rule, global_step, target, gradient->flat<T>().data(), ids,
-               n, width, versions, pulled_versions);
+    OP_REQUIRES(ctx, gradient->NumElements() == starts[n],
+                absl::InvalidArgumentError(
+                    absl::StrCat("gradient must hold the rows' ", starts[n],
+                                 " elements, not ", gradient->NumElements())));
+    const T* gradients = gradient->flat<T>().data();
+    const Index* ids = indices->flat<Index>().data();
+    const int64_t* versions =
+        pulled->NumElements() == 0 ? nullptr : pulled->flat<int64_t>().data();
+    std::vector<absl::Status> statuses(n);
+    const auto update = [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t count = offsets[i + 1] - offsets[i];
+        if (count == 0) continue;
+        statuses[i] = UpdateTable(
+            ctx, rule, global_step, targets[i], gradients + starts[i],
+            starts[i + 1] - starts[i], ids + offsets[i], count,
+            versions == nullptr ? nullptr : versions + offsets[i],
+            /*parallel=*/n == 1);
+      }
+    };
+    if (n == 1) {
+      update(0, 1);
+    } else {
+      const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
+      tensorflow::Shard(workers->num_threads, workers->workers, n,
+                        (200 * rows + 8 * starts[n]) / n, update);
+    }
+    for (const absl::Status& status : statuses) OP_REQUIRES_OK(ctx, status);
   }
 
  private:
+  // Updates rows of one table, in parallel if told so. Everything is checked
+  // before anything of the table is written.
+  absl::Status UpdateTable(OpKernelContext* ctx, const Rule& rule,
+                           int64_t global_step, const Target& target,
+                           const T* gradient, int64_t elements,
+                           const Index* ids, int64_t n, const int64_t* pulled,
+                           bool parallel) {
+    ExclusiveLocks locks(target.All());
+    TF_RETURN_IF_ERROR(Prepare(ctx, target, /*sparse=*/true));
+    int64_t width;
+    TF_RETURN_IF_ERROR(RowWidth(*target.variable, &width));
+    if (width * n != elements) {
+      return absl::InvalidArgumentError(
+          "a table changed its shape while it was updated");
+    }
+    const int64_t rows = target.variable->tensor()->dim_size(0);
+    const int64_t* versions = Data<int64_t>(target.versions);
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t row = static_cast<int64_t>(ids[i]);
+      if (row < 0 || row >= rows) return NotARow(i, row, rows);
+      if (pulled != nullptr && pulled[i] > versions[row]) {
+        return this->NewerThanNow(pulled[i], versions[row]);
+      }
+    }
+    UpdateRows(ctx, rule, global_step, target, gradient, ids, n, width, pulled,
+               parallel);
+    return absl::OkStatus();
+  }
+
   void UpdateRows(OpKernelContext* ctx, const Rule& rule, int64_t global_step,
                   const Target& target, const T* gradient, const Index* ids,
-                  int64_t n, int64_t width, int64_t* versions,
-                  const int64_t* pulled) {
+                  int64_t n, int64_t width, const int64_t* pulled,
+                  bool parallel) {
     RowGroups groups;
     groups.Build(ids, n);
     const StalenessWeight& weight = this->attributes_.weight;
     const Swap& swap = this->attributes_.swap;
     const bool measure = weight.uses_last_update();
     float* w = Data<float>(target.variable);
+    int64_t* versions = Data<int64_t>(target.versions);
     int64_t* last_periods = Data<int64_t>(target.last_periods);
     float* last_updates = Data<float>(target.last_updates);
     std::vector<float*> accumulators;
@@ -465,10 +499,13 @@ class RowsUpdateOp : public UpdateOp<Rule> {
       MutexLock lock(&mu);
       counters.Merge(counted.data());
     };
-    const int64_t cycles_per_row = 200 + 8 * width;
+    if (!parallel) {
+      update(0, groups.size());
+      return;
+    }
     const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
     tensorflow::Shard(workers->num_threads, workers->workers, groups.size(),
-                      cycles_per_row, update);
+                      /*cost_per_unit=*/200 + 8 * width, update);
   }
 
   // The gradient of a group's row, summed into `sum` unless it stands alone in

@@ -36,36 +36,38 @@ pulled_versions: [N], to be sent back with the gradients.
 )doc");
 
 REGISTER_OP("RecsyncGatherRows")
-    .Input("variable: resource")
-    .Input("versions: resource")
+    .Input("variables: N * resource")
+    .Input("versions: N * resource")
     .Input("indices: Tindices")
-    .Output("values: float")
+    .Input("counts: int64")
+    .Output("packed: float")
     .Output("pulled_versions: int64")
-    .Attr("row_shape: shape")
+    .Attr("N: int >= 1")
     .Attr("Tindices: {int32, int64}")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      tensorflow::PartialTensorShape row_shape;
-      TF_RETURN_IF_ERROR(c->GetAttr("row_shape", &row_shape));
-      ShapeHandle row, values;
-      TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(row_shape, &row));
-      TF_RETURN_IF_ERROR(c->Concatenate(c->input(2), row, &values));
-      c->set_output(0, values);
-      c->set_output(1, c->input(2));
+      int n;
+      TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
+      ShapeHandle indices, counts;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(2 * n), 1, &indices));
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(2 * n + 1), 1, &counts));
+      c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+      c->set_output(1, indices);
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Gathers rows of a table, each together with its version.
+Gathers rows of N tables, each row together with its version, into one tensor.
 
-All rows and versions are read under the table's lock, so no update can come
+The rows and versions of a table are read under its lock, so no update can come
 between them.
 
-variable: A float variable [rows, ...].
-versions: An int64 variable [rows].
-indices: Row ids of any shape; an error where one is out of range.
-row_shape: The shape of one row.
-values: indices.shape + row_shape.
-pulled_versions: indices.shape, to be sent back with the gradients.
+variables: float variables [rows, ...].
+versions: int64 variables [rows].
+indices: [n], row ids: first those of table 0, then those of table 1, and so
+  on; an error where one is out of its table's range.
+counts: [N], how many of the indices belong to each table.
+packed: A vector: the rows, flattened, one after the other.
+pulled_versions: [n], to be sent back with the gradients.
 )doc");
 
 REGISTER_OP("RecsyncPullTable")

@@ -37,14 +37,8 @@ absl::Status DenseUpdateShape(InferenceContext* c) {
 }
 
 absl::Status RowsUpdateShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(CheckRanks(c, {"learning_rate", "global_step"},
-                                {"indices", "pulled_versions"}));
-  std::vector<ShapeHandle> gradient, indices;
-  TF_RETURN_IF_ERROR(c->input("gradient", &gradient));
-  TF_RETURN_IF_ERROR(c->input("indices", &indices));
-  TF_RETURN_IF_ERROR(c->WithRankAtLeast(gradient[0], 1, &gradient[0]));
-  DimensionHandle rows;
-  return c->Merge(c->Dim(gradient[0], 0), c->Dim(indices[0], 0), &rows);
+  return CheckRanks(c, {"learning_rate", "global_step"},
+                    {"gradient", "indices", "counts", "pulled_versions"});
 }
 
 }  // namespace
@@ -100,23 +94,24 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "pulled_versions: [N], or empty for gradients of the current values (tau "  \
   "is 1)."
 
-#define RECSYNC_ROWS_DOC                                                      \
-  "\n"                                                                        \
-  "Positions of `indices` that name the same row are summed first, so that "  \
-  "each row is updated once, weighted by rho(tau) of the oldest version it "  \
-  "was pulled at; its version rises by one and its tau is counted. Rows are " \
-  "updated in parallel.\n"                                                    \
-  "\n"                                                                        \
-  "versions: int64 [rows].\n"                                                 \
-  "counters: An int64 vector of staleness statistics.\n"                      \
-  "last_periods: int64 [rows], the last SWAP period applied; none without "   \
-  "SWAP.\n"                                                                   \
-  "last_updates: float [rows], the length of the last update; none without "  \
-  "update_sensitivity.\n"                                                     \
-  "gradient: [n, ...], shaped like the variable but for the first "           \
-  "dimension.\n"                                                              \
-  "indices: [n], rows of the variable; an error where one is out of range.\n" \
-  "pulled_versions: [n], or empty for gradients of the current values (tau "  \
+#define RECSYNC_ROWS_DOC                                                       \
+  "\n"                                                                         \
+  "Rows of N tables, packed: first the rows of table 0, then those of table "  \
+  "1, and so on. Positions that name the same row of a table are summed "      \
+  "first, so that each row is updated once, weighted by rho(tau) of the "      \
+  "oldest version it was pulled at; its version rises by one and its tau is "  \
+  "counted. Tables, or the rows of a single one, are updated in parallel.\n"   \
+  "\n"                                                                         \
+  "versions: int64 [rows] for each table.\n"                                   \
+  "counters: int64 vectors of staleness statistics.\n"                         \
+  "last_periods: int64 [rows], the last SWAP period applied; none without "    \
+  "SWAP.\n"                                                                    \
+  "last_updates: float [rows], the length of the last update; none without "   \
+  "update_sensitivity.\n"                                                      \
+  "gradient: A vector: the rows' gradients, flattened, one after the other.\n" \
+  "indices: [n], row ids; an error where one is out of its table's range.\n"   \
+  "counts: [N], how many of the indices belong to each table.\n"               \
+  "pulled_versions: [n], or empty for gradients of the current values (tau "   \
   "is 1)."
 
 REGISTER_OP("RecsyncSgdDense")
@@ -137,20 +132,22 @@ REGISTER_OP("RecsyncSgdDense")
             RECSYNC_COMMON_DOC);
 
 REGISTER_OP("RecsyncSgdRows")
-    .Input("variable: resource")
-    .Input("versions: resource")
-    .Input("counters: resource")
+    .Input("variables: N * resource")
+    .Input("versions: N * resource")
+    .Input("counters: N * resource")
     .Input("last_periods: num_swap * resource")
     .Input("last_updates: num_measured * resource")
     .Input("gradient: T")
     .Input("indices: Tindices")
+    .Input("counts: int64")
     .Input("pulled_versions: int64")
     .Input("learning_rate: float")
     .Input("global_step: int64")
+    .Attr("N: int >= 1")
     .Attr("Tindices: {int32, int64}")
     .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
     .SetShapeFn(RowsUpdateShape)
-    .Doc("Applies staleness-weighted SGD to rows of a table.\n" RECSYNC_ROWS_DOC
+    .Doc("Applies staleness-weighted SGD to rows of tables.\n" RECSYNC_ROWS_DOC
              RECSYNC_COMMON_DOC);
 
 REGISTER_OP("RecsyncAdagradDense")
@@ -175,17 +172,19 @@ REGISTER_OP("RecsyncAdagradDense")
         "epsilon: Added to the accumulator under the root." RECSYNC_COMMON_DOC);
 
 REGISTER_OP("RecsyncAdagradRows")
-    .Input("variable: resource")
-    .Input("accumulator: resource")
-    .Input("versions: resource")
-    .Input("counters: resource")
+    .Input("variables: N * resource")
+    .Input("accumulators: N * resource")
+    .Input("versions: N * resource")
+    .Input("counters: N * resource")
     .Input("last_periods: num_swap * resource")
     .Input("last_updates: num_measured * resource")
     .Input("gradient: T")
     .Input("indices: Tindices")
+    .Input("counts: int64")
     .Input("pulled_versions: int64")
     .Input("learning_rate: float")
     .Input("global_step: int64")
+    .Attr("N: int >= 1")
     .Attr("Tindices: {int32, int64}")
     .Attr("epsilon: float = 1e-7")
     .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
@@ -193,7 +192,7 @@ REGISTER_OP("RecsyncAdagradRows")
     .Doc(
         "Applies staleness-weighted Adagrad, with SWAP, to rows of a "
         "table.\n" RECSYNC_ROWS_DOC
-        "\naccumulator: float, shaped like the variable.\n"
+        "\naccumulators: float, shaped like the tables.\n"
         "epsilon: Added to the accumulator under the root." RECSYNC_COMMON_DOC);
 
 }  // namespace recsync

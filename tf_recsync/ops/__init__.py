@@ -57,9 +57,21 @@ def _mean_normalize_gradient(op, dy, _):
 
 
 @tf.RegisterGradient("RecsyncGatherRows")
-def _gather_rows_gradient(op, values, _):
-    """Rows of the table, as the gradient of a stock gather is."""
-    row_shape = op.get_attr("row_shape")
-    row = [dim.size for dim in row_shape.dim]
-    flat = tf.reshape(op.inputs[2], [-1])
-    return [tf.IndexedSlices(tf.reshape(values, [-1, *row]), flat), None, None]
+def _gather_rows_gradient(op, packed, _):
+    """Rows of each table, as the gradient of a stock gather is."""
+    n = op.get_attr("N")
+    indices, counts = op.inputs[2 * n], op.inputs[2 * n + 1]
+    ids = tf.split(indices, counts, num=n)
+    shapes = [_variable_shape(op.inputs[i]) for i in range(n)]
+    sizes = tf.stack([counts[i] * tf.cast(tf.reduce_prod(shapes[i][1:]), tf.int64)
+                      for i in range(n)])
+    values = tf.split(packed, sizes, num=n)
+    slices = [
+        tf.IndexedSlices(tf.reshape(values[i], tf.concat([[-1], shapes[i][1:]], 0)), ids[i])
+        for i in range(n)
+    ]
+    return [*slices, *[None] * n, None, None]
+
+
+def _variable_shape(handle):
+    return tf.raw_ops.VariableShape(input=handle)

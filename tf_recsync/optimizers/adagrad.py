@@ -81,7 +81,7 @@ class Adagrad(base.Optimizer):
         return ops.adagrad_dense(accumulators=accumulators[0], epsilon=self.epsilon, **kwargs)
 
     def rows_op(self, *, accumulators, **kwargs):
-        return ops.adagrad_rows(accumulator=accumulators[0], epsilon=self.epsilon, **kwargs)
+        return ops.adagrad_rows(accumulators=accumulators[0], epsilon=self.epsilon, **kwargs)
 
     def plain_rule(self, accumulators, gradient, learning_rate, decay):
         accumulator = decay * accumulators[0] + tf.square(gradient)

@@ -184,6 +184,8 @@ class Optimizer(keras.optimizers.Optimizer):
         if push is None:
             super().apply(grads, trainable_variables)
             return
+        if push.is_dry:
+            return
         with push.global_step(self, grads):
             super().apply(grads, trainable_variables)
 
@@ -221,7 +223,8 @@ class Optimizer(keras.optimizers.Optimizer):
             self._plain_update(state, variable, gradient, learning_rate, step)
         elif state.is_table:
             values, ids = as_rows(gradient, state.variable.shape)
-            self.apply_rows(state, values, ids, no_versions(), learning_rate, step)
+            values, counts = tf.reshape(values, [-1]), [tf.size(ids, out_type=tf.int64)]
+            self.apply_rows([state], values, ids, counts, no_versions(), learning_rate, step)
         else:
             gradient = tf.reshape(tf.convert_to_tensor(gradient), [-1])
             self.apply_dense([state], gradient, no_versions(), learning_rate, step)
@@ -240,27 +243,23 @@ class Optimizer(keras.optimizers.Optimizer):
             The update's operation.
         """
         return self.dense_op(
-            variables=handles([s.variable for s in states]),
-            accumulators=[handles([s.accumulators[i] for s in states])
-                          for i in range(len(self.accumulator_names))],
-            versions=handles([s.versions for s in states]),
-            counters=handles([s.counters for s in states]),
-            last_periods=handles([v for s in states for v in s.last_periods]),
-            last_updates=handles([v for s in states for v in s.last_updates]),
             gradient=gradient,
-            pulled_versions=pulled_versions,
-            learning_rate=learning_rate,
-            global_step=global_step,
-            **self._attributes(),
+            **self._arguments(states, pulled_versions, learning_rate, global_step),
         )
 
-    def apply_rows(self, state, values, ids, pulled_versions, learning_rate, global_step):
-        """Applies gradients to rows of one table; repeated rows are summed first.
+    def apply_rows(
+        self, states, gradient, ids, counts, pulled_versions, learning_rate, global_step
+    ):
+        """Applies packed gradients to rows of tables of one server.
+
+        Rows that are named more than once are summed first.
 
         Args:
-            state: the table's `VariableState`.
-            values: [n, ...], float32, bfloat16 or float16.
-            ids: int32 or int64 [n].
+            states: the tables' `VariableState`s, all on one device.
+            gradient: [total], float32, bfloat16 or float16: the rows' gradients,
+                flattened, table after table.
+            ids: int32 or int64 [n], row ids, table after table.
+            counts: int64 [len(states)], how many ids belong to each table.
             pulled_versions: int64 [n], or empty for fresh gradients.
             learning_rate: a float32 scalar.
             global_step: an int64 scalar, counted from 1.
@@ -269,19 +268,29 @@ class Optimizer(keras.optimizers.Optimizer):
             The update's operation.
         """
         return self.rows_op(
-            variable=handles([state.variable])[0],
-            accumulators=handles(state.accumulators),
-            versions=handles([state.versions])[0],
-            counters=handles([state.counters])[0],
-            last_periods=handles(state.last_periods),
-            last_updates=handles(state.last_updates),
-            gradient=values,
+            gradient=gradient,
             indices=ids,
-            pulled_versions=pulled_versions,
-            learning_rate=learning_rate,
-            global_step=global_step,
-            **self._attributes(),
+            counts=counts,
+            **self._arguments(states, pulled_versions, learning_rate, global_step),
         )
+
+    def _arguments(self, states, pulled_versions, learning_rate, global_step) -> dict:
+        """What all update ops are called with."""
+        return {
+            "variables": handles([s.variable for s in states]),
+            "accumulators": [
+                handles([s.accumulators[i] for s in states])
+                for i in range(len(self.accumulator_names))
+            ],
+            "versions": handles([s.versions for s in states]),
+            "counters": handles([s.counters for s in states]),
+            "last_periods": handles([v for s in states for v in s.last_periods]),
+            "last_updates": handles([v for s in states for v in s.last_updates]),
+            "pulled_versions": pulled_versions,
+            "learning_rate": learning_rate,
+            "global_step": global_step,
+            **self._attributes(),
+        }
 
     def _attributes(self) -> dict:
         swap = self.swap

@@ -174,7 +174,7 @@ class _Steps:
         if key not in self._functions:
             layout = Layout.of(self._model, optimizers_of(self._model))
             function = worker_functions.trace_steps(
-                self._model, layout, self.method, _iterator_spec(spec), steps_per_call,
+                self._model, layout, self.method, spec, steps_per_call,
                 compute_time,
             )
             self._functions = {key: (function, layout)}
@@ -241,7 +241,7 @@ class PredictFunction:
         registered = iterator.distributed.registered()
         layout = Layout.of(self._model, optimizers_of(self._model))
         function = worker_functions.trace_predict(
-            self._model, layout, _iterator_spec(registered.element_spec)
+            self._model, layout, registered.element_spec
         )
         job = registered.new_job()
         initial = [np.asarray(v._value.read_value()) for v in layout.private]
@@ -347,6 +347,3 @@ class MetricsMerger:
         for variable, value in zip(self._variables, self.merged(), strict=True):
             variable.assign(value)
 
-
-def _iterator_spec(element_spec: Any) -> Any:
-    return tf.data.IteratorSpec(element_spec)

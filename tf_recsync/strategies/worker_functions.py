@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Layout, Step
 
 
@@ -19,7 +20,7 @@ def trace_steps(
     model: keras.Model,
     layout: Layout,
     method: str,
-    iterator_spec: Any,
+    element_spec: Any,
     steps_per_call: int,
     compute_time: float | None,
 ) -> Callable:
@@ -29,7 +30,7 @@ def trace_steps(
         model: a built, compiled model.
         layout: its layout.
         method: "train_step" or "test_step".
-        iterator_spec: the type spec of the workers' iterators.
+        element_spec: the type spec of the batches that the workers' iterators yield.
         steps_per_call: the most steps that one call runs.
         compute_time: artificial compute time in seconds, or None.
 
@@ -42,9 +43,10 @@ def trace_steps(
     """
     is_training = method == "train_step"
     known = set(model.get_metrics_result())
+    lookups = find_lookups(model, layout, method, element_spec)
 
     def one_step(data, private):
-        step = Step(layout, private, compute_time if is_training else None)
+        step = Step(layout, private, lookups, data, compute_time if is_training else None)
         with step.computing():
             logs = getattr(model, method)(data)
         _check_logs(model, method, logs, known)
@@ -85,28 +87,29 @@ def trace_steps(
 
     private_specs = [tf.TensorSpec(v.shape, v.dtype) for v in layout.private]
     return tf.function(steps, autograph=False).get_concrete_function(
-        iterator_spec, tf.TensorSpec([], tf.int64), *private_specs
+        tf.data.IteratorSpec(element_spec), tf.TensorSpec([], tf.int64), *private_specs
     )
 
 
-def trace_predict(model: keras.Model, layout: Layout, iterator_spec: Any) -> Callable:
+def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Callable:
     """Traces `model.predict_step` for the workers.
 
     Returns:
         A concrete function of (iterator, *private) that returns (the batch's
         number, its outputs) and raises OutOfRangeError at the end of the data.
     """
+    lookups = find_lookups(model, layout, "predict_step", element_spec[1])
 
     def predict(iterator, *private):
         number, data = iterator.get_next()
-        step = Step(layout, private)
+        step = Step(layout, private, lookups, data)
         with step.computing():
             outputs = model.predict_step(data)
         return number, outputs
 
     private_specs = [tf.TensorSpec(v.shape, v.dtype) for v in layout.private]
     return tf.function(predict, autograph=False).get_concrete_function(
-        iterator_spec, *private_specs
+        tf.data.IteratorSpec(element_spec), *private_specs
     )
 
 

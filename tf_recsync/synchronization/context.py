@@ -15,6 +15,8 @@ from typing import Any, Protocol
 class Push(Protocol):
     """Where an optimizer's gradients go."""
 
+    is_dry: bool  # Only to see what a step does: gradients go nowhere.
+
     def global_step(self, optimizer: Any, grads: Any) -> contextlib.AbstractContextManager:
         """Counts one application of `optimizer`; its iterations read so inside."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -16,6 +17,7 @@ import tensorflow as tf
 from tf_recsync import ops
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import context
+from tf_recsync.synchronization.lookups import Lookups
 from tf_recsync.synchronization.pulled import PulledScope, PulledTable
 
 
@@ -83,28 +85,37 @@ class Step:
     Args:
         layout: the model's layout.
         private: the values of `layout.private` on this worker.
+        lookups: the lookups to pull at the start.
+        batch: the step's batch.
         compute_time: artificial compute time in seconds to add before the push,
             or None.
     """
 
-    def __init__(self, layout: Layout, private: Sequence[tf.Tensor], compute_time=None):
+    is_dry = False
+
+    def __init__(
+        self,
+        layout: Layout,
+        private: Sequence[tf.Tensor],
+        lookups: Lookups,
+        batch: Any,
+        compute_time: float | None = None,
+    ):
         self._layout = layout
         self._compute_time = compute_time
         self._versions: dict[int, tf.Tensor] = {}
-        self._tables: dict[int, PulledTable] = {}
         self._operations: list[tf.Operation] = []
         self._step: tf.Tensor | None = None
         self._delay: tf.Operation | None = None
         self._pushed: set[int] = set()
         dense = self._pull_dense()
-        for state in layout.tables:
-            table = PulledTable(state, device_of(state.variable))
-            self._tables[id(state.variable)] = table
+        self._tables = {id(s.variable): PulledTable(s, pull_rows) for s in layout.tables}
+        self._prefetch(lookups, batch)
         self._shared = []
         for variable in layout.shared:
             with tf.device(device_of(variable)):
-                self._shared.append(variable._value.read_value())
-        self._shared = [tf.identity(value) for value in self._shared]
+                value = variable._value.read_value()
+            self._shared.append(tf.identity(value))
         rates = [
             (o._learning_rate, o._learning_rate._value.read_value())
             for o in layout.optimizers
@@ -119,6 +130,24 @@ class Step:
                 *rates,
             ],
         )
+
+    def _prefetch(self, lookups: Lookups, batch: Any) -> None:
+        """Pulls the rows of all lookups, in one message from each server."""
+        if not lookups.tables:
+            return
+        all_ids = lookups.ids(*tf.nest.flatten(batch, expand_composites=True))
+        states = [self._layout.tables[i] for i in lookups.tables]
+        all_ids = [tf.cast(tf.reshape(ids, [-1]), tf.int64) for ids in all_ids]
+        by_device: dict[str, list[int]] = {}
+        for i, state in enumerate(states):
+            by_device.setdefault(device_of(state.variable), []).append(i)
+        pulled: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+        for chosen in by_device.values():
+            parts = pull_tables([states[i] for i in chosen], [all_ids[i] for i in chosen])
+            pulled.update(zip(chosen, parts, strict=True))
+        # In the order of the step's lookups, whatever the servers are.
+        for i, state in enumerate(states):
+            self._tables[id(state.variable)].prefetched(all_ids[i], *pulled[i])
 
     def _pull_dense(self) -> list[tuple[keras.Variable, tf.Tensor]]:
         pulled = []
@@ -190,19 +219,17 @@ class Step:
     def push(self, optimizer: base.Optimizer, grads, variables, learning_rate) -> None:
         learning_rate = tf.cast(learning_rate, tf.float32)
         dense: dict[str, list[tuple[base.VariableState, tf.Tensor]]] = {}
+        rows: dict[str, list[tuple[base.VariableState, tuple]]] = {}
         for gradient, variable in zip(grads, variables, strict=True):
             state = optimizer.state_of(variable)
             self._pushed.add(id(state.variable))
+            device = device_of(state.variable)
             table = self._tables.get(id(state.variable))
             if table is None:
                 gradient = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
-                dense.setdefault(device_of(state.variable), []).append((state, gradient))
-                continue
-            values, ids, versions = table.resolve(gradient)
-            with tf.device(device_of(state.variable)):
-                self._operations.append(
-                    optimizer.apply_rows(state, values, ids, versions, learning_rate, self._step)
-                )
+                dense.setdefault(device, []).append((state, gradient))
+            else:
+                rows.setdefault(device, []).append((state, table.resolve(gradient)))
         for device, pairs in dense.items():
             packed = tf.concat([tf.reshape(gradient, [-1]) for _, gradient in pairs], 0)
             versions = tf.stack([self._versions[id(s.variable)] for s, _ in pairs])
@@ -210,6 +237,18 @@ class Step:
                 self._operations.append(
                     optimizer.apply_dense(
                         [s for s, _ in pairs], packed, versions, learning_rate, self._step
+                    )
+                )
+        for device, pairs in rows.items():
+            values, ids, versions = zip(*(part for _, part in pairs), strict=True)
+            packed = tf.concat([tf.reshape(v, [-1]) for v in values], 0)
+            counts = tf.stack([tf.size(i, out_type=tf.int64) for i in ids])
+            ids, versions = tf.concat(ids, 0), tf.concat(versions, 0)
+            with tf.device(device):
+                self._operations.append(
+                    optimizer.apply_rows(
+                        [s for s, _ in pairs], packed, ids, counts, versions, learning_rate,
+                        self._step,
                     )
                 )
 
@@ -222,3 +261,43 @@ class Step:
                         tf.cast(rate, value.dtype) * value.read_value(), read_value=False
                     )
                 )
+
+
+def pull_rows(state: base.VariableState, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Pulls rows of one table: (values [n, ...], versions [n]).
+
+    Args:
+        state: the table's state.
+        ids: int64 [n].
+    """
+    return pull_tables([state], [ids])[0]
+
+
+def pull_tables(
+    states: Sequence[base.VariableState], ids: Sequence[tf.Tensor]
+) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Pulls rows of tables on one server, in one message there and back.
+
+    Args:
+        states: the tables' states; a table may stand here more than once.
+        ids: int64 [n_i] for each.
+
+    Returns:
+        (values [n_i, ...], versions [n_i]) for each.
+    """
+    counts = tf.stack([tf.size(i, out_type=tf.int64) for i in ids])
+    with tf.device(device_of(states[0].variable)):
+        packed, versions = ops.gather_rows(
+            base.handles([s.variable for s in states]),
+            base.handles([s.versions for s in states]),
+            tf.concat(ids, 0),
+            counts,
+        )
+    shapes = [tuple(s.variable.shape[1:]) for s in states]
+    widths = tf.constant([tf.TensorShape(shape).num_elements() for shape in shapes], tf.int64)
+    values = tf.split(packed, counts * widths, num=len(states))
+    versions = tf.split(versions, counts, num=len(states))
+    return [
+        (tf.reshape(value, [-1, *shape]), version)
+        for value, shape, version in zip(values, shapes, versions, strict=True)
+    ]

@@ -7,6 +7,9 @@ the rows that are looked up, when they are looked up, from the server.
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Callable
+
 import keras
 import tensorflow as tf
 from tensorflow.python.eager import tape
@@ -40,37 +43,17 @@ def as_variable(tensor: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
     return tensor
 
 
-class PulledTable(tf.__internal__.types.Tensor):
-    """Stands for an embedding table in a worker's step.
-
-    A lookup (`tf.gather`, which is what `keras.layers.Embedding` does) pulls
-    the rows it needs. The gradient is an IndexedSlices whose indices count the
-    looked-up rows of the step, in the order of the lookups; `resolve` turns
-    them into row ids and the versions that were pulled.
+class TableStandIn(tf.__internal__.types.Tensor):
+    """Stands for an embedding table where Keras expects its variable's value.
 
     Args:
         state: the optimizer's state of the table.
-        device: the server that holds it.
     """
 
     trainable = True
 
-    def __init__(self, state: VariableState, device: str):
+    def __init__(self, state: VariableState):
         self._state = state
-        self._device = device
-        # What the tape differentiates by; its value is never used.
-        self._anchor = tf.zeros([])
-        self._looked_up = tf.zeros([], tf.int64)
-        self._ids: list[tf.Tensor] = []
-        self._versions: list[tf.Tensor] = []
-
-    @property
-    def handle(self) -> tf.Tensor:
-        return self._anchor
-
-    @property
-    def _unique_id(self) -> str:
-        return self._state.variable._value._unique_id
 
     @property
     def dtype(self) -> tf.DType:
@@ -84,45 +67,93 @@ class PulledTable(tf.__internal__.types.Tensor):
     def name(self) -> str:
         return self._state.variable.path
 
+    @property
+    def _unique_id(self) -> str:
+        return self._state.variable._value._unique_id
+
     def get_shape(self) -> tf.TensorShape:
         return self.shape
 
     def sparse_read(self, indices, name=None) -> tf.Tensor:
-        """Pulls rows; the protocol by which `tf.gather` knows a variable.
+        """Looks up rows; the protocol by which `tf.gather` knows a variable.
 
         Args:
             indices: row ids of any shape, int32 or int64.
             name: ignored.
         """
         try:
-            indices = tf.convert_to_tensor(indices)
-            variable, versions = self._state.variable._value, self._state.versions._value
-            with tf.device(self._device):
-                values, pulled = ops.gather_rows(
-                    variable.handle, versions.handle, indices, row_shape=self.shape[1:]
-                )
-            return self._differentiable(values, indices, pulled)
+            return self.lookup(tf.convert_to_tensor(indices))
         except AttributeError as error:
             # tf.gather takes an AttributeError for "not a variable" and would
             # silently pull the whole table instead.
             raise RuntimeError(f"looking up rows of {self.name} failed: {error}") from error
 
+    def lookup(self, indices: tf.Tensor) -> tf.Tensor:
+        """The rows named by `indices`."""
+        raise NotImplementedError
+
+
+class PulledTable(TableStandIn):
+    """An embedding table in a worker's step.
+
+    A lookup (`tf.gather`, which is what `keras.layers.Embedding` does) gets the
+    rows that were pulled for it, or pulls them now. The gradient is an
+    IndexedSlices whose indices count the looked-up rows of the step, in the
+    order of the lookups; `resolve` turns them into row ids and the versions
+    that were pulled.
+
+    Args:
+        state: the optimizer's state of the table.
+        pull: `pull(state, ids)` pulls rows: (values [n, ...], versions [n]).
+    """
+
+    def __init__(self, state: VariableState, pull: Callable):
+        super().__init__(state)
+        self._pull = pull
+        # What the tape differentiates by; its value is never used.
+        self.handle = tf.zeros([])
+        self._looked_up = tf.zeros([], tf.int64)
+        self._ids: list[tf.Tensor] = []
+        self._versions: list[tf.Tensor] = []
+        self._prefetched: collections.deque = collections.deque()
+
+    def prefetched(self, ids: tf.Tensor, values: tf.Tensor, versions: tf.Tensor) -> None:
+        """Adds what was pulled for a lookup to come; lookups are served in this order.
+
+        Args:
+            ids: int64 [n].
+            values: [n, ...].
+            versions: int64 [n].
+        """
+        self._prefetched.append((ids, values, versions))
+
+    def lookup(self, indices):
+        if self._prefetched:
+            ids, values, versions = self._prefetched.popleft()
+        else:
+            ids = tf.cast(tf.reshape(indices, [-1]), tf.int64)
+            values, versions = self._pull(self._state, ids)
+        shape = tf.concat([tf.shape(indices), self.shape[1:]], 0)
+        rows = tf.reshape(values, shape)
+        rows.set_shape(indices.shape + self.shape[1:])
+        return self._differentiable(rows, ids, versions)
+
     def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
         """Pulls the whole table: a layer uses it otherwise than for a lookup."""
         variable, versions = self._state.variable._value, self._state.versions._value
-        with tf.device(self._device):
+        with tf.device(variable.device):
             values, pulled = ops.pull_table(variable.handle, versions.handle, shape=self.shape)
-        values = self._differentiable(values, tf.range(self.shape[0]), pulled)
+        ids = tf.range(self.shape[0], dtype=tf.int64)
+        values = self._differentiable(values, ids, pulled)
         return values if dtype is None else tf.cast(values, dtype)
 
     def _differentiable(self, values, ids, versions) -> tf.Tensor:
-        ids = tf.cast(tf.reshape(ids, [-1]), tf.int64)
         first = self._looked_up
         count = tf.size(ids, out_type=tf.int64)
         self._looked_up = first + count
         self._ids.append(ids)
-        self._versions.append(tf.reshape(versions, [-1]))
-        watch(self._anchor)
+        self._versions.append(versions)
+        watch(self.handle)
         row = list(self.shape[1:])
 
         @tf.custom_gradient
@@ -136,7 +167,7 @@ class PulledTable(tf.__internal__.types.Tensor):
 
             return values, gradient
 
-        return read(self._anchor)
+        return read(self.handle)
 
     def resolve(self, gradient) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """A gradient of the table as (values [n, ...], row ids [n], versions [n]).

@@ -1,0 +1,73 @@
+// Keeps the network servers inside this process off the network.
+//
+// TensorFlow's gRPC servers (tf.distribute.Server, the server that an eager
+// client starts when it connects to a cluster, tf.data service) listen on every
+// network interface, without authentication, and run what they are sent. None
+// of them has a parameter for the address. `ConfineListeners` gives them one:
+//
+//   std::string error = recsync::ConfineListeners("127.0.0.1");
+//   if (!error.empty()) { ... }        // nothing is guaranteed in this case
+//   // From here on, TensorFlow servers listen on 127.0.0.1 only.
+//
+// How: it walks the ELF objects loaded in this process and points the `bind`
+// entries in the global offset table of the chosen ones at a replacement.
+//
+// Guaranteed after success, for `bind` calls of the chosen objects that were
+// loaded by then, and for as long as the process lives:
+//   * a TCP socket bound to the any-address (0.0.0.0, :: or ::ffff:0.0.0.0) is
+//     bound to the configured address instead; an IPv6 socket that also accepts
+//     IPv4 gets an IPv4 address in its mapped form, ::ffff:a.b.c.d, and is
+//     reached through a.b.c.d as usual;
+//   * a TCP socket that cannot carry the configured address (an IPv4 socket and
+//     an IPv6 address, an IPv6-only socket and an IPv4 address) fails with
+//     EADDRNOTAVAIL: it never falls back to the any-address;
+//   * the port, every other address, and every other kind of socket (UDP, Unix
+//     domain) are left as they are.
+// Not covered: sockets that are bound already (call this before the first
+// server starts), objects loaded later (call it again), a `listen` without a
+// `bind`, and programs that list the interfaces and bind to each by its address
+// (gRPC does so when GRPC_EXPAND_WILDCARD_ADDRS is in the environment).
+//
+// Why not an LD_PRELOAD shim: the loader reads that variable before the program
+// starts, so a script cannot arrange it for its own process, and the
+// coordinator's server lives in the script's process.
+//
+// Thread-safe, and idempotent: a call with another address changes the address
+// for the sockets bound from then on. The replacement itself takes no lock.
+//
+// Supported: Linux with ELF objects on x86_64 and aarch64; elsewhere an error
+// is returned.
+
+#ifndef TF_RECSYNC_CC_ENGINE_LISTEN_ADDRESS_H_
+#define TF_RECSYNC_CC_ENGINE_LISTEN_ADDRESS_H_
+
+#include <functional>
+#include <string>
+
+namespace recsync {
+
+// Says whether an object's `bind` calls are to be confined. `path` is the
+// loader's name of the object: a file path, empty for the main program.
+using ObjectFilter = std::function<bool(const std::string& path)>;
+
+// True for TensorFlow's own shared libraries and extension modules.
+bool IsTensorFlowObject(const std::string& path);
+
+// True for what `ConfineListeners` takes as an address: a numeric IPv4 or IPv6
+// address without port, brackets or zone.
+bool IsNumericAddress(const std::string& address);
+
+// Confines the objects that `filter` accepts to `address`, see
+// `IsNumericAddress`. The any-address (0.0.0.0 or ::) lifts the confinement.
+//
+// Returns an empty string on success, else what is wrong: a malformed address,
+// or no object in which `bind` could be replaced.
+std::string ConfineListeners(const std::string& address,
+                             const ObjectFilter& filter = IsTensorFlowObject);
+
+// The address in force in its canonical spelling, empty if there is none.
+std::string ConfinedAddress();
+
+}  // namespace recsync
+
+#endif  // TF_RECSYNC_CC_ENGINE_LISTEN_ADDRESS_H_

@@ -1,0 +1,397 @@
+"""Clusters of real server processes: life and death, reachability, reconnection."""
+
+import contextlib
+import ipaddress
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import tensorflow as tf
+
+from tf_recsync import cluster as recsync_cluster
+from tf_recsync.cluster import local_cluster, tf_config
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SERVERS = [("worker", 0), ("worker", 1), ("ps", 0)]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with recsync_cluster.LocalCluster(workers=2, ps=1) as cluster:
+        cluster.connect()
+        yield cluster
+
+
+def add_on(job: str, index: int) -> tuple[float, str]:
+    """Runs an op on a server; returns the result and where it was computed."""
+    with tf.device(f"/job:{job}/task:{index}"):
+        result = tf.add(tf.constant(2.0), 3.0)
+    return result.numpy(), result.device
+
+
+def make_queue(device: str) -> tf.Tensor:
+    # Not tf.queue.FIFOQueue: it raises in its destructor once its server is gone.
+    with tf.device(device):
+        return tf.raw_ops.FIFOQueueV2(component_types=[tf.float32], shapes=[[]], capacity=1)
+
+
+def dequeue(queue: tf.Tensor) -> tf.Tensor:
+    return tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.float32])[0]
+
+
+def listening_addresses(pid: int) -> list[tuple[str, int]]:
+    """Addresses and ports of a process's listening TCP sockets, from /proc."""
+    inodes = set()
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            inodes.update(re.findall(r"^socket:\[(\d+)\]$", os.readlink(entry.path)))
+    found = []
+    for table in ("tcp", "tcp6"):
+        path = pathlib.Path(f"/proc/{pid}/net/{table}")
+        if not path.exists():  # No IPv6 here.
+            continue
+        for line in path.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] != "0A" or fields[9] not in inodes:  # 0A: LISTEN
+                continue
+            address, port = fields[1].split(":")
+            # Words of four bytes in the machine's order.
+            packed = b"".join(
+                int(address[i : i + 8], 16).to_bytes(4, sys.byteorder)
+                for i in range(0, len(address), 8)
+            )
+            parsed = ipaddress.ip_address(packed)
+            parsed = getattr(parsed, "ipv4_mapped", None) or parsed
+            found.append((str(parsed), int(port, 16)))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until(condition, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+def test_every_server_runs_ops(cluster):
+    for job, index in SERVERS:
+        value, device = add_on(job, index)
+        assert value == 5.0
+        assert f"/job:{job}/replica:0/task:{index}/" in device
+
+
+def test_cluster_describes_itself(cluster):
+    assert (cluster.workers, cluster.ps) == (2, 1)
+    assert cluster.cluster_spec.num_tasks("worker") == 2
+    assert cluster.resolver.cluster_spec() == cluster.cluster_spec
+    assert cluster.resolver.rpc_layer == "grpc"
+    assert all(cluster.is_alive(*server) for server in SERVERS)
+    cluster.connect()  # Once more does nothing.
+
+
+def test_workers_see_each_other(cluster):
+    with tf.device("/job:worker/task:0"):
+        variable = tf.Variable(20.0)
+
+    @tf.function
+    def read():
+        return variable + 1.0
+
+    with tf.device("/job:worker/task:1"):
+        assert read().numpy() == 21.0
+
+
+def test_all_listeners_are_on_loopback(cluster):
+    dispatcher = tf.data.experimental.service.DispatchServer()
+    worker = tf.data.experimental.service.WorkerServer(
+        tf.data.experimental.service.WorkerConfig(
+            dispatcher_address=dispatcher.target.split("://")[1]
+        )
+    )
+    dataset = tf.data.Dataset.range(5).apply(
+        tf.data.experimental.service.distribute("parallel_epochs", dispatcher.target)
+    )
+    assert list(dataset.as_numpy_iterator()) == [0, 1, 2, 3, 4]
+
+    # Of this process: the eager client's server, the dispatcher and its worker.
+    own = listening_addresses(os.getpid())
+    assert len(own) >= 3
+    assert int(dispatcher.target.rpartition(":")[2]) in {port for _, port in own}
+    for job, index in SERVERS:
+        listeners = listening_addresses(cluster.pid(job, index))
+        expected = tf_config.split_address(cluster.cluster_spec.task_address(job, index))
+        assert listeners == [expected]
+        own += listeners
+    assert {address for address, _ in own} == {"127.0.0.1"}
+    del worker
+
+
+def test_killed_server_fails_at_once_and_comes_back(cluster):
+    with tf.device("/job:ps/task:0"):
+        survivor = tf.Variable(7.0)
+    pid = cluster.pid("worker", 1)
+
+    cluster.kill("worker", 1)
+    assert not cluster.is_alive("worker", 1)
+    started = time.monotonic()
+    with pytest.raises(tf.errors.UnavailableError):
+        add_on("worker", 1)
+    assert time.monotonic() - started < 2.0
+    assert add_on("worker", 0)[0] == 5.0
+    with pytest.raises(RuntimeError, match=r"timeout=0.2 s: worker:1 \(127.0.0.1:\d+\)"):
+        cluster.readmit(timeout=0.2)
+
+    cluster.restart("worker", 1)
+    assert cluster.is_alive("worker", 1)
+    assert cluster.pid("worker", 1) != pid
+    cluster.readmit()
+    assert add_on("worker", 1)[0] == 5.0
+    assert survivor.numpy() == 7.0
+
+
+def test_readmit_does_not_wait_for_calls_in_dispatch_scope(cluster):
+    queue = make_queue("/job:ps/task:0")
+
+    @tf.function
+    def take():
+        return dequeue(queue)
+
+    taken = []
+
+    def wait_in_an_op():
+        with cluster.dispatch_scope(), tf.device("/job:worker/task:0"):
+            taken.append(take().numpy())
+
+    thread = threading.Thread(target=wait_in_an_op, daemon=True)
+    thread.start()
+    time.sleep(0.5)  # For the call to reach the worker.
+    cluster.readmit(timeout=10.0)
+    assert thread.is_alive()
+    with tf.device("/job:ps/task:0"):
+        tf.raw_ops.QueueEnqueueV2(handle=queue, components=[3.0])
+    thread.join(10.0)
+    assert taken == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("job", "index", "message"),
+    [
+        ("chief", 0, r"job must be one of .*'worker', 'ps'.*got 'chief'"),
+        ("worker", 2, "index must be an integer from 0 to 1, got 2"),
+        ("ps", -1, "index must be an integer from 0 to 0, got -1"),
+    ],
+)
+def test_wrong_server_is_refused(cluster, job, index, message):
+    for method in (cluster.kill, cluster.restart, cluster.pid, cluster.is_alive):
+        with pytest.raises(ValueError, match=message):
+            method(job, index)
+
+
+def test_second_cluster_waits_for_the_first_to_close(cluster, monkeypatch):
+    servers = {"chief": ["127.0.0.1:2"], "worker": ["127.0.0.1:1"]}
+    task = {"type": "chief", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": servers, "task": task}))
+    second = recsync_cluster.cluster_from_tf_config()
+    with pytest.raises(RuntimeError, match="connected to another cluster.*close"):
+        second.connect(timeout=0.1)
+
+
+def test_reopening_after_close_and_after_a_taken_port(cluster, monkeypatch):
+    # Runs after the tests of the module's cluster, as it closes that.
+    pids = [cluster.pid(*server) for server in SERVERS]
+    own_variable = tf.Variable(1.0)
+    queue_device = "/job:ps/task:0"
+    queue = make_queue(queue_device)
+    errors = []
+
+    def wait_in_an_op():
+        try:
+            with tf.device(queue_device):
+                dequeue(queue)
+        except tf.errors.OpError as error:
+            errors.append(error)
+
+    # A call in flight on the default executor: TensorFlow waits for it to end.
+    thread = threading.Thread(target=wait_in_an_op, daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    started = time.monotonic()
+    cluster.close()
+    assert time.monotonic() - started < 10.0
+    thread.join(5.0)
+    assert len(errors) == 1
+    assert not any(is_running(pid) for pid in pids)
+    assert not cluster.log_dir.exists()
+    cluster.close()  # Once more does nothing.
+    with pytest.raises(RuntimeError, match="closed"):
+        cluster.connect()
+    with pytest.raises(RuntimeError, match="closed"):
+        cluster.pid("worker", 0)
+
+    # Another process listens on the first port chosen; the start is repeated.
+    reserve_port = local_cluster._reserve_port
+    chosen = []
+
+    def reserve_a_taken_port_first():
+        chosen.append(reserve_port())
+        if len(chosen) == 1:
+            chosen[0].listen()
+        return chosen[-1]
+
+    monkeypatch.setattr(local_cluster, "_reserve_port", reserve_a_taken_port_first)
+    with recsync_cluster.LocalCluster(workers=1) as second:
+        assert len(chosen) == 2
+        second.connect()
+        assert add_on("worker", 0)[0] == 5.0
+        assert own_variable.assign_add(1.0).numpy() == 2.0
+        assert {address for address, _ in listening_addresses(os.getpid())} == {"127.0.0.1"}
+
+
+def test_servers_die_with_a_killed_parent(tmp_path):
+    script = tmp_path / "train.py"  # No main guard.
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, time
+            from tf_recsync.cluster import LocalCluster
+            cluster = LocalCluster(workers=1, log_dir="logs")
+            if os.fork() == 0:  # Inherits the pipes, and outlives its parent.
+                time.sleep(30)
+                os._exit(0)
+            print(cluster.pid("worker", 0), flush=True)
+            time.sleep(60)
+            """
+        )
+    )
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        server = int(parent.stdout.readline())
+        assert is_running(server)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(5)
+        assert wait_until(lambda: not is_running(server), 5.0)
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)  # The forked child too.
+        parent.wait(5)
+        parent.stdout.close()
+    assert (
+        "tf_recsync server worker:0 listening on 127.0.0.1:"
+        in (tmp_path / "logs" / "worker-0.log").read_text()
+    )
+
+
+@pytest.fixture(scope="module")
+def standalone():
+    """Servers by the name of what is to be seen: a good one, and two that cannot start."""
+    with contextlib.ExitStack() as stack:
+        taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        free = stack.enter_context(local_cluster._reserve_port())
+        servers = {}
+        for name, port, flags in (
+            ("good", free, []),
+            ("taken port", taken, []),
+            ("wrong task", free, ["--task_index=1"]),
+        ):
+            address = f"127.0.0.1:{port.getsockname()[1]}"
+            task = {"type": "worker", "index": 0}
+            config = {"cluster": {"worker": [address]}, "task": task}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tf_recsync.server", *flags],
+                cwd=ROOT,
+                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_CONFIG": json.dumps(config)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT if flags or port is taken else subprocess.DEVNULL,
+                text=True,
+            )
+            stack.callback(process.stdout.close)
+            stack.callback(process.wait, 10)
+            stack.callback(process.kill)
+            servers[name] = (process, address)
+        yield servers
+
+
+def test_sigterm_ends_a_server_with_exit_code_0(standalone):
+    server, address = standalone["good"]
+    ready = server.stdout.readline()
+    assert ready == f"tf_recsync server worker:0 listening on {address}\n"
+    # Without --bind_address: the host of its own address.
+    assert listening_addresses(server.pid) == [tf_config.split_address(address)]
+    server.terminate()
+    assert server.wait(5.0) == 0
+
+
+def test_taken_port_is_reported(standalone):
+    server, address = standalone["taken port"]
+    output, _ = server.communicate(timeout=60)
+    assert server.returncode == 98
+    assert f"worker:0 cannot listen on {address}: another process has the port" in output
+
+
+def test_server_with_wrong_task_is_refused(standalone):
+    server, _ = standalone["wrong task"]
+    output, _ = server.communicate(timeout=60)
+    assert server.returncode == 2
+    assert "must be an integer from 0 to 0 for job 'worker', got 1" in output
+
+
+def test_failed_start_is_reported_with_the_log(tmp_path, monkeypatch):
+    # Python imports sitecustomize before anything else.
+    (tmp_path / "sitecustomize.py").write_text(
+        'import os\nos.write(2, b"first words\\nlast words\\n")\nos._exit(7)\n'
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(
+        RuntimeError, match="(?s)server worker:0 ended with exit code 7.*last words"
+    ):
+        recsync_cluster.LocalCluster(workers=1, log_dir=tmp_path)
+
+
+def test_slow_start_is_reported(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(30)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="worker:0 was not ready within start_timeout=0.3 s"):
+        recsync_cluster.LocalCluster(workers=1, start_timeout=0.3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workers": 0}, "workers must be an integer of at least 1, got 0"),
+        ({"workers": 1.5}, "workers must be an integer of at least 1, got 1.5"),
+        ({"workers": True}, "workers must be an integer of at least 1, got True"),
+        ({"workers": 1, "ps": -1}, "ps must be an integer of at least 0, got -1"),
+        ({"workers": 1, "inter_op_threads": 0}, "inter_op_threads must be .* got 0"),
+        ({"workers": 1, "intra_op_threads": "2"}, "intra_op_threads must be .* got '2'"),
+        ({"workers": 1, "start_timeout": 0}, "start_timeout must be a positive .* got 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        recsync_cluster.LocalCluster(**arguments)

@@ -1,0 +1,399 @@
+"""The connection of this process, the coordinator, to the servers of a cluster."""
+
+import contextlib
+import copy
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import tensorflow as tf
+from absl import logging
+from tensorflow.core.protobuf import tensorflow_server_pb2
+from tensorflow.python.eager import context, executor
+
+from tf_recsync import _engine
+from tf_recsync.cluster import tf_config
+
+_CHIEF = "chief"
+_DISCONNECT_SECONDS = 10.0  # How long `close` waits for TensorFlow.
+_QUIET_DISCONNECT_SECONDS = 1.0  # How much of it before the servers are stopped.
+
+# The eager context, and with it the connection, belongs to the whole process.
+_lock = threading.RLock()
+_connected: "Cluster | None" = None  # Guarded by _lock.
+# The last that we set. Written by the one change in progress, whose starter holds _lock.
+_own_server_def: tensorflow_server_pb2.ServerDef | None = None
+_pending: threading.Thread | None = None  # A change that ran out of time. Guarded by _lock.
+
+
+class Cluster:
+    """The servers, `worker` and `ps`, that this process coordinates.
+
+    Use `LocalCluster` or `cluster_from_tf_config` to make one. One cluster at a time can be
+    connected in a process; close it to connect another.
+
+    Attributes:
+      cluster_spec: The servers as `tf.train.ClusterSpec`.
+      resolver: The same as a `tf.distribute.cluster_resolver.ClusterResolver`.
+      workers: The number of workers.
+      ps: The number of parameter servers.
+
+    Example:
+      ```python
+      cluster = recsync.cluster_from_tf_config()
+      cluster.connect()
+      with cluster.dispatch_scope(), tf.device("/job:worker/task:0"):
+          print(tf.add(1, 2))
+      ```
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, Sequence[str]],
+        *,
+        chief_address: str,
+        bind_address: str | None,
+    ):
+        """Describes a cluster; starts nothing.
+
+        Args:
+          servers: Addresses "host:port" of the jobs "worker", "ps" and, optionally, "chief".
+          chief_address: "host:port" at which the servers reach this process.
+          bind_address: Numeric address on which TensorFlow's servers in this process listen
+            from `connect` on; None leaves it to TensorFlow: all interfaces.
+        """
+        self._addresses = {job: list(addresses) for job, addresses in servers.items()}
+        self._chief_address = chief_address
+        self._bind_address = bind_address
+        self._closed = False
+        self.workers = len(self._addresses.get("worker", ()))
+        self.ps = len(self._addresses.get("ps", ()))
+        self.cluster_spec = tf.train.ClusterSpec(self._addresses)
+        has_chief = _CHIEF in self._addresses
+        self.resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            self.cluster_spec,
+            task_type=_CHIEF if has_chief else None,
+            task_id=0 if has_chief else None,
+            rpc_layer="grpc",
+        )
+
+    @property
+    def host(self) -> str:
+        """The name or address by which the servers reach this process."""
+        return tf_config.split_address(self._chief_address)[0]
+
+    def connect(self, timeout: float = 60.0) -> None:
+        """Connects this process to the servers as job "chief".
+
+        Connect before you make variables, datasets or other resources: TensorFlow renames
+        this process's devices when it connects for the first time, and what was made before
+        can no longer be used. Does nothing if this cluster is connected.
+
+        All servers see each other (no device filters). For the whole process, it sets the
+        environment variables `TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE=False` and
+        `TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY=True`, without which threads that drive
+        different workers block each other, and `GRPC_FAIL_FAST=use_caller`, with which calls
+        to a dead server fail with `tf.errors.UnavailableError` at once.
+
+        Args:
+          timeout: Seconds to wait for the servers to be up, and for TensorFlow to connect to
+            them; default 60.
+
+        Raises:
+          RuntimeError: This process is connected to another cluster, this one is closed, or
+            a server was not up in time; the message names it.
+          ValueError: `timeout` or the bind address is wrong.
+        """
+        global _connected
+        _check_timeout(timeout)
+        with _lock:
+            if self._closed:
+                raise RuntimeError("this cluster is closed; make a new one to connect to")
+            if _connected is self:
+                return
+            if _connected is not None:
+                raise RuntimeError(
+                    f"this process is connected to another cluster, {_connected}, and TensorFlow "
+                    "knows one at a time; call close() on that one first"
+                )
+            current = context.get_server_def()
+            if current is not None and current != _own_server_def:
+                raise RuntimeError(
+                    "this process is connected to a cluster by other means, like "
+                    "tf.distribute.ParameterServerStrategy or "
+                    "tf.config.experimental_connect_to_cluster; connect by this cluster only"
+                )
+            self._confine_listeners()
+            deadline = time.monotonic() + timeout
+            self._wait_for_servers(deadline, timeout)
+            os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
+            os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
+            os.environ["GRPC_FAIL_FAST"] = "use_caller"
+            server_def = _make_server_def(self._addresses, self._chief_address)
+            _run_with_limit(lambda: _set_server_def(server_def), deadline, "connecting")
+            _connected = self
+        logging.info("Connected to %s.", self)
+
+    def readmit(self, timeout: float = 60.0) -> None:
+        """Makes servers usable again that were killed and have been started again.
+
+        Resources on the other servers stay; those of a restarted server are lost and have to
+        be made anew. Calls of other threads go on meanwhile, if they were dispatched in a
+        `dispatch_scope`; TensorFlow waits for the end of those that were not.
+
+        Args:
+          timeout: Seconds to wait for all servers to be up and readmitted; default 60.
+
+        Raises:
+          RuntimeError: The cluster is not connected, or a server was not up in time.
+          tf.errors.OpError: A server failed meanwhile; try again.
+        """
+        _check_timeout(timeout)
+        with _lock:
+            if _connected is not self:
+                raise RuntimeError("readmit needs a connected cluster; call connect() first")
+            deadline = time.monotonic() + timeout
+            self._wait_for_servers(deadline, timeout)
+            _run_with_limit(
+                lambda: context.context().update_server_def(_own_server_def),
+                deadline,
+                "readmitting servers (a call outside of dispatch_scope() may be in flight)",
+            )
+
+    @contextlib.contextmanager
+    def dispatch_scope(self) -> Iterator[None]:
+        """A scope in which this thread's remote calls hinder no other thread.
+
+        TensorFlow queues calls from all threads behind one default executor; while one of
+        them waits in an op, `readmit` and `close` wait for it. In this scope, a thread has a
+        synchronous executor of its own. A thread that dispatches steps to a worker stays in
+        one scope for all of them.
+
+        Yields:
+          None.
+
+        Example:
+          ```python
+          with cluster.dispatch_scope(), tf.device("/job:worker/task:1"):
+              while step_function():
+                  pass
+          ```
+        """
+        own = executor.new_executor(enable_async=False)
+        try:
+            with context.executor_scope(own):
+                yield
+        finally:
+            own.clear_error()  # Else it is raised again when the executor is deleted.
+
+    def close(self) -> None:
+        """Disconnects from the servers; does nothing the second time.
+
+        The memory and the resources that this process holds on the servers are lost. Its own
+        listeners stay confined. Takes 10 seconds at most.
+        """
+        global _connected
+        with _lock:
+            if self._closed:
+                return
+            self._closed = True
+            if _connected is not self:
+                self._stop_servers()
+                return
+            _connected = None
+            # With the chief alone in it: functions are no longer sent to the servers, while
+            # variables of this process, and the port of its server, stay for the next cluster.
+            server_def = _make_server_def({}, self._chief_address)
+            disconnecting = _Change(lambda: _set_server_def(server_def))
+            # First while the servers are there, as TensorFlow then logs no errors. If it waits
+            # for calls in flight, the end of the servers ends those.
+            disconnecting.join(_QUIET_DISCONNECT_SECONDS)
+            self._stop_servers()
+            disconnecting.join(_DISCONNECT_SECONDS - _QUIET_DISCONNECT_SECONDS)
+            if disconnecting.is_alive():
+                _leave_pending(disconnecting)
+                logging.warning(
+                    "TensorFlow did not disconnect from %s within %g s; calls may be in flight.",
+                    self,
+                    _DISCONNECT_SECONDS,
+                )
+            elif disconnecting.error is not None:
+                logging.warning("Disconnecting from %s: %s", self, disconnecting.error)
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, *exception_info) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}(workers={self.workers}, ps={self.ps})"
+
+    def _stop_servers(self) -> None:
+        """Stops servers that this object started; called once, by `close`."""
+
+    def _confine_listeners(self) -> None:
+        if self._bind_address is not None:
+            _engine.confine_listeners(self._bind_address)
+            return
+        confined = _engine.confined_address()
+        if confined:
+            raise RuntimeError(
+                f"the listeners of this process are confined to {confined}, where servers "
+                "elsewhere cannot reach it; pass bind_address"
+            )
+        logging.warning(
+            "TensorFlow's server in this process listens on all interfaces, without "
+            "authentication: whoever reaches %s can run code here. Name one interface with "
+            "bind_address.",
+            self._chief_address,
+        )
+
+    def _wait_for_servers(self, deadline: float, timeout: float) -> None:
+        missing = [
+            (f"{job}:{index}", address)
+            for job, addresses in self._addresses.items()
+            for index, address in enumerate(addresses)
+            if job != _CHIEF
+        ]
+        while True:
+            missing = [item for item in missing if not _accepts_connections(item[1])]
+            if not missing:
+                return
+            if time.monotonic() >= deadline:
+                names = ", ".join(f"{name} ({address})" for name, address in missing)
+                raise RuntimeError(f"servers not up within timeout={timeout:g} s: {names}")
+            time.sleep(0.1)
+
+
+def cluster_from_tf_config(bind_address: str | None = None) -> Cluster:
+    """The cluster that the environment variable `TF_CONFIG` describes, with us as its chief.
+
+    Start the servers with `python -m tf_recsync.server`, each with its own task in TF_CONFIG.
+
+    Args:
+      bind_address: Numeric address on which TensorFlow's servers in this process listen from
+        `connect` on; "0.0.0.0" for all interfaces. Default None: the chief's host in
+        TF_CONFIG if it is a loopback address, else all interfaces, with a warning.
+
+    Returns:
+      The cluster; not connected yet.
+
+    Raises:
+      ValueError: TF_CONFIG is missing or wrong, this process is not its chief, or it has no
+        worker.
+
+    Example:
+      ```python
+      # TF_CONFIG='{"cluster": {"chief": ["10.0.0.1:4711"], "worker": ["10.0.0.2:4711"],
+      #                         "ps": ["10.0.0.3:4711"]},
+      #             "task": {"type": "chief", "index": 0}}'
+      cluster = recsync.cluster_from_tf_config(bind_address="10.0.0.1")
+      ```
+    """
+    config = tf_config.parse_tf_config(os.environ)
+    if config.task_type != _CHIEF:
+        raise ValueError(
+            "the task's type in TF_CONFIG must be 'chief' in the program that coordinates, got "
+            f"{config.task_type!r}; start the others with python -m tf_recsync.server"
+        )
+    if len(config.cluster[_CHIEF]) != 1:
+        raise ValueError(
+            f"job 'chief' in TF_CONFIG must have one task, got {config.cluster[_CHIEF]}"
+        )
+    if "worker" not in config.cluster:
+        raise ValueError(
+            f"TF_CONFIG must have the job 'worker' with a task, got {sorted(config.cluster)}"
+        )
+    if bind_address is None:
+        bind_address = tf_config.loopback_address(config.own_address)
+    return Cluster(config.cluster, chief_address=config.own_address, bind_address=bind_address)
+
+
+class _Change(threading.Thread):
+    """Changes the connection in a thread of its own, for TensorFlow offers no time limit."""
+
+    def __init__(self, change: Callable[[], None]):
+        super().__init__(name="tf_recsync_connection", daemon=True)
+        self._change = change
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._change()
+        except Exception as error:  # Raised or logged by whoever waits.
+            self.error = error
+
+
+def _leave_pending(change: _Change) -> None:
+    global _pending
+    _pending = change
+
+
+def _run_with_limit(change: Callable[[], None], deadline: float, what: str) -> None:
+    """Runs `change`, after one that is still going on, until `deadline` at most."""
+    if _pending is not None:
+        _pending.join(max(0.0, deadline - time.monotonic()))
+        if _pending.is_alive():
+            raise RuntimeError(f"{what}: an earlier change of the connection has not ended yet")
+    thread = _Change(change)
+    thread.join(max(1.0, deadline - time.monotonic()))
+    if thread.is_alive():
+        _leave_pending(thread)
+        raise RuntimeError(f"{what}: TensorFlow did not finish in time")
+    if thread.error is not None:
+        raise thread.error
+
+
+def _make_server_def(
+    servers: Mapping[str, Sequence[str]], chief_address: str
+) -> tensorflow_server_pb2.ServerDef:
+    session_config = copy.deepcopy(context.context().config)
+    if "worker" in servers:  # As tf.config.experimental_connect_to_cluster does.
+        session_config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
+    spec = tf.train.ClusterSpec({**servers, _CHIEF: [chief_address]})
+    return tensorflow_server_pb2.ServerDef(
+        cluster=spec.as_cluster_def(),
+        job_name=_CHIEF,
+        task_index=0,
+        protocol="grpc",
+        default_session_config=session_config,
+    )
+
+
+def _set_server_def(server_def: tensorflow_server_pb2.ServerDef) -> None:
+    """Connects the eager context; keeps the chief's server if its address stays."""
+    global _own_server_def
+    eager_context = context.context()
+    current = eager_context.get_server_def()
+    try:
+        if current is not None and _chief_of(current) == _chief_of(server_def):
+            eager_context.update_server_def(server_def)
+        else:
+            eager_context.set_server_def(server_def)
+            eager_context.ensure_initialized()
+    except Exception:
+        # The context stores the new one before it connects; it shall not keep a wrong one.
+        eager_context._server_def = current
+        raise
+    _own_server_def = server_def
+
+
+def _chief_of(server_def: tensorflow_server_pb2.ServerDef) -> str:
+    return tf.train.ClusterSpec(server_def.cluster).task_address(_CHIEF, 0)
+
+
+def _accepts_connections(address: str) -> bool:
+    try:
+        with socket.create_connection(tf_config.split_address(address), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def _check_timeout(timeout: float) -> None:
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")

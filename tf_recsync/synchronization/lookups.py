@@ -1,0 +1,139 @@
+"""Finds out, before a step is traced, which rows it will look up.
+
+A model looks up its tables one after the other, and each lookup alone would
+cost a message to a server and back. So the step is traced once with stand-ins
+for all parameters, to see which ids it looks up in which table. Ids that depend
+on the batch alone can be computed first, and the rows of all tables of a server
+pulled in one message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync.optimizers.base import VariableState
+from tf_recsync.synchronization import context
+from tf_recsync.synchronization.pulled import PulledScope, TableStandIn
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookups:
+    """The lookups of a step whose ids depend on its batch alone.
+
+    Attributes:
+        tables: the index of each lookup's table, in the order of the lookups.
+        ids: computes the ids of each lookup from a batch's flattened tensors.
+    """
+
+    tables: tuple[int, ...] = ()
+    ids: Callable[..., list[tf.Tensor]] = lambda *_: []
+
+
+class _DryTable(TableStandIn):
+    """A table that notes what is looked up in it."""
+
+    def __init__(self, state: VariableState, found: list, index: int):
+        super().__init__(state)
+        self._found = found
+        self._index = index
+        self.handle = tf.compat.v1.placeholder(tf.float32, [])
+
+    def lookup(self, indices):
+        self._found.append((self._index, indices))
+        return tf.compat.v1.placeholder(tf.float32, indices.shape + self.shape[1:])
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        return tf.compat.v1.placeholder(dtype or tf.float32, self.shape)
+
+
+class _DryPush:
+    """Ends a step where its gradients would be pushed."""
+
+    is_dry = True
+
+    @contextlib.contextmanager
+    def global_step(self, optimizer, grads):
+        del optimizer, grads
+        yield
+
+    def push(self, optimizer, grads, variables, learning_rate) -> None:
+        """Pushes nothing."""
+
+    def decay_weights(self, variables, rate) -> None:
+        """Decays nothing."""
+
+
+def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> Lookups:
+    """Traces a step of the model with stand-ins to find its lookups.
+
+    Args:
+        model: a built model.
+        layout: its `pull_push.Layout`.
+        method: the name of the model's method that takes a batch.
+        element_spec: the type spec of a batch.
+
+    Returns:
+        The lookups that can be computed first; none if the step can't be traced
+        this way: then its tables are looked up one by one.
+    """
+    if not layout.tables:
+        return Lookups()
+    found: list[tuple[int, tf.Tensor]] = []
+
+    def dry_step(*flat):
+        data = tf.nest.pack_sequence_as(element_spec, flat, expand_composites=True)
+
+        def stand_in(variable):
+            return variable, tf.compat.v1.placeholder(variable.dtype, variable.shape)
+
+        tables = [
+            (state.variable, _DryTable(state, found, i)) for i, state in enumerate(layout.tables)
+        ]
+        scope = PulledScope(
+            dense=[stand_in(s.variable) for states in layout.dense.values() for s in states],
+            tables=tables,
+            others=[stand_in(v) for v in [*layout.private, *layout.shared]],
+        )
+        with context.pushing(_DryPush()), scope:
+            getattr(model, method)(data)
+        return tf.zeros([])
+
+    specs = tf.nest.flatten(element_spec, expand_composites=True)
+    try:
+        wrapped = tf.compat.v1.wrap_function(dry_step, specs)
+    except Exception as error:  # A user's own step may do anything with its gradients.
+        logging.info("%s.%s can't be traced dry, its tables are looked up one by one: %s",
+                     model.name, method, error)
+        return Lookups()
+    batch = wrapped.inputs[: len(specs)]
+    computable = [(i, ids) for i, ids in found if _depends_only_on(ids, batch, wrapped.inputs)]
+    # A lookup is recognised by its place among those of its table.
+    late = {i for i, ids in found if not any(ids is c for _, c in computable)}
+    computable = [(i, ids) for i, ids in computable if i not in late]
+    if not computable:
+        return Lookups()
+    pruned = wrapped.prune(batch, [ids for _, ids in computable])
+    return Lookups(tuple(i for i, _ in computable), pruned)
+
+
+def _depends_only_on(tensor: tf.Tensor, allowed, captured) -> bool:
+    """Whether a tensor can be computed from `allowed` (and what the graph captured)."""
+    known = {t.op.name for t in [*allowed, *captured]}
+    pending = [tensor.op]
+    seen = set()
+    while pending:
+        op = pending.pop()
+        if op.name in seen or op.name in known:
+            continue
+        seen.add(op.name)
+        if op.type == "Placeholder":
+            return False
+        pending += [t.op for t in op.inputs] + list(op.control_inputs)
+    return True
