@@ -68,7 +68,10 @@ struct StalenessWeight {
                 : target_deviation / deviation * tau;
     }
     if (uses_last_update()) {
-      tau *= 1.0 / (1.0 + std::exp(-update_sensitivity * last_update));
+      // Without sensitivity even an update of infinite length counts as none.
+      const double trans =
+          update_sensitivity > 0.0 ? -update_sensitivity * last_update : 0.0;
+      tau *= 1.0 / (1.0 + std::exp(trans));
     }
     if (decay == StalenessDecay::kThreshold) {
       // A fresh gradient has staleness 1 and age 0.

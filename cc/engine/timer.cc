@@ -13,13 +13,21 @@ Timer::~Timer() {
     changed_.Signal();
   }
   thread_.join();
+  // What a dropped callback holds may call back while it is destroyed.
+  decltype(calls_) dropped;
+  MutexLock lock(&mu_);
+  dropped.swap(calls_);
+  due_.clear();
 }
 
 int64_t Timer::CallAfter(double seconds, std::function<void()> callback) {
+  // More would overflow the clock; 31 years are as good as never.
+  constexpr double kLongest = 1e9;
+  const double wait = seconds > 0.0 ? std::min(seconds, kLongest) : 0.0;
   const auto due =
       std::chrono::steady_clock::now() +
       std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-          std::chrono::duration<double>(std::max(seconds, 0.0)));
+          std::chrono::duration<double>(wait));
   MutexLock lock(&mu_);
   const int64_t id = next_id_++;
   const auto placed =

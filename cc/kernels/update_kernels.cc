@@ -35,9 +35,9 @@ absl::Status ReadRule(OpKernelConstruction* ctx, SgdRule* rule) {
 
 absl::Status ReadRule(OpKernelConstruction* ctx, AdagradRule* rule) {
   TF_RETURN_IF_ERROR(ctx->GetAttr("epsilon", &rule->epsilon));
-  if (!(rule->epsilon >= 0.0f)) {
+  if (!(rule->epsilon > 0.0f)) {
     return absl::InvalidArgumentError(
-        absl::StrCat("epsilon must be at least 0, not ", rule->epsilon));
+        absl::StrCat("epsilon must be positive, not ", rule->epsilon));
   }
   return absl::OkStatus();
 }

@@ -27,7 +27,7 @@ class Adagrad(base.Optimizer):
     Args:
         learning_rate: a float, a schedule or a callable. Defaults to 0.001.
         initial_accumulator_value: a float of at least 0. Defaults to 0.1.
-        epsilon: a float of at least 0, added under the root. Defaults to 1e-7.
+        epsilon: a positive float, added under the root. Defaults to 1e-7.
         swap: a `tf_recsync.Swap`, or None (the default) for plain Adagrad.
         staleness: a policy of `tf_recsync.staleness`, or None (the default) for
             `Constant()`.
@@ -69,8 +69,8 @@ class Adagrad(base.Optimizer):
                 "initial_accumulator_value must be at least 0, "
                 f"not {initial_accumulator_value!r}"
             )
-        if not epsilon >= 0:
-            raise ValueError(f"epsilon must be at least 0, not {epsilon!r}")
+        if not epsilon > 0:
+            raise ValueError(f"epsilon must be positive, not {epsilon!r}")
         self.initial_accumulator_value = initial_accumulator_value
         self.epsilon = epsilon
 

@@ -186,7 +186,7 @@ class Optimizer(keras.optimizers.Optimizer):
             return
         if push.is_dry:
             return
-        with push.global_step(self, grads):
+        with push.pushing(self, grads):
             super().apply(grads, trainable_variables)
 
     def _backend_update_step(self, grads, trainable_variables, learning_rate):

@@ -75,6 +75,21 @@ class RegisteredDataset:
         """The name of a new pass over the dataset."""
         return f"recsync_epoch_{next(_epochs)}"
 
+    def empty_iterator(self) -> tf.data.Iterator:
+        """An iterator of the same type without batches; call it under the worker's device."""
+        # In stock ops, since a worker may not have what makes the real batches.
+        def no_batch(spec):
+            shape = [0 if size is None else size for size in spec.shape.as_list()]
+            return tf.zeros([0, *shape], spec.dtype)
+
+        flat = tf.nest.flatten(self.element_spec, expand_composites=True)
+        nothing = tf.data.Dataset.from_tensor_slices(tuple(no_batch(spec) for spec in flat))
+
+        def pack(*parts):
+            return tf.nest.pack_sequence_as(self.element_spec, parts, expand_composites=True)
+
+        return iter(nothing.map(pack))
+
     def iterator(self, job: str) -> tf.data.Iterator:
         """Joins a pass; call it under the worker's device scope."""
         service = tf.data.experimental.service

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -144,8 +145,9 @@ class _Steps:
             if slot.state is not None:
                 merge(slot)
             state = WorkerState(registered.iterator(job), make_private(slot))
-            # Has the worker build its part of the graph, without taking a step.
-            function(state.iterator, tf.constant(0, tf.int64), *state.private)
+            # Has the servers build their parts of the graph, without taking a step.
+            with contextlib.suppress(tf.errors.OutOfRangeError):
+                function(registered.empty_iterator(), state.count(0), *state.private)
             slot.state = state
             return state
 
@@ -154,7 +156,10 @@ class _Steps:
             if state.reset_metrics:
                 state.private[:metrics] = make_private(slot)[:metrics]
                 state.reset_metrics = False
-            outcome = function(state.iterator, state.count(n), *state.private)
+            try:
+                outcome = function(state.iterator, state.count(n), *state.private)
+            except tf.errors.OutOfRangeError:
+                return 0, True, None
             done, more = np.asarray(outcome[0]).tolist()
             state.private = list(outcome[1:])
             return done, not more, None

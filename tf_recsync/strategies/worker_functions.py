@@ -37,6 +37,8 @@ def trace_steps(
     Returns:
         A concrete function of (iterator, limit: int64 scalar, *private) that
         returns [int64 [2]: (steps run, whether data may be left), *private].
+        With `steps_per_call` 1 it runs exactly one step, and raises
+        OutOfRangeError at the end of the data.
 
     Raises:
         ValueError: if the model's own step can't be run on workers.
@@ -71,21 +73,24 @@ def trace_steps(
 
         return tf.cond(optional.has_value(), run, end)
 
-    def steps(iterator, limit, *private):
-        start = [tf.constant(0, tf.int64), tf.constant(1, tf.int64), *private]
-        if steps_per_call == 1:
-            outcome = tf.cond(limit > 0, lambda: next_step(iterator, start[0], private),
-                              lambda: start)
-        else:
-            outcome = tf.while_loop(
-                lambda count, more, *kept: tf.logical_and(count < limit, more > 0),
-                lambda count, more, *kept: next_step(iterator, count, kept),
-                start,
-                parallel_iterations=1,
-            )
+    def one(iterator, limit, *private):
+        del limit
+        kept, pushes = one_step(iterator.get_next(), private)
+        with tf.control_dependencies(pushes):
+            return [tf.constant([1, 1], tf.int64), *map(tf.identity, kept)]
+
+    def several(iterator, limit, *private):
+        outcome = tf.while_loop(
+            lambda count, more, *kept: tf.logical_and(count < limit, more > 0),
+            lambda count, more, *kept: next_step(iterator, count, kept),
+            [tf.constant(0, tf.int64), tf.constant(1, tf.int64), *private],
+            parallel_iterations=1,
+        )
         return [tf.stack(outcome[:2]), *outcome[2:]]
 
     private_specs = [tf.TensorSpec(v.shape, v.dtype) for v in layout.private]
+    # A single step is spared the control flow, which spans all servers.
+    steps = one if steps_per_call == 1 else several
     return tf.function(steps, autograph=False).get_concrete_function(
         tf.data.IteratorSpec(element_spec), tf.TensorSpec([], tf.int64), *private_specs
     )

@@ -17,8 +17,8 @@ class Push(Protocol):
 
     is_dry: bool  # Only to see what a step does: gradients go nowhere.
 
-    def global_step(self, optimizer: Any, grads: Any) -> contextlib.AbstractContextManager:
-        """Counts one application of `optimizer`; its iterations read so inside."""
+    def pushing(self, optimizer: Any, grads: Any) -> contextlib.AbstractContextManager:
+        """A scope for one application of gradients by `optimizer`."""
 
     def push(self, optimizer: Any, grads: Any, variables: Any, learning_rate: Any) -> None:
         """Sends gradients, with the versions that they were computed on."""

@@ -59,7 +59,7 @@ class _DryPush:
     is_dry = True
 
     @contextlib.contextmanager
-    def global_step(self, optimizer, grads):
+    def pushing(self, optimizer, grads):
         del optimizer, grads
         yield
 

@@ -105,65 +105,63 @@ class Step:
         self._compute_time = compute_time
         self._versions: dict[int, tf.Tensor] = {}
         self._operations: list[tf.Operation] = []
-        self._step: tf.Tensor | None = None
         self._delay: tf.Operation | None = None
         self._pushed: set[int] = set()
-        dense = self._pull_dense()
         self._tables = {id(s.variable): PulledTable(s, pull_rows) for s in layout.tables}
-        self._prefetch(lookups, batch)
-        self._shared = []
-        for variable in layout.shared:
-            with tf.device(device_of(variable)):
-                value = variable._value.read_value()
-            self._shared.append(tf.identity(value))
-        rates = [
-            (o._learning_rate, o._learning_rate._value.read_value())
-            for o in layout.optimizers
-            if isinstance(o._learning_rate, keras.Variable)
-        ]
+        ids: list[tf.Tensor] = []
+        if lookups.tables:
+            ids = lookups.ids(*tf.nest.flatten(batch, expand_composites=True))
+        states = [layout.tables[i] for i in lookups.tables]
+        pulled, rows = self._pull(states, [tf.cast(tf.reshape(i, [-1]), tf.int64) for i in ids])
+        # In the order of the step's lookups, whatever the servers are.
+        for state, row in zip(states, rows, strict=True):
+            self._tables[id(state.variable)].prefetched(*row)
+        self._shared = [pulled[id(v)] for v in layout.shared]
         self._scope = PulledScope(
-            dense=dense,
+            dense=[
+                (s.variable, pulled[id(s.variable)]) for dense in layout.dense.values()
+                for s in dense
+            ],
             tables=[(s.variable, self._tables[id(s.variable)]) for s in layout.tables],
             others=[
                 *zip(layout.private, private, strict=True),
                 *zip(layout.shared, self._shared, strict=True),
-                *rates,
+                *((v, pulled[id(v)]) for o in layout.optimizers for v in schedule_variables(o)),
             ],
         )
 
-    def _prefetch(self, lookups: Lookups, batch: Any) -> None:
-        """Pulls the rows of all lookups, in one message from each server."""
-        if not lookups.tables:
-            return
-        all_ids = lookups.ids(*tf.nest.flatten(batch, expand_composites=True))
-        states = [self._layout.tables[i] for i in lookups.tables]
-        all_ids = [tf.cast(tf.reshape(ids, [-1]), tf.int64) for ids in all_ids]
-        by_device: dict[str, list[int]] = {}
-        for i, state in enumerate(states):
-            by_device.setdefault(device_of(state.variable), []).append(i)
-        pulled: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
-        for chosen in by_device.values():
-            parts = pull_tables([states[i] for i in chosen], [all_ids[i] for i in chosen])
-            pulled.update(zip(chosen, parts, strict=True))
-        # In the order of the step's lookups, whatever the servers are.
-        for i, state in enumerate(states):
-            self._tables[id(state.variable)].prefetched(all_ids[i], *pulled[i])
+    def _pull(
+        self, tables: list[base.VariableState], ids: list[tf.Tensor]
+    ) -> tuple[dict[int, tf.Tensor], list[tuple[tf.Tensor, tf.Tensor, tf.Tensor]]]:
+        """Pulls all that the step reads, in one message there and back for each server.
 
-    def _pull_dense(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        pulled = []
+        Args:
+            tables: the table of each lookup.
+            ids: int64 [n_i], the rows of each lookup.
+
+        Returns:
+            The values of variables, by the variables' ids; and for each lookup
+            (ids, values [n_i, ...], versions [n_i]).
+        """
+        plans: dict[str, PullPlan] = {}
+
+        def plan_of(variable: keras.Variable) -> PullPlan:
+            return plans.setdefault(device_of(variable), PullPlan())
+
         for device, states in self._layout.dense.items():
-            with tf.device(device):
-                packed, versions = ops.pull_dense(
-                    base.handles([s.variable for s in states]),
-                    base.handles([s.versions for s in states]),
-                )
-            shapes = [tuple(s.variable.shape) for s in states]
-            sizes = [tf.TensorShape(shape).num_elements() for shape in shapes]
-            pieces = tf.split(packed, sizes)
-            for i, (state, piece) in enumerate(zip(states, pieces, strict=True)):
-                pulled.append((state.variable, tf.reshape(piece, shapes[i])))
-                self._versions[id(state.variable)] = versions[i]
-        return pulled
+            plans.setdefault(device, PullPlan()).dense.extend(states)
+        unversioned = [*self._layout.shared]
+        for optimizer in self._layout.optimizers:
+            unversioned += schedule_variables(optimizer)
+        for variable in unversioned:
+            plan_of(variable).unversioned.append(variable)
+        for i, state in enumerate(tables):
+            plan_of(state.variable).lookups.append((i, state, ids[i]))
+        values: dict[int, tf.Tensor] = {}
+        rows: list = [None] * len(tables)
+        for device, plan in plans.items():
+            plan.pull(device, values, self._versions, rows)
+        return values, rows
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -182,14 +180,14 @@ class Step:
             new = self._scope.get_current_value(variable)
             if new is old:
                 continue
+            if variable.dtype != "bool":
+                # What this step added: others may have added meanwhile.
+                new = tf.cast(new, old.dtype) - old
             with tf.device(device_of(variable)):
                 if variable.dtype == "bool":
                     update = variable._value.assign(new, read_value=False)
                 else:
-                    # What this step added: others may have added meanwhile.
-                    update = variable._value.assign_add(
-                        tf.cast(new, old.dtype) - old, read_value=False
-                    )
+                    update = variable._value.assign_add(new, read_value=False)
             self._operations.append(update)
         private = [self._scope.get_current_value(v) for v in self._layout.private]
         return private, self._operations
@@ -197,60 +195,38 @@ class Step:
     # The push (see `context.Push`).
 
     @contextlib.contextmanager
-    def global_step(self, optimizer: base.Optimizer, grads) -> Iterator[None]:
-        computed = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads]
-        computed = [g for g in computed if g is not None]
+    def pushing(self, optimizer: base.Optimizer, grads) -> Iterator[None]:
         if self._compute_time is not None and self._delay is None:
-            with tf.control_dependencies(computed):
+            computed = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads]
+            with tf.control_dependencies([g for g in computed if g is not None]):
                 self._delay = ops.delay(self._compute_time)
-        if self._delay is not None:
-            computed.append(self._delay)
-        iterations = optimizer._iterations
-        with tf.control_dependencies(computed), tf.device(device_of(iterations)):
-            step = ops.next_global_step(iterations._value.handle)
-        # Keras counts iterations from 0, before the update.
-        self._scope.state_mapping[id(iterations)] = step - 1
-        self._step = step
-        try:
+        with tf.control_dependencies([] if self._delay is None else [self._delay]):
             yield
-        finally:
-            self._step = None
 
     def push(self, optimizer: base.Optimizer, grads, variables, learning_rate) -> None:
-        learning_rate = tf.cast(learning_rate, tf.float32)
-        dense: dict[str, list[tuple[base.VariableState, tf.Tensor]]] = {}
-        rows: dict[str, list[tuple[base.VariableState, tuple]]] = {}
+        plans: dict[str, PushPlan] = {}
         for gradient, variable in zip(grads, variables, strict=True):
             state = optimizer.state_of(variable)
             self._pushed.add(id(state.variable))
-            device = device_of(state.variable)
+            plan = plans.setdefault(device_of(state.variable), PushPlan())
             table = self._tables.get(id(state.variable))
             if table is None:
                 gradient = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
-                dense.setdefault(device, []).append((state, gradient))
+                plan.dense.append((state, gradient, self._versions[id(state.variable)]))
             else:
-                rows.setdefault(device, []).append((state, table.resolve(gradient)))
-        for device, pairs in dense.items():
-            packed = tf.concat([tf.reshape(gradient, [-1]) for _, gradient in pairs], 0)
-            versions = tf.stack([self._versions[id(s.variable)] for s, _ in pairs])
+                plan.rows.append((state, *table.resolve(gradient)))
+        arrived = {
+            device: plan.send(device, learning_rate) for device, plan in plans.items()
+        }
+        # The owner of the global step counts the push when it has arrived there;
+        # an owner without parameters counts it when it has arrived anywhere.
+        owner = device_of(optimizer._iterations)
+        evidence = arrived.get(owner) or next(iter(arrived.values()))
+        with tf.control_dependencies([evidence.floats]), tf.device(owner):
+            step = ops.next_global_step(optimizer._iterations._value.handle)
+        for device, plan in plans.items():
             with tf.device(device):
-                self._operations.append(
-                    optimizer.apply_dense(
-                        [s for s, _ in pairs], packed, versions, learning_rate, self._step
-                    )
-                )
-        for device, pairs in rows.items():
-            values, ids, versions = zip(*(part for _, part in pairs), strict=True)
-            packed = tf.concat([tf.reshape(v, [-1]) for v in values], 0)
-            counts = tf.stack([tf.size(i, out_type=tf.int64) for i in ids])
-            ids, versions = tf.concat(ids, 0), tf.concat(versions, 0)
-            with tf.device(device):
-                self._operations.append(
-                    optimizer.apply_rows(
-                        [s for s, _ in pairs], packed, ids, counts, versions, learning_rate,
-                        self._step,
-                    )
-                )
+                self._operations += plan.apply(optimizer, arrived[device], step)
 
     def decay_weights(self, variables, rate) -> None:
         for variable in variables:
@@ -263,41 +239,151 @@ class Step:
                 )
 
 
+def schedule_variables(optimizer: base.Optimizer) -> list[keras.Variable]:
+    """What the learning rate of a step is computed from.
+
+    The learning rate's own variable or, with a schedule, the global step: as
+    pulled with the parameters, so that a schedule costs no round trip.
+    """
+    if isinstance(optimizer._learning_rate, keras.Variable):
+        return [optimizer._learning_rate]
+    return [optimizer._iterations]
+
+
+class PullPlan:
+    """What one server is asked for, and how its answer is taken apart."""
+
+    def __init__(self):
+        self.dense: list[base.VariableState] = []
+        self.unversioned: list[keras.Variable] = []
+        self.lookups: list[tuple[int, base.VariableState, tf.Tensor]] = []
+
+    def pull(self, device: str, values: dict, versions: dict, rows: list) -> None:
+        """Adds what was pulled to `values` and `versions` (by id) and `rows`."""
+        floats: list[tf.Tensor] = []
+        integers: list[tf.Tensor] = []
+        tables = [state for _, state, _ in self.lookups]
+        ids = [i for _, _, i in self.lookups]
+        if self.lookups:
+            counts = tf.stack([tf.size(i, out_type=tf.int64) for i in ids])
+            request = tf.concat([counts, *ids], 0)
+        others = [v for v in self.unversioned if v.dtype != "float32"]
+        scalars = [v for v in self.unversioned if v.dtype == "float32"]
+        with tf.device(device):
+            if self.dense:
+                packed, pulled = ops.pull_dense(
+                    base.handles([s.variable for s in self.dense]),
+                    base.handles([s.versions for s in self.dense]),
+                )
+                floats.append(packed)
+                integers.append(pulled)
+            floats += [tf.reshape(v._value.read_value(), [-1]) for v in scalars]
+            if self.lookups:
+                request = tf.identity(request)
+                packed, pulled = ops.gather_rows(
+                    base.handles([s.variable for s in tables]),
+                    base.handles([s.versions for s in tables]),
+                    request[len(ids) :],
+                    request[: len(ids)],
+                )
+                floats.append(packed)
+                integers.append(pulled)
+            float_message = tf.concat(floats, 0) if floats else None
+            integer_message = tf.concat(integers, 0) if integers else None
+            direct = [v._value.read_value() for v in others]
+        values.update((id(v), tf.identity(t)) for v, t in zip(others, direct, strict=True))
+        # What follows runs on the worker.
+        shapes = [tuple(s.variable.shape) for s in self.dense] + [tuple(v.shape) for v in scalars]
+        shapes += [tuple(s.variable.shape[1:]) for s in tables]
+        sizes: list = [tf.TensorShape(shape).num_elements() for shape in shapes]
+        first = len(self.dense) + len(scalars)
+        if ids:
+            sizes[first:] = tf.unstack(counts * tf.constant(sizes[first:], tf.int64))
+        pieces = [] if float_message is None else tf.split(
+            float_message, tf.stack([tf.cast(s, tf.int64) for s in sizes]), num=len(sizes))
+        fixed = [s.variable for s in self.dense] + scalars
+        for variable, piece in zip(fixed, pieces, strict=False):
+            values[id(variable)] = tf.reshape(piece, tuple(variable.shape))
+        for i, state in enumerate(self.dense):
+            versions[id(state.variable)] = integer_message[i]
+        if ids:
+            row_versions = tf.split(integer_message[len(self.dense) :], counts, num=len(ids))
+            for j, (number, state, looked_up) in enumerate(self.lookups):
+                shape = tuple(state.variable.shape[1:])
+                rows[number] = (
+                    looked_up, tf.reshape(pieces[first + j], [-1, *shape]), row_versions[j]
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """A push as it arrives at a server."""
+
+    floats: tf.Tensor  # the learning rate, then gradients: dense, then rows
+    integers: tf.Tensor  # versions of dense variables, counts of rows, row ids, row versions
+
+
+class PushPlan:
+    """What is sent to one server, and how it is taken apart and applied there."""
+
+    def __init__(self):
+        self.dense: list[tuple[base.VariableState, tf.Tensor, tf.Tensor]] = []
+        self.rows: list[tuple[base.VariableState, tf.Tensor, tf.Tensor, tf.Tensor]] = []
+
+    def send(self, device: str, learning_rate) -> Message:
+        """Packs the push on the worker and sends it to the server."""
+        floats = [tf.reshape(tf.cast(learning_rate, tf.float32), [1])]
+        floats += [tf.reshape(gradient, [-1]) for _, gradient, _ in self.dense]
+        floats += [tf.reshape(tf.cast(values, tf.float32), [-1]) for _, values, _, _ in self.rows]
+        integers = [tf.reshape(version, [1]) for _, _, version in self.dense]
+        integers += [tf.size(ids, out_type=tf.int64)[tf.newaxis] for _, _, ids, _ in self.rows]
+        integers += [ids for _, _, ids, _ in self.rows]
+        integers += [versions for _, _, _, versions in self.rows]
+        packed = tf.concat(floats, 0), tf.concat(integers, 0)
+        with tf.device(device):
+            return Message(tf.identity(packed[0]), tf.identity(packed[1]))
+
+    def apply(self, optimizer: base.Optimizer, message: Message, step) -> list[tf.Operation]:
+        """Applies the push; call it under the server's device scope."""
+        operations = []
+        learning_rate = message.floats[0]
+        dense_size = 1 + sum(s.variable.shape.num_elements() for s, _, _ in self.dense)
+        n, m = len(self.dense), len(self.rows)
+        if self.dense:
+            operations.append(
+                optimizer.apply_dense(
+                    [state for state, _, _ in self.dense],
+                    message.floats[1:dense_size],
+                    message.integers[:n],
+                    learning_rate,
+                    step,
+                )
+            )
+        if self.rows:
+            ids, versions = tf.split(message.integers[n + m :], 2)
+            operations.append(
+                optimizer.apply_rows(
+                    [state for state, _, _, _ in self.rows],
+                    message.floats[dense_size:],
+                    ids,
+                    message.integers[n : n + m],
+                    versions,
+                    learning_rate,
+                    step,
+                )
+            )
+        return operations
+
+
 def pull_rows(state: base.VariableState, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Pulls rows of one table: (values [n, ...], versions [n]).
+    """Pulls rows of one table by themselves: (values [n, ...], versions [n]).
 
     Args:
         state: the table's state.
         ids: int64 [n].
     """
-    return pull_tables([state], [ids])[0]
-
-
-def pull_tables(
-    states: Sequence[base.VariableState], ids: Sequence[tf.Tensor]
-) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Pulls rows of tables on one server, in one message there and back.
-
-    Args:
-        states: the tables' states; a table may stand here more than once.
-        ids: int64 [n_i] for each.
-
-    Returns:
-        (values [n_i, ...], versions [n_i]) for each.
-    """
-    counts = tf.stack([tf.size(i, out_type=tf.int64) for i in ids])
-    with tf.device(device_of(states[0].variable)):
-        packed, versions = ops.gather_rows(
-            base.handles([s.variable for s in states]),
-            base.handles([s.versions for s in states]),
-            tf.concat(ids, 0),
-            counts,
-        )
-    shapes = [tuple(s.variable.shape[1:]) for s in states]
-    widths = tf.constant([tf.TensorShape(shape).num_elements() for shape in shapes], tf.int64)
-    values = tf.split(packed, counts * widths, num=len(states))
-    versions = tf.split(versions, counts, num=len(states))
-    return [
-        (tf.reshape(value, [-1, *shape]), version)
-        for value, shape, version in zip(values, shapes, versions, strict=True)
-    ]
+    plan = PullPlan()
+    plan.lookups.append((0, state, ids))
+    rows: list = [None]
+    plan.pull(device_of(state.variable), {}, {}, rows)
+    return rows[0][1:]

@@ -115,6 +115,7 @@ class PulledTable(TableStandIn):
         self._looked_up = tf.zeros([], tf.int64)
         self._ids: list[tf.Tensor] = []
         self._versions: list[tf.Tensor] = []
+        self._positions: tf.Tensor | None = None  # The last gradient's indices.
         self._prefetched: collections.deque = collections.deque()
 
     def prefetched(self, ids: tf.Tensor, values: tf.Tensor, versions: tf.Tensor) -> None:
@@ -161,9 +162,9 @@ class PulledTable(TableStandIn):
             del anchor
 
             def gradient(upstream):
-                return tf.IndexedSlices(
-                    tf.reshape(upstream, [-1, *row]), tf.range(first, first + count)
-                )
+                positions = tf.range(first, first + count)
+                self._positions = positions
+                return tf.IndexedSlices(tf.reshape(upstream, [-1, *row]), positions)
 
             return values, gradient
 
@@ -180,6 +181,8 @@ class PulledTable(TableStandIn):
                 f"the gradient of table {self.name} must stay a tf.IndexedSlices until the "
                 f"optimizer gets it, not {type(gradient).__name__}"
             )
+        if len(self._ids) == 1 and gradient.indices is self._positions:
+            return gradient.values, self._ids[0], self._versions[0]
         ids = tf.gather(tf.concat(self._ids, 0), gradient.indices)
         versions = tf.gather(tf.concat(self._versions, 0), gradient.indices)
         return gradient.values, ids, versions
