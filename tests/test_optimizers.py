@@ -1,0 +1,398 @@
+"""The optimizers in plain local Keras follow numpy rules and behave as stock ones do."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tf_recsync import Swap, optimizers
+from tf_recsync.staleness import Constant, InversePower, Rescale, Threshold
+
+RNG = np.random.default_rng(11)
+SEED = RNG.bit_generator.state
+SMALL_SWAP = Swap(period=3, decay=0.5)
+OURS = {
+    "sgd": lambda **kw: optimizers.SGD(0.1, **kw),
+    "adagrad": lambda **kw: optimizers.Adagrad(0.1, **kw),
+    "swap": lambda **kw: optimizers.SwapAdagrad(0.1, swap=SMALL_SWAP, **kw),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    RNG.bit_generator.state = SEED
+    keras.utils.set_random_seed(5)
+
+
+class Rule:
+    """SGD, Adagrad and eager SWAP in float64 numpy; only touched rows are updated."""
+
+    def __init__(self, value, kind):
+        self.w, self.kind, self.step = np.array(value, np.float64), kind, 0
+        self.v = np.full_like(self.w, 0.1)
+
+    def update(self, gradient, lr, touched=...):
+        g = np.asarray(gradient, np.float64)
+        self.step += 1
+        if self.kind == "swap" and self.step % SMALL_SWAP.period == 0:
+            self.v *= SMALL_SWAP.decay
+        if self.kind != "sgd":
+            self.v[touched] += g[touched] ** 2
+            g = g / np.sqrt(self.v + 1e-7)
+        self.w[touched] -= lr * g[touched]
+
+
+def click_model(ids=4, rows=12, name="clicks"):
+    inputs = keras.Input((ids,), dtype="int32")
+    x = keras.layers.Embedding(rows, 3, name="table")(inputs)
+    x = keras.layers.Dense(8, activation="relu", name="hidden")(keras.layers.Flatten()(x))
+    return keras.Model(inputs, keras.layers.Dense(1, name="out")(x), name=name)
+
+
+def clicks(n=48, ids=4, rows=9):
+    x = RNG.integers(0, rows, (n, ids))  # rows repeat within a batch; the last three never come
+    return x, np.sin(x).sum(1, keepdims=True).astype(np.float32)
+
+
+def fit(model, optimizer, data=None, epochs=2, **kwargs):
+    if optimizer is not None:
+        model.compile(optimizer, "mse", **kwargs)
+    x, y = clicks() if data is None else data
+    return model.fit(x, y, batch_size=8, epochs=epochs, verbose=0, shuffle=False)
+
+
+def check_same(a, b, tolerance=2e-5):
+    for one, other in zip(a, b, strict=True):
+        np.testing.assert_allclose(one, other, tolerance, tolerance)
+
+
+def everything(model):
+    return model.get_weights() + [v.numpy() for v in model.optimizer.variables]
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_dense_variables_follow_the_rule_under_a_schedule(kind):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.3, 5, 0.5)
+    optimizer = OURS[kind]()
+    optimizer.learning_rate = schedule
+    values = [RNG.normal(size=(3, 2)), RNG.normal(size=())]
+    variables = [keras.Variable(v) for v in values]
+    rules = [Rule(v, kind) for v in values]
+    for step in range(20):
+        gradients = [RNG.normal(size=v.shape).astype(np.float32) for v in values]
+        optimizer.apply([tf.constant(g) for g in gradients], variables)
+        for rule, g in zip(rules, gradients, strict=True):
+            rule.update(g, 0.3 * 0.5 ** (step / 5))
+    check_same([v.numpy() for v in variables], [r.w for r in rules])
+    for variable in variables:
+        state = optimizer.state_of(variable)
+        assert int(state.versions.numpy()) == 20
+        assert state.counters.numpy()[:6].tolist() == [20, 20, 20, 1, 0, 20]  # tau is 1
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("kind", OURS)
+def test_rows_of_an_embedding_follow_the_rule_with_repeated_ids_summed(kind, jit):
+    layer, optimizer = keras.layers.Embedding(10, 2), OURS[kind]()
+    layer.build()
+    optimizer.build(layer.trainable_variables)
+    rule, versions = Rule(layer.embeddings.numpy(), kind), np.zeros(10, np.int64)
+
+    @tf.function(jit_compile=jit)
+    def step(ids, slope):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(ids) * slope)
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables))
+
+    for _ in range(20):
+        ids, slope = RNG.integers(0, 7, (3, 4)), RNG.normal(size=(3, 4, 2)).astype(np.float32)
+        step(tf.constant(ids), tf.constant(slope))
+        gradient = np.zeros((10, 2))
+        np.add.at(gradient, ids, slope)
+        rule.update(gradient, 0.1, np.unique(ids))
+        versions[np.unique(ids)] += 1
+    check_same([layer.embeddings.numpy()], [rule.w])
+    state = optimizer.state_of(layer.embeddings)
+    np.testing.assert_array_equal(state.versions.numpy(), versions)
+    assert state.counters.numpy()[:4].tolist() == [versions.sum()] * 3 + [1]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("clip", ["clipnorm", "clipvalue", "global_clipnorm"])
+def test_clipping_sees_the_sum_of_repeated_rows_and_touches_no_other_row(clip, jit):
+    limit = 0.5
+    optimizer = optimizers.SGD(1.0, **{clip: limit})
+    table = keras.Variable(np.zeros((5, 2)), name="embeddings")
+    dense = keras.Variable(np.zeros(3), name="kernel")
+    ids, rows = [1, 3, 1, 1], np.array([[1, 2], [0.1, -4], [1, 1], [-2, 2]], np.float32)
+    slope = np.array([3.0, 0.0, -0.2], np.float32)
+    optimizer.build([table, dense])
+
+    @tf.function(jit_compile=jit)
+    def step():
+        optimizer.apply([tf.IndexedSlices(tf.constant(rows), tf.constant(ids), [5, 2]),
+                         tf.constant(slope)])
+
+    step()
+    gradients = [np.zeros((5, 2)), slope.astype(np.float64)]
+    np.add.at(gradients[0], ids, rows)
+    norms = [np.linalg.norm(g) for g in gradients]
+    if clip == "clipvalue":
+        expected = [np.clip(g, -limit, limit) for g in gradients]
+    else:
+        if clip == "global_clipnorm":
+            norms = [np.linalg.norm(norms)] * 2
+        expected = [g * min(1, limit / n) for g, n in zip(gradients, norms, strict=True)]
+    check_same([table.numpy(), dense.numpy()], [-e for e in expected])
+    assert optimizer.state_of(table).versions.numpy().tolist() == [0, 1, 0, 1, 0]
+
+
+STOCK = [
+    (optimizers.SGD, keras.optimizers.SGD, {}),
+    (optimizers.SGD, keras.optimizers.SGD, {"weight_decay": 0.05}),
+    (optimizers.Adagrad, keras.optimizers.Adagrad, {}),
+    (optimizers.Adagrad, keras.optimizers.Adagrad, {"weight_decay": 0.05}),
+    (optimizers.Adagrad, keras.optimizers.Adagrad,
+     {"epsilon": 1e-3, "initial_accumulator_value": 0.5, "use_ema": True, "ema_momentum": 0.7}),
+]
+
+
+@pytest.mark.parametrize("model", ["dense", "embedding"])
+@pytest.mark.parametrize(("ours", "stock", "arguments"), STOCK)
+def test_every_step_is_that_of_the_stock_optimizer(ours, stock, arguments, model):
+    models = []
+    for cls in (ours, stock):
+        keras.utils.set_random_seed(1)
+        if model == "dense":
+            one = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"),
+                                    keras.layers.Dense(1)])
+        else:
+            one = click_model(rows=40)
+        one.compile(cls(0.1, **arguments), "mse", jit_compile=False)
+        models.append(one)
+    for _ in range(12):
+        y = RNG.normal(size=(8, 1))
+        # Each id once a batch: stock Keras squares repeated rows before it sums them.
+        x = RNG.normal(size=(8, 3)) if model == "dense" else RNG.permutation(40)[:32].reshape(8, 4)
+        for one in models:
+            one.train_on_batch(x, y)
+        check_same(models[0].get_weights(), models[1].get_weights())
+
+
+POLICIES = [
+    Constant(), Threshold(iota=3.0), InversePower(k=1.5, baseline=4, normalized=False),
+    InversePower(update_sensitivity=0.5, rescale=Rescale(2.0, mean=3.0)),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_optimizers_come_back_from_their_config(policy):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.3, 5, 0.5)
+    for optimizer in (
+        optimizers.SGD(schedule, staleness=policy, tables="wide|deep", clipnorm=2.0),
+        optimizers.Adagrad(0.25, staleness=policy, swap=Swap(7, 0.75), epsilon=0.5,
+                           initial_accumulator_value=0.5, weight_decay=0.25, name="mine"),
+        optimizers.Adagrad(0.25, staleness=policy),
+        optimizers.SwapAdagrad(0.25, staleness=policy),
+        optimizers.SwapAdagrad(0.25, swap=Swap(7, 0.75)),
+    ):
+        config = optimizer.get_config()
+        for back in (
+            type(optimizer).from_config(optimizer.get_config()),
+            keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer)),
+            keras.optimizers.deserialize(keras.optimizers.serialize(optimizer)),
+        ):
+            assert type(back) is type(optimizer)
+            assert back.get_config() == config
+            assert (back.staleness, back.swap) == (optimizer.staleness, optimizer.swap)
+            assert back.name == optimizer.name
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_saved_model_goes_on_training_as_if_it_had_never_stopped(kind, tmp_path):
+    policy = InversePower(update_sensitivity=1.0)  # keeps lengths of last updates too
+    model, data = click_model(), clicks()
+    fit(model, OURS[kind](staleness=policy), data, jit_compile=False)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.get_config() == model.optimizer.get_config()
+    check_same(everything(loaded), everything(model), 0)
+    for one in (model, loaded):
+        fit(one, None, data)
+    check_same(everything(loaded), everything(model), 1e-6)
+
+
+@pytest.mark.parametrize(("kind", "built"),
+                         [("sgd", False), ("swap", False), ("swap", True)])
+def test_saved_weights_load_into_an_optimizer_built_or_not(kind, built, tmp_path):
+    model, other, data = click_model(), click_model(), clicks()
+    fit(model, OURS[kind](), data, jit_compile=False)
+    model.save_weights(tmp_path / "saved.weights.h5")
+    other.compile(OURS[kind](), "mse", jit_compile=False)
+    if built:
+        other.optimizer.build(other.trainable_variables)
+    other.load_weights(tmp_path / "saved.weights.h5")
+    other.optimizer.build(other.trainable_variables)  # what was loaded is applied here at last
+    check_same(everything(other), everything(model), 0)
+    for one in (model, other):
+        fit(one, None, data)
+    check_same(everything(other), everything(model), 1e-6)
+
+
+def test_loaded_state_waits_for_an_optimizer_that_is_built_inside_a_traced_step(tmp_path):
+    variables = [[keras.Variable(np.ones(2, np.float32), name="w")] for _ in range(2)]
+    saved, late = OURS["swap"](), OURS["swap"]()
+    for _ in range(4):
+        saved.apply([tf.ones(2)], variables[0])
+    store = {str(i): v.numpy() for i, v in enumerate(saved.variables)}
+    late.load_own_variables(store)
+    step = tf.function(lambda: late.apply([tf.ones(2)], variables[1]))
+    for t in (5, 6):
+        step()
+        saved.apply([tf.ones(2)], variables[0])
+        assert int(late.iterations.numpy()) == t  # neither lost nor loaded at every step
+    check_same(*([v.numpy() for v in o.variables] for o in (late, saved)), 1e-6)
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_state_of_another_configuration_is_refused_with_a_reason(built, tmp_path):
+    model = click_model()
+    fit(model, OURS["swap"](), jit_compile=False, epochs=1)
+    model.save_weights(tmp_path / "saved.weights.h5")
+    other = click_model()
+    other.compile(OURS["adagrad"](), "mse")
+    if built:
+        other.optimizer.build(other.trainable_variables)
+    with pytest.raises(ValueError, match="the saved adagrad has 22 variables, this one 17.*swap"):
+        other.load_weights(tmp_path / "saved.weights.h5")
+        other.optimizer.build(other.trainable_variables)
+
+
+@pytest.mark.parametrize(("kind", "policy"), [
+    ("sgd", InversePower(update_sensitivity=1.0)), ("adagrad", None),
+    ("swap", InversePower(update_sensitivity=1.0)),
+])
+def test_compiled_graph_and_eager_training_give_the_same(kind, policy):
+    data, results = clicks(), []
+    for how in ({"jit_compile": True}, {"jit_compile": False}, {"run_eagerly": True}):
+        keras.utils.set_random_seed(2)
+        model = click_model()
+        fit(model, OURS[kind](staleness=policy), data, **how)
+        results.append(everything(model))
+    for other in results[1:]:
+        check_same(results[0], other, 1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [
+    ("float64", "sgd"), ("float64", "swap"), ("mixed_bfloat16", "swap"),
+    ("mixed_float16", "adagrad"),
+])
+def test_models_of_other_precision_learn(dtype, kind):
+    before = keras.config.dtype_policy(), keras.config.floatx()
+    if dtype == "float64":
+        keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+    try:
+        model = click_model()
+        losses = fit(model, OURS[kind](), epochs=12, jit_compile=False).history["loss"]
+    finally:
+        keras.config.set_dtype_policy(before[0])
+        keras.config.set_floatx(before[1])
+    assert losses[-1] < 0.5 * losses[0]
+    expected = "float64" if dtype == "float64" else "float32"
+    assert {v.dtype for v in model.trainable_variables} == {expected}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_wide_and_deep_parts_train_with_an_optimizer_each(jit):
+    wide, deep = optimizers.SGD(0.1), optimizers.SwapAdagrad(0.1, swap=SMALL_SWAP)
+    both = keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(deep, {"table/.*": wide, "out/.*": wide}))
+    model, data = click_model(), clicks()
+    losses = fit(model, both, data, epochs=10, jit_compile=jit).history["loss"]
+    assert losses[-1] < 0.5 * losses[0]
+    assert [s.variable.path for s in wide.states] == ["table/embeddings", "out/kernel", "out/bias"]
+    assert [s.variable.path for s in deep.states] == ["hidden/kernel", "hidden/bias"]
+    assert [int(s.versions.numpy()) for s in deep.states] == [60, 60]  # 10 epochs of 6 batches
+
+
+def test_swap_keeps_learning_after_a_shift_on_which_plain_adagrad_stalls():
+    # Online linear regression with noise, whose target flips after many steps.
+    long, short = 20_000, 150
+    x = RNG.normal(size=(long + short, 3)).astype(np.float32)
+    target = np.array([1.0, -2.0, 0.5], np.float32)
+    sign = np.where(np.arange(long + short) < long, 1, -1).astype(np.float32)
+    y = (x @ target) * sign + RNG.normal(size=long + short).astype(np.float32)
+
+    def distances(optimizer):
+        w = keras.Variable(np.zeros(3, np.float32))
+        optimizer.build([w])
+
+        @tf.function
+        def train(x, y):
+            for i in tf.range(tf.shape(y)[0]):
+                error = tf.reduce_sum(x[i] * w.value) - y[i]
+                optimizer.apply([2 * error * x[i]], [w])
+
+        train(x[:long], y[:long])
+        before = np.linalg.norm(w.numpy() - target)
+        train(x[long:], y[long:])
+        return before, np.linalg.norm(w.numpy() + target)
+
+    plain = distances(optimizers.Adagrad(0.5))
+    swap = distances(optimizers.SwapAdagrad(0.5, swap=Swap(period=100, decay=0.5)))
+    assert max(plain[0], swap[0]) < 0.3 * np.linalg.norm(target)  # both have learned the first
+    assert plain[1] > np.linalg.norm(target)
+    assert swap[1] < 0.3 * np.linalg.norm(target)
+
+
+def test_tables_are_what_the_pattern_matches_in_full():
+    shapes = {"embeddings": (4, 2), "embeddings_bias": (4,), "wide": (4, 1), "kernel": (4, 2)}
+    variables = [keras.Variable(np.ones(s), name=n) for n, s in shapes.items()]
+    for pattern, tables in ((None, ["embeddings"]), ("wide|kern", ["wide"]), ("(?!)", [])):
+        optimizer = optimizers.SGD(**({"tables": pattern} if pattern else {}))
+        optimizer.build(variables)
+        assert [s.variable.name for s in optimizer.states if s.is_table] == tables
+        for state in optimizer.states:
+            assert state.versions.shape == (state.variable.shape[:1] if state.is_table else ())
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_dense_gradient_of_a_table_updates_every_row(jit):
+    table = keras.Variable(np.ones((3, 2), np.float32), name="embeddings")
+    optimizer = OURS["swap"]()
+    optimizer.build([table])
+    rule = Rule(np.ones((3, 2)), "swap")
+    step = tf.function(lambda g: optimizer.apply([g]), jit_compile=jit)
+    for _ in range(7):
+        gradient = RNG.normal(size=(3, 2)).astype(np.float32)
+        step(tf.constant(gradient))
+        rule.update(gradient, 0.1)
+    check_same([table.numpy()], [rule.w])
+    assert optimizer.state_of(table).versions.numpy().tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: optimizers.SGD(staleness="constant"), "staleness must be a policy .*'constant'"),
+    (lambda: optimizers.Adagrad(swap=10), "swap must be a tf_recsync.Swap or None, not 10"),
+    (lambda: optimizers.SGD(tables="("), r"tables must be a regular expression, not '\('"),
+    (lambda: optimizers.SGD(tables=None), "tables must be a regular expression, not None"),
+    (lambda: optimizers.Adagrad(epsilon=-1), "epsilon must be at least 0, not -1"),
+    (lambda: optimizers.Adagrad(epsilon=float("nan")), "epsilon must be at least 0, not nan"),
+    (lambda: optimizers.Adagrad(initial_accumulator_value=-0.1),
+     "initial_accumulator_value must be at least 0, not -0.1"),
+    (lambda: optimizers.SGD(clipnorm=1.0, clipvalue=1.0), "Only one of"),
+    (lambda: Swap(period=0), "period must be a positive int, in global steps, not 0"),
+    (lambda: Swap(period=2.5), "period must be a positive int, in global steps, not 2.5"),
+    (lambda: Swap(period=True), "period must be a positive int, in global steps, not True"),
+    (lambda: Swap(period=5, decay=0), r"decay must be in \(0, 1\], not 0"),
+    (lambda: Swap(period=5, decay=1.01), r"decay must be in \(0, 1\], not 1.01"),
+])
+def test_wrong_arguments_are_refused_with_name_value_and_what_is_allowed(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_sgd_has_no_accumulators_and_refuses_swap():
+    with pytest.raises((TypeError, ValueError), match="swap"):
+        optimizers.SGD(swap=SMALL_SWAP)
