@@ -9,6 +9,7 @@ Gradient Descent for Extreme-Scale Recommender Systems").
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 
 import keras
@@ -25,7 +26,8 @@ class Rescale:
     delta, the deviation of tau on the cluster in use, is measured for each
     variable while training goes on, by the server that holds the variable. With
     `mean`, the full linear map `deviation (tau - mu) / delta + mean` is used,
-    mu being the measured mean. Until a spread has been measured, tau is kept.
+    mu being the measured mean. While the measured deviation is not above the
+    baseline's, tau is kept.
 
     Reference: Liu and Zhao 2021, section "Staleness Normalization".
 
@@ -39,10 +41,10 @@ class Rescale:
     mean: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.deviation > 0:
-            raise ValueError(f"deviation must be positive, not {self.deviation!r}")
-        if self.mean is not None and not self.mean > 0:
-            raise ValueError(f"mean must be positive or None, not {self.mean!r}")
+        if not 0 < self.deviation < math.inf:
+            raise ValueError(f"deviation must be positive and finite, not {self.deviation!r}")
+        if self.mean is not None and not 0 < self.mean < math.inf:
+            raise ValueError(f"mean must be positive and finite, or None, not {self.mean!r}")
 
     def get_config(self) -> dict:
         return dataclasses.asdict(self)
@@ -171,13 +173,14 @@ class InversePower(Policy):
     rescale: Rescale | None = None
 
     def __post_init__(self) -> None:
-        if not self.k > 0:
-            raise ValueError(f"k must be positive, not {self.k!r}")
-        if not self.baseline >= 1:
-            raise ValueError(f"baseline must be at least 1, not {self.baseline!r}")
-        if self.update_sensitivity is not None and not self.update_sensitivity >= 0:
+        if not 0 < self.k < math.inf:
+            raise ValueError(f"k must be positive and finite, not {self.k!r}")
+        if not 1 <= self.baseline < math.inf:
+            raise ValueError(f"baseline must be at least 1 and finite, not {self.baseline!r}")
+        if self.update_sensitivity is not None and not 0 <= self.update_sensitivity < math.inf:
             raise ValueError(
-                f"update_sensitivity must be at least 0 or None, not {self.update_sensitivity!r}"
+                "update_sensitivity must be at least 0 and finite, or None, "
+                f"not {self.update_sensitivity!r}"
             )
         if self.rescale is not None and not isinstance(self.rescale, Rescale):
             raise ValueError(f"rescale must be a Rescale or None, not {self.rescale!r}")

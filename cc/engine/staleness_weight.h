@@ -62,7 +62,8 @@ struct StalenessWeight {
   double Of(double tau, double last_update, double deviation,
             double mean) const {
     if (decay == StalenessDecay::kConstant) return 1.0;
-    if (rescales() && deviation > 0.0) {
+    // Only towards a smaller cluster: a fresh gradient keeps its full weight.
+    if (rescales() && deviation > target_deviation) {
       tau = target_mean > 0.0
                 ? target_deviation * (tau - mean) / deviation + target_mean
                 : target_deviation / deviation * tau;

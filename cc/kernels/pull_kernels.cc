@@ -100,31 +100,23 @@ class GatherRowsOp : public OpKernel {
     const Index* ids = indices->flat<Index>().data();
     float* to = packed->flat<float>().data();
     int64_t* to_versions = pulled->flat<int64_t>().data();
-    std::vector<absl::Status> statuses(n);
-    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-    const auto gather = [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        statuses[i] =
-            GatherTable(*tables[i], *versions[i], ids + offsets[i],
-                        offsets[i + 1] - offsets[i], widths[i], to + starts[i],
-                        to_versions + offsets[i], n == 1 ? workers : nullptr);
-      }
-    };
-    if (n == 1) {
-      gather(0, 1);
-    } else {
-      tensorflow::Shard(workers->num_threads, workers->workers, n,
-                        (50 * offsets[n] + starts[n]) / n, gather);
+    // The tables follow one another in this thread, and only the rows of one
+    // are spread over the thread pool: a pool's thread that waited for a
+    // table's lock could be the one that the lock's holder waits for.
+    for (int64_t i = 0; i < n; ++i) {
+      OP_REQUIRES_OK(
+          ctx, GatherTable(ctx, *tables[i], *versions[i], ids + offsets[i],
+                           offsets[i + 1] - offsets[i], widths[i],
+                           to + starts[i], to_versions + offsets[i]));
     }
-    for (const absl::Status& status : statuses) OP_REQUIRES_OK(ctx, status);
   }
 
  private:
-  // Gathers `n` rows of one table, in parallel if `workers` are given.
-  static absl::Status GatherTable(
-      Var& table, Var& table_versions, const Index* ids, int64_t n,
-      int64_t expected_width, float* to, int64_t* to_versions,
-      const tensorflow::DeviceBase::CpuWorkerThreads* workers) {
+  // Gathers `n` rows of one table.
+  static absl::Status GatherTable(OpKernelContext* ctx, Var& table,
+                                  Var& table_versions, const Index* ids,
+                                  int64_t n, int64_t expected_width, float* to,
+                                  int64_t* to_versions) {
     tf_shared_lock lock(*table.mu());
     tf_shared_lock versions_lock(*table_versions.mu());
     int64_t width;
@@ -156,12 +148,9 @@ class GatherRowsOp : public OpKernel {
         to_versions[i] = from_versions[row];
       }
     };
-    if (workers == nullptr) {
-      gather(0, n);
-    } else {
-      tensorflow::Shard(workers->num_threads, workers->workers, n, 50 + width,
-                        gather);
-    }
+    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
+    tensorflow::Shard(workers->num_threads, workers->workers, n, 50 + width,
+                      gather);
     if (bad >= 0) return NotARow(bad, ids[bad], rows);
     return absl::OkStatus();
   }

@@ -52,6 +52,8 @@ absl::Status ReadUpdateAttributes(tensorflow::OpKernelConstruction* ctx,
                            "target_deviation", deviation, "at least 0"));
   TF_RETURN_IF_ERROR(Check(mean >= 0.0f && std::isfinite(mean), "target_mean",
                            mean, "at least 0"));
+  TF_RETURN_IF_ERROR(Check(std::isfinite(sensitivity), "update_sensitivity",
+                           sensitivity, "finite; negative for off"));
   swap.decay = swap_decay;
   weight.power = power;
   weight.baseline = baseline;

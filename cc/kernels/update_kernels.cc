@@ -186,10 +186,11 @@ class UpdateOp : public OpKernel {
                                      attributes_.weight.uses_last_update(), n,
                                      found));
     place([](Target& t, Var* v) { t.last_updates = v; });
+    std::vector<Var*> all;
     for (const Target& target : *targets) {
-      TF_RETURN_IF_ERROR(CheckDistinct(target.All()));
+      for (Var* variable : target.All()) all.push_back(variable);
     }
-    return absl::OkStatus();
+    return CheckDistinct(all);
   }
 
   absl::Status ReadRuleInputs(OpKernelContext* ctx, Rule* rule,
@@ -214,10 +215,12 @@ class UpdateOp : public OpKernel {
                      attribute, ", not ", found.size()));
   }
 
-  static absl::Status NewerThanNow(int64_t pulled, int64_t now) {
+  // A version that was pulled is one of 0 .. `now`.
+  static absl::Status CheckPulled(int64_t pulled, int64_t now) {
+    if (pulled >= 0 && pulled <= now) return absl::OkStatus();
     return absl::InvalidArgumentError(
-        absl::StrCat("pulled_versions holds ", pulled,
-                     ", newer than the version now, ", now));
+        absl::StrCat("pulled_versions holds ", pulled, ", which is not in [0, ",
+                     now, "], the versions up to now"));
   }
 
   UpdateAttributes attributes_;
@@ -257,6 +260,17 @@ class DenseUpdateOp : public UpdateOp<Rule> {
                     absl::StrCat("gradient must hold the variables' ", total,
                                  " elements, not ", gradient->NumElements())));
     const T* g = gradient->flat<T>().data();
+    // All is checked before anything is written, so that a push is not applied
+    // by halves.
+    for (int64_t i = 0; i < n; ++i) {
+      const ExclusiveLocks locks(targets[i].All());
+      OP_REQUIRES_OK(ctx, Prepare(ctx, targets[i], /*sparse=*/false));
+      if (pulled->NumElements() > 0) {
+        OP_REQUIRES_OK(ctx,
+                       this->CheckPulled(pulled->flat<int64_t>()(i),
+                                         *Data<int64_t>(targets[i].versions)));
+      }
+    }
     int64_t offset = 0;
     for (int64_t i = 0; i < n; ++i) {
       OP_REQUIRES_OK(ctx, UpdateOne(ctx, rule, global_step,
@@ -281,8 +295,8 @@ class DenseUpdateOp : public UpdateOp<Rule> {
           "a variable changed its shape while it was updated");
     }
     int64_t* version = Data<int64_t>(target.versions);
-    if (pulled != nullptr && *pulled > *version) {
-      return this->NewerThanNow(*pulled, *version);
+    if (pulled != nullptr) {
+      TF_RETURN_IF_ERROR(this->CheckPulled(*pulled, *version));
     }
     const int64_t tau = pulled == nullptr ? 1 : *version - *pulled + 1;
     const StalenessWeight& weight = this->attributes_.weight;
@@ -390,64 +404,63 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     const Index* ids = indices->flat<Index>().data();
     const int64_t* versions =
         pulled->NumElements() == 0 ? nullptr : pulled->flat<int64_t>().data();
-    std::vector<absl::Status> statuses(n);
-    const auto update = [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t count = offsets[i + 1] - offsets[i];
-        if (count == 0) continue;
-        statuses[i] = UpdateTable(
-            ctx, rule, global_step, targets[i], gradients + starts[i],
-            starts[i + 1] - starts[i], ids + offsets[i], count,
+    // All is checked before anything is written, so that a push is not applied
+    // by halves. The tables follow one another in this thread, and only the
+    // rows of one are spread over the thread pool: a pool's thread that waited
+    // for a table's lock could be the one that the lock's holder waits for.
+    for (const bool write : {false, true}) {
+      for (int64_t i = 0; i < n; ++i) {
+        const Push push = {
+            gradients + starts[i], starts[i + 1] - starts[i], ids + offsets[i],
             versions == nullptr ? nullptr : versions + offsets[i],
-            /*parallel=*/n == 1);
+            offsets[i + 1] - offsets[i]};
+        if (push.n == 0) continue;
+        const ExclusiveLocks locks(targets[i].All());
+        OP_REQUIRES_OK(ctx, CheckPush(ctx, targets[i], push));
+        if (write) UpdateRows(ctx, rule, global_step, targets[i], push);
       }
-    };
-    if (n == 1) {
-      update(0, 1);
-    } else {
-      const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-      tensorflow::Shard(workers->num_threads, workers->workers, n,
-                        (200 * rows + 8 * starts[n]) / n, update);
     }
-    for (const absl::Status& status : statuses) OP_REQUIRES_OK(ctx, status);
   }
 
  private:
-  // Updates rows of one table, in parallel if told so. Everything is checked
-  // before anything of the table is written.
-  absl::Status UpdateTable(OpKernelContext* ctx, const Rule& rule,
-                           int64_t global_step, const Target& target,
-                           const T* gradient, int64_t elements,
-                           const Index* ids, int64_t n, const int64_t* pulled,
-                           bool parallel) {
-    ExclusiveLocks locks(target.All());
+  // What is pushed to one table.
+  struct Push {
+    const T* gradient;
+    int64_t elements;  // of `gradient`
+    const Index* ids;
+    const int64_t* pulled;  // null for fresh gradients
+    int64_t n;              // of `ids` and `pulled`
+  };
+
+  // Lock: the target's, exclusive.
+  absl::Status CheckPush(OpKernelContext* ctx, const Target& target,
+                         const Push& push) {
     TF_RETURN_IF_ERROR(Prepare(ctx, target, /*sparse=*/true));
     int64_t width;
     TF_RETURN_IF_ERROR(RowWidth(*target.variable, &width));
-    if (width * n != elements) {
+    if (width * push.n != push.elements) {
       return absl::InvalidArgumentError(
           "a table changed its shape while it was updated");
     }
     const int64_t rows = target.variable->tensor()->dim_size(0);
     const int64_t* versions = Data<int64_t>(target.versions);
-    for (int64_t i = 0; i < n; ++i) {
-      const int64_t row = static_cast<int64_t>(ids[i]);
+    for (int64_t i = 0; i < push.n; ++i) {
+      const int64_t row = static_cast<int64_t>(push.ids[i]);
       if (row < 0 || row >= rows) return NotARow(i, row, rows);
-      if (pulled != nullptr && pulled[i] > versions[row]) {
-        return this->NewerThanNow(pulled[i], versions[row]);
+      if (push.pulled != nullptr) {
+        TF_RETURN_IF_ERROR(this->CheckPulled(push.pulled[i], versions[row]));
       }
     }
-    UpdateRows(ctx, rule, global_step, target, gradient, ids, n, width, pulled,
-               parallel);
     return absl::OkStatus();
   }
 
+  // Lock: the target's, exclusive. The push has been checked.
   void UpdateRows(OpKernelContext* ctx, const Rule& rule, int64_t global_step,
-                  const Target& target, const T* gradient, const Index* ids,
-                  int64_t n, int64_t width, const int64_t* pulled,
-                  bool parallel) {
+                  const Target& target, const Push& push) {
     RowGroups groups;
-    groups.Build(ids, n);
+    groups.Build(push.ids, push.n);
+    const int64_t* pulled = push.pulled;
+    const int64_t width = push.elements / push.n;
     const StalenessWeight& weight = this->attributes_.weight;
     const Swap& swap = this->attributes_.swap;
     const bool measure = weight.uses_last_update();
@@ -473,8 +486,8 @@ class RowsUpdateOp : public UpdateOp<Rule> {
         const int64_t row = groups.row(group);
         int64_t oldest =
             pulled == nullptr ? versions[row] : pulled[groups.first(group)];
-        const float* g =
-            SumOfGroup(groups, group, gradient, width, pulled, &oldest, &sum);
+        const float* g = SumOfGroup(groups, group, push.gradient, width, pulled,
+                                    &oldest, &sum);
         const int64_t tau = versions[row] - oldest + 1;
         const float rho = static_cast<float>(
             weight.Of(static_cast<double>(tau),
@@ -499,10 +512,6 @@ class RowsUpdateOp : public UpdateOp<Rule> {
       MutexLock lock(&mu);
       counters.Merge(counted.data());
     };
-    if (!parallel) {
-      update(0, groups.size());
-      return;
-    }
     const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
     tensorflow::Shard(workers->num_threads, workers->workers, groups.size(),
                       /*cost_per_unit=*/200 + 8 * width, update);

@@ -26,7 +26,7 @@ REGISTER_OP("RecsyncMeanNormalize")
       DimensionHandle features = c->Dim(x, 1);
       TF_RETURN_IF_ERROR(c->Merge(features, c->Dim(alpha, 0), &features));
       TF_RETURN_IF_ERROR(c->Merge(features, c->Dim(beta, 0), &features));
-      c->set_output(0, x);
+      c->set_output(0, c->Matrix(c->Dim(x, 0), features));
       c->set_output(1, c->Vector(features));
       return absl::OkStatus();
     })

@@ -67,7 +67,7 @@ def _gather_rows_gradient(op, packed, _):
                       for i in range(n)])
     values = tf.split(packed, sizes, num=n)
     slices = [
-        tf.IndexedSlices(tf.reshape(values[i], tf.concat([[-1], shapes[i][1:]], 0)), ids[i])
+        tf.IndexedSlices(tf.reshape(values[i], tf.concat([[-1], shapes[i][1:]], 0)), ids[i], shapes[i])
         for i in range(n)
     ]
     return [*slices, *[None] * n, None, None]

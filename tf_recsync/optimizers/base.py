@@ -83,10 +83,15 @@ class Optimizer(keras.optimizers.Optimizer):
             raise ValueError(f"swap must be a tf_recsync.Swap or None, not {swap!r}")
         try:
             self._tables = re.compile(tables)
-        except re.error as error:
+        except (re.error, TypeError) as error:
             raise ValueError(
                 f"tables must be a regular expression, not {tables!r}: {error}"
             ) from None
+        if swap is not None and not self.accumulator_names:
+            raise ValueError(
+                f"swap must be None for {type(self).__name__}, which has no accumulator to decay, "
+                f"not {swap!r}"
+            )
         self.staleness = staleness or staleness_lib.Constant()
         self.swap = swap
         self._states: list[VariableState] = []
@@ -119,7 +124,9 @@ class Optimizer(keras.optimizers.Optimizer):
         self._states = [self._make_state(variable) for variable in variables]
         if self._saved_variables is not None:
             saved, self._saved_variables = self._saved_variables, None
-            self._load(saved)
+            # The first step may be traced, and build within it.
+            with tf.init_scope():
+                self._load(saved)
 
     def _make_state(self, variable) -> VariableState:
         is_table = len(variable.shape) >= 1 and bool(self._tables.fullmatch(variable.path))
@@ -208,11 +215,11 @@ class Optimizer(keras.optimizers.Optimizer):
         if not (self.clipnorm or self.global_clipnorm or self.clipvalue):
             return grads
         # Norms and limits are those of whole rows: repeated rows come first.
-        return super()._clip_gradients(
-            [sum_repeated_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-            if not self.global_clipnorm
-            else grads
-        )
+        grads = [sum_repeated_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+        if self.global_clipnorm:
+            # Keras's own would make the gradients of tables dense.
+            return tf.clip_by_global_norm(grads, self.global_clipnorm)[0]
+        return super()._clip_gradients(grads)
 
     def update_step(self, gradient, variable, learning_rate):
         """Applies a fresh gradient to one variable."""

@@ -82,8 +82,8 @@ class _Steps:
         self._logs: dict[str, Any] = {}
         self._refreshed = 0.0
         self._merger: MetricsMerger | None = None
-        self._target = 0.0
-        self._reported_losses = 0
+        self._target = 0.0  # Steps that Keras has asked for.
+        self._epoch_end = float("inf")  # Steps at the end of the epoch, if known.
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         """Waits until `steps_per_execution` more steps are finished; gives the metrics."""
@@ -101,25 +101,26 @@ class _Steps:
             # The next epoch on the same data (steps_per_epoch is set).
             self._begin_epoch(iterator)
         self._target += steps
-        before = run.completed
-        running = run.wait(min(self._target, self._epoch_end))
-        if not running and run.completed == before and self._unlimited(iterator):
+        target = min(self._target, self._epoch_end)
+        running = run.wait(target)
+        done = run.completed
+        if not running or done >= self._epoch_end:
             self._refresh(run)
-            raise StopIteration
-        if not running or time.monotonic() - self._refreshed > _REFRESH_SECONDS:
+            if done < target and self._epoch_end == float("inf"):
+                # Fewer steps than Keras asks for: this was a part of a call, or none.
+                if done <= self._target - steps:
+                    raise StopIteration
+        elif time.monotonic() - self._refreshed > _REFRESH_SECONDS:
             self._refresh(run)
         return self._logs
-
-    def _unlimited(self, iterator) -> bool:
-        dataset = iterator.distributed
-        return dataset.steps_per_epoch is None and int(dataset.dataset.cardinality()) < 0
 
     def _begin_epoch(self, iterator: DistributedIterator) -> None:
         run = iterator.run
         steps = iterator.distributed.steps_per_epoch
         done = run.completed
         self._target = done
-        self._epoch_end = float("inf") if steps is None else done + steps
+        length = iterator.distributed.length
+        self._epoch_end = done + length if length is not None else float("inf")
         self._merger = MetricsMerger(self._model.metrics_variables)
         for slot in run.slots:
             if slot.state is not None:
@@ -139,12 +140,12 @@ class _Steps:
             values = [np.array(value) for value in initial]
             for value in values[metrics:]:
                 value[0] += 7919 * (slot.index + 1)  # Another seed for each worker.
-            return [tf.constant(value) for value in values]
+            return [on_worker(value) for value in values]
 
         def open_worker(slot: Slot):
             if slot.state is not None:
                 merge(slot)
-            state = WorkerState(registered.iterator(job), make_private(slot))
+            state = WorkerState(registered.iterator(job, slot.index), make_private(slot))
             # Has the servers build their parts of the graph, without taking a step.
             with contextlib.suppress(tf.errors.OutOfRangeError):
                 function(registered.empty_iterator(), state.count(0), *state.private)
@@ -253,7 +254,7 @@ class PredictFunction:
 
         def open_worker(slot: Slot):
             slot.state = WorkerState(
-                registered.iterator(job), [tf.constant(value) for value in initial]
+                registered.iterator(job, slot.index), [on_worker(value) for value in initial]
             )
             return slot.state
 
@@ -301,8 +302,19 @@ class WorkerState:
     def count(self, n: int) -> tf.Tensor:
         """The number n as a tensor on the worker, sent there once."""
         if n not in self._counts:
-            self._counts[n] = tf.constant(n, tf.int64)
+            self._counts[n] = on_worker(np.int64(n))
         return self._counts[n]
+
+
+def on_worker(value: np.ndarray) -> tf.Tensor:
+    """Copies a value to the device of the current scope.
+
+    A tf.constant there would hold Python's lock while it waits for the worker,
+    and with it the threads that drive the other workers.
+    """
+    with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
+        local = tf.constant(value)
+    return tf.identity(local)
 
 
 class MetricsMerger:

@@ -33,6 +33,7 @@ class Slot:
         state: what `open_worker` returned and the calls then updated.
         busy_since: when its call in flight began (time.monotonic), or None.
         lost: whether it is gone at the moment.
+        running: whether its thread is still at work.
     """
 
     def __init__(self, index: int):
@@ -41,7 +42,7 @@ class Slot:
         self.state: Any = None
         self.busy_since: float | None = None
         self.lost = False
-        self.steps = 0
+        self.running = True
 
 
 class WorkerRun:
@@ -79,10 +80,10 @@ class WorkerRun:
         self._granted: float = 0.0
         self._taken = 0
         self._completed = 0
-        self._ended = False  # The dataset has no more batches.
         self._stopped = False
         self._error: Exception | None = None
         self._opened = 0
+        self._finished_parts = 0  # Workers that have seen the end of the dataset.
         self._live = cluster.workers  # Threads that have not finished.
         self._results: dict[int, Any] = {}
         self._next_result = 0
@@ -207,6 +208,7 @@ class WorkerRun:
         finally:
             with self._changed:
                 self._live -= 1
+                slot.running = False
                 slot.busy_since = None
                 self._changed.notify_all()
 
@@ -233,13 +235,17 @@ class WorkerRun:
                 opened = False
                 continue
             done, ended, result = outcome[0]
-            self._account(slot, n, done, ended, result)
+            self._account(n, done, result)
+            if ended:
+                with self._changed:
+                    self._finished_parts += 1
+                return  # Its own part has ended; others may hold batches still.
 
     def _take(self) -> int:
         """Takes steps to run; waits while none are granted; 0 when the pass is over."""
         with self._changed:
             while True:
-                if self._stopped or self._ended or self._should_stop() or self._error is not None:
+                if self._stopped or self._should_stop() or self._error is not None:
                     return 0
                 free = self._granted - self._taken
                 if free > 0:
@@ -248,15 +254,13 @@ class WorkerRun:
                     return n
                 self._changed.wait(timeout=1.0)
 
-    def _account(self, slot: Slot, taken: int, done: int, ended: bool, result: Any) -> None:
+    def _account(self, taken: int, done: int, result: Any) -> None:
         with self._changed:
             self._taken -= taken - done
             self._completed += done
-            slot.steps += done
             if result is not None:
                 number, value = result
                 self._results[number] = value
-            self._ended = self._ended or ended
             self._changed.notify_all()
 
     def _give_back(self, slot: Slot, taken: int) -> None:
@@ -299,7 +303,9 @@ class WorkerRun:
         while True:
             with self._changed:
                 self._changed.wait(timeout=_RETRY_SECONDS)
-                if self._stopped or self._ended or self._should_stop() or self._error:
+                others = any(s.running and not s.lost for s in self.slots)
+                nothing_left = self._finished_parts > 0 and not others
+                if self._stopped or self._should_stop() or self._error or nothing_left:
                     return False
             try:
                 self._cluster.readmit(timeout=_RETRY_SECONDS)

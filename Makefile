@@ -1,0 +1,97 @@
+# `make` lists the targets. Everything is installed into .venv, nothing elsewhere.
+#
+#   make demo PYTHON=python3.12          # the Python that .venv is made with
+#   make test PYTEST_FLAGS='-k staleness'
+
+PYTHON ?= python3
+PYTEST_FLAGS ?=
+DEMO_FLAGS ?=
+BENCH_FLAGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALLED := $(VENV)/.installed
+OPS := tf_recsync/_recsync_ops.so
+CC_FILES := $(shell find cc -name '*.cc' -o -name '*.h')
+
+# A click log of 26 categorical columns, on two workers and two parameter
+# servers of this machine. SWAP's period is a fifth of the run.
+DEMO := examples/wide_deep_ctr.py --dataset=synthetic --rows=200000 --batch_size=512 \
+  --strategy=async --workers=2 --ps=2 --optimizer=swap_adagrad --swap_period=80 \
+  --deep_learning_rate=0.05 --linear_learning_rate=0.05 \
+  --staleness=inverse_power --staleness_baseline=2 --staleness_power=2
+
+.DEFAULT_GOAL := help
+.PHONY: help install build demo test lint format bench cc-test bazel-test clean
+
+help:
+	@echo "make demo        train a Wide & Deep click model on a local cluster"
+	@echo "make test        all Python tests and the examples in docstrings"
+	@echo "make lint        ruff and clang-format, which must find nothing"
+	@echo "make format      have ruff and clang-format rewrite what they can"
+	@echo "make cc-test     the C++ tests, under the sanitizers"
+	@echo "make bazel-test  the same build with Bazel"
+	@echo "make bench       every benchmark, small"
+	@echo "make build       compile what has changed; make install: .venv first"
+	@echo "make clean       remove what was built, but not .venv"
+
+# The build requirements come first and into .venv itself: with pip's isolated
+# builds, TensorFlow would be downloaded a second time.
+$(INSTALLED): pyproject.toml setup.py
+	@echo "== Installing TensorFlow and the rest into $(VENV) (takes minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit( \
+	  f"tf_recsync needs Python 3.11 or newer, $(VENV) has {v[0]}.{v[1]}; remove it, and set PYTHON")'
+	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); \
+	  print(*project["build-system"]["requires"], sep="\n")' > $(VENV)/build-requirements.txt
+	@$(PIP) install -r $(VENV)/build-requirements.txt
+	@echo "== Building tf_recsync"
+	@$(PIP) install --no-build-isolation --editable '.[tensorflow-cpu,dev]'
+	@touch $@
+
+$(OPS): $(CC_FILES) | $(INSTALLED)
+	@echo "== Building what has changed in cc/"
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+install: $(INSTALLED)
+
+build: $(OPS)
+
+demo: build
+	@echo "== Training a Wide & Deep click model on 2 workers and 2 parameter servers"
+	@$(BIN)/python $(DEMO) $(DEMO_FLAGS)
+
+test: build
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(INSTALLED)
+	@echo "== ruff check"
+	@$(BIN)/ruff check .
+	@echo "== ruff format --check"
+	@$(BIN)/ruff format --check .
+	@echo "== clang-format"
+	@command -v clang-format > /dev/null || { \
+	  echo "clang-format is missing; apt-get install clang-format" >&2; exit 1; }
+	@clang-format --dry-run --Werror $(CC_FILES)
+
+format: $(INSTALLED)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+	@clang-format -i $(CC_FILES)
+
+bench: build
+	@for benchmark in $(sort $(wildcard benchmarks/*.py)); do \
+	  echo "== $$benchmark"; $(BIN)/python $$benchmark $(BENCH_FLAGS) || exit 1; done
+
+cc-test: $(INSTALLED)
+	@scripts/cc_test.sh
+
+bazel-test: $(INSTALLED)
+	@scripts/bazel_test.sh
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -f tf_recsync/*.so tf_recsync/*.linking bazel-bin bazel-out bazel-testlogs bazel-$(notdir $(CURDIR))
+	find tf_recsync tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
