@@ -8,6 +8,9 @@ PYTEST_FLAGS ?=
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 
+# Warnings and errors of TensorFlow only.
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -17,8 +20,8 @@ CC_FILES := $(shell find cc -name '*.cc' -o -name '*.h')
 
 # A click log of 26 categorical columns, on two workers and two parameter
 # servers of this machine. SWAP's period is a fifth of the run.
-DEMO := examples/wide_deep_ctr.py --dataset=synthetic --rows=200000 --batch_size=512 \
-  --strategy=async --workers=2 --ps=2 --optimizer=swap_adagrad --swap_period=80 \
+DEMO := examples/wide_deep_ctr.py --dataset=synthetic --rows=300000 --batch_size=512 \
+  --strategy=async --workers=2 --ps=2 --optimizer=swap_adagrad --swap_period=120 \
   --deep_learning_rate=0.05 --linear_learning_rate=0.05 \
   --staleness=inverse_power --staleness_baseline=2 --staleness_power=2
 

@@ -7,10 +7,8 @@ more.
 
 from __future__ import annotations
 
-import collections
 import itertools
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +18,6 @@ from tensorflow.python.data.experimental.ops import data_service_ops
 from tf_recsync.strategies.worker_run import WorkerRun
 
 _REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
-_RETIRE_SECONDS = 20.0  # See `Retired`.
 _epochs = itertools.count()  # Names of data service jobs; unique in the process.
 
 
@@ -35,7 +32,6 @@ class DataService:
     def __init__(self, host: str):
         self._host = host
         self._lock = threading.Lock()
-        self._retired = Retired()
         self._dispatcher = None
         self._worker = None
 
@@ -66,44 +62,15 @@ class DataService:
             dataset_id = tf.data.experimental.service.register_dataset(
                 self._address, dataset, compression=None
             )
-        return RegisteredDataset(
-            self._address, dataset_id, dataset.element_spec, self._retired
-        )
-
-
-class Retired:
-    """Keeps iterators on workers alive for a while after their pass.
-
-    A worker that deletes an iterator of the data service right after the end of
-    a pass often does nothing else for five seconds: requests of the iterator
-    are still waiting to be repeated. Later, deleting it takes no time.
-    """
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._kept: dict[int, collections.deque] = {}
-
-    def add(self, worker: int, iterator: tf.data.Iterator) -> None:
-        """Keeps an iterator of a worker, and drops older ones that have had their time."""
-        now = time.monotonic()
-        with self._lock:
-            kept = self._kept.setdefault(worker, collections.deque())
-            for entry in kept:
-                # Passes of a worker follow one another: this ends the ones before.
-                entry[0] = entry[0] or now
-            dropped = []
-            while kept and now - (kept[0][0] or now) > _RETIRE_SECONDS:
-                dropped.append(kept.popleft())
-            kept.append([None, iterator])
+        return RegisteredDataset(self._address, dataset_id, dataset.element_spec)
 
 
 class RegisteredDataset:
     """A dataset in the service; each pass over it is a job that workers share."""
 
-    def __init__(self, address: str, dataset_id: Any, element_spec: Any, retired: Retired):
+    def __init__(self, address: str, dataset_id: Any, element_spec: Any):
         self._address = address
         self._dataset_id = dataset_id
-        self._retired = retired
         self.element_spec = element_spec
 
     def new_job(self) -> str:
@@ -125,13 +92,8 @@ class RegisteredDataset:
 
         return iter(nothing.map(pack))
 
-    def iterator(self, job: str, worker: int) -> tf.data.Iterator:
-        """Joins a pass; call it in the worker's thread, under its device scope.
-
-        Args:
-            job: the pass.
-            worker: the worker's index.
-        """
+    def iterator(self, job: str) -> tf.data.Iterator:
+        """Joins a pass; call it under the worker's device scope."""
         # The public from_dataset_id lacks the refresh interval, and with its
         # second every pass would end a second late.
         dataset = data_service_ops._from_dataset_id(
@@ -143,9 +105,11 @@ class RegisteredDataset:
             max_outstanding_requests=2,
             task_refresh_interval_hint_ms=_REFRESH_MILLISECONDS,
         )
-        iterator = iter(dataset)
-        self._retired.add(worker, iterator)
-        return iterator
+        # With autotuning, an iterator's end waits up to five seconds for the
+        # tuning thread to wake up, and the worker's other calls wait with it.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        return iter(dataset.with_options(options))
 
 
 class DistributedDataset:

@@ -145,7 +145,7 @@ class _Steps:
         def open_worker(slot: Slot):
             if slot.state is not None:
                 merge(slot)
-            state = WorkerState(registered.iterator(job, slot.index), make_private(slot))
+            state = WorkerState(registered.iterator(job), make_private(slot))
             # Has the servers build their parts of the graph, without taking a step.
             with contextlib.suppress(tf.errors.OutOfRangeError):
                 function(registered.empty_iterator(), state.count(0), *state.private)
@@ -254,7 +254,7 @@ class PredictFunction:
 
         def open_worker(slot: Slot):
             slot.state = WorkerState(
-                registered.iterator(job, slot.index), [on_worker(value) for value in initial]
+                registered.iterator(job), [on_worker(value) for value in initial]
             )
             return slot.state
 
