@@ -30,10 +30,13 @@ class Lookups:
     Attributes:
         tables: the index of each lookup's table, in the order of the lookups.
         ids: computes the ids of each lookup from a batch's flattened tensors.
+        whole: the indices of tables that are used otherwise than for lookups;
+            None if that is not known.
     """
 
     tables: tuple[int, ...] = ()
     ids: Callable[..., list[tf.Tensor]] = lambda *_: []
+    whole: frozenset[int] | None = None
 
 
 class _DryTable(TableStandIn):
@@ -43,6 +46,7 @@ class _DryTable(TableStandIn):
         super().__init__(state)
         self._found = found
         self._index = index
+        self._wholes: list[tf.Tensor] = []
         self.handle = tf.compat.v1.placeholder(tf.float32, [])
 
     def lookup(self, indices):
@@ -50,7 +54,13 @@ class _DryTable(TableStandIn):
         return tf.compat.v1.placeholder(tf.float32, indices.shape + self.shape[1:])
 
     def __tf_tensor__(self, dtype=None, name=None):
-        return tf.compat.v1.placeholder(dtype or tf.float32, self.shape)
+        self._wholes.append(tf.compat.v1.placeholder(dtype or tf.float32, self.shape))
+        return self._wholes[-1]
+
+    @property
+    def is_used_whole(self) -> bool:
+        """Whether anything is computed from the table itself; Keras asks for its shape anyway."""
+        return any(whole.consumers() for whole in self._wholes)
 
 
 class _DryPush:
@@ -86,6 +96,7 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
     if not layout.tables:
         return Lookups()
     found: list[tuple[int, tf.Tensor]] = []
+    whole: set[int] = set()
 
     def dry_step(*flat):
         data = tf.nest.pack_sequence_as(element_spec, flat, expand_composites=True)
@@ -103,6 +114,7 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
         )
         with context.pushing(_DryPush()), scope:
             getattr(model, method)(data)
+        whole.update(i for i, (_, table) in enumerate(tables) if table.is_used_whole)
         return tf.zeros([])
 
     specs = tf.nest.flatten(element_spec, expand_composites=True)
@@ -118,9 +130,9 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
     late = {i for i, ids in found if not any(ids is c for _, c in computable)}
     computable = [(i, ids) for i, ids in computable if i not in late]
     if not computable:
-        return Lookups()
+        return Lookups(whole=frozenset(whole))
     pruned = wrapped.prune(batch, [ids for _, ids in computable])
-    return Lookups(tuple(i for i, _ in computable), pruned)
+    return Lookups(tuple(i for i, _ in computable), pruned, frozenset(whole))
 
 
 def _depends_only_on(tensor: tf.Tensor, allowed, captured) -> bool:

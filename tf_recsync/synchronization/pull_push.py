@@ -107,7 +107,12 @@ class Step:
         self._operations: list[tf.Operation] = []
         self._delay: tf.Operation | None = None
         self._pushed: set[int] = set()
-        self._tables = {id(s.variable): PulledTable(s, pull_rows) for s in layout.tables}
+        self._tables = {
+            id(s.variable): PulledTable(
+                s, pull_rows, whole=lookups.whole is None or i in lookups.whole
+            )
+            for i, s in enumerate(layout.tables)
+        }
         ids: list[tf.Tensor] = []
         if lookups.tables:
             ids = lookups.ids(*tf.nest.flatten(batch, expand_composites=True))
@@ -176,6 +181,8 @@ class Step:
 
     def finish(self) -> tuple[list[tf.Tensor], list[tf.Operation]]:
         """What the worker keeps (new values of `layout.private`), and the pushes."""
+        for table in self._tables.values():
+            table.check()
         for variable, old in zip(self._layout.shared, self._shared, strict=True):
             new = self._scope.get_current_value(variable)
             if new is old:

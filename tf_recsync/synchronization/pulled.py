@@ -105,11 +105,14 @@ class PulledTable(TableStandIn):
     Args:
         state: the optimizer's state of the table.
         pull: `pull(state, ids)` pulls rows: (values [n, ...], versions [n]).
+        whole: whether the step uses the table otherwise than for lookups.
     """
 
-    def __init__(self, state: VariableState, pull: Callable):
+    def __init__(self, state: VariableState, pull: Callable, whole: bool):
         super().__init__(state)
         self._pull = pull
+        self._whole = whole
+        self._stand_ins: list[tf.Tensor] = []
         # What the tape differentiates by; its value is never used.
         self.handle = tf.zeros([])
         self._looked_up = tf.zeros([], tf.int64)
@@ -140,7 +143,13 @@ class PulledTable(TableStandIn):
         return self._differentiable(rows, ids, versions)
 
     def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
-        """Pulls the whole table: a layer uses it otherwise than for a lookup."""
+        """Pulls the whole table, if a layer uses it otherwise than for a lookup.
+
+        Keras asks every table for its shape, by way of its value.
+        """
+        if not self._whole:
+            self._stand_ins.append(tf.zeros(self.shape, dtype or self.dtype))
+            return self._stand_ins[-1]
         variable, versions = self._state.variable._value, self._state.versions._value
         with tf.device(variable.device):
             values, pulled = ops.pull_table(variable.handle, versions.handle, shape=self.shape)
@@ -169,6 +178,14 @@ class PulledTable(TableStandIn):
             return values, gradient
 
         return read(self.handle)
+
+    def check(self) -> None:
+        """Makes sure, after the step, that nothing was computed from a stand-in."""
+        if any(stand_in.consumers() for stand_in in self._stand_ins):
+            raise RuntimeError(
+                f"the step uses table {self.name} as a whole, but did not when it was traced to "
+                "find its lookups; a step must do the same each time it is traced"
+            )
 
     def resolve(self, gradient) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """A gradient of the table as (values [n, ...], row ids [n], versions [n]).
