@@ -136,33 +136,34 @@ class _Steps:
         metrics = len(model.metrics_variables)
         initial = [np.asarray(v._value.read_value()) for v in layout.private]
 
-        def make_private(slot):
+        def private_values(slot):
             values = [np.array(value) for value in initial]
             for value in values[metrics:]:
                 value[0] += 7919 * (slot.index + 1)  # Another seed for each worker.
-            return [on_worker(value) for value in values]
+            return values
 
         def open_worker(slot: Slot):
             if slot.state is not None:
                 merge(slot)
-            state = WorkerState(registered.iterator(job), make_private(slot))
+            state = WorkerState(registered.iterator(job), private_values(slot))
             # Has the servers build their parts of the graph, without taking a step.
             with contextlib.suppress(tf.errors.OutOfRangeError):
-                function(registered.empty_iterator(), state.count(0), *state.private)
+                function(registered.empty_iterator(), state.count(0), *state.handles)
             slot.state = state
             return state
 
         def call(slot: Slot, n: int):
             state = slot.state
             if state.reset_metrics:
-                state.private[:metrics] = make_private(slot)[:metrics]
+                state.assign(private_values(slot)[:metrics])
                 state.reset_metrics = False
             try:
-                outcome = function(state.iterator, state.count(n), *state.private)
+                outcome = function(state.iterator, state.count(n), *state.handles)
             except tf.errors.OutOfRangeError:
                 return 0, True, None
-            done, more = np.asarray(outcome[0]).tolist()
-            state.private = list(outcome[1:])
+            if steps_per_call == 1:
+                return 1, False, None
+            done, more = np.asarray(outcome).tolist()
             return done, not more, None
 
         return WorkerRun(
@@ -194,7 +195,7 @@ class _Steps:
                 continue
             count = len(self._model.metrics_variables)
             try:
-                values = [np.asarray(value) for value in state.private[:count]]
+                values = state.read(count)
             except tf.errors.OpError:
                 continue  # Its thread finds out that the worker is lost.
             self._merger.update(slot.index, values)
@@ -253,15 +254,13 @@ class PredictFunction:
         initial = [np.asarray(v._value.read_value()) for v in layout.private]
 
         def open_worker(slot: Slot):
-            slot.state = WorkerState(
-                registered.iterator(job), [on_worker(value) for value in initial]
-            )
+            slot.state = WorkerState(registered.iterator(job), initial)
             return slot.state
 
         def call(slot: Slot, n: int):
             del n
             try:
-                number, outputs = function(slot.state.iterator, *slot.state.private)
+                number, outputs = function(slot.state.iterator, *slot.state.handles)
             except tf.errors.OutOfRangeError:
                 return 0, True, None
             outputs = keras.tree.map_structure(np.asarray, outputs)
@@ -291,13 +290,32 @@ class Predicted:
 
 
 class WorkerState:
-    """What lives on a worker during a pass: tensors and an iterator there."""
+    """What lives on a worker during a pass; make it in the worker's device scope.
 
-    def __init__(self, iterator: tf.data.Iterator, private: list[tf.Tensor]):
+    Args:
+        iterator: the worker's iterator.
+        private: the initial values of the variables that it keeps for itself.
+    """
+
+    def __init__(self, iterator: tf.data.Iterator, private: list[np.ndarray]):
         self.iterator = iterator
-        self.private = private
         self.reset_metrics = False
+        self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
         self._counts: dict[int, tf.Tensor] = {}
+
+    @property
+    def handles(self) -> list[tf.Tensor]:
+        """The handles of the worker's variables."""
+        return [variable.handle for variable in self._variables]
+
+    def assign(self, values: list[np.ndarray]) -> None:
+        """Sets the first of the worker's variables."""
+        for variable, value in zip(self._variables, values, strict=False):
+            variable.assign(value)
+
+    def read(self, count: int) -> list[np.ndarray]:
+        """Reads the first `count` of the worker's variables."""
+        return [np.asarray(variable.read_value()) for variable in self._variables[:count]]
 
     def count(self, n: int) -> tf.Tensor:
         """The number n as a tensor on the worker, sent there once."""

@@ -1,7 +1,8 @@
 """The functions that workers run, traced once for all workers.
 
-Each takes the worker's iterator, the number of steps to run at most, and the
-variables that the worker keeps for itself, and returns what became of them.
+Each takes the worker's iterator and handles of the variables that the worker
+keeps for itself; those stay on the worker, so that a call returns next to
+nothing.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ def trace_steps(
         compute_time: artificial compute time in seconds, or None.
 
     Returns:
-        A concrete function of (iterator, limit: int64 scalar, *private) that
-        returns [int64 [2]: (steps run, whether data may be left), *private].
-        With `steps_per_call` 1 it runs exactly one step, and raises
-        OutOfRangeError at the end of the data.
+        A concrete function of (iterator, limit: int64 scalar, *handles of the
+        worker's private variables). With `steps_per_call` 1 it runs one step,
+        returns nothing, and raises OutOfRangeError at the end of the data; else
+        it runs up to `limit` steps and returns int64 [2]: (steps run, whether
+        data may be left).
 
     Raises:
         ValueError: if the model's own step can't be run on workers.
@@ -47,7 +49,8 @@ def trace_steps(
     known = set(model.get_metrics_result())
     lookups = find_lookups(model, layout, method, element_spec)
 
-    def one_step(data, private):
+    def run_step(data, handles) -> list[tf.Operation]:
+        private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
         step = Step(layout, private, lookups, data, compute_time if is_training else None)
         with step.computing():
             logs = getattr(model, method)(data)
@@ -57,42 +60,44 @@ def trace_steps(
                 f"{type(model).__name__}.train_step applied no gradients; it has to call "
                 "self.optimizer.apply_gradients or self.optimizer.apply"
             )
-        return step.finish()
+        kept, operations = step.finish()
+        for handle, old, new in zip(handles, private, kept, strict=True):
+            if new is not old:
+                operations.append(tf.raw_ops.AssignVariableOp(resource=handle, value=new))
+        return operations
 
-    def next_step(iterator, count, private):
-        optional = iterator.get_next_as_optional()
-
-        def run():
-            kept, pushes = one_step(optional.get_value(), private)
-            # The next step pulls when this one's pushes are applied.
-            with tf.control_dependencies(pushes):
-                return [tf.identity(count + 1), tf.constant(1, tf.int64), *map(tf.identity, kept)]
-
-        def end():
-            return [count, tf.constant(0, tf.int64), *private]
-
-        return tf.cond(optional.has_value(), run, end)
-
-    def one(iterator, limit, *private):
+    def one(iterator, limit, *handles):
         del limit
-        kept, pushes = one_step(iterator.get_next(), private)
-        with tf.control_dependencies(pushes):
-            return [tf.constant([1, 1], tf.int64), *map(tf.identity, kept)]
+        with tf.control_dependencies(run_step(iterator.get_next(), handles)):
+            tf.no_op()
 
-    def several(iterator, limit, *private):
-        outcome = tf.while_loop(
-            lambda count, more, *kept: tf.logical_and(count < limit, more > 0),
-            lambda count, more, *kept: next_step(iterator, count, kept),
-            [tf.constant(0, tf.int64), tf.constant(1, tf.int64), *private],
-            parallel_iterations=1,
+    def several(iterator, limit, *handles):
+        def next_step(count, more):
+            del more
+            optional = iterator.get_next_as_optional()
+
+            def run():
+                # The next step pulls when this one's pushes are applied.
+                with tf.control_dependencies(run_step(optional.get_value(), handles)):
+                    return tf.identity(count + 1), tf.constant(1, tf.int64)
+
+            return tf.cond(
+                optional.has_value(), run, lambda: (count, tf.constant(0, tf.int64))
+            )
+
+        return tf.stack(
+            tf.while_loop(
+                lambda count, more: tf.logical_and(count < limit, more > 0),
+                next_step,
+                (tf.constant(0, tf.int64), tf.constant(1, tf.int64)),
+                parallel_iterations=1,
+            )
         )
-        return [tf.stack(outcome[:2]), *outcome[2:]]
 
-    private_specs = [tf.TensorSpec(v.shape, v.dtype) for v in layout.private]
     # A single step is spared the control flow, which spans all servers.
     steps = one if steps_per_call == 1 else several
     return tf.function(steps, autograph=False).get_concrete_function(
-        tf.data.IteratorSpec(element_spec), tf.TensorSpec([], tf.int64), *private_specs
+        tf.data.IteratorSpec(element_spec), tf.TensorSpec([], tf.int64), *_handle_specs(layout)
     )
 
 
@@ -100,22 +105,33 @@ def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Call
     """Traces `model.predict_step` for the workers.
 
     Returns:
-        A concrete function of (iterator, *private) that returns (the batch's
-        number, its outputs) and raises OutOfRangeError at the end of the data.
+        A concrete function of (iterator, *handles of the worker's private
+        variables) that returns (the batch's number, its outputs) and raises
+        OutOfRangeError at the end of the data.
     """
     lookups = find_lookups(model, layout, "predict_step", element_spec[1])
 
-    def predict(iterator, *private):
+    def predict(iterator, *handles):
         number, data = iterator.get_next()
+        private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
         step = Step(layout, private, lookups, data)
         with step.computing():
             outputs = model.predict_step(data)
         return number, outputs
 
-    private_specs = [tf.TensorSpec(v.shape, v.dtype) for v in layout.private]
     return tf.function(predict, autograph=False).get_concrete_function(
-        tf.data.IteratorSpec(element_spec), *private_specs
+        tf.data.IteratorSpec(element_spec), *_handle_specs(layout)
     )
+
+
+def _handle_specs(layout: Layout) -> list[tf.TensorSpec]:
+    return [tf.TensorSpec([], tf.resource) for _ in layout.private]
+
+
+def _read(handle: tf.Tensor, like: keras.Variable) -> tf.Tensor:
+    """The value of a worker's own copy of a variable."""
+    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=like._value.dtype)
+    return tf.ensure_shape(value, like.shape)
 
 
 def _check_logs(model, method, logs, known):
