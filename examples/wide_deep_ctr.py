@@ -38,13 +38,13 @@ flags.DEFINE_integer("workers", 2, "Workers of the local cluster.", lower_bound=
 flags.DEFINE_integer("ps", 1, "Parameter servers of the local cluster.", lower_bound=1)
 flags.DEFINE_integer("epochs", 1, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_integer("steps", None, "Steps per epoch. Default: all of the data.", lower_bound=1)
-flags.DEFINE_integer("batch_size", 256, "Examples per step.", lower_bound=1)
+flags.DEFINE_integer("batch_size", 128, "Examples per step.", lower_bound=1)
 flags.DEFINE_integer(
     "steps_per_execution", 1, "Steps per call to a worker; more save round trips.", lower_bound=1
 )
 flags.DEFINE_enum("optimizer", "adagrad", ["adagrad", "swap_adagrad", "sgd"], "The optimizer.")
-flags.DEFINE_float("deep_learning_rate", 0.05, "Of the deep part.", lower_bound=0)
-flags.DEFINE_float("linear_learning_rate", 0.05, "Of the wide part.", lower_bound=0)
+flags.DEFINE_float("deep_learning_rate", 0.1, "Of the deep part.", lower_bound=0)
+flags.DEFINE_float("linear_learning_rate", 0.1, "Of the wide part.", lower_bound=0)
 flags.DEFINE_integer("swap_period", 10_000, "swap_adagrad: the period in steps.", lower_bound=1)
 flags.DEFINE_float("swap_decay", 0.8, "swap_adagrad: the accumulators' factor per period.")
 flags.DEFINE_enum(
@@ -206,7 +206,13 @@ def train(model, data, strategy, cluster) -> None:
     if FLAGS.output_dir:
         callbacks.append(keras.callbacks.TensorBoard(FLAGS.output_dir, write_graph=False))
     start = time.monotonic()
-    model.fit(dataset, epochs=FLAGS.epochs, steps_per_epoch=FLAGS.steps, callbacks=callbacks)
+    model.fit(
+        dataset,
+        epochs=FLAGS.epochs,
+        steps_per_epoch=FLAGS.steps,
+        callbacks=callbacks,
+        shuffle=False,  # The dataset shuffles itself.
+    )
     wall_seconds = time.monotonic() - start
     steps = count_steps(model.optimizer)
     if FLAGS.steps:

@@ -132,11 +132,11 @@ def test_policies_come_back_from_their_config(policy):
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: InversePower(k=0), "k must be positive, not 0"),
-    (lambda: InversePower(k=-1.5), "k must be positive, not -1.5"),
+    (lambda: InversePower(k=0), "k must be positive and finite, not 0"),
+    (lambda: InversePower(k=-1.5), "k must be positive and finite, not -1.5"),
     (lambda: InversePower(k=math.nan), "k must be positive.*, not nan"),
     (lambda: InversePower(k=math.inf), "k must be .*not inf"),
-    (lambda: InversePower(baseline=0.5), "baseline must be at least 1, not 0.5"),
+    (lambda: InversePower(baseline=0.5), "baseline must be at least 1 and finite, not 0.5"),
     (lambda: InversePower(baseline=math.inf), "baseline must be .*not inf"),
     (lambda: InversePower(update_sensitivity=-1), "update_sensitivity must be .*, not -1"),
     (lambda: InversePower(update_sensitivity=math.inf), "update_sensitivity must .*, not inf"),
@@ -145,7 +145,7 @@ def test_policies_come_back_from_their_config(policy):
     (lambda: Threshold(iota=math.nan), "iota must be at least 0, not nan"),
     (lambda: Rescale(deviation=0), "deviation must be positive.*, not 0"),
     (lambda: Rescale(deviation=math.inf), "deviation must be .*not inf"),
-    (lambda: Rescale(deviation=1.0, mean=-2), "mean must be positive or None, not -2"),
+    (lambda: Rescale(deviation=1.0, mean=-2), "mean must be positive and finite, or None, not -2"),
 ])
 def test_bad_arguments_are_refused_with_name_value_and_what_is_allowed(make, message):
     with pytest.raises(ValueError, match=message):

@@ -263,10 +263,10 @@ POLICIES = {
     "sensitivity": ({**POWER, "update_sensitivity": 1.5},
                     lambda tau, length, *_: min(1, 1 / (tau * sigmoid(1.5 * length))) ** 2),
     "deviation": ({**POWER, "target_deviation": 1.2},
-                  lambda tau, _, sd, mean: min(1, 1 / (1.2 / sd * tau if sd else tau)) ** 2),
+                  lambda tau, _, sd, mean: min(1, 1 / (1.2 / sd * tau if sd > 1.2 else tau)) ** 2),
     "deviation and mean": (
         {**POWER, "target_deviation": 0.7, "target_mean": 1.5},
-        lambda tau, _, sd, mean: max(1, 0.7 * (tau - mean) / sd + 1.5 if sd else tau) ** -2),
+        lambda tau, _, sd, mean: max(1, 0.7 * (tau - mean) / sd + 1.5 if sd > 0.7 else tau) ** -2),
 }
 
 

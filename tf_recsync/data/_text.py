@@ -259,7 +259,7 @@ class TextData(_spec.ClickData):
 
     def train(self, batch_size: int, shuffle: int = 0, seed: int | None = None) -> tf.data.Dataset:
         """See `ClickData.train`. Iterating raises InvalidArgumentError for a malformed line."""
-        return self._dataset(self._train_segments, batch_size, shuffle, seed)
+        return self._dataset(self._train_segments, self._train_rows, batch_size, shuffle, seed)
 
     def test(self, batch_size: int) -> tf.data.Dataset:
         """See `ClickData.test`. Iterating raises InvalidArgumentError for a malformed line."""
@@ -267,10 +267,15 @@ class TextData(_spec.ClickData):
             raise ValueError(
                 "There is no test part: give test_path, or a test_fraction greater than 0."
             )
-        return self._dataset(self._test_segments, batch_size, 0, None)
+        return self._dataset(self._test_segments, self._test_rows, batch_size, 0, None)
 
     def _dataset(
-        self, parts: Sequence[Segment], batch_size: int, shuffle: int, seed: int | None
+        self,
+        parts: Sequence[Segment],
+        count: int,
+        batch_size: int,
+        shuffle: int,
+        seed: int | None,
     ) -> tf.data.Dataset:
         _spec.check_batching(batch_size, shuffle)
         names = [part.file.path for part in parts]
@@ -283,4 +288,7 @@ class TextData(_spec.ClickData):
             rows = rows.shuffle(shuffle, seed=seed, reshuffle_each_iteration=True)
         # Whole batches are parsed at once: one call per row would cost far more than the parsing.
         batches = rows.batch(batch_size).map(parse, num_parallel_calls=tf.data.AUTOTUNE)
+        # Known from the count of the lines; Keras's progress bar wants it.
+        steps = -(-count // batch_size)
+        batches = batches.apply(tf.data.experimental.assert_cardinality(steps))
         return batches.prefetch(tf.data.AUTOTUNE)

@@ -1,0 +1,71 @@
+"""Pushes and pulls from many threads at once."""
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tf_recsync import ops, staleness
+
+ROWS, WIDTH, BATCH = 20_000, 16, 8_000
+
+
+class Table:
+    def __init__(self):
+        self.value = tf.Variable(tf.zeros([ROWS, WIDTH]))
+        self.versions = tf.Variable(tf.zeros([ROWS], tf.int64))
+        self.counters = tf.Variable(tf.zeros([staleness.COUNTERS], tf.int64))
+
+
+def push(tables, ids):
+    ops.sgd_rows(
+        variables=[t.value.handle for t in tables],
+        versions=[t.versions.handle for t in tables],
+        counters=[t.counters.handle for t in tables],
+        last_periods=[],
+        last_updates=[],
+        gradient=tf.ones([len(tables) * BATCH * WIDTH]),
+        indices=np.tile(ids, len(tables)),
+        counts=np.full(len(tables), BATCH, np.int64),
+        pulled_versions=tf.zeros([0], tf.int64),
+        learning_rate=-1.0,
+        global_step=1,
+    )
+
+
+def pull(tables, ids):
+    ops.gather_rows(
+        [t.value.handle for t in tables],
+        [t.versions.handle for t in tables],
+        np.tile(ids, len(tables)),
+        np.full(len(tables), BATCH, np.int64),
+    )
+
+
+@pytest.mark.timeout(120)
+def test_pushes_and_pulls_of_shared_tables_in_any_order_all_end_and_none_is_lost():
+    # Rows are spread over the same thread pool by all; whoever waited for a
+    # table's lock on a thread of that pool could wait for itself.
+    one, other = Table(), Table()
+    ids = np.random.default_rng(3).permutation(ROWS)[:BATCH].astype(np.int64)
+    pushes = 60
+    work = [lambda: push([one], ids)] * 3 + [lambda: push([other, one], ids)] * 3
+    work += [lambda: pull([one, other], ids)] * 2
+
+    def repeat(action):
+        for _ in range(pushes):
+            action()
+
+    threads = [threading.Thread(target=repeat, args=(w,), daemon=True) for w in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert not any(thread.is_alive() for thread in threads)
+    # Every push added 1 to each element of each of its rows, and to their versions.
+    for table, times in ((one, 6 * pushes), (other, 3 * pushes)):
+        expected = np.zeros(ROWS, np.int64)
+        expected[ids] = times
+        np.testing.assert_array_equal(table.versions.numpy(), expected)
+        np.testing.assert_array_equal(table.value.numpy()[:, 0], expected.astype(np.float32))
