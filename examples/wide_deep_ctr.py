@@ -171,8 +171,9 @@ def save(model: keras.Model, data: recsync.data.ClickData) -> None:
     """Writes what later runs and serving need."""
     model.save_weights(os.path.join(FLAGS.output_dir, "model.weights.h5"))
     signature = [data.spec.input_signature()[0]]
-    model.export(os.path.join(FLAGS.output_dir, "saved_model"), input_signature=signature,
-                 verbose=False)
+    model.export(
+        os.path.join(FLAGS.output_dir, "saved_model"), input_signature=signature, verbose=False
+    )
     print(f"saved to {FLAGS.output_dir}: model.weights.h5, saved_model, TensorBoard logs")
 
 
@@ -215,10 +216,7 @@ def train(model, data, strategy, cluster) -> None:
     )
     wall_seconds = time.monotonic() - start
     steps = count_steps(model.optimizer)
-    if FLAGS.steps:
-        examples = steps * FLAGS.batch_size
-    else:
-        examples = data.train_rows * FLAGS.epochs
+    examples = steps * FLAGS.batch_size if FLAGS.steps else data.train_rows * FLAGS.epochs
     tested = model.evaluate(data.test(FLAGS.batch_size), return_dict=True, verbose=0)
     staleness = None if strategy is None else strategy.staleness(model)
     figures = {
@@ -250,8 +248,10 @@ def train(model, data, strategy, cluster) -> None:
 
 def report(figures: dict, data: recsync.data.ClickData) -> None:
     """Prints the figures for people."""
-    print(f"\nWide & Deep on {figures['dataset']}, {figures['strategy']}: "
-          f"{figures['workers']} workers, {figures['ps']} ps, {figures['steps']} steps")
+    print(
+        f"\nWide & Deep on {figures['dataset']}, {figures['strategy']}: "
+        f"{figures['workers']} workers, {figures['ps']} ps, {figures['steps']} steps"
+    )
     best = ""
     if isinstance(data, recsync.data.Synthetic):
         best = f"   (the best possible: {data.best_auc():.4f})"
@@ -261,9 +261,11 @@ def report(figures: dict, data: recsync.data.ClickData) -> None:
     print(f"  test normalized entropy  {figures['normalized_entropy']:.4f}{best}")
     print(f"  test log loss            {figures['log_loss']:.4f}")
     print(f"  examples per second      {figures['examples_per_second']:,.0f}")
-    print(f"  staleness                mean {figures['staleness_mean']:.2f}, "
-          f"p99 {figures['staleness_p99']}, max {figures['staleness_max']} (dense); "
-          f"mean {figures['row_staleness_mean']:.2f} (embedding rows)")
+    print(
+        f"  staleness                mean {figures['staleness_mean']:.2f}, "
+        f"p99 {figures['staleness_p99']}, max {figures['staleness_max']} (dense); "
+        f"mean {figures['row_staleness_mean']:.2f} (embedding rows)"
+    )
 
 
 if __name__ == "__main__":

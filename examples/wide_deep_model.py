@@ -34,7 +34,9 @@ def build_wide_deep(
         ids = keras.Input((), dtype="int64", name=name)
         inputs[name] = ids
         wide.append(
-            keras.layers.Embedding(size, 1, embeddings_initializer="zeros", name=f"wide_{name}")(ids)
+            keras.layers.Embedding(size, 1, embeddings_initializer="zeros", name=f"wide_{name}")(
+                ids
+            )
         )
         deep.append(keras.layers.Embedding(size, embedding_dimension, name=f"deep_{name}")(ids))
     hidden = keras.layers.Concatenate(name="deep_inputs")(deep)

@@ -45,11 +45,19 @@ def test_importing_without_tensorflow_says_what_to_install(tmp_path):
     assert "pip install 'tf_recsync[tensorflow-cpu]'" in message
 
 
-@pytest.mark.parametrize(("name", "version"), [
-    ("tensorflow-cpu", "2.20.0"), ("tensorflow-cpu", "2.22.0"), ("tensorflow", "2.9.1"),
-    ("tensorflow", "3.0.0"), ("tensorflow", "1.21.0"), ("tensorflow", "2.22.0rc1"),
-    ("tf-nightly", "2.22.0.dev20260301"), ("tensorflow-cpu", "unknown"),
-])
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [
+        ("tensorflow-cpu", "2.20.0"),
+        ("tensorflow-cpu", "2.22.0"),
+        ("tensorflow", "2.9.1"),
+        ("tensorflow", "3.0.0"),
+        ("tensorflow", "1.21.0"),
+        ("tensorflow", "2.22.0rc1"),
+        ("tf-nightly", "2.22.0.dev20260301"),
+        ("tensorflow-cpu", "unknown"),
+    ],
+)
 def test_importing_beside_another_version_names_it_and_the_one_needed(tmp_path, name, version):
     metadata(tmp_path, name, version)
     message = last_line(import_beside(tmp_path, "import tf_recsync"))
@@ -58,10 +66,15 @@ def test_importing_beside_another_version_names_it_and_the_one_needed(tmp_path, 
     assert ">=2.21,<2.22" in message
 
 
-@pytest.mark.parametrize(("name", "version"), [
-    ("tensorflow-cpu", "2.21.0"), ("tensorflow", "2.21.3"), ("tensorflow", "2.21.0rc1"),
-    ("tensorflow_cpu", "2.21.0+local.build"),
-])
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [
+        ("tensorflow-cpu", "2.21.0"),
+        ("tensorflow", "2.21.3"),
+        ("tensorflow", "2.21.0rc1"),
+        ("tensorflow_cpu", "2.21.0+local.build"),
+    ],
+)
 def test_the_versions_that_the_library_was_built_for_pass(tmp_path, name, version):
     metadata(tmp_path, name, version)
     # Only the check: there is no TensorFlow here to go on with.
@@ -79,7 +92,8 @@ def test_the_check_comes_before_tensorflow_is_imported(tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow was imported')")
     (tmp_path / "keras.py").write_text("raise SystemExit('keras was imported')")
     assert "tensorflow 2.20.0 is installed" in last_line(
-        import_beside(tmp_path, "import tf_recsync"))
+        import_beside(tmp_path, "import tf_recsync")
+    )
 
 
 def test_the_versions_checked_are_those_of_the_extras():

@@ -27,16 +27,18 @@ def example(rows=7):
     return x, rng.normal(size=4), rng.normal(size=4)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"),
-                         [(tf.float32, 1e-5), (tf.float16, 2e-3), (tf.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(tf.float32, 1e-5), (tf.float16, 2e-3), (tf.bfloat16, 2e-2)]
+)
 def test_features_are_divided_by_their_mean_over_the_batch(dtype, tolerance):
     x, alpha, beta = example()
     rounded = tf.cast(x, dtype)
     y, mean = ops.mean_normalize(rounded, alpha, beta, epsilon=0.05)
     x = tf.cast(rounded, tf.float64).numpy()
     assert y.dtype == dtype
-    np.testing.assert_allclose(tf.cast(y, tf.float64), normalize(x, alpha, beta, 0.05),
-                               tolerance, tolerance * 10)
+    np.testing.assert_allclose(
+        tf.cast(y, tf.float64), normalize(x, alpha, beta, 0.05), tolerance, tolerance * 10
+    )
     np.testing.assert_allclose(mean, x.mean(0), 1e-5, 1e-7)
 
 
@@ -54,8 +56,9 @@ def test_unit_coefficients_give_the_relative_distance_from_the_mean():
     np.testing.assert_allclose(y, [[-2 / 3], [-1 / 3], [1.0]], rtol=1e-6)  # (x - E) / E
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"),
-                         [(tf.float32, 2e-4), (tf.float16, 5e-3), (tf.bfloat16, 4e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(tf.float32, 2e-4), (tf.float16, 5e-3), (tf.bfloat16, 4e-2)]
+)
 def test_gradients_are_those_of_finite_differences(dtype, tolerance):
     x, alpha, beta = example()
     x = tf.cast(tf.cast(x, dtype), tf.float64).numpy()
@@ -75,11 +78,13 @@ def test_gradients_are_those_of_finite_differences(dtype, tolerance):
             for sign in (1, -1):
                 moved = one.copy()
                 moved[position] += sign * step
-                sides.append(np.sum(dy * normalize(*arguments[:i], moved, *arguments[i + 1:],
-                                                   0.05)))
+                sides.append(
+                    np.sum(dy * normalize(*arguments[:i], moved, *arguments[i + 1 :], 0.05))
+                )
             expected[position] = (sides[0] - sides[1]) / (2 * step)
-        np.testing.assert_allclose(tf.cast(found[i], tf.float64), expected, tolerance,
-                                   tolerance * np.abs(expected).max())
+        np.testing.assert_allclose(
+            tf.cast(found[i], tf.float64), expected, tolerance, tolerance * np.abs(expected).max()
+        )
 
 
 def test_an_empty_batch_has_mean_and_gradients_of_zero():
@@ -100,22 +105,26 @@ def test_the_mean_of_a_large_batch_keeps_its_digits():
     np.testing.assert_allclose(mean, [np.float32(1000.1)], rtol=1e-7)
 
 
-@pytest.mark.parametrize(("x", "alpha", "beta", "epsilon", "message"), [
-    ([1.0], [1.0], [1.0], 0.1, "x must be"),
-    ([[[1.0]]], [1.0], [1.0], 0.1, "x must be"),
-    ([[1.0, 2.0]], [1.0], [1.0, 1.0], 0.1, r"alpha and beta must have shape \[2\], not \[1\]"),
-    ([[1.0]], [1.0], [[1.0]], 0.1, r"alpha and beta .* and \[1,1\]"),
-    ([[1.0]], [1.0], [1.0], 0.0, "epsilon must be positive, not 0"),
-    ([[1.0]], [1.0], [1.0], float("nan"), "epsilon must be positive, not nan"),
-])
+@pytest.mark.parametrize(
+    ("x", "alpha", "beta", "epsilon", "message"),
+    [
+        ([1.0], [1.0], [1.0], 0.1, "x must be"),
+        ([[[1.0]]], [1.0], [1.0], 0.1, "x must be"),
+        ([[1.0, 2.0]], [1.0], [1.0, 1.0], 0.1, r"alpha and beta must have shape \[2\], not \[1\]"),
+        ([[1.0]], [1.0], [[1.0]], 0.1, r"alpha and beta .* and \[1,1\]"),
+        ([[1.0]], [1.0], [1.0], 0.0, "epsilon must be positive, not 0"),
+        ([[1.0]], [1.0], [1.0], float("nan"), "epsilon must be positive, not nan"),
+    ],
+)
 def test_bad_inputs_are_refused_by_name(x, alpha, beta, epsilon, message):
     with pytest.raises(INVALID, match=message):
         ops.mean_normalize(x, alpha, beta, epsilon=epsilon)
 
 
 def test_shapes_are_inferred_and_checked_while_tracing():
-    @tf.function(input_signature=[tf.TensorSpec([None, 5]), tf.TensorSpec([None]),
-                                  tf.TensorSpec([None])])
+    @tf.function(
+        input_signature=[tf.TensorSpec([None, 5]), tf.TensorSpec([None]), tf.TensorSpec([None])]
+    )
     def step(x, alpha, beta):
         return ops.mean_normalize(x, alpha, beta)
 

@@ -130,8 +130,9 @@ def test_clipping_sees_the_sum_of_repeated_rows_and_touches_no_other_row(clip, j
 
     @tf.function(jit_compile=jit)
     def step():
-        optimizer.apply([tf.IndexedSlices(tf.constant(rows), tf.constant(ids), [5, 2]),
-                         tf.constant(slope)])
+        optimizer.apply(
+            [tf.IndexedSlices(tf.constant(rows), tf.constant(ids), [5, 2]), tf.constant(slope)]
+        )
 
     step()
     gradients = [np.zeros((5, 2)), slope.astype(np.float64)]
@@ -152,8 +153,11 @@ STOCK = [
     (optimizers.SGD, keras.optimizers.SGD, {"weight_decay": 0.05}),
     (optimizers.Adagrad, keras.optimizers.Adagrad, {}),
     (optimizers.Adagrad, keras.optimizers.Adagrad, {"weight_decay": 0.05}),
-    (optimizers.Adagrad, keras.optimizers.Adagrad,
-     {"epsilon": 1e-3, "initial_accumulator_value": 0.5, "use_ema": True, "ema_momentum": 0.7}),
+    (
+        optimizers.Adagrad,
+        keras.optimizers.Adagrad,
+        {"epsilon": 1e-3, "initial_accumulator_value": 0.5, "use_ema": True, "ema_momentum": 0.7},
+    ),
 ]
 
 
@@ -164,8 +168,9 @@ def test_every_step_is_that_of_the_stock_optimizer(ours, stock, arguments, model
     for cls in (ours, stock):
         keras.utils.set_random_seed(1)
         if model == "dense":
-            one = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"),
-                                    keras.layers.Dense(1)])
+            one = keras.Sequential(
+                [keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+            )
         else:
             one = click_model(rows=40)
         one.compile(cls(0.1, **arguments), "mse", jit_compile=False)
@@ -180,7 +185,9 @@ def test_every_step_is_that_of_the_stock_optimizer(ours, stock, arguments, model
 
 
 POLICIES = [
-    Constant(), Threshold(iota=3.0), InversePower(k=1.5, baseline=4, normalized=False),
+    Constant(),
+    Threshold(iota=3.0),
+    InversePower(k=1.5, baseline=4, normalized=False),
     InversePower(update_sensitivity=0.5, rescale=Rescale(2.0, mean=3.0)),
 ]
 
@@ -190,8 +197,15 @@ def test_optimizers_come_back_from_their_config(policy):
     schedule = keras.optimizers.schedules.ExponentialDecay(0.3, 5, 0.5)
     for optimizer in (
         optimizers.SGD(schedule, staleness=policy, tables="wide|deep", clipnorm=2.0),
-        optimizers.Adagrad(0.25, staleness=policy, swap=Swap(7, 0.75), epsilon=0.5,
-                           initial_accumulator_value=0.5, weight_decay=0.25, name="mine"),
+        optimizers.Adagrad(
+            0.25,
+            staleness=policy,
+            swap=Swap(7, 0.75),
+            epsilon=0.5,
+            initial_accumulator_value=0.5,
+            weight_decay=0.25,
+            name="mine",
+        ),
         optimizers.Adagrad(0.25, staleness=policy),
         optimizers.SwapAdagrad(0.25, staleness=policy),
         optimizers.SwapAdagrad(0.25, swap=Swap(7, 0.75)),
@@ -222,8 +236,7 @@ def test_a_saved_model_goes_on_training_as_if_it_had_never_stopped(kind, tmp_pat
     check_same(everything(loaded), everything(model), 1e-6)
 
 
-@pytest.mark.parametrize(("kind", "built"),
-                         [("sgd", False), ("swap", False), ("swap", True)])
+@pytest.mark.parametrize(("kind", "built"), [("sgd", False), ("swap", False), ("swap", True)])
 def test_saved_weights_load_into_an_optimizer_built_or_not(kind, built, tmp_path):
     model, other, data = click_model(), click_model(), clicks()
     fit(model, OURS[kind](), data, jit_compile=False)
@@ -268,10 +281,14 @@ def test_state_of_another_configuration_is_refused_with_a_reason(built, tmp_path
         other.optimizer.build(other.trainable_variables)
 
 
-@pytest.mark.parametrize(("kind", "policy"), [
-    ("sgd", InversePower(update_sensitivity=1.0)), ("adagrad", None),
-    ("swap", InversePower(update_sensitivity=1.0)),
-])
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        ("sgd", InversePower(update_sensitivity=1.0)),
+        ("adagrad", None),
+        ("swap", InversePower(update_sensitivity=1.0)),
+    ],
+)
 def test_compiled_graph_and_eager_training_give_the_same(kind, policy):
     data, results = clicks(), []
     for how in ({"jit_compile": True}, {"jit_compile": False}, {"run_eagerly": True}):
@@ -283,10 +300,15 @@ def test_compiled_graph_and_eager_training_give_the_same(kind, policy):
         check_same(results[0], other, 1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [
-    ("float64", "sgd"), ("float64", "swap"), ("mixed_bfloat16", "swap"),
-    ("mixed_float16", "adagrad"),
-])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        ("float64", "sgd"),
+        ("float64", "swap"),
+        ("mixed_bfloat16", "swap"),
+        ("mixed_float16", "adagrad"),
+    ],
+)
 def test_models_of_other_precision_learn(dtype, kind):
     before = keras.config.dtype_policy(), keras.config.floatx()
     if dtype == "float64":
@@ -307,7 +329,8 @@ def test_models_of_other_precision_learn(dtype, kind):
 def test_wide_and_deep_parts_train_with_an_optimizer_each(jit):
     wide, deep = optimizers.SGD(0.1), optimizers.SwapAdagrad(0.1, swap=SMALL_SWAP)
     both = keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(deep, {"table/.*": wide, "out/.*": wide}))
+        keras.optimizers.OptimizerMap(deep, {"table/.*": wide, "out/.*": wide})
+    )
     model, data = click_model(), clicks()
     losses = fit(model, both, data, epochs=10, jit_compile=jit).history["loss"]
     assert losses[-1] < 0.5 * losses[0]
@@ -372,22 +395,27 @@ def test_a_dense_gradient_of_a_table_updates_every_row(jit):
     assert optimizer.state_of(table).versions.numpy().tolist() == [7, 7, 7]
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: optimizers.SGD(staleness="constant"), "staleness must be a policy .*'constant'"),
-    (lambda: optimizers.Adagrad(swap=10), "swap must be a tf_recsync.Swap or None, not 10"),
-    (lambda: optimizers.SGD(tables="("), r"tables must be a regular expression, not '\('"),
-    (lambda: optimizers.SGD(tables=None), "tables must be a regular expression, not None"),
-    (lambda: optimizers.Adagrad(epsilon=-1), "epsilon must be positive, not -1"),
-    (lambda: optimizers.Adagrad(epsilon=float("nan")), "epsilon must be positive, not nan"),
-    (lambda: optimizers.Adagrad(initial_accumulator_value=-0.1),
-     "initial_accumulator_value must be at least 0, not -0.1"),
-    (lambda: optimizers.SGD(clipnorm=1.0, clipvalue=1.0), "Only one of"),
-    (lambda: Swap(period=0), "period must be a positive int, in global steps, not 0"),
-    (lambda: Swap(period=2.5), "period must be a positive int, in global steps, not 2.5"),
-    (lambda: Swap(period=True), "period must be a positive int, in global steps, not True"),
-    (lambda: Swap(period=5, decay=0), r"decay must be in \(0, 1\], not 0"),
-    (lambda: Swap(period=5, decay=1.01), r"decay must be in \(0, 1\], not 1.01"),
-])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optimizers.SGD(staleness="constant"), "staleness must be a policy .*'constant'"),
+        (lambda: optimizers.Adagrad(swap=10), "swap must be a tf_recsync.Swap or None, not 10"),
+        (lambda: optimizers.SGD(tables="("), r"tables must be a regular expression, not '\('"),
+        (lambda: optimizers.SGD(tables=None), "tables must be a regular expression, not None"),
+        (lambda: optimizers.Adagrad(epsilon=-1), "epsilon must be positive, not -1"),
+        (lambda: optimizers.Adagrad(epsilon=float("nan")), "epsilon must be positive, not nan"),
+        (
+            lambda: optimizers.Adagrad(initial_accumulator_value=-0.1),
+            "initial_accumulator_value must be at least 0, not -0.1",
+        ),
+        (lambda: optimizers.SGD(clipnorm=1.0, clipvalue=1.0), "Only one of"),
+        (lambda: Swap(period=0), "period must be a positive int, in global steps, not 0"),
+        (lambda: Swap(period=2.5), "period must be a positive int, in global steps, not 2.5"),
+        (lambda: Swap(period=True), "period must be a positive int, in global steps, not True"),
+        (lambda: Swap(period=5, decay=0), r"decay must be in \(0, 1\], not 0"),
+        (lambda: Swap(period=5, decay=1.01), r"decay must be in \(0, 1\], not 1.01"),
+    ],
+)
 def test_wrong_arguments_are_refused_with_name_value_and_what_is_allowed(make, message):
     with pytest.raises(ValueError, match=message):
         make()

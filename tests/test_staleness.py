@@ -105,18 +105,27 @@ rescales = st.none() | st.builds(Rescale, positive, st.none() | positive)
 policies = st.one_of(
     st.builds(Constant),
     st.builds(Threshold, st.floats(0, 1e4)),
-    st.builds(InversePower, k=st.floats(0.01, 10), baseline=st.floats(1, 1e4),
-              normalized=st.booleans(), rescale=rescales,
-              update_sensitivity=st.none() | st.floats(0, 1e3)),
+    st.builds(
+        InversePower,
+        k=st.floats(0.01, 10),
+        baseline=st.floats(1, 1e4),
+        normalized=st.booleans(),
+        rescale=rescales,
+        update_sensitivity=st.none() | st.floats(0, 1e3),
+    ),
 )
 
 
 @settings(max_examples=400, deadline=None)
-@given(policies, st.integers(1, 10**9), st.integers(1, 10**9),
-       st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 1e6))
-def test_weights_lie_between_0_and_1_and_never_rise_with_tau(
-    policy, a, b, length, deviation, mean
-):
+@given(
+    policies,
+    st.integers(1, 10**9),
+    st.integers(1, 10**9),
+    st.floats(0, 1e6),
+    st.floats(0, 1e6),
+    st.floats(0, 1e6),
+)
+def test_weights_lie_between_0_and_1_and_never_rise_with_tau(policy, a, b, length, deviation, mean):
     measured = {"last_update": length, "deviation": deviation, "mean": mean}
     fresher, staler = (policy(tau, **measured) for tau in sorted((a, b)))
     assert 0.0 <= staler <= fresher * (1 + 1e-12)  # pow rounds
@@ -131,22 +140,28 @@ def test_policies_come_back_from_their_config(policy):
     assert keras.saving.deserialize_keras_object(serialized) == policy
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: InversePower(k=0), "k must be positive and finite, not 0"),
-    (lambda: InversePower(k=-1.5), "k must be positive and finite, not -1.5"),
-    (lambda: InversePower(k=math.nan), "k must be positive.*, not nan"),
-    (lambda: InversePower(k=math.inf), "k must be .*not inf"),
-    (lambda: InversePower(baseline=0.5), "baseline must be at least 1 and finite, not 0.5"),
-    (lambda: InversePower(baseline=math.inf), "baseline must be .*not inf"),
-    (lambda: InversePower(update_sensitivity=-1), "update_sensitivity must be .*, not -1"),
-    (lambda: InversePower(update_sensitivity=math.inf), "update_sensitivity must .*, not inf"),
-    (lambda: InversePower(rescale=2.0), "rescale must be a Rescale or None, not 2.0"),
-    (lambda: Threshold(iota=-1), "iota must be at least 0, not -1"),
-    (lambda: Threshold(iota=math.nan), "iota must be at least 0, not nan"),
-    (lambda: Rescale(deviation=0), "deviation must be positive.*, not 0"),
-    (lambda: Rescale(deviation=math.inf), "deviation must be .*not inf"),
-    (lambda: Rescale(deviation=1.0, mean=-2), "mean must be positive and finite, or None, not -2"),
-])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: InversePower(k=0), "k must be positive and finite, not 0"),
+        (lambda: InversePower(k=-1.5), "k must be positive and finite, not -1.5"),
+        (lambda: InversePower(k=math.nan), "k must be positive.*, not nan"),
+        (lambda: InversePower(k=math.inf), "k must be .*not inf"),
+        (lambda: InversePower(baseline=0.5), "baseline must be at least 1 and finite, not 0.5"),
+        (lambda: InversePower(baseline=math.inf), "baseline must be .*not inf"),
+        (lambda: InversePower(update_sensitivity=-1), "update_sensitivity must be .*, not -1"),
+        (lambda: InversePower(update_sensitivity=math.inf), "update_sensitivity must .*, not inf"),
+        (lambda: InversePower(rescale=2.0), "rescale must be a Rescale or None, not 2.0"),
+        (lambda: Threshold(iota=-1), "iota must be at least 0, not -1"),
+        (lambda: Threshold(iota=math.nan), "iota must be at least 0, not nan"),
+        (lambda: Rescale(deviation=0), "deviation must be positive.*, not 0"),
+        (lambda: Rescale(deviation=math.inf), "deviation must be .*not inf"),
+        (
+            lambda: Rescale(deviation=1.0, mean=-2),
+            "mean must be positive and finite, or None, not -2",
+        ),
+    ],
+)
 def test_bad_arguments_are_refused_with_name_value_and_what_is_allowed(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -181,8 +196,7 @@ def test_statistics_are_numpys_and_quantiles_stay_within_their_bucket(parts, qua
     assert statistics.max == taus.max()
     assert statistics.mean == pytest.approx(taus.mean(), rel=1e-12)
     # The variance is a difference of two means of squares, each rounded.
-    assert statistics.deviation == pytest.approx(
-        taus.std(), rel=1e-6, abs=1e-6 * float(taus.max()))
+    assert statistics.deviation == pytest.approx(taus.std(), rel=1e-6, abs=1e-6 * float(taus.max()))
     for q in (quantile, 0.25, 0.5, 0.75):
         exact = np.sort(taus)[max(math.ceil(q * len(taus)) - 1, 0)]
         if q != quantile:  # in these numbers numpy's own rule has no rounding either
@@ -212,7 +226,11 @@ def test_small_staleness_is_counted_exactly():
 def test_nothing_measured_reads_as_zero():
     for statistics in (Statistics.from_counters([]), Statistics.from_counters([counters_of([])])):
         assert (statistics.count, statistics.mean, statistics.deviation, statistics.max) == (
-            0, 0.0, 0.0, 0)
+            0,
+            0.0,
+            0.0,
+            0,
+        )
         assert statistics.histogram == ()
         assert statistics.quantile(0.5) == 0
 

@@ -63,16 +63,23 @@ def push(rule, states, gradient, pulled=(), ids=None, lr=0.5, step=1, **changes)
         arguments["accumulators"] = [s.accumulator.handle for s in many]
         arguments["epsilon"] = EPSILON
     if rows:
-        arguments |= {"gradient": tf.reshape(gradient, [-1]), "indices": ids,
-                      "counts": tf.reshape(tf.size(ids, out_type=tf.int64), [1])}
+        arguments |= {
+            "gradient": tf.reshape(gradient, [-1]),
+            "indices": ids,
+            "counts": tf.reshape(tf.size(ids, out_type=tf.int64), [1]),
+        }
     return getattr(ops, f"{rule}_{'rows' if rows else 'dense'}")(**(arguments | changes))
 
 
 def pull(state, ids=None):
     if ids is not None:
         shape, ids = tf.shape(ids), tf.reshape(ids, [-1])
-        packed, versions = ops.gather_rows([state.value.handle], [state.version.handle], ids,
-                                           tf.reshape(tf.size(ids, out_type=tf.int64), [1]))
+        packed, versions = ops.gather_rows(
+            [state.value.handle],
+            [state.version.handle],
+            ids,
+            tf.reshape(tf.size(ids, out_type=tf.int64), [1]),
+        )
         width = tf.cast(state.value.shape[1:].as_list(), tf.int32)
         return tf.reshape(packed, tf.concat([shape, width], 0)), tf.reshape(versions, shape)
     return ops.pull_dense([state.value.handle], [state.version.handle])
@@ -165,8 +172,13 @@ def test_a_packed_push_updates_rows_of_every_table_by_their_own_piece():
     for counts in ([4, 7, 2], [0, 3, 5], [6, 0, 0]):
         ids = [RNG.integers(0, len(v), n) for v, n in zip(values, counts, strict=True)]
         parts = [random_gradient((n, *v.shape[1:])) for v, n in zip(values, counts, strict=True)]
-        push("adagrad", states, tf.concat([tf.reshape(p, [-1]) for p in parts], 0),
-             ids=np.concatenate(ids), counts=tf.constant(counts, tf.int64))
+        push(
+            "adagrad",
+            states,
+            tf.concat([tf.reshape(p, [-1]) for p in parts], 0),
+            ids=np.concatenate(ids),
+            counts=tf.constant(counts, tf.int64),
+        )
         for rule, own, part in zip(rules, ids, parts, strict=True):
             for row, g in summed(own, part).items():
                 rule.update(row, g)
@@ -204,8 +216,20 @@ def test_tau_of_every_push_is_the_number_of_updates_since_its_pull_counted_with_
     state = State(np.zeros((3, 2)), table)
     # A and B are workers: "pull" reads values with versions, a number is the tau
     # that the push after it must be counted with.
-    script = [("A", "pull"), ("B", "pull"), ("A", 1), ("B", 2), ("A", 3), ("A", "pull"),
-              ("B", 4), ("A", 2), ("B", "pull"), ("B", 1), ("B", 2), ("A", 5)]
+    script = [
+        ("A", "pull"),
+        ("B", "pull"),
+        ("A", 1),
+        ("B", 2),
+        ("A", 3),
+        ("A", "pull"),
+        ("B", 4),
+        ("A", 2),
+        ("B", "pull"),
+        ("B", 1),
+        ("B", 2),
+        ("A", 5),
+    ]
     ids = [2, 0] if table else None
     pulled, shape = {}, (2, 2) if table else (6,)
     for worker, event in script:
@@ -256,17 +280,26 @@ POLICIES = {
     "constant": ({}, lambda tau, *_: 1.0),
     "classic": ({**POWER, "staleness_power": 1.0}, lambda tau, *_: 1 / tau),
     "normalized": ({**POWER, "staleness_baseline": 3.0}, lambda tau, *_: min(1, 3 / tau) ** 2),
-    "equation 7": ({**POWER, "staleness_baseline": 3.0, "staleness_normalized": False},
-                   lambda tau, *_: 1.0 if tau <= 3 else tau**-2),
-    "threshold": ({"staleness_decay": "threshold", "staleness_iota": 2.0},
-                  lambda tau, *_: float(tau - 1 <= 2)),
-    "sensitivity": ({**POWER, "update_sensitivity": 1.5},
-                    lambda tau, length, *_: min(1, 1 / (tau * sigmoid(1.5 * length))) ** 2),
-    "deviation": ({**POWER, "target_deviation": 1.2},
-                  lambda tau, _, sd, mean: min(1, 1 / (1.2 / sd * tau if sd > 1.2 else tau)) ** 2),
+    "equation 7": (
+        {**POWER, "staleness_baseline": 3.0, "staleness_normalized": False},
+        lambda tau, *_: 1.0 if tau <= 3 else tau**-2,
+    ),
+    "threshold": (
+        {"staleness_decay": "threshold", "staleness_iota": 2.0},
+        lambda tau, *_: float(tau - 1 <= 2),
+    ),
+    "sensitivity": (
+        {**POWER, "update_sensitivity": 1.5},
+        lambda tau, length, *_: min(1, 1 / (tau * sigmoid(1.5 * length))) ** 2,
+    ),
+    "deviation": (
+        {**POWER, "target_deviation": 1.2},
+        lambda tau, _, sd, mean: min(1, 1 / (1.2 / sd * tau if sd > 1.2 else tau)) ** 2,
+    ),
     "deviation and mean": (
         {**POWER, "target_deviation": 0.7, "target_mean": 1.5},
-        lambda tau, _, sd, mean: max(1, 0.7 * (tau - mean) / sd + 1.5 if sd > 0.7 else tau) ** -2),
+        lambda tau, _, sd, mean: max(1, 0.7 * (tau - mean) / sd + 1.5 if sd > 0.7 else tau) ** -2,
+    ),
 }
 
 
@@ -317,8 +350,15 @@ def test_lazy_swap_gives_what_decaying_everything_at_every_period_gives(table):
         for row, g in rows.items():
             one.update(row, g)
     if table:  # a last touch without gradient brings every row up to date
-        push("adagrad", state, tf.zeros((40, 2)), ids=range(40), step=t, swap_period=period,
-             swap_decay=decay)
+        push(
+            "adagrad",
+            state,
+            tf.zeros((40, 2)),
+            ids=range(40),
+            step=t,
+            swap_period=period,
+            swap_decay=decay,
+        )
     one.check(state, 1e-4)
 
 
@@ -328,8 +368,15 @@ def test_a_push_that_arrives_after_a_younger_one_decays_nothing_again(table):
     # The periods are 0, 1, 2, then 1, 2 and 0 again (late), 2 and 4.
     steps = {9: 1, 10: 0.5, 25: 0.5, 12: 1, 24: 1, 8: 1, 26: 1, 41: 0.25}
     for step, factor in steps.items():
-        push("adagrad", state, [[1.0]] if table else [1.0], ids=[0] if table else None, step=step,
-             swap_period=10, swap_decay=0.5)
+        push(
+            "adagrad",
+            state,
+            [[1.0]] if table else [1.0],
+            ids=[0] if table else None,
+            step=step,
+            swap_period=10,
+            swap_decay=0.5,
+        )
         v = factor * v + 1
         assert state.accumulator.numpy().item() == pytest.approx(v, rel=1e-6)
 
@@ -346,8 +393,9 @@ def test_pulls_give_values_with_their_versions(shape):
         np.testing.assert_array_equal(versions, 10 + ids)
     scalar = State(3.0)
     both = [dense, scalar]
-    packed, versions = ops.pull_dense([s.value.handle for s in both],
-                                      [s.version.handle for s in both])
+    packed, versions = ops.pull_dense(
+        [s.value.handle for s in both], [s.version.handle for s in both]
+    )
     np.testing.assert_array_equal(packed, [*dense.value.numpy().ravel(), 3.0])
     assert versions.numpy().tolist() == [7, 0]
 

@@ -63,11 +63,14 @@ def _gather_rows_gradient(op, packed, _):
     indices, counts = op.inputs[2 * n], op.inputs[2 * n + 1]
     ids = tf.split(indices, counts, num=n)
     shapes = [_variable_shape(op.inputs[i]) for i in range(n)]
-    sizes = tf.stack([counts[i] * tf.cast(tf.reduce_prod(shapes[i][1:]), tf.int64)
-                      for i in range(n)])
+    sizes = tf.stack(
+        [counts[i] * tf.cast(tf.reduce_prod(shapes[i][1:]), tf.int64) for i in range(n)]
+    )
     values = tf.split(packed, sizes, num=n)
     slices = [
-        tf.IndexedSlices(tf.reshape(values[i], tf.concat([[-1], shapes[i][1:]], 0)), ids[i], shapes[i])
+        tf.IndexedSlices(
+            tf.reshape(values[i], tf.concat([[-1], shapes[i][1:]], 0)), ids[i], shapes[i]
+        )
         for i in range(n)
     ]
     return [*slices, *[None] * n, None, None]

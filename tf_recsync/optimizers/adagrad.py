@@ -66,8 +66,7 @@ class Adagrad(base.Optimizer):
         )
         if not initial_accumulator_value >= 0:
             raise ValueError(
-                "initial_accumulator_value must be at least 0, "
-                f"not {initial_accumulator_value!r}"
+                f"initial_accumulator_value must be at least 0, not {initial_accumulator_value!r}"
             )
         if not epsilon > 0:
             raise ValueError(f"epsilon must be positive, not {epsilon!r}")
@@ -106,8 +105,9 @@ class SwapAdagrad(Adagrad):
         **kwargs: as in `Adagrad`.
     """
 
-    def __init__(self, learning_rate=0.001, *, swap: Swap | None = None, name="swap_adagrad",
-                 **kwargs):
+    def __init__(
+        self, learning_rate=0.001, *, swap: Swap | None = None, name="swap_adagrad", **kwargs
+    ):
         super().__init__(
             learning_rate, swap=swap or Swap(period=10_000, decay=0.8), name=name, **kwargs
         )

@@ -333,10 +333,12 @@ class Optimizer(keras.optimizers.Optimizer):
             last_period = state.last_periods[0].value
             period = step // self.swap.period
             missed = tf.maximum(period - last_period, 0)
-            decay = tf.cast(wide(tf.cast(self.swap.decay, tf.float32)
-                                 ** tf.cast(missed, tf.float32)), dtype)
+            decay = tf.cast(
+                wide(tf.cast(self.swap.decay, tf.float32) ** tf.cast(missed, tf.float32)), dtype
+            )
             last_period.assign(
-                tf.where(touched, tf.maximum(last_period.read_value(), period), last_period))
+                tf.where(touched, tf.maximum(last_period.read_value(), period), last_period)
+            )
         accumulators = [a.value for a in state.accumulators]
         new_accumulators, update = self.plain_rule(
             accumulators, gradient, tf.cast(learning_rate, dtype), decay
@@ -355,8 +357,14 @@ class Optimizer(keras.optimizers.Optimizer):
         # count, sum, sum of squares, bucket 1; the maximum is 1.
         counters = state.counters.value
         added = tf.concat(
-            [tf.fill([3], updates), [tf.cast(0, tf.int64)], [tf.cast(0, tf.int64), updates],
-             tf.zeros([staleness_lib.COUNTERS - 6], tf.int64)], 0)
+            [
+                tf.fill([3], updates),
+                [tf.cast(0, tf.int64)],
+                [tf.cast(0, tf.int64), updates],
+                tf.zeros([staleness_lib.COUNTERS - 6], tf.int64),
+            ],
+            0,
+        )
         largest = tf.one_hot(3, staleness_lib.COUNTERS, dtype=tf.int64)
         counters.assign(tf.maximum(counters + added, largest * tf.minimum(updates, 1)))
 

@@ -79,6 +79,7 @@ class RegisteredDataset:
 
     def empty_iterator(self) -> tf.data.Iterator:
         """An iterator of the same type without batches; call it under the worker's device."""
+
         # In stock ops, since a worker may not have what makes the real batches.
         def no_batch(spec):
             shape = [0 if size is None else size for size in spec.shape.as_list()]

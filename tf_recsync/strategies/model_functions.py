@@ -64,8 +64,7 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
     for variable in model.trainable_variables:
         if variable.constraint is not None:
             raise ValueError(
-                f"the constraint of {variable.path} can't be kept under this strategy; "
-                "remove it"
+                f"the constraint of {variable.path} can't be kept under this strategy; remove it"
             )
     return list(inner)
 
@@ -104,14 +103,12 @@ class _Steps:
         target = min(self._target, self._epoch_end)
         running = run.wait(target)
         done = run.completed
-        if not running or done >= self._epoch_end:
+        finished = not running or done >= self._epoch_end
+        if finished or time.monotonic() - self._refreshed > _REFRESH_SECONDS:
             self._refresh(run)
-            if done < target and self._epoch_end == float("inf"):
-                # Fewer steps than Keras asks for: this was a part of a call, or none.
-                if done <= self._target - steps:
-                    raise StopIteration
-        elif time.monotonic() - self._refreshed > _REFRESH_SECONDS:
-            self._refresh(run)
+        # The end of data of unknown length shows when a call has no step left.
+        if not running and self._epoch_end == float("inf") and done <= target - steps:
+            raise StopIteration
         return self._logs
 
     def _begin_epoch(self, iterator: DistributedIterator) -> None:
@@ -167,7 +164,11 @@ class _Steps:
             return done, not more, None
 
         return WorkerRun(
-            self._settings.cluster, open_worker, call, steps_per_call, self._should_stop,
+            self._settings.cluster,
+            open_worker,
+            call,
+            steps_per_call,
+            self._should_stop,
             self._settings.worker_timeout,
         )
 
@@ -181,7 +182,11 @@ class _Steps:
         if key not in self._functions:
             layout = Layout.of(self._model, optimizers_of(self._model))
             function = worker_functions.trace_steps(
-                self._model, layout, self.method, spec, steps_per_call,
+                self._model,
+                layout,
+                self.method,
+                spec,
+                steps_per_call,
                 compute_time,
             )
             self._functions = {key: (function, layout)}
@@ -235,7 +240,8 @@ class PredictFunction:
 
     def __call__(self, batches: list[Any]) -> Any:
         outputs = [
-            batch.outputs if isinstance(batch, Predicted)
+            batch.outputs
+            if isinstance(batch, Predicted)
             else self._model.predict_step(batch)  # predict_on_batch
             for batch in batches
         ]
@@ -247,9 +253,7 @@ class PredictFunction:
         """Starts the workers on a pass; called by the iterator."""
         registered = iterator.distributed.registered()
         layout = Layout.of(self._model, optimizers_of(self._model))
-        function = worker_functions.trace_predict(
-            self._model, layout, registered.element_spec
-        )
+        function = worker_functions.trace_predict(self._model, layout, registered.element_spec)
         job = registered.new_job()
         initial = [np.asarray(v._value.read_value()) for v in layout.private]
 
@@ -267,7 +271,10 @@ class PredictFunction:
             return 1, False, (int(number), Predicted(outputs))
 
         run = WorkerRun(
-            self._settings.cluster, open_worker, call, 1,
+            self._settings.cluster,
+            open_worker,
+            call,
+            1,
             lambda: bool(getattr(self._model, "stop_predicting", False)),
             self._settings.worker_timeout,
         )
@@ -381,4 +388,3 @@ class MetricsMerger:
         """Writes the merged values into the variables."""
         for variable, value in zip(self._variables, self.merged(), strict=True):
             variable.assign(value)
-

@@ -81,9 +81,7 @@ def trace_steps(
                 with tf.control_dependencies(run_step(optional.get_value(), handles)):
                     return tf.identity(count + 1), tf.constant(1, tf.int64)
 
-            return tf.cond(
-                optional.has_value(), run, lambda: (count, tf.constant(0, tf.int64))
-            )
+            return tf.cond(optional.has_value(), run, lambda: (count, tf.constant(0, tf.int64)))
 
         return tf.stack(
             tf.while_loop(

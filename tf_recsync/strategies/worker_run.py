@@ -172,8 +172,9 @@ class WorkerRun:
                 last = (self._completed, now)
             elif now - last[1] > _STALL_SECONDS:
                 last = (self._completed, now)
-                logging.warning("No step has finished for %.0f s: %s", _STALL_SECONDS,
-                                self._describe(now))
+                logging.warning(
+                    "No step has finished for %.0f s: %s", _STALL_SECONDS, self._describe(now)
+                )
             since = self._without_worker_since
             if since is not None and now - since > self._worker_timeout:
                 self._error = RuntimeError(
@@ -292,7 +293,10 @@ class WorkerRun:
             raise error
         logging.warning(
             "worker:%d was lost in the middle of a pass (%s); the batches in its hands are lost, "
-            "the others go on.", slot.index, type(error).__name__)
+            "the others go on.",
+            slot.index,
+            type(error).__name__,
+        )
         slot.lost = True
         with self._changed:
             if all(s.lost for s in self.slots) and self._without_worker_since is None:
@@ -311,7 +315,8 @@ class WorkerRun:
                 self._cluster.readmit(timeout=_RETRY_SECONDS)
             except (RuntimeError, tf.errors.OpError) as error:
                 logging.log_every_n_seconds(
-                    logging.INFO, "worker:%d is not back yet: %s", 30, slot.index, error)
+                    logging.INFO, "worker:%d is not back yet: %s", 30, slot.index, error
+                )
                 continue
             if not is_reachable(slot.device):
                 continue

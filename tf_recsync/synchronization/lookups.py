@@ -121,8 +121,12 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
     try:
         wrapped = tf.compat.v1.wrap_function(dry_step, specs)
     except Exception as error:  # A user's own step may do anything with its gradients.
-        logging.info("%s.%s can't be traced dry, its tables are looked up one by one: %s",
-                     model.name, method, error)
+        logging.info(
+            "%s.%s can't be traced dry, its tables are looked up one by one: %s",
+            model.name,
+            method,
+            error,
+        )
         return Lookups()
     batch = wrapped.inputs[: len(specs)]
     computable = [(i, ids) for i, ids in found if _depends_only_on(ids, batch, wrapped.inputs)]

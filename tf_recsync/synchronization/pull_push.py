@@ -124,7 +124,8 @@ class Step:
         self._shared = [pulled[id(v)] for v in layout.shared]
         self._scope = PulledScope(
             dense=[
-                (s.variable, pulled[id(s.variable)]) for dense in layout.dense.values()
+                (s.variable, pulled[id(s.variable)])
+                for dense in layout.dense.values()
                 for s in dense
             ],
             tables=[(s.variable, self._tables[id(s.variable)]) for s in layout.tables],
@@ -222,9 +223,7 @@ class Step:
                 plan.dense.append((state, gradient, self._versions[id(state.variable)]))
             else:
                 plan.rows.append((state, *table.resolve(gradient)))
-        arrived = {
-            device: plan.send(device, learning_rate) for device, plan in plans.items()
-        }
+        arrived = {device: plan.send(device, learning_rate) for device, plan in plans.items()}
         # The owner of the global step counts the push when it has arrived there;
         # an owner without parameters counts it when it has arrived anywhere.
         owner = device_of(optimizer._iterations)
@@ -306,8 +305,13 @@ class PullPlan:
         first = len(self.dense) + len(scalars)
         if ids:
             sizes[first:] = tf.unstack(counts * tf.constant(sizes[first:], tf.int64))
-        pieces = [] if float_message is None else tf.split(
-            float_message, tf.stack([tf.cast(s, tf.int64) for s in sizes]), num=len(sizes))
+        pieces = (
+            []
+            if float_message is None
+            else tf.split(
+                float_message, tf.stack([tf.cast(s, tf.int64) for s in sizes]), num=len(sizes)
+            )
+        )
         fixed = [s.variable for s in self.dense] + scalars
         for variable, piece in zip(fixed, pieces, strict=False):
             values[id(variable)] = tf.reshape(piece, tuple(variable.shape))
@@ -318,7 +322,9 @@ class PullPlan:
             for j, (number, state, looked_up) in enumerate(self.lookups):
                 shape = tuple(state.variable.shape[1:])
                 rows[number] = (
-                    looked_up, tf.reshape(pieces[first + j], [-1, *shape]), row_versions[j]
+                    looked_up,
+                    tf.reshape(pieces[first + j], [-1, *shape]),
+                    row_versions[j],
                 )
 
 
