@@ -57,6 +57,9 @@ flags.DEFINE_bool("mean_normalization", False, "Local mean-normalization in the 
 flags.DEFINE_float("compute_seconds", None, "async: artificial compute time per step.")
 flags.DEFINE_string("output_dir", None, "Gets TensorBoard logs, weights and a SavedModel.")
 flags.DEFINE_integer("seed", 1, "Of initial weights, shuffling and synthetic data.")
+flags.DEFINE_string(
+    "bind_address", None, "With TF_CONFIG: the address that this process's own servers listen on."
+)
 flags.DEFINE_bool("tf", False, "Use stock TensorFlow and Keras only, for comparison (local).")
 flags.DEFINE_string("metrics_json", None, "Gets the final figures.")
 
@@ -99,6 +102,8 @@ def check_flags() -> None:
         for name in ("workers", "ps"):
             if FLAGS[name].present:
                 raise app.UsageError(f"--{name} can't be used with TF_CONFIG, which names them")
+    elif FLAGS.bind_address:
+        raise app.UsageError("--bind_address applies only with TF_CONFIG set")
 
 
 def make_data() -> recsync.data.ClickData:
@@ -157,7 +162,7 @@ def make_model(spec: recsync.data.FeatureSpec) -> keras.Model:
 def make_cluster() -> recsync.Cluster:
     """The cluster in TF_CONFIG, or one of real servers on this machine."""
     if "TF_CONFIG" in os.environ:
-        return recsync.cluster_from_tf_config()
+        return recsync.cluster_from_tf_config(bind_address=FLAGS.bind_address)
     return recsync.LocalCluster(workers=FLAGS.workers, ps=FLAGS.ps)
 
 

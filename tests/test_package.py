@@ -145,7 +145,7 @@ def test_the_readme_example_runs_as_it_stands(tmp_path):
     script = tmp_path / "example.py"
     script.write_text(example)
     output = run([sys.executable, script], tmp_path, PYTHONPATH=str(ROOT))
-    measured = re.search(r"^staleness: mean ([0-9.]+)", output, re.MULTILINE)
+    measured = re.search(r"^mean staleness: ([0-9.]+)", output, re.MULTILINE)
     # Two workers, so between alone (1) and well beyond the two of theory.
     assert measured and 1.0 <= float(measured[1]) < 4.0, output
     assert "Traceback" not in output

@@ -11,7 +11,7 @@ from absl import logging
 
 from tf_recsync import staleness
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies import model_functions
+from tf_recsync.strategies import model_functions, worker_run
 from tf_recsync.strategies.distributed_dataset import DataService, DistributedDataset
 
 
@@ -151,9 +151,16 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
         Returns:
             Statistics of the dense variables, of the rows of embedding tables,
             and of each variable.
+
+        Raises:
+            RuntimeError: if a parameter server is lost.
         """
         states = [s for o in model_functions.optimizers_of(model) for s in o.states]
-        counters = {s.variable.path: np.asarray(s.counters._value.read_value()) for s in states}
+        try:
+            counters = {s.variable.path: np.asarray(s.counters._value.read_value()) for s in states}
+        except tf.errors.OpError as error:
+            worker_run.check_parameter_servers(self._cluster, error)
+            raise
         of = staleness.Statistics.from_counters
         return staleness.Report(
             dense=of(counters[s.variable.path] for s in states if not s.is_table),

@@ -283,12 +283,7 @@ class WorkerRun:
 
     def _diagnose(self, slot: Slot, error: tf.errors.OpError) -> None:
         """Returns if the worker is lost; else raises what really is wrong."""
-        for i in range(self._cluster.ps):
-            if not is_reachable(f"/job:ps/replica:0/task:{i}"):
-                raise RuntimeError(
-                    f"parameter server ps:{i} was lost, and its parameters with it; start it "
-                    "again and load a checkpoint into a new model"
-                ) from error
+        check_parameter_servers(self._cluster, error)
         if is_reachable(slot.device):
             raise error
         logging.warning(
@@ -326,6 +321,16 @@ class WorkerRun:
             if self._guarded(slot, lambda: self._open_worker(slot)) is not None:
                 logging.warning("worker:%d is back and takes part again.", slot.index)
                 return True
+
+
+def check_parameter_servers(cluster: Cluster, error: Exception) -> None:
+    """Raises a RuntimeError that names a parameter server that is lost, if one is."""
+    for i in range(cluster.ps):
+        if not is_reachable(f"/job:ps/replica:0/task:{i}"):
+            raise RuntimeError(
+                f"parameter server ps:{i} was lost, and its parameters with it; start it "
+                "again and load a checkpoint into a new model"
+            ) from error
 
 
 def is_reachable(device: str) -> bool:

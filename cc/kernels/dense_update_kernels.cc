@@ -1,0 +1,177 @@
+// Kernels that update dense variables: check, lock, call the engine's rules.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cc/engine/mutex.h"
+#include "cc/engine/staleness_counters.h"
+#include "cc/engine/update_rules.h"
+#include "cc/kernels/update_op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/register_types.h"
+#include "tensorflow/core/util/work_sharder.h"
+
+namespace recsync {
+namespace {
+
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::Var;
+
+template <typename Rule, typename T>
+class DenseUpdateOp : public UpdateOp<Rule> {
+ public:
+  using UpdateOp<Rule>::UpdateOp;
+
+  void Compute(OpKernelContext* ctx) override {
+    std::vector<VariablePtr> held;
+    std::vector<Target> targets;
+    OP_REQUIRES_OK(ctx, this->LookupTargets(ctx, &held, &targets));
+    Rule rule;
+    int64_t global_step;
+    OP_REQUIRES_OK(ctx, this->ReadRuleInputs(ctx, &rule, &global_step));
+    const Tensor* gradient;
+    const Tensor* pulled;
+    OP_REQUIRES_OK(ctx, ReadVector(ctx, "gradient", &gradient));
+    OP_REQUIRES_OK(ctx, ReadVector(ctx, "pulled_versions", &pulled));
+    const int64_t n = targets.size();
+    OP_REQUIRES(ctx, pulled->NumElements() == 0 || pulled->NumElements() == n,
+                absl::InvalidArgumentError(absl::StrCat(
+                    "pulled_versions must hold ", n, " versions or none, not ",
+                    pulled->NumElements())));
+    int64_t total = 0;
+    for (const Target& target : targets) {
+      tensorflow::tf_shared_lock lock(*target.variable->mu());
+      OP_REQUIRES_OK(ctx, CheckVariable(*target.variable, "variable",
+                                        tensorflow::DT_FLOAT));
+      total += target.variable->tensor()->NumElements();
+    }
+    OP_REQUIRES(ctx, gradient->NumElements() == total,
+                absl::InvalidArgumentError(
+                    absl::StrCat("gradient must hold the variables' ", total,
+                                 " elements, not ", gradient->NumElements())));
+    const T* g = gradient->flat<T>().data();
+    // All is checked before anything is written, so that a push is not applied
+    // by halves.
+    for (int64_t i = 0; i < n; ++i) {
+      const ExclusiveLocks locks(targets[i].All());
+      OP_REQUIRES_OK(ctx, Prepare(ctx, targets[i], /*sparse=*/false));
+      if (pulled->NumElements() > 0) {
+        OP_REQUIRES_OK(ctx,
+                       this->CheckPulled(pulled->flat<int64_t>()(i),
+                                         *Data<int64_t>(targets[i].versions)));
+      }
+    }
+    int64_t offset = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      OP_REQUIRES_OK(ctx, UpdateOne(ctx, rule, global_step,
+                                    pulled->NumElements() == 0
+                                        ? nullptr
+                                        : &pulled->flat<int64_t>()(i),
+                                    g, total, targets[i], &offset));
+    }
+  }
+
+ private:
+  absl::Status UpdateOne(OpKernelContext* ctx, const Rule& rule,
+                         int64_t global_step, const int64_t* pulled, const T* g,
+                         int64_t total, const Target& target, int64_t* offset) {
+    ExclusiveLocks locks(target.All());
+    TF_RETURN_IF_ERROR(Prepare(ctx, target, /*sparse=*/false));
+    const int64_t size = target.variable->tensor()->NumElements();
+    // The sizes were added up under another lock: a variable may have been
+    // assigned a value of another shape since.
+    if (*offset + size > total) {
+      return absl::InvalidArgumentError(
+          "a variable changed its shape while it was updated");
+    }
+    int64_t* version = Data<int64_t>(target.versions);
+    if (pulled != nullptr) {
+      TF_RETURN_IF_ERROR(this->CheckPulled(*pulled, *version));
+    }
+    const int64_t tau = pulled == nullptr ? 1 : *version - *pulled + 1;
+    const StalenessWeight& weight = this->attributes_.weight;
+    const bool measure = weight.uses_last_update();
+    float* last_update = Data<float>(target.last_updates);
+    StalenessCounters counters(Data<int64_t>(target.counters));
+    const float rho = static_cast<float>(
+        weight.Of(static_cast<double>(tau), measure ? *last_update : 0.0,
+                  weight.rescales() ? std::sqrt(counters.Variance()) : 0.0,
+                  counters.Mean()));
+    const float decay =
+        this->attributes_.swap.enabled()
+            ? this->attributes_.swap.DecaySince(
+                  Data<int64_t>(target.last_periods), global_step)
+            : 1.0f;
+    float* w = Data<float>(target.variable);
+    std::vector<float*> accumulators;
+    for (Var* accumulator : target.accumulators) {
+      accumulators.push_back(Data<float>(accumulator));
+    }
+    Mutex mu;
+    double squares = 0.0;
+    const auto update = [&](int64_t begin, int64_t end) {
+      std::vector<float*> slots;
+      for (float* accumulator : accumulators)
+        slots.push_back(accumulator + begin);
+      std::vector<float> converted;
+      const float* piece =
+          AsFloat(g + *offset + begin, end - begin, &converted);
+      if (measure) {
+        const double part = rule.template Apply<true>(
+            w + begin, slots.data(), piece, end - begin, rho, decay);
+        MutexLock lock(&mu);
+        squares += part;
+      } else {
+        rule.template Apply<false>(w + begin, slots.data(), piece, end - begin,
+                                   rho, decay);
+      }
+    };
+    constexpr int64_t kCyclesPerElement = 8;
+    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
+    tensorflow::Shard(workers->num_threads, workers->workers, size,
+                      kCyclesPerElement, update);
+    if (measure) *last_update = static_cast<float>(std::sqrt(squares));
+    counters.Add(tau);
+    ++*version;
+    *offset += size;
+    return absl::OkStatus();
+  }
+
+  static const float* AsFloat(const float* values, int64_t,
+                              std::vector<float>*) {
+    return values;
+  }
+  template <typename H>
+  static const float* AsFloat(const H* values, int64_t n,
+                              std::vector<float>* converted) {
+    converted->resize(n);
+    for (int64_t i = 0; i < n; ++i) {
+      (*converted)[i] = static_cast<float>(values[i]);
+    }
+    return converted->data();
+  }
+};
+
+#define REGISTER_DENSE(name, Rule, T)                         \
+  REGISTER_KERNEL_BUILDER(Name("Recsync" name "Dense")        \
+                              .Device(tensorflow::DEVICE_CPU) \
+                              .TypeConstraint<T>("T"),        \
+                          DenseUpdateOp<Rule, T>);
+#define REGISTER_RULE(name, Rule)         \
+  REGISTER_DENSE(name, Rule, float)       \
+  REGISTER_DENSE(name, Rule, Eigen::half) \
+  REGISTER_DENSE(name, Rule, Eigen::bfloat16)
+
+REGISTER_RULE("Sgd", SgdRule)
+REGISTER_RULE("Adagrad", AdagradRule)
+
+#undef REGISTER_RULE
+#undef REGISTER_DENSE
+
+}  // namespace
+}  // namespace recsync
