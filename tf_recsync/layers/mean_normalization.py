@@ -94,8 +94,9 @@ class MeanNormalization(keras.layers.Layer):
 
     def _scale(self, mean, dtype):
         mean = tf.cast(mean, tf.float64 if dtype == tf.float64 else tf.float32)
-        held = tf.where(mean < 0, -self.epsilon, tf.cast(self.epsilon, mean.dtype))
-        divisor = tf.where(tf.abs(mean) >= self.epsilon, mean, held)
+        epsilon = tf.cast(self.epsilon, mean.dtype)
+        held = tf.where(mean < 0, -epsilon, epsilon)
+        divisor = tf.where(tf.abs(mean) >= epsilon, mean, held)
         return tf.cast(self.alpha, mean.dtype) / divisor
 
     def _plain(self, flat):

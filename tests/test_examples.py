@@ -1,0 +1,118 @@
+"""The Wide & Deep example: its flags and what it writes."""
+
+import importlib
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from absl import app, flags
+from absl.testing import flagsaver
+
+EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
+KEYS = {
+    "strategy",
+    "workers",
+    "ps",
+    "examples",
+    "steps",
+    "wall_seconds",
+    "examples_per_second",
+    "auc",
+    "log_loss",
+    "normalized_entropy",
+    "staleness_mean",
+    "staleness_p99",
+    "staleness_max",
+}
+
+
+@pytest.fixture(scope="module")
+def example():
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield importlib.import_module("wide_deep_ctr")
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--strategy=local", "--workers=3"], "--workers applies only with --strategy=async"),
+        (["--strategy=local", "--compute_seconds=0.1"], "--compute_seconds applies only"),
+        (["--data_location=x"], "--data_location applies only with --dataset=criteo or adult"),
+        (["--dataset=adult"], "--dataset=adult needs --data_location"),
+        (["--dataset=adult", "--data_location=x", "--rows=5"], "--rows applies only"),
+        (["--swap_period=5"], "--swap_period applies only with --optimizer=swap_adagrad"),
+        (["--staleness_power=3"], "--staleness_power applies only with --staleness=inverse_power"),
+        (["--tf"], "--tf needs --strategy=local"),
+        (["--tf", "--strategy=local", "--optimizer=swap_adagrad"], "--tf has no --optimizer"),
+        (["--tf", "--strategy=local", "--mean_normalization"], "--tf has no --mean_norm"),
+        (["--bind_address=127.0.0.1"], "--bind_address applies only with TF_CONFIG"),
+    ],
+)
+def test_a_flag_that_would_be_ignored_is_an_error(example, arguments, message):
+    with flagsaver.flagsaver():
+        flags.FLAGS(["wide_deep_ctr.py", *arguments])
+        with pytest.raises(app.UsageError, match=message):
+            example.check_flags()
+
+
+def run(tmp_path, *arguments):
+    out = tmp_path / "metrics.json"
+    command = [sys.executable, "wide_deep_ctr.py", f"--metrics_json={out}", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(
+        command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text()), done.stdout
+
+
+SMALL = ["--rows=4000", "--batch_size=200", "--deep_learning_rate=0.1"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stock", [False, True])
+def test_it_trains_locally_and_reports(tmp_path, stock):
+    figures, printed = run(tmp_path, "--strategy=local", *SMALL, *(["--tf"] if stock else []))
+    assert set(figures) >= KEYS
+    assert (figures["examples"], figures["steps"]) == (4000, 20)
+    assert (figures["staleness_mean"], figures["workers"], figures["ps"]) == (1.0, 1, 0)
+    assert 0.5 < figures["auc"] < 1 and math.isfinite(figures["normalized_entropy"])
+    assert "the best possible" in printed
+
+
+@pytest.mark.timeout(300)
+def test_it_trains_on_a_cluster_with_all_its_options_and_saves(tmp_path):
+    figures, printed = run(
+        tmp_path,
+        "--strategy=async",
+        "--workers=2",
+        "--ps=2",
+        "--optimizer=swap_adagrad",
+        "--swap_period=5",
+        "--swap_decay=0.9",
+        "--linear_learning_rate=0.02",
+        "--staleness=inverse_power",
+        "--staleness_baseline=2",
+        "--update_sensitivity=1.0",
+        "--mean_normalization",
+        "--compute_seconds=0.01",
+        "--steps=12",
+        "--epochs=2",
+        "--steps_per_execution=3",
+        f"--output_dir={tmp_path / 'out'}",
+        *SMALL,
+    )
+    assert (figures["strategy"], figures["workers"], figures["ps"]) == ("async", 2, 2)
+    assert (figures["steps"], figures["examples"]) == (24, 24 * 200)
+    assert 1 <= figures["staleness_mean"] <= figures["staleness_max"]
+    assert (tmp_path / "out" / "model.weights.h5").exists()
+    assert (tmp_path / "out" / "saved_model" / "saved_model.pb").exists()
+    assert list((tmp_path / "out").rglob("events.out.tfevents*"))
+    assert "staleness" in printed
