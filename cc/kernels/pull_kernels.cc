@@ -215,7 +215,7 @@ class NextGlobalStepOp : public OpKernel {
                 absl::InvalidArgumentError(
                     absl::StrCat("global_step must be a scalar, not ",
                                  counter[0]->tensor()->shape().DebugString())));
-    OP_REQUIRES_OK(ctx, MakeWritable(ctx, /*sparse=*/false, counter[0].get()));
+    OP_REQUIRES_OK(ctx, MakeWritable(ctx, counter[0].get()));
     step->scalar<int64_t>()() = ++counter[0]->tensor()->flat<int64_t>()(0);
   }
 };

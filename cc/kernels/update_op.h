@@ -128,8 +128,7 @@ inline absl::Status Prepare(tensorflow::OpKernelContext* ctx,
         CheckShape("last_updates", *target.last_updates, slots_shape));
   }
   for (tensorflow::Var* variable : target.All()) {
-    TF_RETURN_IF_ERROR(
-        MakeWritable(ctx, sparse && variable != target.counters, variable));
+    TF_RETURN_IF_ERROR(MakeWritable(ctx, variable));
   }
   return absl::OkStatus();
 }

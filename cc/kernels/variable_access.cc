@@ -112,7 +112,7 @@ absl::Status NotARow(int64_t position, int64_t id, int64_t rows) {
       "indices[", position, "] = ", id, " is not a row of [0, ", rows, ")"));
 }
 
-absl::Status MakeWritable(OpKernelContext* ctx, bool sparse, Var* variable) {
+absl::Status MakeWritable(OpKernelContext* ctx, Var* variable) {
   Tensor* value = variable->tensor();
   if (!value->RefCountIsOne()) {
     Tensor copy;
@@ -121,7 +121,6 @@ absl::Status MakeWritable(OpKernelContext* ctx, bool sparse, Var* variable) {
     std::memcpy(copy.data(), value->data(), value->TotalBytes());
     *value = copy;
   }
-  if (sparse) variable->copy_on_read_mode.store(true);
   return absl::OkStatus();
 }
 

@@ -66,9 +66,9 @@ class ExclusiveLocks {
 
 // Makes the variable's buffer its own, so that it may be written in place: a
 // reader that still holds the old buffer keeps what it read. Lock: exclusive.
-// With `sparse`, every later stock read of the variable copies instead of
-// sharing the buffer, so that a table need not be copied here again.
-absl::Status MakeWritable(tensorflow::OpKernelContext* ctx, bool sparse,
+// (Stock sparse updates let every later read copy instead: a local Keras step,
+// which reads whole tables to gather from them, would copy all of them.)
+absl::Status MakeWritable(tensorflow::OpKernelContext* ctx,
                           tensorflow::Var* variable);
 
 }  // namespace recsync
