@@ -68,7 +68,11 @@ def trace_steps(
 
     def one(iterator, limit, *handles):
         del limit
-        with tf.control_dependencies(run_step(iterator.get_next(), handles)):
+        batch = iterator.get_next()
+        # Without a batch nothing may happen, not even what needs none of it.
+        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            operations = run_step(batch, handles)
+        with tf.control_dependencies(operations):
             tf.no_op()
 
     def several(iterator, limit, *handles):
