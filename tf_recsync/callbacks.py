@@ -67,7 +67,7 @@ class TrainingReport(keras.callbacks.Callback):
         with self._writer.as_default(step=epoch):
             for name, value in report.items():
                 tf.summary.scalar(f"recsync/{name}", value)
-            tf.summary.histogram("recsync/staleness", taus)
+            tf.summary.histogram("recsync/staleness_histogram", taus)
         self._writer.flush()
 
     def on_train_end(self, logs=None):

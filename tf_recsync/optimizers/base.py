@@ -193,6 +193,9 @@ class Optimizer(keras.optimizers.Optimizer):
             return
         if push.is_dry:
             return
+        if self._clips:
+            variables = trainable_variables or self._trainable_variables
+            grads = push.sum_repeated_rows(grads, variables)
         with push.pushing(self, grads):
             super().apply(grads, trainable_variables)
 
@@ -211,8 +214,12 @@ class Optimizer(keras.optimizers.Optimizer):
             decayed = [v for v in variables if self._use_weight_decay(v)]
             push.decay_weights(decayed, self.weight_decay * self.learning_rate)
 
+    @property
+    def _clips(self) -> bool:
+        return bool(self.clipnorm or self.global_clipnorm or self.clipvalue)
+
     def _clip_gradients(self, grads):
-        if not (self.clipnorm or self.global_clipnorm or self.clipvalue):
+        if not self._clips:
             return grads
         # Norms and limits are those of whole rows: repeated rows come first.
         grads = [sum_repeated_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]

@@ -109,6 +109,9 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
         model, verb, steps = _keras_caller()
         if model is not None:
             self.attach(model)
+        if steps is not None and verb in ("evaluate", "predict"):
+            # The first batches, whichever workers they go to.
+            dataset, steps = dataset.take(steps), None
         start_predict = model.predict_function.start if verb == "predict" else None
         return DistributedDataset(self._data_service, dataset, start_predict, steps)
 

@@ -103,14 +103,15 @@ class RegisteredDataset:
             dataset_id=self._dataset_id,
             element_spec=self.element_spec,
             job_name=job,
-            max_outstanding_requests=2,
+            # With more, batches overtake each other; one worker sees their order.
+            max_outstanding_requests=1,
             task_refresh_interval_hint_ms=_REFRESH_MILLISECONDS,
         )
         # With autotuning, an iterator's end waits up to five seconds for the
         # tuning thread to wake up, and the worker's other calls wait with it.
         options = tf.data.Options()
         options.autotune.enabled = False
-        return iter(dataset.with_options(options))
+        return iter(dataset.prefetch(1).with_options(options))
 
 
 class DistributedDataset:

@@ -46,7 +46,8 @@ def trace_steps(
         ValueError: if the model's own step can't be run on workers.
     """
     is_training = method == "train_step"
-    known = set(model.get_metrics_result())
+    # What Keras's own steps return, or {m.name: m.result() for m in self.metrics}.
+    known = {*model.get_metrics_result(), *(metric.name for metric in model.metrics)}
     lookups = find_lookups(model, layout, method, element_spec)
 
     def run_step(data, handles) -> list[tf.Operation]:

@@ -20,6 +20,9 @@ class Push(Protocol):
     def pushing(self, optimizer: Any, grads: Any) -> contextlib.AbstractContextManager:
         """A scope for one application of gradients by `optimizer`."""
 
+    def sum_repeated_rows(self, grads: Any, variables: Any) -> Any:
+        """The same gradients, those of tables with every row named once, by its id."""
+
     def push(self, optimizer: Any, grads: Any, variables: Any, learning_rate: Any) -> None:
         """Sends gradients, with the versions that they were computed on."""
 

@@ -107,6 +107,8 @@ class Step:
         self._operations: list[tf.Operation] = []
         self._delay: tf.Operation | None = None
         self._pushed: set[int] = set()
+        # Versions of tables whose gradients have every row once (for clipping).
+        self._summed: dict[int, tf.Tensor] = {}
         self._tables = {
             id(s.variable): PulledTable(
                 s, pull_rows, whole=lookups.whole is None or i in lookups.whole
@@ -211,6 +213,22 @@ class Step:
         with tf.control_dependencies([] if self._delay is None else [self._delay]):
             yield
 
+    def sum_repeated_rows(self, grads, variables) -> list:
+        summed = []
+        for gradient, variable in zip(grads, variables, strict=True):
+            table = self._tables.get(id(variable))
+            if table is not None and gradient is not None:
+                values, ids, versions = table.resolve(gradient)
+                ids, positions = tf.unique(ids)
+                count = tf.size(ids)
+                values = tf.math.unsorted_segment_sum(values, positions, count)
+                # The staleness of a row is that of its oldest pull.
+                oldest = tf.math.unsorted_segment_min(versions, positions, count)
+                self._summed[id(variable)] = oldest
+                gradient = tf.IndexedSlices(values, ids, tf.constant(table.shape.as_list()))
+            summed.append(gradient)
+        return summed
+
     def push(self, optimizer: base.Optimizer, grads, variables, learning_rate) -> None:
         plans: dict[str, PushPlan] = {}
         for gradient, variable in zip(grads, variables, strict=True):
@@ -222,7 +240,11 @@ class Step:
                 gradient = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
                 plan.dense.append((state, gradient, self._versions[id(state.variable)]))
             else:
-                plan.rows.append((state, *table.resolve(gradient)))
+                versions = self._summed.get(id(state.variable))
+                if versions is None:
+                    plan.rows.append((state, *table.resolve(gradient)))
+                else:
+                    plan.rows.append((state, gradient.values, gradient.indices, versions))
         arrived = {device: plan.send(device, learning_rate) for device, plan in plans.items()}
         # The owner of the global step counts the push when it has arrived there;
         # an owner without parameters counts it when it has arrived anywhere.

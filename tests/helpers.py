@@ -1,0 +1,276 @@
+"""What the tests of training on a cluster share: clusters, data, models and comparisons."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import re
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_recsync as recsync
+from tf_recsync.optimizers import Adagrad
+
+ROWS, IDS = 24, 4  # Of the models' embedding table; ids of an example.
+BATCH = 16
+LOSS = "binary_crossentropy"
+
+
+class Clusters:
+    """Local clusters, one at a time, each kept until another is asked for."""
+
+    def __init__(self):
+        self._cluster: recsync.LocalCluster | None = None
+        self._strategy: recsync.AsyncStrategy | None = None
+
+    def get(self, workers: int, ps: int) -> recsync.LocalCluster:
+        """A cluster of this size."""
+        if self._cluster is None or (self._cluster.workers, self._cluster.ps) != (workers, ps):
+            self.close()
+            self._cluster = recsync.LocalCluster(workers=workers, ps=ps)
+        return self._cluster
+
+    def strategy(self, workers: int, ps: int) -> recsync.AsyncStrategy:
+        """The strategy that tests on this cluster share."""
+        cluster = self.get(workers, ps)
+        if self._strategy is None or self._strategy.cluster is not cluster:
+            self._strategy = recsync.AsyncStrategy(cluster)
+        recsync.testing.set_compute_time(self._strategy, None)
+        return self._strategy
+
+    def close(self) -> None:
+        """Ends the cluster, if there is one."""
+        if self._cluster is not None:
+            self._cluster.close()
+        self._cluster = self._strategy = None
+
+
+def clicks(n: int = 320, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [n, IDS], repeated within a batch and even within an example, and labels [n, 1].
+
+    The last rows of the table are never named.
+    """
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, ROWS - 4, (n, IDS)).astype(np.int32)
+    logits = 2.0 * np.sin(ids.astype(np.float64)).sum(1, keepdims=True)
+    return ids, (rng.random((n, 1)) < 1 / (1 + np.exp(-logits))).astype(np.float32)
+
+
+def functional(**table) -> keras.Model:
+    """Embedding and dense layers; `table` goes to the Embedding."""
+    inputs = keras.Input((IDS,), dtype="int32")
+    x = keras.layers.Embedding(ROWS, 3, name="table", **table)(inputs)
+    x = keras.layers.Dense(8, activation="relu", name="hidden")(keras.layers.Flatten()(x))
+    return keras.Model(inputs, keras.layers.Dense(1, "sigmoid", name="out")(x), name="clicks")
+
+
+def sequential() -> keras.Model:
+    """The same, with its variables made only when data come."""
+    return keras.Sequential(
+        [
+            keras.layers.Embedding(ROWS, 3),
+            keras.layers.Flatten(),
+            keras.layers.Dense(8, "relu"),
+            keras.layers.Dense(1, "sigmoid"),
+        ]
+    )
+
+
+class Subclassed(keras.Model):
+    """The same, as a subclass."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.table = keras.layers.Embedding(ROWS, 3)
+        self.flat = keras.layers.Flatten()
+        self.hidden = keras.layers.Dense(8, "relu")
+        self.out = keras.layers.Dense(1, "sigmoid")
+
+    def call(self, inputs):
+        return self.out(self.hidden(self.flat(self.table(inputs))))
+
+
+class OwnStep(Subclassed):
+    """A model with a train_step of its own, as users write them."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return self.finish(loss, y, self(x))
+
+    def finish(self, loss, y, predictions):
+        """Updates the metrics; returns what train_step returns."""
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, predictions)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+class Tied(keras.Model):
+    """Predicts from the same table that it looks up in."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(ROWS, 3)
+
+    def build(self, shape):
+        self.table.build(shape)
+        super().build(shape)
+
+    def call(self, ids):
+        rows = keras.ops.mean(self.table(ids), axis=1)
+        scores = rows @ keras.ops.transpose(self.table.embeddings)
+        return keras.ops.sigmoid(keras.ops.max(scores, axis=1, keepdims=True))
+
+
+class CallCounter(keras.layers.Layer):
+    """Counts the steps that it is trained in."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, inputs, training=False):
+        if training:
+            self.calls.assign_add(1.0)
+        return inputs
+
+
+class LabelSum(keras.metrics.Metric):
+    """The exact sum of the labels of all batches, or of a power of them; their number with 0."""
+
+    def __init__(self, name="label_sum", power=1):
+        super().__init__(name=name, dtype="float64")
+        self.power = power
+        self.total = self.add_variable((), initializer="zeros", dtype="float64", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        labels = keras.ops.cast(y_true, "float64")
+        if self.power == 0:
+            # Known before there is a batch, if all batches have one size.
+            self.total.assign_add(keras.ops.cast(keras.ops.size(labels), "float64"))
+        else:
+            self.total.assign_add(keras.ops.sum(keras.ops.power(labels, self.power)))
+
+    def result(self):
+        return keras.ops.convert_to_tensor(self.total)
+
+
+def slope_model(units: int = 1) -> keras.Model:
+    """A linear model on inputs of 1: with `mean_output` as loss, every gradient is exactly 1."""
+    inputs = keras.Input((1,))
+    dense = keras.layers.Dense(units, use_bias=False, kernel_initializer="zeros", name="slope")(
+        inputs
+    )
+    return keras.Model(inputs, dense)
+
+
+def mean_output(y_true, y_pred):
+    """A loss with gradient 1: one step of SGD(lr) takes exactly lr off the slope."""
+    return keras.ops.mean(y_pred)
+
+
+def adagrad() -> Adagrad:
+    """The usual optimizer; to be made in a strategy's scope."""
+    return Adagrad(0.1)
+
+
+def compiled(
+    strategy, build=functional, make=adagrad, loss=LOSS, metrics=lambda: [], **kwargs
+) -> keras.Model:
+    """Builds and compiles a model in the strategy's scope."""
+    with strategy.scope():
+        model = build()
+        model.compile(make(), loss, metrics=metrics(), **kwargs)
+    return model
+
+
+def dataset(n: int = 320, batch: int = BATCH) -> tf.data.Dataset:
+    """`clicks` in batches."""
+    return tf.data.Dataset.from_tensor_slices(clicks(n)).batch(batch)
+
+
+def numbered(kind: str):
+    """(dataset of 400 examples that are labelled with their numbers, arguments of fit)."""
+    numbers = np.arange(400, dtype=np.float32)[:, None]
+    inputs = clicks(400)[0]
+    whole = tf.data.Dataset.from_tensor_slices((inputs, numbers))
+    if kind == "arrays":
+        return (inputs, numbers), {"batch_size": 16}
+    if kind == "static shapes":
+        return (whole.batch(16, drop_remainder=True),), {}
+    if kind == "unknown length":
+        return (whole.filter(lambda x, y: y[0] >= 0).batch(16),), {}
+    return (whole.batch(16),), {}
+
+
+def sums() -> list[LabelSum]:
+    """Metrics that tell which of the numbered examples were seen."""
+    return [LabelSum(), LabelSum("squares", power=2), LabelSum("examples", power=0)]
+
+
+def steps_of(model: keras.Model) -> int:
+    """The global step."""
+    return int(model.optimizer.iterations.numpy())
+
+
+def state_of(model: keras.Model) -> dict[str, np.ndarray]:
+    """Everything that the optimizer keeps, by name; counters of automatic names left out."""
+    variables = model.optimizer.variables
+    return {re.sub(r"_\d+(?=_|/|$)", "", v.path): v.numpy() for v in variables}
+
+
+def assert_close(a, b, tolerance: float = 2e-5) -> None:
+    """Compares lists of arrays."""
+    for one, other in zip(a, b, strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+@contextlib.contextmanager
+def compute_time(strategy: recsync.AsyncStrategy, seconds: float):
+    """Inside, every training step takes that much longer."""
+    recsync.testing.set_compute_time(strategy, seconds)
+    try:
+        yield
+    finally:
+        recsync.testing.set_compute_time(strategy, None)
+
+
+def events(folder) -> dict[tuple[str, str], list]:
+    """The TensorBoard events of a folder: by plugin and tag, scalars as floats."""
+    found = {}
+    for path in glob.glob(f"{folder}/*tfevents*"):
+        for record in tf.data.TFRecordDataset(path):
+            for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value:
+                plugin = value.metadata.plugin_data.plugin_name
+                array = tf.make_ndarray(value.tensor)
+                array = float(array) if plugin == "scalars" else array
+                found.setdefault((plugin, value.tag), []).append(array)
+    return found
+
+
+class Slopes(keras.callbacks.Callback):
+    """Puts the weight of `slope_model` into the logs."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["slope"] = float(self.model.get_layer("slope").kernel.numpy()[0, 0])
+
+
+class AtBatch(keras.callbacks.Callback):
+    """Calls `action()` once, when `batch` of an epoch is finished."""
+
+    def __init__(self, batch: int, action):
+        super().__init__()
+        self._batch = batch
+        self._action = action
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._action is not None and batch >= self._batch:
+            action, self._action = self._action, None
+            action()

@@ -1,0 +1,272 @@
+"""AsyncStrategy when things go wrong: refused models, errors in user code, lost servers."""
+
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import (
+    IDS,
+    LOSS,
+    ROWS,
+    AtBatch,
+    OwnStep,
+    clicks,
+    compiled,
+    compute_time,
+    dataset,
+    functional,
+    mean_output,
+    slope_model,
+    steps_of,
+)
+
+import tf_recsync as recsync
+from tf_recsync.optimizers import SGD
+
+
+@pytest.fixture
+def two(clusters):
+    return clusters.strategy(workers=2, ps=2)
+
+
+@pytest.fixture
+def mortal(two):
+    """For tests that kill servers; a worker that the last one killed is started again."""
+    dead = [i for i in range(2) if not two.cluster.is_alive("worker", i)]
+    for i in dead:
+        two.cluster.restart("worker", i)
+    if dead:
+        two.cluster.readmit()
+    return two
+
+
+def check_trains(strategy):
+    """The strategy still works, on all its workers."""
+    model = compiled(strategy, slope_model, lambda: SGD(1.0), mean_output)
+    ones = np.ones((30, 1))
+    model.fit(ones, ones, 1, verbose=0)
+    assert model.get_weights()[0] == -30
+
+
+# What can't work is refused, with the reason.
+
+
+def test_arguments_of_the_strategy_are_checked(two):
+    lacking = recsync.Cluster(
+        {"worker": ["127.0.0.1:9"]}, chief_address="127.0.0.1:9", bind_address="127.0.0.1"
+    )
+    with pytest.raises(ValueError, match="at least one worker and one ps.*ps=0"):
+        recsync.AsyncStrategy(lacking)
+    for wrong in (None, "localhost:2222", two.cluster.resolver):
+        with pytest.raises(ValueError, match="cluster must be a LocalCluster"):
+            recsync.AsyncStrategy(wrong)
+    for wrong in (0, -1.0, "soon", None):
+        with pytest.raises(ValueError, match="worker_timeout"):
+            recsync.AsyncStrategy(two.cluster, worker_timeout=wrong)
+    for wrong in (-0.1, "long"):
+        with pytest.raises(ValueError, match="seconds must be at least 0"):
+            recsync.testing.set_compute_time(two, wrong)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: "adam", "tf_recsync.optimizers.*not keras.*Adam"),
+        (lambda: keras.optimizers.Adagrad(0.1), "tf_recsync.optimizers.*not keras.*Adagrad"),
+        (lambda: SGD(0.1, use_ema=True), "use_ema"),
+        (lambda: SGD(0.1, gradient_accumulation_steps=2), "gradient_accumulation_steps"),
+    ],
+)
+def test_optimizers_that_can_not_work_are_refused(two, make, message):
+    model = compiled(two, make=make)
+    with pytest.raises(ValueError, match=message):
+        model.fit(dataset(), verbose=0)
+
+
+def test_models_and_optimizers_from_outside_of_the_scope_are_refused(two):
+    outside = functional()
+    with two.scope():
+        outside.compile(SGD(0.1), LOSS)
+        with pytest.raises(ValueError, match="model clicks was not made inside.*scope"):
+            two.attach(outside)
+    optimizer = SGD(0.1)
+    with pytest.raises(ValueError, match="optimizer sgd was not made inside.*scope"):
+        compiled(two, make=lambda: optimizer).fit(dataset(), verbose=0)
+
+
+def test_options_of_models_that_can_not_work_are_refused(two):
+    constrained = compiled(two, lambda: functional(embeddings_constraint="non_neg"))
+    with pytest.raises(ValueError, match="constraint of table/embeddings"):
+        constrained.fit(dataset(), verbose=0)
+    with pytest.raises(ValueError, match="run_eagerly"):
+        compiled(two, run_eagerly=True).fit(dataset(), verbose=0)
+    with pytest.raises(ValueError, match="float32.*table/embeddings.*float16"):
+        compiled(two, lambda: functional(dtype="float16")).fit(dataset(), verbose=0)
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_training_on_single_batches_is_refused(two, used_before):
+    model = compiled(two)
+    if used_before:
+        model.fit(dataset(64), verbose=0)
+    weights = model.get_weights()
+    with pytest.raises(ValueError, match="train_on_batch"):
+        model.train_on_batch(*clicks(16))
+    for before, after in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+class ExtraLogs(OwnStep):
+    def finish(self, loss, y, predictions):
+        return {**super().finish(loss, y, predictions), "raw_loss": loss}
+
+
+class NoGradients(OwnStep):
+    def train_step(self, data):
+        x, y = data
+        return self.finish(self.compute_loss(x, y, self(x)), y, self(x))
+
+
+class Assigns(OwnStep):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.out.bias.assign(self.out.bias * 0.5)
+        return logs
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (ExtraLogs, "raw_loss.*keras.metrics.Metric"),
+        (NoGradients, "NoGradients.train_step applied no gradients.*apply_gradients"),
+        (Assigns, "trainable variable .*bias is assigned"),
+    ],
+)
+def test_train_steps_that_can_not_work_are_refused(two, build, message):
+    with pytest.raises(ValueError, match=message):
+        compiled(two, build).fit(dataset(), verbose=0)
+
+
+# Errors in user code reach the user.
+
+
+@pytest.mark.timeout(60)
+def test_an_id_out_of_range_is_an_error_of_fit(two):
+    ids, labels = clicks(320)
+    ids[200, IDS - 1] = ROWS
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"{ROWS}"):
+        compiled(two).fit(ids, labels, 16, verbose=0)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"{ROWS}"):
+        compiled(two).predict(ids, 16, verbose=0)
+    check_trains(two)
+
+
+@pytest.mark.timeout(60)
+def test_an_error_of_the_dataset_is_an_error_of_fit(two):
+    def check(ids, label):
+        tf.debugging.assert_less(ids[0], 5, message="the eleventh example is odd")
+        return ids, label
+
+    ids, labels = clicks(320)
+    ids[:, 0] = 0
+    ids[200, 0] = 7
+    broken = tf.data.Dataset.from_tensor_slices((ids, labels)).map(check).batch(8)
+    model = compiled(two)
+    for call in (model.fit, model.evaluate):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="the eleventh example is odd"):
+            call(broken, verbose=0)
+    check_trains(two)
+
+
+@pytest.mark.timeout(60)
+def test_an_error_in_a_callback_ends_fit_and_the_next_fit_works(two):
+    def fail():
+        raise KeyError("a user's mistake")
+
+    model = compiled(two, slope_model, lambda: SGD(1.0), mean_output)
+    ones = np.ones((400, 1))
+    with compute_time(two, 0.02), pytest.raises(KeyError, match="a user's mistake"):
+        model.fit(ones, ones, 1, callbacks=[AtBatch(3, fail)], verbose=0)
+    check_trains(two)
+
+
+# Servers die.
+
+
+def long_fit(strategy, steps, seconds, callbacks):
+    """Trains `steps` steps of `seconds` each; returns how many were done.
+
+    Every step takes exactly 1 off the only weight.
+    """
+    model = compiled(strategy, slope_model, lambda: SGD(1.0), mean_output)
+    ones = tf.data.Dataset.from_tensors((tf.ones([1, 1]), tf.ones([1, 1]))).repeat(steps)
+    with compute_time(strategy, seconds):
+        model.fit(ones, callbacks=callbacks, verbose=0)
+    assert model.get_weights()[0] == -steps_of(model)
+    return steps_of(model)
+
+
+LOST = 6  # A worker holds few batches: the one in its step, and those fetched ahead.
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_is_killed_and_restarted_takes_part_again(mortal, caplog):
+    cluster = mortal.cluster
+    restarting = []
+
+    def kill():
+        cluster.kill("worker", 1)
+        thread = threading.Thread(target=cluster.restart, args=("worker", 1))
+        thread.start()
+        restarting.append(thread)
+
+    done = long_fit(mortal, 400, 0.05, [AtBatch(10, kill)])
+    restarting[0].join()
+    assert 400 - LOST <= done <= 400
+    assert "worker:1 was lost" in caplog.text
+    assert "worker:1 is back" in caplog.text
+    assert "worker:0" not in caplog.text
+    check_trains(mortal)
+
+
+@pytest.mark.timeout(60)
+def test_fit_completes_on_the_other_workers_when_one_stays_away(mortal, caplog):
+    done = long_fit(mortal, 60, 0.02, [AtBatch(10, lambda: mortal.cluster.kill("worker", 1))])
+    assert 60 - LOST <= done <= 60
+    assert "worker:1 was lost" in caplog.text
+    assert "is back" not in caplog.text
+
+
+@pytest.mark.timeout(60)
+def test_training_fails_when_no_worker_is_left(mortal):
+    strategy = recsync.AsyncStrategy(mortal.cluster, worker_timeout=2.0)
+
+    def kill():
+        mortal.cluster.kill("worker", 0)
+        mortal.cluster.kill("worker", 1)
+        killed.append(time.monotonic())
+
+    killed = []
+    with pytest.raises(RuntimeError, match="worker:0 is lost.*worker:1 is lost") as error:
+        long_fit(strategy, 200, 0.05, [AtBatch(10, kill)])
+    assert 1.0 < time.monotonic() - killed[0] < 15
+    assert "worker_timeout" in str(error.value)
+
+
+@pytest.mark.timeout(60)
+def test_training_fails_when_a_parameter_server_is_lost(clusters, mortal):
+    killed = []
+
+    def kill():
+        mortal.cluster.kill("ps", 0)
+        killed.append(time.monotonic())
+
+    try:
+        with pytest.raises(RuntimeError, match="parameter server ps:0 was lost.*checkpoint"):
+            long_fit(mortal, 200, 0.05, [AtBatch(10, kill)])
+        assert time.monotonic() - killed[0] < 30
+    finally:
+        clusters.close()

@@ -1,0 +1,188 @@
+"""What AsyncStrategy trained is saved, restored on other clusters, and served by TensorFlow."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import IDS, ROWS, assert_close, clicks, state_of, steps_of
+
+import tf_recsync as recsync
+
+PERIOD = 8
+STEPS = 20  # Of an epoch.
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    keras.utils.set_random_seed(5)
+
+
+def build() -> keras.Model:
+    """Embedding, mean-normalization with its moving average, and dense layers."""
+    inputs = keras.Input((IDS,), dtype="int32", name="ids")
+    x = keras.layers.Embedding(ROWS, 3, name="table")(inputs)
+    x = keras.layers.Dense(8, name="hidden")(keras.layers.Flatten()(x))
+    x = recsync.layers.MeanNormalization(momentum=0.9, name="normalization")(x)
+    x = keras.layers.Dropout(0.1)(keras.layers.ReLU()(x))
+    return keras.Model(inputs, keras.layers.Dense(1, "sigmoid", name="out")(x), name="clicks")
+
+
+def compiled(strategy) -> keras.Model:
+    with strategy.scope():
+        model = build()
+        model.compile(make_optimizer(), "binary_crossentropy", metrics=["AUC"])
+    return model
+
+
+def make_optimizer():
+    return recsync.optimizers.Adagrad(
+        0.1,
+        swap=recsync.Swap(period=PERIOD, decay=0.5),
+        staleness=recsync.staleness.InversePower(k=1, baseline=2, update_sensitivity=5.0),
+    )
+
+
+def dataset():
+    return tf.data.Dataset.from_tensor_slices(clicks(16 * STEPS)).batch(16)
+
+
+def numbers(statistics):
+    return statistics.count, statistics.mean, statistics.max, statistics.histogram
+
+
+@pytest.fixture(scope="module")
+def trained(clusters, tmp_path_factory):
+    """What was trained by two workers on two parameter servers, saved in every way."""
+    folder = tmp_path_factory.mktemp("saved")
+    strategy = clusters.strategy(workers=2, ps=2)
+    model = compiled(strategy)
+    model.fit(dataset(), epochs=2, verbose=0)
+    model.save_weights(folder / "model.weights.h5")
+    tf.train.Checkpoint(model=model).write(str(folder / "checkpoint"))
+    model.save(folder / "model.keras")
+    model.export(folder / "exported", verbose=False)
+    report = strategy.staleness(model)
+    return types.SimpleNamespace(
+        folder=folder,
+        predictions=model.predict(clicks(100)[0], verbose=0),
+        weights=model.get_weights(),
+        state=state_of(model),
+        rows=numbers(report.rows),
+        dense=numbers(report.dense),
+        steps=steps_of(model),
+    )
+
+
+def test_the_trained_state_is_worth_saving(trained):
+    assert trained.steps == 2 * STEPS
+    assert trained.predictions.std() > 0.01
+    state = trained.state
+    for name, expected in [
+        ("version", lambda v: v.max() == 2 * STEPS or v.shape == (ROWS,)),
+        ("last_period", lambda v: 1 <= v.max() <= 2 * STEPS // PERIOD),
+        ("last_update", lambda v: v.max() > 0),
+        ("accumulator", lambda v: v.std() > 0 or v.size == 1),
+        ("staleness", lambda v: v[0] >= 2 * STEPS),
+    ]:
+        found = [v for path, v in state.items() if re.search(name + "$", path)]
+        assert len(found) == 7  # Of each trained variable.
+        assert all(expected(values) for values in found), name
+    row_versions = state["adagrad/table_embeddings_version"]
+    assert (row_versions[-4:] == 0).all() and (row_versions[:-4] > 10).all()
+
+
+def load_weights(model, trained):
+    model.load_weights(trained.folder / "model.weights.h5")
+
+
+def restore_checkpoint(model, trained):
+    status = tf.train.Checkpoint(model=model).read(str(trained.folder / "checkpoint"))
+    status.assert_existing_objects_matched()
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["unused", "used"])
+@pytest.mark.parametrize("load", [load_weights, restore_checkpoint])
+def test_training_goes_on_on_another_number_of_servers(clusters, trained, load, attached):
+    strategy = clusters.strategy(workers=1, ps=3)
+    model = compiled(strategy)
+    if attached:
+        model.fit(dataset(), verbose=0)
+    else:
+        with strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+    load(model, trained)
+    assert_close(model.get_weights(), trained.weights, 0)
+    assert_close([model.predict(clicks(100)[0], verbose=0)], [trained.predictions], 1e-6)
+    state = state_of(model)
+    assert state.keys() == trained.state.keys()
+    for path, values in trained.state.items():
+        np.testing.assert_array_equal(state[path], values, err_msg=path)
+    report = strategy.staleness(model)
+    assert (numbers(report.dense), numbers(report.rows)) == (trained.dense, trained.rows)
+    # The servers are other ones, and hold the variables in another way.
+    assert len({v.value.device for v in model.trainable_variables}) == 3
+
+    history = model.fit(dataset(), epochs=2, verbose=0).history
+    assert steps_of(model) == trained.steps + 2 * STEPS
+    assert history["loss"][1] < 0.69
+    after = state_of(model)
+    for path, values in trained.state.items():
+        if path.endswith("_version") and values.shape == ():
+            assert after[path] == values + 2 * STEPS
+        if path.endswith("_last_period") and values.shape == ():
+            assert after[path] == 4 * STEPS // PERIOD
+    # One worker: all that was added was fresh.
+    assert strategy.staleness(model).dense.count == trained.dense[0] + 2 * STEPS * 6
+    assert strategy.staleness(model).dense.max == trained.dense[2]
+
+
+@pytest.mark.parametrize("load", [load_weights, restore_checkpoint])
+def test_what_is_loaded_before_the_first_fit_is_not_lost(clusters, trained, load):
+    model = compiled(clusters.strategy(workers=1, ps=3))
+    load(model, trained)
+    model.fit(dataset(), steps_per_epoch=1, verbose=0)
+    assert steps_of(model) == trained.steps + 1
+    versions = state_of(model)["adagrad/hidden_kernel_version"]
+    assert versions == trained.state["adagrad/hidden_kernel_version"] + 1
+
+
+def test_a_saved_model_is_loaded_and_trained_by_local_keras(trained):
+    model = keras.models.load_model(trained.folder / "model.keras")
+    assert_close([model.predict(clicks(100)[0], verbose=0)], [trained.predictions], 1e-6)
+    assert isinstance(model.optimizer, recsync.optimizers.Adagrad)
+    assert model.optimizer.get_config() == make_optimizer().get_config()
+    for path, values in trained.state.items():
+        np.testing.assert_array_equal(state_of(model)[path], values, err_msg=path)
+    model.fit(dataset(), verbose=0)
+    assert steps_of(model) == trained.steps + STEPS
+
+
+def test_an_exported_model_is_served_without_this_package(trained, tmp_path):
+    np.save(tmp_path / "ids.npy", clicks(100)[0])
+    program = f"""
+        import sys
+        import numpy as np
+        import tensorflow as tf
+        model = tf.saved_model.load({str(trained.folder / "exported")!r})
+        ids = tf.constant(np.load({str(tmp_path / "ids.npy")!r}))
+        np.save({str(tmp_path / "served.npy")!r}, model.serve(ids).numpy())
+        signature = model.signatures["serving_default"]
+        (outputs,) = signature(ids=ids).values()
+        np.save({str(tmp_path / "signature.npy")!r}, outputs.numpy())
+        assert not any("recsync" in name for name in sys.modules), sys.modules
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=tmp_path, timeout=120
+    )
+    for name in ("served.npy", "signature.npy"):
+        assert_close([np.load(tmp_path / name)], [trained.predictions], 1e-6)
+    graph = pathlib.Path(trained.folder / "exported" / "saved_model.pb").read_bytes()
+    assert b"AddV2" in graph or b"Mul" in graph
+    assert b"Recsync" not in graph and b"/job:" not in graph

@@ -1,0 +1,399 @@
+"""AsyncStrategy: Keras's fit, evaluate and predict on real parameter servers."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import (
+    BATCH,
+    IDS,
+    LOSS,
+    ROWS,
+    AtBatch,
+    CallCounter,
+    OwnStep,
+    Slopes,
+    Subclassed,
+    Tied,
+    adagrad,
+    assert_close,
+    clicks,
+    compiled,
+    compute_time,
+    dataset,
+    events,
+    functional,
+    mean_output,
+    numbered,
+    sequential,
+    slope_model,
+    state_of,
+    steps_of,
+    sums,
+)
+
+import tf_recsync as recsync
+from tf_recsync.optimizers import SGD, Adagrad, SwapAdagrad
+
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.3, 7, 0.6)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    keras.utils.set_random_seed(5)
+
+
+@pytest.fixture
+def one(clusters):
+    """A strategy with a single worker, whose gradients are never stale."""
+    return clusters.strategy(workers=1, ps=1)
+
+
+@pytest.fixture
+def two(clusters):
+    return clusters.strategy(workers=2, ps=2)
+
+
+# With one worker, training is plain Keras to the bit of an operation's rounding.
+
+
+def check_same_as_local(strategy, make, build=functional, stock=None, data=None, **kwargs):
+    """Trains under the strategy and locally, on the same batches from the same weights."""
+    model = compiled(strategy, build, make, **kwargs)
+    local = build()
+    local.set_weights(model.get_weights())
+    local.compile((stock or make)(), LOSS)
+    data = data or dataset(200)  # 13 batches, the last of them smaller.
+    remote = model.fit(data, epochs=2, verbose=0).history["loss"]
+    assert_close(remote, local.fit(data, epochs=2, verbose=0).history["loss"])
+    assert_close(model.get_weights(), local.get_weights())
+    assert steps_of(model) == steps_of(local) == 26
+    if stock is None:  # Accumulators, versions, periods, staleness counters.
+        mine, theirs = model.optimizer.variables, local.optimizer.variables
+        assert len(mine) > 2 * len(model.trainable_variables)
+        assert_close([v.numpy() for v in mine], [v.numpy() for v in theirs])
+    report = strategy.staleness(model)
+    assert (report.dense.mean, report.dense.max) == (1.0, 1)
+    assert (report.rows.mean, report.rows.max) == (1.0, 1)
+    assert report.dense.count == 26 * sum(
+        not v.path.endswith("embeddings") for v in model.trainable_variables
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Adagrad(SCHEDULE),
+        lambda: SGD(0.2, clipnorm=0.05),
+        lambda: SGD(SCHEDULE, global_clipnorm=0.1),
+        lambda: Adagrad(0.1, clipvalue=0.01),
+        lambda: Adagrad(0.1, weight_decay=0.1),
+        lambda: SwapAdagrad(0.1, swap=recsync.Swap(period=5, decay=0.5), clipnorm=0.1),
+    ],
+    ids=["schedule", "clipnorm", "global_clipnorm", "clipvalue", "weight_decay", "swap"],
+)
+def test_one_worker_trains_like_local_keras(one, make):
+    check_same_as_local(one, make)
+
+
+@pytest.mark.parametrize(
+    ("make", "stock"),
+    [
+        (lambda: Adagrad(SCHEDULE), lambda: keras.optimizers.Adagrad(SCHEDULE, epsilon=1e-7)),
+        (
+            lambda: SGD(0.3, weight_decay=0.1),
+            lambda: keras.optimizers.SGD(0.3, weight_decay=0.1),
+        ),
+    ],
+    ids=["adagrad_schedule", "sgd_weight_decay"],
+)
+def test_one_worker_trains_like_stock_keras_with_its_own_optimizer(one, make, stock):
+    # No row twice in a batch: stock Keras squares repeated rows before it sums them.
+    distinct = np.stack([np.random.permutation(20).reshape(5, IDS) for _ in range(13)])
+    labels = np.random.randint(0, 2, (13, 5, 1))
+    data = tf.data.Dataset.from_tensor_slices((distinct, labels))
+    check_same_as_local(one, make, stock=stock, data=data)
+
+
+def test_several_steps_per_execution_change_nothing_for_one_worker(one):
+    check_same_as_local(one, adagrad, steps_per_execution=4)
+
+
+def test_a_regularizer_on_a_table_acts_on_all_its_rows(one):
+    def build():
+        return functional(embeddings_regularizer=keras.regularizers.L2(0.05))
+
+    model = check_same_as_local(one, lambda: SGD(0.3), build)
+    versions = next(v for path, v in state_of(model).items() if path.endswith("embeddings_version"))
+    assert (versions > 0).all()  # Of the rows, too, that no batch names.
+
+
+def test_tied_weights_get_the_gradients_of_both_uses(one):
+    def build():
+        model = Tied()
+        model.build((None, IDS))
+        return model
+
+    model = compiled(one, build, lambda: SGD(0.5))
+    local = build()
+    local.set_weights(model.get_weights())
+    local.compile(keras.optimizers.SGD(0.5), LOSS)
+    before = model.get_weights()[0]
+    model.fit(dataset(), verbose=0)
+    local.fit(dataset(), verbose=0)
+    assert_close(model.get_weights(), local.get_weights())
+    assert not np.allclose(model.get_weights()[0], before, atol=1e-3)
+
+
+def test_one_worker_keeps_the_moving_statistics_of_local_keras(one):
+    def build():
+        inputs = keras.Input((IDS,), dtype="int32")
+        x = keras.layers.Flatten()(keras.layers.Embedding(ROWS, 3)(inputs))
+        x = keras.layers.BatchNormalization(momentum=0.8)(keras.layers.Dense(4)(x))
+        x = recsync.layers.MeanNormalization(momentum=0.8)(x + 3.0)
+        return keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(x))
+
+    check_same_as_local(one, lambda: SGD(0.05), build)
+
+
+# Several workers.
+
+
+@pytest.mark.parametrize("build", [functional, sequential, Subclassed])
+def test_models_of_every_kind_train_and_validate(two, build):
+    model = compiled(two, build, metrics=lambda: ["AUC"])
+    x, y = clicks()
+    validation = clicks(96, seed=4)
+    history = model.fit(x, y, BATCH, epochs=4, validation_data=validation, verbose=0).history
+    assert set(history) == {"loss", "AUC", "val_loss", "val_AUC"}
+    assert all(len(values) == 4 for values in history.values())
+    assert history["loss"][-1] < history["loss"][0]
+    assert history["val_AUC"][-1] > max(0.55, history["val_AUC"][0] - 0.05)
+    assert steps_of(model) == 4 * 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps_per_execution"),
+    [
+        ("arrays", 3),
+        ("dataset", 1),
+        ("static shapes", 1),
+        ("static shapes", 3),
+        ("unknown length", 1),
+        ("unknown length", 3),
+    ],
+)
+def test_each_batch_of_an_epoch_goes_to_exactly_one_worker(two, kind, steps_per_execution):
+    model = compiled(two, metrics=sums, steps_per_execution=steps_per_execution, loss="mse")
+    data, arguments = numbered(kind)
+    history = model.fit(*data, epochs=3, verbose=0, **arguments).history
+    numbers = np.arange(400.0)
+    assert history["examples"] == [400] * 3
+    assert history["label_sum"] == [numbers.sum()] * 3
+    assert history["squares"] == [(numbers**2).sum()] * 3
+    assert steps_of(model) == 75
+    evaluated = model.evaluate(*data, verbose=0, return_dict=True, **arguments)
+    assert evaluated["label_sum"] == numbers.sum()
+    assert evaluated["squares"] == (numbers**2).sum()
+
+
+def test_logs_of_short_epochs_are_complete(two):
+    model = compiled(two, metrics=sums)
+    history = model.fit(*clicks(128), 64, epochs=15, verbose=0).history
+    assert history["examples"] == [128] * 15
+
+
+def test_a_layer_that_counts_its_steps_counts_those_of_all_workers(two):
+    def build():
+        inputs = keras.Input((IDS,))
+        return keras.Model(inputs, keras.layers.Dense(1)(CallCounter(name="counter")(inputs)))
+
+    model = compiled(two, build, loss="mse")
+    model.fit(dataset(), epochs=2, verbose=0)
+    assert model.get_layer("counter").calls.numpy() == steps_of(model) == 40
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_steps_per_epoch_of_a_repeated_dataset_are_kept_exactly(two, steps_per_execution):
+    model = compiled(two, metrics=sums, steps_per_execution=steps_per_execution)
+    (data,), _ = numbered("dataset")
+    history = model.fit(data.repeat(), epochs=3, steps_per_epoch=20, verbose=0).history
+    assert steps_of(model) == 60
+    assert history["examples"] == [20 * 16] * 3
+    assert model.evaluate(data.repeat(), steps=7, verbose=0, return_dict=True)["examples"] == 7 * 16
+
+
+def test_steps_per_epoch_of_a_finite_dataset_go_on_where_the_last_epoch_ended(two):
+    model = compiled(two, metrics=sums, loss="mse")
+    (data,), _ = numbered("dataset")
+    history = model.fit(data.take(24), epochs=3, steps_per_epoch=8, verbose=0).history
+    assert sum(history["label_sum"]) == np.arange(24 * 16.0).sum()
+    assert steps_of(model) == 24
+
+
+def test_metrics_merged_over_workers_are_those_of_one_process(two):
+    def metrics():
+        return ["AUC", recsync.metrics.NormalizedEntropy(), "mae", "binary_accuracy"]
+
+    model = compiled(two, metrics=metrics)
+    model.fit(dataset(), verbose=0)
+    local = functional()
+    local.set_weights(model.get_weights())
+    local.compile("sgd", LOSS, metrics=metrics())
+    x, y = clicks(333)
+    weights = np.linspace(0, 2, 333)
+    mine = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
+    theirs = local.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
+    assert mine.keys() == theirs.keys() and len(mine) == 5
+    assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_predictions_come_in_the_order_of_the_data(two):
+    model = compiled(two)
+    local = functional()
+    local.set_weights(model.get_weights())
+    x = clicks(205)[0]
+    expected = local.predict(x, verbose=0)
+    assert len(np.unique(expected)) > 150
+    assert_close([model.predict(x, batch_size=4, verbose=0)], [expected])
+    assert_close([model.predict_on_batch(x[:7])], [expected[:7]])
+
+
+def test_a_number_of_steps_evaluates_and_predicts_the_first_batches(two):
+    model = compiled(two)
+    local = functional()
+    local.set_weights(model.get_weights())
+    local.compile("sgd", LOSS)
+    loss = local.evaluate(dataset(), steps=7, verbose=0)
+    assert model.evaluate(dataset(), steps=7, verbose=0) == pytest.approx(loss, rel=1e-5)
+    expected = local.predict(dataset(), steps=3, verbose=0)
+    assert expected.shape == (3 * BATCH, 1)
+    assert_close([model.predict(dataset(), steps=3, verbose=0)], [expected])
+
+
+def test_two_equal_workers_see_a_staleness_of_two(two):
+    model = compiled(two)
+    with compute_time(two, 0.05):
+        model.fit(dataset(160 * 8, 8), verbose=0)
+    report = two.staleness(model)
+    assert report.dense.count == 160 * 4
+    assert report.dense.mean == pytest.approx(2, rel=0.15)
+    assert report.rows.mean < report.dense.mean
+
+
+def test_moving_statistics_of_two_workers_approach_those_of_the_data(two):
+    def build():
+        inputs = keras.Input((2,))
+        mean_normalized = recsync.layers.MeanNormalization(momentum=0.9, name="mn")(inputs)
+        x = keras.layers.BatchNormalization(momentum=0.9, name="bn")(inputs)
+        x = keras.layers.Dropout(0.5)(keras.layers.concatenate([x, mean_normalized]))
+        return keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(x))
+
+    x = np.random.default_rng(1).normal([4.0, -3.0], [1.0, 2.0], (4096, 2)).astype(np.float32)
+    model = compiled(two, build, lambda: SGD(0.01))
+    model.fit(x, (x[:, :1] > 4.0).astype(np.float32), batch_size=64, verbose=0)
+    for name in ("mn", "bn"):
+        moving_mean = model.get_layer(name).moving_mean.numpy()
+        assert_close([moving_mean], [[4.0, -3.0]], 0.06)
+    assert_close([model.get_layer("bn").moving_variance.numpy()], [[1.0, 4.0]], 0.2)
+
+
+def test_own_train_steps_and_an_optimizer_for_each_part_train(two):
+    def make():
+        parts = keras.optimizers.OptimizerMap(SGD(1.0), {".*embeddings": Adagrad(0.2)})
+        return keras.optimizers.MultiOptimizer(parts)
+
+    for build, maker in ((OwnStep, adagrad), (functional, make)):
+        model = compiled(two, build, maker, metrics=lambda: ["AUC"])
+        history = model.fit(dataset(), epochs=4, verbose=0).history
+        assert history["loss"][-1] < history["loss"][0]
+        assert history["AUC"][-1] > 0.55
+    parts = model.optimizer.optimizers
+    assert sorted(type(part).__name__ for part in parts) == ["Adagrad", "SGD"]
+    assert [int(part.iterations.numpy()) for part in parts] == [80, 80]
+
+
+def test_two_models_and_two_strategies_on_one_cluster_do_not_disturb_each_other(two):
+    other = recsync.AsyncStrategy(two.cluster)
+    models = [
+        compiled(strategy, slope_model, lambda: SGD(1.0), mean_output)
+        for strategy in (two, two, other)
+    ]
+    for rounds in range(1, 3):
+        for steps, model in zip((3, 5, 7), models, strict=True):
+            ones = np.ones((steps, 1))
+            model.fit(ones, ones, 1, verbose=0)
+            assert steps_of(model) == rounds * steps
+    assert [model.get_weights()[0].item() for model in models] == [-6.0, -10.0, -14.0]
+    counts = [s.staleness(m).dense.count for s, m in zip((two, two, other), models, strict=True)]
+    assert counts == [6, 10, 14]
+
+
+# Callbacks.
+
+
+def test_a_scheduled_learning_rate_takes_effect_in_its_epoch(two):
+    model = compiled(two, slope_model, lambda: SGD(1.0), mean_output)
+    rates = [0.5, 0.25, 0.0, 2.0]
+    callbacks = [keras.callbacks.LearningRateScheduler(lambda epoch: rates[epoch]), Slopes()]
+    ones = np.ones((40, 1))
+    history = model.fit(ones, ones, 4, epochs=4, callbacks=callbacks, verbose=0).history
+    assert history["slope"] == [-5.0, -7.5, -7.5, -27.5]
+    assert history["learning_rate"] == rates
+
+
+def test_early_stopping_and_checkpoints_and_tensorboard_work(two, tmp_path):
+    model = compiled(two)
+    callbacks = [
+        keras.callbacks.EarlyStopping("val_loss", min_delta=10.0),
+        keras.callbacks.ModelCheckpoint(
+            str(tmp_path / "{epoch}.weights.h5"), save_weights_only=True
+        ),
+        keras.callbacks.TensorBoard(str(tmp_path / "logs"), write_graph=False),
+    ]
+    history = model.fit(
+        dataset(), epochs=9, validation_data=dataset(64), callbacks=callbacks, verbose=0
+    ).history
+    assert len(history["loss"]) == 2
+    local = functional()
+    local.load_weights(tmp_path / "2.weights.h5")
+    assert_close(local.get_weights(), model.get_weights(), 0)
+    recorded = events(tmp_path / "logs" / "train")
+    assert recorded["scalars", "epoch_loss"] == pytest.approx(history["loss"], rel=1e-5)
+
+
+def test_the_training_report_puts_speed_and_staleness_into_logs_and_tensorboard(two, tmp_path):
+    model = compiled(two)
+    report = recsync.callbacks.TrainingReport(two, str(tmp_path))
+    with compute_time(two, 0.02):
+        history = model.fit(dataset(), epochs=2, callbacks=[report], verbose=0).history
+    names = ["steps_per_second", "staleness", "staleness_p99", "staleness_max"]
+    recorded = events(tmp_path)
+    for name in names:
+        assert recorded["scalars", f"recsync/{name}"] == pytest.approx(history[name], rel=1e-5)
+    histograms = [tag for plugin, tag in recorded if plugin == "histograms"]
+    assert len(histograms) == 1 and "staleness" in histograms[0]
+    # TensorBoard shows a tag in one place only.
+    assert ("scalars", histograms[0]) not in recorded
+    assert all(1.0 < mean <= 2.5 for mean in history["staleness"])
+    assert all(5 < speed <= 2 / 0.02 for speed in history["steps_per_second"])
+    # Per epoch, each of the same number of updates; together the total.
+    assert np.mean(history["staleness"]) == pytest.approx(two.staleness(model).dense.mean)
+
+
+def test_stopping_in_mid_epoch_ends_fit_soon_and_the_next_fit_works(two):
+    model = compiled(two, slope_model, lambda: SGD(1.0), mean_output)
+
+    def stop():
+        model.stop_training = True
+
+    ones = np.ones((400, 1))
+    with compute_time(two, 0.02):
+        model.fit(ones, ones, 1, epochs=3, callbacks=[AtBatch(5, stop)], verbose=0)
+    stopped = steps_of(model)
+    assert 5 <= stopped < 100
+    model.fit(ones, ones, 40, verbose=0)
+    # Each of the two workers may have had a step on its way when fit returned.
+    assert stopped + 10 <= steps_of(model) <= stopped + 12
+    assert model.get_weights()[0] == -steps_of(model)
