@@ -96,6 +96,7 @@ class Optimizer(keras.optimizers.Optimizer):
         self.swap = swap
         self._states: list[VariableState] = []
         self._saved_variables: list | None = None
+        self.wait_for_steps: Callable[[], None] | None = None
 
     # What a subclass provides.
 
@@ -189,6 +190,11 @@ class Optimizer(keras.optimizers.Optimizer):
     def apply(self, grads, trainable_variables=None):
         push = context.current_push()
         if push is None:
+            if getattr(self._distribution_strategy, "pushes_gradients", False):
+                raise ValueError(
+                    "gradients can only be applied by a worker's step under this strategy: use "
+                    "fit; train_on_batch and training loops of your own can't be used"
+                )
             super().apply(grads, trainable_variables)
             return
         if push.is_dry:
@@ -198,6 +204,13 @@ class Optimizer(keras.optimizers.Optimizer):
             grads = push.sum_repeated_rows(grads, variables)
         with push.pushing(self, grads):
             super().apply(grads, trainable_variables)
+
+    def finalize_variable_values(self, var_list):
+        # Keras calls this at the end of fit, which may have been stopped with
+        # steps still in flight.
+        if self.wait_for_steps is not None:
+            self.wait_for_steps()
+        super().finalize_variable_values(var_list)
 
     def _backend_update_step(self, grads, trainable_variables, learning_rate):
         push = context.current_push()

@@ -60,6 +60,8 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
     ```
     """
 
+    pushes_gradients = True  # Optimizers are applied in the workers' steps only.
+
     def __init__(self, cluster: Cluster, *, worker_timeout: float = 600.0):
         if not isinstance(cluster, Cluster):
             raise ValueError(
@@ -70,7 +72,7 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
                 "AsyncStrategy needs at least one worker and one ps, the cluster has "
                 f"workers={cluster.workers} and ps={cluster.ps}"
             )
-        if not worker_timeout > 0:
+        if not isinstance(worker_timeout, (int, float)) or not worker_timeout > 0:
             raise ValueError(f"worker_timeout must be positive, in seconds, not {worker_timeout!r}")
         self._cluster = cluster
         self._compute_time: float | None = None
@@ -106,14 +108,14 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
         """
         if options is not None:
             raise ValueError(f"options must be None, not {options!r}")
-        model, verb, steps = _keras_caller()
+        model, verb, steps, length = _keras_caller()
         if model is not None:
             self.attach(model)
         if steps is not None and verb in ("evaluate", "predict"):
             # The first batches, whichever workers they go to.
             dataset, steps = dataset.take(steps), None
         start_predict = model.predict_function.start if verb == "predict" else None
-        return DistributedDataset(self._data_service, dataset, start_predict, steps)
+        return DistributedDataset(self._data_service, dataset, start_predict, steps, length)
 
     def attach(self, model: keras.Model) -> None:
         """Has a model's `fit`, `evaluate` and `predict` run on this strategy's workers.
@@ -172,21 +174,22 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
         )
 
 
-def _keras_caller() -> tuple[keras.Model | None, str | None, int | None]:
-    """The model whose fit, evaluate or predict is being called, which, and its steps.
+def _keras_caller() -> tuple[keras.Model | None, str | None, int | None, int | None]:
+    """The model whose fit, evaluate or predict is called, which, its steps and its length.
 
     Keras tells a strategy nothing of the model it distributes data for, and
     leaves no other place to learn it before the train function is needed.
     """
-    steps = None
+    steps = length = None
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
         if hasattr(caller, "steps_per_execution") and hasattr(caller, "data_adapter"):
-            steps = caller.steps_per_epoch  # Keras's epoch iterator.
+            # Keras's epoch iterator, which knows the length of shuffled arrays, too.
+            steps, length = caller.steps_per_epoch, caller.num_batches
         verb = frame.f_code.co_name
         if isinstance(caller, keras.Model) and verb in ("fit", "evaluate", "predict"):
-            return caller, verb, steps
+            return caller, verb, steps, length
         frame = frame.f_back
     logging.warning("Called outside of model.fit, evaluate and predict; use strategy.attach.")
-    return None, None, steps
+    return None, None, steps, length

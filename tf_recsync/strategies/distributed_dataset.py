@@ -111,7 +111,7 @@ class RegisteredDataset:
         # tuning thread to wake up, and the worker's other calls wait with it.
         options = tf.data.Options()
         options.autotune.enabled = False
-        return iter(dataset.prefetch(1).with_options(options))
+        return iter(dataset.prefetch(2).with_options(options))
 
 
 class DistributedDataset:
@@ -123,6 +123,7 @@ class DistributedDataset:
         start_predict: starts the workers on an iterator whose items are
             predictions; None if the dataset is trained or evaluated on.
         steps_per_epoch: an int, or None to run until the dataset ends.
+        length: the steps of an epoch where Keras knows them, or None.
     """
 
     def __init__(
@@ -131,9 +132,11 @@ class DistributedDataset:
         dataset: tf.data.Dataset,
         start_predict: Callable[[DistributedIterator], WorkerRun] | None,
         steps_per_epoch: int | None,
+        length: int | None,
     ):
         self.dataset = dataset
         self.steps_per_epoch = steps_per_epoch
+        self._length = length
         self.start_predict = start_predict
         self._service = service
         self._registered: RegisteredDataset | None = None
@@ -145,8 +148,8 @@ class DistributedDataset:
     @property
     def length(self) -> int | None:
         """The steps of an epoch, or None if only its end will tell."""
-        if self.steps_per_epoch is not None:
-            return self.steps_per_epoch
+        if self._length is not None:
+            return self._length
         cardinality = int(self.dataset.cardinality())
         return cardinality if cardinality >= 0 else None
 

@@ -95,6 +95,8 @@ class _Steps:
         run = iterator.run
         if run is None:
             run = iterator.run = self._start(iterator)
+            for optimizer in optimizers_of(self._model):
+                optimizer.wait_for_steps = run.settle
             self._begin_epoch(iterator)
         elif not run.wait(0) and self._target >= self._epoch_end:
             # The next epoch on the same data (steps_per_epoch is set).

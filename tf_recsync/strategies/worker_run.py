@@ -157,6 +157,11 @@ class WorkerRun:
         for thread in self._threads:
             thread.join(_STALL_SECONDS)
 
+    def settle(self) -> None:
+        """Waits for the calls in flight of a pass that was stopped, with a limit."""
+        if self._should_stop():
+            self.stop()
+
     def _idle(self) -> bool:
         """Whether nothing runs and nothing will, unless more is granted."""
         if self._error is not None or self._live == 0:

@@ -20,6 +20,7 @@ def set_compute_time(strategy: AsyncStrategy, seconds: float | None) -> None:
     Raises:
         ValueError: if `seconds` is negative.
     """
-    if seconds is not None and not seconds >= 0:
+    is_number = isinstance(seconds, (int, float))
+    if seconds is not None and not (is_number and seconds >= 0):
         raise ValueError(f"seconds must be at least 0 or None, not {seconds!r}")
     strategy._compute_time = seconds
