@@ -77,7 +77,7 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
         self._cluster = cluster
         self._compute_time: float | None = None
         super().__init__(cluster.resolver)
-        self._data_service = DataService(cluster.host)
+        self._data_service = DataService(cluster.host, cluster.workers)
         self._settings = model_functions.Settings(
             cluster=cluster,
             worker_timeout=worker_timeout,

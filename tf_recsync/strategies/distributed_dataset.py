@@ -27,10 +27,12 @@ class DataService:
     Args:
         host: the name or address by which the cluster's workers reach this
             process.
+        workers: their number.
     """
 
-    def __init__(self, host: str):
+    def __init__(self, host: str, workers: int):
         self._host = host
+        self._workers = workers
         self._lock = threading.Lock()
         self._dispatcher = None
         self._worker = None
@@ -62,13 +64,14 @@ class DataService:
             dataset_id = tf.data.experimental.service.register_dataset(
                 self._address, dataset, compression=None
             )
-        return RegisteredDataset(self._address, dataset_id, dataset.element_spec)
+        return RegisteredDataset(self._address, dataset_id, dataset.element_spec, self._workers)
 
 
 class RegisteredDataset:
     """A dataset in the service; each pass over it is a job that workers share."""
 
-    def __init__(self, address: str, dataset_id: Any, element_spec: Any):
+    def __init__(self, address: str, dataset_id: Any, element_spec: Any, workers: int):
+        self._workers = workers
         self._address = address
         self._dataset_id = dataset_id
         self.element_spec = element_spec
@@ -103,8 +106,9 @@ class RegisteredDataset:
             dataset_id=self._dataset_id,
             element_spec=self.element_spec,
             job_name=job,
-            # With more, batches overtake each other; one worker sees their order.
-            max_outstanding_requests=1,
+            # Two requests overtake each other now and then; a single worker
+            # shall see the order of the data, and can do with one.
+            max_outstanding_requests=1 if self._workers == 1 else 2,
             task_refresh_interval_hint_ms=_REFRESH_MILLISECONDS,
         )
         # With autotuning, an iterator's end waits up to five seconds for the
