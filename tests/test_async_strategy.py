@@ -164,12 +164,13 @@ def test_one_worker_keeps_the_moving_statistics_of_local_keras(one):
 def test_models_of_every_kind_train_and_validate(two, build):
     model = compiled(two, build, metrics=lambda: ["AUC"])
     x, y = clicks()
-    validation = clicks(96, seed=4)
+    validation = clicks(960, seed=4)
     history = model.fit(x, y, BATCH, epochs=4, validation_data=validation, verbose=0).history
     assert set(history) == {"loss", "AUC", "val_loss", "val_AUC"}
     assert all(len(values) == 4 for values in history.values())
     assert history["loss"][-1] < history["loss"][0]
-    assert history["val_AUC"][-1] > max(0.55, history["val_AUC"][0] - 0.05)
+    assert history["AUC"][-1] > history["AUC"][0]
+    assert history["val_AUC"][-1] > 0.5
     assert steps_of(model) == 4 * 20
 
 
