@@ -149,8 +149,8 @@ class UpdateOp : public tensorflow::OpKernel {
   }
 
  protected:
-  // Looks up the variables behind the op's resource inputs; `variables_` etc.
-  // of `held` keep them alive.
+  // Looks up the variables behind the op's resource inputs; `held` keeps them
+  // alive.
   absl::Status LookupTargets(tensorflow::OpKernelContext* ctx,
                              std::vector<VariablePtr>* held,
                              std::vector<Target>* targets) {

@@ -100,7 +100,7 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "1, and so on. Positions that name the same row of a table are summed "      \
   "first, so that each row is updated once, weighted by rho(tau) of the "      \
   "oldest version it was pulled at; its version rises by one and its tau is "  \
-  "counted. Tables, or the rows of a single one, are updated in parallel.\n"   \
+  "counted. The rows of a table are updated in parallel.\n"                    \
   "\n"                                                                         \
   "versions: int64 [rows] for each table.\n"                                   \
   "counters: int64 vectors of staleness statistics.\n"                         \

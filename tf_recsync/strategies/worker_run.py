@@ -7,7 +7,6 @@ is back; the others go on.
 
 from __future__ import annotations
 
-import collections
 import threading
 import time
 from collections.abc import Callable
@@ -88,7 +87,6 @@ class WorkerRun:
         self._results: dict[int, Any] = {}
         self._next_result = 0
         self._without_worker_since: float | None = None
-        self.losses: collections.Counter = collections.Counter()
         self.slots = [Slot(i) for i in range(cluster.workers)]
         self._threads = [
             threading.Thread(
@@ -237,7 +235,7 @@ class WorkerRun:
                 return
             outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
             if outcome is None:
-                self._give_back(slot, n)
+                self._give_back(n)
                 opened = False
                 continue
             done, ended, result = outcome[0]
@@ -269,10 +267,9 @@ class WorkerRun:
                 self._results[number] = value
             self._changed.notify_all()
 
-    def _give_back(self, slot: Slot, taken: int) -> None:
+    def _give_back(self, taken: int) -> None:
         with self._changed:
             self._taken -= taken
-            self.losses[slot.index] += 1
             self._changed.notify_all()
 
     def _guarded(self, slot: Slot, action: Callable[[], Any]) -> tuple[Any] | None:
