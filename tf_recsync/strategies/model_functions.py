@@ -77,7 +77,7 @@ class _Steps:
     def __init__(self, model: keras.Model, settings: Settings):
         self._model = model
         self._settings = settings
-        self._functions: dict[Any, tuple[Callable, Layout]] = {}
+        self._functions: dict[Any, tuple[dict[int, Callable], Layout]] = {}
         self._logs: dict[str, Any] = {}
         self._refreshed = 0.0
         self._merger: MetricsMerger | None = None
@@ -129,7 +129,7 @@ class _Steps:
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
         registered = iterator.distributed.registered()
         steps_per_call = self._model.steps_per_execution
-        function, layout = self._function(iterator, steps_per_call)
+        functions, layout = self._traced(iterator, steps_per_call)
         job = registered.new_job()
         model, merge = self._model, lambda slot: self._merger.keep(slot.index)
         metrics = len(model.metrics_variables)
@@ -146,8 +146,9 @@ class _Steps:
                 merge(slot)
             state = WorkerState(registered.iterator(job), private_values(slot))
             # Has the servers build their parts of the graph, without taking a step.
-            with contextlib.suppress(tf.errors.OutOfRangeError):
-                function(registered.empty_iterator(), state.count(0), *state.handles)
+            for function in functions.values():
+                with contextlib.suppress(tf.errors.OutOfRangeError):
+                    function(registered.empty_iterator(), *state.handles)
             slot.state = state
             return state
 
@@ -156,14 +157,21 @@ class _Steps:
             if state.reset_metrics:
                 state.assign(private_values(slot)[:metrics])
                 state.reset_metrics = False
-            try:
-                outcome = function(state.iterator, state.count(n), *state.handles)
-            except tf.errors.OutOfRangeError:
-                return 0, True, None
-            if steps_per_call == 1:
-                return 1, False, None
-            done, more = np.asarray(outcome).tolist()
-            return done, not more, None
+            if n == steps_per_call > 1:
+                before = state.steps
+                try:
+                    functions[n](state.iterator, *state.handles)
+                except tf.errors.OutOfRangeError:
+                    state.steps = state.read_steps()
+                    return state.steps - before, True, None
+                state.steps += n
+                return n, False, None
+            for done in range(n):
+                try:
+                    functions[1](state.iterator, *state.handles)
+                except tf.errors.OutOfRangeError:
+                    return done, True, None
+            return n, False, None
 
         return WorkerRun(
             self._settings.cluster,
@@ -177,21 +185,20 @@ class _Steps:
     def _should_stop(self) -> bool:
         raise NotImplementedError
 
-    def _function(self, iterator, steps_per_call):
+    def _traced(self, iterator, steps_per_call) -> tuple[dict[int, Callable], Layout]:
+        """The functions of one step and of `steps_per_call` steps, and the layout."""
         compute_time = self._settings.compute_time()
         spec = iterator.distributed.element_spec
         key = (repr(spec), steps_per_call, compute_time)
         if key not in self._functions:
             layout = Layout.of(self._model, optimizers_of(self._model))
-            function = worker_functions.trace_steps(
-                self._model,
-                layout,
-                self.method,
-                spec,
-                steps_per_call,
-                compute_time,
-            )
-            self._functions = {key: (function, layout)}
+            functions = {
+                steps: worker_functions.trace_steps(
+                    self._model, layout, self.method, spec, steps, compute_time
+                )
+                for steps in sorted({1, steps_per_call})
+            }
+            self._functions = {key: (functions, layout)}
         return self._functions[key]
 
     def _refresh(self, run: WorkerRun) -> None:
@@ -304,18 +311,22 @@ class WorkerState:
     Args:
         iterator: the worker's iterator.
         private: the initial values of the variables that it keeps for itself.
+
+    Attributes:
+        steps: how many steps calls of several steps have run, as far as known.
     """
 
     def __init__(self, iterator: tf.data.Iterator, private: list[np.ndarray]):
         self.iterator = iterator
         self.reset_metrics = False
+        self.steps = 0
+        self._steps = tf.Variable(on_worker(np.int64(0)), trainable=False)
         self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
-        self._counts: dict[int, tf.Tensor] = {}
 
     @property
     def handles(self) -> list[tf.Tensor]:
-        """The handles of the worker's variables."""
-        return [variable.handle for variable in self._variables]
+        """The handles of the worker's variables: the count of steps, then its private ones."""
+        return [variable.handle for variable in (self._steps, *self._variables)]
 
     def assign(self, values: list[np.ndarray]) -> None:
         """Sets the first of the worker's variables."""
@@ -326,11 +337,9 @@ class WorkerState:
         """Reads the first `count` of the worker's variables."""
         return [np.asarray(variable.read_value()) for variable in self._variables[:count]]
 
-    def count(self, n: int) -> tf.Tensor:
-        """The number n as a tensor on the worker, sent there once."""
-        if n not in self._counts:
-            self._counts[n] = on_worker(np.int64(n))
-        return self._counts[n]
+    def read_steps(self) -> int:
+        """The steps that calls of several steps have run."""
+        return int(np.asarray(self._steps.read_value()))
 
 
 def on_worker(value: np.ndarray) -> tf.Tensor:

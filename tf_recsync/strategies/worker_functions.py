@@ -32,15 +32,15 @@ def trace_steps(
         layout: its layout.
         method: "train_step" or "test_step".
         element_spec: the type spec of the batches that the workers' iterators yield.
-        steps_per_call: the most steps that one call runs.
+        steps_per_call: how many steps one call runs. They are unrolled: a loop
+            would span all servers.
         compute_time: artificial compute time in seconds, or None.
 
     Returns:
-        A concrete function of (iterator, limit: int64 scalar, *handles of the
-        worker's private variables). With `steps_per_call` 1 it runs one step,
-        returns nothing, and raises OutOfRangeError at the end of the data; else
-        it runs up to `limit` steps and returns int64 [2]: (steps run, whether
-        data may be left).
+        A concrete function of (iterator, handle of the worker's count of steps,
+        *handles of the worker's private variables) that runs the steps, returns
+        nothing, and raises OutOfRangeError at the end of the data. The count
+        then tells how many steps it ran; for single steps it is not kept.
 
     Raises:
         ValueError: if the model's own step can't be run on workers.
@@ -67,40 +67,25 @@ def trace_steps(
                 operations.append(tf.raw_ops.AssignVariableOp(resource=handle, value=new))
         return operations
 
-    def one(iterator, limit, *handles):
-        del limit
-        batch = iterator.get_next()
-        # Without a batch nothing may happen, not even what needs none of it.
-        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            operations = run_step(batch, handles)
+    def steps(iterator, count, *handles):
+        operations: list[tf.Operation] = []
+        for _ in range(steps_per_call):
+            # The next step pulls when this one's pushes are applied.
+            with tf.control_dependencies(operations):
+                batch = iterator.get_next()
+            # Without a batch nothing may happen, not even what needs none of it.
+            with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+                operations = run_step(batch, handles)
+            if steps_per_call > 1:
+                with tf.control_dependencies(operations):
+                    one = tf.ones([], tf.int64)
+                    operations = [tf.raw_ops.AssignAddVariableOp(resource=count, value=one)]
         with tf.control_dependencies(operations):
             tf.no_op()
 
-    def several(iterator, limit, *handles):
-        def next_step(count, more):
-            del more
-            optional = iterator.get_next_as_optional()
-
-            def run():
-                # The next step pulls when this one's pushes are applied.
-                with tf.control_dependencies(run_step(optional.get_value(), handles)):
-                    return tf.identity(count + 1), tf.constant(1, tf.int64)
-
-            return tf.cond(optional.has_value(), run, lambda: (count, tf.constant(0, tf.int64)))
-
-        return tf.stack(
-            tf.while_loop(
-                lambda count, more: tf.logical_and(count < limit, more > 0),
-                next_step,
-                (tf.constant(0, tf.int64), tf.constant(1, tf.int64)),
-                parallel_iterations=1,
-            )
-        )
-
-    # A single step is spared the control flow, which spans all servers.
-    steps = one if steps_per_call == 1 else several
     return tf.function(steps, autograph=False).get_concrete_function(
-        tf.data.IteratorSpec(element_spec), tf.TensorSpec([], tf.int64), *_handle_specs(layout)
+        tf.data.IteratorSpec(element_spec),
+        *_handle_specs(layout),
     )
 
 
@@ -108,13 +93,14 @@ def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Call
     """Traces `model.predict_step` for the workers.
 
     Returns:
-        A concrete function of (iterator, *handles of the worker's private
-        variables) that returns (the batch's number, its outputs) and raises
+        A concrete function of (iterator, *handles as for `trace_steps`) that
+        returns (the batch's number, its outputs) and raises
         OutOfRangeError at the end of the data.
     """
     lookups = find_lookups(model, layout, "predict_step", element_spec[1])
 
-    def predict(iterator, *handles):
+    def predict(iterator, count, *handles):
+        del count
         number, data = iterator.get_next()
         private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
         step = Step(layout, private, lookups, data)
@@ -128,7 +114,8 @@ def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Call
 
 
 def _handle_specs(layout: Layout) -> list[tf.TensorSpec]:
-    return [tf.TensorSpec([], tf.resource) for _ in layout.private]
+    """The count of steps, and the private variables."""
+    return [tf.TensorSpec([], tf.resource) for _ in range(1 + len(layout.private))]
 
 
 def _read(handle: tf.Tensor, like: keras.Variable) -> tf.Tensor:
