@@ -1,5 +1,7 @@
-"""Keras layers for asynchronous training."""
+"""Keras layers."""
 
+from tf_recsync.layers.embedding_collection import EmbeddingCollection
+from tf_recsync.layers.embedding_config import FeatureConfig, TableConfig
 from tf_recsync.layers.mean_normalization import MeanNormalization
 
-__all__ = ["MeanNormalization"]
+__all__ = ["EmbeddingCollection", "FeatureConfig", "MeanNormalization", "TableConfig"]

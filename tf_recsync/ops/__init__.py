@@ -33,6 +33,8 @@ adagrad_dense = library.recsync_adagrad_dense
 adagrad_rows = library.recsync_adagrad_rows
 mean_normalize = library.recsync_mean_normalize
 delay = library.recsync_delay
+route_ids = library.recsync_route_ids
+assemble = library.recsync_assemble
 
 for _name in (
     "RecsyncPullDense",
@@ -44,6 +46,8 @@ for _name in (
     "RecsyncAdagradRows",
     "RecsyncMeanNormalizeGrad",
     "RecsyncDelay",
+    "RecsyncRouteIds",
+    "RecsyncAssembleGrad",
 ):
     tf.no_gradient(_name)
 
@@ -78,3 +82,16 @@ def _gather_rows_gradient(op, packed, _):
 
 def _variable_shape(handle):
     return tf.raw_ops.VariableShape(input=handle)
+
+
+@tf.RegisterGradient("RecsyncAssemble")
+def _assemble_gradient(op, gradient):
+    count = op.get_attr("P")
+    pooled, slots = op.inputs[1 : 1 + count], op.inputs[1 + count :]
+    parts = library.recsync_assemble_grad(
+        gradient,
+        slots,
+        dimensions=op.get_attr("dimensions"),
+        table_dimensions=[p.shape[1] for p in pooled],
+    )
+    return [None, *parts, *[None] * count]

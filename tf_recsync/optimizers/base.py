@@ -18,6 +18,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from tf_recsync import staleness as staleness_lib
+from tf_recsync.ops.bags import PackedBags
 from tf_recsync.swap import Swap
 from tf_recsync.synchronization import context
 
@@ -130,7 +131,8 @@ class Optimizer(keras.optimizers.Optimizer):
                 self._load(saved)
 
     def _make_state(self, variable) -> VariableState:
-        is_table = len(variable.shape) >= 1 and bool(self._tables.fullmatch(variable.path))
+        named = len(variable.shape) >= 1 and bool(self._tables.fullmatch(variable.path))
+        is_table = named or hasattr(variable, "physical_table")
         shape = tuple(variable.shape[:1]) if is_table else ()
         prefix = variable.path.replace("/", "_")
         accumulators = [
@@ -250,8 +252,9 @@ class Optimizer(keras.optimizers.Optimizer):
             self._plain_update(state, variable, gradient, learning_rate, step)
         elif state.is_table:
             values, ids = as_rows(gradient, state.variable.shape)
-            values, counts = tf.reshape(values, [-1]), [tf.size(ids, out_type=tf.int64)]
-            self.apply_rows([state], values, ids, counts, no_versions(), learning_rate, step)
+            values = tf.reshape(values, [-1])
+            rows = PackedBags(tf.size(ids, out_type=tf.int64)[tf.newaxis], ids)
+            self.apply_rows([state], values, rows, no_versions(), learning_rate, step)
         else:
             gradient = tf.reshape(tf.convert_to_tensor(gradient), [-1])
             self.apply_dense([state], gradient, no_versions(), learning_rate, step)
@@ -274,19 +277,16 @@ class Optimizer(keras.optimizers.Optimizer):
             **self._arguments(states, pulled_versions, learning_rate, global_step),
         )
 
-    def apply_rows(
-        self, states, gradient, ids, counts, pulled_versions, learning_rate, global_step
-    ):
+    def apply_rows(self, states, gradient, rows, pulled_versions, learning_rate, global_step):
         """Applies packed gradients to rows of tables of one server.
 
         Rows that are named more than once are summed first.
 
         Args:
             states: the tables' `VariableState`s, all on one device.
-            gradient: [total], float32, bfloat16 or float16: the rows' gradients,
-                flattened, table after table.
-            ids: int32 or int64 [n], row ids, table after table.
-            counts: int64 [len(states)], how many ids belong to each table.
+            gradient: [total], float32, bfloat16 or float16: the gradients of the
+                pooled vectors of `rows`, flattened, table after table.
+            rows: a `tf_recsync.ops.bags.PackedBags`.
             pulled_versions: int64 [n], or empty for fresh gradients.
             learning_rate: a float32 scalar.
             global_step: an int64 scalar, counted from 1.
@@ -296,8 +296,9 @@ class Optimizer(keras.optimizers.Optimizer):
         """
         return self.rows_op(
             gradient=gradient,
-            indices=ids,
-            counts=counts,
+            indices=rows.ids,
+            counts=rows.counts,
+            **rows.inputs(),
             **self._arguments(states, pulled_versions, learning_rate, global_step),
         )
 

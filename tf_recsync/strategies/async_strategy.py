@@ -77,6 +77,8 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
         self._cluster = cluster
         self._compute_time: float | None = None
         super().__init__(cluster.resolver)
+        # What variables are colocated with that shall be on a certain server.
+        self._anchors = [self._anchor(i) for i in range(cluster.ps)]
         self._data_service = DataService(cluster.host, cluster.workers)
         self._settings = model_functions.Settings(
             cluster=cluster,
@@ -88,6 +90,26 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
     def cluster(self) -> Cluster:
         """The cluster that the strategy runs on."""
         return self._cluster
+
+    def _anchor(self, ps: int) -> tf.Variable:
+        with tf.device(f"/job:ps/replica:0/task:{ps}/device:CPU:0"):
+            return tf.Variable(0.0, trainable=False)
+
+    def placed_on(self, ps: int):
+        """A context in which variables are made on one parameter server.
+
+        Args:
+            ps: its task index. Without this context variables go round robin.
+
+        Raises:
+            ValueError: if there is no such server.
+        """
+        if not 0 <= ps < self._cluster.ps:
+            raise ValueError(f"ps must be from 0 to {self._cluster.ps - 1}, not {ps!r}")
+        anchor = self._anchors[ps]
+        return tf.variable_creator_scope(
+            lambda create, **kwargs: create(**{**kwargs, "colocate_with": anchor})
+        )
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         # Without the base class's device filters, which hide workers from each

@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tf_recsync.ops.bags import Bags
 from tf_recsync.optimizers.base import VariableState
 from tf_recsync.synchronization import context
 from tf_recsync.synchronization.pulled import PulledScope, TableStandIn
@@ -25,17 +26,17 @@ from tf_recsync.synchronization.pulled import PulledScope, TableStandIn
 
 @dataclasses.dataclass(frozen=True)
 class Lookups:
-    """The lookups of a step whose ids depend on its batch alone.
+    """The lookups of a step that depend on its batch alone.
 
     Attributes:
         tables: the index of each lookup's table, in the order of the lookups.
-        ids: computes the ids of each lookup from a batch's flattened tensors.
+        bags: computes what each of them looks up from a batch's flattened tensors.
         whole: the indices of tables that are used otherwise than for lookups;
             None if that is not known.
     """
 
     tables: tuple[int, ...] = ()
-    ids: Callable[..., list[tf.Tensor]] = lambda *_: []
+    bags: Callable[..., list[Bags]] = lambda *_: []
     whole: frozenset[int] | None = None
 
 
@@ -49,9 +50,9 @@ class _DryTable(TableStandIn):
         self._wholes: list[tf.Tensor] = []
         self.handle = tf.compat.v1.placeholder(tf.float32, [])
 
-    def lookup(self, indices):
-        self._found.append((self._index, indices))
-        return tf.compat.v1.placeholder(tf.float32, indices.shape + self.shape[1:])
+    def lookup_bags(self, bags):
+        self._found.append((self._index, bags))
+        return tf.compat.v1.placeholder(tf.float32, [None, *self.shape[1:]])
 
     def __tf_tensor__(self, dtype=None, name=None):
         self._wholes.append(tf.compat.v1.placeholder(dtype or tf.float32, self.shape))
@@ -99,7 +100,7 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
     """
     if not layout.tables:
         return Lookups()
-    found: list[tuple[int, tf.Tensor]] = []
+    found: list[tuple[int, Bags]] = []
     whole: set[int] = set()
 
     def dry_step(*flat):
@@ -133,14 +134,22 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
         )
         return Lookups()
     batch = wrapped.inputs[: len(specs)]
-    computable = [(i, ids) for i, ids in found if _depends_only_on(ids, batch, wrapped.inputs)]
+
+    def computable(bags):
+        return all(_depends_only_on(t, batch, wrapped.inputs) for t in bags if t is not None)
+
     # A lookup is recognised by its place among those of its table.
-    late = {i for i, ids in found if not any(ids is c for _, c in computable)}
-    computable = [(i, ids) for i, ids in computable if i not in late]
-    if not computable:
+    late = {i for i, bags in found if not computable(bags)}
+    early = [(i, bags) for i, bags in found if i not in late]
+    if not early:
         return Lookups(whole=frozenset(whole))
-    pruned = wrapped.prune(batch, [ids for _, ids in computable])
-    return Lookups(tuple(i for i, _ in computable), pruned, frozenset(whole))
+    pruned = wrapped.prune(batch, [t for _, bags in early for t in bags if t is not None])
+
+    def compute(*flat):
+        tensors = iter(pruned(*flat))
+        return [Bags(*(None if t is None else next(tensors) for t in bags)) for _, bags in early]
+
+    return Lookups(tuple(i for i, _ in early), compute, frozenset(whole))
 
 
 def _depends_only_on(tensor: tf.Tensor, allowed, captured) -> bool:

@@ -15,10 +15,12 @@ import keras
 import tensorflow as tf
 
 from tf_recsync import ops
+from tf_recsync.ops.bags import Bags
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import context
 from tf_recsync.synchronization.lookups import Lookups
-from tf_recsync.synchronization.pulled import PulledScope, PulledTable
+from tf_recsync.synchronization.messages import PullPlan, PushPlan, ServerPull
+from tf_recsync.synchronization.pulled import PulledLookup, PulledScope, PulledTable
 
 
 def device_of(variable: keras.Variable) -> str:
@@ -103,7 +105,7 @@ class Step:
     ):
         self._layout = layout
         self._compute_time = compute_time
-        self._versions: dict[int, tf.Tensor] = {}
+        self._pulls: dict[str, ServerPull] = {}
         self._operations: list[tf.Operation] = []
         self._delay: tf.Operation | None = None
         self._pushed: set[int] = set()
@@ -111,18 +113,17 @@ class Step:
         self._summed: dict[int, tf.Tensor] = {}
         self._tables = {
             id(s.variable): PulledTable(
-                s, pull_rows, whole=lookups.whole is None or i in lookups.whole
+                s, pull_lookup, whole=lookups.whole is None or i in lookups.whole
             )
             for i, s in enumerate(layout.tables)
         }
-        ids: list[tf.Tensor] = []
+        bags = []
         if lookups.tables:
-            ids = lookups.ids(*tf.nest.flatten(batch, expand_composites=True))
+            bags = lookups.bags(*tf.nest.flatten(batch, expand_composites=True))
         states = [layout.tables[i] for i in lookups.tables]
-        pulled, rows = self._pull(states, [tf.cast(tf.reshape(i, [-1]), tf.int64) for i in ids])
-        # In the order of the step's lookups, whatever the servers are.
-        for state, row in zip(states, rows, strict=True):
-            self._tables[id(state.variable)].prefetched(*row)
+        pulled, found = self._pull(states, bags)
+        for state, lookup in zip(states, found, strict=True):
+            self._tables[id(state.variable)].prefetched(lookup)
         self._shared = [pulled[id(v)] for v in layout.shared]
         self._scope = PulledScope(
             dense=[
@@ -139,17 +140,16 @@ class Step:
         )
 
     def _pull(
-        self, tables: list[base.VariableState], ids: list[tf.Tensor]
-    ) -> tuple[dict[int, tf.Tensor], list[tuple[tf.Tensor, tf.Tensor, tf.Tensor]]]:
+        self, tables: list[base.VariableState], bags: list[Bags]
+    ) -> tuple[dict[int, tf.Tensor], list[PulledLookup]]:
         """Pulls all that the step reads, in one message there and back for each server.
 
         Args:
             tables: the table of each lookup.
-            ids: int64 [n_i], the rows of each lookup.
+            bags: what it looks up.
 
         Returns:
-            The values of variables, by the variables' ids; and for each lookup
-            (ids, values [n_i, ...], versions [n_i]).
+            The values of variables, by the variables' ids; and the lookups.
         """
         plans: dict[str, PullPlan] = {}
 
@@ -164,12 +164,12 @@ class Step:
         for variable in unversioned:
             plan_of(variable).unversioned.append(variable)
         for i, state in enumerate(tables):
-            plan_of(state.variable).lookups.append((i, state, ids[i]))
+            plan_of(state.variable).look_up(i, state, bags[i])
         values: dict[int, tf.Tensor] = {}
-        rows: list = [None] * len(tables)
+        lookups: dict[int, PulledLookup] = {}
         for device, plan in plans.items():
-            plan.pull(device, values, self._versions, rows)
-        return values, rows
+            self._pulls[device] = plan.pull(device, values, lookups)
+        return values, [lookups[i] for i in range(len(tables))]
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -234,27 +234,35 @@ class Step:
         for gradient, variable in zip(grads, variables, strict=True):
             state = optimizer.state_of(variable)
             self._pushed.add(id(state.variable))
-            plan = plans.setdefault(device_of(state.variable), PushPlan())
+            device = device_of(state.variable)
+            if device not in plans:
+                plans[device] = PushPlan(self._pulls.get(device, ServerPull(dense=[])))
+            plan = plans[device]
             table = self._tables.get(id(state.variable))
             if table is None:
-                gradient = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
-                plan.dense.append((state, gradient, self._versions[id(state.variable)]))
+                plan.add_dense(state, tf.cast(tf.convert_to_tensor(gradient), tf.float32))
+            elif id(state.variable) in self._summed:
+                versions = self._summed[id(state.variable)]
+                plan.add_rows(state, gradient.values, gradient.indices, versions)
             else:
-                versions = self._summed.get(id(state.variable))
-                if versions is None:
-                    plan.rows.append((state, *table.resolve(gradient)))
-                else:
-                    plan.rows.append((state, gradient.values, gradient.indices, versions))
+                lookups = None
+                if isinstance(gradient, tf.IndexedSlices):
+                    lookups = table.complete(gradient)
+                if lookups is None or not plan.add_lookups(state, lookups, gradient.values):
+                    plan.add_rows(state, *table.resolve(gradient))
         arrived = {device: plan.send(device, learning_rate) for device, plan in plans.items()}
         # The owner of the global step counts the push when it has arrived there;
         # an owner without parameters counts it when it has arrived anywhere.
         owner = device_of(optimizer._iterations)
-        evidence = arrived.get(owner) or next(iter(arrived.values()))
-        with tf.control_dependencies([evidence.floats]), tf.device(owner):
+        evidence = arrived.get(owner, next(iter(arrived.values())))
+        with tf.control_dependencies([evidence]), tf.device(owner):
             step = ops.next_global_step(optimizer._iterations._value.handle)
+        self._operations.append(step.op)
         for device, plan in plans.items():
             with tf.device(device):
-                self._operations += plan.apply(optimizer, arrived[device], step)
+                # Only SWAP asks for it; without, nobody waits for the owner.
+                number = step if optimizer.swap else tf.ones([], tf.int64)
+                self._operations += plan.apply(optimizer, number)
 
     def decay_weights(self, variables, rate) -> None:
         for variable in variables:
@@ -278,147 +286,11 @@ def schedule_variables(optimizer: base.Optimizer) -> list[keras.Variable]:
     return [optimizer._iterations]
 
 
-class PullPlan:
-    """What one server is asked for, and how its answer is taken apart."""
-
-    def __init__(self):
-        self.dense: list[base.VariableState] = []
-        self.unversioned: list[keras.Variable] = []
-        self.lookups: list[tuple[int, base.VariableState, tf.Tensor]] = []
-
-    def pull(self, device: str, values: dict, versions: dict, rows: list) -> None:
-        """Adds what was pulled to `values` and `versions` (by id) and `rows`."""
-        floats: list[tf.Tensor] = []
-        integers: list[tf.Tensor] = []
-        tables = [state for _, state, _ in self.lookups]
-        ids = [i for _, _, i in self.lookups]
-        if self.lookups:
-            counts = tf.stack([tf.size(i, out_type=tf.int64) for i in ids])
-            request = tf.concat([counts, *ids], 0)
-        others = [v for v in self.unversioned if v.dtype != "float32"]
-        scalars = [v for v in self.unversioned if v.dtype == "float32"]
-        with tf.device(device):
-            if self.dense:
-                packed, pulled = ops.pull_dense(
-                    base.handles([s.variable for s in self.dense]),
-                    base.handles([s.versions for s in self.dense]),
-                )
-                floats.append(packed)
-                integers.append(pulled)
-            floats += [tf.reshape(v._value.read_value(), [-1]) for v in scalars]
-            if self.lookups:
-                request = tf.identity(request)
-                packed, pulled = ops.gather_rows(
-                    base.handles([s.variable for s in tables]),
-                    base.handles([s.versions for s in tables]),
-                    request[len(ids) :],
-                    request[: len(ids)],
-                )
-                floats.append(packed)
-                integers.append(pulled)
-            float_message = tf.concat(floats, 0) if floats else None
-            integer_message = tf.concat(integers, 0) if integers else None
-            direct = [v._value.read_value() for v in others]
-        values.update((id(v), tf.identity(t)) for v, t in zip(others, direct, strict=True))
-        # What follows runs on the worker.
-        shapes = [tuple(s.variable.shape) for s in self.dense] + [tuple(v.shape) for v in scalars]
-        shapes += [tuple(s.variable.shape[1:]) for s in tables]
-        sizes: list = [tf.TensorShape(shape).num_elements() for shape in shapes]
-        first = len(self.dense) + len(scalars)
-        if ids:
-            sizes[first:] = tf.unstack(counts * tf.constant(sizes[first:], tf.int64))
-        pieces = (
-            []
-            if float_message is None
-            else tf.split(
-                float_message, tf.stack([tf.cast(s, tf.int64) for s in sizes]), num=len(sizes)
-            )
-        )
-        fixed = [s.variable for s in self.dense] + scalars
-        for variable, piece in zip(fixed, pieces, strict=False):
-            values[id(variable)] = tf.reshape(piece, tuple(variable.shape))
-        for i, state in enumerate(self.dense):
-            versions[id(state.variable)] = integer_message[i]
-        if ids:
-            row_versions = tf.split(integer_message[len(self.dense) :], counts, num=len(ids))
-            for j, (number, state, looked_up) in enumerate(self.lookups):
-                shape = tuple(state.variable.shape[1:])
-                rows[number] = (
-                    looked_up,
-                    tf.reshape(pieces[first + j], [-1, *shape]),
-                    row_versions[j],
-                )
-
-
-@dataclasses.dataclass(frozen=True)
-class Message:
-    """A push as it arrives at a server."""
-
-    floats: tf.Tensor  # the learning rate, then gradients: dense, then rows
-    integers: tf.Tensor  # versions of dense variables, counts of rows, row ids, row versions
-
-
-class PushPlan:
-    """What is sent to one server, and how it is taken apart and applied there."""
-
-    def __init__(self):
-        self.dense: list[tuple[base.VariableState, tf.Tensor, tf.Tensor]] = []
-        self.rows: list[tuple[base.VariableState, tf.Tensor, tf.Tensor, tf.Tensor]] = []
-
-    def send(self, device: str, learning_rate) -> Message:
-        """Packs the push on the worker and sends it to the server."""
-        floats = [tf.reshape(tf.cast(learning_rate, tf.float32), [1])]
-        floats += [tf.reshape(gradient, [-1]) for _, gradient, _ in self.dense]
-        floats += [tf.reshape(tf.cast(values, tf.float32), [-1]) for _, values, _, _ in self.rows]
-        integers = [tf.reshape(version, [1]) for _, _, version in self.dense]
-        integers += [tf.size(ids, out_type=tf.int64)[tf.newaxis] for _, _, ids, _ in self.rows]
-        integers += [ids for _, _, ids, _ in self.rows]
-        integers += [versions for _, _, _, versions in self.rows]
-        packed = tf.concat(floats, 0), tf.concat(integers, 0)
-        with tf.device(device):
-            return Message(tf.identity(packed[0]), tf.identity(packed[1]))
-
-    def apply(self, optimizer: base.Optimizer, message: Message, step) -> list[tf.Operation]:
-        """Applies the push; call it under the server's device scope."""
-        operations = []
-        learning_rate = message.floats[0]
-        dense_size = 1 + sum(s.variable.shape.num_elements() for s, _, _ in self.dense)
-        n, m = len(self.dense), len(self.rows)
-        if self.dense:
-            operations.append(
-                optimizer.apply_dense(
-                    [state for state, _, _ in self.dense],
-                    message.floats[1:dense_size],
-                    message.integers[:n],
-                    learning_rate,
-                    step,
-                )
-            )
-        if self.rows:
-            ids, versions = tf.split(message.integers[n + m :], 2)
-            operations.append(
-                optimizer.apply_rows(
-                    [state for state, _, _, _ in self.rows],
-                    message.floats[dense_size:],
-                    ids,
-                    message.integers[n : n + m],
-                    versions,
-                    learning_rate,
-                    step,
-                )
-            )
-        return operations
-
-
-def pull_rows(state: base.VariableState, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Pulls rows of one table by themselves: (values [n, ...], versions [n]).
-
-    Args:
-        state: the table's state.
-        ids: int64 [n].
-    """
+def pull_lookup(state: base.VariableState, bags: Bags) -> PulledLookup:
+    """Pulls what one lookup needs by itself."""
     plan = PullPlan()
-    plan.lookups.append((0, state, ids))
-    rows: list = [None]
-    plan.pull(device_of(state.variable), {}, {}, rows)
-    return rows[0][1:]
+    plan.look_up(0, state, bags)
+    lookups: dict[int, PulledLookup] = {}
+    plan.pull(device_of(state.variable), {}, lookups)
+    # Not to be pushed in place: the step's own pull is another message.
+    return dataclasses.replace(lookups[0], message=None)

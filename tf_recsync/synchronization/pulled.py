@@ -8,13 +8,16 @@ the rows that are looked up, when they are looked up, from the server.
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
 from tensorflow.python.eager import tape
 
 from tf_recsync import ops
+from tf_recsync.ops.bags import Bags, merge
 from tf_recsync.optimizers.base import VariableState
 
 
@@ -82,29 +85,50 @@ class TableStandIn(tf.__internal__.types.Tensor):
             name: ignored.
         """
         try:
-            return self.lookup(tf.convert_to_tensor(indices))
+            indices = tf.convert_to_tensor(indices)
+            rows = self.lookup_bags(Bags(tf.cast(tf.reshape(indices, [-1]), tf.int64)))
+            shape = tf.concat([tf.shape(indices), self.shape[1:]], 0)
+            return tf.ensure_shape(tf.reshape(rows, shape), indices.shape + self.shape[1:])
         except AttributeError as error:
             # tf.gather takes an AttributeError for "not a variable" and would
             # silently pull the whole table instead.
             raise RuntimeError(f"looking up rows of {self.name} failed: {error}") from error
 
-    def lookup(self, indices: tf.Tensor) -> tf.Tensor:
-        """The rows named by `indices`."""
+    def lookup_bags(self, bags: Bags) -> tf.Tensor:
+        """Looks up pooled vectors, [bags, ...]; what an EmbeddingCollection calls."""
         raise NotImplementedError
+
+
+@dataclasses.dataclass(eq=False)
+class PulledLookup:
+    """What was pulled for one lookup.
+
+    Attributes:
+        bags: what was looked up.
+        values: the pooled vectors, [bags, ...].
+        versions: gives the versions of `bags.ids`, int64 [n]; they stay on the
+            server until somebody asks.
+        message: the `messages.ServerPull` that pulled it with others; None for a
+            lookup by itself.
+    """
+
+    bags: Bags
+    values: tf.Tensor
+    versions: Callable[[], tf.Tensor]
+    message: Any = None
 
 
 class PulledTable(TableStandIn):
     """An embedding table in a worker's step.
 
-    A lookup (`tf.gather`, which is what `keras.layers.Embedding` does) gets the
-    rows that were pulled for it, or pulls them now. The gradient is an
-    IndexedSlices whose indices count the looked-up rows of the step, in the
-    order of the lookups; `resolve` turns them into row ids and the versions
-    that were pulled.
+    A lookup (`tf.gather`, which is what `keras.layers.Embedding` does, or an
+    `EmbeddingCollection`'s) gets what was pulled for it, or pulls it now. The
+    gradient is an IndexedSlices whose indices count the pooled vectors of the
+    step, in the order of the lookups; `complete` and `resolve` say which they are.
 
     Args:
         state: the optimizer's state of the table.
-        pull: `pull(state, ids)` pulls rows: (values [n, ...], versions [n]).
+        pull: `pull(state, bags)` pulls a `PulledLookup`.
         whole: whether the step uses the table otherwise than for lookups.
     """
 
@@ -116,31 +140,18 @@ class PulledTable(TableStandIn):
         # What the tape differentiates by; its value is never used.
         self.handle = tf.zeros([])
         self._looked_up = tf.zeros([], tf.int64)
-        self._ids: list[tf.Tensor] = []
-        self._versions: list[tf.Tensor] = []
-        self._positions: tf.Tensor | None = None  # The last gradient's indices.
-        self._prefetched: collections.deque = collections.deque()
+        self._lookups: list[PulledLookup] = []
+        # The lookup that a gradient's indices stand for, by the tensor's id.
+        self._by_positions: dict[int, tuple[tf.Tensor, PulledLookup]] = {}
+        self._prefetched: collections.deque[PulledLookup] = collections.deque()
 
-    def prefetched(self, ids: tf.Tensor, values: tf.Tensor, versions: tf.Tensor) -> None:
-        """Adds what was pulled for a lookup to come; lookups are served in this order.
+    def prefetched(self, lookup: PulledLookup) -> None:
+        """Adds what was pulled for a lookup to come; lookups are served in this order."""
+        self._prefetched.append(lookup)
 
-        Args:
-            ids: int64 [n].
-            values: [n, ...].
-            versions: int64 [n].
-        """
-        self._prefetched.append((ids, values, versions))
-
-    def lookup(self, indices):
-        if self._prefetched:
-            ids, values, versions = self._prefetched.popleft()
-        else:
-            ids = tf.cast(tf.reshape(indices, [-1]), tf.int64)
-            values, versions = self._pull(self._state, ids)
-        shape = tf.concat([tf.shape(indices), self.shape[1:]], 0)
-        rows = tf.reshape(values, shape)
-        rows.set_shape(indices.shape + self.shape[1:])
-        return self._differentiable(rows, ids, versions)
+    def lookup_bags(self, bags):
+        lookup = self._prefetched.popleft() if self._prefetched else self._pull(self._state, bags)
+        return self._differentiable(lookup)
 
     def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
         """Pulls the whole table, if a layer uses it otherwise than for a lookup.
@@ -153,16 +164,15 @@ class PulledTable(TableStandIn):
         variable, versions = self._state.variable._value, self._state.versions._value
         with tf.device(variable.device):
             values, pulled = ops.pull_table(variable.handle, versions.handle, shape=self.shape)
-        ids = tf.range(self.shape[0], dtype=tf.int64)
-        values = self._differentiable(values, ids, pulled)
+        bags = Bags(tf.range(self.shape[0], dtype=tf.int64))
+        values = self._differentiable(PulledLookup(bags, values, lambda: tf.identity(pulled)))
         return values if dtype is None else tf.cast(values, dtype)
 
-    def _differentiable(self, values, ids, versions) -> tf.Tensor:
+    def _differentiable(self, lookup: PulledLookup) -> tf.Tensor:
         first = self._looked_up
-        count = tf.size(ids, out_type=tf.int64)
+        count = lookup.bags.size
         self._looked_up = first + count
-        self._ids.append(ids)
-        self._versions.append(versions)
+        self._lookups.append(lookup)
         watch(self.handle)
         row = list(self.shape[1:])
 
@@ -172,10 +182,10 @@ class PulledTable(TableStandIn):
 
             def gradient(upstream):
                 positions = tf.range(first, first + count)
-                self._positions = positions
+                self._by_positions[id(positions)] = positions, lookup
                 return tf.IndexedSlices(tf.reshape(upstream, [-1, *row]), positions)
 
-            return values, gradient
+            return lookup.values, gradient
 
         return read(self.handle)
 
@@ -187,22 +197,46 @@ class PulledTable(TableStandIn):
                 "find its lookups; a step must do the same each time it is traced"
             )
 
+    def complete(self, gradient: tf.IndexedSlices) -> list[PulledLookup] | None:
+        """The lookups whose gradients, one after the other, are the values of `gradient`.
+
+        None if the gradient is anything else.
+        """
+        indices = gradient.indices
+        # Several lookups' gradients are added up by putting them side by side.
+        joined = indices.op.type == "ConcatV2" and id(indices) not in self._by_positions
+        parts = list(indices.op.inputs)[:-1] if joined else [indices]
+        found = [self._by_positions.get(id(part)) for part in parts]
+        if any(f is None for f in found):
+            return None
+        lookups = [lookup for _, lookup in found]
+        return lookups if len({id(lookup) for lookup in lookups}) == len(lookups) else None
+
     def resolve(self, gradient) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """A gradient of the table as (values [n, ...], row ids [n], versions [n]).
 
         Raises:
-            TypeError: if the gradient was made dense on its way here.
+            TypeError: if the gradient was made dense on its way here, or pooled
+                vectors' gradients were mixed.
         """
         if not isinstance(gradient, tf.IndexedSlices):
             raise TypeError(
                 f"the gradient of table {self.name} must stay a tf.IndexedSlices until the "
                 f"optimizer gets it, not {type(gradient).__name__}"
             )
-        if len(self._ids) == 1 and gradient.indices is self._positions:
-            return gradient.values, self._ids[0], self._versions[0]
-        ids = tf.gather(tf.concat(self._ids, 0), gradient.indices)
-        versions = tf.gather(tf.concat(self._versions, 0), gradient.indices)
-        return gradient.values, ids, versions
+        lookups = self.complete(gradient)
+        if lookups is not None:
+            bags = merge([lookup.bags for lookup in lookups])
+            versions = tf.concat([lookup.versions() for lookup in lookups], 0)
+            return bags.expand(gradient.values), bags.ids, versions
+        if any(lookup.bags.bags is not None for lookup in self._lookups):
+            raise TypeError(
+                f"the gradient of table {self.name}, which pools its rows, must reach the "
+                "optimizer as the tape returned it"
+            )
+        ids = tf.gather(tf.concat([k.bags.ids for k in self._lookups], 0), gradient.indices)
+        versions = tf.concat([k.versions() for k in self._lookups], 0)
+        return gradient.values, ids, tf.gather(versions, gradient.indices)
 
 
 class PulledScope(keras.StatelessScope):

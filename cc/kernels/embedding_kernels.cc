@@ -1,0 +1,392 @@
+// Kernels of the embedding collections' ops: routing ids, assembling vectors.
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cc/engine/id_router.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/register_types.h"
+
+namespace recsync {
+namespace {
+
+using tensorflow::OpInputList;
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::OpOutputList;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::TensorShapeUtils;
+
+template <typename E>
+absl::Status Parse(const char* attribute, const std::string& value,
+                   const std::vector<std::pair<const char*, E>>& names,
+                   E* parsed) {
+  for (const auto& [name, meaning] : names) {
+    if (value == name) {
+      *parsed = meaning;
+      return absl::OkStatus();
+    }
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat(attribute, " can't be '", value, "'"));
+}
+
+template <typename V>
+absl::Status ReadList(OpKernelConstruction* ctx, const char* name,
+                      size_t expected, std::vector<V>* values) {
+  TF_RETURN_IF_ERROR(ctx->GetAttr(name, values));
+  if (values->size() == expected) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      name, " must have ", expected, " values, not ", values->size()));
+}
+
+absl::Status ReadFeatures(OpKernelConstruction* ctx, int tables,
+                          std::vector<RoutedFeature>* features) {
+  int f;
+  TF_RETURN_IF_ERROR(ctx->GetAttr("F", &f));
+  std::vector<std::string> names, table_names, combiners, out_of_range;
+  std::vector<int64_t> rows, lengths, counts, shard_tables, shard_offsets;
+  std::vector<bool> weighted;
+  TF_RETURN_IF_ERROR(ReadList(ctx, "features", f, &names));
+  TF_RETURN_IF_ERROR(ReadList(ctx, "tables", f, &table_names));
+  TF_RETURN_IF_ERROR(ReadList(ctx, "table_rows", f, &rows));
+  TF_RETURN_IF_ERROR(ReadList(ctx, "lengths", f, &lengths));
+  TF_RETURN_IF_ERROR(ReadList(ctx, "weighted", f, &weighted));
+  TF_RETURN_IF_ERROR(ReadList(ctx, "combiners", f, &combiners));
+  TF_RETURN_IF_ERROR(ReadList(ctx, "out_of_range", f, &out_of_range));
+  TF_RETURN_IF_ERROR(ReadList(ctx, "shard_counts", f, &counts));
+  int64_t shards = 0;
+  for (int64_t count : counts) shards += std::max<int64_t>(count, 0);
+  TF_RETURN_IF_ERROR(ReadList(ctx, "shard_tables", shards, &shard_tables));
+  TF_RETURN_IF_ERROR(ReadList(ctx, "shard_offsets", shards, &shard_offsets));
+  size_t next = 0;
+  for (int i = 0; i < f; ++i) {
+    RoutedFeature feature = {names[i], table_names[i], rows[i], lengths[i],
+                             weighted[i]};
+    TF_RETURN_IF_ERROR(Parse<Combiner>("combiners", combiners[i],
+                                       {{"sum", Combiner::kSum},
+                                        {"mean", Combiner::kMean},
+                                        {"sqrtn", Combiner::kSqrtN}},
+                                       &feature.combiner));
+    TF_RETURN_IF_ERROR(Parse<OutOfRange>("out_of_range", out_of_range[i],
+                                         {{"error", OutOfRange::kError},
+                                          {"clip", OutOfRange::kClip},
+                                          {"hash", OutOfRange::kHash}},
+                                         &feature.out_of_range));
+    if (rows[i] < 1 || lengths[i] < 0 || counts[i] < 1) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "feature ", names[i], " needs at least one row and one shard and no ",
+          "negative length, not ", rows[i], ", ", counts[i], ", ", lengths[i]));
+    }
+    for (int64_t s = 0; s < counts[i]; ++s, ++next) {
+      if (shard_tables[next] < 0 || shard_tables[next] >= tables ||
+          shard_offsets[next] < 0) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "shard ", s, " of feature ", names[i], " can't be at row ",
+            shard_offsets[next], " of physical table ", shard_tables[next]));
+      }
+      feature.shards.push_back(
+          {static_cast<int>(shard_tables[next]), shard_offsets[next]});
+    }
+    features->push_back(std::move(feature));
+  }
+  return absl::OkStatus();
+}
+
+template <typename Index>
+class RouteIdsOp : public OpKernel {
+ public:
+  explicit RouteIdsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("P", &tables_));
+    OP_REQUIRES_OK(ctx, ReadList(ctx, "has_bags", tables_, &has_bags_));
+    OP_REQUIRES_OK(ctx, ReadList(ctx, "has_scales", tables_, &has_scales_));
+    OP_REQUIRES_OK(ctx, ReadFeatures(ctx, tables_, &features_));
+    for (const RoutedFeature& feature : features_) {
+      for (const ShardPlace& shard : feature.shards) {
+        OP_REQUIRES(ctx, has_bags_[shard.table] || feature.length == 1,
+                    absl::InvalidArgumentError(absl::StrCat(
+                        "has_bags must be true for the table of feature ",
+                        feature.name, ", which has bags")));
+        OP_REQUIRES(ctx, has_scales_[shard.table] || !feature.weighted,
+                    absl::InvalidArgumentError(absl::StrCat(
+                        "has_scales must be true for the table of feature ",
+                        feature.name, ", which has weights")));
+      }
+    }
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    std::vector<RoutedInput<Index>> inputs;
+    int64_t batch;
+    OP_REQUIRES_OK(ctx, ReadInputs(ctx, &inputs, &batch));
+    // Not kept: the kernel is called by many threads.
+    IdRouter router(features_, tables_);
+    OP_REQUIRES_OK(ctx, router.Count(inputs, batch));
+    Tensor* examples;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &examples));
+    examples->scalar<int64_t>()() = batch;
+    OpOutputList rows, bags, scales, slots;
+    OP_REQUIRES_OK(ctx, ctx->output_list("rows", &rows));
+    OP_REQUIRES_OK(ctx, ctx->output_list("bags", &bags));
+    OP_REQUIRES_OK(ctx, ctx->output_list("scales", &scales));
+    OP_REQUIRES_OK(ctx, ctx->output_list("slots", &slots));
+    std::vector<RoutedOutput> outputs;
+    for (int t = 0; t < tables_; ++t) {
+      const int64_t n = router.ids(t);
+      Tensor *r, *b, *s, *l;
+      OP_REQUIRES_OK(ctx, rows.allocate(t, TensorShape({n}), &r));
+      OP_REQUIRES_OK(ctx,
+                     bags.allocate(t, TensorShape({has_bags_[t] ? n : 0}), &b));
+      OP_REQUIRES_OK(
+          ctx, scales.allocate(t, TensorShape({has_scales_[t] ? n : 0}), &s));
+      OP_REQUIRES_OK(ctx, slots.allocate(t, TensorShape({router.bags(t)}), &l));
+      outputs.push_back({r->flat<int64_t>().data(),
+                         has_bags_[t] ? b->flat<int32_t>().data() : nullptr,
+                         has_scales_[t] ? s->flat<float>().data() : nullptr,
+                         l->flat<int32_t>().data()});
+    }
+    router.Fill(inputs, batch, outputs);
+  }
+
+ private:
+  absl::Status ReadInputs(OpKernelContext* ctx,
+                          std::vector<RoutedInput<Index>>* inputs,
+                          int64_t* batch) {
+    OpInputList ids, splits, weights;
+    TF_RETURN_IF_ERROR(ctx->input_list("ids", &ids));
+    TF_RETURN_IF_ERROR(ctx->input_list("splits", &splits));
+    TF_RETURN_IF_ERROR(ctx->input_list("weights", &weights));
+    for (int i = 0; i < ctx->num_inputs(); ++i) {
+      if (!TensorShapeUtils::IsVector(ctx->input(i).shape())) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("ids, splits and weights must be vectors, not ",
+                         ctx->input(i).shape().DebugString()));
+      }
+    }
+    int ragged = 0, weighted = 0;
+    *batch = -1;
+    for (size_t f = 0; f < features_.size(); ++f) {
+      const RoutedFeature& feature = features_[f];
+      RoutedInput<Index> input = {ids[f].template flat<Index>().data(),
+                                  ids[f].NumElements(), nullptr, nullptr};
+      int64_t examples;
+      if (feature.length == 0) {
+        if (ragged >= splits.size() || splits[ragged].NumElements() < 1) {
+          return absl::InvalidArgumentError(absl::StrCat(
+              "the row splits of feature ", feature.name, " are missing"));
+        }
+        input.splits = splits[ragged].template flat<int64_t>().data();
+        examples = splits[ragged].NumElements() - 1;
+        ++ragged;
+      } else {
+        examples = input.n / feature.length;
+      }
+      if (*batch < 0) *batch = examples;
+      if (examples != *batch) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("feature ", feature.name, " of table ", feature.table,
+                         " has ", examples, " examples, feature ",
+                         features_[0].name, " has ", *batch));
+      }
+      if (feature.weighted) {
+        if (weighted >= weights.size() ||
+            weights[weighted].NumElements() != input.n) {
+          return absl::InvalidArgumentError(absl::StrCat(
+              "feature ", feature.name, " of table ", feature.table, " has ",
+              input.n, " ids, but ",
+              weighted < weights.size() ? weights[weighted].NumElements() : 0,
+              " weights"));
+        }
+        input.weights = weights[weighted].template flat<float>().data();
+        ++weighted;
+      }
+      inputs->push_back(input);
+    }
+    if (ragged != splits.size() || weighted != weights.size()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("there are ", splits.size(), " splits for ", ragged,
+                       " ragged features, and ", weights.size(),
+                       " weights for ", weighted, " weighted ones"));
+    }
+    return absl::OkStatus();
+  }
+
+  int tables_;
+  std::vector<bool> has_bags_;
+  std::vector<bool> has_scales_;
+  std::vector<RoutedFeature> features_;
+};
+
+// The columns of the features in the assembled vectors.
+class Columns {
+ public:
+  explicit Columns(const std::vector<int64_t>& dimensions) {
+    for (int64_t dimension : dimensions) {
+      begins_.push_back(width_);
+      width_ += dimension;
+    }
+    dimensions_ = dimensions;
+  }
+
+  int64_t width() const { return width_; }
+
+  // Calls visit(bag, offset into the assembled vectors) for all bags of a
+  // physical table with vectors of `dimension`.
+  template <typename Visitor>
+  absl::Status Visit(const Tensor& slots, int64_t dimension, int64_t batch,
+                     const Visitor& visit) const {
+    const int32_t* slot = slots.flat<int32_t>().data();
+    for (int64_t i = 0; i < slots.NumElements(); ++i) {
+      const int64_t feature = batch == 0 ? -1 : slot[i] / batch;
+      if (slot[i] < 0 || feature < 0 ||
+          feature >= static_cast<int64_t>(begins_.size()) ||
+          dimensions_[feature] != dimension) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "slots holds ", slot[i], ", which is not a slot of a feature of ",
+            "dimension ", dimension, " in a batch of ", batch));
+      }
+      visit(i, (slot[i] % batch) * width_ + begins_[feature]);
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  std::vector<int64_t> dimensions_;
+  std::vector<int64_t> begins_;
+  int64_t width_ = 0;
+};
+
+absl::Status ReadDimensions(OpKernelConstruction* ctx, const char* name,
+                            std::vector<int64_t>* dimensions) {
+  TF_RETURN_IF_ERROR(ctx->GetAttr(name, dimensions));
+  for (int64_t dimension : *dimensions) {
+    if (dimension < 1) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, " must be positive, not ", dimension));
+    }
+  }
+  return absl::OkStatus();
+}
+
+class AssembleOp : public OpKernel {
+ public:
+  explicit AssembleOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ReadDimensions(ctx, "dimensions", &dimensions_));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    OpInputList pooled, slots;
+    OP_REQUIRES_OK(ctx, ctx->input_list("pooled", &pooled));
+    OP_REQUIRES_OK(ctx, ctx->input_list("slots", &slots));
+    const Tensor& examples = ctx->input(0);
+    OP_REQUIRES(
+        ctx,
+        TensorShapeUtils::IsScalar(examples.shape()) &&
+            examples.scalar<int64_t>()() >= 0,
+        absl::InvalidArgumentError("batch must be a scalar, at least 0"));
+    const int64_t batch = examples.scalar<int64_t>()();
+    const Columns columns(dimensions_);
+    Tensor* assembled;
+    OP_REQUIRES_OK(
+        ctx, ctx->allocate_output(0, TensorShape({batch, columns.width()}),
+                                  &assembled));
+    float* out = assembled->flat<float>().data();
+    std::fill_n(out, assembled->NumElements(), 0.0f);
+    for (int t = 0; t < pooled.size(); ++t) {
+      OP_REQUIRES(ctx,
+                  TensorShapeUtils::IsMatrix(pooled[t].shape()) &&
+                      slots[t].shape() == TensorShape({pooled[t].dim_size(0)}),
+                  absl::InvalidArgumentError(absl::StrCat(
+                      "pooled must be [bags, dimension] and slots [bags], not ",
+                      pooled[t].shape().DebugString(), " and ",
+                      slots[t].shape().DebugString())));
+      const int64_t dimension = pooled[t].dim_size(1);
+      const float* from = pooled[t].flat<float>().data();
+      OP_REQUIRES_OK(
+          ctx, columns.Visit(slots[t], dimension, batch,
+                             [&](int64_t bag, int64_t offset) {
+                               const float* vector = from + bag * dimension;
+                               for (int64_t j = 0; j < dimension; ++j) {
+                                 out[offset + j] += vector[j];
+                               }
+                             }));
+    }
+  }
+
+ private:
+  std::vector<int64_t> dimensions_;
+};
+
+class AssembleGradOp : public OpKernel {
+ public:
+  explicit AssembleGradOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ReadDimensions(ctx, "dimensions", &dimensions_));
+    OP_REQUIRES_OK(ctx,
+                   ReadDimensions(ctx, "table_dimensions", &table_dimensions_));
+    int p;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("P", &p));
+    OP_REQUIRES(ctx, static_cast<int>(table_dimensions_.size()) == p,
+                absl::InvalidArgumentError(
+                    "table_dimensions must have a number for each table"));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    OpInputList slots;
+    OpOutputList pooled;
+    OP_REQUIRES_OK(ctx, ctx->input_list("slots", &slots));
+    OP_REQUIRES_OK(ctx, ctx->output_list("pooled", &pooled));
+    const Tensor& gradient = ctx->input(0);
+    const Columns columns(dimensions_);
+    OP_REQUIRES(ctx,
+                TensorShapeUtils::IsMatrix(gradient.shape()) &&
+                    gradient.dim_size(1) == columns.width(),
+                absl::InvalidArgumentError(
+                    absl::StrCat("gradient must be [batch, ", columns.width(),
+                                 "], not ", gradient.shape().DebugString())));
+    const float* from = gradient.flat<float>().data();
+    for (int t = 0; t < slots.size(); ++t) {
+      OP_REQUIRES(
+          ctx, TensorShapeUtils::IsVector(slots[t].shape()),
+          absl::InvalidArgumentError(absl::StrCat(
+              "slots must be vectors, not ", slots[t].shape().DebugString())));
+      const int64_t dimension = table_dimensions_[t];
+      Tensor* part;
+      OP_REQUIRES_OK(
+          ctx, pooled.allocate(
+                   t, TensorShape({slots[t].NumElements(), dimension}), &part));
+      float* to = part->flat<float>().data();
+      OP_REQUIRES_OK(ctx,
+                     columns.Visit(slots[t], dimension, gradient.dim_size(0),
+                                   [&](int64_t bag, int64_t offset) {
+                                     std::copy_n(from + offset, dimension,
+                                                 to + bag * dimension);
+                                   }));
+    }
+  }
+
+ private:
+  std::vector<int64_t> dimensions_;
+  std::vector<int64_t> table_dimensions_;
+};
+
+REGISTER_KERNEL_BUILDER(Name("RecsyncRouteIds")
+                            .Device(tensorflow::DEVICE_CPU)
+                            .TypeConstraint<int32_t>("Tindices"),
+                        RouteIdsOp<int32_t>);
+REGISTER_KERNEL_BUILDER(Name("RecsyncRouteIds")
+                            .Device(tensorflow::DEVICE_CPU)
+                            .TypeConstraint<int64_t>("Tindices"),
+                        RouteIdsOp<int64_t>);
+REGISTER_KERNEL_BUILDER(Name("RecsyncAssemble").Device(tensorflow::DEVICE_CPU),
+                        AssembleOp);
+REGISTER_KERNEL_BUILDER(
+    Name("RecsyncAssembleGrad").Device(tensorflow::DEVICE_CPU), AssembleGradOp);
+
+}  // namespace
+}  // namespace recsync

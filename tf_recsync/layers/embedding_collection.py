@@ -1,0 +1,243 @@
+"""Many embedding tables in one layer, looked up with one message per server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_recsync import ops
+from tf_recsync.layers import feature_inputs
+from tf_recsync.layers.embedding_config import FeatureConfig, TableConfig, check_configs
+from tf_recsync.layers.physical_tables import (
+    PhysicalInitializer,
+    gather_logical,
+    physical_tables,
+    scatter_logical,
+)
+from tf_recsync.ops.bags import Bags
+from tf_recsync.optimizers.base import in_xla_context
+from tf_recsync.placement import PlacementPlan, plan_placement
+
+
+@keras.saving.register_keras_serializable(package="tf_recsync")
+class EmbeddingCollection(keras.layers.Layer):
+    """Embedding tables, and the features that are looked up in them.
+
+    Each feature gives every example a bag of ids; the rows that they name are
+    pooled by the table's combiner. Under a strategy with parameter servers the
+    tables, or their shards, are spread over the servers, which gather and pool;
+    one message there and back per server and step carries all collections of a
+    model. Without one the same layer runs in this process.
+
+    A large table is split modulo the number of its shards. The pooled vectors of
+    a bag whose ids lie in several shards are sums of partial sums, and so may
+    differ from those of the unsplit table in the last bits; with one id per
+    example they are the same.
+
+    Args:
+        tables: the tables, `TableConfig`s.
+        features: the features, `FeatureConfig`s. Several may share a table.
+        placement: a `tf_recsync.placement.PlacementPlan` for these tables and as
+            many servers as the strategy has. Defaults to None: planned by size when
+            the layer is built.
+        memory_limit: bytes that a parameter server has for the values of this
+            layer's tables, or None (the default) for no limit.
+        concatenate: whether to return one tensor instead of a dict. Defaults to
+            False.
+
+    Call arguments:
+        inputs: a dict from the features' names to their ids, int32 or int64: dense
+            [batch] or [batch, k], a tf.RaggedTensor or tf.SparseTensor [batch, any].
+        weights: a dict from names of some features to float weights shaped like
+            their ids, or None. Weights get no gradient.
+
+    Returns:
+        A dict from the features' names to their pooled vectors, [batch, dimension];
+        with `concatenate`, these side by side in the features' order, [batch, sum of
+        dimensions]. float32, or the layer's compute dtype.
+
+    Raises:
+        ValueError: if tables and features do not fit together, a feature is
+            missing or unknown, or a table does not fit into the memory.
+        tf.errors.InvalidArgumentError: if ids are out of range (unless the feature's
+            `out_of_range` accepts them), or ids, row splits and weights disagree in
+            size; it names feature and table.
+
+    Reference: Zheng et al. 2020, "ShadowSync", section 3.1, for splitting and
+    placing the tables.
+
+    Example:
+        >>> import tf_recsync as recsync
+        >>> layer = recsync.layers.EmbeddingCollection(
+        ...     [recsync.layers.TableConfig("films", rows=100, dimension=4, combiner="mean")],
+        ...     [
+        ...         recsync.layers.FeatureConfig("film", table="films"),
+        ...         recsync.layers.FeatureConfig("watched", table="films"),
+        ...     ],
+        ... )
+        >>> vectors = layer(
+        ...     {"film": tf.constant([7, 3]), "watched": tf.ragged.constant([[1, 2, 3], []])}
+        ... )
+        >>> {name: tuple(vector.shape) for name, vector in vectors.items()}
+        {'film': (2, 4), 'watched': (2, 4)}
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        features: Sequence[FeatureConfig],
+        placement: PlacementPlan | None = None,
+        memory_limit: int | None = None,
+        concatenate: bool = False,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        check_configs(tables, features)
+        self._table_configs = tuple(tables)
+        self._feature_configs = tuple(features)
+        self._by_name = {table.name: table for table in tables}
+        self._given_placement = placement
+        self._memory_limit = memory_limit
+        self._concatenate = bool(concatenate)
+        # One for each table, so that tables differ and a table is the same however it is split.
+        self._initializers = {t.name: keras.initializers.get(t.initializer) for t in tables}
+        self._physical: tuple = ()
+        self._variables: list[keras.Variable] = []
+        self._plan: PlacementPlan | None = None
+
+    @property
+    def placement(self) -> PlacementPlan | None:
+        """Where the tables are; None before the layer is built."""
+        return self._plan
+
+    def build(self, input_shape=None):
+        del input_shape
+        if self.built:
+            return
+        strategy = tf.distribute.get_strategy()
+        cluster = getattr(strategy, "cluster", None)
+        servers = cluster.ps if cluster is not None else 1
+        plan = self._given_placement
+        if plan is None:
+            plan = plan_placement(self._table_configs, servers, memory_limit=self._memory_limit)
+        elif plan.ps != servers:
+            raise ValueError(
+                f"placement is for {plan.ps} parameter servers, the strategy has {servers}"
+            )
+        self._plan = plan
+        self._physical = physical_tables(self._table_configs, plan)
+        for physical in self._physical:
+            initializer = PhysicalInitializer(physical, self._initializers, self._by_name)
+            with strategy.placed_on(physical.ps) if cluster else contextlib.nullcontext():
+                variable = self.add_weight(
+                    shape=(physical.rows, physical.dimension),
+                    dtype=physical.dtype,
+                    initializer=initializer,
+                    name=physical.name,
+                    autocast=False,
+                )
+            variable.physical_table = physical
+            variable.collection = self.path
+            self._variables.append(variable)
+        self._routes = feature_inputs.Routes(self._feature_configs, self._by_name, self._physical)
+        self.built = True
+
+    def call(self, inputs, weights=None, training=False):
+        features = feature_inputs.read(self._feature_configs, self._by_name, inputs, weights)
+        values = [variable.value for variable in self._variables]
+        # In a worker's step a stand-in is there for the table on its server.
+        pulled = all(hasattr(value, "lookup_bags") for value in values)
+        if not pulled and (in_xla_context() or not training):
+            # Stock ops alone: an exported model serves without this package.
+            vectors = self._routes.plain(features, values)
+        else:
+            batch, bags, slots = self._routes.route(features)
+            pooled = [
+                value.lookup_bags(b) if pulled else look_up(value, b)
+                for value, b in zip(values, bags, strict=True)
+            ]
+            vectors = ops.assemble(batch, pooled, slots, dimensions=self._routes.dimensions)
+        vectors = tf.ensure_shape(vectors, [features[0].batch, sum(self._routes.dimensions)])
+        vectors = tf.cast(vectors, self.compute_dtype)
+        if self._concatenate:
+            return vectors
+        parts = tf.split(vectors, self._routes.dimensions, axis=1)
+        return {f.name: part for f, part in zip(self._feature_configs, parts, strict=True)}
+
+    def save_own_variables(self, store):
+        """Saves the tables by their names, so that they can be loaded on other servers."""
+        values = [np.asarray(variable.value, np.float32) for variable in self._variables]
+        for name, value in gather_logical(self._physical, values).items():
+            store[name] = value
+
+    def load_own_variables(self, store):
+        for physical, variable in zip(self._physical, self._variables, strict=True):
+            for piece in physical.pieces:
+                config = self._by_name[piece.table]
+                expected = (config.rows, config.dimension)
+                if piece.table not in store or tuple(store[piece.table].shape) != expected:
+                    found = tuple(store[piece.table].shape) if piece.table in store else None
+                    raise ValueError(
+                        f"table {piece.table!r} of layer {self.name!r} has shape {expected}, "
+                        f"the saved one has {found}"
+                    )
+            variable.assign(scatter_logical(physical, store))
+
+    def table_values(self, table: str) -> np.ndarray:
+        """All rows of one table, wherever they are.
+
+        Args:
+            table: the table's name.
+
+        Returns:
+            float32 [rows, dimension].
+
+        Raises:
+            ValueError: if there is no such table.
+        """
+        if table not in self._by_name:
+            raise ValueError(f"table {table!r} is not among {list(self._by_name)}")
+        values = [np.asarray(variable.value, np.float32) for variable in self._variables]
+        return gather_logical(self._physical, values)[table]
+
+    def compute_output_spec(self, inputs, weights=None, training=False):
+        del weights, training
+        batch = _batch_of(inputs)
+        dimensions = [self._by_name[f.table].dimension for f in self._feature_configs]
+        if self._concatenate:
+            return keras.KerasTensor((batch, sum(dimensions)), dtype=self.compute_dtype)
+        return {
+            f.name: keras.KerasTensor((batch, dimension), dtype=self.compute_dtype)
+            for f, dimension in zip(self._feature_configs, dimensions, strict=True)
+        }
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            tables=[keras.saving.serialize_keras_object(t) for t in self._table_configs],
+            features=[keras.saving.serialize_keras_object(f) for f in self._feature_configs],
+            memory_limit=self._memory_limit,
+            concatenate=self._concatenate,
+        )
+        return config
+
+    @classmethod
+    def from_config(cls, config):
+        config = dict(config)
+        for name in ("tables", "features"):
+            config[name] = [keras.saving.deserialize_keras_object(c) for c in config[name]]
+        return cls(**config)
+
+
+def look_up(value: Any, bags: Bags) -> tf.Tensor:
+    """Looks up bags in a table of this process: float32 [bags, dimension]."""
+    return bags.pool(tf.cast(tf.gather(value, bags.ids), tf.float32))
+
+
+def _batch_of(inputs: Mapping[str, Any]) -> int | None:
+    return next(iter(inputs.values())).shape[0]

@@ -1,0 +1,253 @@
+"""The forms in which a collection's features come, and the way from ids to rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_recsync import ops
+from tf_recsync.layers.embedding_config import FeatureConfig, TableConfig
+from tf_recsync.layers.physical_tables import PhysicalTable
+from tf_recsync.ops.bags import Bags
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureInput:
+    """The ids of one feature, example after example.
+
+    Attributes:
+        ids: int32 or int64 [n].
+        length: the ids of an example; 0 where they differ.
+        splits: int64 [batch + 1], where each example's ids begin; None with a length.
+        weights: float32 [n], or None.
+        batch: the static batch size, or None.
+    """
+
+    ids: tf.Tensor
+    length: int
+    splits: tf.Tensor | None
+    weights: tf.Tensor | None
+    batch: int | None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether every example has one id, of weight 1."""
+        return self.length == 1 and self.weights is None
+
+
+def read(
+    features: Sequence[FeatureConfig],
+    tables: Mapping[str, TableConfig],
+    inputs: Mapping[str, Any],
+    weights: Mapping[str, Any] | None,
+) -> list[FeatureInput]:
+    """Reads what the layer is called with.
+
+    Raises:
+        ValueError: if a feature is missing or unknown, or has a wrong type or shape.
+    """
+    names = [feature.name for feature in features]
+    if not isinstance(inputs, Mapping):
+        raise ValueError(f"inputs must be a dict of the features {names}, not {inputs!r}")
+    weights = weights or {}
+    for argument, given in (("inputs", inputs), ("weights", weights)):
+        unknown = sorted(set(given) - set(names))
+        if unknown:
+            raise ValueError(f"{argument} has unknown features {unknown}; the features are {names}")
+    missing = [name for name in names if name not in inputs]
+    if missing:
+        raise ValueError(f"inputs lacks the features {missing}")
+    read = [_read(f, tables[f.table], inputs[f.name], weights.get(f.name)) for f in features]
+    # The ops take one type of ids.
+    dtype = tf.int32 if all(r.ids.dtype == tf.int32 for r in read) else tf.int64
+    return [dataclasses.replace(r, ids=tf.cast(r.ids, dtype)) for r in read]
+
+
+def _read(feature: FeatureConfig, table: TableConfig, ids: Any, weights: Any) -> FeatureInput:
+    def wrong(what: str) -> ValueError:
+        return ValueError(f"feature {feature.name!r} of table {table.name!r}: {what}")
+
+    if isinstance(ids, tf.SparseTensor):
+        if ids.shape.rank != 2:
+            raise wrong(f"sparse ids must be [batch, any], not {ids.shape}")
+        if weights is not None and not isinstance(weights, tf.SparseTensor):
+            raise wrong("the weights of sparse ids must be sparse")
+        values, batch = ids.values, ids.shape[0]
+        flat_weights = None if weights is None else weights.values
+        splits = tf.RaggedTensor.from_value_rowids(
+            ids.values, ids.indices[:, 0], nrows=ids.dense_shape[0], validate=False
+        ).row_splits
+        length = 0
+    elif isinstance(ids, tf.RaggedTensor):
+        if ids.shape.rank != 2:
+            raise wrong(f"ragged ids must be [batch, any], not {ids.shape}")
+        if weights is not None and not isinstance(weights, tf.RaggedTensor):
+            raise wrong("the weights of ragged ids must be ragged")
+        values, splits, length, batch = ids.values, ids.row_splits, 0, ids.shape[0]
+        flat_weights = None if weights is None else weights.values
+    else:
+        ids = tf.convert_to_tensor(ids)
+        if ids.shape.rank not in (1, 2) or (ids.shape.rank == 2 and ids.shape[1] is None):
+            raise wrong(f"dense ids must be [batch] or [batch, k] with a known k, not {ids.shape}")
+        length = 1 if ids.shape.rank == 1 else ids.shape[1]
+        if length == 0:
+            raise wrong("dense ids [batch, k] need a k of at least 1")
+        values, splits, batch = tf.reshape(ids, [-1]), None, ids.shape[0]
+        flat_weights = None
+        if weights is not None:
+            weights = tf.convert_to_tensor(weights)
+            if not weights.shape.is_compatible_with(ids.shape):
+                raise wrong(f"the weights are {weights.shape}, the ids {ids.shape}")
+            flat_weights = tf.reshape(weights, [-1])
+    if not values.dtype.is_integer:
+        raise wrong(f"ids must be int32 or int64, not {values.dtype.name}")
+    if flat_weights is not None:
+        if not flat_weights.dtype.is_floating:
+            raise wrong(f"weights must be floats, not {flat_weights.dtype.name}")
+        flat_weights = tf.stop_gradient(tf.cast(flat_weights, tf.float32))
+    if splits is not None:
+        splits = tf.cast(splits, tf.int64)
+    return FeatureInput(values, length, splits, flat_weights, batch)
+
+
+class Routes:
+    """The way from the features' ids to rows of physical tables and back to vectors.
+
+    Args:
+        features: the features.
+        tables: the tables, by name.
+        physical: the physical tables that hold them.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[FeatureConfig],
+        tables: Mapping[str, TableConfig],
+        physical: Sequence[PhysicalTable],
+    ):
+        self._features = features
+        self._tables = [tables[f.table] for f in features]
+        self._physical = physical
+        self.dimensions = [table.dimension for table in self._tables]
+        places: dict[str, dict[int, tuple[int, int]]] = {}
+        for number, table in enumerate(physical):
+            for piece in table.pieces:
+                places.setdefault(piece.table, {})[piece.index] = (number, piece.offset)
+        # For each feature, the physical table and first row of each shard.
+        self._shards = [[places[f.table][i] for i in sorted(places[f.table])] for f in features]
+
+    def route(
+        self, inputs: Sequence[FeatureInput]
+    ) -> tuple[tf.Tensor, list[Bags], list[tf.Tensor]]:
+        """What to look up: (batch size, bags of each physical table, their slots)."""
+        count = len(self._physical)
+        has_bags, has_scales = [False] * count, [False] * count
+        for data, table, shards in zip(inputs, self._tables, self._shards, strict=True):
+            scaled = data.weights is not None or (data.length != 1 and table.combiner != "sum")
+            for number, _ in shards:
+                has_bags[number] |= data.length != 1
+                has_scales[number] |= scaled
+        batch, rows, bags, scales, slots = ops.route_ids(
+            ids=[data.ids for data in inputs],
+            splits=[data.splits for data in inputs if data.splits is not None],
+            weights=[data.weights for data in inputs if data.weights is not None],
+            P=count,
+            features=[f.name for f in self._features],
+            tables=[t.name for t in self._tables],
+            table_rows=[t.rows for t in self._tables],
+            lengths=[data.length for data in inputs],
+            weighted=[data.weights is not None for data in inputs],
+            combiners=[t.combiner for t in self._tables],
+            out_of_range=[f.out_of_range for f in self._features],
+            shard_counts=[len(shards) for shards in self._shards],
+            shard_tables=[number for shards in self._shards for number, _ in shards],
+            shard_offsets=[offset for shards in self._shards for _, offset in shards],
+            has_bags=has_bags,
+            has_scales=has_scales,
+        )
+        requests = [
+            Bags(
+                rows[i],
+                bags[i] if has_bags[i] else None,
+                scales[i] if has_scales[i] else None,
+                tf.size(slots[i], out_type=tf.int64) if has_bags[i] else None,
+            )
+            for i in range(count)
+        ]
+        return batch, requests, slots
+
+    def plain(self, inputs: Sequence[FeatureInput], values: Sequence[Any]) -> tf.Tensor:
+        """The same in stock ops: [batch, sum of the dimensions].
+
+        Args:
+            inputs: the features' ids.
+            values: the physical tables' variables.
+        """
+        vectors = []
+        for data, feature, table, shards in zip(
+            inputs, self._features, self._tables, self._shards, strict=True
+        ):
+            ids = _in_range(tf.cast(data.ids, tf.int64), feature, table)
+            rows = tf.zeros([], tf.float32)
+            for index, (number, offset) in enumerate(shards):
+                local = offset + ids // len(shards)
+                if len(shards) == 1:
+                    rows = tf.cast(tf.gather(values[number], local), tf.float32)
+                else:
+                    here = ids % len(shards) == index
+                    own = tf.gather(values[number], tf.where(here, local, 0))
+                    rows += tf.where(here[:, tf.newaxis], tf.cast(own, tf.float32), 0.0)
+            vectors.append(_pool(data, table, rows))
+        return tf.concat(vectors, 1)
+
+
+def _in_range(ids: tf.Tensor, feature: FeatureConfig, table: TableConfig) -> tf.Tensor:
+    """The rows of the table that ids name, in stock ops."""
+    if feature.out_of_range == "clip":
+        return tf.clip_by_value(ids, 0, table.rows - 1)
+    if feature.out_of_range == "hash":
+        # MurmurHash3's finalizer, as the op has it.
+        x = tf.bitcast(ids, tf.uint64)
+        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+            x = (x ^ tf.bitwise.right_shift(x, tf.constant(33, tf.uint64))) * tf.constant(
+                factor, tf.uint64
+            )
+        x ^= tf.bitwise.right_shift(x, tf.constant(33, tf.uint64))
+        return tf.cast(x % tf.constant(table.rows, tf.uint64), tf.int64)
+    checks = [
+        tf.debugging.assert_non_negative(ids, _out_of_range(feature, table)),
+        tf.debugging.assert_less(ids, tf.cast(table.rows, tf.int64), _out_of_range(feature, table)),
+    ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(ids)
+
+
+def _out_of_range(feature: FeatureConfig, table: TableConfig) -> str:
+    return (
+        f"feature {feature.name} has ids out of range, table {table.name} has rows 0 to "
+        f"{table.rows - 1}; out_of_range='clip' or 'hash' would accept them"
+    )
+
+
+def _pool(data: FeatureInput, table: TableConfig, rows: tf.Tensor) -> tf.Tensor:
+    """Pools looked-up rows in stock ops: [batch, dimension]."""
+    if data.is_single:
+        return rows
+    weights = data.weights if data.weights is not None else tf.ones_like(rows[:, 0])
+    if data.splits is not None:
+        count = tf.size(data.splits) - 1
+        bags = tf.ragged.row_splits_to_segment_ids(data.splits, out_type=tf.int32)
+    else:
+        count = tf.size(data.ids) // data.length
+        bags = tf.range(tf.size(data.ids)) // data.length
+    pooled = tf.math.unsorted_segment_sum(rows * weights[:, tf.newaxis], bags, count)
+    if table.combiner == "sum":
+        return pooled
+    if table.combiner == "mean":
+        divisor = tf.math.unsorted_segment_sum(weights, bags, count)
+    else:
+        divisor = tf.sqrt(tf.math.unsorted_segment_sum(tf.square(weights), bags, count))
+    return tf.math.divide_no_nan(pooled, divisor[:, tf.newaxis])

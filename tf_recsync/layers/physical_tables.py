@@ -1,0 +1,141 @@
+"""How the tables of a collection lie in the variables that servers hold.
+
+All shards of one dimension and type on one parameter server are rows of a
+single variable, a physical table, so that one lookup reads them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_recsync.layers.embedding_config import TableConfig
+from tf_recsync.placement import PlacementPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A shard's rows in a physical table: rows `offset` to `offset + rows`.
+
+    Row r of the table is row `offset + r // count` where r % count == index.
+    """
+
+    table: str
+    index: int
+    count: int
+    rows: int
+    offset: int
+
+    def take(self, whole):
+        """The piece's rows of the values of all rows of its table (numpy or TensorFlow)."""
+        return whole[self.index :: self.count]
+
+
+@dataclasses.dataclass(frozen=True)
+class PhysicalTable:
+    """The shards of one dimension and type on one parameter server, one after the other."""
+
+    ps: int
+    dimension: int
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(piece.rows for piece in self.pieces)
+
+    @property
+    def name(self) -> str:
+        suffix = "" if self.dtype == "float32" else f"_{self.dtype}"
+        return f"ps_{self.ps}_dimension_{self.dimension}{suffix}_embeddings"
+
+
+def physical_tables(
+    tables: Sequence[TableConfig], plan: PlacementPlan
+) -> tuple[PhysicalTable, ...]:
+    """Lays the shards of a plan out in physical tables.
+
+    Args:
+        tables: the collection's tables.
+        plan: where their shards go.
+
+    Raises:
+        ValueError: if the plan is for other tables.
+    """
+    configs = {table.name: table for table in tables}
+    groups: dict[tuple[int, int, str], list[Piece]] = {}
+    covered: dict[str, int] = dict.fromkeys(configs, 0)
+    for shard in plan.shards:
+        config = configs.get(shard.table)
+        if config is None:
+            raise ValueError(
+                f"placement has table {shard.table!r}, which is not among the tables "
+                f"{list(configs)}"
+            )
+        group = groups.setdefault((shard.ps, config.dimension, config.dtype), [])
+        offset = sum(piece.rows for piece in group)
+        group.append(Piece(shard.table, shard.index, shard.count, shard.rows, offset))
+        covered[shard.table] += shard.rows
+    for table in tables:
+        if covered[table.name] != table.rows:
+            raise ValueError(
+                f"placement has {covered[table.name]} rows of table {table.name!r}, which has "
+                f"{table.rows}"
+            )
+    return tuple(PhysicalTable(*key, tuple(groups[key])) for key in sorted(groups))
+
+
+class PhysicalInitializer(keras.initializers.Initializer):
+    """The first values of a physical table, the same wherever its shards lie.
+
+    Args:
+        physical: the physical table.
+        initializers: the initializer of each table, by its name.
+        tables: the tables, by name.
+    """
+
+    def __init__(self, physical: PhysicalTable, initializers: dict, tables: dict):
+        self._physical = physical
+        self._initializers = initializers
+        self._tables = tables
+
+    def __call__(self, shape, dtype=None, **kwargs):
+        del shape, kwargs
+        parts = []
+        for piece in self._physical.pieces:
+            config = self._tables[piece.table]
+            whole = self._initializers[piece.table](
+                (config.rows, config.dimension), dtype="float32"
+            )
+            parts.append(tf.cast(piece.take(tf.convert_to_tensor(whole)), dtype))
+        return tf.concat(parts, 0)
+
+
+def gather_logical(tables: Sequence[PhysicalTable], values: Sequence[np.ndarray]) -> dict:
+    """Puts what physical tables have per row together by table.
+
+    Args:
+        tables: physical tables.
+        values: for each of them an array [rows, ...].
+
+    Returns:
+        For each table, by name, an array with all its rows.
+    """
+    logical: dict[str, np.ndarray] = {}
+    for physical, value in zip(tables, values, strict=True):
+        for piece in physical.pieces:
+            if piece.table not in logical:
+                rows = sum(p.rows for t in tables for p in t.pieces if p.table == piece.table)
+                logical[piece.table] = np.zeros((rows, *value.shape[1:]), value.dtype)
+            own = value[piece.offset : piece.offset + piece.rows]
+            logical[piece.table][piece.index :: piece.count] = own
+    return logical
+
+
+def scatter_logical(table: PhysicalTable, logical) -> np.ndarray:
+    """The rows of one physical table, taken from the tables' own (see `gather_logical`)."""
+    return np.concatenate([piece.take(np.asarray(logical[piece.table])) for piece in table.pieces])

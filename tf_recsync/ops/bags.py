@@ -1,0 +1,163 @@
+"""Bags of row ids, and the lookup of their pooled vectors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import tensorflow as tf
+
+
+class Bags(NamedTuple):
+    """Which rows of a table to look up, and how to pool them.
+
+    Attributes:
+        ids: int64 [n], rows of the table.
+        bags: int32 [n], the bag of each id, not decreasing; None where every id is a
+            bag of its own.
+        scales: float32 [n], the weight of each row in its bag's sum; None for 1.
+        count: int64 scalar, the number of bags; None where `bags` is None.
+    """
+
+    ids: tf.Tensor
+    bags: tf.Tensor | None = None
+    scales: tf.Tensor | None = None
+    count: tf.Tensor | None = None
+
+    @property
+    def size(self) -> tf.Tensor:
+        """The number of pooled vectors, an int64 scalar."""
+        return tf.size(self.ids, out_type=tf.int64) if self.count is None else self.count
+
+    def explicit(self) -> Bags:
+        """The same with `bags` and `count`."""
+        if self.bags is not None:
+            return self
+        return self._replace(bags=tf.range(tf.size(self.ids)), count=self.size)
+
+    def pool(self, rows: tf.Tensor) -> tf.Tensor:
+        """Pools looked-up rows [n, dimension], in stock ops: [bags, dimension]."""
+        if self.scales is not None:
+            rows *= tf.cast(self.scales, rows.dtype)[:, tf.newaxis]
+        if self.bags is None:
+            return rows
+        return tf.math.unsorted_segment_sum(rows, self.bags, self.count)
+
+    def expand(self, gradient: tf.Tensor) -> tf.Tensor:
+        """The gradient of each id's row [n, dimension], of that of the pooled vectors."""
+        if self.bags is not None:
+            gradient = tf.gather(gradient, self.bags)
+        if self.scales is not None:
+            gradient *= tf.cast(self.scales, gradient.dtype)[:, tf.newaxis]
+        return gradient
+
+
+def merge(parts: list[Bags]) -> Bags:
+    """Bags one after the other, as one: those of `parts[1]` are numbered after `parts[0]`'s."""
+    if len(parts) == 1:
+        return parts[0]
+    ids = tf.concat([part.ids for part in parts], 0)
+    if all(part.bags is None and part.scales is None for part in parts):
+        return Bags(ids)
+    full = [part.explicit() for part in parts]
+    first = tf.zeros([], tf.int64)
+    bags = []
+    for part in full:
+        bags.append(part.bags + tf.cast(first, tf.int32))
+        first += part.count
+    scales = None
+    if any(part.scales is not None for part in full):
+        scales = tf.concat(
+            [tf.ones_like(p.ids, tf.float32) if p.scales is None else p.scales for p in full], 0
+        )
+    return Bags(ids, tf.concat(bags, 0), scales, first)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedBags:
+    """Bags of several tables, table after table, as the row-wise ops take them.
+
+    Attributes:
+        counts: int64 [tables], how many ids belong to each table.
+        ids: int64 [n].
+        bags: int32 [n], or None where every id is a bag of its own.
+        scales: float32 [n], or None for 1.
+        bag_counts: int64 [tables], the bags of each table; None without `bags`.
+    """
+
+    counts: tf.Tensor
+    ids: tf.Tensor
+    bags: tf.Tensor | None = None
+    scales: tf.Tensor | None = None
+    bag_counts: tf.Tensor | None = None
+
+    @classmethod
+    def pack(cls, tables: list[Bags]) -> PackedBags:
+        """Packs the bags of each table."""
+        if any(t.bags is not None or t.scales is not None for t in tables):
+            tables = [t.explicit() for t in tables]
+        counts = tf.stack([tf.size(t.ids, out_type=tf.int64) for t in tables])
+        ids = tf.concat([t.ids for t in tables], 0)
+        if tables[0].bags is None:
+            return cls(counts, ids)
+        scales = None
+        if any(t.scales is not None for t in tables):
+            scales = tf.concat(
+                [tf.ones_like(t.ids, tf.float32) if t.scales is None else t.scales for t in tables],
+                0,
+            )
+        bag_counts = tf.stack([t.count for t in tables])
+        return cls(counts, ids, tf.concat([t.bags for t in tables], 0), scales, bag_counts)
+
+    @property
+    def sizes(self) -> tf.Tensor:
+        """How many pooled vectors each table has, int64 [tables]."""
+        return self.counts if self.bag_counts is None else self.bag_counts
+
+    def inputs(self) -> dict[str, tf.Tensor]:
+        """What the row-wise ops take besides ids and counts."""
+        if self.bags is None:
+            return {}
+        return {"bags": self.bags, "scales": self.scales, "bag_counts": self.bag_counts}
+
+    def sent(self, device: str) -> PackedBags:
+        """A copy on a device; it travels in one tensor, and another one if there are scales."""
+        tables = self.counts.shape[0]
+        parts = [self.counts, self.ids]
+        if self.bags is not None:
+            parts = [self.counts, self.bag_counts, self.ids, tf.cast(self.bags, tf.int64)]
+        message = tf.concat(parts, 0)
+        with tf.device(device):
+            message = tf.identity(message)
+            if self.bags is None:
+                return PackedBags(tf.slice(message, [0], [tables]), message[tables:])
+            scales = None if self.scales is None else tf.identity(self.scales)
+            ids, bags = tf.split(message[2 * tables :], 2)
+            return PackedBags(
+                tf.slice(message, [0], [tables]),
+                ids,
+                tf.cast(bags, tf.int32),
+                scales,
+                tf.slice(message, [tables], [tables]),
+            )
+
+    def select(self, tables: list[int], versions: tf.Tensor) -> tuple[PackedBags, tf.Tensor]:
+        """Those of some tables, in the order given, and of the versions [n] of all."""
+        count = self.counts.shape[0]
+        if tables == list(range(count)):
+            return self, versions
+
+        def pick(packed):
+            if packed is None:
+                return None
+            parts = tf.split(packed, self.counts, num=count)
+            return tf.concat([parts[i] for i in tables], 0)
+
+        picked = PackedBags(
+            tf.gather(self.counts, tables),
+            pick(self.ids),
+            pick(self.bags),
+            pick(self.scales),
+            None if self.bag_counts is None else tf.gather(self.bag_counts, tables),
+        )
+        return picked, pick(versions)
