@@ -139,7 +139,8 @@ def make_model(spec: recsync.data.FeatureSpec) -> keras.Model:
     """Builds and compiles the model; under a strategy, call it in its scope."""
     keras.utils.set_random_seed(FLAGS.seed)
     normalization = recsync.layers.MeanNormalization if FLAGS.mean_normalization else None
-    model = build_wide_deep(spec, normalization=normalization)
+    # With --tf, what anyone writes without this package.
+    model = build_wide_deep(spec, normalization=normalization, collections=not FLAGS.tf)
     optimizer = make_optimizer(FLAGS.deep_learning_rate)
     if FLAGS.linear_learning_rate != FLAGS.deep_learning_rate:
         optimizer = keras.optimizers.MultiOptimizer(
