@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tf_recsync import Swap, optimizers
+from tf_recsync import Swap, optimizers, staleness
 from tf_recsync.staleness import Constant, InversePower, Rescale, Threshold
 
 RNG = np.random.default_rng(11)
@@ -206,8 +206,8 @@ def test_optimizers_come_back_from_their_config(policy):
             weight_decay=0.25,
             name="mine",
         ),
-        optimizers.Adagrad(0.25, staleness=policy),
-        optimizers.SwapAdagrad(0.25, staleness=policy),
+        optimizers.Adagrad(0.25, staleness=policy, nonfinite="skip"),
+        optimizers.SwapAdagrad(0.25, staleness=policy, nonfinite="error"),
         optimizers.SwapAdagrad(0.25, swap=Swap(7, 0.75)),
     ):
         config = optimizer.get_config()
@@ -339,6 +339,40 @@ def test_wide_and_deep_parts_train_with_an_optimizer_each(jit):
     assert [int(s.versions.numpy()) for s in deep.states] == [60, 60]  # 10 epochs of 6 batches
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_gradients_that_are_not_finite_are_skipped_row_by_row_and_counted(jit, dtype):
+    table = keras.Variable(np.ones((4, 2)), name="embeddings", dtype=dtype)
+    dense = keras.Variable(np.ones(2), name="kernel", dtype=dtype)
+    optimizer = optimizers.SwapAdagrad(0.1, swap=SMALL_SWAP, nonfinite="skip")
+    optimizer.build([table, dense])
+    gradient = tf.IndexedSlices(
+        tf.constant([[1, 1], [np.nan, 1], [1, 1], [np.inf, 1]], dtype), tf.constant([0, 1, 2, 2]),
+        tf.constant([4, 2]),
+    )  # fmt: skip
+    step = tf.function(
+        lambda: optimizer.apply([gradient, tf.constant([1, np.inf], dtype)]), jit_compile=jit
+    )
+    step()
+    states = [optimizer.state_of(v) for v in (table, dense)]
+    assert [np.sum(s.versions.numpy()) for s in states] == [1, 0]
+    assert [s.counters.numpy()[-1] for s in states] == [2, 1]
+    assert np.all(dense.numpy() == 1)
+    assert (table.numpy() == 1).all(1).tolist() == [False, True, True, True]
+    statistics = staleness.Statistics.from_counters([s.counters.numpy() for s in states])
+    assert (statistics.count, statistics.skipped) == (1, 3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_that_are_not_finite_end_training_with_error(dtype):
+    dense = keras.Variable(np.ones(2), name="kernel", dtype=dtype)
+    optimizer = optimizers.SGD(0.1, nonfinite="error")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not finite"):
+        optimizer.apply([tf.constant([1, np.nan], dtype)], [dense])
+    with pytest.raises(ValueError, match="nonfinite must be .* with jit_compile"):
+        tf.function(lambda: optimizer.apply([tf.ones(2, dtype)]), jit_compile=True)()
+
+
 def test_swap_keeps_learning_after_a_shift_on_which_plain_adagrad_stalls():
     # Online linear regression with noise, whose target flips after many steps.
     long, short = 20_000, 150
@@ -400,6 +434,10 @@ def test_a_dense_gradient_of_a_table_updates_every_row(jit):
     [
         (lambda: optimizers.SGD(staleness="constant"), "staleness must be a policy .*'constant'"),
         (lambda: optimizers.Adagrad(swap=10), "swap must be a tf_recsync.Swap or None, not 10"),
+        (
+            lambda: optimizers.SGD(nonfinite="drop"),
+            r"nonfinite must be one of \('apply', 'skip', 'error'\), not 'drop'",
+        ),
         (lambda: optimizers.SGD(tables="("), r"tables must be a regular expression, not '\('"),
         (lambda: optimizers.SGD(tables=None), "tables must be a regular expression, not None"),
         (lambda: optimizers.Adagrad(epsilon=-1), "epsilon must be positive, not -1"),

@@ -297,9 +297,12 @@ def plan_placement(
         + bytes_per_row_overhead
         for table in tables
     ]
+    table_costs = _costs(tables, costs)
+    # In the unit of the largest cost, so that the smallest of numbers can be divided too.
+    unit = max(table_costs) or 1.0
     packer = _Packer(
         rows=[table.rows for table in tables],
-        costs=_costs(tables, costs),
+        costs=[cost / unit for cost in table_costs],
         row_bytes=row_bytes,
         ps=ps,
         memory_limit=memory_limit,
@@ -323,7 +326,7 @@ def plan_placement(
     packing = _search(packer, fewest, most, enough)
     if packing is None:
         raise _does_not_fit(tables, packer)
-    return _plan(tables, packer, packing)
+    return _plan(tables, table_costs, packer, packing)
 
 
 def profile_costs(
@@ -610,7 +613,9 @@ def _with(counts: tuple[int, ...], table: int, count: int) -> tuple[int, ...]:
     return (*counts[:table], count, *counts[table + 1 :])
 
 
-def _plan(tables: Sequence[TableConfig], packer: _Packer, packing: _Packing) -> PlacementPlan:
+def _plan(
+    tables: Sequence[TableConfig], costs: Sequence[float], packer: _Packer, packing: _Packing
+) -> PlacementPlan:
     shards = []
     for (t, index), ps in sorted(packing.places.items()):
         count = packing.counts[t]
@@ -621,7 +626,7 @@ def _plan(tables: Sequence[TableConfig], packer: _Packer, packing: _Packing) -> 
                 count=count,
                 rows=_shard_rows(tables[t].rows, index, count),
                 ps=ps,
-                cost=packer.costs[t] / count,
+                cost=costs[t] / count,
                 memory=packer.memory(t, index, count),
             )
         )

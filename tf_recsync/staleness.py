@@ -235,6 +235,8 @@ class Statistics:
         max: the largest staleness.
         histogram: `(largest staleness of the bucket, updates)` for each bucket
             in use: exact below 32, within 12.5 % beyond.
+        skipped: updates left out because their gradient was not finite (see
+            the optimizers' `nonfinite`); they count in nothing else.
     """
 
     count: int
@@ -242,6 +244,7 @@ class Statistics:
     deviation: float
     max: int
     histogram: tuple[tuple[int, int], ...]
+    skipped: int
     _counters: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     @classmethod
@@ -263,6 +266,7 @@ class Statistics:
             deviation=float(np.sqrt(summary["variance"])),
             max=summary["max"],
             histogram=tuple(_engine.staleness_histogram(total)),
+            skipped=summary["skipped"],
             _counters=total,
         )
 
@@ -272,7 +276,8 @@ class Statistics:
         The maximum of the time between is known as precisely as the histogram.
         """
         counters = self._counters - before._counters
-        used = np.flatnonzero(counters[_engine.STALENESS_FIRST_BUCKET :])
+        first = _engine.STALENESS_FIRST_BUCKET
+        used = np.flatnonzero(counters[first : first + _engine.STALENESS_BUCKETS])
         counters[3] = self.max
         if used.size:
             highest = _engine.staleness_histogram(counters)[-1][0]

@@ -10,6 +10,8 @@
 //   sum_sq  sum of tau^2
 //   max     largest tau
 //   bucket  a histogram: exact for tau < 32, eight buckets per octave beyond
+//   skipped updates left out because their gradient was not finite; they count
+//           in nothing else
 //
 // Thread compatible: the caller holds the variable's lock, or works on a copy
 // of its own and merges it under the lock.
@@ -34,7 +36,8 @@ class StalenessCounters {
   static constexpr int kBucketsPerOctave = 8;
   static constexpr int kOctaves = 27;  // 2^5 .. 2^32
   static constexpr int kBuckets = kExactBuckets + kBucketsPerOctave * kOctaves;
-  static constexpr int kSize = kFirstBucket + kBuckets;
+  static constexpr int kSkipped = kFirstBucket + kBuckets;
+  static constexpr int kSize = kSkipped + 1;
 
   // `counters` points at kSize values, outlives this object and starts zeroed.
   explicit StalenessCounters(int64_t* counters) : counters_(counters) {}
@@ -50,6 +53,11 @@ class StalenessCounters {
     bucket = SaturatingAdd(bucket, 1);
   }
 
+  // Counts one update that was left out.
+  void AddSkipped() {
+    counters_[kSkipped] = SaturatingAdd(counters_[kSkipped], 1);
+  }
+
   // Adds what another set of counters has counted.
   void Merge(const int64_t* other) {
     for (int i = 0; i < kSize; ++i) {
@@ -61,6 +69,7 @@ class StalenessCounters {
 
   int64_t count() const { return counters_[kCount]; }
   int64_t max() const { return counters_[kMax]; }
+  int64_t skipped() const { return counters_[kSkipped]; }
   // 0 before the first update.
   double Mean() const;
   // Of the population, not of a sample; 0 before the first update.
@@ -97,6 +106,7 @@ class LocalStalenessCounters {
  public:
   LocalStalenessCounters() { values_.fill(0); }
   void Add(int64_t tau) { StalenessCounters(values_.data()).Add(tau); }
+  void AddSkipped() { StalenessCounters(values_.data()).AddSkipped(); }
   const int64_t* data() const { return values_.data(); }
 
  private:

@@ -60,6 +60,20 @@ TEST(StalenessCountersTest, EverythingIsZeroBeforeTheFirstUpdate) {
   EXPECT_EQ(counters.Quantile(1.0), 0);
 }
 
+TEST(StalenessCountersTest, SkippedUpdatesCountInNothingElse) {
+  Values values = Zeros();
+  StalenessCounters counters(values.data());
+  LocalStalenessCounters local;
+  counters.AddSkipped();
+  local.AddSkipped();
+  local.AddSkipped();
+  counters.Merge(local.data());
+  EXPECT_EQ(counters.skipped(), 3);
+  Values rest = values;
+  rest[StalenessCounters::kSkipped] = 0;
+  EXPECT_EQ(rest, Zeros());
+}
+
 TEST(StalenessCountersTest, MomentsEqualThoseOfTheListOfUpdates) {
   const Values taus = RandomTaus(20000, 3);
   Values values = Zeros();

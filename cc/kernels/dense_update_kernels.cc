@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cc/engine/mutex.h"
+#include "cc/engine/nonfinite.h"
 #include "cc/engine/staleness_counters.h"
 #include "cc/engine/update_rules.h"
 #include "cc/kernels/update_op.h"
@@ -66,6 +67,9 @@ class DenseUpdateOp : public UpdateOp<Rule> {
                                          *Data<int64_t>(targets[i].versions)));
       }
     }
+    if (this->attributes_.nonfinite == Nonfinite::kError) {
+      OP_REQUIRES_OK(ctx, CheckFinite(targets, g, total));
+    }
     int64_t offset = 0;
     for (int64_t i = 0; i < n; ++i) {
       OP_REQUIRES_OK(ctx, UpdateOne(ctx, rule, global_step,
@@ -77,6 +81,25 @@ class DenseUpdateOp : public UpdateOp<Rule> {
   }
 
  private:
+  // Refuses a gradient that is not finite, naming its variable.
+  static absl::Status CheckFinite(const std::vector<Target>& targets,
+                                  const T* g, int64_t total) {
+    if (AllFinite(g, total)) return absl::OkStatus();
+    int64_t element = 0;
+    while (AllFinite(g + element, 1)) ++element;
+    const float value = static_cast<float>(g[element]);
+    size_t i = 0;
+    for (; i + 1 < targets.size(); ++i) {
+      tensorflow::tf_shared_lock lock(*targets[i].variable->mu());
+      const int64_t size = targets[i].variable->tensor()->NumElements();
+      if (element < size) break;
+      element -= size;
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat("gradient of variable ", i, " is not finite: its element ",
+                     element, " is ", value));
+  }
+
   absl::Status UpdateOne(OpKernelContext* ctx, const Rule& rule,
                          int64_t global_step, const int64_t* pulled, const T* g,
                          int64_t total, const Target& target, int64_t* offset) {
@@ -93,11 +116,17 @@ class DenseUpdateOp : public UpdateOp<Rule> {
     if (pulled != nullptr) {
       TF_RETURN_IF_ERROR(this->CheckPulled(*pulled, *version));
     }
+    StalenessCounters counters(Data<int64_t>(target.counters));
+    if (this->attributes_.nonfinite == Nonfinite::kSkip &&
+        !AllFinite(g + *offset, size)) {
+      counters.AddSkipped();
+      *offset += size;
+      return absl::OkStatus();
+    }
     const int64_t tau = pulled == nullptr ? 1 : *version - *pulled + 1;
     const StalenessWeight& weight = this->attributes_.weight;
     const bool measure = weight.uses_last_update();
     float* last_update = Data<float>(target.last_updates);
-    StalenessCounters counters(Data<int64_t>(target.counters));
     const float rho = static_cast<float>(
         weight.Of(static_cast<double>(tau), measure ? *last_update : 0.0,
                   weight.rescales() ? std::sqrt(counters.Variance()) : 0.0,

@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cc/engine/bags.h"
+#include "cc/kernels/packed_rows.h"
 #include "cc/kernels/variable_access.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
@@ -77,51 +79,66 @@ class GatherRowsOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     std::vector<VariablePtr> tables;
     std::vector<VariablePtr> versions;
-    const Tensor* indices;
-    std::vector<int64_t> offsets;
+    PackedRows rows;
     OP_REQUIRES_OK(ctx, LookupVariables(ctx, "variables", &tables));
     OP_REQUIRES_OK(ctx, LookupVariables(ctx, "versions", &versions));
-    OP_REQUIRES_OK(ctx, ctx->input("indices", &indices));
-    OP_REQUIRES_OK(ctx, ReadCounts(ctx, *indices, tables.size(), &offsets));
     const int64_t n = tables.size();
+    OP_REQUIRES_OK(ctx, ReadPackedRows(ctx, n, &rows));
     std::vector<int64_t> widths(n);
-    std::vector<int64_t> starts(n + 1, 0);  // of each table in `packed`
     for (int64_t i = 0; i < n; ++i) {
       OP_REQUIRES_OK(ctx, CheckDistinct({tables[i].get(), versions[i].get()}));
       tf_shared_lock lock(*tables[i]->mu());
       OP_REQUIRES_OK(ctx, RowWidth(*tables[i], &widths[i]));
-      starts[i + 1] = starts[i] + widths[i] * (offsets[i + 1] - offsets[i]);
     }
+    std::vector<int64_t> starts;  // of each table in `packed`
+    OP_REQUIRES_OK(ctx, PackedStarts(rows, widths, &starts));
     Tensor* packed;
     Tensor* pulled;
     OP_REQUIRES_OK(ctx,
                    ctx->allocate_output(0, TensorShape({starts[n]}), &packed));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, indices->shape(), &pulled));
-    const Index* ids = indices->flat<Index>().data();
+    OP_REQUIRES_OK(ctx,
+                   ctx->allocate_output(1, rows.indices->shape(), &pulled));
     float* to = packed->flat<float>().data();
-    int64_t* to_versions = pulled->flat<int64_t>().data();
+    if (rows.size() == 0) {
+      std::fill_n(to, starts[n], 0.0f);  // bags without a row
+      return;
+    }
     // The tables follow one another in this thread, and only the rows of one
     // are spread over the thread pool: a pool's thread that waited for a
     // table's lock could be the one that the lock's holder waits for.
     for (int64_t i = 0; i < n; ++i) {
-      OP_REQUIRES_OK(
-          ctx, GatherTable(ctx, *tables[i], *versions[i], ids + offsets[i],
-                           offsets[i + 1] - offsets[i], widths[i],
-                           to + starts[i], to_versions + offsets[i]));
+      Gathered gathered;
+      gathered.ids = rows.indices->flat<Index>().data() + rows.offsets[i];
+      gathered.n = rows.size(i);
+      gathered.bags = rows.BagsOf(i);
+      gathered.bag_count = rows.bag_count(i);
+      gathered.width = widths[i];
+      gathered.to = to + starts[i];
+      gathered.to_versions = pulled->flat<int64_t>().data() + rows.offsets[i];
+      OP_REQUIRES_OK(ctx, GatherTable(ctx, *tables[i], *versions[i], gathered));
     }
   }
 
  private:
-  // Gathers `n` rows of one table.
+  // What is gathered from one table, and where to.
+  struct Gathered {
+    const Index* ids;
+    int64_t n;  // of `ids` and `to_versions`
+    Bags bags;
+    int64_t bag_count;
+    int64_t width;
+    float* to;  // [bag_count, width]
+    int64_t* to_versions;
+  };
+
   static absl::Status GatherTable(OpKernelContext* ctx, Var& table,
-                                  Var& table_versions, const Index* ids,
-                                  int64_t n, int64_t expected_width, float* to,
-                                  int64_t* to_versions) {
+                                  Var& table_versions,
+                                  const Gathered& gathered) {
     tf_shared_lock lock(*table.mu());
     tf_shared_lock versions_lock(*table_versions.mu());
     int64_t width;
     TF_RETURN_IF_ERROR(RowWidth(table, &width));
-    if (width != expected_width) {
+    if (width != gathered.width) {
       return absl::InvalidArgumentError(
           "a table changed its shape while it was pulled");
     }
@@ -136,21 +153,35 @@ class GatherRowsOp : public OpKernel {
     }
     const float* from = table.tensor()->template flat<float>().data();
     const int64_t* from_versions = version.template flat<int64_t>().data();
+    const Index* ids = gathered.ids;
+    const Bags& bags = gathered.bags;
+    const bool copies = bags.bags == nullptr && bags.scales == nullptr;
     std::atomic<int64_t> bad{-1};
-    const auto gather = [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t row = static_cast<int64_t>(ids[i]);
-        if (row < 0 || row >= rows) {
-          bad.store(i, std::memory_order_relaxed);
-          return;
+    const auto gather = [&](int64_t first_bag, int64_t end_bag) {
+      int64_t i = bags.FirstOf(first_bag, gathered.n);
+      for (int64_t bag = first_bag; bag < end_bag; ++bag) {
+        float* to = gathered.to + bag * width;
+        if (!copies) std::fill_n(to, width, 0.0f);
+        for (; i < gathered.n && bags.bag(i) == bag; ++i) {
+          const int64_t row = static_cast<int64_t>(ids[i]);
+          if (row < 0 || row >= rows) {
+            bad.store(i, std::memory_order_relaxed);
+            return;
+          }
+          if (copies) {
+            std::copy_n(from + row * width, width, to);
+          } else {
+            AddScaled(from + row * width, bags.scale(i), width, to);
+          }
+          gathered.to_versions[i] = from_versions[row];
         }
-        std::copy_n(from + row * width, width, to + i * width);
-        to_versions[i] = from_versions[row];
       }
     };
+    const int64_t rows_per_bag =
+        gathered.n / std::max<int64_t>(gathered.bag_count, 1) + 1;
     const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(workers->num_threads, workers->workers, n, 50 + width,
-                      gather);
+    tensorflow::Shard(workers->num_threads, workers->workers,
+                      gathered.bag_count, rows_per_bag * (50 + width), gather);
     if (bad >= 0) return NotARow(bad, ids[bad], rows);
     return absl::OkStatus();
   }

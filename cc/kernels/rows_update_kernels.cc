@@ -7,10 +7,13 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cc/engine/bags.h"
 #include "cc/engine/mutex.h"
+#include "cc/engine/nonfinite.h"
 #include "cc/engine/row_groups.h"
 #include "cc/engine/staleness_counters.h"
 #include "cc/engine/update_rules.h"
+#include "cc/kernels/packed_rows.h"
 #include "cc/kernels/update_op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
@@ -36,49 +39,57 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     int64_t global_step;
     OP_REQUIRES_OK(ctx, this->ReadRuleInputs(ctx, &rule, &global_step));
     const Tensor* gradient;
-    const Tensor* indices;
     const Tensor* pulled;
-    std::vector<int64_t> offsets;
-    OP_REQUIRES_OK(ctx, ReadVector(ctx, "gradient", &gradient));
-    OP_REQUIRES_OK(ctx, ReadVector(ctx, "indices", &indices));
-    OP_REQUIRES_OK(ctx, ReadVector(ctx, "pulled_versions", &pulled));
-    OP_REQUIRES_OK(ctx, ReadCounts(ctx, *indices, targets.size(), &offsets));
-    const int64_t rows = indices->NumElements();
-    OP_REQUIRES(
-        ctx, pulled->NumElements() == 0 || pulled->NumElements() == rows,
-        absl::InvalidArgumentError(absl::StrCat("pulled_versions must hold ",
-                                                rows, " versions or none, not ",
-                                                pulled->NumElements())));
+    PackedRows rows;
     const int64_t n = targets.size();
-    std::vector<int64_t> starts(n + 1, 0);  // of each table in `gradient`
+    OP_REQUIRES_OK(ctx, ReadVector(ctx, "gradient", &gradient));
+    OP_REQUIRES_OK(ctx, ReadVector(ctx, "pulled_versions", &pulled));
+    OP_REQUIRES_OK(ctx, ReadPackedRows(ctx, n, &rows));
+    OP_REQUIRES(
+        ctx, pulled->NumElements() == 0 || pulled->NumElements() == rows.size(),
+        absl::InvalidArgumentError(
+            absl::StrCat("pulled_versions must hold ", rows.size(),
+                         " versions or none, not ", pulled->NumElements())));
+    std::vector<int64_t> widths(n);
     for (int64_t i = 0; i < n; ++i) {
       tensorflow::tf_shared_lock lock(*targets[i].variable->mu());
-      int64_t width;
-      OP_REQUIRES_OK(ctx, RowWidth(*targets[i].variable, &width));
-      starts[i + 1] = starts[i] + width * (offsets[i + 1] - offsets[i]);
+      OP_REQUIRES_OK(ctx, RowWidth(*targets[i].variable, &widths[i]));
     }
+    std::vector<int64_t> starts;  // of each table in `gradient`
+    OP_REQUIRES_OK(ctx, PackedStarts(rows, widths, &starts));
     OP_REQUIRES(ctx, gradient->NumElements() == starts[n],
                 absl::InvalidArgumentError(
                     absl::StrCat("gradient must hold the rows' ", starts[n],
                                  " elements, not ", gradient->NumElements())));
-    const T* gradients = gradient->flat<T>().data();
-    const Index* ids = indices->flat<Index>().data();
-    const int64_t* versions =
-        pulled->NumElements() == 0 ? nullptr : pulled->flat<int64_t>().data();
+    std::vector<Push> pushes(n);
+    for (int64_t i = 0; i < n; ++i) {
+      Push& push = pushes[i];
+      push.table = i;
+      push.gradient = gradient->flat<T>().data() + starts[i];
+      push.width = widths[i];
+      push.ids = rows.indices->flat<Index>().data() + rows.offsets[i];
+      push.bags = rows.BagsOf(i);
+      if (pulled->NumElements() > 0) {
+        push.pulled = pulled->flat<int64_t>().data() + rows.offsets[i];
+      }
+      push.n = rows.size(i);
+    }
     // All is checked before anything is written, so that a push is not applied
     // by halves. The tables follow one another in this thread, and only the
     // rows of one are spread over the thread pool: a pool's thread that waited
     // for a table's lock could be the one that the lock's holder waits for.
     for (const bool write : {false, true}) {
       for (int64_t i = 0; i < n; ++i) {
-        const Push push = {
-            gradients + starts[i], starts[i + 1] - starts[i], ids + offsets[i],
-            versions == nullptr ? nullptr : versions + offsets[i],
-            offsets[i + 1] - offsets[i]};
+        Push& push = pushes[i];
         if (push.n == 0) continue;
         const ExclusiveLocks locks(targets[i].All());
         OP_REQUIRES_OK(ctx, CheckPush(ctx, targets[i], push));
-        if (write) UpdateRows(ctx, rule, global_step, targets[i], push);
+        if (write) {
+          UpdateRows(ctx, rule, global_step, targets[i], push);
+        } else {
+          push.groups.Build(push.ids, push.n);
+          OP_REQUIRES_OK(ctx, CheckFinite(push));
+        }
       }
     }
   }
@@ -86,11 +97,14 @@ class RowsUpdateOp : public UpdateOp<Rule> {
  private:
   // What is pushed to one table.
   struct Push {
-    const T* gradient;
-    int64_t elements;  // of `gradient`
+    int64_t table;
+    const T* gradient;  // [bags, width]
+    int64_t width;
     const Index* ids;
-    const int64_t* pulled;  // null for fresh gradients
-    int64_t n;              // of `ids` and `pulled`
+    Bags bags;
+    const int64_t* pulled = nullptr;  // null for fresh gradients
+    int64_t n;                        // of `ids` and `pulled`
+    RowGroups groups;                 // of `ids`
   };
 
   // Lock: the target's, exclusive.
@@ -99,7 +113,7 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     TF_RETURN_IF_ERROR(Prepare(ctx, target, /*sparse=*/true));
     int64_t width;
     TF_RETURN_IF_ERROR(RowWidth(*target.variable, &width));
-    if (width * push.n != push.elements) {
+    if (width != push.width) {
       return absl::InvalidArgumentError(
           "a table changed its shape while it was updated");
     }
@@ -115,16 +129,33 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     return absl::OkStatus();
   }
 
+  // With nonfinite = error: refuses a row whose gradient is not finite.
+  absl::Status CheckFinite(const Push& push) const {
+    if (this->attributes_.nonfinite != Nonfinite::kError) {
+      return absl::OkStatus();
+    }
+    std::vector<float> sum(static_cast<size_t>(push.width));
+    for (int64_t group = 0; group < push.groups.size(); ++group) {
+      int64_t oldest = 0;
+      if (!AllFinite(SumOfGroup(push, group, &oldest, &sum), push.width)) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("gradient of table ", push.table, ", row ",
+                         push.groups.row(group), " is not finite"));
+      }
+    }
+    return absl::OkStatus();
+  }
+
   // Lock: the target's, exclusive. The push has been checked.
   void UpdateRows(OpKernelContext* ctx, const Rule& rule, int64_t global_step,
                   const Target& target, const Push& push) {
-    RowGroups groups;
-    groups.Build(push.ids, push.n);
+    const RowGroups& groups = push.groups;
     const int64_t* pulled = push.pulled;
-    const int64_t width = push.elements / push.n;
+    const int64_t width = push.width;
     const StalenessWeight& weight = this->attributes_.weight;
     const Swap& swap = this->attributes_.swap;
     const bool measure = weight.uses_last_update();
+    const bool skips = this->attributes_.nonfinite == Nonfinite::kSkip;
     float* w = Data<float>(target.variable);
     int64_t* versions = Data<int64_t>(target.versions);
     int64_t* last_periods = Data<int64_t>(target.last_periods);
@@ -147,8 +178,11 @@ class RowsUpdateOp : public UpdateOp<Rule> {
         const int64_t row = groups.row(group);
         int64_t oldest =
             pulled == nullptr ? versions[row] : pulled[groups.first(group)];
-        const float* g = SumOfGroup(groups, group, push.gradient, width, pulled,
-                                    &oldest, &sum);
+        const float* g = SumOfGroup(push, group, &oldest, &sum);
+        if (skips && !AllFinite(g, width)) {
+          counted.AddSkipped();
+          continue;
+        }
         const int64_t tau = versions[row] - oldest + 1;
         const float rho = static_cast<float>(
             weight.Of(static_cast<double>(tau),
@@ -180,21 +214,23 @@ class RowsUpdateOp : public UpdateOp<Rule> {
 
   // The gradient of a group's row, summed into `sum` unless it stands alone in
   // floats; `oldest` becomes the oldest version it was pulled at.
-  static const float* SumOfGroup(const RowGroups& groups, int64_t group,
-                                 const T* gradient, int64_t width,
-                                 const int64_t* pulled, int64_t* oldest,
-                                 std::vector<float>* sum) {
+  static const float* SumOfGroup(const Push& push, int64_t group,
+                                 int64_t* oldest, std::vector<float>* sum) {
+    const RowGroups& groups = push.groups;
+    const Bags& bags = push.bags;
     int64_t position = groups.first(group);
     if constexpr (std::is_same_v<T, float>) {
-      if (groups.next(position) < 0) return gradient + position * width;
+      if (groups.next(position) < 0 && bags.scales == nullptr) {
+        return push.gradient + bags.bag(position) * push.width;
+      }
     }
     std::fill(sum->begin(), sum->end(), 0.0f);
     for (; position >= 0; position = groups.next(position)) {
-      const T* g = gradient + position * width;
-      for (int64_t i = 0; i < width; ++i) {
-        (*sum)[i] += static_cast<float>(g[i]);
+      AddScaled(push.gradient + bags.bag(position) * push.width,
+                bags.scale(position), push.width, sum->data());
+      if (push.pulled != nullptr) {
+        *oldest = std::min(*oldest, push.pulled[position]);
       }
-      if (pulled != nullptr) *oldest = std::min(*oldest, pulled[position]);
     }
     return sum->data();
   }

@@ -22,7 +22,7 @@ absl::Status ReadUpdateAttributes(tensorflow::OpKernelConstruction* ctx,
   Swap& swap = attributes->swap;
   StalenessWeight& weight = attributes->weight;
   float swap_decay, power, baseline, iota, sensitivity, deviation, mean;
-  std::string decay;
+  std::string decay, nonfinite;
   TF_RETURN_IF_ERROR(ctx->GetAttr("swap_period", &swap.period));
   TF_RETURN_IF_ERROR(ctx->GetAttr("swap_decay", &swap_decay));
   TF_RETURN_IF_ERROR(ctx->GetAttr("staleness_decay", &decay));
@@ -33,6 +33,7 @@ absl::Status ReadUpdateAttributes(tensorflow::OpKernelConstruction* ctx,
   TF_RETURN_IF_ERROR(ctx->GetAttr("update_sensitivity", &sensitivity));
   TF_RETURN_IF_ERROR(ctx->GetAttr("target_deviation", &deviation));
   TF_RETURN_IF_ERROR(ctx->GetAttr("target_mean", &mean));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("nonfinite", &nonfinite));
   TF_RETURN_IF_ERROR(Check(swap.period >= 0, "swap_period", swap.period,
                            "0 (off) or a positive number of global steps"));
   TF_RETURN_IF_ERROR(Check(swap_decay > 0.0f && swap_decay <= 1.0f,
@@ -42,6 +43,10 @@ absl::Status ReadUpdateAttributes(tensorflow::OpKernelConstruction* ctx,
         absl::StrCat("staleness_decay must be constant, inverse_power or "
                      "threshold, not ",
                      decay));
+  }
+  if (!ParseNonfinite(nonfinite, &attributes->nonfinite)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "nonfinite must be apply, skip or error, not ", nonfinite));
   }
   TF_RETURN_IF_ERROR(Check(power > 0.0f && std::isfinite(power),
                            "staleness_power", power, "positive"));

@@ -1,9 +1,11 @@
-// The attributes that all update ops share: SWAP and the staleness weight.
+// The attributes that all update ops share: SWAP, the staleness weight and what
+// happens to gradients that are not finite.
 
 #ifndef TF_RECSYNC_CC_KERNELS_UPDATE_ATTRIBUTES_H_
 #define TF_RECSYNC_CC_KERNELS_UPDATE_ATTRIBUTES_H_
 
 #include "absl/status/status.h"
+#include "cc/engine/nonfinite.h"
 #include "cc/engine/staleness_weight.h"
 #include "cc/engine/swap.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -13,6 +15,7 @@ namespace recsync {
 struct UpdateAttributes {
   Swap swap;
   StalenessWeight weight;
+  Nonfinite nonfinite = Nonfinite::kApply;
 };
 
 // Reads and checks the attributes; InvalidArgument names the one at fault.

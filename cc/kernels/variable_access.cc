@@ -81,37 +81,6 @@ absl::Status RowWidth(const Var& variable, int64_t* width) {
   return absl::OkStatus();
 }
 
-absl::Status ReadCounts(OpKernelContext* ctx, const Tensor& indices,
-                        int64_t tables, std::vector<int64_t>* offsets) {
-  const Tensor* counts;
-  TF_RETURN_IF_ERROR(ctx->input("counts", &counts));
-  if (indices.dims() != 1 ||
-      counts->shape() != tensorflow::TensorShape({tables})) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("indices must be a vector and counts must have shape [",
-                     tables, "], not ", indices.shape().DebugString(), " and ",
-                     counts->shape().DebugString()));
-  }
-  offsets->assign(1, 0);
-  for (int64_t i = 0; i < tables; ++i) {
-    const int64_t count = counts->flat<int64_t>()(i);
-    if (count < 0 || count > indices.NumElements() - offsets->back()) break;
-    offsets->push_back(offsets->back() + count);
-  }
-  if (static_cast<int64_t>(offsets->size()) != tables + 1 ||
-      offsets->back() != indices.NumElements()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("counts must add up to the ", indices.NumElements(),
-                     " indices, not ", counts->SummarizeValue(8)));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status NotARow(int64_t position, int64_t id, int64_t rows) {
-  return absl::InvalidArgumentError(absl::StrCat(
-      "indices[", position, "] = ", id, " is not a row of [0, ", rows, ")"));
-}
-
 absl::Status MakeWritable(OpKernelContext* ctx, Var* variable) {
   Tensor* value = variable->tensor();
   if (!value->RefCountIsOne()) {

@@ -35,15 +35,6 @@ absl::Status CheckDistinct(const std::vector<tensorflow::Var*>& variables);
 // exclusive.
 absl::Status RowWidth(const tensorflow::Var& variable, int64_t* width);
 
-// Reads the input `counts` of rows packed table by table: table i has the
-// positions [offsets[i], offsets[i + 1]) of `indices`.
-absl::Status ReadCounts(tensorflow::OpKernelContext* ctx,
-                        const tensorflow::Tensor& indices, int64_t tables,
-                        std::vector<int64_t>* offsets);
-
-// The error of a row id that is out of range.
-absl::Status NotARow(int64_t position, int64_t id, int64_t rows);
-
 // Holds the locks of several variables, taken in the order given, which every
 // kernel keeps the same: the variable first, then what lives beside it.
 class ExclusiveLocks {

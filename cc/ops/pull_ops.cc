@@ -40,6 +40,9 @@ REGISTER_OP("RecsyncGatherRows")
     .Input("versions: N * resource")
     .Input("indices: Tindices")
     .Input("counts: int64")
+    .Input("bags: int32")
+    .Input("scales: float")
+    .Input("bag_counts: int64")
     .Output("packed: float")
     .Output("pulled_versions: int64")
     .Attr("N: int >= 1")
@@ -48,15 +51,18 @@ REGISTER_OP("RecsyncGatherRows")
     .SetShapeFn([](InferenceContext* c) {
       int n;
       TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
-      ShapeHandle indices, counts;
+      ShapeHandle indices, vector;
       TF_RETURN_IF_ERROR(c->WithRank(c->input(2 * n), 1, &indices));
-      TF_RETURN_IF_ERROR(c->WithRank(c->input(2 * n + 1), 1, &counts));
+      for (int i = 1; i < 5; ++i) {  // counts, bags, scales, bag_counts
+        TF_RETURN_IF_ERROR(c->WithRank(c->input(2 * n + i), 1, &vector));
+      }
       c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
       c->set_output(1, indices);
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Gathers rows of N tables, each row together with its version, into one tensor.
+Gathers rows of N tables, each row together with its version, into one tensor,
+pooled where bags are given.
 
 The rows and versions of a table are read under its lock, so no update can come
 between them.
@@ -66,8 +72,14 @@ versions: int64 variables [rows].
 indices: [n], row ids: first those of table 0, then those of table 1, and so
   on; an error where one is out of its table's range.
 counts: [N], how many of the indices belong to each table.
-packed: A vector: the rows, flattened, one after the other.
-pulled_versions: [n], to be sent back with the gradients.
+bags: [n], or empty without bag_counts: the bag of its table that each index
+  belongs to; within a table they do not decrease.
+scales: [n], or empty for 1: the weight of each index in its bag.
+bag_counts: [N], the number of bags of each table, or empty: every index is a
+  bag of its own.
+packed: A vector: for each table [bags, width], flattened, one after the other;
+  a bag is the sum of its rows times their scales, zero if it has none.
+pulled_versions: [n], by index, to be sent back with the gradients.
 )doc");
 
 REGISTER_OP("RecsyncPullTable")

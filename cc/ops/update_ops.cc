@@ -38,7 +38,8 @@ absl::Status DenseUpdateShape(InferenceContext* c) {
 
 absl::Status RowsUpdateShape(InferenceContext* c) {
   return CheckRanks(c, {"learning_rate", "global_step"},
-                    {"gradient", "indices", "counts", "pulled_versions"});
+                    {"gradient", "indices", "counts", "bags", "scales",
+                     "bag_counts", "pulled_versions"});
 }
 
 }  // namespace
@@ -56,7 +57,8 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
       .Attr("staleness_iota: float = 0.0")           \
       .Attr("update_sensitivity: float = -1.0")      \
       .Attr("target_deviation: float = 0.0")         \
-      .Attr("target_mean: float = 0.0")
+      .Attr("target_mean: float = 0.0")              \
+      .Attr("nonfinite: string = 'apply'")
 
 #define RECSYNC_COMMON_DOC                                                     \
   "\nlearning_rate: A scalar.\n"                                               \
@@ -74,7 +76,10 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "target_deviation: delta' that tau is rescaled to, by the deviation "        \
   "measured so far; 0 switches it off.\n"                                      \
   "target_mean: mu' of the full rescaling delta' (tau - mu) / delta + mu'; 0 " \
-  "for the paper's simplified delta' tau / delta.\n"
+  "for the paper's simplified delta' tau / delta.\n"                           \
+  "nonfinite: What becomes of a variable or row whose gradient holds an "      \
+  "infinity or no number: 'apply' applies it, 'skip' leaves the variable or "  \
+  "row as it is and counts that, 'error' refuses the whole push.\n"
 
 #define RECSYNC_DENSE_DOC                                                     \
   "\n"                                                                        \
@@ -94,24 +99,31 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "pulled_versions: [N], or empty for gradients of the current values (tau "  \
   "is 1)."
 
-#define RECSYNC_ROWS_DOC                                                       \
-  "\n"                                                                         \
-  "Rows of N tables, packed: first the rows of table 0, then those of table "  \
-  "1, and so on. Positions that name the same row of a table are summed "      \
-  "first, so that each row is updated once, weighted by rho(tau) of the "      \
-  "oldest version it was pulled at; its version rises by one and its tau is "  \
-  "counted. The rows of a table are updated in parallel.\n"                    \
-  "\n"                                                                         \
-  "versions: int64 [rows] for each table.\n"                                   \
-  "counters: int64 vectors of staleness statistics.\n"                         \
-  "last_periods: int64 [rows], the last SWAP period applied; none without "    \
-  "SWAP.\n"                                                                    \
-  "last_updates: float [rows], the length of the last update; none without "   \
-  "update_sensitivity.\n"                                                      \
-  "gradient: A vector: the rows' gradients, flattened, one after the other.\n" \
-  "indices: [n], row ids; an error where one is out of its table's range.\n"   \
-  "counts: [N], how many of the indices belong to each table.\n"               \
-  "pulled_versions: [n], or empty for gradients of the current values (tau "   \
+#define RECSYNC_ROWS_DOC                                                      \
+  "\n"                                                                        \
+  "Rows of N tables, packed: first the rows of table 0, then those of table " \
+  "1, and so on. Positions that name the same row of a table are summed "     \
+  "first, so that each row is updated once, weighted by rho(tau) of the "     \
+  "oldest version it was pulled at; its version rises by one and its tau is " \
+  "counted. The rows of a table are updated in parallel.\n"                   \
+  "\n"                                                                        \
+  "versions: int64 [rows] for each table.\n"                                  \
+  "counters: int64 vectors of staleness statistics.\n"                        \
+  "last_periods: int64 [rows], the last SWAP period applied; none without "   \
+  "SWAP.\n"                                                                   \
+  "last_updates: float [rows], the length of the last update; none without "  \
+  "update_sensitivity.\n"                                                     \
+  "gradient: A vector: for each table the gradients [bags, width] of its "    \
+  "bags, flattened, one after the other.\n"                                   \
+  "indices: [n], row ids; an error where one is out of its table's range.\n"  \
+  "counts: [N], how many of the indices belong to each table.\n"              \
+  "bags: [n], or empty without bag_counts: the bag of its table that each "   \
+  "index belongs to; within a table they do not decrease. The gradient of "   \
+  "index p is scales[p] times that of bags[p].\n"                             \
+  "scales: [n], or empty for 1: the weight of each index in its bag.\n"       \
+  "bag_counts: [N], the number of bags of each table, or empty: every index " \
+  "is a bag of its own.\n"                                                    \
+  "pulled_versions: [n], or empty for gradients of the current values (tau "  \
   "is 1)."
 
 REGISTER_OP("RecsyncSgdDense")
@@ -140,6 +152,9 @@ REGISTER_OP("RecsyncSgdRows")
     .Input("gradient: T")
     .Input("indices: Tindices")
     .Input("counts: int64")
+    .Input("bags: int32")
+    .Input("scales: float")
+    .Input("bag_counts: int64")
     .Input("pulled_versions: int64")
     .Input("learning_rate: float")
     .Input("global_step: int64")
@@ -181,6 +196,9 @@ REGISTER_OP("RecsyncAdagradRows")
     .Input("gradient: T")
     .Input("indices: Tindices")
     .Input("counts: int64")
+    .Input("bags: int32")
+    .Input("scales: float")
+    .Input("bag_counts: int64")
     .Input("pulled_versions: int64")
     .Input("learning_rate: float")
     .Input("global_step: int64")

@@ -41,6 +41,7 @@ py::dict Summary(const CounterArray& counters) {
     summary["mean"] = c.Mean();
     summary["variance"] = c.Variance();
     summary["max"] = c.max();
+    summary["skipped"] = c.skipped();
     return summary;
   });
 }
@@ -89,8 +90,9 @@ void RegisterStalenessBindings(py::module_& m) {
   m.attr("STALENESS_COUNTERS") = static_cast<int>(StalenessCounters::kSize);
   m.attr("STALENESS_FIRST_BUCKET") =
       static_cast<int>(StalenessCounters::kFirstBucket);
+  m.attr("STALENESS_BUCKETS") = static_cast<int>(StalenessCounters::kBuckets);
   m.def("staleness_summary", &Summary, py::arg("counters"),
-        "Count, mean, variance and max of staleness counters.");
+        "Count, mean, variance, max and skipped of staleness counters.");
   m.def("staleness_quantile", &Quantile, py::arg("counters"),
         py::arg("quantile"), "The staleness that a quantile did not exceed.");
   m.def("staleness_histogram", &Histogram, py::arg("counters"),

@@ -6,8 +6,11 @@ server has to do.
 
 from __future__ import annotations
 
+import functools
 import pathlib
+from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
 
@@ -26,15 +29,37 @@ for _name in ("RecsyncPullDense", "RecsyncGatherRows", "RecsyncPullTable"):
 pull_dense = library.recsync_pull_dense
 pull_table = library.recsync_pull_table
 next_global_step = library.recsync_next_global_step
-gather_rows = library.recsync_gather_rows
 sgd_dense = library.recsync_sgd_dense
-sgd_rows = library.recsync_sgd_rows
 adagrad_dense = library.recsync_adagrad_dense
-adagrad_rows = library.recsync_adagrad_rows
 mean_normalize = library.recsync_mean_normalize
 delay = library.recsync_delay
 route_ids = library.recsync_route_ids
 assemble = library.recsync_assemble
+
+
+def _unpooled(op: Callable) -> Callable:
+    """An op on packed rows, in which every index is a bag of its own by default."""
+
+    @functools.wraps(op)
+    def call(*args, bags=None, scales=None, bag_counts=None, **kwargs):
+        return op(
+            *args,
+            bags=_NO_BAGS if bags is None else bags,
+            scales=_NO_SCALES if scales is None else scales,
+            bag_counts=_NO_COUNTS if bag_counts is None else bag_counts,
+            **kwargs,
+        )
+
+    return call
+
+
+_NO_BAGS = np.zeros([0], np.int32)
+_NO_SCALES = np.zeros([0], np.float32)
+_NO_COUNTS = np.zeros([0], np.int64)
+
+gather_rows = _unpooled(library.recsync_gather_rows)
+sgd_rows = _unpooled(library.recsync_sgd_rows)
+adagrad_rows = _unpooled(library.recsync_adagrad_rows)
 
 for _name in (
     "RecsyncPullDense",
@@ -62,22 +87,33 @@ def _mean_normalize_gradient(op, dy, _):
 
 @tf.RegisterGradient("RecsyncGatherRows")
 def _gather_rows_gradient(op, packed, _):
-    """Rows of each table, as the gradient of a stock gather is."""
+    """Rows of each table, as the gradient of a stock gather is; none of `scales`."""
     n = op.get_attr("N")
-    indices, counts = op.inputs[2 * n], op.inputs[2 * n + 1]
+    indices, counts, bags, scales, bag_counts = op.inputs[2 * n :]
     ids = tf.split(indices, counts, num=n)
     shapes = [_variable_shape(op.inputs[i]) for i in range(n)]
+    pooled = tf.size(bag_counts) > 0
+    vectors = tf.cond(pooled, lambda: bag_counts, lambda: counts)
+    # The packed vector of each index.
+    first = tf.repeat(tf.cumsum(vectors, exclusive=True), counts)
+    own = tf.cond(pooled, lambda: bags, lambda: tf.zeros_like(indices, tf.int32))
+    within = tf.range(tf.size(indices, out_type=tf.int64))
+    vector = tf.cond(pooled, lambda: first + tf.cast(own, tf.int64), lambda: within)
+    vector -= first
     sizes = tf.stack(
-        [counts[i] * tf.cast(tf.reduce_prod(shapes[i][1:]), tf.int64) for i in range(n)]
+        [vectors[i] * tf.cast(tf.reduce_prod(shapes[i][1:]), tf.int64) for i in range(n)]
     )
-    values = tf.split(packed, sizes, num=n)
-    slices = [
-        tf.IndexedSlices(
-            tf.reshape(values[i], tf.concat([[-1], shapes[i][1:]], 0)), ids[i], shapes[i]
-        )
-        for i in range(n)
-    ]
-    return [*slices, *[None] * n, None, None]
+    gradients = tf.split(packed, sizes, num=n)
+    scaled = tf.cond(tf.size(scales) > 0, lambda: scales, lambda: tf.ones_like(within, tf.float32))
+    slices = []
+    for i, (weight, own) in enumerate(
+        zip(tf.split(scaled, counts, num=n), tf.split(vector, counts, num=n), strict=True)
+    ):
+        wide = tf.reshape(gradients[i], tf.concat([[-1], shapes[i][1:]], 0))
+        narrow = tf.concat([[-1], tf.ones_like(shapes[i][1:])], 0)
+        values = tf.gather(wide, own) * tf.reshape(weight, narrow)
+        slices.append(tf.IndexedSlices(values, ids[i], shapes[i]))
+    return [*slices, *[None] * (n + 5)]
 
 
 def _variable_shape(handle):

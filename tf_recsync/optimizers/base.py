@@ -24,6 +24,7 @@ from tf_recsync.synchronization import context
 
 # Keras names the weight of an Embedding layer so.
 DEFAULT_TABLES = r"(.*/)?embeddings"
+NONFINITE = ("apply", "skip", "error")
 
 
 @dataclasses.dataclass
@@ -55,6 +56,12 @@ class Optimizer(keras.optimizers.Optimizer):
         staleness: a policy of `tf_recsync.staleness`; None (the default) is
             `Constant()`. Without a cluster staleness is always 1.
         swap: a `Swap`, or None (the default).
+        nonfinite: what becomes of a gradient that holds an infinity or no number:
+            "apply" (the default) applies it like any other; "skip" leaves that
+            dense variable, or that row of a table, as it is and counts it
+            (`tf_recsync.staleness.Statistics.skipped`); "error" refuses the
+            whole push with an InvalidArgumentError that names the variable and
+            row, which ends training (not with jit_compile: XLA raises no errors).
         tables: a regular expression: a variable whose path it matches in full
             is an embedding table, versioned and updated row by row. The default
             matches what `keras.layers.Embedding` creates.
@@ -71,11 +78,14 @@ class Optimizer(keras.optimizers.Optimizer):
         *,
         staleness: staleness_lib.Policy | None = None,
         swap: Swap | None = None,
+        nonfinite: str = "apply",
         tables: str = DEFAULT_TABLES,
         name: str | None = None,
         **kwargs,
     ):
         super().__init__(learning_rate=learning_rate, name=name, **kwargs)
+        if nonfinite not in NONFINITE:
+            raise ValueError(f"nonfinite must be one of {NONFINITE}, not {nonfinite!r}")
         if staleness is not None and not isinstance(staleness, staleness_lib.Policy):
             raise ValueError(
                 f"staleness must be a policy of tf_recsync.staleness or None, not {staleness!r}"
@@ -95,6 +105,7 @@ class Optimizer(keras.optimizers.Optimizer):
             )
         self.staleness = staleness or staleness_lib.Constant()
         self.swap = swap
+        self.nonfinite = nonfinite
         self._states: list[VariableState] = []
         self._saved_variables: list | None = None
         self.wait_for_steps: Callable[[], None] | None = None
@@ -290,6 +301,11 @@ class Optimizer(keras.optimizers.Optimizer):
             pulled_versions: int64 [n], or empty for fresh gradients.
             learning_rate: a float32 scalar.
             global_step: an int64 scalar, counted from 1.
+            bags: int32 [n], the bag of its table that each id was pooled into,
+                in order, or None: every id has a gradient of its own.
+            scales: float32 [n], the weight of each id in its bag, or None for 1.
+            bag_counts: int64 [len(states)], the number of bags of each table;
+                None without bags.
 
         Returns:
             The update's operation.
@@ -325,6 +341,7 @@ class Optimizer(keras.optimizers.Optimizer):
         return {
             "swap_period": swap.period if swap else 0,
             "swap_decay": swap.decay if swap else 1.0,
+            "nonfinite": self.nonfinite,
             **self.staleness.attributes(),
         }
 
@@ -341,9 +358,17 @@ class Optimizer(keras.optimizers.Optimizer):
             values, ids = as_rows(gradient, state.variable.shape)
             gradient = tf.math.unsorted_segment_sum(tf.cast(values, dtype), ids, rows)
             touched = tf.math.unsorted_segment_sum(tf.ones_like(ids, tf.int32), ids, rows) > 0
+            finite = tf.reduce_all(tf.math.is_finite(gradient), list(range(1, rank)))
         else:
             gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)
             touched = tf.constant(True)
+            finite = tf.reduce_all(tf.math.is_finite(gradient))
+        skipped = tf.constant(0, tf.int64)
+        if self.nonfinite == "skip":
+            skipped = tf.reduce_sum(tf.cast(touched & ~finite, tf.int64))
+            touched &= finite
+        elif self.nonfinite == "error":
+            self._refuse_nonfinite(state, finite)
 
         def wide(per_row):
             # [rows] as [rows, 1, ...]; a dense variable's scalar as it is.
@@ -375,25 +400,36 @@ class Optimizer(keras.optimizers.Optimizer):
             last_update.assign(tf.where(touched, length, last_update))
         versions.assign_add(tf.cast(touched, tf.int64) + tf.zeros_like(versions))
         updates = tf.reduce_sum(tf.cast(touched, tf.int64))
-        # count, sum, sum of squares, bucket 1; the maximum is 1.
+        # count, sum, sum of squares, bucket 1, skipped; the maximum is 1.
         counters = state.counters.value
         added = tf.concat(
             [
                 tf.fill([3], updates),
                 [tf.cast(0, tf.int64)],
                 [tf.cast(0, tf.int64), updates],
-                tf.zeros([staleness_lib.COUNTERS - 6], tf.int64),
+                tf.zeros([staleness_lib.COUNTERS - 7], tf.int64),
+                [skipped],
             ],
             0,
         )
         largest = tf.one_hot(3, staleness_lib.COUNTERS, dtype=tf.int64)
         counters.assign(tf.maximum(counters + added, largest * tf.minimum(updates, 1)))
 
+    def _refuse_nonfinite(self, state, finite):
+        if in_xla_context():
+            raise ValueError(
+                'nonfinite must be "apply" or "skip" with jit_compile, which raises no errors, '
+                'not "error"'
+            )
+        message = f"the gradient of {state.variable.path} is not finite"
+        tf.debugging.assert_equal(tf.reduce_all(finite), True, message)
+
     def get_config(self):
         config = super().get_config()
         config.update(
             staleness=keras.saving.serialize_keras_object(self.staleness),
             swap=keras.saving.serialize_keras_object(self.swap) if self.swap else None,
+            nonfinite=self.nonfinite,
             tables=self._tables.pattern,
         )
         return config
