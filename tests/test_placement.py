@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tf_recsync.layers.embedding_config import FeatureConfig, TableConfig, check_configs
-from tf_recsync.placement import PlacementPlan, Shard, plan_placement, profile_costs
+from tf_recsync.embedding.bin_packing import plan_placement
+from tf_recsync.embedding.config import FeatureConfig, TableConfig, check_configs
+from tf_recsync.embedding.placement import PlacementPlan, Shard
+from tf_recsync.embedding.profile import profile_costs
 
 # 26 tables as uneven as those of a click data set: two of them make up most of the rows.
 SKEWED_ROWS = [

@@ -14,6 +14,9 @@ from tf_recsync import (  # noqa: E402
     testing,
 )
 from tf_recsync.cluster import Cluster, LocalCluster, cluster_from_tf_config  # noqa: E402
+from tf_recsync.embedding.bin_packing import plan_placement  # noqa: E402
+from tf_recsync.embedding.placement import PlacementPlan  # noqa: E402
+from tf_recsync.embedding.profile import profile_costs  # noqa: E402
 from tf_recsync.strategies import AsyncStrategy  # noqa: E402
 from tf_recsync.swap import Swap  # noqa: E402
 
@@ -23,6 +26,7 @@ __all__ = [
     "AsyncStrategy",
     "Cluster",
     "LocalCluster",
+    "PlacementPlan",
     "Swap",
     "callbacks",
     "cluster_from_tf_config",
@@ -30,6 +34,8 @@ __all__ = [
     "layers",
     "metrics",
     "optimizers",
+    "plan_placement",
+    "profile_costs",
     "staleness",
     "testing",
 ]

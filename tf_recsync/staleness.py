@@ -254,11 +254,7 @@ class Statistics:
         Args:
             counters: int64 arrays of shape [`COUNTERS`], as the servers keep them.
         """
-        total = np.zeros([COUNTERS], np.int64)
-        for one in counters:
-            largest = max(total[3], one[3])
-            total = total + np.asarray(one, np.int64)
-            total[3] = largest
+        total = sum_counters(counters)
         summary = _engine.staleness_summary(total)
         return cls(
             count=summary["count"],
@@ -289,6 +285,16 @@ class Statistics:
         if not 0 <= quantile <= 1:
             raise ValueError(f"quantile must be in [0, 1], not {quantile!r}")
         return _engine.staleness_quantile(self._counters, quantile)
+
+
+def sum_counters(counters: Iterable[np.ndarray]) -> np.ndarray:
+    """The counters of several variables as those of one: int64 [`COUNTERS`]."""
+    total = np.zeros([COUNTERS], np.int64)
+    for one in counters:
+        largest = max(total[3], one[3])
+        total = total + np.asarray(one, np.int64)
+        total[3] = largest
+    return total
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Keras layers."""
 
+from tf_recsync.embedding.config import FeatureConfig, TableConfig
 from tf_recsync.layers.embedding_collection import EmbeddingCollection
-from tf_recsync.layers.embedding_config import FeatureConfig, TableConfig
 from tf_recsync.layers.mean_normalization import MeanNormalization
 
 __all__ = ["EmbeddingCollection", "FeatureConfig", "MeanNormalization", "TableConfig"]

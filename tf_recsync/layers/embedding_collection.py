@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,17 +12,18 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.layers import feature_inputs
-from tf_recsync.layers.embedding_config import FeatureConfig, TableConfig, check_configs
-from tf_recsync.layers.physical_tables import (
+from tf_recsync.embedding import feature_inputs
+from tf_recsync.embedding.bin_packing import plan_placement
+from tf_recsync.embedding.config import FeatureConfig, TableConfig, check_configs
+from tf_recsync.embedding.physical_tables import (
     PhysicalInitializer,
     gather_logical,
     physical_tables,
     scatter_logical,
 )
+from tf_recsync.embedding.placement import PlacementPlan
 from tf_recsync.ops.bags import Bags
 from tf_recsync.optimizers.base import in_xla_context
-from tf_recsync.placement import PlacementPlan, plan_placement
 
 
 @keras.saving.register_keras_serializable(package="tf_recsync")
@@ -38,6 +40,11 @@ class EmbeddingCollection(keras.layers.Layer):
     a bag whose ids lie in several shards are sums of partial sums, and so may
     differ from those of the unsplit table in the last bits; with one id per
     example they are the same.
+
+    The layer's variables are physical tables: all shards of one dimension on one
+    server. An optimizer's `clipnorm` is that of a physical table, and so depends on
+    the placement; `global_clipnorm` does not. `table_values` gives single tables,
+    and saving and loading go table by table, whatever the placement.
 
     Args:
         tables: the tables, `TableConfig`s.
@@ -124,7 +131,10 @@ class EmbeddingCollection(keras.layers.Layer):
         servers = cluster.ps if cluster is not None else 1
         plan = self._given_placement
         if plan is None:
-            plan = plan_placement(self._table_configs, servers, memory_limit=self._memory_limit)
+            tables = self._table_configs
+            if cluster is None:  # One process, whatever the shards.
+                tables = [dataclasses.replace(table, shards=None) for table in tables]
+            plan = plan_placement(tables, servers, memory_limit=self._memory_limit)
         elif plan.ps != servers:
             raise ValueError(
                 f"placement is for {plan.ps} parameter servers, the strategy has {servers}"

@@ -19,6 +19,7 @@ from tensorflow.python.ops import control_flow_util
 
 from tf_recsync import staleness as staleness_lib
 from tf_recsync.ops.bags import PackedBags
+from tf_recsync.optimizers import saving
 from tf_recsync.swap import Swap
 from tf_recsync.synchronization import context
 
@@ -107,7 +108,7 @@ class Optimizer(keras.optimizers.Optimizer):
         self.swap = swap
         self.nonfinite = nonfinite
         self._states: list[VariableState] = []
-        self._saved_variables: list | None = None
+        self._saved_variables: dict | None = None
         self.wait_for_steps: Callable[[], None] | None = None
 
     # What a subclass provides.
@@ -139,7 +140,7 @@ class Optimizer(keras.optimizers.Optimizer):
             saved, self._saved_variables = self._saved_variables, None
             # The first step may be traced, and build within it.
             with tf.init_scope():
-                self._load(saved)
+                saving.load_variables(self, saved)
 
     def _make_state(self, variable) -> VariableState:
         named = len(variable.shape) >= 1 and bool(self._tables.fullmatch(variable.path))
@@ -179,24 +180,17 @@ class Optimizer(keras.optimizers.Optimizer):
         """The state of a variable that the optimizer was built with."""
         return self._states[self._get_variable_index(variable)]
 
+    def save_own_variables(self, store):
+        """Saves the variables, those beside collections' tables row by row."""
+        saving.save_variables(self, store)
+
     def load_own_variables(self, store):
         """Loads saved variables; keeps them for `build` if that is still to come."""
-        count = len(store.keys())
-        values = [store[str(i)][()] for i in range(count)]
+        saved = {name: store[name][()] for name in store.keys()}  # noqa: SIM118
         if self.built:
-            self._load(values)
+            saving.load_variables(self, saved)
         else:
-            self._saved_variables = values
-
-    def _load(self, values) -> None:
-        if len(values) != len(self.variables):
-            raise ValueError(
-                f"the saved {self.name} has {len(values)} variables, this one "
-                f"{len(self.variables)}: it was saved for another model, or with another "
-                "swap or staleness policy"
-            )
-        for variable, value in zip(self.variables, values, strict=True):
-            variable.assign(value)
+            self._saved_variables = saved
 
     # Applying gradients.
 

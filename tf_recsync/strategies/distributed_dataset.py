@@ -84,17 +84,8 @@ class RegisteredDataset:
         """An iterator of the same type without batches; call it under the worker's device."""
 
         # In stock ops, since a worker may not have what makes the real batches.
-        def no_batch(spec):
-            shape = [0 if size is None else size for size in spec.shape.as_list()]
-            return tf.zeros([0, *shape], spec.dtype)
-
-        flat = tf.nest.flatten(self.element_spec, expand_composites=True)
-        nothing = tf.data.Dataset.from_tensor_slices(tuple(no_batch(spec) for spec in flat))
-
-        def pack(*parts):
-            return tf.nest.pack_sequence_as(self.element_spec, parts, expand_composites=True)
-
-        return iter(nothing.map(pack))
+        nothing = tf.data.Dataset.from_tensors(tf.nest.map_structure(_some, self.element_spec))
+        return iter(nothing.take(0))
 
     def iterator(self, job: str) -> tf.data.Iterator:
         """Joins a pass; call it under the worker's device scope."""
@@ -116,6 +107,23 @@ class RegisteredDataset:
         options = tf.data.Options()
         options.autotune.enabled = False
         return iter(dataset.prefetch(2).with_options(options))
+
+
+def _some(spec: tf.TypeSpec) -> Any:
+    """A value of this type; unknown sizes are 0."""
+    sizes = [size or 0 for size in spec.shape.as_list()]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        splits = [tf.zeros([sizes[0] + 1], spec.row_splits_dtype)]
+        splits += [tf.zeros([1], spec.row_splits_dtype)] * (spec.ragged_rank - 1)
+        values = tf.zeros([0, *sizes[spec.ragged_rank + 1 :]], spec.dtype)
+        return tf.RaggedTensor.from_nested_row_splits(values, splits)
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensor(
+            tf.zeros([0, len(sizes)], tf.int64),
+            tf.zeros([0], spec.dtype),
+            tf.constant(sizes, tf.int64),
+        )
+    return tf.zeros(sizes, spec.dtype)
 
 
 class DistributedDataset:

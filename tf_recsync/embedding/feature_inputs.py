@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.layers.embedding_config import FeatureConfig, TableConfig
-from tf_recsync.layers.physical_tables import PhysicalTable
+from tf_recsync.embedding.config import FeatureConfig, TableConfig
+from tf_recsync.embedding.physical_tables import PhysicalTable
 from tf_recsync.ops.bags import Bags
 
 
@@ -90,12 +90,14 @@ def _read(feature: FeatureConfig, table: TableConfig, ids: Any, weights: Any) ->
         flat_weights = None if weights is None else weights.values
     else:
         ids = tf.convert_to_tensor(ids)
-        if ids.shape.rank not in (1, 2) or (ids.shape.rank == 2 and ids.shape[1] is None):
-            raise wrong(f"dense ids must be [batch] or [batch, k] with a known k, not {ids.shape}")
-        length = 1 if ids.shape.rank == 1 else ids.shape[1]
-        if length == 0:
-            raise wrong("dense ids [batch, k] need a k of at least 1")
+        if ids.shape.rank not in (1, 2):
+            raise wrong(f"dense ids must be [batch] or [batch, k], not {ids.shape}")
         values, splits, batch = tf.reshape(ids, [-1]), None, ids.shape[0]
+        length = 1 if ids.shape.rank == 1 else (ids.shape[1] or 0)
+        if length == 0:
+            # Keras, too, builds a model of ragged inputs with dense ones of unknown k.
+            k = tf.shape(ids, tf.int64)[1]
+            splits = tf.range(tf.shape(ids, tf.int64)[0] + 1) * k
         flat_weights = None
         if weights is not None:
             weights = tf.convert_to_tensor(weights)

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync.layers.embedding_config import TableConfig
-from tf_recsync.placement import PlacementPlan
+from tf_recsync.embedding.config import TableConfig
+from tf_recsync.embedding.placement import PlacementPlan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""What an optimizer keeps, in a form that does not depend on where tables are.
+
+Tables of an `EmbeddingCollection` are saved row by row under their own names,
+so that they can be loaded where they are split and placed otherwise. All else
+is saved in the order of the optimizer's variables, as Keras does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from tf_recsync import staleness
+from tf_recsync.embedding.physical_tables import gather_logical, scatter_logical
+
+_COUNTERS = "staleness"
+
+
+def save_variables(optimizer: Any, store: Any) -> None:
+    """Writes an optimizer's variables into a Keras store.
+
+    Args:
+        optimizer: a built optimizer of this package.
+        store: what `save_own_variables` gets.
+    """
+    collections = _collections(optimizer)
+    for i, variable in enumerate(_others(optimizer, collections)):
+        store[str(i)] = np.asarray(variable._value.read_value())
+    for name, states in collections.items():
+        for slot, variables in _slots(states).items():
+            values = [np.asarray(v._value.read_value()) for v in variables]
+            if slot == _COUNTERS:
+                store[_key(name, slot)] = staleness.sum_counters(values)
+                continue
+            logical = gather_logical([s.variable.physical_table for s in states], values)
+            for table, value in logical.items():
+                store[_key(name, slot, table)] = value
+
+
+def load_variables(optimizer: Any, saved: Mapping[str, np.ndarray]) -> None:
+    """Sets an optimizer's variables to what `save_variables` wrote.
+
+    Args:
+        optimizer: a built optimizer of this package.
+        saved: the arrays of the store, by name.
+
+    Raises:
+        ValueError: if they were saved for another model, or with another swap or
+            staleness policy.
+    """
+    collections = _collections(optimizer)
+    others = _others(optimizer, collections)
+    values: list[tuple[keras.Variable, np.ndarray]] = []
+    expected = {str(i) for i in range(len(others))}
+    values += [(v, saved.get(str(i))) for i, v in enumerate(others)]
+    for name, states in collections.items():
+        for slot, variables in _slots(states).items():
+            if slot == _COUNTERS:
+                expected.add(_key(name, slot))
+                counters = saved.get(_key(name, slot))
+                # The sum is what counts; the first variable keeps it.
+                values += [
+                    (v, counters if i == 0 or counters is None else np.zeros_like(counters))
+                    for i, v in enumerate(variables)
+                ]
+                continue
+            tables = {p.table for s in states for p in s.variable.physical_table.pieces}
+            logical = {table: saved.get(_key(name, slot, table)) for table in tables}
+            expected |= {_key(name, slot, table) for table in tables}
+            if any(value is None for value in logical.values()):
+                values.append((variables[0], None))
+                continue
+            values += [
+                (v, scatter_logical(s.variable.physical_table, logical))
+                for s, v in zip(states, variables, strict=True)
+            ]
+    wrong = sorted(expected.symmetric_difference(saved))
+    wrong += [v.path for v, value in values if value is not None and value.shape != v.shape]
+    if wrong:
+        raise ValueError(
+            f"the saved {optimizer.name} was saved for another model, or with another swap or "
+            f"staleness policy: it differs in {', '.join(wrong[:5])}"
+        )
+    for variable, value in values:
+        variable.assign(value)
+
+
+def _collections(optimizer: Any) -> dict[str, list]:
+    """The states of the tables of each collection, by the layer's path."""
+    collections: dict[str, list] = {}
+    for state in optimizer.states:
+        if hasattr(state.variable, "physical_table"):
+            collections.setdefault(state.variable.collection, []).append(state)
+    return collections
+
+
+def _others(optimizer: Any, collections: dict[str, list]) -> list[keras.Variable]:
+    """The variables that are not of a collection."""
+    own = {
+        id(variable)
+        for states in collections.values()
+        for variables in _slots(states).values()
+        for variable in variables
+    }
+    return [variable for variable in optimizer.variables if id(variable) not in own]
+
+
+def _slots(states: list) -> dict[str, list[keras.Variable]]:
+    """The variables beside the tables of a collection, by what they are."""
+    slots = {
+        f"accumulator_{i}": [s.accumulators[i] for s in states]
+        for i in range(len(states[0].accumulators))
+    }
+    slots["version"] = [s.versions for s in states]
+    if states[0].last_periods:
+        slots["last_period"] = [s.last_periods[0] for s in states]
+    if states[0].last_updates:
+        slots["last_update"] = [s.last_updates[0] for s in states]
+    slots[_COUNTERS] = [s.counters for s in states]
+    return slots
+
+
+def _key(*parts: str) -> str:
+    # A slash would begin a group of the file.
+    return ":".join(parts).replace("/", "|")
