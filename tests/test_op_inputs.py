@@ -219,7 +219,7 @@ ROWS = [
     case("a negative version", "pulled_versions .* -1", pulled_versions=const([0, -1], tf.int64)),
     case(
         "a table of doubles",
-        "variables? must be a variable of float, not double",
+        "variables? must be a variable of float or bfloat16, not double",
         variables=lambda s: [handle([2, 3], tf.float64)],
     ),
     case(
@@ -314,7 +314,7 @@ def gather(table, versions, counts=(1,)):
         (lambda s, t: gather(t.value, s.version), r"versions must have shape \[2\], not \[\]"),
         (
             lambda s, t: gather(t.period, t.version),
-            "variables? must be a variable of float, not int64",
+            "variables? must be a variable of float or bfloat16, not int64",
         ),
         (lambda s, t: gather(t.value, t.value), "twice"),
         (

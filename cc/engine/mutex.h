@@ -56,6 +56,7 @@ class CondVar {
     lock.release();
   }
   void Signal() { cv_.notify_one(); }
+  void SignalAll() { cv_.notify_all(); }
 
  private:
   std::condition_variable cv_;

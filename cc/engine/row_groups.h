@@ -18,11 +18,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "cc/engine/row_locks.h"
+
 namespace recsync {
 
 class RowGroups {
  public:
-  // `Index` is int32_t or int64_t; ids are not negative. Reuses its memory.
+  // `Index` is int32_t or int64_t; ids are not negative; `n` is less than 2^31.
+  // Reuses its memory.
   template <typename Index>
   void Build(const Index* ids, int64_t n) {
     rows_.clear();
@@ -33,15 +36,16 @@ class RowGroups {
     while (capacity < static_cast<size_t>(n) * 2) capacity *= 2;
     slots_.assign(capacity, -1);
     const size_t mask = capacity - 1;
-    for (int64_t position = 0; position < n; ++position) {
+    for (int32_t position = 0; position < static_cast<int32_t>(n); ++position) {
       const int64_t row = static_cast<int64_t>(ids[position]);
-      size_t slot = Hash(row) & mask;
+      // Not the high bits of the hash, which are alike within a partition.
+      size_t slot = RowHash(row) & mask;
       while (slots_[slot] >= 0 && rows_[slots_[slot]] != row) {
         slot = (slot + 1) & mask;
       }
-      const int64_t group = slots_[slot];
+      const int32_t group = slots_[slot];
       if (group < 0) {
-        slots_[slot] = static_cast<int64_t>(rows_.size());
+        slots_[slot] = static_cast<int32_t>(rows_.size());
         rows_.push_back(row);
         first_.push_back(position);
         last_.push_back(position);
@@ -61,16 +65,11 @@ class RowGroups {
   int64_t next(int64_t position) const { return next_[position]; }
 
  private:
-  static size_t Hash(int64_t row) {
-    uint64_t x = static_cast<uint64_t>(row) * 0x9E3779B97F4A7C15ull;
-    return static_cast<size_t>(x ^ (x >> 32));
-  }
-
   std::vector<int64_t> rows_;   // by group
-  std::vector<int64_t> first_;  // by group
-  std::vector<int64_t> last_;   // by group
-  std::vector<int64_t> next_;   // by position
-  std::vector<int64_t> slots_;  // the hash table: a group or -1
+  std::vector<int32_t> first_;  // by group
+  std::vector<int32_t> last_;   // by group
+  std::vector<int32_t> next_;   // by position
+  std::vector<int32_t> slots_;  // the hash table: a group or -1
 };
 
 }  // namespace recsync

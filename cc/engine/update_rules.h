@@ -1,9 +1,9 @@
 // The arithmetic of the optimizers, on one span of contiguous floats: a dense
 // variable or a piece of one, or one row of a table. A rule is a class with
 //
-//   static constexpr int kAccumulators;  // float slots as large as the
-//   variable template <bool kMeasure> double Apply(float* w, float* const*
-//   accumulators, const float* g,
+//   static constexpr int kAccumulators;  // float slots like the variable
+//   template <bool kMeasure>
+//   double Apply(float* w, float* const* accumulators, const float* g,
 //                int64_t n, float rho, float decay) const;
 //
 // `rho` weighs the gradient before it enters the accumulator and `decay` is
@@ -18,6 +18,9 @@
 #include <cmath>
 #include <cstdint>
 
+// Inlined into variants for different processors (span_update.h).
+#define RECSYNC_ALWAYS_INLINE __attribute__((always_inline)) inline
+
 namespace recsync {
 
 // w <- w - lr g_hat
@@ -26,9 +29,10 @@ struct SgdRule {
   float learning_rate = 0.0f;
 
   template <bool kMeasure>
-  double Apply(float* __restrict w, float* const* /*accumulators*/,
-               const float* __restrict g, int64_t n, float rho,
-               float /*decay*/) const {
+  RECSYNC_ALWAYS_INLINE double Apply(float* __restrict w,
+                                     float* const* /*accumulators*/,
+                                     const float* __restrict g, int64_t n,
+                                     float rho, float /*decay*/) const {
     const float step = learning_rate * rho;
     double squares = 0.0;
     for (int64_t i = 0; i < n; ++i) {
@@ -47,9 +51,10 @@ struct AdagradRule {
   float epsilon = 0.0f;
 
   template <bool kMeasure>
-  double Apply(float* __restrict w, float* const* accumulators,
-               const float* __restrict g, int64_t n, float rho,
-               float decay) const {
+  RECSYNC_ALWAYS_INLINE double Apply(float* __restrict w,
+                                     float* const* accumulators,
+                                     const float* __restrict g, int64_t n,
+                                     float rho, float decay) const {
     float* __restrict v = accumulators[0];
     double squares = 0.0;
     for (int64_t i = 0; i < n; ++i) {

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "cc/engine/mutex.h"
 #include "cc/engine/nonfinite.h"
+#include "cc/engine/span_update.h"
 #include "cc/engine/staleness_counters.h"
 #include "cc/engine/update_rules.h"
 #include "cc/kernels/update_op.h"
@@ -60,14 +61,14 @@ class DenseUpdateOp : public UpdateOp<Rule> {
     // by halves.
     for (int64_t i = 0; i < n; ++i) {
       const ExclusiveLocks locks(targets[i].All());
-      OP_REQUIRES_OK(ctx, Prepare(ctx, targets[i], /*sparse=*/false));
+      OP_REQUIRES_OK(ctx, PrepareDense(ctx, targets[i]));
       if (pulled->NumElements() > 0) {
         OP_REQUIRES_OK(ctx,
                        this->CheckPulled(pulled->flat<int64_t>()(i),
                                          *Data<int64_t>(targets[i].versions)));
       }
     }
-    if (this->attributes_.nonfinite == Nonfinite::kError) {
+    if (this->options_.nonfinite == Nonfinite::kError) {
       OP_REQUIRES_OK(ctx, CheckFinite(targets, g, total));
     }
     int64_t offset = 0;
@@ -104,7 +105,7 @@ class DenseUpdateOp : public UpdateOp<Rule> {
                          int64_t global_step, const int64_t* pulled, const T* g,
                          int64_t total, const Target& target, int64_t* offset) {
     ExclusiveLocks locks(target.All());
-    TF_RETURN_IF_ERROR(Prepare(ctx, target, /*sparse=*/false));
+    TF_RETURN_IF_ERROR(PrepareDense(ctx, target));
     const int64_t size = target.variable->tensor()->NumElements();
     // The sizes were added up under another lock: a variable may have been
     // assigned a value of another shape since.
@@ -117,14 +118,14 @@ class DenseUpdateOp : public UpdateOp<Rule> {
       TF_RETURN_IF_ERROR(this->CheckPulled(*pulled, *version));
     }
     StalenessCounters counters(Data<int64_t>(target.counters));
-    if (this->attributes_.nonfinite == Nonfinite::kSkip &&
+    if (this->options_.nonfinite == Nonfinite::kSkip &&
         !AllFinite(g + *offset, size)) {
       counters.AddSkipped();
       *offset += size;
       return absl::OkStatus();
     }
     const int64_t tau = pulled == nullptr ? 1 : *version - *pulled + 1;
-    const StalenessWeight& weight = this->attributes_.weight;
+    const StalenessWeight& weight = this->options_.weight;
     const bool measure = weight.uses_last_update();
     float* last_update = Data<float>(target.last_updates);
     const float rho = static_cast<float>(
@@ -132,15 +133,17 @@ class DenseUpdateOp : public UpdateOp<Rule> {
                   weight.rescales() ? std::sqrt(counters.Variance()) : 0.0,
                   counters.Mean()));
     const float decay =
-        this->attributes_.swap.enabled()
-            ? this->attributes_.swap.DecaySince(
-                  Data<int64_t>(target.last_periods), global_step)
+        this->options_.swap.enabled()
+            ? this->options_.swap.DecaySince(Data<int64_t>(target.last_periods),
+                                             global_step)
             : 1.0f;
     float* w = Data<float>(target.variable);
     std::vector<float*> accumulators;
     for (Var* accumulator : target.accumulators) {
       accumulators.push_back(Data<float>(accumulator));
     }
+    const SpanUpdate<Rule> apply = measure ? ChooseSpanUpdate<Rule, true>()
+                                           : ChooseSpanUpdate<Rule, false>();
     Mutex mu;
     double squares = 0.0;
     const auto update = [&](int64_t begin, int64_t end) {
@@ -150,14 +153,11 @@ class DenseUpdateOp : public UpdateOp<Rule> {
       std::vector<float> converted;
       const float* piece =
           AsFloat(g + *offset + begin, end - begin, &converted);
+      const double part =
+          apply(rule, w + begin, slots.data(), piece, end - begin, rho, decay);
       if (measure) {
-        const double part = rule.template Apply<true>(
-            w + begin, slots.data(), piece, end - begin, rho, decay);
         MutexLock lock(&mu);
         squares += part;
-      } else {
-        rule.template Apply<false>(w + begin, slots.data(), piece, end - begin,
-                                   rho, decay);
       }
     };
     constexpr int64_t kCyclesPerElement = 8;

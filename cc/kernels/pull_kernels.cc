@@ -7,8 +7,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "cc/engine/bags.h"
+#include "cc/engine/row_gather.h"
 #include "cc/kernels/packed_rows.h"
 #include "cc/kernels/variable_access.h"
+#include "cc/kernels/write_session.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
 #include "tensorflow/core/util/work_sharder.h"
@@ -87,7 +89,7 @@ class GatherRowsOp : public OpKernel {
     std::vector<int64_t> widths(n);
     for (int64_t i = 0; i < n; ++i) {
       OP_REQUIRES_OK(ctx, CheckDistinct({tables[i].get(), versions[i].get()}));
-      tf_shared_lock lock(*tables[i]->mu());
+      const ReadSession session({tables[i].get()});
       OP_REQUIRES_OK(ctx, RowWidth(*tables[i], &widths[i]));
     }
     std::vector<int64_t> starts;  // of each table in `packed`
@@ -134,8 +136,7 @@ class GatherRowsOp : public OpKernel {
   static absl::Status GatherTable(OpKernelContext* ctx, Var& table,
                                   Var& table_versions,
                                   const Gathered& gathered) {
-    tf_shared_lock lock(*table.mu());
-    tf_shared_lock versions_lock(*table_versions.mu());
+    const ReadSession session({&table, &table_versions});
     int64_t width;
     TF_RETURN_IF_ERROR(RowWidth(table, &width));
     if (width != gathered.width) {
@@ -151,38 +152,30 @@ class GatherRowsOp : public OpKernel {
           absl::StrCat("versions must have shape [", rows, "], not ",
                        version.shape().DebugString()));
     }
-    const float* from = table.tensor()->template flat<float>().data();
-    const int64_t* from_versions = version.template flat<int64_t>().data();
-    const Index* ids = gathered.ids;
-    const Bags& bags = gathered.bags;
-    const bool copies = bags.bags == nullptr && bags.scales == nullptr;
+    RowReader reader;
+    const void* values = table.tensor()->data();
+    if (table.tensor()->dtype() == tensorflow::DT_BFLOAT16) {
+      reader.narrow = static_cast<const BFloat16*>(values);
+    } else {
+      reader.values = static_cast<const float*>(values);
+    }
+    reader.versions = version.template flat<int64_t>().data();
+    reader.rows = rows;
+    reader.width = width;
+    reader.locks = session.needs_row_locks();
     std::atomic<int64_t> bad{-1};
-    const auto gather = [&](int64_t first_bag, int64_t end_bag) {
-      int64_t i = bags.FirstOf(first_bag, gathered.n);
-      for (int64_t bag = first_bag; bag < end_bag; ++bag) {
-        float* to = gathered.to + bag * width;
-        if (!copies) std::fill_n(to, width, 0.0f);
-        for (; i < gathered.n && bags.bag(i) == bag; ++i) {
-          const int64_t row = static_cast<int64_t>(ids[i]);
-          if (row < 0 || row >= rows) {
-            bad.store(i, std::memory_order_relaxed);
-            return;
-          }
-          if (copies) {
-            std::copy_n(from + row * width, width, to);
-          } else {
-            AddScaled(from + row * width, bags.scale(i), width, to);
-          }
-          gathered.to_versions[i] = from_versions[row];
-        }
-      }
+    const auto gather = [&](int64_t begin, int64_t end) {
+      const int64_t at =
+          GatherBags(reader, gathered.ids, gathered.n, gathered.bags, begin,
+                     end, gathered.to, gathered.to_versions);
+      if (at >= 0) bad.store(at, std::memory_order_relaxed);
     };
     const int64_t rows_per_bag =
         gathered.n / std::max<int64_t>(gathered.bag_count, 1) + 1;
     const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
     tensorflow::Shard(workers->num_threads, workers->workers,
                       gathered.bag_count, rows_per_bag * (50 + width), gather);
-    if (bad >= 0) return NotARow(bad, ids[bad], rows);
+    if (bad >= 0) return NotARow(bad, gathered.ids[bad], rows);
     return absl::OkStatus();
   }
 };

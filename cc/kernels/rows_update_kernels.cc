@@ -1,20 +1,21 @@
-// Kernels that update rows of tables: check, lock, call the engine's rules.
+// Kernels that update rows of tables: check, join the writers, call the engine.
 
-#include <algorithm>
-#include <cmath>
+#include <atomic>
 #include <cstdint>
-#include <type_traits>
+#include <limits>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "cc/engine/bags.h"
-#include "cc/engine/mutex.h"
-#include "cc/engine/nonfinite.h"
-#include "cc/engine/row_groups.h"
-#include "cc/engine/staleness_counters.h"
+#include "cc/engine/free_list.h"
+#include "cc/engine/row_checks.h"
+#include "cc/engine/row_partitions.h"
+#include "cc/engine/row_update.h"
 #include "cc/engine/update_rules.h"
 #include "cc/kernels/packed_rows.h"
 #include "cc/kernels/update_op.h"
+#include "cc/kernels/write_session.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
 #include "tensorflow/core/util/work_sharder.h"
@@ -24,9 +25,20 @@ namespace {
 
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-using tensorflow::Var;
 
-template <typename Rule, typename T, typename Index>
+// Gradients and row ids are converted where they are not what the engine takes:
+// `values` as they are, or `buffer`.
+template <typename From, typename To>
+const To* Converted(const Tensor& tensor, std::vector<To>* buffer) {
+  const auto values = tensor.flat<From>();
+  buffer->resize(values.size());
+  for (int64_t i = 0; i < values.size(); ++i) {
+    (*buffer)[i] = static_cast<To>(values(i));
+  }
+  return buffer->data();
+}
+
+template <typename Rule>
 class RowsUpdateOp : public UpdateOp<Rule> {
  public:
   using UpdateOp<Rule>::UpdateOp;
@@ -38,223 +50,220 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     Rule rule;
     int64_t global_step;
     OP_REQUIRES_OK(ctx, this->ReadRuleInputs(ctx, &rule, &global_step));
-    const Tensor* gradient;
-    const Tensor* pulled;
+    typename FreeList<Scratch>::Lease scratch(&scratch_);
     PackedRows rows;
+    OP_REQUIRES_OK(ctx, ReadPush(ctx, targets, &rows, &*scratch));
     const int64_t n = targets.size();
-    OP_REQUIRES_OK(ctx, ReadVector(ctx, "gradient", &gradient));
-    OP_REQUIRES_OK(ctx, ReadVector(ctx, "pulled_versions", &pulled));
-    OP_REQUIRES_OK(ctx, ReadPackedRows(ctx, n, &rows));
-    OP_REQUIRES(
-        ctx, pulled->NumElements() == 0 || pulled->NumElements() == rows.size(),
-        absl::InvalidArgumentError(
-            absl::StrCat("pulled_versions must hold ", rows.size(),
-                         " versions or none, not ", pulled->NumElements())));
-    std::vector<int64_t> widths(n);
-    for (int64_t i = 0; i < n; ++i) {
-      tensorflow::tf_shared_lock lock(*targets[i].variable->mu());
-      OP_REQUIRES_OK(ctx, RowWidth(*targets[i].variable, &widths[i]));
-    }
-    std::vector<int64_t> starts;  // of each table in `gradient`
-    OP_REQUIRES_OK(ctx, PackedStarts(rows, widths, &starts));
-    OP_REQUIRES(ctx, gradient->NumElements() == starts[n],
-                absl::InvalidArgumentError(
-                    absl::StrCat("gradient must hold the rows' ", starts[n],
-                                 " elements, not ", gradient->NumElements())));
-    std::vector<Push> pushes(n);
-    for (int64_t i = 0; i < n; ++i) {
-      Push& push = pushes[i];
-      push.table = i;
-      push.gradient = gradient->flat<T>().data() + starts[i];
-      push.width = widths[i];
-      push.ids = rows.indices->flat<Index>().data() + rows.offsets[i];
-      push.bags = rows.BagsOf(i);
-      if (pulled->NumElements() > 0) {
-        push.pulled = pulled->flat<int64_t>().data() + rows.offsets[i];
-      }
-      push.n = rows.size(i);
-    }
+    std::vector<int64_t> widths(n, 0);
     // All is checked before anything is written, so that a push is not applied
     // by halves. The tables follow one another in this thread, and only the
     // rows of one are spread over the thread pool: a pool's thread that waited
     // for a table's lock could be the one that the lock's holder waits for.
-    for (const bool write : {false, true}) {
-      for (int64_t i = 0; i < n; ++i) {
-        Push& push = pushes[i];
+    std::optional<WriteSession> session;
+    for (int64_t i = 0; i < n; ++i) {
+      session.reset();
+      session.emplace(ctx, targets[i].All());
+      OP_REQUIRES_OK(ctx, session->status());
+      OP_REQUIRES_OK(ctx, CheckTable(targets[i], &widths[i]));
+      OP_REQUIRES_OK(ctx, CheckRows(ctx, targets[i], &scratch->pushes[i]));
+    }
+    OP_REQUIRES_OK(ctx, PlaceGradients(ctx, rows, widths, &*scratch));
+    for (int64_t i = 0; i < n; ++i) {
+      OP_REQUIRES_OK(ctx, Partition(ctx, i, &scratch->pushes[i], widths[i]));
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      TablePush& push = scratch->pushes[i];
+      if (n > 1) {  // else the session of the check goes on
+        session.reset();
         if (push.n == 0) continue;
-        const ExclusiveLocks locks(targets[i].All());
-        OP_REQUIRES_OK(ctx, CheckPush(ctx, targets[i], push));
-        if (write) {
-          UpdateRows(ctx, rule, global_step, targets[i], push);
-        } else {
-          push.groups.Build(push.ids, push.n);
-          OP_REQUIRES_OK(ctx, CheckFinite(push));
-        }
+        session.emplace(ctx, targets[i].All());
+        OP_REQUIRES_OK(ctx, session->status());
+        int64_t width;
+        OP_REQUIRES_OK(ctx, CheckTable(targets[i], &width));
+        OP_REQUIRES(ctx,
+                    width == widths[i] &&
+                        targets[i].variable->tensor()->dim_size(0) == push.rows,
+                    absl::InvalidArgumentError(
+                        "a table changed its shape while it was updated"));
       }
+      const RowUpdate<Rule> update(rule, this->options_, global_step,
+                                   ViewOf(targets[i], push.rows, widths[i]),
+                                   push.push);
+      const RowPartitions& partitions = push.partitions;
+      const int64_t rows_each = push.n / partitions.count() + 1;
+      ParallelFor(ctx)(partitions.count(), rows_each * (200 + 4 * widths[i]),
+                       [&](int64_t begin, int64_t end) {
+                         update.Run(partitions, begin, end);
+                       });
     }
   }
 
  private:
   // What is pushed to one table.
-  struct Push {
-    int64_t table;
-    const T* gradient;  // [bags, width]
-    int64_t width;
-    const Index* ids;
-    Bags bags;
-    const int64_t* pulled = nullptr;  // null for fresh gradients
-    int64_t n;                        // of `ids` and `pulled`
-    RowGroups groups;                 // of `ids`
+  struct TablePush {
+    const int64_t* ids;
+    int64_t n;     // of `ids`
+    int64_t rows;  // of the table, when the ids were checked
+    RowPush push;
+    RowPartitions partitions;
+  };
+  // The buffers of a call, kept for the next one.
+  struct Scratch {
+    std::vector<int64_t> ids;
+    std::vector<float> gradient;
+    const float* floats;  // the gradient
+    std::vector<TablePush> pushes;
   };
 
-  // Lock: the target's, exclusive.
-  absl::Status CheckPush(OpKernelContext* ctx, const Target& target,
-                         const Push& push) {
-    TF_RETURN_IF_ERROR(Prepare(ctx, target, /*sparse=*/true));
-    int64_t width;
-    TF_RETURN_IF_ERROR(RowWidth(*target.variable, &width));
-    if (width != push.width) {
-      return absl::InvalidArgumentError(
-          "a table changed its shape while it was updated");
-    }
-    const int64_t rows = target.variable->tensor()->dim_size(0);
-    const int64_t* versions = Data<int64_t>(target.versions);
-    for (int64_t i = 0; i < push.n; ++i) {
-      const int64_t row = static_cast<int64_t>(push.ids[i]);
-      if (row < 0 || row >= rows) return NotARow(i, row, rows);
-      if (push.pulled != nullptr) {
-        TF_RETURN_IF_ERROR(this->CheckPulled(push.pulled[i], versions[row]));
-      }
-    }
-    return absl::OkStatus();
-  }
-
-  // With nonfinite = error: refuses a row whose gradient is not finite.
-  absl::Status CheckFinite(const Push& push) const {
-    if (this->attributes_.nonfinite != Nonfinite::kError) {
-      return absl::OkStatus();
-    }
-    std::vector<float> sum(static_cast<size_t>(push.width));
-    for (int64_t group = 0; group < push.groups.size(); ++group) {
-      int64_t oldest = 0;
-      if (!AllFinite(SumOfGroup(push, group, &oldest, &sum), push.width)) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("gradient of table ", push.table, ", row ",
-                         push.groups.row(group), " is not finite"));
-      }
-    }
-    return absl::OkStatus();
-  }
-
-  // Lock: the target's, exclusive. The push has been checked.
-  void UpdateRows(OpKernelContext* ctx, const Rule& rule, int64_t global_step,
-                  const Target& target, const Push& push) {
-    const RowGroups& groups = push.groups;
-    const int64_t* pulled = push.pulled;
-    const int64_t width = push.width;
-    const StalenessWeight& weight = this->attributes_.weight;
-    const Swap& swap = this->attributes_.swap;
-    const bool measure = weight.uses_last_update();
-    const bool skips = this->attributes_.nonfinite == Nonfinite::kSkip;
-    float* w = Data<float>(target.variable);
-    int64_t* versions = Data<int64_t>(target.versions);
-    int64_t* last_periods = Data<int64_t>(target.last_periods);
-    float* last_updates = Data<float>(target.last_updates);
-    std::vector<float*> accumulators;
-    for (Var* accumulator : target.accumulators) {
-      accumulators.push_back(Data<float>(accumulator));
-    }
-    StalenessCounters counters(Data<int64_t>(target.counters));
-    const double mean = counters.Mean();
-    const double deviation =
-        weight.rescales() ? std::sqrt(counters.Variance()) : 0.0;
-    Mutex mu;  // guards counters
-
-    const auto update = [&](int64_t begin, int64_t end) {
-      LocalStalenessCounters counted;
-      std::vector<float> sum(static_cast<size_t>(width));
-      std::vector<float*> slots(accumulators.size());
-      for (int64_t group = begin; group < end; ++group) {
-        const int64_t row = groups.row(group);
-        int64_t oldest =
-            pulled == nullptr ? versions[row] : pulled[groups.first(group)];
-        const float* g = SumOfGroup(push, group, &oldest, &sum);
-        if (skips && !AllFinite(g, width)) {
-          counted.AddSkipped();
-          continue;
-        }
-        const int64_t tau = versions[row] - oldest + 1;
-        const float rho = static_cast<float>(
-            weight.Of(static_cast<double>(tau),
-                      measure ? last_updates[row] : 0.0, deviation, mean));
-        const float decay =
-            swap.enabled() ? swap.DecaySince(&last_periods[row], global_step)
-                           : 1.0f;
-        for (size_t a = 0; a < slots.size(); ++a) {
-          slots[a] = accumulators[a] + row * width;
-        }
-        if (measure) {
-          last_updates[row] =
-              static_cast<float>(std::sqrt(rule.template Apply<true>(
-                  w + row * width, slots.data(), g, width, rho, decay)));
-        } else {
-          rule.template Apply<false>(w + row * width, slots.data(), g, width,
-                                     rho, decay);
-        }
-        counted.Add(tau);
-        ++versions[row];
-      }
-      MutexLock lock(&mu);
-      counters.Merge(counted.data());
+  static auto ParallelFor(OpKernelContext* ctx) {
+    return [ctx](int64_t count, int64_t cost, const auto& f) {
+      const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
+      tensorflow::Shard(workers->num_threads, workers->workers, count, cost, f);
     };
-    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(workers->num_threads, workers->workers, groups.size(),
-                      /*cost_per_unit=*/200 + 8 * width, update);
   }
 
-  // The gradient of a group's row, summed into `sum` unless it stands alone in
-  // floats; `oldest` becomes the oldest version it was pulled at.
-  static const float* SumOfGroup(const Push& push, int64_t group,
-                                 int64_t* oldest, std::vector<float>* sum) {
-    const RowGroups& groups = push.groups;
-    const Bags& bags = push.bags;
-    int64_t position = groups.first(group);
-    if constexpr (std::is_same_v<T, float>) {
-      if (groups.next(position) < 0 && bags.scales == nullptr) {
-        return push.gradient + bags.bag(position) * push.width;
-      }
+  // Reads the inputs, all but what depends on the tables.
+  static absl::Status ReadPush(OpKernelContext* ctx,
+                               const std::vector<Target>& targets,
+                               PackedRows* rows, Scratch* scratch) {
+    const Tensor* gradient;
+    const Tensor* pulled;
+    TF_RETURN_IF_ERROR(ReadVector(ctx, "gradient", &gradient));
+    TF_RETURN_IF_ERROR(ReadVector(ctx, "pulled_versions", &pulled));
+    const int64_t tables = targets.size();
+    TF_RETURN_IF_ERROR(ReadPackedRows(ctx, tables, rows));
+    const int64_t n = rows->size();
+    if (n > std::numeric_limits<int32_t>::max()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("indices must hold less than 2^31 row ids, not ", n));
     }
-    std::fill(sum->begin(), sum->end(), 0.0f);
-    for (; position >= 0; position = groups.next(position)) {
-      AddScaled(push.gradient + bags.bag(position) * push.width,
-                bags.scale(position), push.width, sum->data());
-      if (push.pulled != nullptr) {
-        *oldest = std::min(*oldest, push.pulled[position]);
-      }
+    if (pulled->NumElements() != 0 && pulled->NumElements() != n) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("pulled_versions must hold ", n,
+                       " versions or none, not ", pulled->NumElements()));
     }
-    return sum->data();
+    const int64_t* ids = rows->indices->dtype() == tensorflow::DT_INT32
+                             ? Converted<int32_t>(*rows->indices, &scratch->ids)
+                             : rows->indices->flat<int64_t>().data();
+    scratch->pushes.resize(tables);
+    for (int64_t i = 0; i < tables; ++i) {
+      TablePush& push = scratch->pushes[i];
+      push.ids = ids + rows->offsets[i];
+      push.n = rows->size(i);
+      push.push.bags = rows->BagsOf(i);
+      push.push.pulled =
+          pulled->NumElements() == 0
+              ? nullptr
+              : pulled->flat<int64_t>().data() + rows->offsets[i];
+    }
+    return absl::OkStatus();
   }
+
+  // Lock: the target's, by a session.
+  static absl::Status CheckTable(const Target& target, int64_t* width) {
+    TF_RETURN_IF_ERROR(RowWidth(*target.variable, width));
+    return CheckBeside(target, tensorflow::TensorShape(
+                                   {target.variable->tensor()->dim_size(0)}));
+  }
+
+  // Checks the row ids and the versions pulled. Lock: the target's, by a
+  // session; other pushes may raise versions meanwhile, which harms nothing.
+  static absl::Status CheckRows(OpKernelContext* ctx, const Target& target,
+                                TablePush* push) {
+    push->rows = target.variable->tensor()->dim_size(0);
+    const int64_t bad = FirstNotARow(push->ids, push->n, push->rows);
+    if (bad >= 0) return NotARow(bad, push->ids[bad], push->rows);
+    const int64_t* pulled = push->push.pulled;
+    if (pulled == nullptr) return absl::OkStatus();
+    const int64_t* versions = Data<int64_t>(target.versions);
+    std::atomic<int64_t> wrong{-1};
+    ParallelFor(ctx)(push->n, /*cost=*/20, [&](int64_t begin, int64_t end) {
+      const int64_t at =
+          FirstNotAVersion(push->ids, pulled, versions, begin, end);
+      if (at >= 0) wrong.store(at, std::memory_order_relaxed);
+    });
+    if (wrong < 0) return absl::OkStatus();
+    // If the version has come up to it meanwhile, the push may go on as well.
+    return UpdateOp<Rule>::CheckPulled(
+        pulled[wrong],
+        __atomic_load_n(versions + push->ids[wrong], __ATOMIC_RELAXED));
+  }
+
+  // Where each table's gradients start.
+  static absl::Status PlaceGradients(OpKernelContext* ctx,
+                                     const PackedRows& rows,
+                                     const std::vector<int64_t>& widths,
+                                     Scratch* scratch) {
+    const Tensor* gradient;
+    TF_RETURN_IF_ERROR(ctx->input("gradient", &gradient));
+    std::vector<int64_t> starts;
+    TF_RETURN_IF_ERROR(PackedStarts(rows, widths, &starts));
+    if (gradient->NumElements() != starts.back()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("gradient must hold the rows' ", starts.back(),
+                       " elements, not ", gradient->NumElements()));
+    }
+    const float* floats;
+    switch (gradient->dtype()) {
+      case tensorflow::DT_HALF:
+        floats = Converted<Eigen::half>(*gradient, &scratch->gradient);
+        break;
+      case tensorflow::DT_BFLOAT16:
+        floats = Converted<Eigen::bfloat16>(*gradient, &scratch->gradient);
+        break;
+      default:
+        floats = gradient->flat<float>().data();
+    }
+    for (size_t i = 0; i < scratch->pushes.size(); ++i) {
+      scratch->pushes[i].push.gradient = floats + starts[i];
+    }
+    return absl::OkStatus();
+  }
+
+  // Needs no lock: it looks at the push alone.
+  absl::Status Partition(OpKernelContext* ctx, int64_t i, TablePush* push,
+                         int64_t width) {
+    push->partitions.Build(push->ids, push->n, ParallelFor(ctx));
+    if (this->options_.nonfinite != Nonfinite::kError) return absl::OkStatus();
+    const int64_t row = FindNonfiniteRow(push->push, width, push->partitions);
+    if (row < 0) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat("gradient of table ", i, ", row ", row, " is not finite"));
+  }
+
+  // Lock: the target's, by a session.
+  static TableView ViewOf(const Target& target, int64_t rows, int64_t width) {
+    TableView view;
+    void* values = target.variable->tensor()->data();
+    if (target.variable->tensor()->dtype() == tensorflow::DT_BFLOAT16) {
+      view.narrow = static_cast<BFloat16*>(values);
+    } else {
+      view.values = static_cast<float*>(values);
+    }
+    for (size_t a = 0; a < target.accumulators.size(); ++a) {
+      view.accumulators[a] = Data<float>(target.accumulators[a]);
+    }
+    view.versions = Data<int64_t>(target.versions);
+    view.counters = Data<int64_t>(target.counters);
+    view.last_periods = Data<int64_t>(target.last_periods);
+    view.last_updates = Data<float>(target.last_updates);
+    view.rows = rows;
+    view.width = width;
+    return view;
+  }
+
+  FreeList<Scratch> scratch_;
 };
 
-#define REGISTER_ROWS(name, Rule, T, Index)                       \
-  REGISTER_KERNEL_BUILDER(Name("Recsync" name "Rows")             \
-                              .Device(tensorflow::DEVICE_CPU)     \
-                              .TypeConstraint<T>("T")             \
-                              .TypeConstraint<Index>("Tindices"), \
-                          RowsUpdateOp<Rule, T, Index>);
-#define REGISTER_RULE(name, Rule)                     \
-  REGISTER_ROWS(name, Rule, float, int32_t)           \
-  REGISTER_ROWS(name, Rule, float, int64_t)           \
-  REGISTER_ROWS(name, Rule, Eigen::half, int32_t)     \
-  REGISTER_ROWS(name, Rule, Eigen::half, int64_t)     \
-  REGISTER_ROWS(name, Rule, Eigen::bfloat16, int32_t) \
-  REGISTER_ROWS(name, Rule, Eigen::bfloat16, int64_t)
+#define REGISTER_RULE(name, Rule)                                 \
+  REGISTER_KERNEL_BUILDER(                                        \
+      Name("Recsync" name "Rows").Device(tensorflow::DEVICE_CPU), \
+      RowsUpdateOp<Rule>);
 
 REGISTER_RULE("Sgd", SgdRule)
 REGISTER_RULE("Adagrad", AdagradRule)
 
 #undef REGISTER_RULE
-#undef REGISTER_ROWS
 
 }  // namespace
 }  // namespace recsync

@@ -18,9 +18,9 @@ absl::Status Check(bool ok, const char* name, double value,
 }  // namespace
 
 absl::Status ReadUpdateAttributes(tensorflow::OpKernelConstruction* ctx,
-                                  UpdateAttributes* attributes) {
-  Swap& swap = attributes->swap;
-  StalenessWeight& weight = attributes->weight;
+                                  UpdateOptions* options) {
+  Swap& swap = options->swap;
+  StalenessWeight& weight = options->weight;
   float swap_decay, power, baseline, iota, sensitivity, deviation, mean;
   std::string decay, nonfinite;
   TF_RETURN_IF_ERROR(ctx->GetAttr("swap_period", &swap.period));
@@ -44,7 +44,7 @@ absl::Status ReadUpdateAttributes(tensorflow::OpKernelConstruction* ctx,
                      "threshold, not ",
                      decay));
   }
-  if (!ParseNonfinite(nonfinite, &attributes->nonfinite)) {
+  if (!ParseNonfinite(nonfinite, &options->nonfinite)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "nonfinite must be apply, skip or error, not ", nonfinite));
   }

@@ -5,22 +5,14 @@
 #define TF_RECSYNC_CC_KERNELS_UPDATE_ATTRIBUTES_H_
 
 #include "absl/status/status.h"
-#include "cc/engine/nonfinite.h"
-#include "cc/engine/staleness_weight.h"
-#include "cc/engine/swap.h"
+#include "cc/engine/update_options.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace recsync {
 
-struct UpdateAttributes {
-  Swap swap;
-  StalenessWeight weight;
-  Nonfinite nonfinite = Nonfinite::kApply;
-};
-
 // Reads and checks the attributes; InvalidArgument names the one at fault.
 absl::Status ReadUpdateAttributes(tensorflow::OpKernelConstruction* ctx,
-                                  UpdateAttributes* attributes);
+                                  UpdateOptions* options);
 
 }  // namespace recsync
 

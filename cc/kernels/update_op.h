@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cc/engine/row_checks.h"
 #include "cc/engine/staleness_counters.h"
+#include "cc/engine/update_options.h"
 #include "cc/engine/update_rules.h"
 #include "cc/kernels/update_attributes.h"
 #include "cc/kernels/variable_access.h"
@@ -88,20 +90,12 @@ inline absl::Status CheckShape(const char* name,
                    shape.DebugString()));
 }
 
-// Checks types and shapes of a locked target and makes its buffers writable.
-// `slots_shape` is what versions, last_periods and last_updates look like.
-inline absl::Status Prepare(tensorflow::OpKernelContext* ctx,
-                            const Target& target, bool sparse) {
-  TF_RETURN_IF_ERROR(
-      CheckVariable(*target.variable, "variable", tensorflow::DT_FLOAT));
+// Checks the types and shapes of what lives beside a variable, which has been
+// checked itself; `slots_shape` is what versions, last_periods and last_updates
+// look like. Lock: the target's, exclusive or by a session.
+inline absl::Status CheckBeside(const Target& target,
+                                const tensorflow::TensorShape& slots_shape) {
   const tensorflow::TensorShape& shape = target.variable->tensor()->shape();
-  tensorflow::TensorShape slots_shape;
-  if (sparse) {
-    if (shape.dims() < 1) {
-      return absl::InvalidArgumentError("a table must have rows, not shape []");
-    }
-    slots_shape.AddDim(shape.dim_size(0));
-  }
   for (tensorflow::Var* accumulator : target.accumulators) {
     TF_RETURN_IF_ERROR(
         CheckVariable(*accumulator, "accumulator", tensorflow::DT_FLOAT));
@@ -127,6 +121,16 @@ inline absl::Status Prepare(tensorflow::OpKernelContext* ctx,
     TF_RETURN_IF_ERROR(
         CheckShape("last_updates", *target.last_updates, slots_shape));
   }
+  return absl::OkStatus();
+}
+
+// Checks a locked dense variable and makes its buffers writable.
+// Lock: the target's, exclusive.
+inline absl::Status PrepareDense(tensorflow::OpKernelContext* ctx,
+                                 const Target& target) {
+  TF_RETURN_IF_ERROR(
+      CheckVariable(*target.variable, "variable", tensorflow::DT_FLOAT));
+  TF_RETURN_IF_ERROR(CheckBeside(target, tensorflow::TensorShape({})));
   for (tensorflow::Var* variable : target.All()) {
     TF_RETURN_IF_ERROR(MakeWritable(ctx, variable));
   }
@@ -144,7 +148,7 @@ class UpdateOp : public tensorflow::OpKernel {
  public:
   explicit UpdateOp(tensorflow::OpKernelConstruction* ctx)
       : tensorflow::OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ReadUpdateAttributes(ctx, &attributes_));
+    OP_REQUIRES_OK(ctx, ReadUpdateAttributes(ctx, &options_));
     OP_REQUIRES_OK(ctx, ReadRule(ctx, &rule_));
   }
 
@@ -174,11 +178,11 @@ class UpdateOp : public tensorflow::OpKernel {
     place([](Target& t, tensorflow::Var* v) { t.counters = v; });
     TF_RETURN_IF_ERROR(LookupVariables(ctx, "last_periods", &found));
     TF_RETURN_IF_ERROR(CheckOptional("last_periods", "swap_period",
-                                     attributes_.swap.enabled(), n, found));
+                                     options_.swap.enabled(), n, found));
     place([](Target& t, tensorflow::Var* v) { t.last_periods = v; });
     TF_RETURN_IF_ERROR(LookupVariables(ctx, "last_updates", &found));
     TF_RETURN_IF_ERROR(CheckOptional("last_updates", "update_sensitivity",
-                                     attributes_.weight.uses_last_update(), n,
+                                     options_.weight.uses_last_update(), n,
                                      found));
     place([](Target& t, tensorflow::Var* v) { t.last_updates = v; });
     std::vector<tensorflow::Var*> all;
@@ -212,13 +216,13 @@ class UpdateOp : public tensorflow::OpKernel {
 
   // A version that was pulled is one of 0 .. `now`.
   static absl::Status CheckPulled(int64_t pulled, int64_t now) {
-    if (pulled >= 0 && pulled <= now) return absl::OkStatus();
+    if (WasAVersion(pulled, now)) return absl::OkStatus();
     return absl::InvalidArgumentError(
         absl::StrCat("pulled_versions holds ", pulled, ", which is not in [0, ",
                      now, "], the versions up to now"));
   }
 
-  UpdateAttributes attributes_;
+  UpdateOptions options_;
   Rule rule_;
 };
 

@@ -69,8 +69,14 @@ absl::Status CheckDistinct(const std::vector<Var*>& variables) {
 }
 
 absl::Status RowWidth(const Var& variable, int64_t* width) {
-  TF_RETURN_IF_ERROR(
-      CheckVariable(variable, "variables", tensorflow::DT_FLOAT));
+  const tensorflow::DataType dtype =
+      const_cast<Var&>(variable).tensor()->dtype();
+  if (dtype != tensorflow::DT_FLOAT && dtype != tensorflow::DT_BFLOAT16) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "variables must be a variable of float or bfloat16, not ",
+        tensorflow::DataTypeString(dtype)));
+  }
+  TF_RETURN_IF_ERROR(CheckVariable(variable, "variables", dtype));
   const tensorflow::TensorShape& shape =
       const_cast<Var&>(variable).tensor()->shape();
   if (shape.dims() < 1) {
@@ -83,7 +89,12 @@ absl::Status RowWidth(const Var& variable, int64_t* width) {
 
 absl::Status MakeWritable(OpKernelContext* ctx, Var* variable) {
   Tensor* value = variable->tensor();
-  if (!value->RefCountIsOne()) {
+  if (value->IsInitialized() && !value->RefCountIsOne()) {
+    if (!tensorflow::DataTypeCanUseMemcpy(value->dtype())) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "a variable of ", tensorflow::DataTypeString(value->dtype()),
+          " can't be updated"));
+    }
     Tensor copy;
     TF_RETURN_IF_ERROR(
         ctx->allocate_temp(value->dtype(), value->shape(), &copy));

@@ -31,8 +31,8 @@ absl::Status CheckVariable(const tensorflow::Var& variable,
 // taken twice.
 absl::Status CheckDistinct(const std::vector<tensorflow::Var*>& variables);
 
-// The number of floats in a row of a table. Lock: the variable's, shared or
-// exclusive.
+// The number of elements in a row of a table, a variable of float or bfloat16.
+// Lock: the variable's, shared or exclusive.
 absl::Status RowWidth(const tensorflow::Var& variable, int64_t* width);
 
 // Holds the locks of several variables, taken in the order given, which every
@@ -55,10 +55,11 @@ class ExclusiveLocks {
   const std::vector<tensorflow::Var*> variables_;  // Not owned.
 };
 
-// Makes the variable's buffer its own, so that it may be written in place: a
-// reader that still holds the old buffer keeps what it read. Lock: exclusive.
-// (Stock sparse updates let every later read copy instead: a local Keras step,
-// which reads whole tables to gather from them, would copy all of them.)
+// Makes the variable's buffer, if it has one, its own, so that it may be
+// written in place: a reader that still holds the old buffer keeps what it
+// read. Lock: exclusive. (Stock sparse updates let every later read copy
+// instead: a local Keras step, which reads whole tables to gather from them,
+// would copy all of them.)
 absl::Status MakeWritable(tensorflow::OpKernelContext* ctx,
                           tensorflow::Var* variable);
 

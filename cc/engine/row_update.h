@@ -1,0 +1,287 @@
+// Updates rows of a table by a push: expands bags, sums the gradients of rows
+// that are named more than once, weighs them by their staleness and applies a
+// rule, all in one pass over the rows.
+//
+//   RowUpdate<AdagradRule> update(rule, options, step, table, push);
+//   // in any threads, each partition once:
+//   update.Run(partitions, begin, end);
+//
+// A row and all that lives beside it is read and written under its row lock, so
+// that pushes to other rows go on meanwhile and a reader who takes the lock too
+// sees a row's value with its version. Rows are fetched into the cache a few
+// ahead of their update: a table is much larger than the cache, and a push
+// names rows anywhere in it.
+
+#ifndef TF_RECSYNC_CC_ENGINE_ROW_UPDATE_H_
+#define TF_RECSYNC_CC_ENGINE_ROW_UPDATE_H_
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "cc/engine/bags.h"
+#include "cc/engine/bfloat16.h"
+#include "cc/engine/row_groups.h"
+#include "cc/engine/row_locks.h"
+#include "cc/engine/row_partitions.h"
+#include "cc/engine/span_update.h"
+#include "cc/engine/staleness_counters.h"
+#include "cc/engine/update_options.h"
+
+namespace recsync {
+
+// A table and what lives beside it; nothing is owned.
+struct TableView {
+  static constexpr int kMaxAccumulators = 2;
+  float* values = nullptr;     // [rows, width], or
+  BFloat16* narrow = nullptr;  // [rows, width], the other being null
+  std::array<float*, kMaxAccumulators> accumulators{};  // [rows, width]
+  int64_t* versions = nullptr;                          // [rows]
+  int64_t* counters = nullptr;                          // StalenessCounters
+  int64_t* last_periods = nullptr;  // [rows]; null without SWAP
+  float* last_updates = nullptr;    // [rows]; null without update_sensitivity
+  int64_t rows = 0;
+  int64_t width = 0;
+
+  // What row locks know the table by.
+  const void* id() const {
+    return values != nullptr ? static_cast<const void*>(values) : narrow;
+  }
+};
+
+// What is pushed to a table; nothing is owned.
+struct RowPush {
+  const float* gradient = nullptr;  // [bags, width]
+  Bags bags;
+  const int64_t* pulled = nullptr;  // by position; null for fresh gradients
+};
+
+// Fetches the cache lines of `bytes` bytes, the first few of a long row.
+inline void Prefetch(const void* address, int64_t bytes) {
+  const char* line = static_cast<const char*>(address);
+  for (int64_t i = 0; i < std::min<int64_t>(bytes, 512); i += 64) {
+    __builtin_prefetch(line + i, /*rw=*/1);
+  }
+}
+
+// The gradient of a group's row, summed into `sum` unless it stands alone;
+// `oldest` becomes the oldest version it was pulled at, -1 for a fresh
+// gradient.
+inline const float* SumOfGroup(const RowPush& push, int64_t width,
+                               const RowGroups& groups, int64_t group,
+                               const int32_t* positions,
+                               std::vector<float>* sum, int64_t* oldest) {
+  int64_t k = groups.first(group);
+  const int64_t first = positions[k];
+  *oldest = push.pulled == nullptr ? -1 : push.pulled[first];
+  if (groups.next(k) < 0 && push.bags.scales == nullptr) {
+    return push.gradient + push.bags.bag(first) * width;
+  }
+  sum->assign(static_cast<size_t>(width), 0.0f);
+  for (; k >= 0; k = groups.next(k)) {
+    const int64_t position = positions[k];
+    AddScaled(push.gradient + push.bags.bag(position) * width,
+              push.bags.scale(position), width, sum->data());
+    if (push.pulled != nullptr) {
+      *oldest = std::min(*oldest, push.pulled[position]);
+    }
+  }
+  return sum->data();
+}
+
+// A row whose summed gradient is not finite, or -1.
+inline int64_t FindNonfiniteRow(const RowPush& push, int64_t width,
+                                const RowPartitions& partitions) {
+  RowGroups groups;
+  std::vector<float> sum;
+  for (int64_t i = 0; i < partitions.count(); ++i) {
+    groups.Build(partitions.rows(i), partitions.size(i));
+    for (int64_t g = 0; g < groups.size(); ++g) {
+      int64_t oldest;
+      const float* gradient = SumOfGroup(
+          push, width, groups, g, partitions.positions(i), &sum, &oldest);
+      if (!AllFinite(gradient, width)) return groups.row(g);
+    }
+  }
+  return -1;
+}
+
+template <typename Rule>
+class RowUpdate {
+ public:
+  // Reads what was measured so far: the weights of all rows refer to that.
+  RowUpdate(const Rule& rule, const UpdateOptions& options, int64_t global_step,
+            const TableView& table, const RowPush& push)
+      : rule_(rule),
+        options_(options),
+        global_step_(global_step),
+        table_(table),
+        push_(push),
+        measures_(options.weight.uses_last_update()),
+        apply_(measures_ ? ChooseSpanUpdate<Rule, true>()
+                         : ChooseSpanUpdate<Rule, false>()) {
+    if (!options.weight.rescales()) return;
+    RowLock lock(&CountersLock());
+    const StalenessCounters counters(table.counters);
+    mean_ = counters.Mean();
+    deviation_ = std::sqrt(counters.Variance());
+  }
+
+  // Updates the rows of partitions [begin, end).
+  void Run(const RowPartitions& partitions, int64_t begin, int64_t end) const {
+    LocalStalenessCounters counted;
+    Scratch& scratch = OwnScratch();
+    for (int64_t i = begin; i < end; ++i) {
+      RunPartition(partitions, i, &scratch, &counted);
+    }
+    RowLock lock(&CountersLock());
+    StalenessCounters(table_.counters).Merge(counted.data());
+  }
+
+ private:
+  // Rows that are fetched ahead.
+  static constexpr int64_t kAhead = 12;
+  // Staleness up to which weights are remembered.
+  static constexpr int64_t kRemembered = 64;
+
+  struct Scratch {
+    RowGroups groups;
+    std::vector<float> sum;
+    std::vector<float> wide;  // a row of bfloat16
+  };
+
+  // A partition is small, so what a thread keeps is, too.
+  static Scratch& OwnScratch() {
+    static thread_local Scratch scratch;
+    return scratch;
+  }
+
+  SpinLock& CountersLock() const {
+    return RowLocks::Global().Of(table_.counters, 0);
+  }
+
+  void RunPartition(const RowPartitions& partitions, int64_t partition,
+                    Scratch* scratch, LocalStalenessCounters* counted) const {
+    RowGroups& groups = scratch->groups;
+    groups.Build(partitions.rows(partition), partitions.size(partition));
+    const int32_t* positions = partitions.positions(partition);
+    const int64_t count = groups.size();
+    const bool skips = options_.nonfinite == Nonfinite::kSkip;
+    std::array<float, kRemembered> weights;
+    weights.fill(-1.0f);
+    for (int64_t g = 0; g < std::min(kAhead, count); ++g) {
+      Fetch(groups.row(g), positions[groups.first(g)]);
+    }
+    for (int64_t g = 0; g < count; ++g) {
+      if (g + kAhead < count) {
+        Fetch(groups.row(g + kAhead), positions[groups.first(g + kAhead)]);
+      }
+      int64_t oldest;
+      const float* gradient = SumOfGroup(push_, table_.width, groups, g,
+                                         positions, &scratch->sum, &oldest);
+      if (skips && !AllFinite(gradient, table_.width)) {
+        counted->AddSkipped();
+        continue;
+      }
+      counted->Add(
+          UpdateRow(groups.row(g), gradient, oldest, &weights, scratch));
+    }
+  }
+
+  void Fetch(int64_t row, int64_t position) const {
+    const int64_t start = row * table_.width;
+    if (table_.values != nullptr) {
+      Prefetch(table_.values + start, 4 * table_.width);
+    } else {
+      Prefetch(table_.narrow + start, 2 * table_.width);
+    }
+    for (int a = 0; a < Rule::kAccumulators; ++a) {
+      Prefetch(table_.accumulators[a] + start, 4 * table_.width);
+    }
+    Prefetch(table_.versions + row, 1);
+    if (table_.last_periods != nullptr) {
+      Prefetch(table_.last_periods + row, 1);
+    }
+    if (measures_) Prefetch(table_.last_updates + row, 1);
+    const float* gradient =
+        push_.gradient + push_.bags.bag(position) * table_.width;
+    for (int64_t i = 0; i < std::min<int64_t>(table_.width, 128); i += 16) {
+      __builtin_prefetch(gradient + i);
+    }
+  }
+
+  // Returns the staleness.
+  int64_t UpdateRow(int64_t row, const float* gradient, int64_t oldest,
+                    std::array<float, kRemembered>* weights,
+                    Scratch* scratch) const {
+    const int64_t width = table_.width;
+    std::array<float*, TableView::kMaxAccumulators> slots{};
+    for (int a = 0; a < Rule::kAccumulators; ++a) {
+      slots[a] = table_.accumulators[a] + row * width;
+    }
+    RowLock lock(&RowLocks::Global().Of(table_.id(), row));
+    int64_t& version = table_.versions[row];
+    // The version may have been set back since the push was checked.
+    const int64_t tau =
+        oldest < 0 ? 1 : std::max<int64_t>(version - oldest + 1, 1);
+    const float rho = Weight(tau, row, weights);
+    const float decay =
+        options_.swap.enabled()
+            ? options_.swap.DecaySince(&table_.last_periods[row], global_step_)
+            : 1.0f;
+    float* w;
+    if (table_.values != nullptr) {
+      w = table_.values + row * width;
+    } else {
+      const BFloat16* narrow = table_.narrow + row * width;
+      scratch->wide.resize(width);
+      w = scratch->wide.data();
+      for (int64_t i = 0; i < width; ++i) w[i] = static_cast<float>(narrow[i]);
+    }
+    const double squares =
+        apply_(rule_, w, slots.data(), gradient, width, rho, decay);
+    if (table_.values == nullptr) {
+      BFloat16* narrow = table_.narrow + row * width;
+      for (int64_t i = 0; i < width; ++i) narrow[i] = ToBFloat16(w[i]);
+    }
+    if (measures_) {
+      table_.last_updates[row] = static_cast<float>(std::sqrt(squares));
+    }
+    // Atomically, for those who check versions without the row's lock.
+    __atomic_store_n(&version, version + 1, __ATOMIC_RELAXED);
+    return tau;
+  }
+
+  float Weight(int64_t tau, int64_t row,
+               std::array<float, kRemembered>* weights) const {
+    const StalenessWeight& weight = options_.weight;
+    if (weight.decay == StalenessDecay::kConstant) return 1.0f;
+    if (measures_ || tau >= kRemembered) {
+      return static_cast<float>(weight.Of(
+          static_cast<double>(tau), measures_ ? table_.last_updates[row] : 0.0,
+          deviation_, mean_));
+    }
+    float& known = (*weights)[tau];
+    if (known < 0.0f) {
+      known = static_cast<float>(
+          weight.Of(static_cast<double>(tau), 0.0, deviation_, mean_));
+    }
+    return known;
+  }
+
+  const Rule rule_;
+  const UpdateOptions options_;
+  const int64_t global_step_;
+  const TableView table_;
+  const RowPush push_;
+  const bool measures_;
+  const SpanUpdate<Rule> apply_;
+  double mean_ = 0.0;
+  double deviation_ = 0.0;
+};
+
+}  // namespace recsync
+
+#endif  // TF_RECSYNC_CC_ENGINE_ROW_UPDATE_H_
