@@ -11,6 +11,7 @@ hands out in random order, again and again: what is left of its cost is that of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import common
 import keras
@@ -60,6 +61,25 @@ def build_ours(spec: recsync.data.FeatureSpec) -> keras.Model:
     logit = keras.layers.Add()([*parts, keras.layers.Dense(1)(hidden)])
     click = keras.layers.Activation("sigmoid")(logit)
     return keras.Model({"numeric": numeric, **ids}, click, name="wide_deep")
+
+
+def build_legacy(spec: recsync.data.FeatureSpec, tf_keras: Any) -> Any:
+    """The model in legacy Keras, the module `tf_keras`."""
+    tf_keras.utils.set_random_seed(common.SEED)
+    layers = tf_keras.layers
+    numeric = layers.Input((len(spec.numeric),), name="numeric")
+    ids = {name: layers.Input((), dtype="int64", name=name) for name in spec.categorical}
+    wide = [layers.Dense(1)(numeric)]
+    deep = [numeric]
+    for name, size in spec.categorical.items():
+        wide.append(layers.Embedding(size, 1, embeddings_initializer="zeros")(ids[name]))
+        deep.append(layers.Embedding(size, DIMENSION)(ids[name]))
+    hidden = layers.Concatenate()(deep)
+    for units in HIDDEN_UNITS:
+        hidden = layers.Dense(units, activation="relu")(hidden)
+    logit = layers.Add()([*wide, layers.Dense(1)(hidden)])
+    click = layers.Activation("sigmoid")(logit)
+    return tf_keras.Model({"numeric": numeric, **ids}, click)
 
 
 def _collection(

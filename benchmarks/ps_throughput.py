@@ -43,8 +43,15 @@ FLAGS = flags.FLAGS
 common.define_flags()
 flags.DEFINE_integer("workers", 2, "Workers.", lower_bound=1)
 flags.DEFINE_integer("ps", 2, "Parameter servers.", lower_bound=1)
+flags.DEFINE_string(
+    "legacy_choice",
+    None,
+    'For (b): "legacy:10" or "new:10", the optimizer and the steps per call '
+    "to use. Default: tries which are the fastest.",
+)
 
 STEPS_PER_EXECUTION = 8
+LEGACY_STEPS_PER_EXECUTION = (10, 25)
 EXPERT_STEPS_PER_CALL = 10
 
 
@@ -156,6 +163,67 @@ def run_keras_3(rounds: common.Rounds) -> None:
     serve_coordinator(rounds, strategy, step, batches, 1)
 
 
+def run_legacy_keras(rounds: common.Rounds) -> None:
+    """Form (b)."""
+    try:
+        import tf_keras
+    except ImportError:
+        raise common.Unavailable("needs tf_keras: pip install '.[bench]'") from None
+    import click_models
+
+    strategy = stock_strategy(start_cluster(rounds))
+    data = click_models.make_data(rounds.batch_size)
+    creator = tf_keras.utils.experimental.DatasetCreator(
+        lambda context: click_models.in_memory(data.train(rounds.batch_size))
+    )
+    optimizers = {
+        "legacy": tf_keras.optimizers.legacy.Adagrad,
+        "new": tf_keras.optimizers.Adagrad,
+    }
+
+    def make_fit(optimizer: str, steps_per_execution: int) -> Callable[..., None]:
+        with strategy.scope():
+            model = click_models.build_legacy(data.spec, tf_keras)
+            model.compile(
+                optimizers[optimizer](click_models.LEARNING_RATE),
+                "binary_crossentropy",
+                steps_per_execution=steps_per_execution,
+            )
+
+        def fit(steps: int, epochs: int, callbacks: list[Any]) -> None:
+            model.fit(creator, steps_per_epoch=steps, epochs=epochs, callbacks=callbacks, verbose=0)
+
+        return fit
+
+    def seconds_per_step(optimizer: str, steps_per_execution: int) -> float:
+        tf_keras.backend.clear_session()
+        return rounds.calibrate_fit(
+            tf_keras.callbacks.Callback,
+            make_fit(optimizer, steps_per_execution),
+            multiple=steps_per_execution * FLAGS.workers,
+        )
+
+    if FLAGS.legacy_choice:
+        optimizer, _, text = FLAGS.legacy_choice.partition(":")
+        steps_per_execution = int(text)
+    else:
+        first = LEGACY_STEPS_PER_EXECUTION[0]
+        seconds = {(name, first): seconds_per_step(name, first) for name in optimizers}
+        optimizer = min(seconds, key=seconds.get)[0]
+        for other in LEGACY_STEPS_PER_EXECUTION[1:]:
+            seconds[optimizer, other] = seconds_per_step(optimizer, other)
+        optimizer, steps_per_execution = min(seconds, key=seconds.get)
+        tried = {f"{name}:{steps}": round(1e3 * s, 3) for (name, steps), s in seconds.items()}
+        rounds.describe(tried_step_ms=tried)
+    rounds.describe(choice=f"{optimizer}:{steps_per_execution}")
+    tf_keras.backend.clear_session()
+    rounds.serve_fit(
+        tf_keras.callbacks.Callback,
+        make_fit(optimizer, steps_per_execution),
+        multiple=steps_per_execution * FLAGS.workers,
+    )
+
+
 def run_expert(rounds: common.Rounds, pack_dense: bool = False) -> None:
     """Form (c); with `pack_dense` a server's dense variables are one, cut up by the worker."""
     import click_models
@@ -265,6 +333,7 @@ def run_expert(rounds: common.Rounds, pack_dense: bool = False) -> None:
 SYSTEMS = {
     common.OURS: run_ours,
     "a": run_keras_3,
+    "b": run_legacy_keras,
     "c": run_expert,
     "c_packed": functools.partial(run_expert, pack_dense=True),
 }
