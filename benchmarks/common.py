@@ -1,0 +1,394 @@
+"""What the benchmarks share: systems in processes of their own that take turns, and reports.
+
+A benchmark compares systems, each a function of a `Rounds` object. `compare` starts a process for
+each system, in which the function builds its model, warms up, says that it is ready, and then waits
+(without using a processor) until it is its turn. A round is one turn of every system, so that all
+see the same machine; ratios are those of one round's pair, and their median is reported. Only the
+turns are timed: tracing, starting servers and the first steps are not part of them.
+
+Times are wall-clock times. `cpu_ms`, the processor time of a step in all processes of the system,
+hardly changes when other programs use the machine, as the wall-clock figures do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Warnings and errors of TensorFlow only.
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+from absl import app, flags, logging  # noqa: E402
+
+FLAGS = flags.FLAGS
+SEED = 1
+OURS = "recsync"
+_CALIBRATION_STEPS = 48
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+_lines: list[dict[str, Any]] = []
+
+
+def define_flags(*, batch_sizes: Sequence[int] = (512, 2048), rounds: int = 5) -> None:
+    """Defines the flags that all benchmarks have."""
+    sizes = " and ".join(str(size) for size in batch_sizes)
+    flags.DEFINE_integer("batch_size", None, f"Examples per step. Default: {sizes}.", lower_bound=1)
+    flags.DEFINE_integer("rounds", rounds, "Rounds that count.", lower_bound=1)
+    flags.DEFINE_float("round_seconds", 4.0, "How long about a turn takes.", lower_bound=0.1)
+    flags.DEFINE_string("json", None, "Gets the printed lines.")
+    flags.DEFINE_list("systems", [], "The systems to run. Default: all that can run.")
+    flags.DEFINE_string("run_system", None, "Used by the benchmark itself: the system to be.")
+    flags.DEFINE_integer("channel", None, "Used by the benchmark itself: the socket to its parent.")
+
+
+def report(line: dict[str, Any]) -> None:
+    """Prints a JSON line, and keeps it for `--json`."""
+    print(json.dumps(line), flush=True)
+    _lines.append(line)
+    if FLAGS.json:
+        pathlib.Path(FLAGS.json).write_text("".join(json.dumps(one) + "\n" for one in _lines))
+
+
+def summary_of_ratios(ratios: Sequence[float]) -> dict[str, float]:
+    """The median of the rounds' ratios, the smallest and the largest."""
+    return {
+        "ratio": round(statistics.median(ratios), 3),
+        "ratio_min": round(min(ratios), 3),
+        "ratio_max": round(max(ratios), 3),
+    }
+
+
+class Unavailable(Exception):
+    """A system can't run here; says what is missing."""
+
+
+class _Finished(Exception):
+    """No more turns."""
+
+
+class _Channel:
+    """JSON lines over a socket."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket = connection
+        self._file = connection.makefile("rw")
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._file.write(json.dumps(message) + "\n")
+        self._file.flush()
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None when the other side is gone."""
+        try:
+            line = self._file.readline()
+        except ConnectionError:
+            return None
+        return json.loads(line) if line else None
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+
+class Rounds:
+    """A system's view of the benchmark, in the system's process.
+
+    Attributes:
+        batch_size: Examples per step.
+    """
+
+    def __init__(self, channel: _Channel, batch_size: int):
+        self._channel = channel
+        self.batch_size = batch_size
+        self._info: dict[str, Any] = {}
+        self._servers: list[int] = []
+
+    def describe(self, **info: Any) -> None:
+        """Adds to the system's line in the report."""
+        self._info.update(info)
+
+    def watch_servers(self, pids: Iterable[int]) -> None:
+        """Names the processes beside this one whose processor time counts."""
+        self._servers = list(pids)
+
+    def steps_for(self, seconds_per_step: float, multiple: int = 1) -> int:
+        """How many steps make a turn."""
+        return multiple * max(1, round(FLAGS.round_seconds / seconds_per_step / multiple))
+
+    def ready(self) -> None:
+        """Warmed up."""
+        self._channel.send({"ready": self._info})
+
+    def wait(self) -> bool:
+        """Waits for the system's turn; False when there is none any more."""
+        return self._channel.receive() is not None
+
+    def start(self) -> None:
+        """The turn's timed part begins."""
+        self._started = time.perf_counter(), self._cpu_seconds()
+
+    def stop(self, steps: int, **measured: Any) -> None:
+        """The turn's timed part is over."""
+        seconds = time.perf_counter() - self._started[0]
+        cpu = self._cpu_seconds() - self._started[1]
+        self._channel.send({"steps": steps, "seconds": seconds, "cpu_seconds": cpu, **measured})
+
+    def serve(self, run: Callable[[int], None], *, multiple: int = 1) -> None:
+        """Warms up and takes turns, for a system with a function `run(steps)`.
+
+        Args:
+            run: Runs steps, and returns when all are done.
+            multiple: What steps come in.
+        """
+        steps = -(-_CALIBRATION_STEPS // multiple) * multiple
+        run(steps)
+        started = time.perf_counter()
+        run(steps)
+        steps = self.steps_for((time.perf_counter() - started) / steps, multiple)
+        run(steps)
+        self.ready()
+        while self.wait():
+            self.start()
+            run(steps)
+            self.stop(steps)
+
+    def serve_fit(
+        self, callback_class: type, fit: Callable[[int, int, list[Any]], Any], *, multiple: int = 1
+    ) -> None:
+        """Warms up and takes turns, for a system with Keras's `fit`: an epoch is a turn.
+
+        A single call of `fit` runs all turns, so that what a call of `fit` costs by itself, like
+        making iterators, is not part of them.
+
+        Args:
+            callback_class: The Callback class of the Keras in use.
+            fit: `fit(steps_per_epoch, epochs, callbacks)`.
+            multiple: What steps come in.
+        """
+        seconds = self.calibrate_fit(callback_class, fit, multiple=multiple)
+        steps = self.steps_for(seconds, multiple)
+        rounds = self
+
+        class Turns(callback_class):
+            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                if epoch == 0:
+                    return  # Warms up.
+                if epoch == 1:
+                    rounds.ready()
+                if not rounds.wait():
+                    raise _Finished
+                rounds.start()
+
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                if epoch > 0:
+                    rounds.stop(steps)
+
+        fit(steps, 1_000_000, [Turns()])
+
+    def calibrate_fit(
+        self, callback_class: type, fit: Callable[[int, int, list[Any]], Any], *, multiple: int = 1
+    ) -> float:
+        """The seconds per step of `fit`, measured after a short warm-up."""
+        steps = -(-_CALIBRATION_STEPS // multiple) * multiple
+        seconds: list[float] = []
+
+        class Timer(callback_class):
+            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                self.started = time.perf_counter()
+
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                seconds.append(time.perf_counter() - self.started)
+
+        fit(steps, 2, [Timer()])
+        return seconds[-1] / steps
+
+    def _cpu_seconds(self) -> float:
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        total = own.ru_utime + own.ru_stime
+        for pid in self._servers:
+            # User and system time are the 14th and 15th field, the 2nd may hold spaces.
+            fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / _TICKS
+        return total
+
+
+class _Process:
+    """A system's process, seen from the benchmark's."""
+
+    def __init__(self, system: str, batch_size: int, arguments: Sequence[str]):
+        ours, theirs = socket.socketpair()
+        self.system = system
+        with theirs:
+            # What it prints must not come between the JSON lines.
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, sys.argv[0], *sys.argv[1:], *arguments),
+                    *("--json=", f"--batch_size={batch_size}", f"--run_system={system}"),
+                    f"--channel={theirs.fileno()}",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                pass_fds=[theirs.fileno()],
+            )
+        self._channel = _Channel(ours)
+        self.turns: list[dict[str, Any]] = []
+        try:
+            message = self._receive()
+            if "unavailable" in message:
+                raise Unavailable(message["unavailable"])
+        except BaseException:
+            self.close()
+            raise
+        self.info: dict[str, Any] = message["ready"]
+
+    def turn(self) -> None:
+        self._channel.send({})
+        self.turns.append(self._receive())
+
+    def close(self) -> None:
+        self._channel.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _receive(self) -> dict[str, Any]:
+        message = self._channel.receive()
+        if message is None:
+            code = self._process.wait()
+            raise RuntimeError(f"the process of system {self.system} ended with code {code}")
+        return message
+
+
+class Results:
+    """What one comparison measured, with one batch size.
+
+    Attributes:
+        batch_size: Examples per step.
+        systems: The names of those that ran.
+        turns: Of each system, what `Rounds.stop` sent, one dict a round.
+        info: Of each system, what `Rounds.describe` was told.
+    """
+
+    def __init__(self, batch_size: int, processes: Sequence[_Process]):
+        self.batch_size = batch_size
+        self.systems = [process.system for process in processes]
+        self.turns = {process.system: process.turns for process in processes}
+        self.info = {process.system: process.info for process in processes}
+
+    def step_seconds(self, system: str) -> list[float]:
+        """Seconds of a step, for each round."""
+        return [turn["seconds"] / turn["steps"] for turn in self.turns[system]]
+
+    def cpu_seconds(self, system: str) -> list[float]:
+        """Processor seconds of a step, for each round."""
+        return [turn["cpu_seconds"] / turn["steps"] for turn in self.turns[system]]
+
+    def ratios(self, system: str, other: str) -> list[float]:
+        """The speed of a system over that of another, for each round."""
+        pairs = zip(self.step_seconds(system), self.step_seconds(other), strict=True)
+        return [theirs / mine for mine, theirs in pairs]
+
+    def cpu_ratios(self, system: str, other: str) -> list[float]:
+        """The processor time of another system over that of a system, for each round."""
+        pairs = zip(self.cpu_seconds(system), self.cpu_seconds(other), strict=True)
+        return [theirs / mine for mine, theirs in pairs]
+
+    def median_ratio(self, system: str, other: str) -> float | None:
+        """The median of `ratios`; None if one of the two did not run."""
+        if system not in self.turns or other not in self.turns:
+            return None
+        return round(statistics.median(self.ratios(system, other)), 3)
+
+    def line(self, system: str) -> dict[str, Any]:
+        """The system's line in the report."""
+        seconds = statistics.median(self.step_seconds(system))
+        return {
+            "system": system,
+            "batch_size": self.batch_size,
+            "examples_per_second": round(self.batch_size / seconds, 1),
+            "step_ms": round(1e3 * seconds, 3),
+            "cpu_ms": round(1e3 * statistics.median(self.cpu_seconds(system)), 3),
+            "steps_per_round": self.turns[system][0]["steps"],
+            **self.info[system],
+        }
+
+
+def is_system() -> bool:
+    """Whether this process is that of a system."""
+    return FLAGS.run_system is not None
+
+
+def be_system(systems: Mapping[str, Callable[[Rounds], None]]) -> None:
+    """Runs the system that this process is for; does not return."""
+    logging.set_verbosity(logging.WARNING)
+    channel = _Channel(socket.socket(fileno=FLAGS.channel))
+    try:
+        systems[FLAGS.run_system](Rounds(channel, FLAGS.batch_size))
+    except _Finished:
+        pass
+    except Unavailable as error:
+        channel.send({"unavailable": str(error)})
+    sys.stderr.flush()
+    # TensorFlow's server in this process has no clean end.
+    os._exit(0)
+
+
+def compare(
+    systems: Iterable[str],
+    batch_size: int,
+    *,
+    optional: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+) -> Results:
+    """Runs systems in turns.
+
+    Args:
+        systems: Their names. Those that are not in `--systems`, if set, are left out; of those that
+            can't run here it is reported why.
+        batch_size: Examples per step.
+        optional: Which of them run only if `--systems` names them.
+        arguments: Further command-line arguments for the systems' processes.
+    """
+    processes: list[_Process] = []
+    try:
+        for system in systems:
+            wanted = system in FLAGS.systems if FLAGS.systems else system not in optional
+            if not wanted:
+                continue
+            try:
+                processes.append(_Process(system, batch_size, arguments))
+            except Unavailable as error:
+                report({"system": system, "batch_size": batch_size, "unavailable": str(error)})
+        for _ in range(FLAGS.rounds):
+            for process in processes:
+                process.turn()
+    finally:
+        for process in processes:
+            process.close()
+    return Results(batch_size, processes)
+
+
+def check_arguments(argv: Sequence[str], systems: Iterable[str]) -> None:
+    """Refuses command lines that would be ignored."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    unknown = set(FLAGS.systems) - set(systems)
+    if unknown:
+        raise app.UsageError(f"--systems: {sorted(unknown)} unknown; there are {list(systems)}")
+
+
+def batch_sizes(default: Sequence[int] = (512, 2048)) -> list[int]:
+    """The batch sizes to run."""
+    return [FLAGS.batch_size] if FLAGS.batch_size else list(default)

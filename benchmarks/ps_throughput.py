@@ -1,0 +1,360 @@
+"""Training speed on parameter servers: this package against three forms in stock TensorFlow.
+
+What is measured: examples per second of Wide & Deep (see click_models.py) on 2 workers and 2
+parameter servers, real processes on this machine's loopback, for batches of 512 and 2,048. All
+systems train the same model with Adagrad on the same batches.
+
+- `recsync`: `tf_recsync.AsyncStrategy` and plain `model.fit` with eight steps per call, versions
+  and staleness weights on. Its batches are handed out by the coordinator over the network; the
+  stock forms have a copy of the data in each worker's memory. It is the only one that reports a
+  loss while it trains, beside (b).
+- `a`: what a Keras 3 user writes today: the same Keras model, keras.optimizers.Adagrad, and a
+  custom loop with `tf.distribute.ParameterServerStrategy` and a `ClusterCoordinator`, one step per
+  scheduled function.
+- `b`: legacy Keras (tf_keras): `model.fit` with a `DatasetCreator` on ParameterServerStrategy, and
+  of some values of `steps_per_execution` and both of its Adagrad optimizers the fastest.
+- `c`: what an expert tunes by hand: the tables of many features merged into one with offsets (each
+  server has one of dimension 16 and one of dimension 1 with half of the features), pulled rows
+  looked up once a batch, fused update ops (ResourceSparseApplyAdagradV2, ResourceApplyAdagradV2)
+  on the servers, ten steps per scheduled function.
+- `c_packed`: (c) with the dense variables of each server merged into one as well. Runs only if
+  `--systems` names it; `ratio_c_packed` is then in the summary.
+
+How: see common.py. Each system has a cluster of its own and waits idle while the others run. A turn
+starts and ends with idle workers.
+
+The summary's ratios are this package's speed over that of (c), `ratio`, and of (a) and (b). (b)
+needs tf_keras, which `pip install '.[bench]'` installs.
+
+    python benchmarks/ps_throughput.py --batch_size=512 --json=ps_throughput.json
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import common
+from absl import app, flags
+
+FLAGS = flags.FLAGS
+common.define_flags()
+flags.DEFINE_integer("workers", 2, "Workers.", lower_bound=1)
+flags.DEFINE_integer("ps", 2, "Parameter servers.", lower_bound=1)
+flags.DEFINE_string(
+    "legacy_choice",
+    None,
+    'For (b): "legacy:10" or "new:10", the optimizer and the steps per call '
+    "to use. Default: tries which are the fastest.",
+)
+
+STEPS_PER_EXECUTION = 8
+LEGACY_STEPS_PER_EXECUTION = (10, 25)
+EXPERT_STEPS_PER_CALL = 10
+
+
+def start_cluster(rounds: common.Rounds) -> Any:
+    """The system's servers."""
+    import tf_recsync as recsync
+
+    cluster = recsync.LocalCluster(workers=FLAGS.workers, ps=FLAGS.ps)
+    rounds.watch_servers(
+        cluster.pid(job, index)
+        for job, size in (("worker", FLAGS.workers), ("ps", FLAGS.ps))
+        for index in range(size)
+    )
+    return cluster
+
+
+def stock_strategy(cluster: Any) -> Any:
+    """TensorFlow's own strategy on the cluster."""
+    import tensorflow as tf
+
+    from tf_recsync import _engine
+
+    # TensorFlow's server in this process would listen on all network interfaces.
+    _engine.confine_listeners("127.0.0.1")
+    os.environ["GRPC_FAIL_FAST"] = "use_caller"
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        cluster.cluster_spec, rpc_layer="grpc"
+    )
+    return tf.distribute.ParameterServerStrategy(resolver)
+
+
+def run_ours(rounds: common.Rounds) -> None:
+    """AsyncStrategy and fit."""
+    import click_models
+    import keras
+
+    import tf_recsync as recsync
+
+    strategy = recsync.AsyncStrategy(start_cluster(rounds))
+    data = click_models.make_data(rounds.batch_size)
+    with strategy.scope():
+        model = click_models.build_ours(data.spec)
+        weights = recsync.staleness.InversePower(k=2, baseline=FLAGS.workers)
+        model.compile(
+            recsync.optimizers.Adagrad(click_models.LEARNING_RATE, staleness=weights),
+            "binary_crossentropy",
+            steps_per_execution=STEPS_PER_EXECUTION,
+        )
+    batches = click_models.in_memory(data.train(rounds.batch_size))
+
+    def fit(steps: int, epochs: int, callbacks: list[Any]) -> None:
+        model.fit(batches, steps_per_epoch=steps, epochs=epochs, callbacks=callbacks, verbose=0)
+
+    multiple = STEPS_PER_EXECUTION * FLAGS.workers
+    rounds.serve_fit(keras.callbacks.Callback, fit, multiple=multiple)
+
+
+def serve_coordinator(
+    rounds: common.Rounds,
+    strategy: Any,
+    step: Callable[..., None],
+    batches: Callable[[], Any],
+    steps_per_call: int,
+) -> None:
+    """Takes turns with a custom loop: schedules all calls of a turn and waits for them."""
+    import tensorflow as tf
+
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    per_worker = coordinator.create_per_worker_dataset(
+        lambda: strategy.distribute_datasets_from_function(lambda context: batches())
+    )
+    iterator = iter(per_worker)
+
+    def run(steps: int) -> None:
+        for _ in range(steps // steps_per_call):
+            coordinator.schedule(step, args=(iterator,))
+        coordinator.join()
+
+    rounds.serve(run, multiple=steps_per_call * FLAGS.workers)
+
+
+def run_keras_3(rounds: common.Rounds) -> None:
+    """Form (a)."""
+    import click_models
+    import keras
+    import tensorflow as tf
+
+    strategy = stock_strategy(start_cluster(rounds))
+    data = click_models.make_data(rounds.batch_size)
+    with strategy.scope():
+        model = click_models.build_stock(data.spec)
+        optimizer = keras.optimizers.Adagrad(click_models.LEARNING_RATE)
+        optimizer.build(model.trainable_variables)
+    loss_function = keras.losses.BinaryCrossentropy()
+
+    @tf.function
+    def step(iterator: Any) -> None:
+        def replica_step(features: dict[str, tf.Tensor], labels: tf.Tensor) -> None:
+            with tf.GradientTape() as tape:
+                loss = loss_function(labels, model(features, training=True))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        strategy.run(replica_step, args=next(iterator))
+
+    def batches() -> tf.data.Dataset:
+        return click_models.in_memory(data.train(rounds.batch_size))
+
+    serve_coordinator(rounds, strategy, step, batches, 1)
+
+
+def run_legacy_keras(rounds: common.Rounds) -> None:
+    """Form (b)."""
+    try:
+        import tf_keras
+    except ImportError:
+        raise common.Unavailable("needs tf_keras: pip install '.[bench]'") from None
+    import click_models
+
+    strategy = stock_strategy(start_cluster(rounds))
+    data = click_models.make_data(rounds.batch_size)
+    creator = tf_keras.utils.experimental.DatasetCreator(
+        lambda context: click_models.in_memory(data.train(rounds.batch_size))
+    )
+    optimizers = {
+        "legacy": tf_keras.optimizers.legacy.Adagrad,
+        "new": tf_keras.optimizers.Adagrad,
+    }
+
+    def make_fit(optimizer: str, steps_per_execution: int) -> Callable[..., None]:
+        with strategy.scope():
+            model = click_models.build_legacy(data.spec, tf_keras)
+            model.compile(
+                optimizers[optimizer](click_models.LEARNING_RATE),
+                "binary_crossentropy",
+                steps_per_execution=steps_per_execution,
+            )
+
+        def fit(steps: int, epochs: int, callbacks: list[Any]) -> None:
+            model.fit(creator, steps_per_epoch=steps, epochs=epochs, callbacks=callbacks, verbose=0)
+
+        return fit
+
+    def seconds_per_step(optimizer: str, steps_per_execution: int) -> float:
+        tf_keras.backend.clear_session()
+        return rounds.calibrate_fit(
+            tf_keras.callbacks.Callback,
+            make_fit(optimizer, steps_per_execution),
+            multiple=steps_per_execution * FLAGS.workers,
+        )
+
+    if FLAGS.legacy_choice:
+        optimizer, _, text = FLAGS.legacy_choice.partition(":")
+        steps_per_execution = int(text)
+    else:
+        first = LEGACY_STEPS_PER_EXECUTION[0]
+        seconds = {(name, first): seconds_per_step(name, first) for name in optimizers}
+        optimizer = min(seconds, key=seconds.get)[0]
+        for other in LEGACY_STEPS_PER_EXECUTION[1:]:
+            seconds[optimizer, other] = seconds_per_step(optimizer, other)
+        optimizer, steps_per_execution = min(seconds, key=seconds.get)
+        tried = {f"{name}:{steps}": round(1e3 * s, 3) for (name, steps), s in seconds.items()}
+        rounds.describe(tried_step_ms=tried)
+    rounds.describe(choice=f"{optimizer}:{steps_per_execution}")
+    tf_keras.backend.clear_session()
+    rounds.serve_fit(
+        tf_keras.callbacks.Callback,
+        make_fit(optimizer, steps_per_execution),
+        multiple=steps_per_execution * FLAGS.workers,
+    )
+
+
+def run_expert(rounds: common.Rounds, pack_dense: bool = False) -> None:
+    """Form (c); with `pack_dense` a server's dense variables are one, cut up by the worker."""
+    import click_models
+    import numpy as np
+    import tensorflow as tf
+
+    strategy = stock_strategy(start_cluster(rounds))
+    data = click_models.make_data(rounds.batch_size)
+    merged = click_models.MergedFeatures(data.spec, FLAGS.ps)
+    shapes = click_models.dense_shapes(data.spec)
+    raw = tf.raw_ops
+
+    class Updated:
+        """A variable and its accumulator on a server."""
+
+        def __init__(self, ps: int, value: np.ndarray):
+            self.device = f"/job:ps/replica:0/task:{ps}/device:CPU:0"
+            with tf.device(self.device):
+                self.variable = tf.Variable(value)
+                start = np.full_like(value, click_models.INITIAL_ACCUMULATOR)
+                self.accumulator = tf.Variable(start)
+
+        def pull_rows(self, rows: tf.Tensor) -> tf.Tensor:
+            pulled = raw.ResourceGather(
+                resource=self.variable.handle, indices=rows, dtype=tf.float32
+            )
+            return tf.ensure_shape(pulled, [None, self.variable.shape[1]])
+
+        def update_arguments(self) -> dict[str, tf.Tensor]:
+            with tf.device(self.device):  # Else the constants would be sent in each step.
+                return {
+                    "var": self.variable.handle,
+                    "accum": self.accumulator.handle,
+                    "lr": tf.constant(click_models.LEARNING_RATE),
+                    "epsilon": tf.constant(click_models.EPSILON),
+                }
+
+    rng = np.random.default_rng(common.SEED)
+    deep, wide = [], []
+    for ps, rows in enumerate(merged.rows):
+        values = rng.uniform(-0.05, 0.05, (rows, click_models.DIMENSION)).astype(np.float32)
+        deep.append(Updated(ps, values))
+        wide.append(Updated(ps, np.zeros((rows, 1), np.float32)))
+    tables = [*deep, *wide]
+    # The dense variables, each on the server that has the least so far.
+    initial: list[list[np.ndarray]] = [[] for _ in range(FLAGS.ps)]
+    order: list[int] = []
+    for shape in shapes:
+        ps = min(range(FLAGS.ps), key=lambda i: sum(value.size for value in initial[i]))
+        initial[ps].append(click_models.initial_kernel(shape))
+        order.append(ps)
+    if pack_dense:
+        dense = [
+            Updated(ps, np.concatenate([value.ravel() for value in values]))
+            for ps, values in enumerate(initial)
+        ]
+    else:
+        dense = [Updated(ps, value) for ps, values in enumerate(initial) for value in values]
+
+    def in_order(values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The dense variables' values in the model's order."""
+        if pack_dense:
+            values = [
+                tf.reshape(part, value.shape)
+                for packed, own in zip(values, initial, strict=True)
+                for part, value in zip(
+                    tf.split(packed, [value.size for value in own]), own, strict=True
+                )
+            ]
+        parts = iter(values)
+        by_server = [[next(parts) for _ in own] for own in initial]
+        return [by_server[ps].pop(0) for ps in order]
+
+    def train_step(iterator: Any) -> None:
+        numeric, ids, labels = next(iterator)
+        # Each row is pulled and updated once, however often the batch names it.
+        unique = [tf.unique(tf.reshape(group, [-1])) for group in ids]
+        rows = [u.y for u in unique] * 2
+        places = [tf.reshape(u.idx, tf.shape(g)) for u, g in zip(unique, ids, strict=True)] * 2
+        pulled = [table.pull_rows(r) for table, r in zip(tables, rows, strict=True)]
+        values = [one.variable.read_value() for one in dense]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([pulled, values])
+            embeddings = [tf.gather(p, place) for p, place in zip(pulled, places, strict=True)]
+            loss = click_models.merged_forward(
+                numeric, embeddings[: FLAGS.ps], embeddings[FLAGS.ps :], in_order(values), labels
+            )
+        row_gradients, gradients = tape.gradient(loss, [pulled, values])
+        for table, gradient, r in zip(tables, row_gradients, rows, strict=True):
+            summed = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, tf.size(r))
+            raw.ResourceSparseApplyAdagradV2(**table.update_arguments(), grad=summed, indices=r)
+        for one, gradient in zip(dense, gradients, strict=True):
+            raw.ResourceApplyAdagradV2(**one.update_arguments(), grad=gradient)
+
+    @tf.function
+    def step(iterator: Any) -> None:
+        # Unrolled: a loop in the graph would run on all servers, and is slower.
+        for _ in range(EXPERT_STEPS_PER_CALL):
+            train_step(iterator)
+
+    def batches() -> tf.data.Dataset:
+        return click_models.in_memory(merged.batches(data.train(rounds.batch_size)))
+
+    serve_coordinator(rounds, strategy, step, batches, EXPERT_STEPS_PER_CALL)
+
+
+SYSTEMS = {
+    common.OURS: run_ours,
+    "a": run_keras_3,
+    "b": run_legacy_keras,
+    "c": run_expert,
+    "c_packed": functools.partial(run_expert, pack_dense=True),
+}
+OPTIONAL = ("c_packed",)
+
+
+def main(argv: list[str]) -> None:
+    common.check_arguments(argv, SYSTEMS)
+    if common.is_system():
+        common.be_system(SYSTEMS)
+    for batch_size in common.batch_sizes():
+        results = common.compare(SYSTEMS, batch_size, optional=OPTIONAL)
+        for system in results.systems:
+            common.report(results.line(system))
+        summary = {"benchmark": "ps_throughput", "batch_size": batch_size}
+        if {common.OURS, "c"} <= set(results.systems):
+            summary |= common.summary_of_ratios(results.ratios(common.OURS, "c"))
+        for other in ("a", "b", *(set(OPTIONAL) & set(results.systems))):
+            summary[f"ratio_{other}"] = results.median_ratio(common.OURS, other)
+        common.report({**summary, "rounds": FLAGS.rounds})
+
+
+if __name__ == "__main__":
+    app.run(main)
