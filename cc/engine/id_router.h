@@ -5,13 +5,14 @@
 // shards, modulo their number, and every shard is a range of rows of one of the
 // physical tables that the parameter servers hold.
 //
-//   IdRouter router(features, tables);
-//   status = router.Count(inputs, batch);     // checks, and sizes the outputs
-//   ... allocate by router.ids(t) and router.bags(t) ...
-//   router.Fill(inputs, outputs);
+//   IdRouter router(&features, has_bags);
+//   status = router.Route(inputs, batch);
+//   ... router.table(t).rows ...
 //
-// The bags of a physical table are numbered in the order of their slots, where
-// slot = feature * batch + example. Only bags that have an id there are listed.
+// Of a physical table with bags, the bags are numbered in the order of their
+// slots, slot = feature * batch + example; only bags that have an id there are
+// listed. Without bags every slot takes one row, and every row is listed once,
+// however many slots take it: popular rows travel once.
 //
 // Thread compatible.
 
@@ -62,74 +63,110 @@ struct RoutedInput {
   const float* weights;   // [n], or null
 };
 
-// A physical table's part of what comes out; pointers may be null where the
-// caller does not want it.
-struct RoutedOutput {
-  int64_t* ids;    // rows of the physical table
-  int32_t* bags;   // the bag of each id
-  float* scales;   // the scale of each id
-  int32_t* slots;  // the slot of each bag
+// What to look up in a physical table, and where it goes.
+struct RoutedTable {
+  std::vector<int64_t> rows;   // of the physical table
+  std::vector<int32_t> bags;   // with bags: the bag of each row
+  std::vector<float> scales;   // with bags: the scale of each row in its bag
+  std::vector<int32_t> slots;  // with bags: of each bag; else in any number
+  std::vector<int32_t>
+      sources;  // without bags: the position in `rows` of each slot
+};
+
+// Numbers different rows in the order of their first appearance.
+class RowNumbers {
+ public:
+  explicit RowNumbers(int64_t most) {
+    size_t capacity = 16;
+    while (capacity < static_cast<size_t>(most) * 2) capacity *= 2;
+    entries_.assign(capacity, {-1, 0});
+    mask_ = capacity - 1;
+  }
+
+  // The number of a row; `next` where it is new, and then *is_new is true.
+  int32_t Number(int64_t row, int32_t next, bool* is_new) {
+    uint64_t x = static_cast<uint64_t>(row) * 0x9E3779B97F4A7C15ull;
+    size_t i = static_cast<size_t>(x ^ (x >> 32)) & mask_;
+    while (entries_[i].row != row) {
+      if (entries_[i].row < 0) {
+        entries_[i] = {row, next};
+        *is_new = true;
+        return next;
+      }
+      i = (i + 1) & mask_;
+    }
+    *is_new = false;
+    return entries_[i].number;
+  }
+
+ private:
+  struct Entry {
+    int64_t row;
+    int32_t number;
+  };
+  std::vector<Entry> entries_;
+  size_t mask_;
 };
 
 class IdRouter {
  public:
-  IdRouter(std::vector<RoutedFeature> features, int tables)
-      : features_(std::move(features)), ids_(tables), bags_(tables) {}
+  // `has_bags` tells for each physical table whether its features have bags.
+  IdRouter(const std::vector<RoutedFeature>* features,
+           const std::vector<bool>& has_bags)
+      : features_(*features), has_bags_(has_bags), tables_(has_bags.size()) {}
 
-  const std::vector<RoutedFeature>& features() const { return features_; }
-  int64_t ids(int table) const { return ids_[table]; }
-  int64_t bags(int table) const { return bags_[table]; }
+  const RoutedTable& table(int t) const { return tables_[t]; }
 
-  // Checks the batch and counts what goes to each physical table.
   template <typename Index>
-  absl::Status Count(const std::vector<RoutedInput<Index>>& inputs,
+  absl::Status Route(const std::vector<RoutedInput<Index>>& inputs,
                      int64_t batch) {
-    std::fill(ids_.begin(), ids_.end(), 0);
-    std::fill(bags_.begin(), bags_.end(), 0);
+    int64_t most = 0;
     for (size_t f = 0; f < features_.size(); ++f) {
       const RoutedFeature& feature = features_[f];
       const RoutedInput<Index>& input = inputs[f];
       if (absl::Status s = CheckShape(feature, input, batch); !s.ok()) return s;
-      if (feature.out_of_range == OutOfRange::kError) {
-        for (int64_t i = 0; i < input.n; ++i) {
-          const int64_t id = static_cast<int64_t>(input.ids[i]);
-          if (id < 0 || id >= feature.rows) {
-            return absl::InvalidArgumentError(absl::StrCat(
-                "feature ", feature.name, " has id ", id, " at position ", i,
-                ", table ", feature.table, " has rows 0 to ", feature.rows - 1,
-                "; out_of_range='clip' or 'hash' would accept it"));
-          }
+      most += input.n;
+      if (feature.out_of_range != OutOfRange::kError) continue;
+      for (int64_t i = 0; i < input.n; ++i) {
+        const int64_t id = static_cast<int64_t>(input.ids[i]);
+        if (id < 0 || id >= feature.rows) {
+          return absl::InvalidArgumentError(absl::StrCat(
+              "feature ", feature.name, " has id ", id, " at position ", i,
+              ", table ", feature.table, " has rows 0 to ", feature.rows - 1,
+              "; out_of_range='clip' or 'hash' would accept it"));
         }
       }
     }
-    Visit(inputs, batch,
-          [this](int table, int64_t, float, int64_t, bool first) {
-            ++ids_[table];
-            bags_[table] += first;
-          });
+    if (static_cast<int64_t>(features_.size()) * batch > INT32_MAX ||
+        most > INT32_MAX) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "a batch of ", batch, " examples with ", most, " ids is too large"));
+    }
+    std::vector<RowNumbers> numbers;
+    for (size_t t = 0; t < tables_.size(); ++t) {
+      tables_[t] = RoutedTable();
+      numbers.emplace_back(has_bags_[t] ? 0 : most);
+    }
+    std::vector<int64_t> last_slot(tables_.size(), -1);
+    Visit(inputs, batch, [&](int t, int64_t row, float scale, int64_t slot) {
+      RoutedTable& table = tables_[t];
+      if (!has_bags_[t]) {
+        bool is_new;
+        const int32_t next = static_cast<int32_t>(table.rows.size());
+        table.sources.push_back(numbers[t].Number(row, next, &is_new));
+        table.slots.push_back(static_cast<int32_t>(slot));
+        if (is_new) table.rows.push_back(row);
+        return;
+      }
+      if (last_slot[t] != slot) {
+        table.slots.push_back(static_cast<int32_t>(slot));
+        last_slot[t] = slot;
+      }
+      table.rows.push_back(row);
+      table.bags.push_back(static_cast<int32_t>(table.slots.size()) - 1);
+      table.scales.push_back(scale);
+    });
     return absl::OkStatus();
-  }
-
-  // Writes the outputs, [tables], sized by the last call of Count.
-  template <typename Index>
-  void Fill(const std::vector<RoutedInput<Index>>& inputs, int64_t batch,
-            const std::vector<RoutedOutput>& outputs) {
-    std::vector<int64_t> next_id(outputs.size(), 0);
-    std::vector<int32_t> last_bag(outputs.size(), -1);
-    Visit(inputs, batch,
-          [&](int table, int64_t row, float scale, int64_t slot, bool first) {
-            const RoutedOutput& out = outputs[table];
-            const int64_t i = next_id[table]++;
-            if (first) {
-              const int32_t bag = ++last_bag[table];
-              if (out.slots != nullptr) {
-                out.slots[bag] = static_cast<int32_t>(slot);
-              }
-            }
-            out.ids[i] = row;
-            if (out.bags != nullptr) out.bags[i] = last_bag[table];
-            if (out.scales != nullptr) out.scales[i] = scale;
-          });
   }
 
  private:
@@ -194,17 +231,16 @@ class IdRouter {
     return id;
   }
 
-  // Calls visit(physical table, row there, scale, slot, first of its bag).
+  // Calls visit(physical table, row there, scale, slot).
   template <typename Index, typename Visitor>
   void Visit(const std::vector<RoutedInput<Index>>& inputs, int64_t batch,
              const Visitor& visit) const {
-    std::vector<int64_t> last_slot(ids_.size(), -1);
     for (size_t f = 0; f < features_.size(); ++f) {
       const RoutedFeature& feature = features_[f];
       const RoutedInput<Index>& input = inputs[f];
       const int64_t count = static_cast<int64_t>(feature.shards.size());
+      const bool ragged = input.splits != nullptr;
       for (int64_t b = 0; b < batch; ++b) {
-        const bool ragged = input.splits != nullptr;
         const int64_t begin = ragged ? input.splits[b] : b * feature.length;
         const int64_t end =
             ragged ? input.splits[b + 1] : (b + 1) * feature.length;
@@ -218,17 +254,15 @@ class IdRouter {
           const int64_t row = place.offset + (count == 1 ? id : id / count);
           const float weight =
               input.weights == nullptr ? 1.0f : input.weights[i];
-          const bool first = last_slot[place.table] != slot;
-          last_slot[place.table] = slot;
-          visit(place.table, row, weight * bag_scale, slot, first);
+          visit(place.table, row, weight * bag_scale, slot);
         }
       }
     }
   }
 
-  const std::vector<RoutedFeature> features_;
-  std::vector<int64_t> ids_;   // by physical table
-  std::vector<int64_t> bags_;  // by physical table
+  const std::vector<RoutedFeature>& features_;
+  const std::vector<bool>& has_bags_;
+  std::vector<RoutedTable> tables_;
 };
 
 }  // namespace recsync

@@ -109,7 +109,7 @@ class RouteIdsOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadFeatures(ctx, tables_, &features_));
     for (const RoutedFeature& feature : features_) {
       for (const ShardPlace& shard : feature.shards) {
-        OP_REQUIRES(ctx, has_bags_[shard.table] || feature.length == 1,
+        OP_REQUIRES(ctx, has_bags_[shard.table] || feature.is_single(),
                     absl::InvalidArgumentError(absl::StrCat(
                         "has_bags must be true for the table of feature ",
                         feature.name, ", which has bags")));
@@ -126,35 +126,36 @@ class RouteIdsOp : public OpKernel {
     int64_t batch;
     OP_REQUIRES_OK(ctx, ReadInputs(ctx, &inputs, &batch));
     // Not kept: the kernel is called by many threads.
-    IdRouter router(features_, tables_);
-    OP_REQUIRES_OK(ctx, router.Count(inputs, batch));
+    IdRouter router(&features_, has_bags_);
+    OP_REQUIRES_OK(ctx, router.Route(inputs, batch));
     Tensor* examples;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &examples));
     examples->scalar<int64_t>()() = batch;
-    OpOutputList rows, bags, scales, slots;
-    OP_REQUIRES_OK(ctx, ctx->output_list("rows", &rows));
-    OP_REQUIRES_OK(ctx, ctx->output_list("bags", &bags));
-    OP_REQUIRES_OK(ctx, ctx->output_list("scales", &scales));
-    OP_REQUIRES_OK(ctx, ctx->output_list("slots", &slots));
-    std::vector<RoutedOutput> outputs;
     for (int t = 0; t < tables_; ++t) {
-      const int64_t n = router.ids(t);
-      Tensor *r, *b, *s, *l;
-      OP_REQUIRES_OK(ctx, rows.allocate(t, TensorShape({n}), &r));
-      OP_REQUIRES_OK(ctx,
-                     bags.allocate(t, TensorShape({has_bags_[t] ? n : 0}), &b));
+      const RoutedTable& table = router.table(t);
+      OP_REQUIRES_OK(ctx, Output(ctx, "rows", t, table.rows));
+      OP_REQUIRES_OK(ctx, Output(ctx, "bags", t, table.bags));
       OP_REQUIRES_OK(
-          ctx, scales.allocate(t, TensorShape({has_scales_[t] ? n : 0}), &s));
-      OP_REQUIRES_OK(ctx, slots.allocate(t, TensorShape({router.bags(t)}), &l));
-      outputs.push_back({r->flat<int64_t>().data(),
-                         has_bags_[t] ? b->flat<int32_t>().data() : nullptr,
-                         has_scales_[t] ? s->flat<float>().data() : nullptr,
-                         l->flat<int32_t>().data()});
+          ctx, Output(ctx, "scales", t,
+                      has_scales_[t] ? table.scales : std::vector<float>()));
+      OP_REQUIRES_OK(ctx, Output(ctx, "slots", t, table.slots));
+      OP_REQUIRES_OK(ctx, Output(ctx, "sources", t, table.sources));
     }
-    router.Fill(inputs, batch, outputs);
   }
 
  private:
+  template <typename V>
+  static absl::Status Output(OpKernelContext* ctx, const char* name, int t,
+                             const std::vector<V>& values) {
+    OpOutputList outputs;
+    TF_RETURN_IF_ERROR(ctx->output_list(name, &outputs));
+    Tensor* output;
+    TF_RETURN_IF_ERROR(outputs.allocate(
+        t, TensorShape({static_cast<int64_t>(values.size())}), &output));
+    std::copy(values.begin(), values.end(), output->flat<V>().data());
+    return absl::OkStatus();
+  }
+
   absl::Status ReadInputs(OpKernelContext* ctx,
                           std::vector<RoutedInput<Index>>* inputs,
                           int64_t* batch) {
@@ -236,13 +237,27 @@ class Columns {
 
   int64_t width() const { return width_; }
 
-  // Calls visit(bag, offset into the assembled vectors) for all bags of a
-  // physical table with vectors of `dimension`.
+  // Calls visit(vector, offset into the assembled vectors) for all slots that
+  // take one of a physical table's `vectors` of `dimension`.
   template <typename Visitor>
-  absl::Status Visit(const Tensor& slots, int64_t dimension, int64_t batch,
+  absl::Status Visit(const Tensor& slots, const Tensor& sources,
+                     int64_t vectors, int64_t dimension, int64_t batch,
                      const Visitor& visit) const {
     const int32_t* slot = slots.flat<int32_t>().data();
-    for (int64_t i = 0; i < slots.NumElements(); ++i) {
+    const int64_t n = slots.NumElements();
+    const bool shared = sources.NumElements() > 0;
+    if (shared ? sources.NumElements() != n : n != vectors) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("slots holds ", n, " slots for ", vectors,
+                       " vectors and ", sources.NumElements(), " sources"));
+    }
+    const int32_t* source = sources.flat<int32_t>().data();
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t vector = shared ? source[i] : i;
+      if (vector < 0 || vector >= vectors) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "sources holds ", vector, ", there are ", vectors, " vectors"));
+      }
       const int64_t feature = batch == 0 ? -1 : slot[i] / batch;
       if (slot[i] < 0 || feature < 0 ||
           feature >= static_cast<int64_t>(begins_.size()) ||
@@ -251,7 +266,7 @@ class Columns {
             "slots holds ", slot[i], ", which is not a slot of a feature of ",
             "dimension ", dimension, " in a batch of ", batch));
       }
-      visit(i, (slot[i] % batch) * width_ + begins_[feature]);
+      visit(vector, (slot[i] % batch) * width_ + begins_[feature]);
     }
     return absl::OkStatus();
   }
@@ -281,9 +296,10 @@ class AssembleOp : public OpKernel {
   }
 
   void Compute(OpKernelContext* ctx) override {
-    OpInputList pooled, slots;
+    OpInputList pooled, slots, sources;
     OP_REQUIRES_OK(ctx, ctx->input_list("pooled", &pooled));
     OP_REQUIRES_OK(ctx, ctx->input_list("slots", &slots));
+    OP_REQUIRES_OK(ctx, ctx->input_list("sources", &sources));
     const Tensor& examples = ctx->input(0);
     OP_REQUIRES(
         ctx,
@@ -301,21 +317,25 @@ class AssembleOp : public OpKernel {
     for (int t = 0; t < pooled.size(); ++t) {
       OP_REQUIRES(ctx,
                   TensorShapeUtils::IsMatrix(pooled[t].shape()) &&
-                      slots[t].shape() == TensorShape({pooled[t].dim_size(0)}),
+                      TensorShapeUtils::IsVector(slots[t].shape()) &&
+                      TensorShapeUtils::IsVector(sources[t].shape()),
                   absl::InvalidArgumentError(absl::StrCat(
-                      "pooled must be [bags, dimension] and slots [bags], not ",
-                      pooled[t].shape().DebugString(), " and ",
-                      slots[t].shape().DebugString())));
+                      "pooled must be [vectors, dimension], slots and sources "
+                      "vectors, not ",
+                      pooled[t].shape().DebugString(), ", ",
+                      slots[t].shape().DebugString(), " and ",
+                      sources[t].shape().DebugString())));
       const int64_t dimension = pooled[t].dim_size(1);
       const float* from = pooled[t].flat<float>().data();
       OP_REQUIRES_OK(
-          ctx, columns.Visit(slots[t], dimension, batch,
-                             [&](int64_t bag, int64_t offset) {
-                               const float* vector = from + bag * dimension;
-                               for (int64_t j = 0; j < dimension; ++j) {
-                                 out[offset + j] += vector[j];
-                               }
-                             }));
+          ctx,
+          columns.Visit(slots[t], sources[t], pooled[t].dim_size(0), dimension,
+                        batch, [&](int64_t vector, int64_t offset) {
+                          const float* own = from + vector * dimension;
+                          for (int64_t j = 0; j < dimension; ++j) {
+                            out[offset + j] += own[j];
+                          }
+                        }));
     }
   }
 
@@ -337,11 +357,13 @@ class AssembleGradOp : public OpKernel {
   }
 
   void Compute(OpKernelContext* ctx) override {
-    OpInputList slots;
+    OpInputList slots, sources;
     OpOutputList pooled;
     OP_REQUIRES_OK(ctx, ctx->input_list("slots", &slots));
+    OP_REQUIRES_OK(ctx, ctx->input_list("sources", &sources));
     OP_REQUIRES_OK(ctx, ctx->output_list("pooled", &pooled));
     const Tensor& gradient = ctx->input(0);
+    const Tensor& vectors = ctx->input(1);
     const Columns columns(dimensions_);
     OP_REQUIRES(ctx,
                 TensorShapeUtils::IsMatrix(gradient.shape()) &&
@@ -349,24 +371,35 @@ class AssembleGradOp : public OpKernel {
                 absl::InvalidArgumentError(
                     absl::StrCat("gradient must be [batch, ", columns.width(),
                                  "], not ", gradient.shape().DebugString())));
+    OP_REQUIRES(ctx, vectors.shape() == TensorShape({slots.size()}),
+                absl::InvalidArgumentError(
+                    absl::StrCat("vectors must have shape [", slots.size(),
+                                 "], not ", vectors.shape().DebugString())));
     const float* from = gradient.flat<float>().data();
     for (int t = 0; t < slots.size(); ++t) {
-      OP_REQUIRES(
-          ctx, TensorShapeUtils::IsVector(slots[t].shape()),
-          absl::InvalidArgumentError(absl::StrCat(
-              "slots must be vectors, not ", slots[t].shape().DebugString())));
+      const int64_t n = vectors.flat<int32_t>()(t);
+      OP_REQUIRES(ctx,
+                  n >= 0 && TensorShapeUtils::IsVector(slots[t].shape()) &&
+                      TensorShapeUtils::IsVector(sources[t].shape()),
+                  absl::InvalidArgumentError(
+                      absl::StrCat("slots and sources must be vectors, not ",
+                                   slots[t].shape().DebugString(), " and ",
+                                   sources[t].shape().DebugString())));
       const int64_t dimension = table_dimensions_[t];
       Tensor* part;
-      OP_REQUIRES_OK(
-          ctx, pooled.allocate(
-                   t, TensorShape({slots[t].NumElements(), dimension}), &part));
-      float* to = part->flat<float>().data();
       OP_REQUIRES_OK(ctx,
-                     columns.Visit(slots[t], dimension, gradient.dim_size(0),
-                                   [&](int64_t bag, int64_t offset) {
-                                     std::copy_n(from + offset, dimension,
-                                                 to + bag * dimension);
-                                   }));
+                     pooled.allocate(t, TensorShape({n, dimension}), &part));
+      float* to = part->flat<float>().data();
+      std::fill_n(to, part->NumElements(), 0.0f);
+      OP_REQUIRES_OK(ctx, columns.Visit(slots[t], sources[t], n, dimension,
+                                        gradient.dim_size(0),
+                                        [&](int64_t vector, int64_t offset) {
+                                          float* own = to + vector * dimension;
+                                          for (int64_t j = 0; j < dimension;
+                                               ++j) {
+                                            own[j] += from[offset + j];
+                                          }
+                                        }));
     }
   }
 

@@ -19,6 +19,7 @@ REGISTER_OP("RecsyncRouteIds")
     .Output("bags: P * int32")
     .Output("scales: P * float")
     .Output("slots: P * int32")
+    .Output("sources: P * int32")
     .Attr("F: int >= 1")
     .Attr("P: int >= 1")
     .Attr("num_ragged: int >= 0")
@@ -44,7 +45,7 @@ REGISTER_OP("RecsyncRouteIds")
         TF_RETURN_IF_ERROR(c->WithRank(c->input(i), 1, &unused));
       }
       c->set_output(0, c->Scalar());
-      for (int i = 1; i < 1 + 4 * p; ++i) {
+      for (int i = 1; i < 1 + 5 * p; ++i) {
         c->set_output(i, c->Vector(InferenceContext::kUnknownDim));
       }
       return absl::OkStatus();
@@ -53,20 +54,22 @@ REGISTER_OP("RecsyncRouteIds")
 Finds the rows of P physical tables that the ids of F features name.
 
 A feature gives each example a bag of ids. Its table is split into shards, modulo
-their number, each a range of rows of a physical table. The bags of a physical
-table are numbered by their slots, slot = feature * batch + example, and only
-those that have an id there are listed.
+their number, each a range of rows of a physical table. With bags, those of a
+physical table are numbered by their slots, slot = feature * batch + example,
+and only those that have an id there are listed. Without, every slot takes one
+row, and every row is listed once, however many slots take it.
 
 ids: Vectors; example after example.
 splits: For each feature of length 0, [batch + 1]: where each example's ids begin.
 weights: For each weighted feature, shaped like its ids.
 batch: The number of examples.
 rows: For each physical table, the rows to look up.
-bags: For each physical table, the bag of each row; empty without has_bags: then
-  every row is a bag.
+bags: For each physical table, the bag of each row; empty without has_bags.
 scales: For each physical table, the scale of each row in its bag; empty without
   has_scales: then all are 1.
-slots: For each physical table, the slot of each bag.
+slots: For each physical table, the slot of each bag, or all slots that take a row.
+sources: For each physical table without bags, the position in `rows` that each
+  slot takes; empty with has_bags.
 features: [F] names, for error messages.
 tables: [F] names of the features' tables, for error messages.
 table_rows: [F], the rows of each feature's table.
@@ -77,8 +80,8 @@ out_of_range: [F], 'error', 'clip' (to the nearest row) or 'hash' (every id).
 shard_counts: [F], into how many shards each feature's table is split.
 shard_tables: The shards' physical tables, feature after feature.
 shard_offsets: The shards' first rows there, feature after feature.
-has_bags: [P], whether the bags are wanted; only where every bag has one row may
-  they be left out.
+has_bags: [P], whether there are bags; only where every example has one id of
+  each feature may they be left out.
 has_scales: [P], whether the scales are wanted.
 )doc");
 
@@ -86,6 +89,7 @@ REGISTER_OP("RecsyncAssemble")
     .Input("batch: int64")
     .Input("pooled: P * float")
     .Input("slots: P * int32")
+    .Input("sources: P * int32")
     .Output("assembled: float")
     .Attr("P: int >= 1")
     .Attr("dimensions: list(int)")
@@ -104,15 +108,19 @@ Vectors of the same slot, which are partial pools of a split table, are added;
 a slot that no table has is zero.
 
 batch: The number of examples.
-pooled: For each physical table [bags, dimension].
-slots: For each physical table [bags], feature * batch + example.
+pooled: For each physical table [vectors, dimension].
+slots: For each physical table, slots: feature * batch + example.
+sources: For each physical table, the vector that each slot takes; empty where it
+  is slot i that takes vector i.
 assembled: [batch, sum of the dimensions]: the features' vectors in their order.
 dimensions: The dimension of each feature.
 )doc");
 
 REGISTER_OP("RecsyncAssembleGrad")
     .Input("gradient: float")
+    .Input("vectors: int32")
     .Input("slots: P * int32")
+    .Input("sources: P * int32")
     .Output("pooled: P * float")
     .Attr("P: int >= 1")
     .Attr("dimensions: list(int)")
@@ -128,7 +136,7 @@ REGISTER_OP("RecsyncAssembleGrad")
       }
       for (int i = 0; i < p; ++i) {
         c->set_output(
-            i, c->Matrix(c->Dim(c->input(1 + i), 0), table_dimensions[i]));
+            i, c->Matrix(InferenceContext::kUnknownDim, table_dimensions[i]));
       }
       return absl::OkStatus();
     })
@@ -136,8 +144,11 @@ REGISTER_OP("RecsyncAssembleGrad")
 Takes apart the gradient of what RecsyncAssemble put together.
 
 gradient: [batch, sum of the dimensions].
+vectors: [P], how many vectors of each physical table there are.
 slots: As for RecsyncAssemble.
-pooled: For each physical table [bags, dimension].
+sources: As for RecsyncAssemble.
+pooled: For each physical table [vectors, dimension]; the gradients of the slots
+  that take the same vector are added up.
 dimensions: The dimension of each feature.
 table_dimensions: [P], the dimension of each physical table.
 )doc");

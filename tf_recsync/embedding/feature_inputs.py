@@ -143,16 +143,16 @@ class Routes:
 
     def route(
         self, inputs: Sequence[FeatureInput]
-    ) -> tuple[tf.Tensor, list[Bags], list[tf.Tensor]]:
-        """What to look up: (batch size, bags of each physical table, their slots)."""
+    ) -> tuple[tf.Tensor, list[Bags], list[tf.Tensor], list[tf.Tensor]]:
+        """What to look up: (batch size, bags of each physical table, slots, sources)."""
         count = len(self._physical)
         has_bags, has_scales = [False] * count, [False] * count
         for data, table, shards in zip(inputs, self._tables, self._shards, strict=True):
             scaled = data.weights is not None or (data.length != 1 and table.combiner != "sum")
             for number, _ in shards:
-                has_bags[number] |= data.length != 1
+                has_bags[number] |= not data.is_single
                 has_scales[number] |= scaled
-        batch, rows, bags, scales, slots = ops.route_ids(
+        batch, rows, bags, scales, slots, sources = ops.route_ids(
             ids=[data.ids for data in inputs],
             splits=[data.splits for data in inputs if data.splits is not None],
             weights=[data.weights for data in inputs if data.weights is not None],
@@ -179,7 +179,7 @@ class Routes:
             )
             for i in range(count)
         ]
-        return batch, requests, slots
+        return batch, requests, slots, sources
 
     def plain(self, inputs: Sequence[FeatureInput], values: Sequence[Any]) -> tf.Tensor:
         """The same in stock ops: [batch, sum of the dimensions].

@@ -166,12 +166,14 @@ class EmbeddingCollection(keras.layers.Layer):
             # Stock ops alone: an exported model serves without this package.
             vectors = self._routes.plain(features, values)
         else:
-            batch, bags, slots = self._routes.route(features)
+            batch, bags, slots, sources = self._routes.route(features)
             pooled = [
                 value.lookup_bags(b) if pulled else look_up(value, b)
                 for value, b in zip(values, bags, strict=True)
             ]
-            vectors = ops.assemble(batch, pooled, slots, dimensions=self._routes.dimensions)
+            vectors = ops.assemble(
+                batch, pooled, slots, sources, dimensions=self._routes.dimensions
+            )
         vectors = tf.ensure_shape(vectors, [features[0].batch, sum(self._routes.dimensions)])
         vectors = tf.cast(vectors, self.compute_dtype)
         if self._concatenate:

@@ -123,11 +123,14 @@ def _variable_shape(handle):
 @tf.RegisterGradient("RecsyncAssemble")
 def _assemble_gradient(op, gradient):
     count = op.get_attr("P")
-    pooled, slots = op.inputs[1 : 1 + count], op.inputs[1 + count :]
+    pooled = op.inputs[1 : 1 + count]
+    slots, sources = op.inputs[1 + count : 1 + 2 * count], op.inputs[1 + 2 * count :]
     parts = library.recsync_assemble_grad(
         gradient,
+        tf.stack([tf.shape(p)[0] for p in pooled]),
         slots,
+        sources,
         dimensions=op.get_attr("dimensions"),
         table_dimensions=[p.shape[1] for p in pooled],
     )
-    return [None, *parts, *[None] * count]
+    return [None, *parts, *[None] * (2 * count)]

@@ -75,7 +75,8 @@ def trace_steps(
                 batch = iterator.get_next()
             # Without a batch nothing may happen, not even what needs none of it.
             with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-                operations = run_step(batch, handles)
+                # One message from each server says that all is done there.
+                operations = [tf.group(*run_step(batch, handles))]
             if steps_per_call > 1:
                 with tf.control_dependencies(operations):
                     one = tf.ones([], tf.int64)

@@ -7,6 +7,7 @@ has them since the pull; they travel only if the worker asks for them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import keras
@@ -64,7 +65,13 @@ class PullPlan:
         if states:
             packed = PackedBags.pack([merge([bags for _, bags in entries]) for entries in asked])
             pull.rows = packed.sent(device)
-        with tf.device(device):
+        # With a request, its arrival is what all wait for, and not the worker's
+        # batch as well, which would be another message.
+        waiting = contextlib.ExitStack()
+        if states:
+            waiting.enter_context(tf.control_dependencies(None))
+            waiting.enter_context(tf.control_dependencies([pull.rows.ids]))
+        with waiting, tf.device(device):
             if self.dense:
                 dense, pull.dense_versions = ops.pull_dense(
                     base.handles([s.variable for s in self.dense]),
