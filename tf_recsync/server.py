@@ -175,6 +175,9 @@ def main(argv: list[str]) -> int:
                 inter_op_parallelism_threads=args.inter_op_threads
                 or max(16, 2 * (os.cpu_count() or 1)),
                 intra_op_parallelism_threads=args.intra_op_threads or 0,
+                # A server waits often and shortly, and threads that spin
+                # meanwhile take the cores from its neighbours.
+                experimental=tf.compat.v1.ConfigProto.Experimental(disable_thread_spinning=True),
             ),
         )
     except tf.errors.OpError as error:
