@@ -11,8 +11,8 @@ through
 How: in one process, each system in turn within a round, so that all see the same machine; the
 first round warms up and is not counted. A round of a system is one tf.function with `--pushes`
 pushes one after the other (for the plain loop, as many calls). Figures are medians over rounds,
-ratios are those of a round's pair. The plain loop's arrays lie in huge pages, as numpy asks for them
-(and as the update ops ask for tables; stock TensorFlow doesn't).
+ratios are those of a round's pair. The plain loop's arrays lie in huge pages, as numpy asks for
+them (and as the update ops ask for tables; stock TensorFlow doesn't).
 
     python benchmarks/optimizers.py --rows=1000000 --dimension=16 --threads=2 --json=optimizers.json
 """

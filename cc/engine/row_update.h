@@ -43,6 +43,7 @@ struct TableView {
   int64_t* counters = nullptr;                          // StalenessCounters
   int64_t* last_periods = nullptr;  // [rows]; null without SWAP
   float* last_updates = nullptr;    // [rows]; null without update_sensitivity
+  int64_t* last_steps = nullptr;    // [rows]; null if the rule keeps none
   int64_t rows = 0;
   int64_t width = 0;
 
@@ -198,6 +199,7 @@ class RowUpdate {
       Prefetch(table_.last_periods + row, 1);
     }
     if (measures_) Prefetch(table_.last_updates + row, 1);
+    if (Rule::kKeepsSteps) Prefetch(table_.last_steps + row, 1);
     Prefetch(push_.gradient + push_.bags.bag(position) * table_.width,
              4 * table_.width);
   }
@@ -230,8 +232,13 @@ class RowUpdate {
       w = scratch->wide.data();
       for (int64_t i = 0; i < width; ++i) w[i] = static_cast<float>(narrow[i]);
     }
-    const double squares =
-        apply_(rule_, w, slots.data(), gradient, width, rho, decay);
+    double squares;
+    if constexpr (Rule::kKeepsSteps) {
+      squares = apply_(rule_.At(global_step_, &table_.last_steps[row]), w,
+                       slots.data(), gradient, width, rho, decay);
+    } else {
+      squares = apply_(rule_, w, slots.data(), gradient, width, rho, decay);
+    }
     if (table_.values == nullptr) {
       BFloat16* narrow = table_.narrow + row * width;
       for (int64_t i = 0; i < width; ++i) narrow[i] = ToBFloat16(w[i]);
