@@ -9,6 +9,7 @@
 
 #include "cc/engine/bags.h"
 #include "cc/engine/bfloat16.h"
+#include "cc/engine/prefetch.h"
 #include "cc/engine/row_locks.h"
 
 namespace recsync {
@@ -22,18 +23,16 @@ struct RowReader {
   int64_t width = 0;
   bool locks = false;  // whether rows may be written meanwhile
 
-  // Whether `row` exists; begins to fetch it if so.
-  bool Fetch(int64_t row) const {
-    if (row < 0 || row >= rows) return false;
-    const char* line =
-        values != nullptr ? reinterpret_cast<const char*>(values + row * width)
-                          : reinterpret_cast<const char*>(narrow + row * width);
-    const int64_t bytes = width * (values != nullptr ? 4 : 2);
-    for (int64_t i = 0; i < std::min<int64_t>(bytes, 512); i += 64) {
-      __builtin_prefetch(line + i);
+  bool Has(int64_t row) const { return row >= 0 && row < rows; }
+
+  // Begins to fetch a row that exists.
+  RECSYNC_PREFETCHING void Fetch(int64_t row) const {
+    if (values != nullptr) {
+      Prefetch(values + row * width, 4 * width);
+    } else {
+      Prefetch(narrow + row * width, 2 * width);
     }
-    __builtin_prefetch(versions + row);
-    return true;
+    Prefetch(versions + row, 1);
   }
 
   // Reads a row into `to`, or adds `scale` times it; returns its version.
@@ -78,7 +77,9 @@ int64_t GatherBags(const RowReader& table, const Index* ids, int64_t n,
     if (add) std::fill_n(pooled, table.width, 0.0f);
     for (; position < last && bags.bag(position) == bag; ++position) {
       while (fetched < std::min(position + kAhead, last)) {
-        if (!table.Fetch(static_cast<int64_t>(ids[fetched]))) return fetched;
+        const int64_t row = static_cast<int64_t>(ids[fetched]);
+        if (!table.Has(row)) return fetched;
+        table.Fetch(row);
         ++fetched;
       }
       versions[position] = table.Read(static_cast<int64_t>(ids[position]), add,

@@ -19,8 +19,12 @@ namespace recsync {
 
 class RowPartitions {
  public:
-  // About this many positions make a partition.
-  static constexpr int64_t kPositions = 1024;
+  // A partition has about this many positions: enough of them to share out, and
+  // no more of them than needed, as each reads its gradients across the whole
+  // push.
+  static constexpr int64_t kSmallest = 1024;
+  static constexpr int64_t kLargest = 8192;
+  static constexpr int kSharedOut = 3;  // log2 of as many partitions
 
   // `parallel_for(count, cost, f)` calls f(begin, end) on pieces of
   // [0, count), in any threads, and returns when all have ended; `cost` is
@@ -28,9 +32,12 @@ class RowPartitions {
   template <typename Index, typename ParallelFor>
   void Build(const Index* ids, int64_t n, ParallelFor&& parallel_for) {
     int bits = 0;
-    while ((kPositions << bits) < n && bits < 16) ++bits;
+    while ((kSmallest << bits) < n &&
+           (bits < kSharedOut || (kLargest << bits) < n) && bits < 16) {
+      ++bits;
+    }
     const int64_t partitions = int64_t{1} << bits;
-    const int64_t chunks = std::min<int64_t>(n / (4 * kPositions) + 1, 32);
+    const int64_t chunks = std::min<int64_t>(n / (4 * kSmallest) + 1, 32);
     const int64_t chunk_size = (n + chunks - 1) / chunks;
     const auto partition_of = [bits](Index id) {
       return bits == 0 ? 0 : RowHash(id) >> (32 - bits);

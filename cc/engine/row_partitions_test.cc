@@ -68,7 +68,7 @@ TEST(RowPartitionsTest, PartitionsOfManyDifferentRowsAreAboutEqual) {
       ids.data(), ids.size(),
       [](int64_t n, int64_t c, const auto& f) { Serial(n, c, f); });
   for (int64_t i = 0; i < partitions.count(); ++i) {
-    EXPECT_LE(partitions.size(i), 2 * RowPartitions::kPositions);
+    EXPECT_LE(partitions.size(i), 2 * RowPartitions::kLargest);
   }
 }
 

@@ -23,6 +23,7 @@
 
 #include "cc/engine/bags.h"
 #include "cc/engine/bfloat16.h"
+#include "cc/engine/prefetch.h"
 #include "cc/engine/row_groups.h"
 #include "cc/engine/row_locks.h"
 #include "cc/engine/row_partitions.h"
@@ -42,6 +43,7 @@ struct TableView {
   int64_t* counters = nullptr;                          // StalenessCounters
   int64_t* last_periods = nullptr;  // [rows]; null without SWAP
   float* last_updates = nullptr;    // [rows]; null without update_sensitivity
+  int64_t* last_steps = nullptr;    // [rows]; null if the rule keeps none
   int64_t rows = 0;
   int64_t width = 0;
 
@@ -57,14 +59,6 @@ struct RowPush {
   Bags bags;
   const int64_t* pulled = nullptr;  // by position; null for fresh gradients
 };
-
-// Fetches the cache lines of `bytes` bytes, the first few of a long row.
-inline void Prefetch(const void* address, int64_t bytes) {
-  const char* line = static_cast<const char*>(address);
-  for (int64_t i = 0; i < std::min<int64_t>(bytes, 512); i += 64) {
-    __builtin_prefetch(line + i, /*rw=*/1);
-  }
-}
 
 // The gradient of a group's row, summed into `sum` unless it stands alone;
 // `oldest` becomes the oldest version it was pulled at, -1 for a fresh
@@ -142,7 +136,7 @@ class RowUpdate {
 
  private:
   // Rows that are fetched ahead.
-  static constexpr int64_t kAhead = 12;
+  static constexpr int64_t kAhead = 4;
   // Staleness up to which weights are remembered.
   static constexpr int64_t kRemembered = 64;
 
@@ -190,7 +184,7 @@ class RowUpdate {
     }
   }
 
-  void Fetch(int64_t row, int64_t position) const {
+  RECSYNC_PREFETCHING void Fetch(int64_t row, int64_t position) const {
     const int64_t start = row * table_.width;
     if (table_.values != nullptr) {
       Prefetch(table_.values + start, 4 * table_.width);
@@ -205,11 +199,9 @@ class RowUpdate {
       Prefetch(table_.last_periods + row, 1);
     }
     if (measures_) Prefetch(table_.last_updates + row, 1);
-    const float* gradient =
-        push_.gradient + push_.bags.bag(position) * table_.width;
-    for (int64_t i = 0; i < std::min<int64_t>(table_.width, 128); i += 16) {
-      __builtin_prefetch(gradient + i);
-    }
+    if (Rule::kKeepsSteps) Prefetch(table_.last_steps + row, 1);
+    Prefetch(push_.gradient + push_.bags.bag(position) * table_.width,
+             4 * table_.width);
   }
 
   // Returns the staleness.
@@ -240,8 +232,13 @@ class RowUpdate {
       w = scratch->wide.data();
       for (int64_t i = 0; i < width; ++i) w[i] = static_cast<float>(narrow[i]);
     }
-    const double squares =
-        apply_(rule_, w, slots.data(), gradient, width, rho, decay);
+    double squares;
+    if constexpr (Rule::kKeepsSteps) {
+      squares = apply_(rule_.At(global_step_, &table_.last_steps[row]), w,
+                       slots.data(), gradient, width, rho, decay);
+    } else {
+      squares = apply_(rule_, w, slots.data(), gradient, width, rho, decay);
+    }
     if (table_.values == nullptr) {
       BFloat16* narrow = table_.narrow + row * width;
       for (int64_t i = 0; i < width; ++i) narrow[i] = ToBFloat16(w[i]);

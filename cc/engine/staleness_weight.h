@@ -79,7 +79,9 @@ struct StalenessWeight {
       return tau - 1.0 <= iota ? 1.0 : 0.0;
     }
     if (tau <= baseline) return 1.0;
-    return normalized ? std::pow(baseline / tau, power) : std::pow(tau, -power);
+    const double ratio = (normalized ? baseline : 1.0) / tau;
+    if (power == 2.0) return ratio * ratio;  // the default, for every row
+    return std::pow(ratio, power);
   }
 };
 

@@ -6,6 +6,12 @@
 //   double Apply(float* w, float* const* accumulators, const float* g,
 //                int64_t n, float rho, float decay) const;
 //
+// A rule with kKeepsSteps keeps the global step of the last touch beside a
+// variable or row, and is asked for the rule of this touch first:
+//
+//   void Begin(int64_t global_step);                       // once a push
+//   Rule At(int64_t global_step, int64_t* last_step) const;
+//
 // `rho` weighs the gradient before it enters the accumulator and `decay` is
 // the accumulator's SWAP factor. With kMeasure the sum of squares of the
 // applied update is returned, else 0.
@@ -26,6 +32,7 @@ namespace recsync {
 // w <- w - lr g_hat
 struct SgdRule {
   static constexpr int kAccumulators = 0;
+  static constexpr bool kKeepsSteps = false;
   float learning_rate = 0.0f;
 
   template <bool kMeasure>
@@ -47,6 +54,7 @@ struct SgdRule {
 // v <- decay v + g_hat^2;  w <- w - lr g_hat / sqrt(v + epsilon)
 struct AdagradRule {
   static constexpr int kAccumulators = 1;
+  static constexpr bool kKeepsSteps = false;
   float learning_rate = 0.0f;
   float epsilon = 0.0f;
 
@@ -62,6 +70,143 @@ struct AdagradRule {
       v[i] = decay * v[i] + weighted * weighted;
       const float update = learning_rate * weighted / std::sqrt(v[i] + epsilon);
       w[i] -= update;
+      if (kMeasure) squares += static_cast<double>(update) * update;
+    }
+    return squares;
+  }
+};
+
+// Adam with moments that are decayed lazily: a variable or row that was touched
+// at global step s and is touched again at t > s has
+//
+//   m <- beta_1^(t-s) m + (1 - beta_1) g_hat
+//   v <- lambda beta_2^(t-s) v + (1 - beta_2) g_hat^2   (lambda: SWAP's factor)
+//   w <- w - lr sqrt(1 - beta_2^t) / (1 - beta_1^t) m / (sqrt(v) + epsilon)
+//
+// The moments are those of Adam with gradients of 0 at the steps between; w
+// does not move at those steps. A push that arrives after a younger one (t <=
+// s) enters the moments with the weight that it would have by now, beta^(s-t).
+struct AdamRule {
+  static constexpr int kAccumulators = 2;  // m and v
+  static constexpr bool kKeepsSteps = true;
+  float learning_rate = 0.0f;
+  double beta_1 = 0.9;
+  double beta_2 = 0.999;
+  float epsilon = 0.0f;
+
+  void Begin(int64_t global_step) {
+    log_beta_1_ = std::log(beta_1);
+    log_beta_2_ = std::log(beta_2);
+    rate_ = static_cast<float>(
+        learning_rate *
+        std::sqrt(1.0 - Power(beta_2, log_beta_2_, global_step)) /
+        (1.0 - Power(beta_1, log_beta_1_, global_step)));
+  }
+
+  AdamRule At(int64_t global_step, int64_t* last_step) const {
+    AdamRule rule = *this;
+    const int64_t missed = global_step - *last_step;
+    const int64_t late = missed < 0 ? -missed : 0;
+    if (missed > 0) *last_step = global_step;
+    const int64_t decayed = missed > 0 ? missed : 0;
+    rule.m_decay_ = static_cast<float>(Power(beta_1, log_beta_1_, decayed));
+    rule.v_decay_ = static_cast<float>(Power(beta_2, log_beta_2_, decayed));
+    rule.m_gain_ =
+        static_cast<float>((1.0 - beta_1) * Power(beta_1, log_beta_1_, late));
+    rule.v_gain_ =
+        static_cast<float>((1.0 - beta_2) * Power(beta_2, log_beta_2_, late));
+    return rule;
+  }
+
+  template <bool kMeasure>
+  RECSYNC_ALWAYS_INLINE double Apply(float* __restrict w,
+                                     float* const* accumulators,
+                                     const float* __restrict g, int64_t n,
+                                     float rho, float decay) const {
+    float* __restrict m = accumulators[0];
+    float* __restrict v = accumulators[1];
+    const float v_decay = decay * v_decay_;
+    double squares = 0.0;
+    for (int64_t i = 0; i < n; ++i) {
+      const float weighted = rho * g[i];
+      m[i] = m_decay_ * m[i] + m_gain_ * weighted;
+      v[i] = v_decay * v[i] + v_gain_ * weighted * weighted;
+      const float update = rate_ * m[i] / (std::sqrt(v[i]) + epsilon);
+      w[i] -= update;
+      if (kMeasure) squares += static_cast<double>(update) * update;
+    }
+    return squares;
+  }
+
+ private:
+  static double Power(double beta, double log_beta, int64_t n) {
+    if (n == 0) return 1.0;
+    if (n == 1) return beta;
+    return std::exp(static_cast<double>(n) * log_beta);
+  }
+
+  double log_beta_1_ = 0.0;
+  double log_beta_2_ = 0.0;
+  float rate_ = 0.0f;
+  float m_decay_ = 1.0f;
+  float v_decay_ = 1.0f;
+  float m_gain_ = 0.0f;
+  float v_gain_ = 0.0f;
+};
+
+// FTRL-Proximal, p = -learning_rate_power:
+//
+//   n' = lambda n + g_hat^2   (lambda: SWAP's factor)
+//   z <- z + g_hat - (n'^p - n^p) / lr w
+//   w <- (clip(z, -l1, l1) - z) / (n'^p / lr + 2 l2 + beta / lr);  n <- n'
+//
+// SWAP's decay is part of the difference n'^p - n^p, so that a decay alone
+// leaves an unregularized w where it is, as it does in Adagrad.
+struct FtrlRule {
+  static constexpr int kAccumulators = 2;  // n and z
+  static constexpr bool kKeepsSteps = false;
+  float learning_rate = 0.0f;
+  float learning_rate_power = -0.5f;
+  float l1 = 0.0f;
+  float l2 = 0.0f;
+  float beta = 0.0f;
+
+  template <bool kMeasure>
+  RECSYNC_ALWAYS_INLINE double Apply(float* __restrict w,
+                                     float* const* accumulators,
+                                     const float* __restrict g, int64_t size,
+                                     float rho, float decay) const {
+    if (learning_rate_power == -0.5f) {
+      return ApplyWith<kMeasure>(w, accumulators, g, size, rho, decay,
+                                 [](float n) { return std::sqrt(n); });
+    }
+    const float power = -learning_rate_power;
+    return ApplyWith<kMeasure>(w, accumulators, g, size, rho, decay,
+                               [power](float n) { return std::pow(n, power); });
+  }
+
+ private:
+  template <bool kMeasure, typename Power>
+  RECSYNC_ALWAYS_INLINE double ApplyWith(float* __restrict w,
+                                         float* const* accumulators,
+                                         const float* __restrict g,
+                                         int64_t size, float rho, float decay,
+                                         const Power& power) const {
+    float* __restrict n = accumulators[0];
+    float* __restrict z = accumulators[1];
+    const float quadratic = 2.0f * l2 + beta / learning_rate;
+    double squares = 0.0;
+    for (int64_t i = 0; i < size; ++i) {
+      const float weighted = rho * g[i];
+      const float sum = decay * n[i] + weighted * weighted;
+      const float root = power(sum);
+      z[i] += weighted - (root - power(n[i])) / learning_rate * w[i];
+      n[i] = sum;
+      // Clipped in a form that vectorizes.
+      const float clipped = z[i] < -l1 ? -l1 : (z[i] > l1 ? l1 : z[i]);
+      const float value = (clipped - z[i]) / (root / learning_rate + quadratic);
+      const float update = w[i] - value;
+      w[i] = value;
       if (kMeasure) squares += static_cast<double>(update) * update;
     }
     return squares;

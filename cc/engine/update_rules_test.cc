@@ -212,5 +212,77 @@ TEST(AdagradRuleTest, LazySwapOverRowsEqualsTheEagerDenseRule) {
   }
 }
 
+TEST(AdamRuleTest, ARowThatWaitedHasTheMomentsOfStepsWithoutGradient) {
+  AdamRule rule;
+  rule.learning_rate = 0.1f;
+  rule.epsilon = 1e-7f;
+  float w = 1.0f, m = 0.0f, v = 0.0f;
+  float* const slots[] = {&m, &v};
+  int64_t last_step = 0;
+  double ew = 1.0, em = 0.0, ev = 0.0;
+  int64_t t = 0;
+  for (int64_t gap : {1, 1, 5, 1, 300, 2}) {
+    const float g = 0.5f - 0.1f * gap;
+    for (int64_t i = 1; i < gap; ++i, ++t) {
+      em *= 0.9;
+      ev *= 0.999;
+    }
+    ++t;
+    em = 0.9 * em + 0.1 * g;
+    ev = 0.999 * ev + 0.001 * g * g;
+    ew -= 0.1 * std::sqrt(1 - std::pow(0.999, t)) / (1 - std::pow(0.9, t)) *
+          em / (std::sqrt(ev) + 1e-7);
+    rule.Begin(t);
+    rule.At(t, &last_step).Apply<false>(&w, slots, &g, 1, 1.0f, 1.0f);
+    EXPECT_EQ(last_step, t);
+    EXPECT_NEAR(w, ew, 1e-4);
+    EXPECT_NEAR(m, em, 1e-5);
+  }
+}
+
+TEST(AdamRuleTest, WithoutDecayOfMomentsItStepsByTheSignOfTheGradient) {
+  AdamRule rule;
+  rule.learning_rate = 0.25f;
+  rule.beta_1 = rule.beta_2 = 0.0;
+  rule.epsilon = 1e-7f;
+  float w = 1.0f, m = 3.0f, v = 5.0f;
+  float* const slots[] = {&m, &v};
+  const float g = -8.0f;
+  int64_t last_step = 2;
+  rule.Begin(9);
+  rule.At(9, &last_step).Apply<false>(&w, slots, &g, 1, 1.0f, 1.0f);
+  EXPECT_NEAR(w, 1.25f, 1e-6);
+  EXPECT_EQ(m, -8.0f);
+  EXPECT_EQ(v, 64.0f);
+}
+
+TEST(FtrlRuleTest, SmallWeightsAreExactlyZeroUnderL1) {
+  FtrlRule rule;
+  rule.learning_rate = 0.1f;
+  rule.l1 = 0.5f;
+  float w[] = {0.0f, 0.0f}, n[] = {0.1f, 0.1f}, z[] = {0.0f, 0.0f};
+  float* const slots[] = {n, z};
+  const float g[] = {0.4f, -2.0f};
+  rule.Apply<false>(w, slots, g, 2, 1.0f, 1.0f);
+  EXPECT_EQ(w[0], 0.0f);
+  EXPECT_NEAR(w[1], 1.5 * 0.1 / std::sqrt(4.1), 1e-6);
+}
+
+TEST(FtrlRuleTest, SwapsDecayAloneMovesNoWeight) {
+  FtrlRule rule;
+  rule.learning_rate = 0.1f;
+  for (float power : {-0.5f, -0.7f}) {
+    rule.learning_rate_power = power;
+    float w = 0.0f, n = 0.1f, z = 0.0f;
+    float* const slots[] = {&n, &z};
+    const float g = -2.0f, none = 0.0f;
+    rule.Apply<false>(&w, slots, &g, 1, 1.0f, 1.0f);
+    const float before = w, sum = n;
+    rule.Apply<false>(&w, slots, &none, 1, 1.0f, /*decay=*/0.25f);
+    EXPECT_NEAR(w, before, 1e-6);
+    EXPECT_NEAR(n, 0.25f * sum, 1e-6);
+  }
+}
+
 }  // namespace
 }  // namespace recsync

@@ -142,6 +142,10 @@ class DenseUpdateOp : public UpdateOp<Rule> {
     for (Var* accumulator : target.accumulators) {
       accumulators.push_back(Data<float>(accumulator));
     }
+    Rule own = rule;
+    if constexpr (Rule::kKeepsSteps) {
+      own = rule.At(global_step, Data<int64_t>(target.last_steps));
+    }
     const SpanUpdate<Rule> apply = measure ? ChooseSpanUpdate<Rule, true>()
                                            : ChooseSpanUpdate<Rule, false>();
     Mutex mu;
@@ -154,7 +158,7 @@ class DenseUpdateOp : public UpdateOp<Rule> {
       const float* piece =
           AsFloat(g + *offset + begin, end - begin, &converted);
       const double part =
-          apply(rule, w + begin, slots.data(), piece, end - begin, rho, decay);
+          apply(own, w + begin, slots.data(), piece, end - begin, rho, decay);
       if (measure) {
         MutexLock lock(&mu);
         squares += part;
@@ -198,6 +202,8 @@ class DenseUpdateOp : public UpdateOp<Rule> {
 
 REGISTER_RULE("Sgd", SgdRule)
 REGISTER_RULE("Adagrad", AdagradRule)
+REGISTER_RULE("Adam", AdamRule)
+REGISTER_RULE("Ftrl", FtrlRule)
 
 #undef REGISTER_RULE
 #undef REGISTER_DENSE

@@ -247,6 +247,7 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     view.counters = Data<int64_t>(target.counters);
     view.last_periods = Data<int64_t>(target.last_periods);
     view.last_updates = Data<float>(target.last_updates);
+    view.last_steps = Data<int64_t>(target.last_steps);
     view.rows = rows;
     view.width = width;
     return view;
@@ -262,6 +263,8 @@ class RowsUpdateOp : public UpdateOp<Rule> {
 
 REGISTER_RULE("Sgd", SgdRule)
 REGISTER_RULE("Adagrad", AdagradRule)
+REGISTER_RULE("Adam", AdamRule)
+REGISTER_RULE("Ftrl", FtrlRule)
 
 #undef REGISTER_RULE
 

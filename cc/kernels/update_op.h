@@ -5,6 +5,7 @@
 #define TF_RECSYNC_CC_KERNELS_UPDATE_OP_H_
 
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -18,20 +19,23 @@
 
 namespace recsync {
 
-inline absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx,
-                             SgdRule* rule) {
-  return absl::OkStatus();
+// What the kernels must know of a rule: its attributes, and the inputs that
+// hold its accumulators.
+inline std::vector<const char*> AccumulatorInputs(const SgdRule&) { return {}; }
+inline std::vector<const char*> AccumulatorInputs(const AdagradRule&) {
+  return {"accumulators"};
+}
+inline std::vector<const char*> AccumulatorInputs(const AdamRule&) {
+  return {"momentums", "velocities"};
+}
+inline std::vector<const char*> AccumulatorInputs(const FtrlRule&) {
+  return {"accumulators", "linears"};
 }
 
-inline absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx,
-                             AdagradRule* rule) {
-  TF_RETURN_IF_ERROR(ctx->GetAttr("epsilon", &rule->epsilon));
-  if (!(rule->epsilon > 0.0f)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("epsilon must be positive, not ", rule->epsilon));
-  }
-  return absl::OkStatus();
-}
+absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, SgdRule* rule);
+absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, AdagradRule* rule);
+absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, AdamRule* rule);
+absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, FtrlRule* rule);
 
 template <typename V>
 absl::Status ReadScalar(tensorflow::OpKernelContext* ctx, const char* name,
@@ -66,6 +70,7 @@ struct Target {
   tensorflow::Var* counters = nullptr;
   tensorflow::Var* last_periods = nullptr;  // null without SWAP
   tensorflow::Var* last_updates = nullptr;  // null without update_sensitivity
+  tensorflow::Var* last_steps = nullptr;    // null unless the rule keeps them
 
   // In the order in which they are locked.
   std::vector<tensorflow::Var*> All() const {
@@ -75,6 +80,7 @@ struct Target {
     all.push_back(counters);
     if (last_periods != nullptr) all.push_back(last_periods);
     if (last_updates != nullptr) all.push_back(last_updates);
+    if (last_steps != nullptr) all.push_back(last_steps);
     return all;
   }
 };
@@ -120,6 +126,12 @@ inline absl::Status CheckBeside(const Target& target,
                                      tensorflow::DT_FLOAT));
     TF_RETURN_IF_ERROR(
         CheckShape("last_updates", *target.last_updates, slots_shape));
+  }
+  if (target.last_steps != nullptr) {
+    TF_RETURN_IF_ERROR(
+        CheckVariable(*target.last_steps, "last_steps", tensorflow::DT_INT64));
+    TF_RETURN_IF_ERROR(
+        CheckShape("last_steps", *target.last_steps, slots_shape));
   }
   return absl::OkStatus();
 }
@@ -168,8 +180,8 @@ class UpdateOp : public tensorflow::OpKernel {
       for (VariablePtr& variable : found) held->push_back(std::move(variable));
     };
     place([](Target& t, tensorflow::Var* v) { t.variable = v; });
-    if (Rule::kAccumulators > 0) {
-      TF_RETURN_IF_ERROR(LookupVariables(ctx, "accumulators", &found));
+    for (const char* name : AccumulatorInputs(rule_)) {
+      TF_RETURN_IF_ERROR(LookupVariables(ctx, name, &found));
       place([](Target& t, tensorflow::Var* v) { t.accumulators.push_back(v); });
     }
     TF_RETURN_IF_ERROR(LookupVariables(ctx, "versions", &found));
@@ -185,6 +197,10 @@ class UpdateOp : public tensorflow::OpKernel {
                                      options_.weight.uses_last_update(), n,
                                      found));
     place([](Target& t, tensorflow::Var* v) { t.last_updates = v; });
+    if (Rule::kKeepsSteps) {
+      TF_RETURN_IF_ERROR(LookupVariables(ctx, "last_steps", &found));
+      place([](Target& t, tensorflow::Var* v) { t.last_steps = v; });
+    }
     std::vector<tensorflow::Var*> all;
     for (const Target& target : *targets) {
       for (tensorflow::Var* variable : target.All()) all.push_back(variable);
@@ -200,6 +216,13 @@ class UpdateOp : public tensorflow::OpKernel {
     if (*global_step < 1) {
       return absl::InvalidArgumentError(absl::StrCat(
           "global_step is counted from 1, it can't be ", *global_step));
+    }
+    if constexpr (Rule::kKeepsSteps) rule->Begin(*global_step);
+    if constexpr (std::is_same_v<Rule, FtrlRule>) {
+      if (!(rule->learning_rate > 0.0f)) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "learning_rate must be positive, not ", rule->learning_rate));
+      }
     }
     return absl::OkStatus();
   }

@@ -72,9 +72,9 @@ absl::Status RowWidth(const Var& variable, int64_t* width) {
   const tensorflow::DataType dtype =
       const_cast<Var&>(variable).tensor()->dtype();
   if (dtype != tensorflow::DT_FLOAT && dtype != tensorflow::DT_BFLOAT16) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "variables must be a variable of float or bfloat16, not ",
-        tensorflow::DataTypeString(dtype)));
+    return absl::InvalidArgumentError(
+        absl::StrCat("variables must be a variable of float or bfloat16, not ",
+                     tensorflow::DataTypeString(dtype)));
   }
   TF_RETURN_IF_ERROR(CheckVariable(variable, "variables", dtype));
   const tensorflow::TensorShape& shape =

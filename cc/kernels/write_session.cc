@@ -1,5 +1,7 @@
 #include "cc/kernels/write_session.h"
 
+#include "cc/engine/huge_pages.h"
+
 namespace recsync {
 
 using tensorflow::Var;
@@ -13,6 +15,10 @@ WriteSession::WriteSession(tensorflow::OpKernelContext* ctx,
           variable->mu()->lock();
           // By the leader, before anybody holds a pointer into the buffer.
           status_.Update(MakeWritable(ctx, variable));
+          tensorflow::Tensor* value = variable->tensor();
+          if (value->IsInitialized()) {
+            AdviseHugePages(value->data(), value->TotalBytes());
+          }
         });
     entered_.emplace_back(variable, leads);
     if (!leads && !variable->tensor()->RefCountIsOne()) {

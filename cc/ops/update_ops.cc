@@ -213,4 +213,136 @@ REGISTER_OP("RecsyncAdagradRows")
         "\naccumulators: float, shaped like the tables.\n"
         "epsilon: Added to the accumulator under the root." RECSYNC_COMMON_DOC);
 
+REGISTER_OP("RecsyncAdamDense")
+    .Input("variables: N * resource")
+    .Input("momentums: N * resource")
+    .Input("velocities: N * resource")
+    .Input("versions: N * resource")
+    .Input("counters: N * resource")
+    .Input("last_periods: num_swap * resource")
+    .Input("last_updates: num_measured * resource")
+    .Input("last_steps: N * resource")
+    .Input("gradient: T")
+    .Input("pulled_versions: int64")
+    .Input("learning_rate: float")
+    .Input("global_step: int64")
+    .Attr("N: int >= 1")
+    .Attr("beta_1: float = 0.9")
+    .Attr("beta_2: float = 0.999")
+    .Attr("epsilon: float = 1e-7")
+    .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
+    .SetShapeFn(DenseUpdateShape)
+    .Doc(
+        "Applies staleness-weighted Adam, with SWAP, to dense "
+        "variables.\n" RECSYNC_DENSE_DOC
+        "\nmomentums: float, shaped like the variables: first moments.\n"
+        "velocities: float, like them: second moments, which SWAP decays.\n"
+        "last_steps: int64 scalars, the global step of the last update: the "
+        "moments are decayed for the steps since.\n"
+        "beta_1: The decay of the first moment in a step, in [0, 1).\n"
+        "beta_2: That of the second moment.\n"
+        "epsilon: Added to the root of the second moment." RECSYNC_COMMON_DOC);
+
+REGISTER_OP("RecsyncAdamRows")
+    .Input("variables: N * resource")
+    .Input("momentums: N * resource")
+    .Input("velocities: N * resource")
+    .Input("versions: N * resource")
+    .Input("counters: N * resource")
+    .Input("last_periods: num_swap * resource")
+    .Input("last_updates: num_measured * resource")
+    .Input("last_steps: N * resource")
+    .Input("gradient: T")
+    .Input("indices: Tindices")
+    .Input("counts: int64")
+    .Input("bags: int32")
+    .Input("scales: float")
+    .Input("bag_counts: int64")
+    .Input("pulled_versions: int64")
+    .Input("learning_rate: float")
+    .Input("global_step: int64")
+    .Attr("N: int >= 1")
+    .Attr("Tindices: {int32, int64}")
+    .Attr("beta_1: float = 0.9")
+    .Attr("beta_2: float = 0.999")
+    .Attr("epsilon: float = 1e-7")
+    .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
+    .SetShapeFn(RowsUpdateShape)
+    .Doc(
+        "Applies staleness-weighted Adam, with SWAP, to rows of "
+        "tables.\n" RECSYNC_ROWS_DOC
+        "\nmomentums: float, shaped like the variables: first moments.\n"
+        "velocities: float, like them: second moments, which SWAP decays.\n"
+        "last_steps: int64 [rows], the global step of the last update: the "
+        "moments are decayed for the steps since.\n"
+        "beta_1: The decay of the first moment in a step, in [0, 1).\n"
+        "beta_2: That of the second moment.\n"
+        "epsilon: Added to the root of the second moment." RECSYNC_COMMON_DOC);
+
+REGISTER_OP("RecsyncFtrlDense")
+    .Input("variables: N * resource")
+    .Input("accumulators: N * resource")
+    .Input("linears: N * resource")
+    .Input("versions: N * resource")
+    .Input("counters: N * resource")
+    .Input("last_periods: num_swap * resource")
+    .Input("last_updates: num_measured * resource")
+    .Input("gradient: T")
+    .Input("pulled_versions: int64")
+    .Input("learning_rate: float")
+    .Input("global_step: int64")
+    .Attr("N: int >= 1")
+    .Attr("learning_rate_power: float = -0.5")
+    .Attr("l1: float = 0.0")
+    .Attr("l2: float = 0.0")
+    .Attr("beta: float = 0.0")
+    .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
+    .SetShapeFn(DenseUpdateShape)
+    .Doc(
+        "Applies staleness-weighted FTRL-Proximal, with SWAP, to dense "
+        "variables.\n" RECSYNC_DENSE_DOC
+        "\naccumulators: float, shaped like the variables: sums of squares, "
+        "which SWAP decays.\n"
+        "linears: float, like them.\n"
+        "learning_rate_power: At most 0; -0.5 takes the root of the sums.\n"
+        "l1: The strength of the l1 regularization.\n"
+        "l2: That of the l2 regularization.\n"
+        "beta: Adds beta / (2 learning_rate) to l2." RECSYNC_COMMON_DOC);
+
+REGISTER_OP("RecsyncFtrlRows")
+    .Input("variables: N * resource")
+    .Input("accumulators: N * resource")
+    .Input("linears: N * resource")
+    .Input("versions: N * resource")
+    .Input("counters: N * resource")
+    .Input("last_periods: num_swap * resource")
+    .Input("last_updates: num_measured * resource")
+    .Input("gradient: T")
+    .Input("indices: Tindices")
+    .Input("counts: int64")
+    .Input("bags: int32")
+    .Input("scales: float")
+    .Input("bag_counts: int64")
+    .Input("pulled_versions: int64")
+    .Input("learning_rate: float")
+    .Input("global_step: int64")
+    .Attr("N: int >= 1")
+    .Attr("Tindices: {int32, int64}")
+    .Attr("learning_rate_power: float = -0.5")
+    .Attr("l1: float = 0.0")
+    .Attr("l2: float = 0.0")
+    .Attr("beta: float = 0.0")
+    .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
+    .SetShapeFn(RowsUpdateShape)
+    .Doc(
+        "Applies staleness-weighted FTRL-Proximal, with SWAP, to rows of "
+        "tables.\n" RECSYNC_ROWS_DOC
+        "\naccumulators: float, shaped like the variables: sums of squares, "
+        "which SWAP decays.\n"
+        "linears: float, like them.\n"
+        "learning_rate_power: At most 0; -0.5 takes the root of the sums.\n"
+        "l1: The strength of the l1 regularization.\n"
+        "l2: That of the l2 regularization.\n"
+        "beta: Adds beta / (2 learning_rate) to l2." RECSYNC_COMMON_DOC);
+
 }  // namespace recsync

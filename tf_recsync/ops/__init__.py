@@ -31,6 +31,8 @@ pull_table = library.recsync_pull_table
 next_global_step = library.recsync_next_global_step
 sgd_dense = library.recsync_sgd_dense
 adagrad_dense = library.recsync_adagrad_dense
+adam_dense = library.recsync_adam_dense
+ftrl_dense = library.recsync_ftrl_dense
 mean_normalize = library.recsync_mean_normalize
 delay = library.recsync_delay
 route_ids = library.recsync_route_ids
@@ -60,6 +62,8 @@ _NO_COUNTS = np.zeros([0], np.int64)
 gather_rows = _unpooled(library.recsync_gather_rows)
 sgd_rows = _unpooled(library.recsync_sgd_rows)
 adagrad_rows = _unpooled(library.recsync_adagrad_rows)
+adam_rows = _unpooled(library.recsync_adam_rows)
+ftrl_rows = _unpooled(library.recsync_ftrl_rows)
 
 for _name in (
     "RecsyncPullDense",
@@ -69,6 +73,10 @@ for _name in (
     "RecsyncSgdRows",
     "RecsyncAdagradDense",
     "RecsyncAdagradRows",
+    "RecsyncAdamDense",
+    "RecsyncAdamRows",
+    "RecsyncFtrlDense",
+    "RecsyncFtrlRows",
     "RecsyncMeanNormalizeGrad",
     "RecsyncDelay",
     "RecsyncRouteIds",

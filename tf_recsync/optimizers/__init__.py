@@ -1,7 +1,9 @@
 """Keras optimizers that know the staleness of what they apply."""
 
 from tf_recsync.optimizers.adagrad import Adagrad, SwapAdagrad
+from tf_recsync.optimizers.adam import Adam
 from tf_recsync.optimizers.base import Optimizer
+from tf_recsync.optimizers.ftrl import Ftrl
 from tf_recsync.optimizers.sgd import SGD
 
-__all__ = ["Adagrad", "SGD", "SwapAdagrad", "Optimizer"]
+__all__ = ["Adagrad", "Adam", "Ftrl", "SGD", "SwapAdagrad", "Optimizer"]

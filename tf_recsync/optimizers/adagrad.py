@@ -82,7 +82,7 @@ class Adagrad(base.Optimizer):
     def rows_op(self, *, accumulators, **kwargs):
         return ops.adagrad_rows(accumulators=accumulators[0], epsilon=self.epsilon, **kwargs)
 
-    def plain_rule(self, accumulators, gradient, learning_rate, decay):
+    def plain_rule(self, accumulators, gradient, learning_rate, decay, *, value, step, last_step):
         accumulator = decay * accumulators[0] + tf.square(gradient)
         return [accumulator], learning_rate * gradient * tf.math.rsqrt(accumulator + self.epsilon)
 

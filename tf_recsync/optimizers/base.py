@@ -39,6 +39,7 @@ class VariableState:
     counters: keras.Variable  # int64 staleness counters
     last_periods: list[keras.Variable]  # int64 like versions; empty without SWAP
     last_updates: list[keras.Variable]  # float32 like versions; mostly empty
+    last_steps: list[keras.Variable]  # int64 like versions; empty but for Adam
 
 
 def handles(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
@@ -72,6 +73,7 @@ class Optimizer(keras.optimizers.Optimizer):
     """
 
     accumulator_names: tuple[str, ...] = ()
+    keeps_steps = False  # whether the ops take `last_steps`
 
     def __init__(
         self,
@@ -125,8 +127,19 @@ class Optimizer(keras.optimizers.Optimizer):
         """Calls the op that updates rows of a table."""
         raise NotImplementedError
 
-    def plain_rule(self, accumulators, gradient, learning_rate, decay):
-        """The rule in plain TensorFlow: (new accumulators, what to subtract)."""
+    def plain_rule(self, accumulators, gradient, learning_rate, decay, *, value, step, last_step):
+        """The rule in plain TensorFlow: (new accumulators, what to subtract).
+
+        Args:
+            accumulators: tensors shaped like the variable.
+            gradient: a tensor like them.
+            learning_rate: a scalar.
+            decay: SWAP's factor, which broadcasts to the variable's shape.
+            value: the variable's value.
+            step: the global step, an int64 scalar.
+            last_step: with `keeps_steps` the global step of the last update,
+                which broadcasts too; else None.
+        """
         raise NotImplementedError
 
     # Variables.
@@ -169,6 +182,7 @@ class Optimizer(keras.optimizers.Optimizer):
             counters=beside("staleness", (staleness_lib.COUNTERS,), "int64"),
             last_periods=[beside("last_period", shape, "int64")] if self.swap else [],
             last_updates=[beside("last_update", shape, "float32")] if uses_last_update else [],
+            last_steps=[beside("last_step", shape, "int64")] if self.keeps_steps else [],
         )
 
     @property
@@ -314,7 +328,9 @@ class Optimizer(keras.optimizers.Optimizer):
 
     def _arguments(self, states, pulled_versions, learning_rate, global_step) -> dict:
         """What all update ops are called with."""
+        steps = {"last_steps": handles([v for s in states for v in s.last_steps])}
         return {
+            **(steps if self.keeps_steps else {}),
             "variables": handles([s.variable for s in states]),
             "accumulators": [
                 handles([s.accumulators[i] for s in states])
@@ -380,9 +396,18 @@ class Optimizer(keras.optimizers.Optimizer):
                 tf.where(touched, tf.maximum(last_period.read_value(), period), last_period)
             )
         accumulators = [a.value for a in state.accumulators]
+        last_step = state.last_steps[0].value.read_value() if state.last_steps else None
         new_accumulators, update = self.plain_rule(
-            accumulators, gradient, tf.cast(learning_rate, dtype), decay
+            accumulators,
+            gradient,
+            tf.cast(learning_rate, dtype),
+            decay,
+            value=tf.convert_to_tensor(variable),
+            step=step,
+            last_step=None if last_step is None else wide(last_step),
         )
+        for last_steps in state.last_steps:
+            last_steps.value.assign(tf.where(touched, step, last_step))
         mask = wide(touched)
         for accumulator, new in zip(accumulators, new_accumulators, strict=True):
             accumulator.assign(tf.where(mask, new, accumulator))

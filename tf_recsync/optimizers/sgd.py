@@ -50,7 +50,7 @@ class SGD(base.Optimizer):
     def rows_op(self, *, accumulators, **kwargs):
         return ops.sgd_rows(**kwargs)
 
-    def plain_rule(self, accumulators, gradient, learning_rate, decay):
+    def plain_rule(self, accumulators, gradient, learning_rate, decay, *, value, step, last_step):
         return [], learning_rate * gradient
 
     def get_config(self):

@@ -1,0 +1,257 @@
+#include "cc/engine/row_update.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <map>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "cc/engine/row_checks.h"
+#include "cc/engine/row_gather.h"
+#include "cc/engine/update_rules.h"
+#include "gtest/gtest.h"
+
+namespace recsync {
+namespace {
+
+const auto kSerial = [](int64_t n, int64_t, const auto& f) { f(0, n); };
+
+struct Table {
+  Table(int64_t rows, int64_t width)
+      : values(rows * width, 1.0f),
+        accumulator(rows * width, 0.1f),
+        versions(rows, 0),
+        counters(StalenessCounters::kSize, 0),
+        last_periods(rows, 0) {
+    view.values = values.data();
+    view.accumulators[0] = accumulator.data();
+    view.versions = versions.data();
+    view.counters = counters.data();
+    view.last_periods = last_periods.data();
+    view.rows = rows;
+    view.width = width;
+  }
+  std::vector<float> values;
+  std::vector<float> accumulator;
+  std::vector<int64_t> versions;
+  std::vector<int64_t> counters;
+  std::vector<int64_t> last_periods;
+  TableView view;
+};
+
+template <typename Rule>
+void Push(const Rule& rule, const UpdateOptions& options, int64_t step,
+          Table* table, const std::vector<int64_t>& ids, const RowPush& push) {
+  RowPartitions partitions;
+  partitions.Build(ids.data(), static_cast<int64_t>(ids.size()), kSerial);
+  const RowUpdate<Rule> update(rule, options, step, table->view, push);
+  update.Run(partitions, 0, partitions.count());
+}
+
+TEST(RowUpdateTest, BagsDuplicatesWeightsAndSwapAreThoseOfTheRuleInDoubles) {
+  constexpr int64_t kRows = 50, kPositions = 3000, kBags = 700;
+  AdagradRule rule;
+  rule.learning_rate = 0.1f;
+  rule.epsilon = 1e-7f;
+  UpdateOptions options;
+  options.swap = {3, 0.5};
+  options.weight.decay = StalenessDecay::kInversePower;
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal;
+  // Widths that are compiled in, and others.
+  for (int64_t width : {1, 3, 8, 16, 17, 32, 64}) {
+    Table table(kRows, width);
+    std::vector<double> w(kRows * width, 1.0), v(kRows * width, 0.1);
+    for (int64_t step = 1; step <= 7; ++step) {
+      std::vector<int64_t> ids(kPositions), pulled(kPositions);
+      std::vector<int32_t> bags(kPositions);
+      std::vector<float> scales(kPositions), gradient(kBags * width);
+      for (int64_t p = 0; p < kPositions; ++p) {
+        ids[p] = random() % (kRows - 1);  // the last row is never named
+        pulled[p] = random() % (table.versions[ids[p]] + 1);
+        bags[p] = p * kBags / kPositions;
+        scales[p] = 0.05f * normal(random);
+      }
+      for (float& g : gradient) g = normal(random);
+      std::map<int64_t, std::vector<double>> sums;
+      std::map<int64_t, int64_t> oldest;
+      for (int64_t p = 0; p < kPositions; ++p) {
+        std::vector<double>& sum = sums[ids[p]];
+        sum.resize(width, 0.0);
+        for (int64_t i = 0; i < width; ++i) {
+          sum[i] += double{scales[p]} * gradient[bags[p] * width + i];
+        }
+        const auto known = oldest.emplace(ids[p], pulled[p]).first;
+        known->second = std::min(known->second, pulled[p]);
+      }
+      if (step % 3 == 0) {
+        for (double& value : v) value *= 0.5;  // the eager rule
+      }
+      for (const auto& [row, sum] : sums) {
+        const double tau = table.versions[row] - oldest[row] + 1;
+        for (int64_t i = 0; i < width; ++i) {
+          const double g = sum[i] / (tau * tau);
+          double& slot = v[row * width + i];
+          slot += g * g;
+          w[row * width + i] -= 0.1 * g / std::sqrt(slot + 1e-7);
+        }
+      }
+      RowPush push;
+      push.gradient = gradient.data();
+      push.bags = {bags.data(), scales.data()};
+      push.pulled = pulled.data();
+      Push(rule, options, step, &table, ids, push);
+    }
+    for (int64_t i = 0; i < kRows * width; ++i) {
+      ASSERT_NEAR(table.values[i], w[i], 1e-4) << "width " << width;
+    }
+    EXPECT_EQ(table.versions[0], 7);
+    EXPECT_EQ(table.versions[kRows - 1], 0);
+  }
+}
+
+TEST(RowUpdateTest, RowsThatAreNotFiniteAreSkippedOrFound) {
+  Table table(4, 2);
+  const std::vector<int64_t> ids = {2, 0, 2, 1};
+  const std::vector<float> gradient = {1, 1, 1, 1, NAN, 1, 1, 1};
+  RowPush push;
+  push.gradient = gradient.data();
+  UpdateOptions options;
+  options.nonfinite = Nonfinite::kSkip;
+  Push(SgdRule{0.5f}, options, 1, &table, ids, push);
+  EXPECT_EQ(table.versions, (std::vector<int64_t>{1, 1, 0, 0}));
+  EXPECT_EQ(StalenessCounters(table.counters.data()).skipped(), 1);
+  EXPECT_EQ(StalenessCounters(table.counters.data()).count(), 2);
+  RowPartitions partitions;
+  partitions.Build(ids.data(), 4, kSerial);
+  EXPECT_EQ(FindNonfiniteRow(push, 2, partitions), 2);
+  const std::vector<float> good(8, 1.0f);
+  push.gradient = good.data();
+  EXPECT_EQ(FindNonfiniteRow(push, 2, partitions), -1);
+}
+
+TEST(RowUpdateTest,
+     PushesAndGathersAtOnceLoseNothingAndSeeRowsWithTheirVersion) {
+  constexpr int64_t kRows = 40, kWidth = 16, kRounds = 60;
+  Table table(kRows, kWidth);
+  std::fill(table.values.begin(), table.values.end(), 0.0f);
+  const std::vector<float> gradient(kRows * kWidth, 1.0f);
+  std::atomic<bool> end{false};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&, t] {
+      std::vector<int64_t> ids(kRows);
+      for (int64_t i = 0; i < kRows; ++i) ids[i] = (i * 7 + t) % kRows;
+      RowPush push;
+      push.gradient = gradient.data();
+      const std::vector<int64_t> pulled(kRows, 0);
+      push.pulled = pulled.data();
+      for (int64_t round = 1; round <= kRounds; ++round) {
+        // As the kernel does: checked without the rows' locks.
+        EXPECT_EQ(FirstNotAVersion(ids.data(), pulled.data(),
+                                   table.versions.data(), 0, kRows),
+                  -1);
+        // Each push adds 1 to the values and to the versions.
+        Push(SgdRule{-1.0f}, UpdateOptions(), round, &table, ids, push);
+      }
+    });
+  }
+  std::thread reader([&] {
+    RowReader rows;
+    rows.values = table.values.data();
+    rows.versions = table.versions.data();
+    rows.rows = kRows;
+    rows.width = kWidth;
+    rows.locks = true;
+    std::vector<int64_t> ids(kRows), versions(kRows);
+    for (int64_t i = 0; i < kRows; ++i) ids[i] = i;
+    std::vector<float> to(kRows * kWidth);
+    while (!end) {
+      EXPECT_EQ(GatherBags(rows, ids.data(), kRows, Bags(), 0, kRows, to.data(),
+                           versions.data()),
+                -1);
+      for (int64_t i = 0; i < kRows * kWidth; ++i) {
+        ASSERT_EQ(to[i], versions[i / kWidth]);
+      }
+    }
+  });
+  for (std::thread& thread : threads) thread.join();
+  end = true;
+  reader.join();
+  for (int64_t version : table.versions) EXPECT_EQ(version, 3 * kRounds);
+  for (float value : table.values) EXPECT_EQ(value, 3 * kRounds);
+  EXPECT_EQ(StalenessCounters(table.counters.data()).count(),
+            3 * kRounds * kRows);
+}
+
+TEST(RowUpdateTest, ARowOfBFloat16IsTheRoundedRowOfFloats) {
+  constexpr int64_t kWidth = 5;
+  Table wide(3, kWidth), narrow(3, kWidth);
+  std::vector<BFloat16> values(3 * kWidth);
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = ToBFloat16(0.3f * i);
+    wide.values[i] = static_cast<float>(values[i]);
+  }
+  narrow.view.values = nullptr;
+  narrow.view.narrow = values.data();
+  const std::vector<float> gradient = {0.1f, 0.2f, 0.3f, 0.4f, 0.5f};
+  RowPush push;
+  push.gradient = gradient.data();
+  AdagradRule rule;
+  rule.learning_rate = 0.1f;
+  rule.epsilon = 1e-7f;
+  for (Table* table : {&wide, &narrow}) {
+    Push(rule, UpdateOptions(), 1, table, {1}, push);
+  }
+  for (size_t i = 0; i < values.size(); ++i) {
+    EXPECT_EQ(values[i].bits, ToBFloat16(wide.values[i]).bits);
+  }
+  EXPECT_EQ(wide.accumulator, narrow.accumulator);
+}
+
+TEST(RowGatherTest, BagsAreSumsOfScaledRowsAndABadRowIsNamed) {
+  Table table(4, 3);
+  for (size_t i = 0; i < table.values.size(); ++i) table.values[i] = i;
+  table.versions = {5, 6, 7, 8};
+  RowReader rows;
+  rows.values = table.values.data();
+  rows.versions = table.versions.data();
+  rows.rows = 4;
+  rows.width = 3;
+  const std::vector<int32_t> of = {0, 2, 2};
+  const std::vector<float> scales = {2, 1, -1};
+  std::vector<int32_t> ids = {1, 3, 0};
+  std::vector<float> to(9, NAN);
+  std::vector<int64_t> versions(3);
+  const Bags bags = {of.data(), scales.data()};
+  EXPECT_EQ(
+      GatherBags(rows, ids.data(), 3, bags, 0, 3, to.data(), versions.data()),
+      -1);
+  EXPECT_EQ(to, (std::vector<float>{6, 8, 10, 0, 0, 0, 9, 9, 9}));
+  EXPECT_EQ(versions, (std::vector<int64_t>{6, 8, 5}));
+  for (int32_t bad : {-1, 4}) {
+    ids[2] = bad;
+    EXPECT_EQ(
+        GatherBags(rows, ids.data(), 3, bags, 0, 3, to.data(), versions.data()),
+        2);
+  }
+}
+
+TEST(RowChecksTest, TheFirstBadRowAndVersionAreFound) {
+  const std::vector<int64_t> ids = {0, 4, 2, 5, -1};
+  EXPECT_EQ(FirstNotARow(ids.data(), 5, 5), 3);
+  EXPECT_EQ(FirstNotARow(ids.data(), 3, 5), -1);
+  EXPECT_EQ(FirstNotARow(ids.data() + 4, 1, 5), 0);
+  EXPECT_EQ(FirstNotARow(ids.data(), 1, 0), 0);
+  const std::vector<int64_t> versions = {3, 0, 7, 0, 1}, pulled = {3, 0, 8};
+  EXPECT_EQ(FirstNotAVersion(ids.data(), pulled.data(), versions.data(), 0, 2),
+            -1);
+  EXPECT_EQ(FirstNotAVersion(ids.data(), pulled.data(), versions.data(), 0, 3),
+            2);
+  EXPECT_FALSE(WasAVersion(-1, 3));
+}
+
+}  // namespace
+}  // namespace recsync

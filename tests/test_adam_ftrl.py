@@ -1,0 +1,320 @@
+"""Adam and FTRL against rules in float64 numpy and, where they agree, the stock optimizers."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tf_recsync import Swap, ops, optimizers, staleness
+
+RNG = np.random.default_rng(17)
+SEED = RNG.bit_generator.state
+SWAP = Swap(period=4, decay=0.5)
+LR = 0.1
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    RNG.bit_generator.state = SEED
+
+
+class AdamRule:
+    """Adam with moments that every step decays, touched or not: the eager rule."""
+
+    def __init__(self, value, b1=0.9, b2=0.999, epsilon=1e-7):
+        self.w = np.array(value, np.float64)
+        self.m, self.v = np.zeros_like(self.w), np.zeros_like(self.w)
+        self.b1, self.b2, self.epsilon = b1, b2, epsilon
+
+    def decay(self, factor):
+        self.v *= factor
+
+    def step(self, gradient, touched, t, lr=LR):
+        """Step t; `gradient` is 0 where nothing is touched."""
+        self.m = self.b1 * self.m + (1 - self.b1) * gradient
+        self.v = self.b2 * self.v + (1 - self.b2) * gradient**2
+        alpha = lr * np.sqrt(1 - self.b2**t) / (1 - self.b1**t)
+        update = alpha * self.m / (np.sqrt(self.v) + self.epsilon)
+        self.w[touched] -= update[touched]
+
+
+class FtrlRule:
+    """FTRL-Proximal; SWAP decays n for all, with z such that no weight moves."""
+
+    def __init__(self, value, l1=0.0, l2=0.0, beta=0.0, power=-0.5):
+        self.w = np.array(value, np.float64)
+        self.n, self.z = np.full_like(self.w, 0.1), np.zeros_like(self.w)
+        self.l1, self.l2, self.beta, self.p = l1, l2, beta, -power
+
+    def decay(self, factor):
+        self.z -= ((factor * self.n) ** self.p - self.n**self.p) / LR * self.w
+        self.n *= factor
+
+    def step(self, gradient, touched, t, lr=LR):
+        n = self.n + gradient**2
+        z = self.z + gradient - (n**self.p - self.n**self.p) / lr * self.w
+        w = -np.sign(z) * np.maximum(np.abs(z) - self.l1, 0)
+        w /= (self.beta + n**self.p) / lr + 2 * self.l2
+        for old, new in ((self.n, n), (self.z, z), (self.w, w)):
+            old[touched] = new[touched]
+
+
+FTRL = {"l1": 0.05, "l2": 0.02, "beta": 0.3}
+CASES = {
+    "adam": (optimizers.Adam, AdamRule, {}, {}),
+    "adam, other decays": (
+        optimizers.Adam,
+        AdamRule,
+        {"beta_1": 0.5, "beta_2": 0.75, "epsilon": 1e-3},
+        {"b1": 0.5, "b2": 0.75, "epsilon": 1e-3},
+    ),
+    "ftrl": (optimizers.Ftrl, FtrlRule, {}, {}),
+    "ftrl, regularized": (optimizers.Ftrl, FtrlRule, FTRL, FTRL),
+    "ftrl, another power": (
+        optimizers.Ftrl,
+        FtrlRule,
+        {"learning_rate_power": -0.75, "l1": 0.1},
+        {"power": -0.75, "l1": 0.1},
+    ),
+}
+
+
+def make(case, value, **kwargs):
+    cls, rule, arguments, rule_arguments = CASES[case]
+    return cls(LR, **arguments, **kwargs), rule(value, **rule_arguments)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("swap", [None, SWAP])
+@pytest.mark.parametrize("case", CASES)
+def test_dense_variables_and_rows_follow_the_eager_rule(case, swap, jit):
+    values = [RNG.normal(size=(7, 3)), RNG.normal(size=(2, 5))]
+    table = keras.Variable(values[0], dtype="float32", name="embeddings")
+    dense = keras.Variable(values[1], dtype="float32", name="kernel")
+    optimizer, by_row = make(case, values[0], swap=swap)
+    _, whole = make(case, values[1])
+    optimizer.build([table, dense])
+
+    @tf.function(jit_compile=jit)
+    def apply(ids, rows, gradient):
+        optimizer.apply([tf.IndexedSlices(rows, ids, tf.constant([7, 3])), gradient])
+
+    for t in range(1, 31):
+        ids = RNG.integers(0, 6, 4)  # some twice; most rows wait a few steps; row 6 never comes
+        rows = RNG.normal(size=(4, 3)).astype(np.float32)
+        gradient = RNG.normal(size=(2, 5)).astype(np.float32)
+        apply(tf.constant(ids), tf.constant(rows), tf.constant(gradient))
+        summed = np.zeros((7, 3))
+        np.add.at(summed, ids, rows)
+        for rule, g, touched in ((by_row, summed, np.unique(ids)), (whole, gradient, ...)):
+            if swap and t % swap.period == 0:
+                rule.decay(swap.decay)
+            rule.step(g, touched, t)
+    np.testing.assert_allclose(table.numpy(), by_row.w, 2e-4, 2e-5)
+    np.testing.assert_allclose(dense.numpy(), whole.w, 2e-4, 2e-5)
+    np.testing.assert_array_equal(table.numpy()[6], values[0][6].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("ours", "stock"),
+    [
+        (optimizers.Adam(LR), keras.optimizers.Adam(LR)),
+        (
+            optimizers.Adam(LR, beta_1=0.8, beta_2=0.9, epsilon=1e-2, weight_decay=0.01),
+            keras.optimizers.Adam(LR, beta_1=0.8, beta_2=0.9, epsilon=1e-2, weight_decay=0.01),
+        ),
+        (optimizers.Ftrl(LR), keras.optimizers.Ftrl(LR)),
+        (
+            optimizers.Ftrl(LR, learning_rate_power=-0.6, initial_accumulator_value=0.3, **FTRL),
+            keras.optimizers.Ftrl(
+                LR,
+                learning_rate_power=-0.6,
+                initial_accumulator_value=0.3,
+                l1_regularization_strength=0.05,
+                l2_regularization_strength=0.02,
+                beta=0.3,
+            ),
+        ),
+    ],
+)
+def test_dense_steps_are_those_of_the_stock_optimizer(ours, stock):
+    value = RNG.normal(size=(4, 5)).astype(np.float32)
+    variables = [keras.Variable(value) for _ in range(2)]
+    for _ in range(25):
+        gradient = tf.constant(RNG.normal(size=(4, 5)), tf.float32)
+        ours.apply([gradient], variables[:1])
+        stock.apply([gradient], variables[1:])
+        np.testing.assert_allclose(variables[0].numpy(), variables[1].numpy(), 1e-4, 1e-5)
+
+
+def built(case, value, **kwargs):
+    optimizer, rule = make(case, value, **kwargs)
+    variable = keras.Variable(value, dtype="float32", name="embeddings")
+    optimizer.build([variable])
+    return optimizer, rule, optimizer.state_of(variable)
+
+
+def push(optimizer, state, ids, rows, pulled, step):
+    optimizer.apply_rows(
+        [state],
+        tf.constant(np.ravel(rows), tf.float32),
+        tf.constant(ids, tf.int64),
+        [len(ids)],
+        tf.constant(pulled, tf.int64),
+        tf.constant(LR),
+        tf.constant(step, tf.int64),
+    )
+
+
+@pytest.mark.parametrize("case", ["adam", "ftrl", "ftrl, regularized"])
+def test_lazy_rows_equal_eager_ones_over_long_gaps_of_the_global_step(case):
+    value = RNG.normal(size=(20, 2))
+    optimizer, rule, state = built(case, value, swap=SWAP)
+    t = 0
+    for _ in range(60):
+        gap = int(RNG.integers(1, 25))
+        ids = RNG.permutation(20)[:5]
+        rows = RNG.normal(size=(5, 2))
+        for step in range(t + 1, t + gap + 1):
+            if step % SWAP.period == 0:
+                rule.decay(SWAP.decay)
+            gradient = np.zeros((20, 2))
+            touched = []
+            if step == t + gap:
+                gradient[ids], touched = rows, ids
+            rule.step(gradient, np.array(touched, int), step)
+        t += gap
+        push(optimizer, state, ids, rows, [], t)
+    np.testing.assert_allclose(state.variable.numpy(), rule.w, 5e-4, 5e-5)
+
+
+@pytest.mark.parametrize("case", ["adam", "ftrl, regularized"])
+def test_the_gradient_is_weighted_by_its_staleness_before_it_enters_the_moments(case):
+    value = RNG.normal(size=(3, 2))
+    optimizer, rule, state = built(case, value, staleness=staleness.InversePower(k=1))
+    for t in range(1, 15):
+        now = state.versions.numpy()
+        ids, rows = [2, 0], RNG.normal(size=(2, 2))
+        pulled = np.maximum(now[ids] - RNG.integers(0, 5, 2), 0)
+        push(optimizer, state, ids, rows, pulled, t)
+        gradient = np.zeros((3, 2))
+        gradient[ids] = rows / (now[ids] - pulled + 1)[:, None]
+        rule.step(gradient, ids, t)
+    np.testing.assert_allclose(state.variable.numpy(), rule.w, 2e-4, 2e-5)
+
+
+def test_a_late_push_leaves_adams_moments_as_if_it_had_come_in_time():
+    value = np.ones((1, 2))
+    gradients = {1: [0.5, -1.0], 2: [2.0, 1.0], 3: [-1.0, 0.25]}
+    moments = []
+    for order in ([1, 2, 3], [1, 3, 2], [3, 2, 1]):
+        optimizer, _, state = built("adam", value)
+        for t in order:
+            push(optimizer, state, [0], [gradients[t]], [], t)
+        moments.append([a.numpy() for a in state.accumulators])
+        assert state.last_steps[0].numpy().tolist() == [3]
+    for late in moments[1:]:
+        np.testing.assert_allclose(late, moments[0], 1e-5)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam", "ftrl"])
+def test_rows_of_bfloat16_tables_are_rounded_to_the_nearest_even(rule):
+    # One step from the same values, in float32: the narrow table holds its rounding.
+    value = tf.cast(RNG.normal(size=(40, 5)), tf.bfloat16)
+    wide, narrow = tf.Variable(tf.cast(value, tf.float32)), tf.Variable(value)
+    ids, rows = RNG.integers(0, 40, 30), RNG.normal(size=(30, 5))
+    cls = {"sgd": optimizers.SGD, "adagrad": optimizers.Adagrad}
+    cls |= {"adam": optimizers.Adam, "ftrl": optimizers.Ftrl}
+    for variable in (wide, narrow):
+        table = keras.Variable(np.zeros((40, 5)), dtype="float32", name="embeddings")
+        optimizer = cls[rule](LR)
+        optimizer.build([table])
+        state = optimizer.state_of(table)
+        table._value = variable
+        push(optimizer, state, ids, rows, [], 1)
+    np.testing.assert_array_equal(
+        tf.cast(narrow, tf.float32), tf.cast(tf.cast(wide, tf.bfloat16), tf.float32)
+    )
+    versions = tf.Variable(tf.range(40, dtype=tf.int64))
+    packed, pulled = ops.gather_rows([narrow.handle], [versions.handle], ids, [30])
+    np.testing.assert_array_equal(packed, np.ravel(tf.cast(tf.gather(narrow, ids), tf.float32)))
+    np.testing.assert_array_equal(pulled, ids)
+    packed, _ = ops.gather_rows(
+        [narrow.handle], [versions.handle], ids, [30], bags=[0] * 30, bag_counts=[1]
+    )
+    expected = tf.reduce_sum(tf.gather(tf.cast(narrow, tf.float32), ids), 0)
+    np.testing.assert_allclose(packed, expected, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_come_back_from_their_config_and_go_on_from_a_saved_state(case, tmp_path):
+    optimizer, _, state = built(case, np.ones((3, 2)), swap=SWAP, nonfinite="skip")
+    again, _, other = built(case, np.ones((3, 2)), swap=SWAP, nonfinite="skip")
+    back = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    assert type(back) is type(optimizer)
+    assert back.get_config() == optimizer.get_config()
+    push(optimizer, state, [0, 1], np.ones((2, 2)), [], 3)
+    again.load_own_variables({str(i): v.numpy() for i, v in enumerate(optimizer.variables)})
+    other.variable.assign(state.variable)
+    for o, s in ((optimizer, state), (again, other)):
+        push(o, s, [1, 2], np.ones((2, 2)), [], 5)
+    np.testing.assert_array_equal(state.variable.numpy(), other.variable.numpy())
+
+
+@pytest.mark.parametrize(
+    ("create", "message"),
+    [
+        (lambda: optimizers.Adam(beta_1=1.0), r"beta_1 must be in \[0, 1\), not 1.0"),
+        (lambda: optimizers.Adam(beta_2=-0.1), r"beta_2 must be in \[0, 1\), not -0.1"),
+        (lambda: optimizers.Adam(epsilon=0), "epsilon must be positive, not 0"),
+        (lambda: optimizers.Ftrl(learning_rate_power=0.5), "learning_rate_power must be at most 0"),
+        (lambda: optimizers.Ftrl(l1=-1), "l1 must be at least 0, not -1"),
+        (lambda: optimizers.Ftrl(l2=float("nan")), "l2 must be at least 0, not nan"),
+        (lambda: optimizers.Ftrl(beta=-2), "beta must be at least 0, not -2"),
+        (
+            lambda: optimizers.Ftrl(initial_accumulator_value=-1),
+            "initial_accumulator_value must be at least 0, not -1",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(create, message):
+    with pytest.raises(ValueError, match=message):
+        create()
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("adam", {"beta_1": 1.0}, r"beta_1 must be in \[0, 1\), not 1"),
+        ("adam", {"beta_2": -1.0}, r"beta_2 must be in \[0, 1\), not -1"),
+        ("ftrl", {"l1": -1.0}, "l1 must be at least 0, not -1"),
+        ("ftrl", {"learning_rate": 0.0}, "learning_rate must be positive, not 0"),
+        ("ftrl", {"learning_rate_power": 1.0}, "learning_rate_power must be at most 0, not 1"),
+    ],
+)
+@pytest.mark.parametrize("table", [False, True])
+def test_the_ops_refuse_what_would_harm_the_state(table, case, changes, message):
+    optimizer, _, state = built(case, np.ones((3, 2)))
+    if not table:
+        variable = keras.Variable(np.ones((3, 2)), dtype="float32", name="kernel")
+        optimizer = type(optimizer)(LR)
+        optimizer.build([variable])
+        state = optimizer.state_of(variable)
+    arguments = optimizer._arguments([state], tf.zeros([0], tf.int64), LR, 1)
+    arguments |= optimizer._op_arguments(arguments.pop("accumulators")) | changes
+    arguments["gradient"] = tf.ones([6])
+    if table:
+        arguments |= {"indices": [0, 1, 2], "counts": [3]}
+    op = getattr(ops, f"{case}_{'rows' if table else 'dense'}")
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        op(**arguments)
+    assert np.all(state.versions.numpy() == 0)
+    if case == "adam":
+        wrong = arguments | optimizer._op_arguments(
+            [arguments["momentums"], arguments["velocities"]]
+        )
+        wrong["last_steps"] = [tf.Variable(tf.zeros([9], tf.int64)).handle]
+        kept = tf.Variable(tf.zeros([9], tf.int64))
+        wrong["last_steps"] = [kept.handle]
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"last_steps must have shape"):
+            op(**wrong)
