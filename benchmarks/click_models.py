@@ -10,7 +10,7 @@ hands out in random order, again and again: what is left of its cost is that of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import common
@@ -37,6 +37,40 @@ def make_data(batch_size: int) -> recsync.data.Synthetic:
 def in_memory(batches: tf.data.Dataset) -> tf.data.Dataset:
     """The batches from memory, endlessly and in random order."""
     return batches.cache().shuffle(CACHED_BATCHES).repeat().prefetch(2)
+
+
+def serve_fit(
+    rounds: common.Rounds,
+    model: keras.Model,
+    data: recsync.data.Synthetic,
+    *,
+    multiple: int,
+    counters: Callable[[], dict[str, int]] = dict,
+) -> None:
+    """Takes turns with `model.fit`; see `Rounds.serve_fit`."""
+    batches = in_memory(data.train(rounds.batch_size))
+
+    def fit(steps: int, epochs: int, callbacks: list[Any]) -> None:
+        model.fit(
+            batches,
+            steps_per_epoch=steps,
+            epochs=epochs,
+            callbacks=callbacks,
+            verbose=0,
+            shuffle=False,  # The batches are in random order already.
+        )
+
+    rounds.serve_fit(keras.callbacks.Callback, fit, multiple=multiple, counters=counters)
+
+
+def start_cluster(rounds: common.Rounds, workers: int, ps: int) -> recsync.LocalCluster:
+    """Starts a system's servers, whose processor time then counts as the system's."""
+    cluster = recsync.LocalCluster(workers=workers, ps=ps)
+    jobs = {"worker": workers, "ps": ps}
+    rounds.watch_servers(
+        cluster.pid(job, index) for job, size in jobs.items() for index in range(size)
+    )
+    return cluster
 
 
 def build_stock(spec: recsync.data.FeatureSpec) -> keras.Model:

@@ -137,11 +137,11 @@ class Rounds:
         """The turn's timed part begins."""
         self._started = time.perf_counter(), self._cpu_seconds()
 
-    def stop(self, steps: int, **measured: Any) -> None:
-        """The turn's timed part is over."""
+    def stop(self, steps: int, measure: Callable[[], dict[str, Any]] = dict) -> None:
+        """The turn's timed part is over; what `measure` returns is sent with the times."""
         seconds = time.perf_counter() - self._started[0]
         cpu = self._cpu_seconds() - self._started[1]
-        self._channel.send({"steps": steps, "seconds": seconds, "cpu_seconds": cpu, **measured})
+        self._channel.send({"steps": steps, "seconds": seconds, "cpu_seconds": cpu, **measure()})
 
     def serve(self, run: Callable[[int], None], *, multiple: int = 1) -> None:
         """Warms up and takes turns, for a system with a function `run(steps)`.
@@ -163,7 +163,12 @@ class Rounds:
             self.stop(steps)
 
     def serve_fit(
-        self, callback_class: type, fit: Callable[[int, int, list[Any]], Any], *, multiple: int = 1
+        self,
+        callback_class: type,
+        fit: Callable[[int, int, list[Any]], Any],
+        *,
+        multiple: int = 1,
+        counters: Callable[[], dict[str, int]] = dict,
     ) -> None:
         """Warms up and takes turns, for a system with Keras's `fit`: an epoch is a turn.
 
@@ -174,6 +179,7 @@ class Rounds:
             callback_class: The Callback class of the Keras in use.
             fit: `fit(steps_per_epoch, epochs, callbacks)`.
             multiple: What steps come in.
+            counters: Reads counters; by how much they rose is sent with each turn.
         """
         seconds = self.calibrate_fit(callback_class, fit, multiple=multiple)
         steps = self.steps_for(seconds, multiple)
@@ -187,11 +193,15 @@ class Rounds:
                     rounds.ready()
                 if not rounds.wait():
                     raise _Finished
+                self.before = counters()
                 rounds.start()
 
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
                 if epoch > 0:
-                    rounds.stop(steps)
+                    rounds.stop(steps, self.rise)
+
+            def rise(self) -> dict[str, int]:
+                return {name: value - self.before[name] for name, value in counters().items()}
 
         fit(steps, 1_000_000, [Turns()])
 

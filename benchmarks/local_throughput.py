@@ -34,7 +34,6 @@ others'.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import common
 from absl import app, flags
@@ -74,19 +73,7 @@ def serve_keras(rounds: common.Rounds, ours: bool) -> None:
         steps_per_execution=STEPS_PER_EXECUTION,
         jit_compile=False,
     )
-    batches = click_models.in_memory(data.train(rounds.batch_size))
-
-    def fit(steps: int, epochs: int, callbacks: list[Any]) -> None:
-        model.fit(
-            batches,
-            steps_per_epoch=steps,
-            epochs=epochs,
-            callbacks=callbacks,
-            verbose=0,
-            shuffle=False,
-        )
-
-    rounds.serve_fit(keras.callbacks.Callback, fit, multiple=STEPS_PER_EXECUTION)
+    click_models.serve_fit(rounds, model, data, multiple=STEPS_PER_EXECUTION)
 
 
 def run_ours(rounds: common.Rounds) -> None:

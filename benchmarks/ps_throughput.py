@@ -55,19 +55,6 @@ LEGACY_STEPS_PER_EXECUTION = (10, 25)
 EXPERT_STEPS_PER_CALL = 10
 
 
-def start_cluster(rounds: common.Rounds) -> Any:
-    """The system's servers."""
-    import tf_recsync as recsync
-
-    cluster = recsync.LocalCluster(workers=FLAGS.workers, ps=FLAGS.ps)
-    rounds.watch_servers(
-        cluster.pid(job, index)
-        for job, size in (("worker", FLAGS.workers), ("ps", FLAGS.ps))
-        for index in range(size)
-    )
-    return cluster
-
-
 def stock_strategy(cluster: Any) -> Any:
     """TensorFlow's own strategy on the cluster."""
     import tensorflow as tf
@@ -86,11 +73,10 @@ def stock_strategy(cluster: Any) -> Any:
 def run_ours(rounds: common.Rounds) -> None:
     """AsyncStrategy and fit."""
     import click_models
-    import keras
 
     import tf_recsync as recsync
 
-    strategy = recsync.AsyncStrategy(start_cluster(rounds))
+    strategy = recsync.AsyncStrategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps))
     data = click_models.make_data(rounds.batch_size)
     with strategy.scope():
         model = click_models.build_ours(data.spec)
@@ -100,13 +86,8 @@ def run_ours(rounds: common.Rounds) -> None:
             "binary_crossentropy",
             steps_per_execution=STEPS_PER_EXECUTION,
         )
-    batches = click_models.in_memory(data.train(rounds.batch_size))
-
-    def fit(steps: int, epochs: int, callbacks: list[Any]) -> None:
-        model.fit(batches, steps_per_epoch=steps, epochs=epochs, callbacks=callbacks, verbose=0)
-
     multiple = STEPS_PER_EXECUTION * FLAGS.workers
-    rounds.serve_fit(keras.callbacks.Callback, fit, multiple=multiple)
+    click_models.serve_fit(rounds, model, data, multiple=multiple)
 
 
 def serve_coordinator(
@@ -139,7 +120,7 @@ def run_keras_3(rounds: common.Rounds) -> None:
     import keras
     import tensorflow as tf
 
-    strategy = stock_strategy(start_cluster(rounds))
+    strategy = stock_strategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps))
     data = click_models.make_data(rounds.batch_size)
     with strategy.scope():
         model = click_models.build_stock(data.spec)
@@ -171,7 +152,7 @@ def run_legacy_keras(rounds: common.Rounds) -> None:
         raise common.Unavailable("needs tf_keras: pip install '.[bench]'") from None
     import click_models
 
-    strategy = stock_strategy(start_cluster(rounds))
+    strategy = stock_strategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps))
     data = click_models.make_data(rounds.batch_size)
     creator = tf_keras.utils.experimental.DatasetCreator(
         lambda context: click_models.in_memory(data.train(rounds.batch_size))
@@ -229,7 +210,7 @@ def run_expert(rounds: common.Rounds, pack_dense: bool = False) -> None:
     import click_models
     import tensorflow as tf
 
-    strategy = stock_strategy(start_cluster(rounds))
+    strategy = stock_strategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps))
     data = click_models.make_data(rounds.batch_size)
     model = click_models.MergedModel(
         data.spec,
