@@ -39,12 +39,16 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _lines: list[dict[str, Any]] = []
 
 
-def define_flags(*, batch_sizes: Sequence[int] = (512, 2048), rounds: int = 5) -> None:
+def define_flags(
+    *, batch_sizes: Sequence[int] = (512, 2048), rounds: int = 5, round_seconds: float = 4.0
+) -> None:
     """Defines the flags that all benchmarks have."""
     sizes = " and ".join(str(size) for size in batch_sizes)
     flags.DEFINE_integer("batch_size", None, f"Examples per step. Default: {sizes}.", lower_bound=1)
     flags.DEFINE_integer("rounds", rounds, "Rounds that count.", lower_bound=1)
-    flags.DEFINE_float("round_seconds", 4.0, "How long about a turn takes.", lower_bound=0.1)
+    flags.DEFINE_float(
+        "round_seconds", round_seconds, "How long about a turn takes.", lower_bound=0.1
+    )
     flags.DEFINE_string("json", None, "Gets the printed lines.")
     flags.DEFINE_list("systems", [], "The systems to run. Default: all that can run.")
     flags.DEFINE_string("run_system", None, "Used by the benchmark itself: the system to be.")

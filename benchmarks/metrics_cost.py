@@ -29,7 +29,8 @@ import common
 from absl import app, flags
 
 FLAGS = flags.FLAGS
-common.define_flags()
+# Differences of a few percent need many short turns.
+common.define_flags(rounds=25, round_seconds=0.5)
 flags.DEFINE_enum("strategy", "local", ["local", "async"], "How to train.")
 
 STEPS_PER_EXECUTION = 8

@@ -24,7 +24,7 @@ How: see common.py. Each system has a cluster of its own and waits idle while th
 starts and ends with idle workers.
 
 The summary's ratios are this package's speed over that of (c), `ratio`, and of (a) and (b). (b)
-needs tf_keras, which `pip install '.[bench]'` installs.
+needs tf_keras, which `make bench` installs (the extra `bench`).
 
     python benchmarks/ps_throughput.py --batch_size=512 --json=ps_throughput.json
 """
@@ -149,7 +149,9 @@ def run_legacy_keras(rounds: common.Rounds) -> None:
     try:
         import tf_keras
     except ImportError:
-        raise common.Unavailable("needs tf_keras: pip install '.[bench]'") from None
+        raise common.Unavailable(
+            "needs tf_keras: pip install --no-deps 'tf_keras>=2.21,<2.22'"
+        ) from None
     import click_models
 
     strategy = stock_strategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps))
