@@ -29,7 +29,7 @@ DEMO := examples/wide_deep_ctr.py --dataset=synthetic --rows=300000 --batch_size
 # BENCH_FLAGS, if set, takes the place of these.
 SMALL_local_adagrad := --rounds=3 --steps=30
 SMALL_local_throughput := --batch_size=512 --rounds=3 --round_seconds=1
-SMALL_metrics_cost := --batch_size=512 --rounds=7 --round_seconds=0.5
+SMALL_metrics_cost := --batch_size=512 --rounds=15 --round_seconds=0.3
 SMALL_ps_throughput := --batch_size=512 --rounds=3 --round_seconds=2 --legacy_choice=legacy:10
 SMALL_scaling := --workers=1,4 --rounds=2 --round_seconds=2
 
