@@ -28,6 +28,16 @@ DEMO := examples/wide_deep_ctr.py --dataset=synthetic --rows=300000 --batch_size
 # What makes a benchmark small; one without a line here runs with its defaults.
 # BENCH_FLAGS, if set, takes the place of these.
 SMALL_local_adagrad := --rounds=3 --steps=30
+SMALL_local_throughput := --batch_size=512 --rounds=3 --round_seconds=1
+SMALL_metrics_cost := --batch_size=512 --rounds=15 --round_seconds=0.3
+SMALL_ps_throughput := --batch_size=512 --rounds=3 --round_seconds=2 --legacy_choice=legacy:10
+SMALL_scaling := --workers=1,4 --rounds=2 --round_seconds=2
+
+# The programs among benchmarks/*.py; the rest are modules that they share.
+BENCHMARKS := $(filter-out benchmarks/summarize.py, \
+  $(sort $(shell grep -l '__name__ == "__main__"' benchmarks/*.py)))
+BENCH_INSTALLED := $(VENV)/.bench_installed
+BENCH_RESULTS := build/benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help install build demo test lint format bench cc-test bazel-test clean
@@ -39,7 +49,7 @@ help:
 	@echo "make format      have ruff and clang-format rewrite what they can"
 	@echo "make cc-test     the C++ tests, under the sanitizers"
 	@echo "make bazel-test  the same build with Bazel"
-	@echo "make bench       every benchmark, small"
+	@echo "make bench       every benchmark, small; writes benchmarks/results.md"
 	@echo "make build       compile what has changed; make install: .venv first"
 	@echo "make clean       remove what was built, but not .venv"
 
@@ -88,9 +98,22 @@ format: $(INSTALLED)
 	@$(BIN)/ruff format .
 	@clang-format -i $(CC_FILES)
 
-bench: build
-	@$(foreach b,$(sort $(wildcard benchmarks/*.py)),echo "== $(b)" && \
-	  $(BIN)/python $(b) $(or $(BENCH_FLAGS),$(SMALL_$(basename $(notdir $(b))))) && ) true
+# tf_keras asks for the package tensorflow, whose files would replace those of
+# tensorflow-cpu: it is installed without what it depends on.
+$(BENCH_INSTALLED): $(INSTALLED)
+	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); \
+	  print(*project["project"]["optional-dependencies"]["bench"], sep="\n")' \
+	  > $(VENV)/bench-requirements.txt
+	@$(PIP) install --no-deps -r $(VENV)/bench-requirements.txt
+	@touch $@
+
+bench: build $(BENCH_INSTALLED)
+	@rm -rf $(BENCH_RESULTS) && mkdir -p $(BENCH_RESULTS)
+	@$(foreach b,$(BENCHMARKS),echo "== $(b)" && \
+	  $(BIN)/python $(b) --json=$(BENCH_RESULTS)/$(basename $(notdir $(b))).json \
+	  $(or $(BENCH_FLAGS),$(SMALL_$(basename $(notdir $(b))))) && ) true
+	@$(BIN)/python benchmarks/summarize.py --output=benchmarks/results.md $(BENCH_RESULTS)/*.json
+	@echo "== benchmarks/results.md"
 
 cc-test: $(INSTALLED)
 	@scripts/cc_test.sh

@@ -6,6 +6,9 @@ each system, in which the function builds its model, warms up, says that it is r
 see the same machine; ratios are those of one round's pair, and their median is reported. Only the
 turns are timed: tracing, starting servers and the first steps are not part of them.
 
+`compare_variants` does the same with threads of this process, for systems that differ by a few
+percent: two processes of the same program do too, because their memory lies differently.
+
 Times are wall-clock times. `cpu_ms`, the processor time of a step in all processes of the system,
 hardly changes when other programs use the machine, as the wall-clock figures do.
 """
@@ -15,11 +18,13 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import queue
 import resource
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -39,12 +44,16 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _lines: list[dict[str, Any]] = []
 
 
-def define_flags(*, batch_sizes: Sequence[int] = (512, 2048), rounds: int = 5) -> None:
+def define_flags(
+    *, batch_sizes: Sequence[int] = (512, 2048), rounds: int = 5, round_seconds: float = 4.0
+) -> None:
     """Defines the flags that all benchmarks have."""
     sizes = " and ".join(str(size) for size in batch_sizes)
     flags.DEFINE_integer("batch_size", None, f"Examples per step. Default: {sizes}.", lower_bound=1)
     flags.DEFINE_integer("rounds", rounds, "Rounds that count.", lower_bound=1)
-    flags.DEFINE_float("round_seconds", 4.0, "How long about a turn takes.", lower_bound=0.1)
+    flags.DEFINE_float(
+        "round_seconds", round_seconds, "How long about a turn takes.", lower_bound=0.1
+    )
     flags.DEFINE_string("json", None, "Gets the printed lines.")
     flags.DEFINE_list("systems", [], "The systems to run. Default: all that can run.")
     flags.DEFINE_string("run_system", None, "Used by the benchmark itself: the system to be.")
@@ -103,12 +112,20 @@ class _Channel:
 class Rounds:
     """A system's view of the benchmark, in the system's process.
 
+    Args:
+        channel: To the benchmark.
+        batch_size: Examples per step.
+        steps: The steps of a turn; None to choose them by `--round_seconds`.
+
     Attributes:
         batch_size: Examples per step.
     """
 
-    def __init__(self, channel: _Channel, batch_size: int):
+    def __init__(
+        self, channel: _Channel | _QueueChannel, batch_size: int, steps: int | None = None
+    ):
         self._channel = channel
+        self._steps = steps
         self.batch_size = batch_size
         self._info: dict[str, Any] = {}
         self._servers: list[int] = []
@@ -123,11 +140,13 @@ class Rounds:
 
     def steps_for(self, seconds_per_step: float, multiple: int = 1) -> int:
         """How many steps make a turn."""
+        if self._steps is not None:
+            return self._steps
         return multiple * max(1, round(FLAGS.round_seconds / seconds_per_step / multiple))
 
-    def ready(self) -> None:
-        """Warmed up."""
-        self._channel.send({"ready": self._info})
+    def ready(self, steps: int) -> None:
+        """Warmed up, and ready for turns of that many steps."""
+        self._channel.send({"ready": self._info, "steps": steps})
 
     def wait(self) -> bool:
         """Waits for the system's turn; False when there is none any more."""
@@ -137,11 +156,11 @@ class Rounds:
         """The turn's timed part begins."""
         self._started = time.perf_counter(), self._cpu_seconds()
 
-    def stop(self, steps: int, **measured: Any) -> None:
-        """The turn's timed part is over."""
+    def stop(self, steps: int, measure: Callable[[], dict[str, Any]] = dict) -> None:
+        """The turn's timed part is over; what `measure` returns is sent with the times."""
         seconds = time.perf_counter() - self._started[0]
         cpu = self._cpu_seconds() - self._started[1]
-        self._channel.send({"steps": steps, "seconds": seconds, "cpu_seconds": cpu, **measured})
+        self._channel.send({"steps": steps, "seconds": seconds, "cpu_seconds": cpu, **measure()})
 
     def serve(self, run: Callable[[int], None], *, multiple: int = 1) -> None:
         """Warms up and takes turns, for a system with a function `run(steps)`.
@@ -156,14 +175,19 @@ class Rounds:
         run(steps)
         steps = self.steps_for((time.perf_counter() - started) / steps, multiple)
         run(steps)
-        self.ready()
+        self.ready(steps)
         while self.wait():
             self.start()
             run(steps)
             self.stop(steps)
 
     def serve_fit(
-        self, callback_class: type, fit: Callable[[int, int, list[Any]], Any], *, multiple: int = 1
+        self,
+        callback_class: type,
+        fit: Callable[[int, int, list[Any]], Any],
+        *,
+        multiple: int = 1,
+        counters: Callable[[], dict[str, int]] = dict,
     ) -> None:
         """Warms up and takes turns, for a system with Keras's `fit`: an epoch is a turn.
 
@@ -174,6 +198,7 @@ class Rounds:
             callback_class: The Callback class of the Keras in use.
             fit: `fit(steps_per_epoch, epochs, callbacks)`.
             multiple: What steps come in.
+            counters: Reads counters; by how much they rose is sent with each turn.
         """
         seconds = self.calibrate_fit(callback_class, fit, multiple=multiple)
         steps = self.steps_for(seconds, multiple)
@@ -184,14 +209,18 @@ class Rounds:
                 if epoch == 0:
                     return  # Warms up.
                 if epoch == 1:
-                    rounds.ready()
+                    rounds.ready(steps)
                 if not rounds.wait():
                     raise _Finished
+                self.before = counters()
                 rounds.start()
 
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
                 if epoch > 0:
-                    rounds.stop(steps)
+                    rounds.stop(steps, self.rise)
+
+            def rise(self) -> dict[str, int]:
+                return {name: value - self.before[name] for name, value in counters().items()}
 
         fit(steps, 1_000_000, [Turns()])
 
@@ -271,6 +300,67 @@ class _Process:
         return message
 
 
+class _QueueChannel:
+    """A `_Channel` between threads."""
+
+    def __init__(self, incoming: queue.SimpleQueue, outgoing: queue.SimpleQueue):
+        self._incoming, self._outgoing = incoming, outgoing
+
+    def send(self, message: dict[str, Any] | None) -> None:
+        self._outgoing.put(message)
+
+    def receive(self) -> dict[str, Any] | None:
+        return self._incoming.get()
+
+
+class _Thread:
+    """A system's thread, with the interface of `_Process`."""
+
+    def __init__(
+        self,
+        system: str,
+        function: Callable[[Rounds], None],
+        batch_size: int,
+        steps: int | None,
+    ):
+        self.system = system
+        self.turns: list[dict[str, Any]] = []
+        requests: queue.SimpleQueue = queue.SimpleQueue()
+        answers: queue.SimpleQueue = queue.SimpleQueue()
+        self._channel = _QueueChannel(answers, requests)
+        self._error: BaseException | None = None
+        rounds = Rounds(_QueueChannel(requests, answers), batch_size, steps)
+
+        def run() -> None:
+            try:
+                function(rounds)
+            except _Finished:
+                pass
+            except BaseException as error:
+                self._error = error
+                answers.put(None)
+
+        self._thread = threading.Thread(target=run, name=system, daemon=True)
+        self._thread.start()
+        message = self._receive()
+        self.info: dict[str, Any] = message["ready"]
+        self.steps: int = message["steps"]
+
+    def turn(self) -> None:
+        self._channel.send({})
+        self.turns.append(self._receive())
+
+    def close(self) -> None:
+        self._channel.send(None)
+        self._thread.join(timeout=30)
+
+    def _receive(self) -> dict[str, Any]:
+        message = self._channel.receive()
+        if message is None:
+            raise RuntimeError(f"system {self.system} failed") from self._error
+        return message
+
+
 class Results:
     """What one comparison measured, with one batch size.
 
@@ -281,7 +371,7 @@ class Results:
         info: Of each system, what `Rounds.describe` was told.
     """
 
-    def __init__(self, batch_size: int, processes: Sequence[_Process]):
+    def __init__(self, batch_size: int, processes: Sequence[_Process | _Thread]):
         self.batch_size = batch_size
         self.systems = [process.system for process in processes]
         self.turns = {process.system: process.turns for process in processes}
@@ -378,6 +468,23 @@ def compare(
         for process in processes:
             process.close()
     return Results(batch_size, processes)
+
+
+def compare_variants(systems: Mapping[str, Callable[[Rounds], None]], batch_size: int) -> Results:
+    """Runs systems in turns of equally many steps, in threads of this process; see `compare`."""
+    threads: list[_Thread] = []
+    try:
+        for system, function in systems.items():
+            if not FLAGS.systems or system in FLAGS.systems:
+                steps = threads[0].steps if threads else None
+                threads.append(_Thread(system, function, batch_size, steps))
+        for _ in range(FLAGS.rounds):
+            for thread in threads:
+                thread.turn()
+    finally:
+        for thread in threads:
+            thread.close()
+    return Results(batch_size, threads)
 
 
 def check_arguments(argv: Sequence[str], systems: Iterable[str]) -> None:

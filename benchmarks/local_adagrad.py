@@ -24,36 +24,27 @@ gradients of a row that a batch names twice, this package squares their sum.)
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
 import statistics
-import sys
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Warnings and errors of TensorFlow only.
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+import common  # First: it has Python find this project.
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import app, flags
+from wide_deep_model import build_wide_deep
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-from absl import app, flags  # noqa: E402
-from wide_deep_model import build_wide_deep  # noqa: E402
-
-import tf_recsync as recsync  # noqa: E402
+import tf_recsync as recsync
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("batch_size", 512, "Examples per step.", lower_bound=1)
 flags.DEFINE_integer("rounds", 7, "Rounds that count.", lower_bound=1)
 flags.DEFINE_integer("steps", 100, "Steps of each system in a round.", lower_bound=1)
 flags.DEFINE_enum("optimizer", "adagrad", ["adagrad", "sgd"], "The optimizer.")
-flags.DEFINE_string("json", None, "Gets the last line, the summary.")
+flags.DEFINE_string("json", None, "Gets the printed lines.")
 
 LEARNING_RATE = 0.05
-SEED = 1
 CHECKED_STEPS = 20
-OURS = "recsync"
 STOCK = "keras"
 NO_UPDATE = "no_update"
 
@@ -74,7 +65,7 @@ class NoUpdate(keras.optimizers.Optimizer):
 def make_optimizer(system: str) -> keras.optimizers.Optimizer:
     if system == NO_UPDATE:
         return NoUpdate(LEARNING_RATE)
-    module = recsync.optimizers if system == OURS else keras.optimizers
+    module = recsync.optimizers if system == common.OURS else keras.optimizers
     if FLAGS.optimizer == "sgd":
         return module.SGD(LEARNING_RATE)
     # The defaults of both: initial accumulator 0.1, epsilon 1e-7.
@@ -83,7 +74,7 @@ def make_optimizer(system: str) -> keras.optimizers.Optimizer:
 
 def make_model(spec: recsync.data.FeatureSpec, system: str) -> keras.Model:
     """The compiled model; its initial weights are the same for every system."""
-    keras.utils.set_random_seed(SEED)
+    keras.utils.set_random_seed(common.SEED)
     model = build_wide_deep(spec, embedding_dimension=16, hidden_units=(256, 128, 64))
     model.compile(make_optimizer(system), "binary_crossentropy", jit_compile=False)
     return model
@@ -91,13 +82,15 @@ def make_model(spec: recsync.data.FeatureSpec, system: str) -> keras.Model:
 
 def made_up_batches() -> tuple[recsync.data.FeatureSpec, tf.data.Dataset]:
     """The batches of a round, Criteo-like, in memory after their first use."""
-    data = recsync.data.Synthetic(rows=FLAGS.steps * FLAGS.batch_size, test_rows=0, seed=SEED)
+    data = recsync.data.Synthetic(
+        rows=FLAGS.steps * FLAGS.batch_size, test_rows=0, seed=common.SEED
+    )
     return data.spec, data.train(FLAGS.batch_size).cache().prefetch(2)
 
 
 def batches_of_unique_ids() -> tuple[recsync.data.FeatureSpec, tf.data.Dataset]:
     """As many features as Criteo has, and batches that name each id at most once."""
-    rng = np.random.default_rng(SEED)
+    rng = np.random.default_rng(common.SEED)
     ids = 2 * FLAGS.batch_size
     spec = recsync.data.FeatureSpec(
         tuple(f"I{i + 1}" for i in range(13)), {f"C{i + 1}": ids for i in range(26)}
@@ -126,7 +119,7 @@ def compare_losses() -> dict:
     """How far the losses of the two systems are apart at worst, relative to the stock one's."""
     spec, batches = batches_of_unique_ids()
     curves = []
-    for system in (OURS, STOCK):
+    for system in (common.OURS, STOCK):
         losses = Losses()
         make_model(spec, system).fit(
             batches, epochs=3, verbose=0, shuffle=False, callbacks=[losses]
@@ -147,16 +140,12 @@ def seconds_per_step(model: keras.Model, batches: tf.data.Dataset) -> tuple[floa
     return wall / FLAGS.steps, processor / FLAGS.steps
 
 
-def report(line: dict) -> None:
-    print(json.dumps(line), flush=True)
-
-
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     losses = compare_losses()
     spec, batches = made_up_batches()
-    systems = (OURS, STOCK, NO_UPDATE)
+    systems = (common.OURS, STOCK, NO_UPDATE)
     models = {system: make_model(spec, system) for system in systems}
     for system in systems:
         seconds_per_step(models[system], batches)
@@ -170,7 +159,7 @@ def main(argv: list[str]) -> None:
         for i in range(2)
     )
     for system in systems:
-        report(
+        common.report(
             {
                 "system": system,
                 "optimizer": FLAGS.optimizer,
@@ -182,7 +171,7 @@ def main(argv: list[str]) -> None:
                 "update_cpu_ms": round(1e3 * (processor[system] - processor[NO_UPDATE]), 3),
             }
         )
-    ratios, cpu_ratios = ([t[STOCK][i] / t[OURS][i] for t in rounds] for i in range(2))
+    ratios, cpu_ratios = ([t[STOCK][i] / t[common.OURS][i] for t in rounds] for i in range(2))
     summary = {
         "benchmark": "local_adagrad",
         "optimizer": FLAGS.optimizer,
@@ -197,9 +186,7 @@ def main(argv: list[str]) -> None:
         "ratio_bound": round(wall[STOCK] / wall[NO_UPDATE], 3),
         **losses,
     }
-    report(summary)
-    if FLAGS.json:
-        pathlib.Path(FLAGS.json).write_text(json.dumps(summary) + "\n")
+    common.report(summary)
 
 
 if __name__ == "__main__":

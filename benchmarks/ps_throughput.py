@@ -24,7 +24,7 @@ How: see common.py. Each system has a cluster of its own and waits idle while th
 starts and ends with idle workers.
 
 The summary's ratios are this package's speed over that of (c), `ratio`, and of (a) and (b). (b)
-needs tf_keras, which `pip install '.[bench]'` installs.
+needs tf_keras, which `make bench` installs (the extra `bench`).
 
     python benchmarks/ps_throughput.py --batch_size=512 --json=ps_throughput.json
 """
@@ -55,19 +55,6 @@ LEGACY_STEPS_PER_EXECUTION = (10, 25)
 EXPERT_STEPS_PER_CALL = 10
 
 
-def start_cluster(rounds: common.Rounds) -> Any:
-    """The system's servers."""
-    import tf_recsync as recsync
-
-    cluster = recsync.LocalCluster(workers=FLAGS.workers, ps=FLAGS.ps)
-    rounds.watch_servers(
-        cluster.pid(job, index)
-        for job, size in (("worker", FLAGS.workers), ("ps", FLAGS.ps))
-        for index in range(size)
-    )
-    return cluster
-
-
 def stock_strategy(cluster: Any) -> Any:
     """TensorFlow's own strategy on the cluster."""
     import tensorflow as tf
@@ -86,11 +73,10 @@ def stock_strategy(cluster: Any) -> Any:
 def run_ours(rounds: common.Rounds) -> None:
     """AsyncStrategy and fit."""
     import click_models
-    import keras
 
     import tf_recsync as recsync
 
-    strategy = recsync.AsyncStrategy(start_cluster(rounds))
+    strategy = recsync.AsyncStrategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps))
     data = click_models.make_data(rounds.batch_size)
     with strategy.scope():
         model = click_models.build_ours(data.spec)
@@ -100,13 +86,8 @@ def run_ours(rounds: common.Rounds) -> None:
             "binary_crossentropy",
             steps_per_execution=STEPS_PER_EXECUTION,
         )
-    batches = click_models.in_memory(data.train(rounds.batch_size))
-
-    def fit(steps: int, epochs: int, callbacks: list[Any]) -> None:
-        model.fit(batches, steps_per_epoch=steps, epochs=epochs, callbacks=callbacks, verbose=0)
-
     multiple = STEPS_PER_EXECUTION * FLAGS.workers
-    rounds.serve_fit(keras.callbacks.Callback, fit, multiple=multiple)
+    click_models.serve_fit(rounds, model, data, multiple=multiple)
 
 
 def serve_coordinator(
@@ -139,7 +120,7 @@ def run_keras_3(rounds: common.Rounds) -> None:
     import keras
     import tensorflow as tf
 
-    strategy = stock_strategy(start_cluster(rounds))
+    strategy = stock_strategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps))
     data = click_models.make_data(rounds.batch_size)
     with strategy.scope():
         model = click_models.build_stock(data.spec)
@@ -168,10 +149,12 @@ def run_legacy_keras(rounds: common.Rounds) -> None:
     try:
         import tf_keras
     except ImportError:
-        raise common.Unavailable("needs tf_keras: pip install '.[bench]'") from None
+        raise common.Unavailable(
+            "needs tf_keras: pip install --no-deps 'tf_keras>=2.21,<2.22'"
+        ) from None
     import click_models
 
-    strategy = stock_strategy(start_cluster(rounds))
+    strategy = stock_strategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps))
     data = click_models.make_data(rounds.batch_size)
     creator = tf_keras.utils.experimental.DatasetCreator(
         lambda context: click_models.in_memory(data.train(rounds.batch_size))
@@ -225,107 +208,26 @@ def run_legacy_keras(rounds: common.Rounds) -> None:
 
 
 def run_expert(rounds: common.Rounds, pack_dense: bool = False) -> None:
-    """Form (c); with `pack_dense` a server's dense variables are one, cut up by the worker."""
+    """Form (c)."""
     import click_models
-    import numpy as np
     import tensorflow as tf
 
-    strategy = stock_strategy(start_cluster(rounds))
+    strategy = stock_strategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps))
     data = click_models.make_data(rounds.batch_size)
-    merged = click_models.MergedFeatures(data.spec, FLAGS.ps)
-    shapes = click_models.dense_shapes(data.spec)
-    raw = tf.raw_ops
-
-    class Updated:
-        """A variable and its accumulator on a server."""
-
-        def __init__(self, ps: int, value: np.ndarray):
-            self.device = f"/job:ps/replica:0/task:{ps}/device:CPU:0"
-            with tf.device(self.device):
-                self.variable = tf.Variable(value)
-                start = np.full_like(value, click_models.INITIAL_ACCUMULATOR)
-                self.accumulator = tf.Variable(start)
-
-        def pull_rows(self, rows: tf.Tensor) -> tf.Tensor:
-            pulled = raw.ResourceGather(
-                resource=self.variable.handle, indices=rows, dtype=tf.float32
-            )
-            return tf.ensure_shape(pulled, [None, self.variable.shape[1]])
-
-        def update_arguments(self) -> dict[str, tf.Tensor]:
-            with tf.device(self.device):  # Else the constants would be sent in each step.
-                return {
-                    "var": self.variable.handle,
-                    "accum": self.accumulator.handle,
-                    "lr": tf.constant(click_models.LEARNING_RATE),
-                    "epsilon": tf.constant(click_models.EPSILON),
-                }
-
-    rng = np.random.default_rng(common.SEED)
-    deep, wide = [], []
-    for ps, rows in enumerate(merged.rows):
-        values = rng.uniform(-0.05, 0.05, (rows, click_models.DIMENSION)).astype(np.float32)
-        deep.append(Updated(ps, values))
-        wide.append(Updated(ps, np.zeros((rows, 1), np.float32)))
-    tables = [*deep, *wide]
-    # The dense variables, each on the server that has the least so far.
-    initial: list[list[np.ndarray]] = [[] for _ in range(FLAGS.ps)]
-    order: list[int] = []
-    for shape in shapes:
-        ps = min(range(FLAGS.ps), key=lambda i: sum(value.size for value in initial[i]))
-        initial[ps].append(click_models.initial_kernel(shape))
-        order.append(ps)
-    if pack_dense:
-        dense = [
-            Updated(ps, np.concatenate([value.ravel() for value in values]))
-            for ps, values in enumerate(initial)
-        ]
-    else:
-        dense = [Updated(ps, value) for ps, values in enumerate(initial) for value in values]
-
-    def in_order(values: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The dense variables' values in the model's order."""
-        if pack_dense:
-            values = [
-                tf.reshape(part, value.shape)
-                for packed, own in zip(values, initial, strict=True)
-                for part, value in zip(
-                    tf.split(packed, [value.size for value in own]), own, strict=True
-                )
-            ]
-        parts = iter(values)
-        by_server = [[next(parts) for _ in own] for own in initial]
-        return [by_server[ps].pop(0) for ps in order]
-
-    def train_step(iterator: Any) -> None:
-        numeric, ids, labels = next(iterator)
-        # Each row is pulled and updated once, however often the batch names it.
-        unique = [tf.unique(tf.reshape(group, [-1])) for group in ids]
-        rows = [u.y for u in unique] * 2
-        places = [tf.reshape(u.idx, tf.shape(g)) for u, g in zip(unique, ids, strict=True)] * 2
-        pulled = [table.pull_rows(r) for table, r in zip(tables, rows, strict=True)]
-        values = [one.variable.read_value() for one in dense]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([pulled, values])
-            embeddings = [tf.gather(p, place) for p, place in zip(pulled, places, strict=True)]
-            loss = click_models.merged_forward(
-                numeric, embeddings[: FLAGS.ps], embeddings[FLAGS.ps :], in_order(values), labels
-            )
-        row_gradients, gradients = tape.gradient(loss, [pulled, values])
-        for table, gradient, r in zip(tables, row_gradients, rows, strict=True):
-            summed = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, tf.size(r))
-            raw.ResourceSparseApplyAdagradV2(**table.update_arguments(), grad=summed, indices=r)
-        for one, gradient in zip(dense, gradients, strict=True):
-            raw.ResourceApplyAdagradV2(**one.update_arguments(), grad=gradient)
+    model = click_models.MergedModel(
+        data.spec,
+        [f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(FLAGS.ps)],
+        pack_dense=pack_dense,
+    )
 
     @tf.function
     def step(iterator: Any) -> None:
         # Unrolled: a loop in the graph would run on all servers, and is slower.
         for _ in range(EXPERT_STEPS_PER_CALL):
-            train_step(iterator)
+            model.train_step(*next(iterator))
 
     def batches() -> tf.data.Dataset:
-        return click_models.in_memory(merged.batches(data.train(rounds.batch_size)))
+        return click_models.in_memory(model.merge(data.train(rounds.batch_size)))
 
     serve_coordinator(rounds, strategy, step, batches, EXPERT_STEPS_PER_CALL)
 
