@@ -6,7 +6,7 @@
 // physical tables that the parameter servers hold.
 //
 //   IdRouter router(&features, has_bags);
-//   status = router.Route(inputs, batch);
+//   error = router.Route(inputs, batch);
 //   ... router.table(t).rows ...
 //
 // Of a physical table with bags, the bags are numbered in the order of their
@@ -22,17 +22,23 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
-
-#include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
 
 namespace recsync {
 
 enum class OutOfRange { kError, kClip, kHash };
 enum class Combiner { kSum, kMean, kSqrtN };
+
+// Strings and integers, one after the other.
+template <typename... Parts>
+std::string Message(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  return message.str();
+}
 
 // Where a shard of a feature's table lies.
 struct ShardPlace {
@@ -117,30 +123,32 @@ class IdRouter {
 
   const RoutedTable& table(int t) const { return tables_[t]; }
 
+  // Returns what is wrong with the batch, or nothing.
   template <typename Index>
-  absl::Status Route(const std::vector<RoutedInput<Index>>& inputs,
-                     int64_t batch) {
+  std::string Route(const std::vector<RoutedInput<Index>>& inputs,
+                    int64_t batch) {
     int64_t most = 0;
     for (size_t f = 0; f < features_.size(); ++f) {
       const RoutedFeature& feature = features_[f];
       const RoutedInput<Index>& input = inputs[f];
-      if (absl::Status s = CheckShape(feature, input, batch); !s.ok()) return s;
+      if (std::string s = CheckShape(feature, input, batch); !s.empty())
+        return s;
       most += input.n;
       if (feature.out_of_range != OutOfRange::kError) continue;
       for (int64_t i = 0; i < input.n; ++i) {
         const int64_t id = static_cast<int64_t>(input.ids[i]);
         if (id < 0 || id >= feature.rows) {
-          return absl::InvalidArgumentError(absl::StrCat(
-              "feature ", feature.name, " has id ", id, " at position ", i,
-              ", table ", feature.table, " has rows 0 to ", feature.rows - 1,
-              "; out_of_range='clip' or 'hash' would accept it"));
+          return Message("feature ", feature.name, " has id ", id,
+                         " at position ", i, ", table ", feature.table,
+                         " has rows 0 to ", feature.rows - 1,
+                         "; out_of_range='clip' or 'hash' would accept it");
         }
       }
     }
     if (static_cast<int64_t>(features_.size()) * batch > INT32_MAX ||
         most > INT32_MAX) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "a batch of ", batch, " examples with ", most, " ids is too large"));
+      return Message("a batch of ", batch, " examples with ", most,
+                     " ids is too large");
     }
     std::vector<RowNumbers> numbers;
     for (size_t t = 0; t < tables_.size(); ++t) {
@@ -166,35 +174,32 @@ class IdRouter {
       table.bags.push_back(static_cast<int32_t>(table.slots.size()) - 1);
       table.scales.push_back(scale);
     });
-    return absl::OkStatus();
+    return "";
   }
 
  private:
   template <typename Index>
-  static absl::Status CheckShape(const RoutedFeature& feature,
-                                 const RoutedInput<Index>& input,
-                                 int64_t batch) {
+  static std::string CheckShape(const RoutedFeature& feature,
+                                const RoutedInput<Index>& input,
+                                int64_t batch) {
     if (input.splits == nullptr) {
-      if (input.n == batch * feature.length) return absl::OkStatus();
-      return absl::InvalidArgumentError(
-          absl::StrCat("feature ", feature.name, " of table ", feature.table,
-                       " has ", input.n, " ids, but the batch has ", batch,
-                       " examples of ", feature.length, " each"));
+      if (input.n == batch * feature.length) return "";
+      return Message("feature ", feature.name, " of table ", feature.table,
+                     " has ", input.n, " ids, but the batch has ", batch,
+                     " examples of ", feature.length, " each");
     }
     if (input.splits[0] != 0 || input.splits[batch] != input.n) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("the row splits of feature ", feature.name, " go from ",
-                       input.splits[0], " to ", input.splits[batch],
-                       ", it has ", input.n, " ids"));
+      return Message("the row splits of feature ", feature.name, " go from ",
+                     input.splits[0], " to ", input.splits[batch], ", it has ",
+                     input.n, " ids");
     }
     for (int64_t b = 0; b < batch; ++b) {
       if (input.splits[b] > input.splits[b + 1]) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("the row splits of feature ", feature.name,
-                         " decrease at example ", b));
+        return Message("the row splits of feature ", feature.name,
+                       " decrease at example ", b);
       }
     }
-    return absl::OkStatus();
+    return "";
   }
 
   // The factor that makes a bag's weighted sum what the combiner wants.

@@ -127,7 +127,8 @@ class RouteIdsOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadInputs(ctx, &inputs, &batch));
     // Not kept: the kernel is called by many threads.
     IdRouter router(&features_, has_bags_);
-    OP_REQUIRES_OK(ctx, router.Route(inputs, batch));
+    const std::string error = router.Route(inputs, batch);
+    OP_REQUIRES(ctx, error.empty(), absl::InvalidArgumentError(error));
     Tensor* examples;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &examples));
     examples->scalar<int64_t>()() = batch;
