@@ -27,8 +27,7 @@ void Update(const Table& table, const int64_t* ids, const int64_t* pulled,
     float* __restrict w = table.values + row * width;
     float* __restrict v = table.accumulators + row * width;
     const float* __restrict g = gradient + i * width;
-    const float tau =
-        static_cast<float>(table.versions[row]++ - pulled[i] + 1);
+    const float tau = static_cast<float>(table.versions[row]++ - pulled[i] + 1);
     const float rho = tau <= 4.0f ? 1.0f : (4.0f / tau) * (4.0f / tau);
     float factor = 1.0f;
     for (int64_t now = step / period; table.last_periods[row] < now;

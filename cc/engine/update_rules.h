@@ -21,11 +21,13 @@
 #ifndef TF_RECSYNC_CC_ENGINE_UPDATE_RULES_H_
 #define TF_RECSYNC_CC_ENGINE_UPDATE_RULES_H_
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
 // Inlined into variants for different processors (span_update.h).
 #define RECSYNC_ALWAYS_INLINE __attribute__((always_inline)) inline
+#define RECSYNC_ALWAYS_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace recsync {
 
@@ -64,11 +66,13 @@ struct AdagradRule {
                                      const float* __restrict g, int64_t n,
                                      float rho, float decay) const {
     float* __restrict v = accumulators[0];
+    // Members could be what is written, for all that the compiler knows.
+    const float rate = learning_rate, small = epsilon;
     double squares = 0.0;
     for (int64_t i = 0; i < n; ++i) {
       const float weighted = rho * g[i];
       v[i] = decay * v[i] + weighted * weighted;
-      const float update = learning_rate * weighted / std::sqrt(v[i] + epsilon);
+      const float update = rate * weighted / std::sqrt(v[i] + small);
       w[i] -= update;
       if (kMeasure) squares += static_cast<double>(update) * update;
     }
@@ -125,13 +129,15 @@ struct AdamRule {
                                      float rho, float decay) const {
     float* __restrict m = accumulators[0];
     float* __restrict v = accumulators[1];
-    const float v_decay = decay * v_decay_;
+    const float v_decay = decay * v_decay_, v_gain = v_gain_;
+    const float m_decay = m_decay_, m_gain = m_gain_;
+    const float rate = rate_, small = epsilon;
     double squares = 0.0;
     for (int64_t i = 0; i < n; ++i) {
       const float weighted = rho * g[i];
-      m[i] = m_decay_ * m[i] + m_gain_ * weighted;
-      v[i] = v_decay * v[i] + v_gain_ * weighted * weighted;
-      const float update = rate_ * m[i] / (std::sqrt(v[i]) + epsilon);
+      m[i] = m_decay * m[i] + m_gain * weighted;
+      v[i] = v_decay * v[i] + v_gain * weighted * weighted;
+      const float update = rate * m[i] / (std::sqrt(v[i]) + small);
       w[i] -= update;
       if (kMeasure) squares += static_cast<double>(update) * update;
     }
@@ -177,12 +183,15 @@ struct FtrlRule {
                                      const float* __restrict g, int64_t size,
                                      float rho, float decay) const {
     if (learning_rate_power == -0.5f) {
-      return ApplyWith<kMeasure>(w, accumulators, g, size, rho, decay,
-                                 [](float n) { return std::sqrt(n); });
+      return ApplyWith<kMeasure>(
+          w, accumulators, g, size, rho, decay,
+          [](float n) RECSYNC_ALWAYS_INLINE_LAMBDA { return std::sqrt(n); });
     }
     const float power = -learning_rate_power;
     return ApplyWith<kMeasure>(w, accumulators, g, size, rho, decay,
-                               [power](float n) { return std::pow(n, power); });
+                               [power](float n) RECSYNC_ALWAYS_INLINE_LAMBDA {
+                                 return std::pow(n, power);
+                               });
   }
 
  private:
@@ -194,17 +203,18 @@ struct FtrlRule {
                                          const Power& power) const {
     float* __restrict n = accumulators[0];
     float* __restrict z = accumulators[1];
-    const float quadratic = 2.0f * l2 + beta / learning_rate;
+    const float rate = learning_rate, limit = l1;
+    const float quadratic = 2.0f * l2 + beta / rate;
     double squares = 0.0;
     for (int64_t i = 0; i < size; ++i) {
       const float weighted = rho * g[i];
       const float sum = decay * n[i] + weighted * weighted;
       const float root = power(sum);
-      z[i] += weighted - (root - power(n[i])) / learning_rate * w[i];
+      const float linear = z[i] + weighted - (root - power(n[i])) / rate * w[i];
+      z[i] = linear;
       n[i] = sum;
-      // Clipped in a form that vectorizes.
-      const float clipped = z[i] < -l1 ? -l1 : (z[i] > l1 ? l1 : z[i]);
-      const float value = (clipped - z[i]) / (root / learning_rate + quadratic);
+      const float clipped = std::min(std::max(linear, -limit), limit);
+      const float value = (clipped - linear) / (root / rate + quadratic);
       const float update = w[i] - value;
       w[i] = value;
       if (kMeasure) squares += static_cast<double>(update) * update;

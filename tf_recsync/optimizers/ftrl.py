@@ -49,7 +49,7 @@ class Ftrl(base.Optimizer):
     >>> w = keras.Variable([0.0, 0.0])
     >>> optimizer = optimizers.Ftrl(0.1, l1=0.5)
     >>> optimizer.apply([keras.ops.array([1.0, 0.1])], [w])
-    >>> w.numpy().round(4).tolist()
+    >>> [round(float(x), 4) for x in w.numpy()]
     [-0.0477, 0.0]
     """
 
