@@ -81,8 +81,9 @@ def load_variables(optimizer: Any, saved: Mapping[str, np.ndarray]) -> None:
     wrong += [v.path for v, value in values if value is not None and value.shape != v.shape]
     if wrong:
         raise ValueError(
-            f"the saved {optimizer.name} was saved for another model, or with another swap or "
-            f"staleness policy: it differs in {', '.join(wrong[:5])}"
+            f"the saved {optimizer.name} has {len(saved)} variables, this one {len(expected)}: it "
+            "was saved for another model, or with another swap or staleness policy (they differ in "
+            f"{', '.join(wrong[:5])})"
         )
     for variable, value in values:
         variable.assign(value)
