@@ -40,7 +40,7 @@ flags.DEFINE_integer("epochs", 1, "Passes over the training data.", lower_bound=
 flags.DEFINE_integer("steps", None, "Steps per epoch. Default: all of the data.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 128, "Examples per step.", lower_bound=1)
 flags.DEFINE_integer(
-    "steps_per_execution", 1, "Steps per call to a worker; more save round trips.", lower_bound=1
+    "steps_per_execution", 4, "Steps per call to a worker; more save round trips.", lower_bound=1
 )
 flags.DEFINE_enum("optimizer", "adagrad", ["adagrad", "swap_adagrad", "sgd"], "The optimizer.")
 flags.DEFINE_float("deep_learning_rate", 0.1, "Of the deep part.", lower_bound=0)

@@ -7,7 +7,6 @@ has them since the pull; they travel only if the worker asks for them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import keras
@@ -55,23 +54,23 @@ class PullPlan:
 
     def pull(self, device: str, values: dict, lookups: dict[int, PulledLookup]) -> ServerPull:
         """Pulls; adds to `values` by the variables' ids, and to `lookups` by number."""
-        states = [state for state, _ in self._tables.values()]
-        asked = [entries for _, entries in self._tables.values()]
-        pull = ServerPull(dense=self.dense, tables=states)
+        pull = ServerPull(dense=self.dense)
+        self._pull_fixed(device, pull, values)
+        if self._tables:
+            self._pull_rows(device, pull, lookups)
+        return pull
+
+    def _pull_fixed(self, device: str, pull: ServerPull, values: dict) -> None:
+        """Pulls what is pulled whatever the batch is.
+
+        It waits for nothing but the last update of the same variables, which
+        tf.function sees to: not for the batch, and not for the worker to hear of
+        that update. So a pull follows the push before it at once.
+        """
         others = [v for v in self.unversioned if v.dtype != "float32"]
         scalars = [v for v in self.unversioned if v.dtype == "float32"]
         floats: list[tf.Tensor] = []
-        packed = None
-        if states:
-            packed = PackedBags.pack([merge([bags for _, bags in entries]) for entries in asked])
-            pull.rows = packed.sent(device)
-        # With a request, its arrival is what all wait for, and not the worker's
-        # batch as well, which would be another message.
-        waiting = contextlib.ExitStack()
-        if states:
-            waiting.enter_context(tf.control_dependencies(None))
-            waiting.enter_context(tf.control_dependencies([pull.rows.ids]))
-        with waiting, tf.device(device):
+        with tf.control_dependencies(None), tf.device(device):
             if self.dense:
                 dense, pull.dense_versions = ops.pull_dense(
                     base.handles([s.variable for s in self.dense]),
@@ -79,29 +78,38 @@ class PullPlan:
                 )
                 floats.append(dense)
             floats += [tf.reshape(v._value.read_value(), [-1]) for v in scalars]
-            if states:
-                pooled, pull.row_versions = ops.gather_rows(
-                    base.handles([s.variable for s in states]),
-                    base.handles([s.versions for s in states]),
-                    pull.rows.ids,
-                    pull.rows.counts,
-                    **pull.rows.inputs(),
-                )
-                floats.append(pooled)
             message = tf.concat(floats, 0) if floats else None
             direct = [v._value.read_value() for v in others]
         # What follows runs on the worker.
         values.update((id(v), tf.identity(t)) for v, t in zip(others, direct, strict=True))
+        if message is None:
+            return
         fixed = [*(s.variable for s in self.dense), *scalars]
-        sizes = [tf.constant(v.shape.num_elements(), tf.int64) for v in fixed]
-        if states:
-            widths = [tf.TensorShape(s.variable.shape[1:]).num_elements() for s in states]
-            sizes += tf.unstack(packed.sizes * tf.constant(widths, tf.int64))
-        pieces = [] if message is None else tf.split(message, tf.stack(sizes), num=len(sizes))
-        for variable, piece in zip(fixed, pieces, strict=False):
+        pieces = tf.split(message, [v.shape.num_elements() for v in fixed])
+        for variable, piece in zip(fixed, pieces, strict=True):
             values[id(variable)] = tf.reshape(piece, tuple(variable.shape))
+
+    def _pull_rows(self, device: str, pull: ServerPull, lookups: dict[int, PulledLookup]) -> None:
+        """Looks up rows of all tables: a message there, and one back."""
+        states = pull.tables = [state for state, _ in self._tables.values()]
+        asked = [entries for _, entries in self._tables.values()]
+        packed = PackedBags.pack([merge([bags for _, bags in entries]) for entries in asked])
+        pull.rows = packed.sent(device)
+        # The request's arrival is all there is to wait for.
+        with tf.control_dependencies(None), tf.device(device):
+            pooled, pull.row_versions = ops.gather_rows(
+                base.handles([s.variable for s in states]),
+                base.handles([s.versions for s in states]),
+                pull.rows.ids,
+                pull.rows.counts,
+                **pull.rows.inputs(),
+            )
+        # What follows runs on the worker.
+        widths = [tf.TensorShape(s.variable.shape[1:]).num_elements() for s in states]
+        sizes = packed.sizes * tf.constant(widths, tf.int64)
+        pieces = tf.split(pooled, sizes, num=len(states)) if len(states) > 1 else [pooled]
         for i, (state, entries) in enumerate(zip(states, asked, strict=True)):
-            piece = tf.reshape(pieces[len(fixed) + i], [-1, *state.variable.shape[1:]])
+            piece = tf.reshape(pieces[i], [-1, *state.variable.shape[1:]])
             parts = [piece]
             if len(entries) > 1:
                 parts = tf.split(piece, tf.stack([b.size for _, b in entries]), num=len(entries))
@@ -112,7 +120,6 @@ class PullPlan:
             pull.lookups.append(found)
             for (number, _), lookup in zip(entries, found, strict=True):
                 lookups[number] = lookup
-        return pull
 
 
 @dataclasses.dataclass(frozen=True)
