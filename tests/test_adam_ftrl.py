@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tf_recsync import Swap, ops, optimizers, staleness
+from tf_recsync.ops.bags import PackedBags
 
 RNG = np.random.default_rng(17)
 SEED = RNG.bit_generator.state
@@ -158,8 +159,7 @@ def push(optimizer, state, ids, rows, pulled, step):
     optimizer.apply_rows(
         [state],
         tf.constant(np.ravel(rows), tf.float32),
-        tf.constant(ids, tf.int64),
-        [len(ids)],
+        PackedBags(tf.constant([len(ids)], tf.int64), tf.constant(ids, tf.int64)),
         tf.constant(pulled, tf.int64),
         tf.constant(LR),
         tf.constant(step, tf.int64),
