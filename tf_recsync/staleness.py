@@ -162,7 +162,7 @@ class InversePower(Policy):
     >>> policy = InversePower(k=2, baseline=10)
     >>> policy(10), policy(20)
     (1.0, 0.25)
-    >>> InversePower(k=2, baseline=10, normalized=False)(20)
+    >>> round(InversePower(k=2, baseline=10, normalized=False)(20), 6)
     0.0025
     """
 
