@@ -113,10 +113,13 @@ class RouteIdsOp : public OpKernel {
                     absl::InvalidArgumentError(absl::StrCat(
                         "has_bags must be true for the table of feature ",
                         feature.name, ", which has bags")));
-        OP_REQUIRES(ctx, has_scales_[shard.table] || !feature.weighted,
+        const bool scaled =
+            feature.weighted ||
+            (feature.length != 1 && feature.combiner != Combiner::kSum);
+        OP_REQUIRES(ctx, has_scales_[shard.table] || !scaled,
                     absl::InvalidArgumentError(absl::StrCat(
                         "has_scales must be true for the table of feature ",
-                        feature.name, ", which has weights")));
+                        feature.name, ", whose bags are weighted sums")));
       }
     }
   }
