@@ -117,15 +117,15 @@ def test_dense_variables_and_rows_follow_the_eager_rule(case, swap, jit):
 
 
 @pytest.mark.parametrize(
-    ("ours", "stock"),
+    "make_both",
     [
-        (optimizers.Adam(LR), keras.optimizers.Adam(LR)),
-        (
+        lambda: (optimizers.Adam(LR), keras.optimizers.Adam(LR)),
+        lambda: (
             optimizers.Adam(LR, beta_1=0.8, beta_2=0.9, epsilon=1e-2, weight_decay=0.01),
             keras.optimizers.Adam(LR, beta_1=0.8, beta_2=0.9, epsilon=1e-2, weight_decay=0.01),
         ),
-        (optimizers.Ftrl(LR), keras.optimizers.Ftrl(LR)),
-        (
+        lambda: (optimizers.Ftrl(LR), keras.optimizers.Ftrl(LR)),
+        lambda: (
             optimizers.Ftrl(LR, learning_rate_power=-0.6, initial_accumulator_value=0.3, **FTRL),
             keras.optimizers.Ftrl(
                 LR,
@@ -138,7 +138,9 @@ def test_dense_variables_and_rows_follow_the_eager_rule(case, swap, jit):
         ),
     ],
 )
-def test_dense_steps_are_those_of_the_stock_optimizer(ours, stock):
+def test_dense_steps_are_those_of_the_stock_optimizer(make_both):
+    # Made here: variables made before a cluster connects are lost to the process.
+    ours, stock = make_both()
     value = RNG.normal(size=(4, 5)).astype(np.float32)
     variables = [keras.Variable(value) for _ in range(2)]
     for _ in range(25):

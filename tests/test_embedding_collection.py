@@ -22,10 +22,14 @@ def _seeded():
     keras.utils.set_random_seed(3)
 
 
-def collection(combiner="sum", shards=None, out_of_range="error", **kwargs) -> EmbeddingCollection:
+def collection(
+    combiner="sum", shards=None, out_of_range="error", dtype="float32", **kwargs
+) -> EmbeddingCollection:
     return EmbeddingCollection(
         [
-            TableConfig("films", ROWS["films"], DIMENSIONS["films"], "normal", combiner, shards),
+            TableConfig(
+                "films", ROWS["films"], DIMENSIONS["films"], "normal", combiner, shards, dtype
+            ),
             TableConfig("users", ROWS["users"], DIMENSIONS["users"], "normal", combiner),
         ],
         [
@@ -250,18 +254,18 @@ def make_optimizer(**kwargs):
     return recsync.optimizers.SwapAdagrad(0.1, swap=recsync.Swap(period=5, decay=0.5), **kwargs)
 
 
-def trained_locally(epochs: int, **kwargs) -> keras.Model:
+def trained_locally(epochs: int, dtype="float32", **kwargs) -> keras.Model:
     keras.utils.set_random_seed(3)
-    model = click_model(collection("mean", name="embed"))
+    model = click_model(collection("mean", dtype=dtype, name="embed"))
     model.compile(make_optimizer(**kwargs), "binary_crossentropy", jit_compile=False)
     model.fit(click_data(), epochs=epochs, verbose=0, shuffle=False)
     return model
 
 
-def on_cluster(strategy, shards=None, **kwargs) -> keras.Model:
+def on_cluster(strategy, shards=None, dtype="float32", **kwargs) -> keras.Model:
     keras.utils.set_random_seed(3)
     with strategy.scope():
-        model = click_model(collection("mean", shards, name="embed"))
+        model = click_model(collection("mean", shards, dtype=dtype, name="embed"))
         model.compile(make_optimizer(**kwargs), "binary_crossentropy")
     return model
 
@@ -282,6 +286,44 @@ def test_one_worker_trains_tables_on_two_servers_as_one_process_does(clusters, s
     model.fit(click_data(), epochs=2, verbose=0)
     assert_close(tables_of(model), tables_of(local))
     assert_close([model.predict(click_data(), verbose=0)], [local.predict(click_data(), verbose=0)])
+
+
+def test_bfloat16_tables_are_rounded_but_their_accumulators_are_not(clusters):
+    strategy = clusters.strategy(1, 2)
+    exact = trained_locally(2)
+    local = trained_locally(2, "bfloat16")
+    model = on_cluster(strategy, 2, "bfloat16")
+    model.fit(click_data(), epochs=2, verbose=0)
+    states = [s for s in model.optimizer.states if "bfloat16" in s.variable.path]
+    assert [s.variable.dtype for s in states] == ["bfloat16"] * 2
+    assert [s.accumulators[0].dtype for s in states] == ["float32"] * 2
+    for one, reference in ((model, local), (local, exact)):
+        films, expected = tables_of(one)[0], tables_of(reference)[0]
+        # 8 bits of mantissa, and two dozen updates of a row.
+        np.testing.assert_allclose(films, expected, rtol=0.02, atol=0.01)
+    assert np.abs(tables_of(local)[0] - tables_of(exact)[0]).max() > 1e-5
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "Ftrl"])
+def test_adam_and_ftrl_train_and_save_tables_wherever_they_are(clusters, optimizer, tmp_path):
+    strategy = clusters.strategy(1, 2)
+
+    def model_of(layer):
+        model = click_model(layer)
+        model.compile(getattr(recsync.optimizers, optimizer)(0.05), "mse", jit_compile=False)
+        return model
+
+    keras.utils.set_random_seed(3)
+    local = model_of(collection("mean", name="embed"))
+    local.fit(click_data(), epochs=2, verbose=0, shuffle=False)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = model_of(collection("mean", 2, name="embed"))
+    model.fit(click_data(), epochs=1, verbose=0)
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    again.fit(click_data(), epochs=1, verbose=0, shuffle=False)
+    assert_close(tables_of(again), tables_of(local))
 
 
 def test_what_two_servers_trained_goes_on_locally_and_back(clusters, tmp_path):

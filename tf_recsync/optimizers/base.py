@@ -160,19 +160,21 @@ class Optimizer(keras.optimizers.Optimizer):
         is_table = named or hasattr(variable, "physical_table")
         shape = tuple(variable.shape[:1]) if is_table else ()
         prefix = variable.path.replace("/", "_")
-        accumulators = [
-            self.add_variable_from_reference(
-                variable, name=name, initializer=self.accumulator_initializer(name)
-            )
-            for name in self.accumulator_names
-        ]
 
-        def beside(name, shape, dtype):
+        def beside(name, shape, dtype, initializer="zeros"):
             with self._distribution_strategy.extended.colocate_vars_with(variable.value):
                 return self.add_variable(
-                    shape=shape, dtype=dtype, initializer="zeros", name=f"{prefix}_{name}"
+                    shape=shape, dtype=dtype, initializer=initializer, name=f"{prefix}_{name}"
                 )
 
+        def accumulator(name):
+            initializer = self.accumulator_initializer(name)
+            if is_table and variable.dtype == "bfloat16":
+                # Sums of small numbers, which bfloat16 would lose.
+                return beside(name, tuple(variable.shape), "float32", initializer)
+            return self.add_variable_from_reference(variable, name=name, initializer=initializer)
+
+        accumulators = [accumulator(name) for name in self.accumulator_names]
         uses_last_update = self.staleness.uses_last_update
         return VariableState(
             variable=variable,
@@ -184,6 +186,11 @@ class Optimizer(keras.optimizers.Optimizer):
             last_updates=[beside("last_update", shape, "float32")] if uses_last_update else [],
             last_steps=[beside("last_step", shape, "int64")] if self.keeps_steps else [],
         )
+
+    @property
+    def uses_global_step(self) -> bool:
+        """Whether an update depends on the global step."""
+        return self.swap is not None or self.keeps_steps
 
     @property
     def states(self) -> tuple[VariableState, ...]:
@@ -267,7 +274,8 @@ class Optimizer(keras.optimizers.Optimizer):
         state = self.state_of(variable)
         learning_rate = tf.cast(learning_rate, tf.float32)
         step = tf.cast(self.iterations, tf.int64) + 1
-        if in_xla_context() or variable.dtype != tf.float32:
+        known = ("float32", "bfloat16") if state.is_table else ("float32",)
+        if in_xla_context() or state.variable.dtype not in known:
             self._plain_update(state, variable, gradient, learning_rate, step)
         elif state.is_table:
             values, ids = as_rows(gradient, state.variable.shape)
@@ -309,11 +317,6 @@ class Optimizer(keras.optimizers.Optimizer):
             pulled_versions: int64 [n], or empty for fresh gradients.
             learning_rate: a float32 scalar.
             global_step: an int64 scalar, counted from 1.
-            bags: int32 [n], the bag of its table that each id was pooled into,
-                in order, or None: every id has a gradient of its own.
-            scales: float32 [n], the weight of each id in its bag, or None for 1.
-            bag_counts: int64 [len(states)], the number of bags of each table;
-                None without bags.
 
         Returns:
             The update's operation.
@@ -360,7 +363,7 @@ class Optimizer(keras.optimizers.Optimizer):
 
         Only fresh gradients come here, and a fresh gradient's weight is 1.
         """
-        dtype = variable.dtype
+        dtype = tf.as_dtype((state.accumulators or [state.variable])[0].dtype)
         rank = len(variable.shape)
         versions = state.versions.value
         if state.is_table:
@@ -402,7 +405,7 @@ class Optimizer(keras.optimizers.Optimizer):
             gradient,
             tf.cast(learning_rate, dtype),
             decay,
-            value=tf.convert_to_tensor(variable),
+            value=tf.cast(tf.convert_to_tensor(variable), dtype),
             step=step,
             last_step=None if last_step is None else wide(last_step),
         )
@@ -411,7 +414,9 @@ class Optimizer(keras.optimizers.Optimizer):
         mask = wide(touched)
         for accumulator, new in zip(accumulators, new_accumulators, strict=True):
             accumulator.assign(tf.where(mask, new, accumulator))
-        variable.assign_sub(tf.where(mask, update, tf.zeros_like(update)))
+        # In the accumulators' type: a bfloat16 value is rounded once, at the end.
+        new_value = tf.cast(tf.convert_to_tensor(variable), dtype) - update
+        variable.assign(tf.where(mask, tf.cast(new_value, variable.dtype), variable))
         if state.last_updates:
             axes = list(range(1, rank)) if state.is_table else None
             length = tf.sqrt(tf.reduce_sum(tf.square(tf.cast(update, tf.float32)), axes))

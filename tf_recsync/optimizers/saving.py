@@ -120,6 +120,8 @@ def _slots(states: list) -> dict[str, list[keras.Variable]]:
         slots["last_period"] = [s.last_periods[0] for s in states]
     if states[0].last_updates:
         slots["last_update"] = [s.last_updates[0] for s in states]
+    if states[0].last_steps:
+        slots["last_step"] = [s.last_steps[0] for s in states]
     slots[_COUNTERS] = [s.counters for s in states]
     return slots
 

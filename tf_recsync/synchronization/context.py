@@ -15,7 +15,8 @@ from typing import Any, Protocol
 class Push(Protocol):
     """Where an optimizer's gradients go."""
 
-    is_dry: bool  # Only to see what a step does: gradients go nowhere.
+    # Only to see what a step does: gradients go nowhere, and nothing else is asked of it.
+    is_dry: bool
 
     def pushing(self, optimizer: Any, grads: Any) -> contextlib.AbstractContextManager:
         """A scope for one application of gradients by `optimizer`."""

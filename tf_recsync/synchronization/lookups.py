@@ -9,7 +9,6 @@ pulled in one message.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -65,24 +64,9 @@ class _DryTable(TableStandIn):
 
 
 class _DryPush:
-    """Ends a step where its gradients would be pushed."""
+    """Where a step ends that is only looked at: nothing is pushed."""
 
     is_dry = True
-
-    @contextlib.contextmanager
-    def pushing(self, optimizer, grads):
-        del optimizer, grads
-        yield
-
-    def sum_repeated_rows(self, grads, variables):
-        del variables
-        return grads
-
-    def push(self, optimizer, grads, variables, learning_rate) -> None:
-        """Pushes nothing."""
-
-    def decay_weights(self, variables, rate) -> None:
-        """Decays nothing."""
 
 
 def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> Lookups:

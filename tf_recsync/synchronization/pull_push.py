@@ -67,10 +67,10 @@ class Layout:
             if state is None:
                 seed = variable.path.endswith("seed_generator_state")
                 (private if seed else shared).append(variable)
-            elif variable.dtype != "float32":
+            elif variable.dtype not in ("float32", "bfloat16" if state.is_table else "float32"):
                 raise ValueError(
-                    f"trainable variables must be float32 under a parameter-server strategy, "
-                    f"{variable.path} is {variable.dtype}"
+                    "trainable variables must be float32 under a parameter-server strategy, and "
+                    f"tables float32 or bfloat16; {variable.path} is {variable.dtype}"
                 )
             elif state.is_table:
                 tables.append(state)
@@ -260,8 +260,8 @@ class Step:
         self._operations.append(step.op)
         for device, plan in plans.items():
             with tf.device(device):
-                # Only SWAP asks for it; without, nobody waits for the owner.
-                number = step if optimizer.swap else tf.ones([], tf.int64)
+                # Where nobody asks for it, nobody waits for its owner.
+                number = step if optimizer.uses_global_step else tf.ones([], tf.int64)
                 self._operations += plan.apply(optimizer, number)
 
     def decay_weights(self, variables, rate) -> None:
