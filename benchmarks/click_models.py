@@ -75,26 +75,22 @@ def start_cluster(rounds: common.Rounds, workers: int, ps: int) -> recsync.Local
 
 def build_stock(spec: recsync.data.FeatureSpec) -> keras.Model:
     """The model in plain Keras: an Embedding layer for each of the 52 tables."""
-    keras.utils.set_random_seed(common.SEED)
-    return build_wide_deep(spec, embedding_dimension=DIMENSION, hidden_units=HIDDEN_UNITS)
+    return _build(spec, collections=False)
 
 
 def build_ours(spec: recsync.data.FeatureSpec) -> keras.Model:
-    """The model with this package's layers."""
-    if not hasattr(recsync.layers, "EmbeddingCollection"):
-        return build_stock(spec)
+    """The model with this package's layers: an EmbeddingCollection for each part."""
+    return _build(spec, collections=True)
+
+
+def _build(spec: recsync.data.FeatureSpec, collections: bool) -> keras.Model:
     keras.utils.set_random_seed(common.SEED)
-    numeric = keras.Input((len(spec.numeric),), name="numeric")
-    ids = {name: keras.Input((), dtype="int64", name=name) for name in spec.categorical}
-    deep = _collection(spec, "deep", DIMENSION, "uniform")(ids)
-    wide = _collection(spec, "wide", 1, "zeros")(ids)
-    hidden = keras.layers.Concatenate()([numeric, *(deep[name] for name in ids)])
-    for units in HIDDEN_UNITS:
-        hidden = keras.layers.Dense(units, activation="relu")(hidden)
-    parts = [keras.layers.Dense(1)(numeric), *(wide[name] for name in ids)]
-    logit = keras.layers.Add()([*parts, keras.layers.Dense(1)(hidden)])
-    click = keras.layers.Activation("sigmoid")(logit)
-    return keras.Model({"numeric": numeric, **ids}, click, name="wide_deep")
+    return build_wide_deep(
+        spec,
+        embedding_dimension=DIMENSION,
+        hidden_units=HIDDEN_UNITS,
+        collections=collections,
+    )
 
 
 def build_legacy(spec: recsync.data.FeatureSpec, tf_keras: Any) -> Any:
@@ -114,23 +110,6 @@ def build_legacy(spec: recsync.data.FeatureSpec, tf_keras: Any) -> Any:
     logit = layers.Add()([*wide, layers.Dense(1)(hidden)])
     click = layers.Activation("sigmoid")(logit)
     return tf_keras.Model({"numeric": numeric, **ids}, click)
-
-
-def _collection(
-    spec: recsync.data.FeatureSpec, part: str, dimension: int, initializer: str
-) -> keras.layers.Layer:
-    """A table of its own for each feature."""
-    layers = recsync.layers
-    return layers.EmbeddingCollection(
-        tables=[
-            layers.TableConfig(
-                f"{part}_{name}", rows, dimension, initializer=initializer, combiner="sum"
-            )
-            for name, rows in spec.categorical.items()
-        ],
-        features=[layers.FeatureConfig(name, table=f"{part}_{name}") for name in spec.categorical],
-        name=part,
-    )
 
 
 class MergedModel:

@@ -75,7 +75,10 @@ def make_optimizer(system: str) -> keras.optimizers.Optimizer:
 def make_model(spec: recsync.data.FeatureSpec, system: str) -> keras.Model:
     """The compiled model; its initial weights are the same for every system."""
     keras.utils.set_random_seed(common.SEED)
-    model = build_wide_deep(spec, embedding_dimension=16, hidden_units=(256, 128, 64))
+    # An Embedding layer per table for every system: the optimizers are compared.
+    model = build_wide_deep(
+        spec, embedding_dimension=16, hidden_units=(256, 128, 64), collections=False
+    )
     model.compile(make_optimizer(system), "binary_crossentropy", jit_compile=False)
     return model
 
