@@ -127,13 +127,16 @@ class IdRouter {
   template <typename Index>
   std::string Route(const std::vector<RoutedInput<Index>>& inputs,
                     int64_t batch) {
-    int64_t most = 0;
+    int64_t ids = 0;
+    std::vector<int64_t> most(tables_.size(), 0);  // rows of each table
     for (size_t f = 0; f < features_.size(); ++f) {
       const RoutedFeature& feature = features_[f];
       const RoutedInput<Index>& input = inputs[f];
       if (std::string s = CheckShape(feature, input, batch); !s.empty())
         return s;
-      most += input.n;
+      ids += input.n;
+      for (const ShardPlace& shard : feature.shards)
+        most[shard.table] += input.n;
       if (feature.out_of_range != OutOfRange::kError) continue;
       for (int64_t i = 0; i < input.n; ++i) {
         const int64_t id = static_cast<int64_t>(input.ids[i]);
@@ -146,14 +149,14 @@ class IdRouter {
       }
     }
     if (static_cast<int64_t>(features_.size()) * batch > INT32_MAX ||
-        most > INT32_MAX) {
-      return Message("a batch of ", batch, " examples with ", most,
+        ids > INT32_MAX) {
+      return Message("a batch of ", batch, " examples with ", ids,
                      " ids is too large");
     }
     std::vector<RowNumbers> numbers;
     for (size_t t = 0; t < tables_.size(); ++t) {
       tables_[t] = RoutedTable();
-      numbers.emplace_back(has_bags_[t] ? 0 : most);
+      numbers.emplace_back(has_bags_[t] ? 0 : most[t]);
     }
     std::vector<int64_t> last_slot(tables_.size(), -1);
     Visit(inputs, batch, [&](int t, int64_t row, float scale, int64_t slot) {

@@ -135,13 +135,13 @@ class RouteIdsOp : public OpKernel {
     Tensor* examples;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &examples));
     examples->scalar<int64_t>()() = batch;
+    const std::vector<float> no_scales;
     for (int t = 0; t < tables_; ++t) {
       const RoutedTable& table = router.table(t);
       OP_REQUIRES_OK(ctx, Output(ctx, "rows", t, table.rows));
       OP_REQUIRES_OK(ctx, Output(ctx, "bags", t, table.bags));
-      OP_REQUIRES_OK(
-          ctx, Output(ctx, "scales", t,
-                      has_scales_[t] ? table.scales : std::vector<float>()));
+      OP_REQUIRES_OK(ctx, Output(ctx, "scales", t,
+                                 has_scales_[t] ? table.scales : no_scales));
       OP_REQUIRES_OK(ctx, Output(ctx, "slots", t, table.slots));
       OP_REQUIRES_OK(ctx, Output(ctx, "sources", t, table.sources));
     }

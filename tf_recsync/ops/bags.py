@@ -65,12 +65,16 @@ def merge(parts: list[Bags]) -> Bags:
     for part in full:
         bags.append(part.bags + tf.cast(first, tf.int32))
         first += part.count
-    scales = None
-    if any(part.scales is not None for part in full):
-        scales = tf.concat(
-            [tf.ones_like(p.ids, tf.float32) if p.scales is None else p.scales for p in full], 0
-        )
-    return Bags(ids, tf.concat(bags, 0), scales, first)
+    return Bags(ids, tf.concat(bags, 0), _joined_scales(full), first)
+
+
+def _joined_scales(parts: list[Bags]) -> tf.Tensor | None:
+    """The scales of all parts, 1 where a part has none; None if no part has any."""
+    if all(part.scales is None for part in parts):
+        return None
+    return tf.concat(
+        [tf.ones_like(p.ids, tf.float32) if p.scales is None else p.scales for p in parts], 0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +104,7 @@ class PackedBags:
         ids = tf.concat([t.ids for t in tables], 0)
         if tables[0].bags is None:
             return cls(counts, ids)
-        scales = None
-        if any(t.scales is not None for t in tables):
-            scales = tf.concat(
-                [tf.ones_like(t.ids, tf.float32) if t.scales is None else t.scales for t in tables],
-                0,
-            )
+        scales = _joined_scales(tables)
         bag_counts = tf.stack([t.count for t in tables])
         return cls(counts, ids, tf.concat([t.bags for t in tables], 0), scales, bag_counts)
 
