@@ -230,8 +230,7 @@ class Optimizer(keras.optimizers.Optimizer):
         if self._clips:
             variables = trainable_variables or self._trainable_variables
             grads = push.sum_repeated_rows(grads, variables)
-        with push.pushing(self, grads):
-            super().apply(grads, trainable_variables)
+        super().apply(grads, trainable_variables)
 
     def finalize_variable_values(self, var_list):
         # Keras calls this at the end of fit, which may have been stopped with

@@ -18,9 +18,6 @@ class Push(Protocol):
     # Only to see what a step does: gradients go nowhere, and nothing else is asked of it.
     is_dry: bool
 
-    def pushing(self, optimizer: Any, grads: Any) -> contextlib.AbstractContextManager:
-        """A scope for one application of gradients by `optimizer`."""
-
     def sum_repeated_rows(self, grads: Any, variables: Any) -> Any:
         """The same gradients, those of tables with every row named once, by its id."""
 

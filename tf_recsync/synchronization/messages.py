@@ -150,6 +150,8 @@ class PushPlan:
         self._dense: list[tuple[int, tf.Tensor]] = []
         self._pooled: list[tuple[int, tf.Tensor]] = []
         self._rows: list[tuple[base.VariableState, tf.Tensor, tf.Tensor, tf.Tensor]] = []
+        # What travels; see `pack`.
+        self.packed: list[tf.Tensor] = []
         self._floats: tf.Tensor | None = None
         self._integers: tf.Tensor | None = None
 
@@ -184,22 +186,23 @@ class PushPlan:
         """Adds the gradient of rows of a table, with all that the server needs to know."""
         self._rows.append((state, tf.reshape(tf.cast(values, tf.float32), [-1]), ids, versions))
 
-    def send(self, device: str, learning_rate) -> tf.Tensor:
-        """Packs the push on the worker and sends it; returns a tensor that exists on arrival."""
+    def pack(self, learning_rate) -> None:
+        """Packs on the worker all that was added."""
         floats = [tf.reshape(tf.cast(learning_rate, tf.float32), [1])]
         floats += [gradient for _, gradient in self._dense]
         floats += [values for _, values in self._pooled]
         floats += [values for _, values, _, _ in self._rows]
-        packed = tf.concat(floats, 0)
-        integers = None
+        self.packed = [tf.concat(floats, 0)]
         if self._rows:
             counts = [tf.size(ids, out_type=tf.int64)[tf.newaxis] for _, _, ids, _ in self._rows]
             ids = [ids for _, _, ids, _ in self._rows]
-            integers = tf.concat([*counts, *ids, *(v for _, _, _, v in self._rows)], 0)
+            self.packed.append(tf.concat([*counts, *ids, *(v for _, _, _, v in self._rows)], 0))
+
+    def send(self, device: str) -> tf.Tensor:
+        """Sends what was packed; returns a tensor that exists on arrival."""
         with tf.device(device):
-            self._floats = tf.identity(packed)
-            if integers is not None:
-                self._integers = tf.identity(integers)
+            sent = [tf.identity(tensor) for tensor in self.packed]
+        self._floats, self._integers = sent if self._rows else (*sent, None)
         return self._floats
 
     def apply(self, optimizer: base.Optimizer, step) -> list[tf.Operation]:

@@ -106,9 +106,8 @@ class Step:
         self._layout = layout
         self._compute_time = compute_time
         self._pulls: dict[str, ServerPull] = {}
-        self._operations: list[tf.Operation] = []
-        self._delay: tf.Operation | None = None
-        self._pushed: set[int] = set()
+        self._pushes: list[tuple[base.Optimizer, dict[str, PushPlan]]] = []
+        self._decays: list[tuple[keras.Variable, tf.Tensor]] = []
         # Versions of tables whose gradients have every row once (for clipping).
         self._summed: dict[int, tf.Tensor] = {}
         self._tables = {
@@ -180,12 +179,15 @@ class Step:
     @property
     def pushed(self) -> bool:
         """Whether an optimizer has pushed gradients."""
-        return bool(self._pushed)
+        return bool(self._pushes)
 
     def finish(self) -> tuple[list[tf.Tensor], list[tf.Operation]]:
         """What the worker keeps (new values of `layout.private`), and the pushes."""
         for table in self._tables.values():
             table.check()
+        if self._compute_time is not None and self._pushes:
+            self._delay(self._compute_time)
+        operations: list[tf.Operation] = []
         for variable, old in zip(self._layout.shared, self._shared, strict=True):
             new = self._scope.get_current_value(variable)
             if new is old:
@@ -198,20 +200,43 @@ class Step:
                     update = variable._value.assign(new, read_value=False)
                 else:
                     update = variable._value.assign_add(new, read_value=False)
-            self._operations.append(update)
-        private = [self._scope.get_current_value(v) for v in self._layout.private]
-        return private, self._operations
+            operations.append(update)
+        for variable, rate in self._decays:
+            with tf.device(device_of(variable)):
+                value = variable._value
+                decay = tf.cast(rate, value.dtype) * value.read_value()
+                operations.append(value.assign_sub(decay, read_value=False))
+        for optimizer, plans in self._pushes:
+            arrived = {device: plan.send(device) for device, plan in plans.items()}
+            operations += self._apply(optimizer, plans, arrived)
+        return [self._scope.get_current_value(v) for v in self._layout.private], operations
+
+    def _delay(self, seconds: float) -> None:
+        """Has the pushes wait after they are computed."""
+        plans = [plan for _, plans in self._pushes for plan in plans.values()]
+        with tf.control_dependencies([tensor for plan in plans for tensor in plan.packed]):
+            delay = ops.delay(seconds)
+        with tf.control_dependencies([delay]):
+            for plan in plans:
+                plan.packed = [tf.identity(tensor) for tensor in plan.packed]
+
+    def _apply(self, optimizer, plans: dict[str, PushPlan], arrived) -> list[tf.Operation]:
+        """Applies pushes that `arrived` on the servers."""
+        # The owner of the global step counts the push when it has arrived there;
+        # an owner without parameters counts it when it has arrived anywhere.
+        owner = device_of(optimizer._iterations)
+        evidence = arrived.get(owner, next(iter(arrived.values())))
+        with tf.control_dependencies([evidence]), tf.device(owner):
+            step = ops.next_global_step(optimizer._iterations._value.handle)
+        operations = [step.op]
+        for device, plan in plans.items():
+            with tf.device(device):
+                # Where nobody asks for it, nobody waits for its owner.
+                number = step if optimizer.uses_global_step else tf.ones([], tf.int64)
+                operations += plan.apply(optimizer, number)
+        return operations
 
     # The push (see `context.Push`).
-
-    @contextlib.contextmanager
-    def pushing(self, optimizer: base.Optimizer, grads) -> Iterator[None]:
-        if self._compute_time is not None and self._delay is None:
-            computed = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads]
-            with tf.control_dependencies([g for g in computed if g is not None]):
-                self._delay = ops.delay(self._compute_time)
-        with tf.control_dependencies([] if self._delay is None else [self._delay]):
-            yield
 
     def sum_repeated_rows(self, grads, variables) -> list:
         summed = []
@@ -233,7 +258,6 @@ class Step:
         plans: dict[str, PushPlan] = {}
         for gradient, variable in zip(grads, variables, strict=True):
             state = optimizer.state_of(variable)
-            self._pushed.add(id(state.variable))
             device = device_of(state.variable)
             if device not in plans:
                 plans[device] = PushPlan(self._pulls.get(device, ServerPull(dense=[])))
@@ -250,29 +274,12 @@ class Step:
                     lookups = table.complete(gradient)
                 if lookups is None or not plan.add_lookups(state, lookups, gradient.values):
                     plan.add_rows(state, *table.resolve(gradient))
-        arrived = {device: plan.send(device, learning_rate) for device, plan in plans.items()}
-        # The owner of the global step counts the push when it has arrived there;
-        # an owner without parameters counts it when it has arrived anywhere.
-        owner = device_of(optimizer._iterations)
-        evidence = arrived.get(owner, next(iter(arrived.values())))
-        with tf.control_dependencies([evidence]), tf.device(owner):
-            step = ops.next_global_step(optimizer._iterations._value.handle)
-        self._operations.append(step.op)
-        for device, plan in plans.items():
-            with tf.device(device):
-                # Where nobody asks for it, nobody waits for its owner.
-                number = step if optimizer.uses_global_step else tf.ones([], tf.int64)
-                self._operations += plan.apply(optimizer, number)
+        for plan in plans.values():
+            plan.pack(learning_rate)
+        self._pushes.append((optimizer, plans))
 
     def decay_weights(self, variables, rate) -> None:
-        for variable in variables:
-            with tf.device(device_of(variable)):
-                value = variable._value
-                self._operations.append(
-                    value.assign_sub(
-                        tf.cast(rate, value.dtype) * value.read_value(), read_value=False
-                    )
-                )
+        self._decays += [(variable, tf.convert_to_tensor(rate)) for variable in variables]
 
 
 def schedule_variables(optimizer: base.Optimizer) -> list[keras.Variable]:
