@@ -144,11 +144,11 @@ class _Steps:
         def open_worker(slot: Slot):
             if slot.state is not None:
                 merge(slot)
-            state = WorkerState(registered.iterator(job), private_values(slot))
+            state = WorkerState(slot.index, registered.iterator(job), private_values(slot))
             # Has the servers build their parts of the graph, without taking a step.
             for function in functions.values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
-                    function(registered.empty_iterator(), *state.handles)
+                    function(registered.empty_iterator(), *state.inputs)
             slot.state = state
             return state
 
@@ -160,7 +160,7 @@ class _Steps:
             if n == steps_per_call > 1:
                 before = state.steps
                 try:
-                    functions[n](state.iterator, *state.handles)
+                    functions[n](state.iterator, *state.inputs)
                 except tf.errors.OutOfRangeError:
                     state.steps = state.read_steps()
                     return state.steps - before, True, None
@@ -168,7 +168,7 @@ class _Steps:
                 return n, False, None
             for done in range(n):
                 try:
-                    functions[1](state.iterator, *state.handles)
+                    functions[1](state.iterator, *state.inputs)
                 except tf.errors.OutOfRangeError:
                     return done, True, None
             return n, False, None
@@ -267,13 +267,13 @@ class PredictFunction:
         initial = [np.asarray(v._value.read_value()) for v in layout.private]
 
         def open_worker(slot: Slot):
-            slot.state = WorkerState(registered.iterator(job), initial)
+            slot.state = WorkerState(slot.index, registered.iterator(job), initial)
             return slot.state
 
         def call(slot: Slot, n: int):
             del n
             try:
-                number, outputs = function(slot.state.iterator, *slot.state.handles)
+                number, outputs = function(slot.state.iterator, *slot.state.inputs)
             except tf.errors.OutOfRangeError:
                 return 0, True, None
             outputs = keras.tree.map_structure(np.asarray, outputs)
@@ -309,24 +309,27 @@ class WorkerState:
     """What lives on a worker during a pass; make it in the worker's device scope.
 
     Args:
-        iterator: the worker's iterator.
+        worker: the worker's index.
+        iterator: its iterator.
         private: the initial values of the variables that it keeps for itself.
 
     Attributes:
         steps: how many steps calls of several steps have run, as far as known.
     """
 
-    def __init__(self, iterator: tf.data.Iterator, private: list[np.ndarray]):
+    def __init__(self, worker: int, iterator: tf.data.Iterator, private: list[np.ndarray]):
         self.iterator = iterator
         self.reset_metrics = False
         self.steps = 0
+        self._worker = on_worker(np.int64(worker))
         self._steps = tf.Variable(on_worker(np.int64(0)), trainable=False)
         self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
 
     @property
-    def handles(self) -> list[tf.Tensor]:
-        """The handles of the worker's variables: the count of steps, then its private ones."""
-        return [variable.handle for variable in (self._steps, *self._variables)]
+    def inputs(self) -> list[tf.Tensor]:
+        """What its functions take after an iterator (see `worker_functions.trace_steps`)."""
+        handles = [variable.handle for variable in (self._steps, *self._variables)]
+        return [self._worker, *handles]
 
     def assign(self, values: list[np.ndarray]) -> None:
         """Sets the first of the worker's variables."""

@@ -1,8 +1,8 @@
 """The functions that workers run, traced once for all workers.
 
-Each takes the worker's iterator and handles of the variables that the worker
-keeps for itself; those stay on the worker, so that a call returns next to
-nothing.
+Each takes the worker's iterator, its index, and handles of the variables that
+it keeps for itself; all of them stay on the worker, so that a call takes and
+returns next to nothing.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def trace_steps(
         compute_time: artificial compute time in seconds, or None.
 
     Returns:
-        A concrete function of (iterator, handle of the worker's count of steps,
-        *handles of the worker's private variables) that runs the steps, returns
-        nothing, and raises OutOfRangeError at the end of the data. The count
-        then tells how many steps it ran; for single steps it is not kept.
+        A concrete function of (iterator, the worker's index, handle of the
+        worker's count of steps, *handles of the worker's private variables) that
+        runs the steps, returns nothing, and raises OutOfRangeError at the end of
+        the data. The index is an int64 scalar. The count then tells how many
+        steps it ran; for single steps it is not kept.
 
     Raises:
         ValueError: if the model's own step can't be run on workers.
@@ -50,9 +51,9 @@ def trace_steps(
     known = {*model.get_metrics_result(), *(metric.name for metric in model.metrics)}
     lookups = find_lookups(model, layout, method, element_spec)
 
-    def run_step(data, handles) -> list[tf.Operation]:
+    def run_step(data, worker, handles) -> list[tf.Operation]:
         private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
-        step = Step(layout, private, lookups, data, compute_time if is_training else None)
+        step = Step(layout, private, lookups, data, worker, compute_time if is_training else None)
         with step.computing():
             logs = getattr(model, method)(data)
         _check_logs(model, method, logs, known)
@@ -67,7 +68,7 @@ def trace_steps(
                 operations.append(tf.raw_ops.AssignVariableOp(resource=handle, value=new))
         return operations
 
-    def steps(iterator, count, *handles):
+    def steps(iterator, worker, count, *handles):
         operations: list[tf.Operation] = []
         for _ in range(steps_per_call):
             # The next step pulls when this one's pushes are applied.
@@ -76,7 +77,7 @@ def trace_steps(
             # Without a batch nothing may happen, not even what needs none of it.
             with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
                 # One message from each server says that all is done there.
-                operations = [tf.group(*run_step(batch, handles))]
+                operations = [tf.group(*run_step(batch, worker, handles))]
             if steps_per_call > 1:
                 with tf.control_dependencies(operations):
                     one = tf.ones([], tf.int64)
@@ -85,8 +86,7 @@ def trace_steps(
             tf.no_op()
 
     return tf.function(steps, autograph=False).get_concrete_function(
-        tf.data.IteratorSpec(element_spec),
-        *_handle_specs(layout),
+        tf.data.IteratorSpec(element_spec), *_worker_specs(layout)
     )
 
 
@@ -94,29 +94,30 @@ def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Call
     """Traces `model.predict_step` for the workers.
 
     Returns:
-        A concrete function of (iterator, *handles as for `trace_steps`) that
-        returns (the batch's number, its outputs) and raises
-        OutOfRangeError at the end of the data.
+        A concrete function of the same arguments as those of `trace_steps` that
+        returns (the batch's number, its outputs) and raises OutOfRangeError at
+        the end of the data.
     """
     lookups = find_lookups(model, layout, "predict_step", element_spec[1])
 
-    def predict(iterator, count, *handles):
+    def predict(iterator, worker, count, *handles):
         del count
         number, data = iterator.get_next()
         private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
-        step = Step(layout, private, lookups, data)
+        step = Step(layout, private, lookups, data, worker)
         with step.computing():
             outputs = model.predict_step(data)
         return number, outputs
 
     return tf.function(predict, autograph=False).get_concrete_function(
-        tf.data.IteratorSpec(element_spec), *_handle_specs(layout)
+        tf.data.IteratorSpec(element_spec), *_worker_specs(layout)
     )
 
 
-def _handle_specs(layout: Layout) -> list[tf.TensorSpec]:
-    """The count of steps, and the private variables."""
-    return [tf.TensorSpec([], tf.resource) for _ in range(1 + len(layout.private))]
+def _worker_specs(layout: Layout) -> list[tf.TensorSpec]:
+    """The worker's index, the count of steps, and the private variables."""
+    handles = [tf.TensorSpec([], tf.resource) for _ in range(1 + len(layout.private))]
+    return [tf.TensorSpec([], tf.int64), *handles]
 
 
 def _read(handle: tf.Tensor, like: keras.Variable) -> tf.Tensor:

@@ -89,6 +89,7 @@ class Step:
         private: the values of `layout.private` on this worker.
         lookups: the lookups to pull at the start.
         batch: the step's batch.
+        worker: the worker's index, an int64 scalar on the worker.
         compute_time: artificial compute time in seconds to add before the push,
             or None.
     """
@@ -101,9 +102,11 @@ class Step:
         private: Sequence[tf.Tensor],
         lookups: Lookups,
         batch: Any,
+        worker: tf.Tensor,
         compute_time: float | None = None,
     ):
         self._layout = layout
+        self.worker = worker
         self._compute_time = compute_time
         self._pulls: dict[str, ServerPull] = {}
         self._operations: list[tf.Operation] = []
