@@ -29,13 +29,12 @@ class Settings:
     Attributes:
         cluster: the connected cluster.
         worker_timeout: seconds without any worker after which a pass fails.
-        compute_time: returns the artificial compute time in seconds, or None.
-        on_lost: called with (worker index, number of lost calls).
+        compute_time: returns what computes the artificial compute time, or None.
     """
 
     cluster: Cluster
     worker_timeout: float
-    compute_time: Callable[[], float | None]
+    compute_time: Callable[[], worker_functions.ComputeTime | None]
 
 
 def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
@@ -142,9 +141,11 @@ class _Steps:
             return values
 
         def open_worker(slot: Slot):
+            steps = 0
             if slot.state is not None:
                 merge(slot)
-            state = WorkerState(slot.index, registered.iterator(job), private_values(slot))
+                steps = slot.state.steps
+            state = WorkerState(slot.index, registered.iterator(job), private_values(slot), steps)
             # Has the servers build their parts of the graph, without taking a step.
             for function in functions.values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
@@ -154,6 +155,7 @@ class _Steps:
 
         def call(slot: Slot, n: int):
             state = slot.state
+            state.begin(slot.pass_began)
             if state.reset_metrics:
                 state.assign(private_values(slot)[:metrics])
                 state.reset_metrics = False
@@ -171,6 +173,7 @@ class _Steps:
                     functions[1](state.iterator, *state.inputs)
                 except tf.errors.OutOfRangeError:
                     return done, True, None
+                state.steps += 1
             return n, False, None
 
         return WorkerRun(
@@ -312,24 +315,39 @@ class WorkerState:
         worker: the worker's index.
         iterator: its iterator.
         private: the initial values of the variables that it keeps for itself.
+        steps: how many steps it did earlier in the pass, before it was lost.
 
     Attributes:
-        steps: how many steps calls of several steps have run, as far as known.
+        steps: how many steps it has done in the pass, as far as known.
     """
 
-    def __init__(self, worker: int, iterator: tf.data.Iterator, private: list[np.ndarray]):
+    def __init__(
+        self,
+        worker: int,
+        iterator: tf.data.Iterator,
+        private: list[np.ndarray],
+        steps: int = 0,
+    ):
         self.iterator = iterator
         self.reset_metrics = False
-        self.steps = 0
+        self.steps = steps
         self._worker = on_worker(np.int64(worker))
-        self._steps = tf.Variable(on_worker(np.int64(0)), trainable=False)
+        self._began = on_worker(np.float64(0))
+        self._has_begun = False
+        self._steps = tf.Variable(on_worker(np.int64(steps)), trainable=False)
         self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
 
     @property
     def inputs(self) -> list[tf.Tensor]:
         """What its functions take after an iterator (see `worker_functions.trace_steps`)."""
         handles = [variable.handle for variable in (self._steps, *self._variables)]
-        return [self._worker, *handles]
+        return [self._worker, self._began, *handles]
+
+    def begin(self, time: float) -> None:
+        """Tells the worker, once, when the pass began, in seconds of the Unix epoch."""
+        if not self._has_begun:
+            self._began = on_worker(np.float64(time))
+            self._has_begun = True
 
     def assign(self, values: list[np.ndarray]) -> None:
         """Sets the first of the worker's variables."""
@@ -341,7 +359,7 @@ class WorkerState:
         return [np.asarray(variable.read_value()) for variable in self._variables[:count]]
 
     def read_steps(self) -> int:
-        """The steps that calls of several steps have run."""
+        """The steps that the worker has done."""
         return int(np.asarray(self._steps.read_value()))
 
 

@@ -90,8 +90,8 @@ class Step:
         lookups: the lookups to pull at the start.
         batch: the step's batch.
         worker: the worker's index, an int64 scalar on the worker.
-        compute_time: artificial compute time in seconds to add before the push,
-            or None.
+        compute_time: artificial compute time to add before the push, in seconds,
+            a float32 scalar; or None.
     """
 
     is_dry = False
@@ -103,7 +103,7 @@ class Step:
         lookups: Lookups,
         batch: Any,
         worker: tf.Tensor,
-        compute_time: float | None = None,
+        compute_time: tf.Tensor | None = None,
     ):
         self._layout = layout
         self.worker = worker
