@@ -17,6 +17,7 @@ from tf_recsync.optimizers import base
 from tf_recsync.strategies import worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.worker_run import Slot, WorkerRun
+from tf_recsync.synchronization import links
 from tf_recsync.synchronization.pull_push import Layout
 
 _REFRESH_SECONDS = 0.5  # Between readings of the workers' metrics.
@@ -30,11 +31,13 @@ class Settings:
         cluster: the connected cluster.
         worker_timeout: seconds without any worker after which a pass fails.
         compute_time: returns what computes the artificial compute time, or None.
+        bandwidths: returns artificial bandwidths, in bytes per second by server's device.
     """
 
     cluster: Cluster
     worker_timeout: float
     compute_time: Callable[[], worker_functions.ComputeTime | None]
+    bandwidths: Callable[[], dict[str, float]]
 
 
 def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
@@ -190,17 +193,18 @@ class _Steps:
 
     def _traced(self, iterator, steps_per_call) -> tuple[dict[int, Callable], Layout]:
         """The functions of one step and of `steps_per_call` steps, and the layout."""
-        compute_time = self._settings.compute_time()
+        compute_time, bandwidths = self._settings.compute_time(), self._settings.bandwidths()
         spec = iterator.distributed.element_spec
-        key = (repr(spec), steps_per_call, compute_time)
+        key = (repr(spec), steps_per_call, compute_time, tuple(bandwidths.items()))
         if key not in self._functions:
             layout = Layout.of(self._model, optimizers_of(self._model))
-            functions = {
-                steps: worker_functions.trace_steps(
-                    self._model, layout, self.method, spec, steps, compute_time
-                )
-                for steps in sorted({1, steps_per_call})
-            }
+            with links.limited(bandwidths):
+                functions = {
+                    steps: worker_functions.trace_steps(
+                        self._model, layout, self.method, spec, steps, compute_time
+                    )
+                    for steps in sorted({1, steps_per_call})
+                }
             self._functions = {key: (functions, layout)}
         return self._functions[key]
 
@@ -265,7 +269,8 @@ class PredictFunction:
         """Starts the workers on a pass; called by the iterator."""
         registered = iterator.distributed.registered()
         layout = Layout.of(self._model, optimizers_of(self._model))
-        function = worker_functions.trace_predict(self._model, layout, registered.element_spec)
+        with links.limited(self._settings.bandwidths()):
+            function = worker_functions.trace_predict(self._model, layout, registered.element_spec)
         job = registered.new_job()
         initial = [np.asarray(v._value.read_value()) for v in layout.private]
 

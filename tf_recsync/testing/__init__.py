@@ -1,5 +1,6 @@
 """Tools with which a few cores can stand for many machines, some of them slow or failing."""
 
+from tf_recsync.testing.bandwidth import set_bandwidth
 from tf_recsync.testing.compute_time import set_compute_time
 from tf_recsync.testing.slowdown import (
     ChangingSlowdown,
@@ -13,5 +14,6 @@ __all__ = [
     "RandomSlowdown",
     "SlowWorkers",
     "Slowdown",
+    "set_bandwidth",
     "set_compute_time",
 ]
