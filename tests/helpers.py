@@ -19,22 +19,31 @@ LOSS = "binary_crossentropy"
 
 
 class Clusters:
-    """Local clusters, one at a time, each kept until another is asked for."""
+    """Local clusters, one at a time, each kept until another is asked for.
+
+    Servers are processes of their own, as users have them, or in this process
+    (`processes=0`): for tests with many workers that end none of them, to start soon.
+    """
 
     def __init__(self):
         self._cluster: recsync.LocalCluster | None = None
+        self._form: tuple | None = None
         self._strategy: recsync.AsyncStrategy | None = None
 
-    def get(self, workers: int, ps: int) -> recsync.LocalCluster:
-        """A cluster of this size."""
-        if self._cluster is None or (self._cluster.workers, self._cluster.ps) != (workers, ps):
+    def get(self, workers: int, ps: int, processes: int | None = None) -> recsync.LocalCluster:
+        """A cluster of this size and form."""
+        form = (workers, ps, processes)
+        if self._cluster is None or self._form != form:
             self.close()
-            self._cluster = recsync.LocalCluster(workers=workers, ps=ps)
+            self._cluster = recsync.LocalCluster(workers=workers, ps=ps, processes=processes)
+            self._form = form
         return self._cluster
 
-    def strategy(self, workers: int, ps: int) -> recsync.AsyncStrategy:
+    def strategy(
+        self, workers: int, ps: int, processes: int | None = None
+    ) -> recsync.AsyncStrategy:
         """The strategy that tests on this cluster share."""
-        cluster = self.get(workers, ps)
+        cluster = self.get(workers, ps, processes)
         if self._strategy is None or self._strategy.cluster is not cluster:
             self._strategy = recsync.AsyncStrategy(cluster)
         recsync.testing.set_compute_time(self._strategy, None)

@@ -1,15 +1,15 @@
 """A server of a cluster: `python -m tf_recsync.server`.
 
-Starts the TensorFlow server of one worker or parameter server, with the ops of this
-package in it, and runs until it is killed. The cluster and the task come from the
-environment variable `TF_CONFIG`:
+Starts the TensorFlow server of one worker or parameter server, or of several with
+`--tasks`, with the ops of this package in it, and runs until it is killed. The cluster
+and the task come from the environment variable `TF_CONFIG`:
 
     TF_CONFIG='{"cluster": {"chief": ["10.0.0.1:4711"], "worker": ["10.0.0.2:4711"],
                             "ps": ["10.0.0.3:4711"]},
                 "task": {"type": "worker", "index": 0}}' \
         python -m tf_recsync.server --bind_address=10.0.0.2
 
-When it is ready, it prints one line:
+When it is ready, it prints one line for each task:
 
     tf_recsync server worker:0 listening on 10.0.0.2:4711
 
@@ -62,6 +62,12 @@ def _define_flags() -> None:
     flags.DEFINE_integer(
         "task_index", None, "Overrides the task's index in TF_CONFIG.", lower_bound=0
     )
+    flags.DEFINE_list(
+        "tasks",
+        None,
+        "Tasks to host in this process, like worker:0,worker:1, in place of the one in "
+        "TF_CONFIG: they start faster than in processes of their own, and end together.",
+    )
     flags.DEFINE_boolean(
         "exit_with_parent",
         False,
@@ -110,6 +116,54 @@ def _fail(message: str, exit_code: int) -> int:
     return exit_code
 
 
+def _read_tasks(args: flags.FlagValues) -> list[tf_config.TFConfig]:
+    """What TF_CONFIG says of each task that this process is to host.
+
+    Raises:
+      ValueError: TF_CONFIG or a flag is wrong.
+    """
+    chosen = [(args.job_name, args.task_index)]
+    if args.tasks is not None:
+        if args.job_name is not None or args.task_index is not None:
+            raise ValueError("--tasks can't be used with --job_name and --task_index")
+        pairs = [task.rpartition(":") for task in args.tasks]
+        if not pairs or len(set(pairs)) < len(pairs) or not all(p[2].isdecimal() for p in pairs):
+            raise ValueError(
+                f"--tasks must be different tasks like worker:0,worker:1, got {args.tasks}"
+            )
+        chosen = [(job, int(index)) for job, _, index in pairs]
+    configs = [
+        tf_config.parse_tf_config(os.environ, job_name=job, task_index=index)
+        for job, index in chosen
+    ]
+    if any(config.task_type == "chief" for config in configs):
+        raise ValueError(
+            "the chief is the program that calls cluster_from_tf_config(); the task's type "
+            "must be 'worker' or 'ps', got 'chief'"
+        )
+    return configs
+
+
+def _loopback_address(configs: list[tf_config.TFConfig]) -> str | None:
+    """The loopback address of the tasks in TF_CONFIG, if they have one.
+
+    Raises:
+      ValueError: They have different ones, or some have none.
+    """
+    found = {tf_config.loopback_address(config.own_address) for config in configs}
+    if len(found) > 1:
+        addresses = [config.own_address for config in configs]
+        raise ValueError(
+            f"the tasks of one process listen on one address; name it with --bind_address: "
+            f"TF_CONFIG has {addresses}"
+        )
+    return found.pop()
+
+
+def _name_of(config: tf_config.TFConfig) -> str:
+    return f"{config.task_type}:{config.task_index}"
+
+
 def main(argv: list[str]) -> int:
     """Runs the server; returns the exit code if it could not start.
 
@@ -133,27 +187,16 @@ def main(argv: list[str]) -> int:
     if args.exit_with_parent:
         threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
-        config = tf_config.parse_tf_config(
-            os.environ, job_name=args.job_name, task_index=args.task_index
-        )
+        configs = _read_tasks(args)
+        bind_address = args.bind_address or _loopback_address(configs)
     except ValueError as error:
         return _fail(str(error), EXIT_BAD_CONFIGURATION)
-    if config.task_type == "chief":
-        return _fail(
-            "the chief is the program that calls cluster_from_tf_config(); the task's type "
-            "must be 'worker' or 'ps', got 'chief'",
-            EXIT_BAD_CONFIGURATION,
-        )
 
-    # A call between servers fails at once when the other one is gone.
-    os.environ["GRPC_FAIL_FAST"] = "use_caller"
     import tensorflow as tf
 
     from tf_recsync import _engine
-    from tf_recsync import ops as _  # noqa: F401  Makes the custom ops exist here.
+    from tf_recsync.cluster import hosted_servers
 
-    name = f"{config.task_type}:{config.task_index}"
-    bind_address = args.bind_address or tf_config.loopback_address(config.own_address)
     if bind_address:
         try:
             _engine.confine_listeners(bind_address)
@@ -161,38 +204,39 @@ def main(argv: list[str]) -> int:
             return _fail(f"--bind_address: {error}", EXIT_BAD_CONFIGURATION)
     else:
         logging.warning(
-            "%s listens on all interfaces, without authentication: whoever reaches port %d "
+            "%s listens on all interfaces, without authentication: whoever reaches port %s "
             "can run code here. Name one interface with --bind_address.",
-            name,
-            tf_config.split_address(config.own_address)[1],
+            ", ".join(map(_name_of, configs)),
+            ", ".join(str(tf_config.split_address(c.own_address)[1]) for c in configs),
         )
-    try:
-        server = tf.distribute.Server(
-            config.cluster,
-            job_name=config.task_type,
-            task_index=config.task_index,
-            config=tf.compat.v1.ConfigProto(
-                inter_op_parallelism_threads=args.inter_op_threads
-                or max(16, 2 * (os.cpu_count() or 1)),
-                intra_op_parallelism_threads=args.intra_op_threads or 0,
-                # A server waits often and shortly, and threads that spin
-                # meanwhile take the cores from its neighbours.
-                experimental=tf.compat.v1.ConfigProto.Experimental(disable_thread_spinning=True),
-            ),
-        )
-    except tf.errors.OpError as error:
-        if _port_is_taken(config.own_address):
-            return _fail(
-                f"{name} cannot listen on {config.own_address}: another process has the port",
-                EXIT_PORT_TAKEN,
+    servers = []  # Keeps them referenced.
+    for config in configs:
+        name = _name_of(config)
+        try:
+            servers.append(
+                hosted_servers.start_server(
+                    config.cluster,
+                    (config.task_type, config.task_index),
+                    inter_op_threads=args.inter_op_threads,
+                    intra_op_threads=args.intra_op_threads,
+                )
             )
-        return _fail(f"{name} cannot listen on {config.own_address}: {error.message}", 1)
-    sys.stdout.write(f"tf_recsync server {name} listening on {config.own_address}\n")
+        except tf.errors.OpError as error:
+            if _port_is_taken(config.own_address):
+                return _fail(
+                    f"{name} cannot listen on {config.own_address}: another process has the port",
+                    EXIT_PORT_TAKEN,
+                )
+            return _fail(f"{name} cannot listen on {config.own_address}: {error.message}", 1)
+    for config in configs:
+        sys.stdout.write(
+            f"tf_recsync server {_name_of(config)} listening on {config.own_address}\n"
+        )
     sys.stdout.flush()
     if args.ready_fd is not None:
         os.write(args.ready_fd, b"ready\n")
         os.close(args.ready_fd)
-    while server is not None:  # Keeps it referenced.
+    while servers:
         os.read(signal_fd, 4096)  # Returns after a signal; its handler ends the process.
     return 0
 

@@ -1,22 +1,13 @@
-// Kernels of mean-normalization and of the artificial compute time.
-
-#include <cmath>
-#include <cstdint>
-#include <memory>
-#include <utility>
+// Kernels of mean-normalization.
 
 #include "absl/strings/str_cat.h"
 #include "cc/engine/mean_normalization.h"
-#include "cc/engine/mutex.h"
-#include "cc/engine/timer.h"
-#include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
 
 namespace recsync {
 namespace {
 
-using tensorflow::AsyncOpKernel;
 using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
@@ -107,64 +98,6 @@ class MeanNormalizeGradOp : public OpKernel {
   float epsilon_;
 };
 
-// Ends its wait on the timer's thread, or at once when the step is cancelled.
-class DelayOp : public AsyncOpKernel {
- public:
-  using AsyncOpKernel::AsyncOpKernel;
-
-  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
-    const Tensor& input = ctx->input(0);
-    OP_REQUIRES_ASYNC(
-        ctx, input.NumElements() == 1,
-        absl::InvalidArgumentError(absl::StrCat(
-            "seconds must be a scalar, not ", input.shape().DebugString())),
-        done);
-    const float seconds = input.flat<float>()(0);
-    OP_REQUIRES_ASYNC(
-        ctx, seconds >= 0.0f && std::isfinite(seconds),
-        absl::InvalidArgumentError(absl::StrCat(
-            "seconds must be finite and at least 0, not ", seconds)),
-        done);
-    // Whoever takes `done` out of the shared state ends the op.
-    auto wait = std::make_shared<WaitState>();
-    wait->done = std::move(done);
-    tensorflow::CancellationManager* manager = ctx->cancellation_manager();
-    if (manager != nullptr) {
-      wait->token = manager->get_cancellation_token();
-      const bool registered =
-          manager->RegisterCallback(wait->token, [ctx, wait] {
-            DoneCallback end = wait->Take();
-            if (end == nullptr) return;
-            ctx->SetStatus(absl::CancelledError("the delay was cancelled"));
-            end();
-          });
-      OP_REQUIRES_ASYNC(ctx, registered,
-                        absl::CancelledError("the delay was cancelled"),
-                        wait->Take());
-    }
-    timer_.CallAfter(seconds, [manager, wait] {
-      DoneCallback end = wait->Take();
-      // A cancelled op has ended already, and `manager` may be gone.
-      if (end == nullptr) return;
-      if (manager != nullptr) manager->TryDeregisterCallback(wait->token);
-      end();
-    });
-  }
-
- private:
-  struct WaitState {
-    DoneCallback Take() ABSL_LOCKS_EXCLUDED(mu) {
-      MutexLock lock(&mu);
-      return std::exchange(done, nullptr);
-    }
-    Mutex mu;
-    DoneCallback done ABSL_GUARDED_BY(mu);
-    tensorflow::CancellationToken token;
-  };
-
-  Timer timer_;
-};
-
 #define REGISTER_LAYERS(T)                                    \
   REGISTER_KERNEL_BUILDER(Name("RecsyncMeanNormalize")        \
                               .Device(tensorflow::DEVICE_CPU) \
@@ -178,9 +111,6 @@ REGISTER_LAYERS(float)
 REGISTER_LAYERS(Eigen::half)
 REGISTER_LAYERS(Eigen::bfloat16)
 #undef REGISTER_LAYERS
-
-REGISTER_KERNEL_BUILDER(Name("RecsyncDelay").Device(tensorflow::DEVICE_CPU),
-                        DelayOp);
 
 }  // namespace
 }  // namespace recsync

@@ -1,4 +1,4 @@
-// Ops of the layers, and the artificial compute time of the testing tools.
+// Ops of the layers.
 
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -76,19 +76,6 @@ epsilon: As in RecsyncMeanNormalize.
 dx: The gradient of x.
 dalpha: The gradient of alpha.
 dbeta: The gradient of beta.
-)doc");
-
-REGISTER_OP("RecsyncDelay")
-    .Input("seconds: float")
-    .SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) {
-      ShapeHandle unused;
-      return c->WithRank(c->input(0), 0, &unused);
-    })
-    .Doc(R"doc(
-Completes after a time, without using a processor meanwhile.
-
-seconds: A scalar, 0 or more.
 )doc");
 
 }  // namespace recsync

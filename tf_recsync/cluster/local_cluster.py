@@ -1,19 +1,21 @@
-"""A cluster of real server processes on this machine."""
+"""A cluster of real servers on this machine."""
 
 import atexit
 import json
 import os
 import pathlib
 import shutil
+import signal
 import site
 import socket
 import sys
 import tempfile
 import threading
 
+import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import connection, server_process
+from tf_recsync.cluster import connection, hosted_servers, server_process
 
 _HOST = "127.0.0.1"
 _JOBS = ("worker", "ps")
@@ -25,12 +27,17 @@ _chief_port: socket.socket | None = None  # Guarded by _chief_port_lock.
 
 
 class LocalCluster(connection.Cluster):
-    """Starts the servers of a cluster as processes on this machine.
+    """Starts the servers of a cluster on this machine, by default a process for each.
 
     For a laptop, for tests and for examples. The servers listen on 127.0.0.1 only. They end
     with `close`, at the end of the `with` block, and when this process ends, be it by an
     error, a signal, SIGKILL or `os._exit`. Ctrl-C reaches this process only. A script needs
     no `if __name__ == "__main__"` guard.
+
+    Many servers start sooner and need less memory in few processes, or in this one
+    (`processes`). Servers of one process are killed together; those of this process can't
+    be killed, and TensorFlow can't end them either: after `close` they idle, for the next
+    cluster of this process to use.
 
     Ports of 127.0.0.1 are reachable for all users of the machine, and the servers run what
     they are sent: use it on machines whose users you trust.
@@ -39,6 +46,7 @@ class LocalCluster(connection.Cluster):
 
     Attributes:
       cluster_spec, resolver, workers, ps: See `Cluster`.
+      log_dir: The folder with the servers' output; None if they are in this process.
 
     Example:
       ```python
@@ -54,6 +62,7 @@ class LocalCluster(connection.Cluster):
         workers: int,
         ps: int = 0,
         *,
+        processes: int | None = None,
         inter_op_threads: int | None = None,
         intra_op_threads: int | None = None,
         start_timeout: float = 60.0,
@@ -64,13 +73,17 @@ class LocalCluster(connection.Cluster):
         Args:
           workers: Number of workers, at least 1.
           ps: Number of parameter servers; default 0.
+          processes: In how many processes the servers run. Default None: one for each
+            server. 0: in this process. Of two and more, parameter servers and workers have
+            their own.
           inter_op_threads: Threads of each server that run ops; a remote call that waits in
             an op holds one. Default None: twice the number of cores, at least 16.
           intra_op_threads: Threads of each server that one op may use. Default None: the
             number of cores.
           start_timeout: Seconds to wait for the servers to be ready; default 60.
-          log_dir: Folder for the servers' output, a file `job-index.log` each; made if
-            missing, and kept. Default None: a temporary folder, removed by `close`.
+          log_dir: Folder for the output of the servers' processes, a file `job-index.log`
+            each, named after a process's first server; made if missing, and kept. Default
+            None: a temporary folder, removed by `close`.
 
         Raises:
           ValueError: An argument is wrong.
@@ -78,6 +91,18 @@ class LocalCluster(connection.Cluster):
         """
         _check_integer("workers", workers, 1)
         _check_integer("ps", ps, 0)
+        if processes is not None:
+            _check_integer("processes", processes, 0)
+            if processes > workers + ps:
+                raise ValueError(
+                    f"processes must be at most one for each of the {workers + ps} servers, "
+                    f"got {processes}"
+                )
+            if processes == 0 and log_dir is not None:
+                raise ValueError(
+                    f"log_dir must be None with processes=0, whose servers log to this "
+                    f"process's output, got {log_dir!r}"
+                )
         for name, value in (
             ("inter_op_threads", inter_op_threads),
             ("intra_op_threads", intra_op_threads),
@@ -101,15 +126,24 @@ class LocalCluster(connection.Cluster):
         if intra_op_threads is not None:
             self._flags.append(f"--intra_op_threads={intra_op_threads}")
         self._ports: list[socket.socket] = []
-        self._servers: dict[tuple[str, int], server_process.ServerProcess] = {}
+        self._servers: dict[hosted_servers.Task, server_process.ServerProcess] = {}
+        self._hosted: hosted_servers.HostedServers | None = None
+        self._sizes = {job: size for job, size in (("worker", workers), ("ps", ps)) if size}
+        self.log_dir: pathlib.Path | None = None
         self._temporary = log_dir is None
+        if processes == 0:
+            self._hosted = self._host_servers(inter_op_threads, intra_op_threads)
+            addresses = self._hosted.addresses
+            super().__init__(addresses, chief_address=_reserve_chief_address(), bind_address=_HOST)
+            atexit.register(self.close)
+            return
         if log_dir is None:
             self.log_dir = pathlib.Path(tempfile.mkdtemp(prefix="tf_recsync_"))
         else:
             self.log_dir = pathlib.Path(log_dir)
             self.log_dir.mkdir(parents=True, exist_ok=True)
         try:
-            addresses = self._start_servers({"worker": workers, "ps": ps})
+            addresses = self._start_servers(_share_out(self._sizes, processes))
             super().__init__(addresses, chief_address=_reserve_chief_address(), bind_address=_HOST)
         except BaseException:
             self._stop_servers()
@@ -117,14 +151,19 @@ class LocalCluster(connection.Cluster):
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Disconnects and ends the servers; does nothing the second time."""
+        """Disconnects and ends the servers; does nothing the second time.
+
+        Servers of this process can't be ended; they idle until the next cluster uses them.
+        """
         if os.getpid() != self._owner:  # A forked child runs the same exit functions.
             return
         super().close()
         atexit.unregister(self.close)
 
     def kill(self, job: str, index: int) -> None:
-        """Kills a server with SIGKILL, for tests and experiments.
+        """Kills a server with SIGKILL, and with it all others of its process.
+
+        For tests and experiments.
 
         Args:
           job: "worker" or "ps".
@@ -132,13 +171,41 @@ class LocalCluster(connection.Cluster):
 
         Raises:
           ValueError: There is no such server.
-          RuntimeError: The cluster is closed.
+          RuntimeError: The cluster is closed, or the server is in this process.
         """
         with self._mutex:
             self._server(job, index).kill()
 
+    def pause(self, job: str, index: int) -> None:
+        """Stops a server's process with SIGSTOP: it stays, and does not answer.
+
+        Args:
+          job: "worker" or "ps".
+          index: Which one.
+
+        Raises:
+          ValueError: There is no such server.
+          RuntimeError: The cluster is closed, or the server is in this process.
+        """
+        with self._mutex:
+            self._server(job, index).send_signal(signal.SIGSTOP)
+
+    def resume(self, job: str, index: int) -> None:
+        """Lets a server go on that `pause` has stopped.
+
+        Args:
+          job: "worker" or "ps".
+          index: Which one.
+
+        Raises:
+          ValueError: There is no such server.
+          RuntimeError: The cluster is closed, or the server is in this process.
+        """
+        with self._mutex:
+            self._server(job, index).send_signal(signal.SIGCONT)
+
     def restart(self, job: str, index: int) -> None:
-        """Starts a server again on its port, and waits until it is ready.
+        """Starts a server's process again, on the same ports, and waits until it is ready.
 
         Kills it first if it runs. Call `readmit` then to use it again.
 
@@ -148,7 +215,8 @@ class LocalCluster(connection.Cluster):
 
         Raises:
           ValueError: There is no such server.
-          RuntimeError: It could not start, or the cluster is closed.
+          RuntimeError: It could not start, the cluster is closed, or the server is in this
+            process.
         """
         with self._mutex:
             server = self._server(job, index)
@@ -161,7 +229,7 @@ class LocalCluster(connection.Cluster):
                 raise RuntimeError(message)
 
     def pid(self, job: str, index: int) -> int:
-        """The process id of a server, the last one if it has ended.
+        """The id of a server's process, the last one if it has ended.
 
         Args:
           job: "worker" or "ps".
@@ -175,7 +243,8 @@ class LocalCluster(connection.Cluster):
           RuntimeError: The cluster is closed.
         """
         with self._mutex:
-            return self._server(job, index).pid
+            self._check_server(job, index)
+            return os.getpid() if self._hosted else self._servers[job, index].pid
 
     def is_alive(self, job: str, index: int) -> bool:
         """Whether the process of a server runs.
@@ -192,38 +261,65 @@ class LocalCluster(connection.Cluster):
           RuntimeError: The cluster is closed.
         """
         with self._mutex:
-            return self._server(job, index).exit_code is None
+            self._check_server(job, index)
+            return self._hosted is not None or self._servers[job, index].exit_code is None
 
     def _server(self, job: str, index: int) -> server_process.ServerProcess:
-        if not self._servers:
+        self._check_server(job, index)
+        if self._hosted is not None:
+            raise RuntimeError(
+                f"{job}:{index} runs in this process, where TensorFlow can't end it; make the "
+                f"LocalCluster with processes=None, or 1 and more, to kill, restart and pause "
+                f"servers"
+            )
+        return self._servers[job, index]
+
+    def _check_server(self, job: str, index: int) -> None:
+        if not self._servers and self._hosted is None:
             raise RuntimeError("the cluster is closed")
         if job not in _JOBS:
             raise ValueError(f"job must be one of {_JOBS}, got {job!r}")
-        if (job, index) not in self._servers:
-            size = sum(key[0] == job for key in self._servers)
+        size = self._sizes.get(job, 0)
+        if not isinstance(index, int) or not 0 <= index < size:
             raise ValueError(
                 f"index must be an integer from 0 to {size - 1}, got {index!r}"
                 if size
                 else f"the cluster has no server of job {job!r}"
             )
-        return self._servers[job, index]
 
-    def _start_servers(self, sizes: dict[str, int]) -> dict[str, list[str]]:
-        """Starts all servers, on other ports if one is taken; returns their addresses."""
+    def _host_servers(
+        self, inter_op_threads: int | None, intra_op_threads: int | None
+    ) -> hosted_servers.HostedServers:
+        """Starts all servers in this process, on other ports if one is taken."""
+        for attempt in range(1, _MAX_STARTS + 1):
+            try:
+                return hosted_servers.HostedServers(
+                    self._sizes, _HOST, _reserve_port, inter_op_threads, intra_op_threads
+                )
+            except tf.errors.OpError as error:
+                if attempt == _MAX_STARTS:
+                    raise RuntimeError(
+                        f"a server could not start in this process: {error.message}"
+                    ) from error
+                logging.warning("Starting servers again on other ports: %s", error.message)
+        raise AssertionError("not reached")
+
+    def _start_servers(self, processes: list[list[hosted_servers.Task]]) -> dict[str, list[str]]:
+        """Starts all servers, on other ports if one is taken; returns their addresses.
+
+        Args:
+          processes: The servers of each process.
+        """
         for attempt in range(1, _MAX_STARTS + 1):
             addresses = {
                 job: [self._reserve_address() for _ in range(size)]
-                for job, size in sizes.items()
-                if size
+                for job, size in self._sizes.items()
             }
-            for job, job_addresses in addresses.items():
-                for index in range(len(job_addresses)):
-                    server = self._make_server(addresses, job, index)
-                    server.start()
-                    self._servers[job, index] = server
-            failed = server_process.wait_until_ready(
-                list(self._servers.values()), self._start_timeout
-            )
+            for tasks in processes:
+                server = self._make_server(addresses, tasks)
+                server.start()
+                self._servers.update((task, server) for task in tasks)
+            failed = server_process.wait_until_ready(self._processes(), self._start_timeout)
             if failed is None:
                 return addresses
             message = self._describe_failure(failed)
@@ -233,22 +329,25 @@ class LocalCluster(connection.Cluster):
             self._end_processes()
         raise AssertionError("not reached")
 
+    def _processes(self) -> list[server_process.ServerProcess]:
+        return list({id(server): server for server in self._servers.values()}.values())
+
     def _make_server(
-        self, addresses: dict[str, list[str]], job: str, index: int
+        self, addresses: dict[str, list[str]], tasks: list[hosted_servers.Task]
     ) -> server_process.ServerProcess:
         environ = dict(os.environ)
-        environ["TF_CONFIG"] = json.dumps(
-            {"cluster": addresses, "task": {"type": job, "index": index}}
-        )
+        environ["TF_CONFIG"] = json.dumps({"cluster": addresses})
         environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         # The servers run this package wherever this process has found it.
         root = str(pathlib.Path(__file__).resolve().parents[2])
         if root not in (*site.getsitepackages(), site.getusersitepackages()):
             paths = [root, *filter(None, [environ.get("PYTHONPATH")])]
             environ["PYTHONPATH"] = os.pathsep.join(paths)
-        command = [sys.executable, "-m", "tf_recsync.server", *self._flags]
-        log_path = self.log_dir / f"{job}-{index}.log"
-        return server_process.ServerProcess(f"{job}:{index}", command, environ, log_path)
+        names = [f"{job}:{index}" for job, index in tasks]
+        flags = [*self._flags, f"--tasks={','.join(names)}"]
+        command = [sys.executable, "-m", "tf_recsync.server", *flags]
+        log_path = self.log_dir / f"{names[0].replace(':', '-')}.log"
+        return server_process.ServerProcess(", ".join(names), command, environ, log_path)
 
     def _describe_failure(self, server: server_process.ServerProcess) -> str:
         reason = (
@@ -263,9 +362,9 @@ class LocalCluster(connection.Cluster):
         return f"{_HOST}:{self._ports[-1].getsockname()[1]}"
 
     def _end_processes(self) -> None:
-        for server in self._servers.values():
-            server.send_kill()
-        for server in self._servers.values():
+        for server in self._processes():
+            server.send_signal(signal.SIGKILL)
+        for server in self._processes():
             server.kill()
         self._servers.clear()
         for port in self._ports:
@@ -274,9 +373,33 @@ class LocalCluster(connection.Cluster):
 
     def _stop_servers(self) -> None:
         with self._mutex:
+            if self._hosted is not None:
+                self._hosted.release()
+                self._hosted = None
             self._end_processes()
-            if self._temporary:
+            if self.log_dir is not None and self._temporary:
                 shutil.rmtree(self.log_dir, ignore_errors=True)
+
+
+def _share_out(sizes: dict[str, int], processes: int | None) -> list[list[hosted_servers.Task]]:
+    """Which servers run together, in the order of their numbers, in how many processes.
+
+    A worker that is killed takes no parameter server with it, if there are two processes.
+    """
+    workers, ps = ([(job, i) for i in range(sizes.get(job, 0))] for job in _JOBS)
+    if processes is None:
+        processes = len(workers) + len(ps)
+    if processes == 1 or not ps:
+        return _split([*workers, *ps], processes)
+    share = round(processes * len(ps) / (len(workers) + len(ps)))
+    for_ps = min(max(1, share, processes - len(workers)), len(ps), processes - 1)
+    return _split(workers, processes - for_ps) + _split(ps, for_ps)
+
+
+def _split(tasks: list[hosted_servers.Task], parts: int) -> list[list[hosted_servers.Task]]:
+    """Cuts a list into `parts` lists of sizes that differ by one at most."""
+    ends = [len(tasks) * i // parts for i in range(parts + 1)]
+    return [tasks[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
 
 
 def _reserve_port() -> socket.socket:

@@ -1,4 +1,4 @@
-"""One server of a local cluster as a child process."""
+"""A child process with one server or several of a local cluster."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ class ServerProcess:
     Not thread-safe.
 
     Attributes:
-      name: "job:index".
+      name: "job:index" of its servers.
       log_path: The file with its output.
     """
 
@@ -36,7 +36,7 @@ class ServerProcess:
         """Describes a server; `start` starts it.
 
         Args:
-          name: "job:index".
+          name: "job:index" of its servers.
           command: The command line of the server, flags of the pipes excepted.
           environ: Its environment.
           log_path: File to which its output goes; replaced by the first start, appended to
@@ -82,9 +82,9 @@ class ServerProcess:
         """The exit code, minus the number of the signal that killed it, None if it runs."""
         return self._process.poll()
 
-    def send_kill(self) -> None:
-        """Sends SIGKILL, so that several can end at the same time."""
-        self._process.kill()
+    def send_signal(self, number: int) -> None:
+        """Sends a signal and does not wait; does nothing if the process has ended."""
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """Ends the process with SIGKILL and waits until it is gone."""

@@ -35,6 +35,7 @@ adam_dense = library.recsync_adam_dense
 ftrl_dense = library.recsync_ftrl_dense
 mean_normalize = library.recsync_mean_normalize
 delay = library.recsync_delay
+transfer = library.recsync_transfer
 route_ids = library.recsync_route_ids
 assemble = library.recsync_assemble
 
@@ -79,6 +80,7 @@ for _name in (
     "RecsyncFtrlRows",
     "RecsyncMeanNormalizeGrad",
     "RecsyncDelay",
+    "RecsyncTransfer",
     "RecsyncRouteIds",
     "RecsyncAssembleGrad",
 ):

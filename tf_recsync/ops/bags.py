@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -119,18 +120,25 @@ class PackedBags:
             return {}
         return {"bags": self.bags, "scales": self.scales, "bag_counts": self.bag_counts}
 
-    def sent(self, device: str) -> PackedBags:
-        """A copy on a device; it travels in one tensor, and another one if there are scales."""
+    def sent(
+        self, device: str, receive: Callable[[tf.Tensor], tf.Tensor] = tf.identity
+    ) -> PackedBags:
+        """A copy on a device; it travels in one tensor, and another one if there are scales.
+
+        Args:
+            device: the device.
+            receive: copies a tensor to the device of the current scope.
+        """
         tables = self.counts.shape[0]
         parts = [self.counts, self.ids]
         if self.bags is not None:
             parts = [self.counts, self.bag_counts, self.ids, tf.cast(self.bags, tf.int64)]
         message = tf.concat(parts, 0)
         with tf.device(device):
-            message = tf.identity(message)
+            message = receive(message)
             if self.bags is None:
                 return PackedBags(tf.slice(message, [0], [tables]), message[tables:])
-            scales = None if self.scales is None else tf.identity(self.scales)
+            scales = None if self.scales is None else receive(self.scales)
             ids, bags = tf.split(message[2 * tables :], 2)
             return PackedBags(
                 tf.slice(message, [0], [tables]),

@@ -11,7 +11,7 @@ from absl import logging
 
 from tf_recsync import staleness
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies import model_functions, worker_run
+from tf_recsync.strategies import model_functions, worker_functions, worker_run
 from tf_recsync.strategies.distributed_dataset import DataService, DistributedDataset
 
 
@@ -75,7 +75,8 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
         if not isinstance(worker_timeout, (int, float)) or not worker_timeout > 0:
             raise ValueError(f"worker_timeout must be positive, in seconds, not {worker_timeout!r}")
         self._cluster = cluster
-        self._compute_time: float | None = None
+        self._compute_time: worker_functions.ComputeTime | None = None
+        self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
         super().__init__(cluster.resolver)
         # What variables are colocated with that shall be on a certain server.
         self._anchors = [self._anchor(i) for i in range(cluster.ps)]
@@ -84,6 +85,7 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
             cluster=cluster,
             worker_timeout=worker_timeout,
             compute_time=lambda: self._compute_time,
+            bandwidths=lambda: dict(self._bandwidths),
         )
 
     @property

@@ -17,6 +17,7 @@ from tf_recsync.optimizers import base
 from tf_recsync.strategies import worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.worker_run import Slot, WorkerRun
+from tf_recsync.synchronization import links
 from tf_recsync.synchronization.pull_push import Layout
 
 _REFRESH_SECONDS = 0.5  # Between readings of the workers' metrics.
@@ -29,13 +30,14 @@ class Settings:
     Attributes:
         cluster: the connected cluster.
         worker_timeout: seconds without any worker after which a pass fails.
-        compute_time: returns the artificial compute time in seconds, or None.
-        on_lost: called with (worker index, number of lost calls).
+        compute_time: returns what computes the artificial compute time, or None.
+        bandwidths: returns artificial bandwidths, in bytes per second by server's device.
     """
 
     cluster: Cluster
     worker_timeout: float
-    compute_time: Callable[[], float | None]
+    compute_time: Callable[[], worker_functions.ComputeTime | None]
+    bandwidths: Callable[[], dict[str, float]]
 
 
 def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
@@ -142,25 +144,28 @@ class _Steps:
             return values
 
         def open_worker(slot: Slot):
+            steps = 0
             if slot.state is not None:
                 merge(slot)
-            state = WorkerState(registered.iterator(job), private_values(slot))
+                steps = slot.state.steps
+            state = WorkerState(slot.index, registered.iterator(job), private_values(slot), steps)
             # Has the servers build their parts of the graph, without taking a step.
             for function in functions.values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
-                    function(registered.empty_iterator(), *state.handles)
+                    function(registered.empty_iterator(), *state.inputs)
             slot.state = state
             return state
 
         def call(slot: Slot, n: int):
             state = slot.state
+            state.begin(slot.pass_began)
             if state.reset_metrics:
                 state.assign(private_values(slot)[:metrics])
                 state.reset_metrics = False
             if n == steps_per_call > 1:
                 before = state.steps
                 try:
-                    functions[n](state.iterator, *state.handles)
+                    functions[n](state.iterator, *state.inputs)
                 except tf.errors.OutOfRangeError:
                     state.steps = state.read_steps()
                     return state.steps - before, True, None
@@ -168,9 +173,10 @@ class _Steps:
                 return n, False, None
             for done in range(n):
                 try:
-                    functions[1](state.iterator, *state.handles)
+                    functions[1](state.iterator, *state.inputs)
                 except tf.errors.OutOfRangeError:
                     return done, True, None
+                state.steps += 1
             return n, False, None
 
         return WorkerRun(
@@ -187,17 +193,18 @@ class _Steps:
 
     def _traced(self, iterator, steps_per_call) -> tuple[dict[int, Callable], Layout]:
         """The functions of one step and of `steps_per_call` steps, and the layout."""
-        compute_time = self._settings.compute_time()
+        compute_time, bandwidths = self._settings.compute_time(), self._settings.bandwidths()
         spec = iterator.distributed.element_spec
-        key = (repr(spec), steps_per_call, compute_time)
+        key = (repr(spec), steps_per_call, compute_time, tuple(bandwidths.items()))
         if key not in self._functions:
             layout = Layout.of(self._model, optimizers_of(self._model))
-            functions = {
-                steps: worker_functions.trace_steps(
-                    self._model, layout, self.method, spec, steps, compute_time
-                )
-                for steps in sorted({1, steps_per_call})
-            }
+            with links.limited(bandwidths):
+                functions = {
+                    steps: worker_functions.trace_steps(
+                        self._model, layout, self.method, spec, steps, compute_time
+                    )
+                    for steps in sorted({1, steps_per_call})
+                }
             self._functions = {key: (functions, layout)}
         return self._functions[key]
 
@@ -262,18 +269,19 @@ class PredictFunction:
         """Starts the workers on a pass; called by the iterator."""
         registered = iterator.distributed.registered()
         layout = Layout.of(self._model, optimizers_of(self._model))
-        function = worker_functions.trace_predict(self._model, layout, registered.element_spec)
+        with links.limited(self._settings.bandwidths()):
+            function = worker_functions.trace_predict(self._model, layout, registered.element_spec)
         job = registered.new_job()
         initial = [np.asarray(v._value.read_value()) for v in layout.private]
 
         def open_worker(slot: Slot):
-            slot.state = WorkerState(registered.iterator(job), initial)
+            slot.state = WorkerState(slot.index, registered.iterator(job), initial)
             return slot.state
 
         def call(slot: Slot, n: int):
             del n
             try:
-                number, outputs = function(slot.state.iterator, *slot.state.handles)
+                number, outputs = function(slot.state.iterator, *slot.state.inputs)
             except tf.errors.OutOfRangeError:
                 return 0, True, None
             outputs = keras.tree.map_structure(np.asarray, outputs)
@@ -309,24 +317,42 @@ class WorkerState:
     """What lives on a worker during a pass; make it in the worker's device scope.
 
     Args:
-        iterator: the worker's iterator.
+        worker: the worker's index.
+        iterator: its iterator.
         private: the initial values of the variables that it keeps for itself.
+        steps: how many steps it did earlier in the pass, before it was lost.
 
     Attributes:
-        steps: how many steps calls of several steps have run, as far as known.
+        steps: how many steps it has done in the pass, as far as known.
     """
 
-    def __init__(self, iterator: tf.data.Iterator, private: list[np.ndarray]):
+    def __init__(
+        self,
+        worker: int,
+        iterator: tf.data.Iterator,
+        private: list[np.ndarray],
+        steps: int = 0,
+    ):
         self.iterator = iterator
         self.reset_metrics = False
-        self.steps = 0
-        self._steps = tf.Variable(on_worker(np.int64(0)), trainable=False)
+        self.steps = steps
+        self._worker = on_worker(np.int64(worker))
+        self._began = on_worker(np.float64(0))
+        self._has_begun = False
+        self._steps = tf.Variable(on_worker(np.int64(steps)), trainable=False)
         self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
 
     @property
-    def handles(self) -> list[tf.Tensor]:
-        """The handles of the worker's variables: the count of steps, then its private ones."""
-        return [variable.handle for variable in (self._steps, *self._variables)]
+    def inputs(self) -> list[tf.Tensor]:
+        """What its functions take after an iterator (see `worker_functions.trace_steps`)."""
+        handles = [variable.handle for variable in (self._steps, *self._variables)]
+        return [self._worker, self._began, *handles]
+
+    def begin(self, time: float) -> None:
+        """Tells the worker, once, when the pass began, in seconds of the Unix epoch."""
+        if not self._has_begun:
+            self._began = on_worker(np.float64(time))
+            self._has_begun = True
 
     def assign(self, values: list[np.ndarray]) -> None:
         """Sets the first of the worker's variables."""
@@ -338,7 +364,7 @@ class WorkerState:
         return [np.asarray(variable.read_value()) for variable in self._variables[:count]]
 
     def read_steps(self) -> int:
-        """The steps that calls of several steps have run."""
+        """The steps that the worker has done."""
         return int(np.asarray(self._steps.read_value()))
 
 

@@ -1,8 +1,8 @@
 """The functions that workers run, traced once for all workers.
 
-Each takes the worker's iterator and handles of the variables that the worker
-keeps for itself; those stay on the worker, so that a call returns next to
-nothing.
+Each takes the worker's iterator, its index, when the pass began, and handles of
+the variables that it keeps for itself; all of them stay on the worker, so that
+a call takes and returns next to nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ import tensorflow as tf
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Layout, Step
 
+# Computes the artificial compute time of a step, a float32 scalar in seconds, from
+# the worker's index, the steps that it has done in the pass (int64 scalars), and a
+# function that gives the seconds since the pass began (a float64 scalar).
+ComputeTime = Callable[[tf.Tensor, tf.Tensor, Callable[[], tf.Tensor]], tf.Tensor]
+
 
 def trace_steps(
     model: keras.Model,
@@ -23,7 +28,7 @@ def trace_steps(
     method: str,
     element_spec: Any,
     steps_per_call: int,
-    compute_time: float | None,
+    compute_time: ComputeTime | None,
 ) -> Callable:
     """Traces `model.train_step` or `model.test_step` for the workers.
 
@@ -34,13 +39,15 @@ def trace_steps(
         element_spec: the type spec of the batches that the workers' iterators yield.
         steps_per_call: how many steps one call runs. They are unrolled: a loop
             would span all servers.
-        compute_time: artificial compute time in seconds, or None.
+        compute_time: of the artificial compute time of training steps, or None.
 
     Returns:
-        A concrete function of (iterator, handle of the worker's count of steps,
-        *handles of the worker's private variables) that runs the steps, returns
-        nothing, and raises OutOfRangeError at the end of the data. The count
-        then tells how many steps it ran; for single steps it is not kept.
+        A concrete function of (iterator, the worker's index, when the pass began,
+        handle of the worker's count of steps, *handles of the worker's private
+        variables) that runs the steps, returns nothing, and raises
+        OutOfRangeError at the end of the data; the count tells how many steps
+        it ran. The index is an int64 scalar; the beginning a float64 scalar,
+        seconds of the Unix epoch.
 
     Raises:
         ValueError: if the model's own step can't be run on workers.
@@ -50,9 +57,9 @@ def trace_steps(
     known = {*model.get_metrics_result(), *(metric.name for metric in model.metrics)}
     lookups = find_lookups(model, layout, method, element_spec)
 
-    def run_step(data, handles) -> list[tf.Operation]:
+    def run_step(data, worker, seconds, handles) -> list[tf.Operation]:
         private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
-        step = Step(layout, private, lookups, data, compute_time if is_training else None)
+        step = Step(layout, private, lookups, data, worker, seconds)
         with step.computing():
             logs = getattr(model, method)(data)
         _check_logs(model, method, logs, known)
@@ -67,7 +74,7 @@ def trace_steps(
                 operations.append(tf.raw_ops.AssignVariableOp(resource=handle, value=new))
         return operations
 
-    def steps(iterator, count, *handles):
+    def steps(iterator, worker, began, count, *handles):
         operations: list[tf.Operation] = []
         for _ in range(steps_per_call):
             # The next step pulls when this one's pushes are applied.
@@ -75,18 +82,21 @@ def trace_steps(
                 batch = iterator.get_next()
             # Without a batch nothing may happen, not even what needs none of it.
             with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+                seconds = None
+                if is_training and compute_time is not None:
+                    done = tf.raw_ops.ReadVariableOp(resource=count, dtype=tf.int64)
+                    done = tf.ensure_shape(done, [])
+                    seconds = compute_time(worker, done, lambda: tf.timestamp() - began)
                 # One message from each server says that all is done there.
-                operations = [tf.group(*run_step(batch, handles))]
-            if steps_per_call > 1:
-                with tf.control_dependencies(operations):
-                    one = tf.ones([], tf.int64)
-                    operations = [tf.raw_ops.AssignAddVariableOp(resource=count, value=one)]
+                operations = [tf.group(*run_step(batch, worker, seconds, handles))]
+            with tf.control_dependencies(operations):
+                one = tf.ones([], tf.int64)
+                operations = [tf.raw_ops.AssignAddVariableOp(resource=count, value=one)]
         with tf.control_dependencies(operations):
             tf.no_op()
 
     return tf.function(steps, autograph=False).get_concrete_function(
-        tf.data.IteratorSpec(element_spec),
-        *_handle_specs(layout),
+        tf.data.IteratorSpec(element_spec), *_worker_specs(layout)
     )
 
 
@@ -94,29 +104,30 @@ def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Call
     """Traces `model.predict_step` for the workers.
 
     Returns:
-        A concrete function of (iterator, *handles as for `trace_steps`) that
-        returns (the batch's number, its outputs) and raises
-        OutOfRangeError at the end of the data.
+        A concrete function of the same arguments as those of `trace_steps` that
+        returns (the batch's number, its outputs) and raises OutOfRangeError at
+        the end of the data.
     """
     lookups = find_lookups(model, layout, "predict_step", element_spec[1])
 
-    def predict(iterator, count, *handles):
-        del count
+    def predict(iterator, worker, began, count, *handles):
+        del began, count
         number, data = iterator.get_next()
         private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
-        step = Step(layout, private, lookups, data)
+        step = Step(layout, private, lookups, data, worker)
         with step.computing():
             outputs = model.predict_step(data)
         return number, outputs
 
     return tf.function(predict, autograph=False).get_concrete_function(
-        tf.data.IteratorSpec(element_spec), *_handle_specs(layout)
+        tf.data.IteratorSpec(element_spec), *_worker_specs(layout)
     )
 
 
-def _handle_specs(layout: Layout) -> list[tf.TensorSpec]:
-    """The count of steps, and the private variables."""
-    return [tf.TensorSpec([], tf.resource) for _ in range(1 + len(layout.private))]
+def _worker_specs(layout: Layout) -> list[tf.TensorSpec]:
+    """The worker's index, the pass's beginning, the count of steps, the private variables."""
+    handles = [tf.TensorSpec([], tf.resource) for _ in range(1 + len(layout.private))]
+    return [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64), *handles]
 
 
 def _read(handle: tf.Tensor, like: keras.Variable) -> tf.Tensor:

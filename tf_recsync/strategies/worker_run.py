@@ -33,6 +33,7 @@ class Slot:
         busy_since: when its call in flight began (time.monotonic), or None.
         lost: whether it is gone at the moment.
         running: whether its thread is still at work.
+        pass_began: when the workers began together (time.time()).
     """
 
     def __init__(self, index: int):
@@ -42,6 +43,7 @@ class Slot:
         self.busy_since: float | None = None
         self.lost = False
         self.running = True
+        self.pass_began = 0.0
 
 
 class WorkerRun:
@@ -82,6 +84,7 @@ class WorkerRun:
         self._stopped = False
         self._error: Exception | None = None
         self._opened = 0
+        self._began: float | None = None  # When all were open.
         self._finished_parts = 0  # Workers that have seen the end of the dataset.
         self._live = cluster.workers  # Threads that have not finished.
         self._results: dict[int, Any] = {}
@@ -225,6 +228,9 @@ class WorkerRun:
             deadline = time.monotonic() + _START_SECONDS
             while self._opened < len(self.slots) and time.monotonic() < deadline:
                 self._changed.wait(timeout=1.0)
+            if self._began is None:
+                self._began = time.time()
+            slot.pass_began = self._began
         while True:
             if not opened:
                 if not self._readmit(slot):

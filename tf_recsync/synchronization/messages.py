@@ -3,6 +3,8 @@
 There: what to look up. Back: dense values and pooled vectors, packed. There
 again: their gradients, packed. Versions and row ids stay on the server, which
 has them since the pull; they travel only if the worker asks for them.
+
+On the server's side messages pass its artificial link (`links.passed`), if it has one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import tensorflow as tf
 from tf_recsync import ops
 from tf_recsync.ops.bags import Bags, PackedBags, merge
 from tf_recsync.optimizers import base
+from tf_recsync.synchronization import links
 from tf_recsync.synchronization.pulled import PulledLookup
 
 
@@ -78,8 +81,8 @@ class PullPlan:
                 )
                 floats.append(dense)
             floats += [tf.reshape(v._value.read_value(), [-1]) for v in scalars]
-            message = tf.concat(floats, 0) if floats else None
-            direct = [v._value.read_value() for v in others]
+            message = links.passed(tf.concat(floats, 0)) if floats else None
+            direct = [links.passed(v._value.read_value()) for v in others]
         # What follows runs on the worker.
         values.update((id(v), tf.identity(t)) for v, t in zip(others, direct, strict=True))
         if message is None:
@@ -94,7 +97,7 @@ class PullPlan:
         states = pull.tables = [state for state, _ in self._tables.values()]
         asked = [entries for _, entries in self._tables.values()]
         packed = PackedBags.pack([merge([bags for _, bags in entries]) for entries in asked])
-        pull.rows = packed.sent(device)
+        pull.rows = packed.sent(device, links.received)
         # The request's arrival is all there is to wait for.
         with tf.control_dependencies(None), tf.device(device):
             pooled, pull.row_versions = ops.gather_rows(
@@ -104,6 +107,7 @@ class PullPlan:
                 pull.rows.counts,
                 **pull.rows.inputs(),
             )
+            pooled = links.passed(pooled)
         # What follows runs on the worker.
         widths = [tf.TensorShape(s.variable.shape[1:]).num_elements() for s in states]
         sizes = packed.sizes * tf.constant(widths, tf.int64)
@@ -131,7 +135,7 @@ class _VersionsOf:
     lookup: int
 
     def __call__(self) -> tf.Tensor:
-        versions = tf.identity(self.pull.row_versions)
+        versions = tf.identity(links.passed(self.pull.row_versions))
         lookups = [lookup for table in self.pull.lookups for lookup in table]
         sizes = tf.stack([tf.size(lookup.bags.ids, out_type=tf.int64) for lookup in lookups])
         position = lookups.index(self.pull.lookups[self.table][self.lookup])
@@ -201,7 +205,7 @@ class PushPlan:
     def send(self, device: str) -> tf.Tensor:
         """Sends what was packed; returns a tensor that exists on arrival."""
         with tf.device(device):
-            sent = [tf.identity(tensor) for tensor in self.packed]
+            sent = [links.received(tensor) for tensor in self.packed]
         self._floats, self._integers = sent if self._rows else (*sent, None)
         return self._floats
 

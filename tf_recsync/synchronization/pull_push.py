@@ -89,8 +89,9 @@ class Step:
         private: the values of `layout.private` on this worker.
         lookups: the lookups to pull at the start.
         batch: the step's batch.
-        compute_time: artificial compute time in seconds to add before the push,
-            or None.
+        worker: the worker's index, an int64 scalar on the worker.
+        compute_time: artificial compute time to add before the push, in seconds,
+            a float32 scalar; or None.
     """
 
     is_dry = False
@@ -101,9 +102,11 @@ class Step:
         private: Sequence[tf.Tensor],
         lookups: Lookups,
         batch: Any,
-        compute_time: float | None = None,
+        worker: tf.Tensor,
+        compute_time: tf.Tensor | None = None,
     ):
         self._layout = layout
+        self.worker = worker
         self._compute_time = compute_time
         self._pulls: dict[str, ServerPull] = {}
         self._pushes: list[tuple[base.Optimizer, dict[str, PushPlan]]] = []

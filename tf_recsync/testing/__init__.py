@@ -1,5 +1,19 @@
-"""Tools with which a few cores can stand for many machines."""
+"""Tools with which a few cores can stand for many machines, some of them slow or failing."""
 
+from tf_recsync.testing.bandwidth import set_bandwidth
 from tf_recsync.testing.compute_time import set_compute_time
+from tf_recsync.testing.slowdown import (
+    ChangingSlowdown,
+    RandomSlowdown,
+    Slowdown,
+    SlowWorkers,
+)
 
-__all__ = ["set_compute_time"]
+__all__ = [
+    "ChangingSlowdown",
+    "RandomSlowdown",
+    "SlowWorkers",
+    "Slowdown",
+    "set_bandwidth",
+    "set_compute_time",
+]

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
+import tensorflow as tf
+
 from tf_recsync.strategies.async_strategy import AsyncStrategy
+from tf_recsync.testing.slowdown import Slowdown
 
 
-def set_compute_time(strategy: AsyncStrategy, seconds: float | None) -> None:
-    """Adds a fixed time to every worker's training step.
+@dataclasses.dataclass(frozen=True)
+class _ComputeTime:
+    """The seconds of each step; see `synchronization.pull_push.ComputeTime`."""
+
+    seconds: float
+    slowdown: Slowdown | None
+
+    def __call__(self, worker, step, elapsed):
+        seconds = tf.constant(self.seconds, tf.float32)
+        if self.slowdown is None:
+            return seconds
+        return seconds * self.slowdown.factor(worker, step, elapsed())
+
+
+def set_compute_time(
+    strategy: AsyncStrategy, seconds: float | None, slowdown: Slowdown | None = None
+) -> None:
+    """Adds an artificial time to every worker's training step.
 
     The step waits, without using a processor, after its gradients are computed
     and before it pushes them, so that workers on one machine overlap as they
@@ -16,11 +38,30 @@ def set_compute_time(strategy: AsyncStrategy, seconds: float | None) -> None:
         strategy: the strategy whose workers are slowed, from the next epoch's
             start on.
         seconds: a float of at least 0, or None for no artificial time.
+        slowdown: by which the seconds of each worker's each step are multiplied:
+            `SlowWorkers`, `RandomSlowdown`, `ChangingSlowdown` or a product of
+            them. Default None: every step takes the same time.
 
     Raises:
-        ValueError: if `seconds` is negative.
+        ValueError: if `seconds` is negative, or `slowdown` is none, or is given
+            without seconds that it could multiply.
+
+    Example:
+
+    ```python
+    recsync.testing.set_compute_time(
+        strategy,
+        0.03,
+        recsync.testing.SlowWorkers(4.0, range(3, 16, 4))
+        * recsync.testing.RandomSlowdown(5.0, probability=0.02),
+    )
+    ```
     """
-    is_number = isinstance(seconds, (int, float))
-    if seconds is not None and not (is_number and seconds >= 0):
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and math.isfinite(seconds) and seconds >= 0):
         raise ValueError(f"seconds must be at least 0 or None, not {seconds!r}")
-    strategy._compute_time = seconds
+    if slowdown is not None and not isinstance(slowdown, Slowdown):
+        raise ValueError(f"slowdown must be a Slowdown or None, not {slowdown!r}")
+    if seconds is None and slowdown is not None:
+        raise ValueError(f"slowdown multiplies seconds, which must not be None with {slowdown!r}")
+    strategy._compute_time = None if seconds is None else _ComputeTime(float(seconds), slowdown)

@@ -1,0 +1,155 @@
+// Kernels that wait: artificial compute time, artificial bandwidth.
+
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/base/no_destructor.h"
+#include "absl/strings/str_cat.h"
+#include "cc/engine/link.h"
+#include "cc/engine/mutex.h"
+#include "cc/engine/timer.h"
+#include "tensorflow/core/framework/cancellation.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+
+namespace recsync {
+namespace {
+
+using tensorflow::AsyncOpKernel;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+// One thread waits for all ops of the process. It is never ended: an op that
+// waits may be the last thing that holds on to its own kernel.
+Timer& SharedTimer() {
+  static absl::NoDestructor<Timer> timer;
+  return *timer;
+}
+
+struct Wait {
+  // Whoever takes `done` ends the op.
+  AsyncOpKernel::DoneCallback Take() ABSL_LOCKS_EXCLUDED(mu) {
+    MutexLock lock(&mu);
+    return std::exchange(done, nullptr);
+  }
+  Mutex mu;
+  AsyncOpKernel::DoneCallback done ABSL_GUARDED_BY(mu);
+  tensorflow::CancellationToken token = 0;
+};
+
+// Ends an op after a time, or at once when its step is cancelled; returns
+// without waiting. `what` is named in the error of a cancelled op.
+void EndAfter(double seconds, const char* what, OpKernelContext* ctx,
+              AsyncOpKernel::DoneCallback done) {
+  auto wait = std::make_shared<Wait>();
+  {
+    MutexLock lock(&wait->mu);
+    wait->done = std::move(done);
+  }
+  tensorflow::CancellationManager* manager = ctx->cancellation_manager();
+  if (manager != nullptr) {
+    wait->token = manager->get_cancellation_token();
+    const bool registered =
+        manager->RegisterCallback(wait->token, [ctx, wait, what] {
+          AsyncOpKernel::DoneCallback end = wait->Take();
+          if (end == nullptr) return;
+          ctx->SetStatus(
+              absl::CancelledError(absl::StrCat(what, " was cancelled")));
+          end();
+        });
+    OP_REQUIRES_ASYNC(
+        ctx, registered,
+        absl::CancelledError(absl::StrCat(what, " was cancelled")),
+        wait->Take());
+  }
+  SharedTimer().CallAfter(seconds, [manager, wait] {
+    AsyncOpKernel::DoneCallback end = wait->Take();
+    // A cancelled op has ended already, and `manager` may be gone.
+    if (end == nullptr) return;
+    if (manager != nullptr) manager->TryDeregisterCallback(wait->token);
+    end();
+  });
+}
+
+class DelayOp : public AsyncOpKernel {
+ public:
+  using AsyncOpKernel::AsyncOpKernel;
+
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
+    const Tensor& input = ctx->input(0);
+    OP_REQUIRES_ASYNC(
+        ctx, input.NumElements() == 1,
+        absl::InvalidArgumentError(absl::StrCat(
+            "seconds must be a scalar, not ", input.shape().DebugString())),
+        done);
+    const float seconds = input.flat<float>()(0);
+    OP_REQUIRES_ASYNC(
+        ctx, seconds >= 0.0f && std::isfinite(seconds),
+        absl::InvalidArgumentError(absl::StrCat(
+            "seconds must be finite and at least 0, not ", seconds)),
+        done);
+    EndAfter(seconds, "the delay", ctx, std::move(done));
+  }
+};
+
+// The link of a device.
+class LinkResource : public tensorflow::ResourceBase {
+ public:
+  std::string DebugString() const override { return "artificial link"; }
+  Link link;
+};
+
+class TransferOp : public AsyncOpKernel {
+ public:
+  using AsyncOpKernel::AsyncOpKernel;
+
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
+    const Tensor& message = ctx->input(0);
+    const Tensor& rate = ctx->input(1);
+    OP_REQUIRES_ASYNC(ctx, rate.NumElements() == 1,
+                      absl::InvalidArgumentError(absl::StrCat(
+                          "bytes_per_second must be a scalar, not ",
+                          rate.shape().DebugString())),
+                      done);
+    const double bytes_per_second = rate.flat<double>()(0);
+    OP_REQUIRES_ASYNC(ctx,
+                      bytes_per_second > 0.0 && std::isfinite(bytes_per_second),
+                      absl::InvalidArgumentError(absl::StrCat(
+                          "bytes_per_second must be finite and positive, not ",
+                          bytes_per_second)),
+                      done);
+    tensorflow::ResourceMgr* resources = ctx->resource_manager();
+    tensorflow::core::RefCountPtr<LinkResource> resource;
+    {
+      LinkResource* found = nullptr;
+      OP_REQUIRES_OK_ASYNC(
+          ctx,
+          resources->LookupOrCreate<LinkResource>(
+              resources->default_container(), "recsync_link", &found,
+              [](LinkResource** made) {
+                *made = new LinkResource;  // The manager owns it.
+                return absl::OkStatus();
+              }),
+          done);
+      resource.reset(found);
+    }
+    const Link::Time now = std::chrono::steady_clock::now();
+    const Link::Time passed =
+        resource->link.Reserve(message.TotalBytes(), bytes_per_second, now);
+    ctx->set_output(0, message);
+    EndAfter(std::chrono::duration<double>(passed - now).count(),
+             "the transfer", ctx, std::move(done));
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("RecsyncDelay").Device(tensorflow::DEVICE_CPU),
+                        DelayOp);
+REGISTER_KERNEL_BUILDER(Name("RecsyncTransfer").Device(tensorflow::DEVICE_CPU),
+                        TransferOp);
+
+}  // namespace
+}  // namespace recsync

@@ -1,0 +1,53 @@
+// Ops of the testing tools: artificial compute time, artificial bandwidth.
+
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace recsync {
+
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+REGISTER_OP("RecsyncDelay")
+    .Input("seconds: float")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle unused;
+      return c->WithRank(c->input(0), 0, &unused);
+    })
+    .Doc(R"doc(
+Completes after a time, without using a processor meanwhile.
+
+seconds: A scalar, 0 or more.
+)doc");
+
+// Not stateful, although it has a state: tf.function runs stateful ops one
+// after the other, and messages of different servers, or there and back, pass
+// side by side. Whether it runs is decided by who needs the message.
+REGISTER_OP("RecsyncTransfer")
+    .Input("message: T")
+    .Input("bytes_per_second: double")
+    .Output("passed: T")
+    .Attr(
+        "T: {float, double, half, bfloat16, bool, int8, uint8, int16, uint16, "
+        "int32, uint32, int64, uint64}")
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle unused;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 0, &unused));
+      c->set_output(0, c->input(0));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Completes when a message has passed the link of the device that it is placed on.
+
+A device has one link. Messages pass it one after the other, in the order in
+which they come. The op uses no processor while it waits. A message whose step
+is cancelled meanwhile takes up the link all the same.
+
+message: Of any shape.
+bytes_per_second: A scalar, positive: how fast this message passes.
+passed: The message.
+)doc");
+
+}  // namespace recsync

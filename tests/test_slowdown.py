@@ -1,0 +1,239 @@
+"""Slowdowns of the artificial compute time: their factors, and what they do to workers."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import compiled, mean_output, slope_model, steps_of
+
+import tf_recsync as recsync
+from tf_recsync.optimizers import SGD
+from tf_recsync.strategies import model_functions
+from tf_recsync.testing import ChangingSlowdown, RandomSlowdown, SlowWorkers
+
+
+def factors(slowdown, workers=1, steps=1, seconds=(0.0,)) -> np.ndarray:
+    """[workers, steps, len(seconds)], computed in one graph, as on workers."""
+
+    @tf.function(
+        input_signature=[tf.TensorSpec([], d) for d in (tf.int64, tf.int64, tf.float64)],
+        autograph=False,
+    )
+    def factor(worker, step, second):
+        result = slowdown.factor(worker, step, second)
+        assert result.dtype == tf.float32 and result.shape == []
+        return result
+
+    asked = itertools.product(range(workers), range(steps), seconds)
+    values = [factor(tf.constant(w, tf.int64), tf.constant(s, tf.int64), t) for w, s, t in asked]
+    return np.array(values).reshape(workers, steps, len(seconds))
+
+
+# The factors.
+
+
+def test_the_workers_named_are_slow_and_no_others():
+    found = factors(SlowWorkers(4.0, range(3, 8, 4)), workers=9, steps=2)
+    assert found[:, 0, 0].tolist() == [1, 1, 1, 4, 1, 1, 1, 4, 1]
+    assert np.array_equal(found[:, 1], found[:, 0])
+    assert factors(SlowWorkers(4.0, []), workers=2).ravel().tolist() == [1, 1]
+
+
+def test_random_factors_depend_on_seed_worker_and_step_alone():
+    slowdown = RandomSlowdown(3.0, probability=0.25, seed=11)
+    found = factors(slowdown, workers=8, steps=250)[:, :, 0]
+    assert set(np.unique(found)) == {1.0, 3.0}
+    # 2000 draws: four standard deviations of the share are 0.039.
+    assert (found == 3.0).mean() == pytest.approx(0.25, abs=0.039)
+    # Of no worker alone either (250 draws, 0.11), and none follows another.
+    assert np.abs((found == 3.0).mean(1) - 0.25).max() < 0.11
+    correlations = np.corrcoef(found)[np.triu_indices(8, 1)]
+    assert np.abs(correlations).max() < 4 / np.sqrt(250)
+    same = factors(slowdown, workers=8, steps=20, seconds=(0.0, 1.0, 1e9))
+    assert np.array_equal(same, np.repeat(found[:, :20, None], 3, axis=2))
+    other = factors(RandomSlowdown(3.0, probability=0.25, seed=12), workers=2, steps=250)
+    assert abs(np.corrcoef(other[0, :, 0], found[0])[0, 1]) < 4 / np.sqrt(250)
+
+
+@pytest.mark.parametrize(("probability", "expected"), [(0, 1.0), (1, 7.0)])
+def test_probabilities_at_the_ends_are_certain(probability, expected):
+    found = factors(RandomSlowdown(7.0, probability), workers=2, steps=20)
+    assert np.array_equal(found, np.full_like(found, expected))
+
+
+def interpolated(points, time):
+    """The factor at one time, in plain Python."""
+    before = [p for p in points if p[0] <= time]
+    after = [p for p in points if p[0] > time]
+    if not before or not after:
+        return before[-1][1] if before else after[0][1]
+    (x0, y0), (x1, y1) = before[-1], after[0]
+    return y0 + (y1 - y0) * (time - x0) / (x1 - x0)
+
+
+def test_a_changing_slowdown_follows_its_points():
+    points = [(2, 1.0), (4, 3.0), (4, 5.0), (10, 2.0)]
+    times = (0.0, 1.99, 2.0, 3.0, 3.999, 4.0, 5.0, 7.3, 10.0, 1e6)
+    found = factors(ChangingSlowdown(points), workers=2, seconds=times)
+    expected = [interpolated(points, t) for t in times]
+    np.testing.assert_allclose(found[0, 0], expected, rtol=1e-6)
+    np.testing.assert_allclose(found[1, 0], expected, rtol=1e-6)
+    assert found[0, 0, 5] == 5.0  # The jump.
+    periodic = factors(ChangingSlowdown(points, period=12), seconds=[t + 36 for t in times[:-1]])
+    np.testing.assert_allclose(periodic[0, 0], expected[:-1], rtol=1e-5)
+    in_steps = factors(ChangingSlowdown(points, unit="steps"), steps=12, seconds=(99.0,))
+    np.testing.assert_allclose(
+        in_steps[0, :, 0], [interpolated(points, s) for s in range(12)], rtol=1e-6
+    )
+    assert factors(ChangingSlowdown([(5, 2.5)]), seconds=(0.0, 9.0)).ravel().tolist() == [2.5, 2.5]
+
+
+def test_products_multiply_the_factors():
+    parts = [
+        SlowWorkers(2.0, [1]),
+        RandomSlowdown(3.0, 0.5),
+        ChangingSlowdown([(0, 1), (8, 2)], "steps"),
+    ]
+    product = parts[0] * parts[1] * parts[2]
+    one, two, three = (factors(part, workers=2, steps=10) for part in parts)
+    np.testing.assert_allclose(factors(product, workers=2, steps=10), one * two * three, rtol=1e-6)
+    with pytest.raises(TypeError):
+        parts[0] * 2.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SlowWorkers(-1.0, [0]), "a factor must be .* got -1.0"),
+        (lambda: SlowWorkers(float("inf"), [0]), "a factor must be finite .* got inf"),
+        (lambda: SlowWorkers(2.0, [-1]), r"workers must be indices .* got \[-1\]"),
+        (lambda: SlowWorkers(2.0, [0.5]), r"workers must be indices .* got \[0.5\]"),
+        (lambda: RandomSlowdown("2", 0.5), "a factor must be .* got '2'"),
+        (lambda: RandomSlowdown(2.0, 1.5), "probability must be from 0 to 1, got 1.5"),
+        (lambda: RandomSlowdown(2.0, float("nan")), "probability must be from 0 to 1, got nan"),
+        (lambda: RandomSlowdown(2.0, 0.5, seed=0.5), "seed must be an integer .* got 0.5"),
+        (lambda: RandomSlowdown(2.0, 0.5, seed=2**63), "seed must be an integer of 64 bits"),
+        (lambda: ChangingSlowdown([]), "points must be at least one"),
+        (lambda: ChangingSlowdown([(1, 1), (0, 2)]), "points must be .* in the order of time"),
+        (lambda: ChangingSlowdown([(0, -1)]), "a factor must be .* got -1.0"),
+        (lambda: ChangingSlowdown([(0, 1, 2)]), "points must be pairs"),
+        (lambda: ChangingSlowdown(3), "points must be pairs .* got 3"),
+        (lambda: ChangingSlowdown([(0, 1)], "hours"), "unit must be .* got 'hours'"),
+        (lambda: ChangingSlowdown([(0, 1)], period=0), "period must be positive .* got 0"),
+    ],
+)
+def test_wrong_slowdowns_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# On workers.
+
+
+@pytest.fixture
+def four(clusters):
+    return clusters.strategy(workers=4, ps=1, processes=0)
+
+
+def test_wrong_compute_times_are_refused(four):
+    slow = SlowWorkers(2.0, [0])
+    for arguments, message in (
+        ((-0.1,), "seconds must be at least 0 or None, not -0.1"),
+        ((float("nan"),), "seconds must be at least 0 or None, not nan"),
+        ((0.1, 4.0), "slowdown must be a Slowdown or None, not 4.0"),
+        ((None, slow), "slowdown multiplies seconds"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recsync.testing.set_compute_time(four, *arguments)
+
+
+@pytest.fixture
+def trained(four, monkeypatch):
+    """Trains steps with artificial compute time; tells how many each worker did."""
+    runs = []
+
+    class Recorded(model_functions.WorkerRun):
+        def __init__(self, *args):
+            runs.append(self)
+            super().__init__(*args)
+
+    monkeypatch.setattr(model_functions, "WorkerRun", Recorded)
+
+    def train(steps, seconds, slowdown, steps_per_execution=1, callbacks=()):
+        model = compiled(
+            four,
+            slope_model,
+            lambda: SGD(1.0),
+            mean_output,
+            steps_per_execution=steps_per_execution,
+        )
+        recsync.testing.set_compute_time(four, seconds, slowdown)
+        ones = tf.data.Dataset.from_tensors((tf.ones([1, 1]), tf.ones([1, 1]))).repeat(steps)
+        try:
+            model.fit(ones, verbose=0, callbacks=list(callbacks))
+        finally:
+            recsync.testing.set_compute_time(four, None)
+        assert steps_of(model) == -model.get_weights()[0] == steps
+        done = np.array([slot.state.steps for slot in runs[-1].slots])
+        assert done.sum() == steps
+        return done
+
+    return train
+
+
+def test_a_worker_four_times_slower_does_a_quarter_of_the_steps(trained):
+    done = trained(200, 0.1, SlowWorkers(4.0, [3]))
+    # 0.1 s against 0.4 s, and to both the same real time of a step: a few
+    # milliseconds, up to half of the short step's on a busy machine. So the
+    # share is a quarter, up to (1 + 0.5) / (4 + 0.5) = 0.33; of the slow one's
+    # 15 steps, one is more or less at the end.
+    share = done[3] / done[:3].mean()
+    assert 0.2 < share < 0.42
+    assert done[:3].max() < 1.25 * done[:3].min()
+
+
+def test_several_steps_of_a_call_are_slowed_each(trained):
+    done = trained(240, 0.05, SlowWorkers(4.0, [0, 2]), steps_per_execution=3)
+    share = (done[0] + done[2]) / (done[1] + done[3])
+    # As above; calls of three steps make the end rougher: three of 24 more or less.
+    assert 0.2 < share < 0.45
+
+
+class _Clock(keras.callbacks.Callback):
+    """When each batch was finished, in seconds."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.times.append(tf.timestamp().numpy())
+
+
+def test_a_cluster_that_is_busy_for_a_while_is_slow_meanwhile(trained):
+    clock = _Clock()
+    busy = ChangingSlowdown([(2, 1.0), (2, 10.0), (4, 10.0), (4, 1.0)])
+    trained(240, 0.08, busy, callbacks=[clock])
+    # The pass began shortly before the first step was done.
+    times = np.array(clock.times) - clock.times[0] + 0.08
+    before = ((times > 0) & (times < 1.9)).sum() / 1.9
+    during = ((times > 2.2) & (times < 3.9)).sum() / 1.7
+    after = ((times > 4.9) & (times < 5.9)).sum()
+    # 4 workers of 0.08 s: 50 steps a second at most, and 5 while it is ten times
+    # slower. The real step takes some of the fast ones, hence half of the tenth.
+    assert during < 0.3 * min(before, after)
+    assert during <= 4 / 0.8 + 4  # One more of each worker, which straddles the border.
+
+
+def test_steps_slowed_by_step_number_end_when_the_number_is_reached(trained):
+    clock = _Clock()
+    first_slow = ChangingSlowdown([(5, 12.0), (5, 1.0)], unit="steps")
+    done = trained(120, 0.05, first_slow, callbacks=[clock])
+    times = np.array(clock.times)
+    assert done.min() > 5
+    # The first 20 steps, five of each worker, take 0.6 s each; the 100 others 0.05 s:
+    # all of them together less than half as long, with half a step's time to spare.
+    assert times[19] - times[0] > 4 * 0.6 - 0.05
+    assert times[119] - times[23] < 0.5 * 100 / 4 * 0.6

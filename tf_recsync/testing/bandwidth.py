@@ -1,0 +1,56 @@
+"""Artificial bandwidth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from tf_recsync.strategies.async_strategy import AsyncStrategy
+
+
+def set_bandwidth(
+    strategy: AsyncStrategy,
+    bytes_per_second: float | None,
+    servers: Iterable[int] | None = None,
+) -> None:
+    """Limits the bandwidth of parameter servers, for all strategies' workers together.
+
+    The messages of a step between the workers and a server (what is looked up,
+    the answers, the pushes) pass that server's link one after the other, in both
+    directions together; who waits for one waits without using a processor. The
+    numbers of steps, and changes of moving averages, are too small to count.
+
+    Args:
+        strategy: the strategy whose steps are limited, from the next epoch's start on.
+        bytes_per_second: a positive number, of each server; None for no limit.
+        servers: the indices of the parameter servers that it holds for; those of
+            others stay as they are. Default None: all.
+
+    Raises:
+        ValueError: if an argument is wrong.
+
+    Example:
+
+    ```python
+    recsync.testing.set_bandwidth(strategy, 125e6)  # a gigabit per second
+    recsync.testing.set_bandwidth(strategy, 12.5e6, servers=[0])  # one of them slower
+    ```
+    """
+    if bytes_per_second is not None:
+        is_number = isinstance(bytes_per_second, (int, float))
+        if (
+            not is_number
+            or isinstance(bytes_per_second, bool)
+            or not (math.isfinite(bytes_per_second) and bytes_per_second > 0)
+        ):
+            raise ValueError(f"bytes_per_second must be positive or None, not {bytes_per_second!r}")
+    ps = strategy.cluster.ps
+    chosen = range(ps) if servers is None else list(servers)
+    for server in chosen:
+        if not isinstance(server, int) or isinstance(server, bool) or not 0 <= server < ps:
+            raise ValueError(f"servers must be from 0 to {ps - 1}, not {server!r}")
+    for server in chosen:
+        device = f"/job:ps/replica:0/task:{server}/device:CPU:0"
+        strategy._bandwidths.pop(device, None)
+        if bytes_per_second is not None:
+            strategy._bandwidths[device] = float(bytes_per_second)
