@@ -17,17 +17,29 @@ from tf_recsync.cluster import Cluster, LocalCluster, cluster_from_tf_config  # 
 from tf_recsync.embedding.bin_packing import plan_placement  # noqa: E402
 from tf_recsync.embedding.placement import PlacementPlan  # noqa: E402
 from tf_recsync.embedding.profile import profile_costs  # noqa: E402
-from tf_recsync.strategies import AsyncStrategy  # noqa: E402
+from tf_recsync.strategies import (  # noqa: E402
+    AsyncStrategy,
+    BackupWorkersStrategy,
+    BoundedStalenessStrategy,
+    BSPStrategy,
+    GBAStrategy,
+    SyncStrategy,
+)
 from tf_recsync.swap import Swap  # noqa: E402
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncStrategy",
+    "BSPStrategy",
+    "BackupWorkersStrategy",
+    "BoundedStalenessStrategy",
     "Cluster",
+    "GBAStrategy",
     "LocalCluster",
     "PlacementPlan",
     "Swap",
+    "SyncStrategy",
     "callbacks",
     "cluster_from_tf_config",
     "data",

@@ -266,6 +266,11 @@ class Statistics:
             _counters=total,
         )
 
+    @classmethod
+    def sum(cls, statistics: Iterable[Statistics]) -> Statistics:
+        """Those of several parts together."""
+        return cls.from_counters([part._counters for part in statistics])
+
     def since(self, before: Statistics) -> Statistics:
         """What was measured after `before`, an earlier reading of the same variables.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -108,6 +108,29 @@ class PackedBags:
         scales = _joined_scales(tables)
         bag_counts = tf.stack([t.count for t in tables])
         return cls(counts, ids, tf.concat([t.bags for t in tables], 0), scales, bag_counts)
+
+    @classmethod
+    def join(cls, parts: Sequence[PackedBags]) -> PackedBags:
+        """Several, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        if any(part.bags is not None for part in parts):
+            parts = [part._explicit() for part in parts]
+
+        def joined(name):
+            values = [getattr(part, name) for part in parts]
+            return None if values[0] is None else tf.concat(values, 0)
+
+        return cls(*(joined(field.name) for field in dataclasses.fields(cls)))
+
+    def _explicit(self) -> PackedBags:
+        """The same with bags and scales said, where every id is a bag of its own of scale 1."""
+        bags = self.bags
+        if bags is None:
+            # The bags of a table count from 0.
+            bags = tf.cast(tf.ragged.range(self.counts).values, tf.int32)
+        scales = tf.ones_like(self.ids, tf.float32) if self.scales is None else self.scales
+        return PackedBags(self.counts, self.ids, bags, scales, self.sizes)
 
     @property
     def sizes(self) -> tf.Tensor:

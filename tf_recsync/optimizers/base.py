@@ -285,7 +285,9 @@ class Optimizer(keras.optimizers.Optimizer):
             gradient = tf.reshape(tf.convert_to_tensor(gradient), [-1])
             self.apply_dense([state], gradient, no_versions(), learning_rate, step)
 
-    def apply_dense(self, states, gradient, pulled_versions, learning_rate, global_step):
+    def apply_dense(
+        self, states, gradient, pulled_versions, learning_rate, global_step, *, weighted=True
+    ):
         """Applies packed gradients to dense variables of one server.
 
         Args:
@@ -294,16 +296,20 @@ class Optimizer(keras.optimizers.Optimizer):
             pulled_versions: int64 [len(states)], or empty for fresh gradients.
             learning_rate: a float32 scalar.
             global_step: an int64 scalar, counted from 1.
+            weighted: False if the gradients are weighted already: then staleness is
+                counted, but the policy is not used.
 
         Returns:
             The update's operation.
         """
         return self.dense_op(
             gradient=gradient,
-            **self._arguments(states, pulled_versions, learning_rate, global_step),
+            **self._arguments(states, pulled_versions, learning_rate, global_step, weighted),
         )
 
-    def apply_rows(self, states, gradient, rows, pulled_versions, learning_rate, global_step):
+    def apply_rows(
+        self, states, gradient, rows, pulled_versions, learning_rate, global_step, *, weighted=True
+    ):
         """Applies packed gradients to rows of tables of one server.
 
         Rows that are named more than once are summed first.
@@ -316,6 +322,7 @@ class Optimizer(keras.optimizers.Optimizer):
             pulled_versions: int64 [n], or empty for fresh gradients.
             learning_rate: a float32 scalar.
             global_step: an int64 scalar, counted from 1.
+            weighted: as in `apply_dense`.
 
         Returns:
             The update's operation.
@@ -325,11 +332,16 @@ class Optimizer(keras.optimizers.Optimizer):
             indices=rows.ids,
             counts=rows.counts,
             **rows.inputs(),
-            **self._arguments(states, pulled_versions, learning_rate, global_step),
+            **self._arguments(states, pulled_versions, learning_rate, global_step, weighted),
         )
 
-    def _arguments(self, states, pulled_versions, learning_rate, global_step) -> dict:
+    def _arguments(
+        self, states, pulled_versions, learning_rate, global_step, weighted=True
+    ) -> dict:
         """What all update ops are called with."""
+        policy = self.staleness if weighted else staleness_lib.Constant()
+        # What a policy needs to be told is left out where it is not used.
+        last_updates = [v for s in states for v in s.last_updates if policy.uses_last_update]
         steps = {"last_steps": handles([v for s in states for v in s.last_steps])}
         return {
             **(steps if self.keeps_steps else {}),
@@ -341,20 +353,14 @@ class Optimizer(keras.optimizers.Optimizer):
             "versions": handles([s.versions for s in states]),
             "counters": handles([s.counters for s in states]),
             "last_periods": handles([v for s in states for v in s.last_periods]),
-            "last_updates": handles([v for s in states for v in s.last_updates]),
+            "last_updates": handles(last_updates),
             "pulled_versions": pulled_versions,
             "learning_rate": learning_rate,
             "global_step": global_step,
-            **self._attributes(),
-        }
-
-    def _attributes(self) -> dict:
-        swap = self.swap
-        return {
-            "swap_period": swap.period if swap else 0,
-            "swap_decay": swap.decay if swap else 1.0,
+            "swap_period": self.swap.period if self.swap else 0,
+            "swap_decay": self.swap.decay if self.swap else 1.0,
             "nonfinite": self.nonfinite,
-            **self.staleness.attributes(),
+            **policy.attributes(),
         }
 
     def _plain_update(self, state, variable, gradient, learning_rate, step):

@@ -1,5 +1,19 @@
 """tf.distribute strategies: presets over groups, aggregators and synchronizers."""
 
-from tf_recsync.strategies.async_strategy import AsyncStrategy
+from tf_recsync.strategies.presets import (
+    AsyncStrategy,
+    BackupWorkersStrategy,
+    BoundedStalenessStrategy,
+    BSPStrategy,
+    GBAStrategy,
+    SyncStrategy,
+)
 
-__all__ = ["AsyncStrategy"]
+__all__ = [
+    "AsyncStrategy",
+    "BSPStrategy",
+    "BackupWorkersStrategy",
+    "BoundedStalenessStrategy",
+    "GBAStrategy",
+    "SyncStrategy",
+]

@@ -18,6 +18,8 @@ from tf_recsync.strategies import worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.worker_run import Slot, WorkerRun
 from tf_recsync.synchronization import links
+from tf_recsync.synchronization.aggregation import Aggregation
+from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout
 
 _REFRESH_SECONDS = 0.5  # Between readings of the workers' metrics.
@@ -32,12 +34,16 @@ class Settings:
         worker_timeout: seconds without any worker after which a pass fails.
         compute_time: returns what computes the artificial compute time, or None.
         bandwidths: returns artificial bandwidths, in bytes per second by server's device.
+        mode: when workers start and servers apply.
+        home: the device that keeps what there is one of, as the token list.
     """
 
     cluster: Cluster
     worker_timeout: float
     compute_time: Callable[[], worker_functions.ComputeTime | None]
     bandwidths: Callable[[], dict[str, float]]
+    mode: Mode
+    home: str
 
 
 def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
@@ -75,6 +81,8 @@ class _Steps:
     """Trains or evaluates: runs workers, and merges their metrics."""
 
     method = ""
+    # Only training has one, in modes that use tokens.
+    aggregation: Aggregation | None = None
 
     def __init__(self, model: keras.Model, settings: Settings):
         self._model = model
@@ -98,7 +106,7 @@ class _Steps:
         if run is None:
             run = iterator.run = self._start(iterator)
             for optimizer in optimizers_of(self._model):
-                optimizer.wait_for_steps = run.settle
+                optimizer.wait_for_steps = lambda: self._settle(run)
             self._begin_epoch(iterator)
         elif not run.wait(0) and self._target >= self._epoch_end:
             # The next epoch on the same data (steps_per_epoch is set).
@@ -108,12 +116,20 @@ class _Steps:
         running = run.wait(target)
         done = run.completed
         finished = not running or done >= self._epoch_end
+        if finished and self.aggregation is not None:
+            self.aggregation.flush()
         if finished or time.monotonic() - self._refreshed > _REFRESH_SECONDS:
             self._refresh(run)
         # The end of data of unknown length shows when a call has no step left.
         if not running and self._epoch_end == float("inf") and done <= target - steps:
             raise StopIteration
         return self._logs
+
+    def _settle(self, run: WorkerRun) -> None:
+        """Waits for the steps in flight of a pass that was stopped, and applies all of them."""
+        run.settle()
+        if self.aggregation is not None:
+            self.aggregation.flush()
 
     def _begin_epoch(self, iterator: DistributedIterator) -> None:
         run = iterator.run
@@ -132,6 +148,8 @@ class _Steps:
         registered = iterator.distributed.registered()
         steps_per_call = self._model.steps_per_execution
         functions, layout = self._traced(iterator, steps_per_call)
+        if self.aggregation is not None:
+            self.aggregation.begin()
         job = registered.new_job()
         model, merge = self._model, lambda slot: self._merger.keep(slot.index)
         metrics = len(model.metrics_variables)
@@ -186,6 +204,7 @@ class _Steps:
             steps_per_call,
             self._should_stop,
             self._settings.worker_timeout,
+            self.aggregation,
         )
 
     def _should_stop(self) -> bool:
@@ -201,12 +220,22 @@ class _Steps:
             with links.limited(bandwidths):
                 functions = {
                     steps: worker_functions.trace_steps(
-                        self._model, layout, self.method, spec, steps, compute_time
+                        self._model,
+                        layout,
+                        self.method,
+                        spec,
+                        steps,
+                        compute_time,
+                        self._aggregation_of(layout),
                     )
                     for steps in sorted({1, steps_per_call})
                 }
             self._functions = {key: (functions, layout)}
         return self._functions[key]
+
+    def _aggregation_of(self, layout: Layout) -> Aggregation | None:
+        """What collects the pushes of the model's steps; None where nothing does."""
+        return None
 
     def _refresh(self, run: WorkerRun) -> None:
         """Reads the workers' metrics and merges them into the model's."""
@@ -229,6 +258,14 @@ class TrainFunction(_Steps):
     """`model.train_function` under a parameter-server strategy."""
 
     method = "train_step"
+
+    def _aggregation_of(self, layout: Layout) -> Aggregation | None:
+        mode = self._settings.mode
+        if mode.uses_tokens and self.aggregation is None:
+            self.aggregation = Aggregation(
+                mode, layout.optimizers, self._settings.cluster.workers, self._settings.home
+            )
+        return self.aggregation
 
     def _should_stop(self) -> bool:
         return bool(self._model.stop_training)

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Layout, Step
 
@@ -29,6 +30,7 @@ def trace_steps(
     element_spec: Any,
     steps_per_call: int,
     compute_time: ComputeTime | None,
+    aggregation: Aggregation | None = None,
 ) -> Callable:
     """Traces `model.train_step` or `model.test_step` for the workers.
 
@@ -40,6 +42,7 @@ def trace_steps(
         steps_per_call: how many steps one call runs. They are unrolled: a loop
             would span all servers.
         compute_time: of the artificial compute time of training steps, or None.
+        aggregation: see `Step`.
 
     Returns:
         A concrete function of (iterator, the worker's index, when the pass began,
@@ -59,7 +62,7 @@ def trace_steps(
 
     def run_step(data, worker, seconds, handles) -> list[tf.Operation]:
         private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
-        step = Step(layout, private, lookups, data, worker, seconds)
+        step = Step(layout, private, lookups, data, worker, seconds, aggregation)
         with step.computing():
             logs = getattr(model, method)(data)
         _check_logs(model, method, logs, known)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -46,6 +46,19 @@ class Slot:
         self.pass_began = 0.0
 
 
+class Crew(Protocol):
+    """Workers that may wait for each other."""
+
+    def lose(self, worker: int) -> None:
+        """A worker is gone, and its step with it."""
+
+    def leave(self, worker: int) -> None:
+        """A worker has nothing to do at the moment."""
+
+    def describe(self) -> str:
+        """Who waits for whom, in words."""
+
+
 class WorkerRun:
     """One pass of all workers over a dataset.
 
@@ -59,6 +72,9 @@ class WorkerRun:
         steps_per_call: how many steps one call may run.
         should_stop: asked between calls; True ends the pass early.
         worker_timeout: seconds without any worker after which the run fails.
+        crew: is told which workers are lost or have nothing to do, so that the
+            others don't wait for them, and can say who waits for whom; None if no
+            worker ever waits for another.
     """
 
     def __init__(
@@ -69,8 +85,10 @@ class WorkerRun:
         steps_per_call: int,
         should_stop: Callable[[], bool],
         worker_timeout: float,
+        crew: Crew | None = None,
     ):
         self._cluster = cluster
+        self._crew = crew
         self._open_worker = open_worker
         self._call = call
         self._steps_per_call = steps_per_call
@@ -200,6 +218,8 @@ class WorkerRun:
                 parts.append(f"worker:{slot.index} is lost")
             elif slot.busy_since is not None:
                 parts.append(f"worker:{slot.index} is in a call for {now - slot.busy_since:.0f} s")
+        if self._crew is not None:
+            parts.append(self._crew.describe())
         return ", ".join(parts) or "all workers are idle"
 
     # The threads' side.
@@ -236,8 +256,12 @@ class WorkerRun:
                 if not self._readmit(slot):
                     return
                 opened = True
-            n = self._take()
+            n = self._take(wait=False)
+            if n is None:
+                self._leave(slot)
+                n = self._take()
             if n == 0:
+                self._leave(slot)
                 return
             outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
             if outcome is None:
@@ -247,12 +271,20 @@ class WorkerRun:
             done, ended, result = outcome[0]
             self._account(n, done, result)
             if ended:
+                self._leave(slot)
                 with self._changed:
                     self._finished_parts += 1
                 return  # Its own part has ended; others may hold batches still.
 
-    def _take(self) -> int:
-        """Takes steps to run; waits while none are granted; 0 when the pass is over."""
+    def _leave(self, slot: Slot) -> None:
+        if self._crew is not None:
+            self._guarded(slot, lambda: self._crew.leave(slot.index))
+
+    def _take(self, wait: bool = True) -> int | None:
+        """Takes steps to run; 0 when the pass is over.
+
+        While none are granted it waits, or returns None.
+        """
         with self._changed:
             while True:
                 if self._stopped or self._should_stop() or self._error is not None:
@@ -262,6 +294,8 @@ class WorkerRun:
                     n = int(min(free, self._steps_per_call))
                     self._taken += n
                     return n
+                if not wait:
+                    return None
                 self._changed.wait(timeout=1.0)
 
     def _account(self, taken: int, done: int, result: Any) -> None:
@@ -301,6 +335,8 @@ class WorkerRun:
             type(error).__name__,
         )
         slot.lost = True
+        if self._crew is not None:
+            self._crew.lose(slot.index)
         with self._changed:
             if all(s.lost for s in self.slots) and self._without_worker_since is None:
                 self._without_worker_since = time.monotonic()

@@ -10,14 +10,18 @@ On the server's side messages pass its artificial link (`links.passed`), if it h
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tf_recsync import ops
 from tf_recsync.ops.bags import Bags, PackedBags, merge
+from tf_recsync.ops.gradient_buffer import Aggregate
+from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import links
+from tf_recsync.synchronization.gradient_buffer import GradientBuffer
 from tf_recsync.synchronization.pulled import PulledLookup
 
 
@@ -55,25 +59,39 @@ class PullPlan:
         """Adds a lookup, by its number in the step."""
         self._tables.setdefault(id(state), (state, []))[1].append((number, bags))
 
-    def pull(self, device: str, values: dict, lookups: dict[int, PulledLookup]) -> ServerPull:
-        """Pulls; adds to `values` by the variables' ids, and to `lookups` by number."""
+    def pull(
+        self,
+        device: str,
+        values: dict,
+        lookups: dict[int, PulledLookup],
+        after: tf.Tensor | None = None,
+    ) -> ServerPull:
+        """Pulls; adds to `values` by the variables' ids, and to `lookups` by number.
+
+        Args:
+            device: the server.
+            values: gets the values of variables.
+            lookups: gets the lookups.
+            after: a tensor on the server that must be there before; None for none.
+        """
         pull = ServerPull(dense=self.dense)
-        self._pull_fixed(device, pull, values)
+        after = [] if after is None else [after]
+        self._pull_fixed(device, pull, values, after)
         if self._tables:
-            self._pull_rows(device, pull, lookups)
+            self._pull_rows(device, pull, lookups, after)
         return pull
 
-    def _pull_fixed(self, device: str, pull: ServerPull, values: dict) -> None:
+    def _pull_fixed(self, device: str, pull: ServerPull, values: dict, after: list) -> None:
         """Pulls what is pulled whatever the batch is.
 
-        It waits for nothing but the last update of the same variables, which
-        tf.function sees to: not for the batch, and not for the worker to hear of
-        that update. So a pull follows the push before it at once.
+        It waits for nothing but `after` and the last update of the same variables,
+        which tf.function sees to: not for the batch, and not for the worker to hear
+        of that update. So without a token a pull follows the push before it at once.
         """
         others = [v for v in self.unversioned if v.dtype != "float32"]
         scalars = [v for v in self.unversioned if v.dtype == "float32"]
         floats: list[tf.Tensor] = []
-        with tf.control_dependencies(None), tf.device(device):
+        with tf.control_dependencies(None), tf.control_dependencies(after), tf.device(device):
             if self.dense:
                 dense, pull.dense_versions = ops.pull_dense(
                     base.handles([s.variable for s in self.dense]),
@@ -92,14 +110,16 @@ class PullPlan:
         for variable, piece in zip(fixed, pieces, strict=True):
             values[id(variable)] = tf.reshape(piece, tuple(variable.shape))
 
-    def _pull_rows(self, device: str, pull: ServerPull, lookups: dict[int, PulledLookup]) -> None:
+    def _pull_rows(
+        self, device: str, pull: ServerPull, lookups: dict[int, PulledLookup], after: list
+    ) -> None:
         """Looks up rows of all tables: a message there, and one back."""
         states = pull.tables = [state for state, _ in self._tables.values()]
         asked = [entries for _, entries in self._tables.values()]
         packed = PackedBags.pack([merge([bags for _, bags in entries]) for entries in asked])
         pull.rows = packed.sent(device, links.received)
-        # The request's arrival is all there is to wait for.
-        with tf.control_dependencies(None), tf.device(device):
+        # The request's arrival, and the token's, is all there is to wait for.
+        with tf.control_dependencies(None), tf.control_dependencies(after), tf.device(device):
             pooled, pull.row_versions = ops.gather_rows(
                 base.handles([s.variable for s in states]),
                 base.handles([s.versions for s in states]),
@@ -211,43 +231,75 @@ class PushPlan:
 
     def apply(self, optimizer: base.Optimizer, step) -> list[tf.Operation]:
         """Applies what was sent; call it under the server's device scope."""
-        pull, operations = self._pull, []
-        learning_rate = self._floats[0]
+        learning_rate, operations = self.learning_rate, []
         dense, pooled, rows = self._split()
         if self._dense:
-            numbers = [number for number, _ in self._dense]
-            versions = pull.dense_versions
-            if numbers != list(range(len(pull.dense))):
-                versions = tf.gather(versions, numbers)
-            states = [pull.dense[number] for number in numbers]
+            states, versions = self._dense_versions()
             operations.append(optimizer.apply_dense(states, dense, versions, learning_rate, step))
+        for states, values, bags, versions in self._parts(pooled, rows):
+            operations.append(
+                optimizer.apply_rows(states, values, bags, versions, learning_rate, step)
+            )
+        return operations
+
+    def collect(self, buffer: GradientBuffer, start: Token, pulled_step: tf.Tensor) -> Aggregate:
+        """Puts what was sent into a gradient buffer; call it under the server's device scope.
+
+        Args:
+            buffer: the buffer of all variables that the push's optimizer has there.
+            start: the step's token, on the server.
+            pulled_step: the buffer's step when the parameters were pulled.
+
+        Returns:
+            What the buffer gives out.
+        """
+        dense, pooled, rows = self._split()
+        arguments: dict[str, Any] = {}
+        if self._dense:
+            _, versions = self._dense_versions()
+            arguments.update(dense=dense, dense_versions=versions)
+        parts = self._parts(pooled, rows)
+        if parts:
+            states, values, bags, versions = zip(*parts, strict=True)
+            arguments.update(
+                tables=[state for some in states for state in some],
+                values=tf.concat(values, 0) if len(values) > 1 else values[0],
+                rows=PackedBags.join(bags),
+                row_versions=tf.concat(versions, 0) if len(versions) > 1 else versions[0],
+            )
+        return buffer.push(start.index, start.value, pulled_step, **arguments)
+
+    @property
+    def learning_rate(self) -> tf.Tensor:
+        """What was sent as the learning rate."""
+        return self._floats[0]
+
+    @property
+    def dense(self) -> list[base.VariableState]:
+        """The states of the dense variables whose gradients were added, in their order."""
+        return [self._pull.dense[number] for number, _ in self._dense]
+
+    def _dense_versions(self) -> tuple[list[base.VariableState], tf.Tensor]:
+        """The dense variables, and their versions as pulled."""
+        numbers = [number for number, _ in self._dense]
+        versions = self._pull.dense_versions
+        if numbers != list(range(len(self._pull.dense))):
+            versions = tf.gather(versions, numbers)
+        return self.dense, versions
+
+    def _parts(self, pooled: tf.Tensor, rows: tf.Tensor) -> list[tuple]:
+        """(states of tables, gradients, bags, versions) of pooled vectors and of rows."""
+        parts = []
         if self._pooled:
             tables = [table for table, _ in self._pooled]
-            bags, versions = pull.rows.select(tables, pull.row_versions)
-            operations.append(
-                optimizer.apply_rows(
-                    [pull.tables[table] for table in tables],
-                    pooled,
-                    bags,
-                    versions,
-                    learning_rate,
-                    step,
-                )
-            )
+            bags, versions = self._pull.rows.select(tables, self._pull.row_versions)
+            parts.append(([self._pull.tables[table] for table in tables], pooled, bags, versions))
         if self._rows:
             n = len(self._rows)
             ids, versions = tf.split(self._integers[n:], 2)
-            operations.append(
-                optimizer.apply_rows(
-                    [state for state, _, _, _ in self._rows],
-                    rows,
-                    PackedBags(self._integers[:n], ids),
-                    versions,
-                    learning_rate,
-                    step,
-                )
-            )
-        return operations
+            states = [state for state, _, _, _ in self._rows]
+            parts.append((states, rows, PackedBags(self._integers[:n], ids), versions))
+        return parts
 
     def _split(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """The gradients of dense variables, of pooled vectors and of rows."""

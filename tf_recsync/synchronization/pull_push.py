@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,8 +16,10 @@ import tensorflow as tf
 
 from tf_recsync import ops
 from tf_recsync.ops.bags import Bags
+from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import context
+from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.lookups import Lookups
 from tf_recsync.synchronization.messages import PullPlan, PushPlan, ServerPull
 from tf_recsync.synchronization.pulled import PulledLookup, PulledScope, PulledTable
@@ -92,6 +94,8 @@ class Step:
         worker: the worker's index, an int64 scalar on the worker.
         compute_time: artificial compute time to add before the push, in seconds,
             a float32 scalar; or None.
+        aggregation: where the step gets its token, and what collects its pushes;
+            None if the servers apply each push at once.
     """
 
     is_dry = False
@@ -104,8 +108,12 @@ class Step:
         batch: Any,
         worker: tf.Tensor,
         compute_time: tf.Tensor | None = None,
+        aggregation: Aggregation | None = None,
     ):
         self._layout = layout
+        self._aggregation = aggregation
+        self._reached: dict[str, Token] = {}  # The token, on each server.
+        self._pulled_steps: dict[int, tf.Tensor] = {}  # By the buffer's number.
         self.worker = worker
         self._compute_time = compute_time
         self._pulls: dict[str, ServerPull] = {}
@@ -169,9 +177,22 @@ class Step:
             plan_of(state.variable).look_up(i, state, bags[i])
         values: dict[int, tf.Tensor] = {}
         lookups: dict[int, PulledLookup] = {}
+        if self._aggregation is not None:
+            self._start(self._aggregation, plans)
         for device, plan in plans.items():
-            self._pulls[device] = plan.pull(device, values, lookups)
+            after = self._reached[device].value if device in self._reached else None
+            self._pulls[device] = plan.pull(device, values, lookups, after)
         return values, [lookups[i] for i in range(len(tables))]
+
+    def _start(self, aggregation: Aggregation, devices: Iterable[str]) -> None:
+        """Takes the step's token, and notes how far the servers are before it pulls."""
+        # Only a worker that has a batch takes a token.
+        worker = tf.identity(self.worker)
+        self._reached = aggregation.start(worker, {*devices, *aggregation.devices})
+        for device, token in self._reached.items():
+            with tf.control_dependencies(None), tf.control_dependencies([token.value]):
+                for buffer in aggregation.buffers_of(device):
+                    self._pulled_steps[buffer.number] = buffer.buffer.step().applied
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -225,6 +246,8 @@ class Step:
 
     def _apply(self, optimizer, plans: dict[str, PushPlan], arrived) -> list[tf.Operation]:
         """Applies pushes that `arrived` on the servers."""
+        if self._pulled_steps:
+            return self._collect(optimizer, plans)
         # The owner of the global step counts the push when it has arrived there;
         # an owner without parameters counts it when it has arrived anywhere.
         owner = device_of(optimizer._iterations)
@@ -237,6 +260,32 @@ class Step:
                 # Where nobody asks for it, nobody waits for its owner.
                 number = step if optimizer.uses_global_step else tf.ones([], tf.int64)
                 operations += plan.apply(optimizer, number)
+        return operations
+
+    def _collect(self, optimizer, plans: dict[str, PushPlan]) -> list[tf.Operation]:
+        """Has the servers' buffers collect pushes, and apply those that complete a step."""
+        aggregation, operations = self._aggregation, []
+        for device, plan in plans.items():
+            buffer = aggregation.buffer(device, optimizer)
+            if [id(s) for s in plan.dense] != [id(s) for s in buffer.dense]:
+                raise ValueError(
+                    f"under {aggregation.mode.name} training every trainable variable needs a "
+                    f"gradient, in the order of the optimizer; {optimizer.name} was built with "
+                    f"{[s.variable.path for s in buffer.dense]} on {device} and got gradients for "
+                    f"{[s.variable.path for s in plan.dense]}: make variables that get none "
+                    "non-trainable, then compile again"
+                )
+            with tf.device(device):
+                pulled_step = self._pulled_steps[buffer.number]
+                aggregate = plan.collect(buffer.buffer, self._reached[device], pulled_step)
+                applied = buffer.apply(optimizer, aggregate, plan.learning_rate)
+            operations += aggregation.report_step(buffer, applied)
+            operations.append(applied.op)
+            if buffer is aggregation.counting_buffer(optimizer):
+                iterations = optimizer._iterations._value
+                with tf.device(iterations.device):
+                    one = tf.cast(aggregate.ready, iterations.dtype)
+                    operations.append(iterations.assign_add(one, read_value=False))
         return operations
 
     # The push (see `context.Push`).
@@ -279,6 +328,11 @@ class Step:
                     plan.add_rows(state, *table.resolve(gradient))
         for plan in plans.values():
             plan.pack(learning_rate)
+        if self._aggregation is not None and any(o is optimizer for o, _ in self._pushes):
+            raise ValueError(
+                f"train_step applied gradients of {optimizer.name} more than once; under "
+                f"{self._aggregation.mode.name} training a step is one push"
+            )
         self._pushes.append((optimizer, plans))
 
     def decay_weights(self, variables, rate) -> None:

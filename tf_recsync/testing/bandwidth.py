@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from tf_recsync.strategies.async_strategy import AsyncStrategy
+from tf_recsync.strategies.group_strategy import GroupStrategy
 
 
 def set_bandwidth(
-    strategy: AsyncStrategy,
+    strategy: GroupStrategy,
     bytes_per_second: float | None,
     servers: Iterable[int] | None = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Asynchronous training on parameter servers, with plain Keras `model.fit`."""
+"""The strategies' common base: plain Keras `model.fit` on workers and parameter servers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from tf_recsync import staleness
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import model_functions, worker_functions, worker_run
 from tf_recsync.strategies.distributed_dataset import DataService, DistributedDataset
+from tf_recsync.synchronization import aggregation
+from tf_recsync.synchronization.modes import Mode
 
 
-class AsyncStrategy(tf.distribute.ParameterServerStrategy):
-    """Staleness-aware asynchronous training on parameter servers.
-
-    Variables live on the parameter servers. Every worker repeats, without
-    waiting for the others: pull the parameters with their versions, compute,
-    push the gradients with those versions. The servers weigh each gradient by
-    its staleness (the optimizer's `staleness` policy) and apply it at once.
+class GroupStrategy(tf.distribute.ParameterServerStrategy):
+    """One group of workers, which share the parameters on the servers.
 
     A `tf.distribute.ParameterServerStrategy` on which `model.fit`, `evaluate`
     and `predict` of Keras 3 work: build and compile the model in `scope()`, with
@@ -29,52 +26,34 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
     batched tf.data.Dataset. Each batch goes to one worker, and a faster worker
     takes more. Metrics are kept by each worker and merged when read.
 
-    A worker that is lost takes the batches in its hands with it; the others go
-    on, and it takes part again when it is back. A lost parameter server ends
-    the training with an error.
-
-    Reference: Liu and Zhao 2021, "Asynchronous Stochastic Gradient Descent for
-    Extreme-Scale Recommender Systems".
+    The base of the strategies, which differ in their mode: when a worker may start on
+    a batch, and when the servers apply what workers push.
 
     Args:
         cluster: a `LocalCluster`, or what `cluster_from_tf_config` returned, with
             at least one worker and one parameter server.
+        mode: a row of the table in `tf_recsync.synchronization.modes`.
         worker_timeout: seconds without any reachable worker after which training
-            fails. Defaults to 600.
-
-    Raises:
-        ValueError: if the cluster lacks workers or parameter servers.
-
-    Example:
-
-    ```python
-    cluster = recsync.LocalCluster(workers=4, ps=2)
-    strategy = recsync.AsyncStrategy(cluster)
-    with strategy.scope():
-        model = build_model()
-        model.compile(
-            optimizer=recsync.optimizers.SwapAdagrad(0.05), loss="binary_crossentropy"
-        )
-    model.fit(dataset, epochs=1)
-    print(strategy.staleness(model).dense.mean)
-    ```
+            fails.
+        local_batch_size: examples of a batch, or None if that is not known.
     """
 
     pushes_gradients = True  # Optimizers are applied in the workers' steps only.
 
-    def __init__(self, cluster: Cluster, *, worker_timeout: float = 600.0):
-        if not isinstance(cluster, Cluster):
-            raise ValueError(
-                f"cluster must be a LocalCluster or from cluster_from_tf_config, not {cluster!r}"
-            )
-        if cluster.workers < 1 or cluster.ps < 1:
-            raise ValueError(
-                "AsyncStrategy needs at least one worker and one ps, the cluster has "
-                f"workers={cluster.workers} and ps={cluster.ps}"
-            )
+    def __init__(
+        self,
+        cluster: Cluster,
+        mode: Mode,
+        worker_timeout: float,
+        local_batch_size: int | None = None,
+    ):
         if not isinstance(worker_timeout, (int, float)) or not worker_timeout > 0:
             raise ValueError(f"worker_timeout must be positive, in seconds, not {worker_timeout!r}")
+        if local_batch_size is not None:
+            check_at_least("local_batch_size", local_batch_size, 1)
         self._cluster = cluster
+        self._mode = mode
+        self._local_batch_size = local_batch_size
         self._compute_time: worker_functions.ComputeTime | None = None
         self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
         super().__init__(cluster.resolver)
@@ -86,7 +65,14 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
             worker_timeout=worker_timeout,
             compute_time=lambda: self._compute_time,
             bandwidths=lambda: dict(self._bandwidths),
+            mode=mode,
+            home=self._anchors[0].device,
         )
+
+    @property
+    def mode(self) -> Mode:
+        """When workers start and servers apply."""
+        return self._mode
 
     @property
     def cluster(self) -> Cluster:
@@ -138,8 +124,20 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
         if steps is not None and verb in ("evaluate", "predict"):
             # The first batches, whichever workers they go to.
             dataset, steps = dataset.take(steps), None
+        if verb == "fit":
+            self._check_batch_size(dataset)
         start_predict = model.predict_function.start if verb == "predict" else None
         return DistributedDataset(self._data_service, dataset, start_predict, steps, length)
+
+    def _check_batch_size(self, dataset: tf.data.Dataset) -> None:
+        """Refuses batches of another size than the strategy was told, where they say it."""
+        spec = tf.nest.flatten(dataset.element_spec)[0]
+        size = spec.shape[0] if spec.shape.rank else None
+        if None not in (size, self._local_batch_size) and size != self._local_batch_size:
+            raise ValueError(
+                f"the dataset's batches have {size} examples, local_batch_size is "
+                f"{self._local_batch_size}"
+            )
 
     def attach(self, model: keras.Model) -> None:
         """Has a model's `fit`, `evaluate` and `predict` run on this strategy's workers.
@@ -196,6 +194,40 @@ class AsyncStrategy(tf.distribute.ParameterServerStrategy):
             rows=of(counters[s.variable.path] for s in states if s.is_table),
             variables={path: of([values]) for path, values in counters.items()},
         )
+
+    def aggregation(self, model: keras.Model) -> aggregation.Report | None:
+        """What became of the workers' pushes since the model began to train.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            Counts of pushes included, decayed, excluded, dropped and lost, ages of
+            tokens, staleness in global steps; None before the model trains, and where
+            servers apply each push at once and no tokens are used.
+        """
+        live = getattr(model.train_function, "aggregation", None)
+        return None if live is None else live.report()
+
+
+def check_cluster(strategy: str, cluster: Cluster, workers: int = 1) -> None:
+    """Raises a ValueError if a strategy can't run on a cluster."""
+    if not isinstance(cluster, Cluster):
+        raise ValueError(
+            f"cluster must be a LocalCluster or from cluster_from_tf_config, not {cluster!r}"
+        )
+    if cluster.workers < workers or cluster.ps < 1:
+        number = "one worker" if workers == 1 else f"{workers} workers"
+        raise ValueError(
+            f"{strategy} needs at least {number} and one ps, the cluster has "
+            f"workers={cluster.workers} and ps={cluster.ps}"
+        )
+
+
+def check_at_least(name: str, value: int, least: int) -> None:
+    """Raises a ValueError if an argument is not an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
 
 
 def _keras_caller() -> tuple[keras.Model | None, str | None, int | None, int | None]:

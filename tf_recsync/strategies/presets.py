@@ -1,0 +1,328 @@
+"""The strategies that users choose from: one for each training mode.
+
+They differ in a row of the table in `tf_recsync.synchronization.modes` only.
+"""
+
+from __future__ import annotations
+
+from tf_recsync import staleness
+from tf_recsync.cluster import Cluster
+from tf_recsync.strategies.group_strategy import GroupStrategy, check_at_least, check_cluster
+from tf_recsync.synchronization.modes import Mode
+
+_WORKER_TIMEOUT = 600.0
+
+
+class AsyncStrategy(GroupStrategy):
+    """Staleness-aware asynchronous training on parameter servers.
+
+    Variables live on the parameter servers. Every worker repeats, without
+    waiting for the others: pull the parameters with their versions, compute,
+    push the gradients with those versions. The servers weigh each gradient by
+    its staleness (the optimizer's `staleness` policy) and apply it at once.
+
+    A `tf.distribute.ParameterServerStrategy` on which `model.fit`, `evaluate`
+    and `predict` of Keras 3 work: build and compile the model in `scope()`, with
+    an optimizer of `tf_recsync.optimizers`, and call them as usual, with a
+    batched tf.data.Dataset. Each batch goes to one worker, and a faster worker
+    takes more. Metrics are kept by each worker and merged when read.
+
+    A worker that is lost takes the batches in its hands with it; the others go
+    on, and it takes part again when it is back. A lost parameter server ends
+    the training with an error.
+
+    Reference: Liu and Zhao 2021, "Asynchronous Stochastic Gradient Descent for
+    Extreme-Scale Recommender Systems".
+
+    Args:
+        cluster: a `LocalCluster`, or what `cluster_from_tf_config` returned, with
+            at least one worker and one parameter server.
+        local_batch_size: examples of the dataset's batches, an int, or None (the
+            default). Only needed to convert SWAP's period and the global step when a
+            checkpoint was made with another batch size or mode.
+        worker_timeout: seconds without any reachable worker after which training
+            fails. Defaults to 600.
+
+    Raises:
+        ValueError: if the cluster lacks workers or parameter servers.
+
+    Example:
+
+    ```python
+    cluster = recsync.LocalCluster(workers=4, ps=2)
+    strategy = recsync.AsyncStrategy(cluster)
+    with strategy.scope():
+        model = build_model()
+        model.compile(
+            optimizer=recsync.optimizers.SwapAdagrad(0.05), loss="binary_crossentropy"
+        )
+    model.fit(dataset, epochs=1)
+    print(strategy.staleness(model).dense.mean)
+    ```
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        local_batch_size: int | None = None,
+        worker_timeout: float = _WORKER_TIMEOUT,
+    ):
+        check_cluster("AsyncStrategy", cluster)
+        super().__init__(cluster, Mode("async"), worker_timeout, local_batch_size)
+
+
+class SyncStrategy(GroupStrategy):
+    """Synchronous training on parameter servers.
+
+    The servers apply the mean of the gradients of a global batch, all computed on
+    the same parameters: step by step what one process does with the global batch.
+    A worker takes a token for each batch, and waits until every server has done
+    the step that the token names. A fast worker may compute several of a step's
+    batches. The batches of a worker that is lost go to the others, so a step
+    always has its global batch.
+
+    At the end of an epoch (or of `steps_per_epoch`) the batches that do not fill a
+    global batch are applied, divided by their number.
+
+    `fit`, `evaluate` and `predict` as in `AsyncStrategy`. The optimizer's `staleness`
+    policy is not used, as nothing is stale.
+
+    Reference: Su et al. 2022, "GBA", section 5.1, where it is the baseline.
+
+    Args:
+        cluster: as in `AsyncStrategy`.
+        global_batch_size: examples that are applied together, a multiple of
+            `local_batch_size`. Defaults to None: one batch of each worker.
+        local_batch_size: examples of the dataset's batches; needed with
+            `global_batch_size`. Defaults to None.
+        worker_timeout: as in `AsyncStrategy`.
+
+    Raises:
+        ValueError: if the cluster lacks workers or parameter servers, or the batch
+            sizes do not fit together.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        global_batch_size: int | None = None,
+        local_batch_size: int | None = None,
+        worker_timeout: float = _WORKER_TIMEOUT,
+    ):
+        check_cluster("SyncStrategy", cluster)
+        batches = cluster.workers
+        if global_batch_size is not None:
+            batches = _batches_of("SyncStrategy", global_batch_size, local_batch_size)
+        mode = Mode("sync", repeats=batches, capacity=batches, gate="step", drop_late=True)
+        super().__init__(cluster, mode, worker_timeout, local_batch_size)
+
+
+class BSPStrategy(GroupStrategy):
+    """Asynchronous bulk-synchronous training: gradients are applied a global batch at a time.
+
+    Nobody waits; the servers collect pushes, however stale, and apply the mean of
+    each global batch. GBA without the control of staleness.
+
+    Reference: Su et al. 2022, "GBA", section 3.2 and 5.1.
+
+    Args:
+        cluster: as in `AsyncStrategy`.
+        global_batch_size: examples that are applied together, a multiple of
+            `local_batch_size`.
+        local_batch_size: examples of the dataset's batches.
+        worker_timeout: as in `AsyncStrategy`.
+
+    Raises:
+        ValueError: as in `SyncStrategy`.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        global_batch_size: int,
+        local_batch_size: int,
+        *,
+        worker_timeout: float = _WORKER_TIMEOUT,
+    ):
+        check_cluster("BSPStrategy", cluster)
+        batches = _batches_of("BSPStrategy", global_batch_size, local_batch_size)
+        mode = Mode("BSP", repeats=batches, capacity=batches)
+        super().__init__(cluster, mode, worker_timeout, local_batch_size)
+
+
+class GBAStrategy(GroupStrategy):
+    """Global batch gradient aggregation: the speed of asynchronous training, tuned as synchronous.
+
+    Nobody waits. Each batch comes with a token, the number of the global step that
+    it would belong to in synchronous training. The servers collect pushes and apply
+    the mean of a global batch at a time; gradients whose tokens are too old count,
+    but are left out. With the global batch of synchronous training its
+    hyper-parameters carry over: switch at a checkpoint.
+
+    The paper runs as many workers as a global batch has batches. Other numbers
+    work: with more workers tokens are older when they arrive.
+
+    Reference: Su et al. 2022, "GBA: A Tuning-free Approach to Switch between
+    Synchronous and Asynchronous Training for Recommendation Models".
+
+    Args:
+        cluster: as in `AsyncStrategy`.
+        global_batch_size: examples that are applied together, a multiple of
+            `local_batch_size`.
+        local_batch_size: examples of the dataset's batches.
+        staleness_tolerance: iota of Eq. 1, an int of at least 0: the largest age of a
+            token, in global steps, whose gradient counts in full.
+        decay: what becomes of older gradients. "threshold" (the default): left out.
+            "inverse_power": weighted by ((iota + 1) / (age + 1))^2. Or a policy of
+            `tf_recsync.staleness`, of tau = age + 1; `staleness_tolerance` must then be
+            None.
+        worker_timeout: as in `AsyncStrategy`.
+
+    Raises:
+        ValueError: if the cluster lacks workers or parameter servers, the batch sizes
+            do not fit together, or the tolerance is negative.
+
+    Example:
+
+    ```python
+    cluster = recsync.LocalCluster(workers=4, ps=2)
+    strategy = recsync.GBAStrategy(
+        cluster, global_batch_size=2048, local_batch_size=512, staleness_tolerance=4
+    )
+    with strategy.scope():
+        model = build_model()
+        model.compile(recsync.optimizers.Adagrad(0.05), "binary_crossentropy")
+    model.fit(dataset.batch(512))
+    print(strategy.aggregation(model).excluded)
+    ```
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        global_batch_size: int,
+        local_batch_size: int,
+        staleness_tolerance: int | None = None,
+        decay: str | staleness.Policy = "threshold",
+        *,
+        worker_timeout: float = _WORKER_TIMEOUT,
+    ):
+        check_cluster("GBAStrategy", cluster)
+        batches = _batches_of("GBAStrategy", global_batch_size, local_batch_size)
+        weight = _decay(staleness_tolerance, decay)
+        mode = Mode("GBA", repeats=batches, capacity=batches, weight=weight)
+        super().__init__(cluster, mode, worker_timeout, local_batch_size)
+
+
+class BackupWorkersStrategy(GroupStrategy):
+    """Synchronous training that does not wait for its slowest workers (Hop-BW).
+
+    Of n workers' batches in a step the first n - b are applied, as their mean; what
+    comes later is dropped. No gradient is stale, but the work of slow workers is lost.
+
+    Reference: Su et al. 2022, "GBA", section 5.1; Luo et al. 2019, "Hop".
+
+    Args:
+        cluster: as in `AsyncStrategy`.
+        backup_workers: b, how many workers are not waited for, from 0 to the
+            cluster's workers less 1.
+        local_batch_size: as in `AsyncStrategy`.
+        worker_timeout: as in `AsyncStrategy`.
+
+    Raises:
+        ValueError: if the cluster lacks workers or parameter servers, or
+            `backup_workers` is out of range.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        backup_workers: int,
+        *,
+        local_batch_size: int | None = None,
+        worker_timeout: float = _WORKER_TIMEOUT,
+    ):
+        check_cluster("BackupWorkersStrategy", cluster)
+        check_at_least("backup_workers", backup_workers, 0)
+        if backup_workers >= cluster.workers:
+            raise ValueError(
+                f"backup_workers must be less than the cluster's {cluster.workers} workers, "
+                f"not {backup_workers}"
+            )
+        mode = Mode(
+            "backup-worker",
+            repeats=cluster.workers,
+            capacity=cluster.workers - backup_workers,
+            gate="step",
+            drop_late=True,
+        )
+        super().__init__(cluster, mode, worker_timeout, local_batch_size)
+
+
+class BoundedStalenessStrategy(GroupStrategy):
+    """Asynchronous training in which fast workers wait for slow ones (Hop-BS).
+
+    As `AsyncStrategy`, but a worker may be at most `staleness_bound` batches ahead of
+    the slowest one: then it waits. A worker that is lost is not waited for.
+
+    Reference: Su et al. 2022, "GBA", section 5.1; Ho et al. 2013, "More effective
+    distributed ML via a stale synchronous parallel parameter server".
+
+    Args:
+        cluster: as in `AsyncStrategy`.
+        staleness_bound: b1, in batches, an int of at least 0.
+        local_batch_size: as in `AsyncStrategy`.
+        worker_timeout: as in `AsyncStrategy`.
+
+    Raises:
+        ValueError: if the cluster lacks workers or parameter servers, or the bound is
+            negative.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        staleness_bound: int,
+        *,
+        local_batch_size: int | None = None,
+        worker_timeout: float = _WORKER_TIMEOUT,
+    ):
+        check_cluster("BoundedStalenessStrategy", cluster)
+        check_at_least("staleness_bound", staleness_bound, 0)
+        mode = Mode("bounded-staleness", gate="clock", clock_bound=staleness_bound)
+        super().__init__(cluster, mode, worker_timeout, local_batch_size)
+
+
+def _decay(tolerance: int | None, decay: str | staleness.Policy) -> staleness.Policy:
+    """The weight of a token's age."""
+    if isinstance(decay, staleness.Policy):
+        if tolerance is not None:
+            raise ValueError(
+                f"staleness_tolerance must be None with a policy as decay, not {tolerance!r}"
+            )
+        if decay.uses_last_update or getattr(decay, "rescale", None) is not None:
+            raise ValueError(f"decay must depend on the token's age alone, not {decay!r}")
+        return decay
+    check_at_least("staleness_tolerance", tolerance, 0)
+    if decay == "threshold":
+        return staleness.Threshold(iota=tolerance)
+    if decay == "inverse_power":
+        return staleness.InversePower(k=2, baseline=tolerance + 1)
+    raise ValueError(
+        "decay must be 'threshold', 'inverse_power' or a policy of tf_recsync.staleness, "
+        f"not {decay!r}"
+    )
+
+
+def _batches_of(strategy: str, global_batch_size: int, local_batch_size: int) -> int:
+    """How many local batches a global batch has."""
+    check_at_least("global_batch_size", global_batch_size, 1)
+    check_at_least("local_batch_size", local_batch_size, 1)
+    if global_batch_size % local_batch_size:
+        raise ValueError(
+            f"global_batch_size of {strategy} must be a multiple of local_batch_size="
+            f"{local_batch_size}, not {global_batch_size}"
+        )
+    return global_batch_size // local_batch_size

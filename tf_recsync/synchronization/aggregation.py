@@ -1,0 +1,312 @@
+"""The token list and the gradient buffers of a model that trains in a mode.
+
+Workers take tokens from one list, on the first parameter server. Each server
+has a gradient buffer for each optimizer, for the variables that it holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync import staleness
+from tf_recsync.ops.gradient_buffer import Aggregate
+from tf_recsync.ops.tokens import Token
+from tf_recsync.optimizers import base
+from tf_recsync.synchronization.gradient_buffer import GradientBuffer
+from tf_recsync.synchronization.modes import Mode
+from tf_recsync.synchronization.token_list import TokenList
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What became of the workers' pushes.
+
+    A push to several servers counts on each of them.
+
+    Attributes:
+        global_step: the applications of the server that is ahead.
+        included: pushes applied with a weight above 0.
+        decayed: those of them with a weight below 1.
+        excluded: pushes that counted but whose weight was 0.
+        late: pushes dropped because their step was over.
+        duplicates: pushes dropped because their token had been pushed by a worker
+            that was lost.
+        lost: tokens that were lost with a worker.
+        reissued: tokens of lost workers that others got.
+        age_mean: the mean age of the tokens pushed; 0 is fresh.
+        age_max: the largest.
+        staleness: the staleness of the parameters that gradients were computed on, in
+            global steps; 1 is fresh.
+    """
+
+    global_step: int
+    included: int
+    decayed: int
+    excluded: int
+    late: int
+    duplicates: int
+    lost: int
+    reissued: int
+    age_mean: float
+    age_max: int
+    staleness: staleness.Statistics
+
+
+class Aggregation:
+    """The token list and the gradient buffers of one model.
+
+    Args:
+        mode: when workers start and servers apply; one that uses tokens.
+        optimizers: the optimizers that the model trains with, built.
+        workers: how many workers take tokens.
+        home: the device that keeps the token list.
+    """
+
+    def __init__(
+        self, mode: Mode, optimizers: Sequence[base.Optimizer], workers: int, home: str
+    ):
+        self.mode = mode
+        self._optimizers = tuple(optimizers)
+        self._buffers: dict[tuple[str, int], _Buffer] = {}
+        if mode.uses_buffers:
+            for optimizer in optimizers:
+                for device, states in _by_device(optimizer.states).items():
+                    number = len(self._buffers)
+                    self._buffers[device, id(optimizer)] = _Buffer(number, device, states, mode)
+        self._tokens = TokenList(
+            repeats=mode.repeats,
+            gate=mode.gate,
+            workers=workers,
+            servers=max(len(self._buffers), 1),
+            clock_bound=mode.clock_bound,
+            device=home,
+        )
+        self._flush = tf.function(self._trace_flush, autograph=False)
+
+    # In the workers' steps.
+
+    def start(self, worker: tf.Tensor, devices: Iterable[str]) -> dict[str, Token]:
+        """Takes a token, when the mode lets the worker start.
+
+        Args:
+            worker: the worker's index, an int64 scalar that exists when the worker
+                has its batch.
+            devices: the servers that the step pulls from or pushes to.
+
+        Returns:
+            The token on each of them. What the step pulls there must wait for it.
+        """
+        reached = {}
+        # The worker's index is all that the token waits for, and the token all that
+        # the servers wait for.
+        with tf.control_dependencies(None):
+            with tf.device(self._tokens.device):
+                token = self._tokens.take(worker)
+            for device in devices:
+                with tf.device(device):
+                    reached[device] = Token(tf.identity(token.index), tf.identity(token.value))
+        return reached
+
+    @property
+    def devices(self) -> set[str]:
+        """The servers that have buffers."""
+        return {device for device, _ in self._buffers}
+
+    def buffer(self, device: str, optimizer: base.Optimizer) -> _Buffer | None:
+        """The buffer of a server for an optimizer; None where pushes are applied at once."""
+        return self._buffers.get((device, id(optimizer)))
+
+    def buffers_of(self, device: str) -> list[_Buffer]:
+        """All buffers of a server."""
+        return [buffer for (d, _), buffer in self._buffers.items() if d == device]
+
+    def report_step(self, buffer: _Buffer, applied: tf.Tensor) -> list[tf.Operation]:
+        """Tells the token list how far a server is, if somebody may wait for it."""
+        if self.mode.gate != "step":
+            return []
+        with tf.device(self._tokens.device):
+            return [self._tokens.report_step(buffer.number, applied)]
+
+    def counting_buffer(self, optimizer: base.Optimizer) -> _Buffer:
+        """The buffer whose applications the optimizer's global step counts."""
+        owner = optimizer._iterations._value.device
+        mine = [b for (_, o), b in self._buffers.items() if o == id(optimizer)]
+        return next((b for b in mine if b.device == owner), mine[0])
+
+    # In the coordinator.
+
+    def begin(self) -> None:
+        """Has tokens and buffers go on at the optimizer's global step; nobody may be in a step."""
+        step = int(np.asarray(self._optimizers[0]._iterations._value.read_value()))
+        if self.mode.uses_buffers:
+            for buffer in self._buffers.values():
+                buffer.restore(step)
+            self._tokens.seek(step)
+        else:
+            # Without buffers there is no step to refer to, and clocks begin anew.
+            self._tokens.seek(0)
+
+    def flush(self) -> None:
+        """Applies what the buffers still hold, and has all servers go on at the same step.
+
+        Nobody may be in a step.
+        """
+        if not self._buffers:
+            return
+        if any(buffer.state().pending for buffer in self._buffers.values()):
+            self._flush()
+        steps = [buffer.state().step for buffer in self._buffers.values()]
+        for optimizer in self._optimizers:
+            optimizer._iterations.assign(max(steps))
+        self.begin()
+
+    def _trace_flush(self) -> None:
+        for optimizer in self._optimizers:
+            for (device, owner), buffer in self._buffers.items():
+                if owner == id(optimizer):
+                    with tf.device("/CPU:0"):
+                        rate = tf.cast(optimizer.learning_rate, tf.float32)
+                    with tf.device(device):
+                        buffer.apply(optimizer, buffer.buffer.flush(), rate)
+
+    def lose(self, worker: int) -> None:
+        """Takes a worker that is gone out of the token list, so that nobody waits for it."""
+        loss = self._tokens.lose(worker)
+        if int(loss.lost) or int(loss.reissued):
+            logging.warning(
+                "worker:%d took %d tokens with it; %d tokens are handed out again.",
+                worker,
+                int(loss.lost),
+                int(loss.reissued),
+            )
+        if self.mode.gate != "step":
+            return
+        for buffer in self._buffers.values():
+            self._tokens.report_step(buffer.number, buffer.settled_step())
+
+    def leave(self, worker: int) -> None:
+        """Takes a worker that has nothing to do at the moment out of those that others wait for."""
+        if self.mode.gate == "clock":
+            self._tokens.leave(worker)
+
+    def describe(self) -> str:
+        """Who waits for whom, in words."""
+        try:
+            return self._tokens.state().describe()
+        except tf.errors.OpError as error:
+            return f"the token list on {self._tokens.device} does not answer: {error.message}"
+
+    def report(self) -> Report:
+        """What became of the pushes so far."""
+        states = [buffer.state() for buffer in self._buffers.values()]
+        tokens = self._tokens.state()
+        counted = sum(state.ages.count for state in states)
+        return Report(
+            global_step=max((state.step for state in states), default=0),
+            included=sum(state.included for state in states),
+            decayed=sum(state.decayed for state in states),
+            excluded=sum(state.excluded for state in states),
+            late=sum(state.late for state in states),
+            duplicates=sum(state.duplicates for state in states),
+            lost=tokens.lost,
+            reissued=tokens.reissued,
+            age_mean=sum(s.ages.mean * s.ages.count for s in states) / max(counted, 1),
+            age_max=max((state.ages.max for state in states), default=0),
+            staleness=staleness.Statistics.sum(state.staleness for state in states),
+        )
+
+
+class _Buffer:
+    """The gradient buffer of one server for one optimizer.
+
+    Attributes:
+        number: its number among those of the model.
+        device: the server.
+        dense: the states of the dense variables, in the order of their gradients.
+        tables: the states of the tables.
+        buffer: the buffer itself.
+    """
+
+    def __init__(
+        self, number: int, device: str, states: Sequence[base.VariableState], mode: Mode
+    ):
+        self.number = number
+        self.device = device
+        self.dense = [state for state in states if not state.is_table]
+        self.tables = [state for state in states if state.is_table]
+        self.buffer = GradientBuffer(
+            device,
+            self.dense,
+            self.tables,
+            capacity=mode.capacity,
+            weight=mode.weight,
+            drop_late=mode.drop_late,
+        )
+        self.restore = self.buffer.restore
+        self.state = self.buffer.state
+
+    def apply(self, optimizer: base.Optimizer, aggregate: Aggregate, rate) -> tf.Tensor:
+        """Applies what the buffer gave out, if it did.
+
+        Args:
+            optimizer: the buffer's.
+            aggregate: what it gave out.
+            rate: the learning rate, a float32 scalar.
+
+        Returns:
+            The step up to which all is applied.
+        """
+        operations = []
+        if self.dense:
+            operations.append(
+                optimizer.apply_dense(
+                    self.dense,
+                    aggregate.dense,
+                    aggregate.dense_versions,
+                    rate,
+                    aggregate.step,
+                    weighted=False,
+                )
+            )
+        if self.tables:
+            operations.append(
+                optimizer.apply_rows(
+                    self.tables,
+                    aggregate.values,
+                    aggregate.rows,
+                    aggregate.row_versions,
+                    rate,
+                    aggregate.step,
+                    weighted=False,
+                )
+            )
+        with tf.control_dependencies(operations):
+            return self.buffer.applied(aggregate)
+
+    def settled_step(self) -> int:
+        """How far the server is after a worker was lost, whose step it may have broken off.
+
+        A step that was given out to the lost worker is not applied any more; it is
+        counted all the same, for others wait for it.
+        """
+        state = self.buffer.state()
+        if state.applied < state.step:
+            logging.warning(
+                "%s: step %d was given out but not applied before a worker was lost.",
+                self.device,
+                state.step,
+            )
+        return state.step
+
+
+def _by_device(states: Iterable[base.VariableState]) -> dict[str, list[base.VariableState]]:
+    devices: dict[str, list[base.VariableState]] = {}
+    for state in states:
+        devices.setdefault(state.variable._value.device, []).append(state)
+    return devices
+

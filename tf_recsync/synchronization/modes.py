@@ -1,0 +1,59 @@
+"""The training modes of a group of workers, as one table.
+
+A mode says when a worker may start on a batch, and when the servers apply what
+workers push. n is the number of workers, M the batches of a global batch, s the
+server's global step and k a push's token:
+
+| mode | token repeats | applied together | weight | a worker may start when |
+|---|---|---|---|---|
+| async | 1 | 1 | of the optimizer, rho(tau) | at once |
+| BSP | M | M | 1 | at once |
+| GBA | M | M | of the token's age s - k | at once |
+| sync | M | M | 1 | step k is reached on every server |
+| backup workers (b) | n | n - b | 1; late pushes are dropped | step k is reached on every server |
+| bounded staleness (b1) | 1 | 1 | of the optimizer | it is at most b1 batches ahead |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tf_recsync import staleness
+from tf_recsync.ops.tokens import Gate
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A row of the table.
+
+    Attributes:
+        name: its name.
+        repeats: how many tokens of the token list have the same value.
+        capacity: how many pushes a server applies together, as their mean.
+        gate: what a worker waits for before it starts on a batch: "none", "step"
+            (its token's value is reached on every server) or "clock" (it is at
+            most `clock_bound` batches ahead of the slowest).
+        clock_bound: of the gate "clock".
+        weight: the weight of a push by its token's age; the policy's tau is the
+            age plus 1. With a capacity of 1 and no gate "step" it is not used:
+            the optimizer's own policy weighs by the staleness of versions.
+        drop_late: whether pushes of steps that are over are dropped.
+    """
+
+    name: str
+    repeats: int = 1
+    capacity: int = 1
+    gate: Gate = "none"
+    clock_bound: int = 0
+    weight: staleness.Policy = staleness.Constant()
+    drop_late: bool = False
+
+    @property
+    def uses_tokens(self) -> bool:
+        """Whether workers take tokens."""
+        return self.uses_buffers or self.gate != "none"
+
+    @property
+    def uses_buffers(self) -> bool:
+        """Whether servers collect pushes; else they apply each at once."""
+        return self.capacity > 1 or self.gate == "step"
