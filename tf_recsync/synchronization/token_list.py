@@ -76,7 +76,7 @@ class TokenList:
         if gate != "clock" and clock_bound != 0:
             raise ValueError(f"clock_bound must be 0 with gate={gate!r}, got {clock_bound}")
         self._repeats, self._gate, self._clock_bound = repeats, gate, clock_bound
-        # Its own scope where none is given, so that the surrounding one counts.
+        # tf.device(None) would undo the surrounding scope.
         scope = contextlib.nullcontext() if device is None else tf.device(device)
         with tf.init_scope(), scope:
             self._handle = tokens.token_list(
@@ -134,9 +134,7 @@ class TokenList:
         """
         return tokens.leave_tokens(self._handle, worker)
 
-    def report_step(
-        self, server: int | tf.Tensor, step: int | tf.Tensor
-    ) -> tf.Operation | None:
+    def report_step(self, server: int | tf.Tensor, step: int | tf.Tensor) -> tf.Operation | None:
         """Tells the list how many applications a server has finished.
 
         Args:
@@ -257,18 +255,21 @@ class TokenListState:
         busy = []
         for worker, live in enumerate(self.live):
             if live and worker not in dict(self.waiting):
-                held = [str(index) for index in self.held.get(worker, ())]
-                what = f"holds {_listed(held)}" if held else "holds no token of it"
-                busy.append(f"worker {worker} {what}")
+                held = [f"token {index}" for index in self.held.get(worker, ())]
+                busy.append(f"worker {worker} (has {_listed(held) or 'no token'})")
+        at_work = f"at work: {_listed(busy)}" if busy else "no worker is at work"
+        verb = "wait" if len(waiting) > 1 else "waits"
         return (
-            f"{_listed(waiting)} waited for step {step} (token {index}) on {_listed(servers)}; "
-            + (f"of step {self.smallest_step}, {_listed(busy)}" if busy else "all workers wait")
+            f"{_listed(waiting)} {verb} for step {step} (token {index}) on {_listed(servers)}; "
+            f"of step {self.smallest_step}, {at_work}"
         )
 
 
 def _listed(words: list[str]) -> str:
     """The words with commas, and an "and" before the last one."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 class _Deleter(resource_variable_ops.EagerResourceDeleter):
