@@ -1,0 +1,287 @@
+// The token list against a brute-force simulation of random interleavings.
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "cc/engine/token_list.h"
+#include "cc/engine/token_list_testing.h"
+#include "gtest/gtest.h"
+
+namespace recsync {
+namespace {
+
+using Gate = TokenList::Gate;
+
+// The rules, by brute force: every token has an entry, and every question is
+// answered by looking at all of them.
+class Simulation {
+ public:
+  explicit Simulation(const TokenList::Options& options)
+      : options_(options),
+        steps_(options.servers, 0),
+        live_(options.workers, true),
+        clocks_(options.workers, 0) {}
+
+  int Take(int worker) {
+    if (!live_[worker]) {
+      std::optional<int64_t> slowest = Slowest();
+      if (slowest) clocks_[worker] = *slowest;
+      live_[worker] = true;
+    }
+    if (options_.gate != Gate::kStep) Release(worker);
+    takes_.push_back({worker, kWaits});
+    Settle();
+    return static_cast<int>(takes_.size()) - 1;
+  }
+
+  bool Cancel(int take) {
+    if (takes_[take].outcome != kWaits) return false;
+    takes_[take].outcome = kCancelled;
+    return true;
+  }
+
+  TokenList::Loss Lose(int worker) {
+    TokenList::Loss loss;
+    for (Entry& entry : tokens_) {
+      if (entry.holder != worker) continue;
+      entry.holder = -1;
+      if (options_.gate != Gate::kStep) {
+        ++loss.lost;
+      } else if (!IsUseless(entry)) {
+        ++loss.reissued;
+        entry.free = true;
+      }
+    }
+    Go(worker);
+    return loss;
+  }
+
+  void Leave(int worker) {
+    Release(worker);
+    Go(worker);
+  }
+
+  void ReportStep(int server, int64_t step) {
+    steps_[server] = std::max(steps_[server], step);
+    Settle();
+  }
+
+  bool Seek(int64_t step) {
+    for (const auto& take : takes_) {
+      if (take.outcome == kWaits) return false;
+    }
+    tokens_.clear();
+    first_ = step * options_.repeats;
+    std::fill(steps_.begin(), steps_.end(), step);
+    live_.assign(live_.size(), true);
+    clocks_.assign(clocks_.size(), 0);
+    return true;
+  }
+
+  int64_t outcome(int take) const { return takes_[take].outcome; }
+  bool live(int worker) const { return live_[worker]; }
+  int64_t clock(int worker) const { return clocks_[worker]; }
+
+  std::set<int64_t> Held(int worker) const {
+    std::set<int64_t> held;
+    for (const Entry& entry : tokens_) {
+      if (entry.holder != worker) continue;
+      if (options_.gate == Gate::kStep && IsUseless(entry)) continue;
+      held.insert(entry.index);
+    }
+    return held;
+  }
+
+ private:
+  struct Entry {
+    int64_t index;
+    bool free;
+    int holder;
+  };
+  struct Waiter {
+    int worker;
+    int64_t outcome;
+  };
+
+  int64_t Smallest() const {
+    return *std::min_element(steps_.begin(), steps_.end());
+  }
+  bool IsUseless(const Entry& entry) const {
+    return entry.index / options_.repeats < Smallest();
+  }
+  std::optional<int64_t> Slowest() const {
+    std::optional<int64_t> slowest;
+    for (size_t w = 0; w < live_.size(); ++w) {
+      if (live_[w] && (!slowest || clocks_[w] < *slowest)) {
+        slowest = clocks_[w];
+      }
+    }
+    return slowest;
+  }
+  void Release(int worker) {
+    for (Entry& entry : tokens_) {
+      if (entry.holder == worker) entry.holder = -1;
+    }
+  }
+  void Go(int worker) {
+    live_[worker] = false;
+    for (auto& take : takes_) {
+      if (take.worker == worker && take.outcome == kWaits) {
+        take.outcome = kGone;
+      }
+    }
+    Settle();
+  }
+  // The first token that may still be handed out.
+  Entry* Next() {
+    while (true) {
+      for (Entry& entry : tokens_) {
+        const bool useless = options_.gate == Gate::kStep && IsUseless(entry);
+        if (entry.free && !useless) return &entry;
+      }
+      tokens_.push_back(
+          {first_ + static_cast<int64_t>(tokens_.size()), true, -1});
+    }
+  }
+  bool IsOpen(int worker) {
+    if (options_.gate == Gate::kStep) {
+      return Next()->index / options_.repeats <= Smallest();
+    }
+    if (options_.gate == Gate::kClock) {
+      return clocks_[worker] - *Slowest() <= options_.clock_bound;
+    }
+    return true;
+  }
+  void Settle() {
+    for (bool changed = true; changed;) {
+      changed = false;
+      for (auto& take : takes_) {
+        if (take.outcome != kWaits || !IsOpen(take.worker)) continue;
+        Entry* entry = Next();
+        entry->free = false;
+        entry->holder = take.worker;
+        take.outcome = entry->index;
+        ++clocks_[take.worker];
+        changed = true;
+        break;
+      }
+    }
+  }
+
+  const TokenList::Options options_;
+  int64_t first_ = 0;
+  std::vector<Entry> tokens_;  // from first_ on
+  std::vector<int64_t> steps_;
+  std::vector<bool> live_;
+  std::vector<int64_t> clocks_;
+  std::vector<Waiter> takes_;
+};
+
+void CompareWithTheSimulation(const TokenList::Options& options, int seed) {
+  SCOPED_TRACE("gate " + std::to_string(static_cast<int>(options.gate)) +
+               ", seed " + std::to_string(seed));
+  std::mt19937 random(seed);
+  const auto below = [&random](int64_t n) {
+    return static_cast<int>(random() % static_cast<uint64_t>(n));
+  };
+  TokenList list(options);
+  Simulation simulation(options);
+  std::vector<std::shared_ptr<Taking>> takes;
+  TokenList::Counts counts;
+  for (int event = 0; event < 150; ++event) {
+    const int worker = below(options.workers);
+    const int kind = below(100);
+    if (kind < 60) {
+      takes.push_back(Take(&list, worker));
+      ASSERT_EQ(simulation.Take(worker) + 1, static_cast<int>(takes.size()));
+    } else if (kind < 68 && !takes.empty()) {
+      const int take = below(static_cast<int64_t>(takes.size()));
+      const bool cancelled = list.Cancel(takes[take]->ticket);
+      ASSERT_EQ(cancelled, simulation.Cancel(take));
+      if (cancelled) takes[take]->outcome = kCancelled;
+    } else if (kind < 74) {
+      const TokenList::Loss loss = list.Lose(worker);
+      const TokenList::Loss expected = simulation.Lose(worker);
+      ASSERT_EQ(loss.lost, expected.lost);
+      ASSERT_EQ(loss.reissued, expected.reissued);
+      counts.lost += loss.lost;
+      counts.reissued += loss.reissued;
+    } else if (kind < 78) {
+      list.Leave(worker);
+      simulation.Leave(worker);
+    } else if (kind < 98) {
+      const int server = below(options.servers);
+      const int64_t step =
+          std::max<int64_t>(0, list.GetState().steps[server] + below(4) - 1);
+      list.ReportStep(server, step);
+      simulation.ReportStep(server, step);
+    } else {
+      const int64_t step = below(20);
+      ASSERT_EQ(list.Seek(step), simulation.Seek(step));
+    }
+    const TokenList::State state = list.GetState();
+    int64_t waiting = 0;
+    counts.taken = 0;
+    for (size_t i = 0; i < takes.size(); ++i) {
+      ASSERT_EQ(takes[i]->outcome, simulation.outcome(i)) << "take " << i;
+      const int64_t outcome = takes[i]->outcome;
+      const bool answered = outcome != kWaits && outcome != kCancelled;
+      ASSERT_EQ(takes[i]->calls, answered ? 1 : 0);
+      if (outcome == kWaits) ++waiting;
+      if (outcome < 0) continue;
+      ++counts.taken;
+      ASSERT_EQ(takes[i]->value, outcome / options.repeats);
+    }
+    ASSERT_EQ(static_cast<int64_t>(state.waiting.size()), waiting);
+    ASSERT_EQ(state.counts.taken, counts.taken);
+    ASSERT_EQ(state.counts.lost, counts.lost);
+    ASSERT_EQ(state.counts.reissued, counts.reissued);
+    for (int w = 0; w < options.workers; ++w) {
+      ASSERT_EQ(state.workers[w].live, simulation.live(w));
+      ASSERT_EQ(state.workers[w].clock, simulation.clock(w));
+      ASSERT_EQ(state.workers[w].held, simulation.Held(w));
+    }
+  }
+}
+
+TEST(TokenListSimulationTest, RandomInterleavingsAreThoseOfTheSimulation) {
+  for (int seed = 0; seed < 60; ++seed) {
+    CompareWithTheSimulation({1 + seed % 5, Gate::kNone, 0, 1, 3}, seed);
+    CompareWithTheSimulation({1 + seed % 5, Gate::kStep, 0, 1 + seed % 3, 4},
+                             seed);
+    CompareWithTheSimulation({1, Gate::kClock, seed % 4, 1, 2 + seed % 4},
+                             seed);
+  }
+}
+
+TEST(TokenListSimulationTest,
+     EveryTokenIsTakenOrSkippedOrWillBeHandedOutAgain) {
+  std::mt19937 random(5);
+  TokenList list({4, Gate::kStep, 0, 1, 4});
+  for (int event = 0; event < 3000; ++event) {
+    const int worker = static_cast<int>(random() % 4);
+    const int kind = static_cast<int>(random() % 10);
+    if (kind < 7) {
+      Take(&list, worker);
+    } else if (kind < 8) {
+      list.Lose(worker);
+    } else {
+      list.ReportStep(0, list.GetState().smallest_step + random() % 2);
+    }
+    const TokenList::State state = list.GetState();
+    ASSERT_EQ(state.position + state.counts.reissued,
+              state.counts.taken + state.counts.skipped +
+                  static_cast<int64_t>(state.reissues.size()));
+  }
+  EXPECT_GT(list.GetState().counts.skipped, 10);
+  EXPECT_GT(list.GetState().counts.reissued, 10);
+}
+
+}  // namespace
+}  // namespace recsync
