@@ -147,6 +147,36 @@ def test_a_packed_push_updates_every_variable_by_its_own_piece(rule, dtype):
         np.testing.assert_array_equal(state.counters, expected_counters([1] * 20))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
+def test_a_dense_push_without_a_gradient_changes_nothing(rule, dtype):
+    states = [State([1.0, 2.0]), State(3.0)]
+    push(rule, states, tf.ones([3], dtype))
+    before = [s.everything() for s in states]
+    nothing = tf.zeros([0], dtype)
+    for pulled in [(), (0, 0)]:
+        push(rule, states, nothing, pulled, swap_period=1, swap_decay=0.5, step=9)
+    for old, state in zip(before, states, strict=True):
+        for a, b in zip(old, state.everything(), strict=True):
+            np.testing.assert_array_equal(a, b)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must hold 2 versions or none, not 1"):
+        push(rule, states, nothing, [0])
+
+
+def test_a_push_of_no_rows_of_several_tables_changes_nothing():
+    states = [State(np.ones((4, 3)), table=True), State(np.ones((2, 2)), table=True)]
+    before = [s.everything() for s in states]
+    none, counts = tf.zeros([0], tf.int64), tf.zeros([2], tf.int64)
+    for bag_counts in (none, counts):
+        bags = {"counts": counts, "bag_counts": bag_counts}
+        push("adagrad", states, tf.zeros([0]), ids=none, **bags)
+    for old, state in zip(before, states, strict=True):
+        for a, b in zip(old, state.everything(), strict=True):
+            np.testing.assert_array_equal(a, b)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must hold the rows' 0 elements"):
+        push("adagrad", states, tf.ones([3]), ids=none, counts=counts)
+
+
 @pytest.mark.parametrize("index", [tf.int32, tf.int64])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rule", ["sgd", "adagrad"])

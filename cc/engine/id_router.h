@@ -22,23 +22,16 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "cc/engine/message.h"
 
 namespace recsync {
 
 enum class OutOfRange { kError, kClip, kHash };
 enum class Combiner { kSum, kMean, kSqrtN };
-
-// Strings and integers, one after the other.
-template <typename... Parts>
-std::string Message(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  return message.str();
-}
 
 // Where a shard of a feature's table lies.
 struct ShardPlace {

@@ -27,6 +27,7 @@
 #include "cc/engine/row_groups.h"
 #include "cc/engine/row_locks.h"
 #include "cc/engine/row_partitions.h"
+#include "cc/engine/row_push.h"
 #include "cc/engine/span_update.h"
 #include "cc/engine/staleness_counters.h"
 #include "cc/engine/update_options.h"
@@ -51,13 +52,6 @@ struct TableView {
   const void* id() const {
     return values != nullptr ? static_cast<const void*>(values) : narrow;
   }
-};
-
-// What is pushed to a table; nothing is owned.
-struct RowPush {
-  const float* gradient = nullptr;  // [bags, width]
-  Bags bags;
-  const int64_t* pulled = nullptr;  // by position; null for fresh gradients
 };
 
 // The gradient of a group's row, summed into `sum` unless it stands alone;

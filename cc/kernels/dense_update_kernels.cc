@@ -45,6 +45,7 @@ class DenseUpdateOp : public UpdateOp<Rule> {
                 absl::InvalidArgumentError(absl::StrCat(
                     "pulled_versions must hold ", n, " versions or none, not ",
                     pulled->NumElements())));
+    if (gradient->NumElements() == 0) return;  // nothing to update
     int64_t total = 0;
     for (const Target& target : targets) {
       tensorflow::tf_shared_lock lock(*target.variable->mu());

@@ -53,6 +53,11 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     typename FreeList<Scratch>::Lease scratch(&scratch_);
     PackedRows rows;
     OP_REQUIRES_OK(ctx, ReadPush(ctx, targets, &rows, &*scratch));
+    // Then there is nothing to update, and no table to be locked.
+    if (rows.size() == 0 && rows.bag_offsets.back() == 0 &&
+        IsEmpty(ctx, "gradient")) {
+      return;
+    }
     const int64_t n = targets.size();
     std::vector<int64_t> widths(n, 0);
     // All is checked before anything is written, so that a push is not applied
@@ -114,6 +119,11 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     const float* floats;  // the gradient
     std::vector<TablePush> pushes;
   };
+
+  static bool IsEmpty(OpKernelContext* ctx, const char* name) {
+    const Tensor* input;
+    return ctx->input(name, &input).ok() && input->NumElements() == 0;
+  }
 
   static auto ParallelFor(OpKernelContext* ctx) {
     return [ctx](int64_t count, int64_t cost, const auto& f) {

@@ -10,7 +10,12 @@
 
 namespace recsync {
 
-// Reads and checks the attributes; InvalidArgument names the one at fault.
+// Read and check the attributes; InvalidArgument names the one at fault.
+
+// Those of the weight as far as it depends on staleness alone.
+absl::Status ReadStalenessWeight(tensorflow::OpKernelConstruction* ctx,
+                                 StalenessWeight* weight);
+
 absl::Status ReadUpdateAttributes(tensorflow::OpKernelConstruction* ctx,
                                   UpdateOptions* options);
 

@@ -95,7 +95,7 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "last_updates: float scalars, the length of the last update; none without " \
   "update_sensitivity.\n"                                                     \
   "gradient: A vector: the variables' gradients, flattened, one after the "   \
-  "other.\n"                                                                  \
+  "other; or empty: nothing is updated or counted, and no version rises.\n"   \
   "pulled_versions: [N], or empty for gradients of the current values (tau "  \
   "is 1)."
 

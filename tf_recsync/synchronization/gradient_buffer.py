@@ -1,0 +1,302 @@
+"""The gradient buffer of one parameter server, as the coordinator owns it."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Sequence
+
+import tensorflow as tf
+from absl import logging
+from tensorflow.python.eager import context
+
+from tf_recsync import staleness
+from tf_recsync.ops import gradient_buffer as buffer_ops
+from tf_recsync.ops.bags import PackedBags
+from tf_recsync.optimizers import base
+
+# What the op puts before its staleness counters, in this order.
+_COUNTS = (
+    "step",
+    "applied",
+    "pending",
+    "included",
+    "decayed",
+    "excluded",
+    "late",
+    "duplicates",
+    "applications",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ages:
+    """The ages of the tokens that a buffer has counted: its step minus their values.
+
+    Attributes:
+        count: pushes counted.
+        mean: their tokens' mean age; 0.0 before the first push.
+        max: the largest.
+        excluded: pushes of weight 0 among them.
+    """
+
+    count: int
+    mean: float
+    max: int
+    excluded: int
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a gradient buffer has counted since it was made.
+
+    Attributes:
+        step: the steps that it has given out: the global step of its server.
+        applied: the step up to which all of them are applied.
+        pending: pushes that wait for the others of their step.
+        included: pushes of a weight above 0.
+        decayed: pushes of a weight above 0 and below 1.
+        excluded: pushes of weight 0, which were counted and added nothing.
+        late: pushes dropped because their step was over.
+        duplicates: pushes dropped because their token was taken already.
+        applications: steps given out since it was made.
+        staleness: of the pushes counted: the step minus that of the parameters
+            pulled, plus 1.
+        ages: of the tokens of the pushes counted.
+    """
+
+    step: int
+    applied: int
+    pending: int
+    included: int
+    decayed: int
+    excluded: int
+    late: int
+    duplicates: int
+    applications: int
+    staleness: staleness.Statistics
+    ages: Ages
+
+
+class GradientBuffer:
+    """Collects the pushes to one server, and gives them out as one step.
+
+    When `capacity` pushes have come, it gives out sum(weight * gradient) / divisor,
+    clears, and adds one to its step. The weight depends on the age of the push's
+    token, the buffer's step minus the token's value (0 if that is negative): it is
+    `weight` at tau = age + 1.
+
+    | mode | capacity | divisor | weight | drop_late |
+    |---|---|---|---|---|
+    | BSP | M | M | Constant() | False |
+    | GBA | M | M | Threshold(iota) | False |
+    | sync of n workers | n | n | Constant() | True |
+    | Hop-BW with b backups | n - b | n - b | Constant() | True |
+
+    The buffer is a resource of the server. It is destroyed with this object; if
+    the server is gone, it is gone with it. The methods may be called eagerly or in
+    a `tf.function`, from any thread.
+
+    Reference: Su et al. 2022, "GBA: A Tuning-free Approach to Switch between
+    Synchronous and Asynchronous Training for Recommendation Models", section 4.1.
+
+    Args:
+        device: the device that holds the variables, a str.
+        dense: the states of the dense variables; a push brings the gradients of
+            all of them or of none.
+        tables: the states of the tables.
+        capacity: how many pushes make a step, an int of at least 1.
+        divisor: what their sum is divided by, a positive float; None (the default)
+            for `capacity`.
+        weight: a policy of `tf_recsync.staleness` that depends on the age alone;
+            None (the default) for `Constant()`.
+        drop_late: whether a push whose token value is less than the step is dropped
+            and not counted, and so is a token that the step has taken already (a
+            reissued one, of a lost worker). False by default.
+
+    Raises:
+        ValueError: for an option out of range.
+
+    Example:
+
+    >>> buffer = GradientBuffer("/CPU:0", dense=[], tables=[], capacity=2)
+    >>> [bool(buffer.push(token, 0, pulled_step=0).ready) for token in range(2)]
+    [False, True]
+    >>> buffer.state().step
+    1
+    """
+
+    def __init__(
+        self,
+        device: str,
+        dense: Sequence[base.VariableState],
+        tables: Sequence[base.VariableState],
+        capacity: int,
+        divisor: float | None = None,
+        weight: staleness.Policy | None = None,
+        drop_late: bool = False,
+    ):
+        divisor = capacity if divisor is None else divisor
+        weight = staleness.Constant() if weight is None else weight
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(f"capacity must be an int of at least 1, not {capacity!r}")
+        if not 0 < divisor < float("inf"):
+            raise ValueError(f"divisor must be positive and finite, not {divisor!r}")
+        if not isinstance(weight, staleness.Policy):
+            raise ValueError(f"weight must be a policy of tf_recsync.staleness, not {weight!r}")
+        self._device = device
+        self._tables = list(tables)
+        self._numbers = {id(state): number for number, state in enumerate(self._tables)}
+        shapes = [tf.TensorShape(state.variable.shape) for state in self._tables]
+        with context.eager_mode(), tf.device(device):
+            self._handle = buffer_ops.gradient_buffer(
+                f"recsync_gradient_buffer_{uuid.uuid4().hex}",
+                capacity=capacity,
+                divisor=divisor,
+                weight=weight,
+                drop_late=drop_late,
+                dense_size=sum(tf.TensorShape(s.variable.shape).num_elements() for s in dense),
+                dense_count=len(dense),
+                table_rows=[shape[0] for shape in shapes],
+                table_widths=[shape[1:].num_elements() for shape in shapes],
+            )
+        self._deleter = _Deleter(self._handle, device)
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The handle that the ops take; the buffer lives as long as this object."""
+        return self._handle
+
+    def step(self) -> buffer_ops.BufferStep:
+        """How far it is; see `tf_recsync.ops.gradient_buffer.gradient_buffer_step`."""
+        with tf.device(self._device):
+            return buffer_ops.gradient_buffer_step(self._handle)
+
+    def push(
+        self,
+        token_index: int | tf.Tensor,
+        token_value: int | tf.Tensor,
+        pulled_step: int | tf.Tensor,
+        dense: tf.Tensor | None = None,
+        dense_versions: tf.Tensor | None = None,
+        tables: Sequence[base.VariableState] = (),
+        values: tf.Tensor | None = None,
+        rows: PackedBags | None = None,
+        row_versions: tf.Tensor | None = None,
+    ) -> buffer_ops.Aggregate:
+        """Pushes the gradients of one batch; gives out the step that they complete.
+
+        Args:
+            token_index: int64 scalar, the token's place in its list.
+            token_value: int64 scalar, the step that the batch is meant for.
+            pulled_step: int64 scalar, `step().applied` when the parameters were pulled.
+            dense: float32 [total], the gradients of all dense variables, flattened,
+                one after the other; None for none.
+            dense_versions: int64 [dense variables], as pulled; None for fresh
+                gradients. All pushes of a step must do alike.
+            tables: the states of the tables that `rows` are of.
+            values: float32, the gradients of the pooled vectors of `rows`,
+                flattened, table after table; needed with `tables`.
+            rows: what was looked up in `tables`; needed with them.
+            row_versions: int64 [n], of `rows.ids`; None for fresh gradients. All
+                pushes of a step must do alike.
+
+        Returns:
+            An `Aggregate`: hand it to the optimizer's `apply_dense` and
+            `apply_rows`, whether it is ready or not, and then to `applied`.
+
+        Raises:
+            ValueError: if one of `tables` is not the buffer's.
+            tf.errors.InvalidArgumentError: for an input out of range or of another
+                shape; the buffer is as before then.
+        """
+        unknown = [s.variable.path for s in tables if id(s) not in self._numbers]
+        if unknown:
+            raise ValueError(f"tables must be tables of the buffer, not {', '.join(unknown)}")
+        with tf.device(self._device):
+            return self._shaped(
+                buffer_ops.push_to_buffer(
+                    self._handle,
+                    token_index,
+                    token_value,
+                    pulled_step,
+                    dense,
+                    dense_versions,
+                    [self._numbers[id(state)] for state in tables],
+                    values,
+                    rows,
+                    row_versions,
+                )
+            )
+
+    def flush(self) -> buffer_ops.Aggregate:
+        """Gives out the pushes that are there, divided by their number.
+
+        Not by `divisor`: as one process does with its last, smaller batch. Without
+        pushes nothing is ready, and no step is counted.
+        """
+        with tf.device(self._device):
+            return self._shaped(buffer_ops.flush_buffer(self._handle))
+
+    def applied(self, aggregate: buffer_ops.Aggregate) -> tf.Tensor:
+        """Notes that what was given out is applied; nothing if it was not ready.
+
+        Returns:
+            The step up to which all are applied now, an int64 scalar.
+        """
+        with tf.device(self._device):
+            return buffer_ops.buffer_applied(self._handle, aggregate.ready, aggregate.step)
+
+    def restore(self, step: int | tf.Tensor) -> tf.Operation:
+        """Sets the step, all of it applied, and drops what is pending.
+
+        Args:
+            step: int64 scalar, at least 0: that of the parameters, as after loading
+                a checkpoint. No application may be in progress.
+        """
+        with tf.device(self._device):
+            return buffer_ops.restore_buffer(self._handle, step)
+
+    def state(self) -> State:
+        """What it has counted; eager only."""
+        with tf.device(self._device):
+            counters = buffer_ops.gradient_buffer_state(self._handle).numpy()
+        n = len(_COUNTS)
+        counts = dict(zip(_COUNTS, counters[:n].tolist(), strict=True))
+        age_sum, age_max = counters[n : n + 2].tolist()
+        count = counts["included"] + counts["excluded"]
+        return State(
+            **counts,
+            staleness=staleness.Statistics.from_counters([counters[n + 2 :]]),
+            ages=Ages(count, age_sum / max(count, 1), age_max, counts["excluded"]),
+        )
+
+    def _shaped(self, aggregate: buffer_ops.Aggregate) -> buffer_ops.Aggregate:
+        aggregate.rows.counts.set_shape([len(self._tables)])
+        return aggregate
+
+
+class _Deleter:
+    """Destroys a buffer when it is deleted itself.
+
+    An object apart, so that a reference cycle through the buffer's owner can be
+    collected.
+    """
+
+    def __init__(self, handle: tf.Tensor, device: str):
+        self._handle = handle
+        self._device = device
+        # Destroying takes the context, which must not go first.
+        self._context = context.context()
+
+    def __del__(self):
+        try:
+            with context.eager_mode(), tf.device(self._device):
+                tf.raw_ops.DestroyResourceOp(resource=self._handle, ignore_lookup_error=True)
+        except tf.errors.OpError as error:
+            # The server is gone, and the buffer with it.
+            logging.debug("a gradient buffer on %s was not destroyed: %s", self._device, error)
+        except (AttributeError, TypeError):
+            # Modules are half unloaded: the process ends, and its servers drop
+            # what it held.
+            return
