@@ -174,6 +174,7 @@ def main(argv: list[str]) -> None:
         with strategy.scope() if strategy else contextlib.nullcontext():
             model = make_model(data.spec)
             if FLAGS.restore_from:
+                model.optimizer.build(model.trainable_variables)
                 model.load_weights(os.path.join(FLAGS.restore_from, _WEIGHTS))
         train(model, data, strategy)
 
