@@ -179,6 +179,9 @@ class LocalCluster(connection.Cluster):
     def pause(self, job: str, index: int) -> None:
         """Stops a server's process with SIGSTOP: it stays, and does not answer.
 
+        Who calls it waits until `resume`; `close` ends it all the same. If this process is
+        killed meanwhile, the stopped one stays behind.
+
         Args:
           job: "worker" or "ps".
           index: Which one.

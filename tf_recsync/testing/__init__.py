@@ -2,6 +2,7 @@
 
 from tf_recsync.testing.bandwidth import set_bandwidth
 from tf_recsync.testing.compute_time import set_compute_time
+from tf_recsync.testing.failures import Failure, FailureSchedule
 from tf_recsync.testing.slowdown import (
     ChangingSlowdown,
     RandomSlowdown,
@@ -11,6 +12,8 @@ from tf_recsync.testing.slowdown import (
 
 __all__ = [
     "ChangingSlowdown",
+    "Failure",
+    "FailureSchedule",
     "RandomSlowdown",
     "SlowWorkers",
     "Slowdown",

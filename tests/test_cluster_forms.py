@@ -1,0 +1,182 @@
+"""Local clusters whose servers share processes, or live in this one."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import tensorflow as tf
+from helpers import compiled, mean_output, slope_model, steps_of
+from test_cluster import ROOT, is_running, listening_addresses, wait_until
+
+import tf_recsync as recsync
+from tf_recsync import server
+from tf_recsync.cluster import local_cluster, tf_config
+from tf_recsync.optimizers import SGD
+
+SERVERS = [("worker", 0), ("worker", 1), ("worker", 2), ("ps", 0), ("ps", 1)]
+
+
+def check_trains(strategy):
+    """On all servers; every step takes exactly 1 off the only weight."""
+    model = compiled(strategy, slope_model, lambda: SGD(1.0), mean_output)
+    ones = tf.data.Dataset.from_tensors((tf.ones([1, 1]), tf.ones([1, 1]))).repeat(30)
+    model.fit(ones, verbose=0)
+    assert steps_of(model) == 30 and model.get_weights()[0] == -30
+
+
+def addresses_of(cluster) -> set[tuple[str, int]]:
+    return {
+        tf_config.split_address(cluster.cluster_spec.task_address(job, index))
+        for job, index in SERVERS
+    }
+
+
+@pytest.mark.timeout(180)
+def test_servers_in_this_process_train_and_can_not_be_killed():
+    with recsync.LocalCluster(workers=3, ps=2, processes=0) as cluster:
+        strategy = recsync.AsyncStrategy(cluster)
+        for job, index in SERVERS:
+            with tf.device(f"/job:{job}/task:{index}"):
+                assert f"/job:{job}/replica:0/task:{index}/" in tf.add(1.0, 2.0).device
+            assert cluster.pid(job, index) == os.getpid()
+            assert cluster.is_alive(job, index)
+        check_trains(strategy)
+        own = listening_addresses(os.getpid())
+        assert addresses_of(cluster) <= set(own)
+        assert {address for address, _ in own} == {"127.0.0.1"}
+        for method in (cluster.kill, cluster.restart, cluster.pause, cluster.resume):
+            with pytest.raises(RuntimeError, match="worker:1 runs in this process.*processes="):
+                method("worker", 1)
+            with pytest.raises(ValueError, match="index must be an integer from 0 to 1, got 2"):
+                method("ps", 2)
+        check_trains(strategy)
+        first = addresses_of(cluster)
+    cluster.close()  # Once more does nothing.
+    with pytest.raises(RuntimeError, match="closed"):
+        cluster.is_alive("worker", 0)
+    # They idle, and the next cluster uses them again, with others if it needs more.
+    with recsync.LocalCluster(workers=3, ps=3, processes=0) as larger:
+        assert addresses_of(larger) == first
+        assert larger.cluster_spec.num_tasks("ps") == 3
+        with recsync.LocalCluster(workers=3, ps=2, processes=0) as beside:
+            assert not addresses_of(beside) & first
+        check_trains(recsync.AsyncStrategy(larger))
+
+
+@pytest.mark.timeout(180)
+def test_servers_of_one_process_are_lost_and_come_back_together(tmp_path):
+    with recsync.LocalCluster(workers=3, ps=2, processes=3, log_dir=tmp_path) as cluster:
+        pids = {task: cluster.pid(*task) for task in SERVERS}
+        assert len(set(pids.values())) == 3
+        # Parameter servers are not lost with a worker.
+        assert {pids["ps", 0], pids["ps", 1]}.isdisjoint(pids["worker", i] for i in range(3))
+        found = [address for pid in set(pids.values()) for address in listening_addresses(pid)]
+        assert sorted(found) == sorted(addresses_of(cluster))
+        assert {address for address, _ in found} == {"127.0.0.1"}
+        logs = "".join(path.read_text() for path in tmp_path.iterdir())
+        for job, index in SERVERS:
+            address = cluster.cluster_spec.task_address(job, index)
+            assert f"tf_recsync server {job}:{index} listening on {address}" in logs
+
+        strategy = recsync.AsyncStrategy(cluster)
+        check_trains(strategy)
+        together = [s for s in SERVERS if pids[s] == pids["worker", 2]]
+        assert together == [("worker", 1), ("worker", 2)]
+        cluster.kill("worker", 2)
+        for task in SERVERS:
+            assert cluster.is_alive(*task) == (task not in together)
+        for job, index in together:
+            with pytest.raises(tf.errors.UnavailableError), tf.device(f"/job:{job}/task:{index}"):
+                tf.add(1.0, 2.0)
+        check_trains(strategy)  # On worker 0 alone.
+        cluster.restart("worker", 1)
+        cluster.readmit()
+        assert all(cluster.is_alive(*task) for task in SERVERS)
+        assert cluster.pid("worker", 1) == cluster.pid("worker", 2) != pids["worker", 1]
+        check_trains(strategy)
+    assert wait_until(lambda: not any(map(is_running, pids.values())), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "ps", "processes", "expected"),
+    [
+        (2, 1, None, [["w0"], ["w1"], ["p0"]]),
+        (2, 1, 3, [["w0"], ["w1"], ["p0"]]),
+        (2, 1, 2, [["w0", "w1"], ["p0"]]),
+        (2, 1, 1, [["w0", "w1", "p0"]]),
+        (3, 0, 2, [["w0"], ["w1", "w2"]]),
+        (1, 3, 3, [["w0"], ["p0"], ["p1", "p2"]]),
+        (4, 4, 4, [["w0", "w1"], ["w2", "w3"], ["p0", "p1"], ["p2", "p3"]]),
+        (1, 1, 2, [["w0"], ["p0"]]),
+    ],
+)
+def test_servers_are_shared_out_evenly_workers_and_parameter_servers_apart(
+    workers, ps, processes, expected
+):
+    shared = local_cluster._share_out({"worker": workers, "ps": ps}, processes)
+    assert [[f"{job[0]}{index}" for job, index in part] for part in shared] == expected
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 16])
+@pytest.mark.parametrize("ps", [0, 1, 4, 7])
+def test_every_number_of_processes_gets_every_server_once(workers, ps):
+    for processes in range(1, workers + ps + 1):
+        shared = local_cluster._share_out({"worker": workers, "ps": ps}, processes)
+        assert len(shared) == processes and all(shared)
+        tasks = [task for part in shared for task in part]
+        assert tasks == [("worker", i) for i in range(workers)] + [("ps", i) for i in range(ps)]
+        if processes > 1:
+            assert all(len({job for job, _ in part}) == 1 for part in shared)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"processes": -1}, "processes must be an integer of at least 0, got -1"),
+        ({"processes": 1.0}, "processes must be an integer of at least 0, got 1.0"),
+        ({"processes": 4}, "processes must be at most one for each of the 3 servers, got 4"),
+        ({"processes": 0, "log_dir": "logs"}, "log_dir must be None with processes=0.*'logs'"),
+    ],
+)
+def test_wrong_forms_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        recsync.LocalCluster(workers=2, ps=1, **arguments)
+
+
+ADDRESSES = {"chief": ["127.0.0.1:9"], "worker": ["127.0.0.1:9", "10.0.0.1:9"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tasks": ["worker:0", "worker:0"]}, "--tasks must be different tasks"),
+        ({"tasks": ["worker"]}, "--tasks must be different tasks"),
+        ({"tasks": [""]}, "--tasks must be different tasks"),
+        ({"tasks": ["worker:0", "chief:0"]}, "must be 'worker' or 'ps', got 'chief'"),
+        ({"tasks": ["worker:0", "worker:9"]}, "from 0 to 1 for job 'worker', got 9"),
+        ({"tasks": ["worker:0"], "task_index": 0}, "--tasks can't be used with"),
+        ({"tasks": ["worker:0", "worker:1"]}, "listen on one address; .* --bind_address"),
+    ],
+)
+def test_wrong_tasks_are_refused(monkeypatch, arguments, message):
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": ADDRESSES}))
+    flags = types.SimpleNamespace(**{"job_name": None, "task_index": None, **arguments})
+    with pytest.raises(ValueError, match=message):
+        server._loopback_address(server._read_tasks(flags))
+
+
+@pytest.mark.timeout(120)
+def test_a_server_with_wrong_tasks_ends():
+    done = subprocess.run(
+        [sys.executable, "-m", "tf_recsync.server", "--tasks=worker:0,worker:1"],
+        cwd=ROOT,
+        env={**os.environ, "TF_CONFIG": json.dumps({"cluster": ADDRESSES})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "name it with --bind_address" in done.stderr
