@@ -202,7 +202,7 @@ def result_widths(
 
     Raises:
         ValueError: if a name occurs twice, a feature is missing, a table is to be split, or
-            a function uses a variable or returns anything but float [batch, width].
+            a function fails, uses a variable or returns anything but float [batch, width].
     """
     configs = {table.name: table for table in tables}
     table_of = {feature.name: configs[feature.table] for feature in features}
@@ -244,7 +244,13 @@ def _width(interaction: Interaction, dimensions: Mapping[str, int]) -> int:
                 tf.RaggedTensorSpec([None, None, dimension], tf.float32, ragged_rank=1),
                 tf.RaggedTensorSpec([None, None], tf.float32),
             )
-    traced = tf.function(interaction.__call__, autograph=False).get_concrete_function(specs)
+    try:
+        traced = tf.function(interaction.__call__, autograph=False).get_concrete_function(specs)
+    except Exception as error:  # A user's own function may do anything.
+        raise ValueError(
+            f"interaction {interaction.name!r}: its function can't be traced on {specs}; it must "
+            f"be made of TensorFlow ops and make no variables: {error}"
+        ) from error
     if traced.variables or any(tensor.dtype == tf.resource for tensor in traced.captured_inputs):
         held = [variable.name for variable in traced.variables] or "other resources"
         raise ValueError(
