@@ -200,16 +200,16 @@ class EmbeddingCollection(keras.layers.Layer):
                 parts.append(beside.compute(features, own))
         else:
             parts = self._looked_up(features, values, pulled)
-        # Batch sizes that are known statically stay so.
         parts = [tf.ensure_shape(part, [read[0].batch, part.shape[1]]) for part in parts]
+        vectors = tf.cast(tf.concat(parts, 1), self.compute_dtype)
         columns = [(f.name, self._by_name[f.table].dimension) for f in self._returned]
         columns += [(n, w) for b in self._beside for n, w in zip(b.names, b.widths, strict=True)]
         outputs = self._outputs()
         if self._concatenate and columns == outputs:
-            return tf.cast(tf.concat(parts, 1), self.compute_dtype)
-        vectors = tf.cast(tf.concat(parts, 1), self.compute_dtype)
-        split = tf.split(vectors, [width for _, width in columns], axis=1)
-        by_name = {name: part for (name, _), part in zip(columns, split, strict=True)}
+            return vectors
+        # Interactions come server by server.
+        parts = tf.split(vectors, [width for _, width in columns], axis=1)
+        by_name = {name: part for (name, _), part in zip(columns, parts, strict=True)}
         found = {name: by_name[name] for name, _ in outputs}
         return tf.concat(list(found.values()), 1) if self._concatenate else found
 
