@@ -34,6 +34,7 @@ def plan_placement(
     *,
     bytes_per_row_overhead: int = 0,
     slots: int = 1,
+    together: Sequence[Sequence[str]] = (),
 ) -> PlacementPlan:
     """Distributes tables so that every parameter server has about the same load.
 
@@ -58,13 +59,17 @@ def plan_placement(
         bytes_per_row_overhead: Bytes that a row takes beside values and accumulators, for
             instance for its step. 0 by default.
         slots: float32 accumulators that the optimizer keeps for each element, 1 by default.
+        together: Groups of names of tables that must be whole and on one parameter server, as
+            those of an interaction; groups that share a table are one. None by default. A group
+            is placed like a table with the sum of the costs.
 
     Returns:
         The plan, with the shards in the order of the tables.
 
     Raises:
         ValueError: If an argument is out of range, a table asks for more shards than there are
-            parameter servers, or the tables do not fit into the memory.
+            parameter servers, or for several though it must be whole, or the tables do not fit
+            into the memory.
 
     Example:
         >>> tables = [TableConfig("users", 3000, 8), TableConfig("items", 600, 8)]
@@ -95,16 +100,17 @@ def plan_placement(
         for table in tables
     ]
     table_costs = _costs(tables, costs)
+    units = _units(tables, row_bytes, table_costs, together)
     # In the unit of the largest cost, so that the smallest of numbers can be divided too.
-    unit = max(table_costs) or 1.0
+    largest = max(unit.cost for unit in units) or 1.0
     packer = _Packer(
-        rows=[table.rows for table in tables],
-        costs=[cost / unit for cost in table_costs],
-        row_bytes=row_bytes,
+        rows=[unit.rows for unit in units],
+        costs=[unit.cost / largest for unit in units],
+        row_bytes=[unit.row_bytes for unit in units],
         ps=ps,
         memory_limit=memory_limit,
     )
-    most = [table.shards or min(ps, table.rows) for table in tables]
+    most = [unit.shards or min(ps, unit.rows) for unit in units]
     # No plan is better than the mean, nor than the smallest piece of a table that cannot be split
     # further; where such a piece is the largest load, other splits would be in vain.
     enough = max(
@@ -112,18 +118,72 @@ def plan_placement(
         *(cost / count for cost, count in zip(packer.costs, most, strict=True)),
     ) * (1 + _TOLERANCE)
     fewest = [
-        table.shards or max(math.ceil(cost / enough) if cost else 1, 1)
-        for table, cost in zip(tables, packer.costs, strict=True)
+        unit.shards or max(math.ceil(cost / enough) if cost else 1, 1)
+        for unit, cost in zip(units, packer.costs, strict=True)
     ]
     if memory_limit is not None:
         fewest = [
-            max(count, _shards_that_fit(table, packer.row_bytes[t], most[t], memory_limit))
-            for t, (table, count) in enumerate(zip(tables, fewest, strict=True))
+            max(count, _shards_that_fit(unit, most[u], memory_limit))
+            for u, (unit, count) in enumerate(zip(units, fewest, strict=True))
         ]
     packing = _search(packer, fewest, most, enough)
     if packing is None:
-        raise _does_not_fit(tables, packer)
-    return _plan(tables, table_costs, packer, packing)
+        raise _does_not_fit(units, packer)
+    return _plan(tables, row_bytes, table_costs, units, packing, ps)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    """What is placed as one: a table that may be split, or tables that stay together."""
+
+    label: str  # for messages
+    tables: tuple[int, ...]
+    rows: int  # 1 of several tables
+    row_bytes: int
+    cost: float
+    shards: int | None
+
+
+def _units(
+    tables: Sequence[TableConfig],
+    row_bytes: Sequence[int],
+    costs: Sequence[float],
+    together: Sequence[Sequence[str]],
+) -> list[_Unit]:
+    """The tables as units, in the order of their first tables."""
+    positions = {table.name: t for t, table in enumerate(tables)}
+    groups = [{t} for t in range(len(tables))]  # of each table
+    whole: set[int] = set()
+    for names in together:
+        unknown = [name for name in names if name not in positions]
+        if unknown:
+            raise ValueError(f"together: {unknown} are not among the tables {list(positions)}.")
+        joined = set().union(*(groups[positions[name]] for name in names))
+        whole |= joined
+        for t in joined:
+            groups[t] = joined
+    units = []
+    for t, group in enumerate(groups):
+        if min(group) < t:
+            continue
+        members = tuple(sorted(group))
+        if t not in whole:
+            table = tables[t]
+            units.append(
+                _Unit(repr(table.name), members, table.rows, row_bytes[t], costs[t], table.shards)
+            )
+            continue
+        names = [tables[m].name for m in members]
+        for table in (tables[m] for m in members):
+            if (table.shards or 1) > 1:
+                raise ValueError(
+                    f"table {table.name!r}: shards={table.shards} must be None or 1, as the tables "
+                    f"{names} must be together and whole on one parameter server."
+                )
+        label = " together with ".join(map(repr, names))
+        size = sum(tables[m].rows * row_bytes[m] for m in members)
+        units.append(_Unit(label, members, 1, size, sum(costs[m] for m in members), 1))
+    return units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,48 +415,50 @@ def _with(counts: tuple[int, ...], table: int, count: int) -> tuple[int, ...]:
 
 
 def _plan(
-    tables: Sequence[TableConfig], costs: Sequence[float], packer: _Packer, packing: _Packing
+    tables: Sequence[TableConfig],
+    row_bytes: Sequence[int],
+    costs: Sequence[float],
+    units: Sequence[_Unit],
+    packing: _Packing,
+    ps: int,
 ) -> PlacementPlan:
-    shards = []
-    for (t, index), ps in sorted(packing.places.items()):
-        count = packing.counts[t]
-        shards.append(
-            Shard(
+    shards = {}
+    for (u, index), place in packing.places.items():
+        count = packing.counts[u]
+        for t in units[u].tables:
+            rows = shard_rows(tables[t].rows, index, count)
+            shards[t, index] = Shard(
                 table=tables[t].name,
                 index=index,
                 count=count,
-                rows=shard_rows(tables[t].rows, index, count),
-                ps=ps,
+                rows=rows,
+                ps=place,
                 cost=costs[t] / count,
-                memory=packer.memory(t, index, count),
+                memory=rows * row_bytes[t],
             )
-        )
-    return PlacementPlan(packer.ps, tuple(shards))
+    return PlacementPlan(ps, tuple(shards[key] for key in sorted(shards)))
 
 
-def _shards_that_fit(table: TableConfig, row_bytes: int, most: int, memory_limit: int) -> int:
-    """The fewest shards of a table of which each fits on a server without other tables."""
-    count = table.shards or 1
-    rows = memory_limit // row_bytes
+def _shards_that_fit(unit: _Unit, most: int, memory_limit: int) -> int:
+    """The fewest shards of a unit of which each fits on a server without others."""
+    count = unit.shards or 1
+    rows = memory_limit // unit.row_bytes
     if rows:
-        count = max(count, -(-table.rows // rows))
+        count = max(count, -(-unit.rows // rows))
     if not rows or count > most:
         raise ValueError(
-            f"table {table.name!r}: its {table.rows * row_bytes} bytes do not fit into "
+            f"table {unit.label}: its {unit.rows * unit.row_bytes} bytes do not fit into "
             f"memory_limit={memory_limit} bytes per PS, even in {most} shards."
         )
     return count
 
 
-def _does_not_fit(tables: Sequence[TableConfig], packer: _Packer) -> ValueError:
-    sizes = {
-        table.name: table.rows * row_bytes
-        for table, row_bytes in zip(tables, packer.row_bytes, strict=True)
-    }
-    largest = max(sizes, key=lambda name: sizes[name])
+def _does_not_fit(units: Sequence[_Unit], packer: _Packer) -> ValueError:
+    sizes = {unit.label: unit.rows * unit.row_bytes for unit in units}
+    largest = max(sizes, key=lambda label: sizes[label])
     return ValueError(
-        f"the {len(tables)} tables take {sum(sizes.values())} bytes, the largest, {largest!r}, "
-        f"{sizes[largest]}: no placement on ps={packer.ps} within "
+        f"the {sum(len(unit.tables) for unit in units)} tables take {sum(sizes.values())} bytes, "
+        f"the largest, {largest}, {sizes[largest]}: no placement on ps={packer.ps} within "
         f"memory_limit={packer.memory_limit} bytes per PS was found."
     )
 

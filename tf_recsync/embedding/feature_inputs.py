@@ -115,13 +115,39 @@ def _read(feature: FeatureConfig, table: TableConfig, ids: Any, weights: Any) ->
     return FeatureInput(values, length, splits, flat_weights, batch)
 
 
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """What a batch looks up.
+
+    Attributes:
+        batch: the batch size, an int64 scalar.
+        bags: those of each of `Routes.looked_up`.
+        slots: where each of their vectors goes.
+        sources: the vector of each slot, where several take the same.
+        alone: the bags of each feature that is looked up by itself.
+    """
+
+    batch: tf.Tensor
+    bags: list[Bags]
+    slots: list[tf.Tensor]
+    sources: list[tf.Tensor]
+    alone: list[Bags]
+
+
 class Routes:
     """The way from the features' ids to rows of physical tables and back to vectors.
 
     Args:
-        features: the features.
+        features: the features that are looked up together, table by table.
         tables: the tables, by name.
         physical: the physical tables that hold them.
+        alone: features of tables of one shard that are looked up by themselves, and
+            whether their vectors are pooled.
+
+    Attributes:
+        dimensions: the dimensions of `features`.
+        looked_up: the numbers of the physical tables that `features` are looked up in.
+        tables_alone: the number of the physical table of each of `alone`.
     """
 
     def __init__(
@@ -129,44 +155,66 @@ class Routes:
         features: Sequence[FeatureConfig],
         tables: Mapping[str, TableConfig],
         physical: Sequence[PhysicalTable],
+        alone: Sequence[tuple[FeatureConfig, bool]] = (),
     ):
         self._features = features
-        self._tables = [tables[f.table] for f in features]
-        self._physical = physical
-        self.dimensions = [table.dimension for table in self._tables]
+        self._alone = alone
+        self._tables = tables
+        self.dimensions = [tables[f.table].dimension for f in features]
         places: dict[str, dict[int, tuple[int, int]]] = {}
         for number, table in enumerate(physical):
             for piece in table.pieces:
                 places.setdefault(piece.table, {})[piece.index] = (number, piece.offset)
-        # For each feature, the physical table and first row of each shard.
-        self._shards = [[places[f.table][i] for i in sorted(places[f.table])] for f in features]
+        # For each table, the physical table and first row of each shard.
+        self._shards = {name: [own[i] for i in sorted(own)] for name, own in places.items()}
+        self.looked_up = sorted({n for f in features for n, _ in self._shards[f.table]})
+        self.tables_alone = [self._shards[f.table][0][0] for f, _ in alone]
 
-    def route(
-        self, inputs: Sequence[FeatureInput]
-    ) -> tuple[tf.Tensor, list[Bags], list[tf.Tensor], list[tf.Tensor]]:
-        """What to look up: (batch size, bags of each physical table, slots, sources)."""
-        count = len(self._physical)
-        has_bags, has_scales = [False] * count, [False] * count
-        for data, table, shards in zip(inputs, self._tables, self._shards, strict=True):
-            scaled = data.weights is not None or (data.length != 1 and table.combiner != "sum")
-            for number, _ in shards:
-                has_bags[number] |= not data.is_single
+    def route(self, inputs: Mapping[str, FeatureInput]) -> Routed:
+        """What to look up.
+
+        Args:
+            inputs: the features' ids, by name.
+        """
+        together = len(self.looked_up)
+        count = together + len(self._alone)
+        features = [*self._features, *(f for f, _ in self._alone)]
+        tables = [self._tables[f.table] for f in features]
+        data = [inputs[f.name] for f in features]
+        # Rows that are not pooled are summed by nobody.
+        pools = [True] * len(self._features) + [is_pooled for _, is_pooled in self._alone]
+        combiners = [
+            table.combiner if is_pooled else "sum"
+            for table, is_pooled in zip(tables, pools, strict=True)
+        ]
+        shards = [
+            [(self.looked_up.index(number), offset) for number, offset in self._shards[f.table]]
+            for f in self._features
+        ]
+        for i, (feature, _) in enumerate(self._alone):
+            shards.append([(together + i, self._shards[feature.table][0][1])])
+        has_bags = [False] * together + [True] * len(self._alone)
+        has_scales = [False] * count
+        for own, combiner, places in zip(data, combiners, shards, strict=True):
+            scaled = own.weights is not None or (own.length != 1 and combiner != "sum")
+            for number, _ in places:
+                has_bags[number] |= not own.is_single
                 has_scales[number] |= scaled
         batch, rows, bags, scales, slots, sources = ops.route_ids(
-            ids=[data.ids for data in inputs],
-            splits=[data.splits for data in inputs if data.splits is not None],
-            weights=[data.weights for data in inputs if data.weights is not None],
+            ids=[own.ids for own in data],
+            splits=[own.splits for own in data if own.splits is not None],
+            weights=[own.weights for own in data if own.weights is not None],
             P=count,
-            features=[f.name for f in self._features],
-            tables=[t.name for t in self._tables],
-            table_rows=[t.rows for t in self._tables],
-            lengths=[data.length for data in inputs],
-            weighted=[data.weights is not None for data in inputs],
-            combiners=[t.combiner for t in self._tables],
-            out_of_range=[f.out_of_range for f in self._features],
-            shard_counts=[len(shards) for shards in self._shards],
-            shard_tables=[number for shards in self._shards for number, _ in shards],
-            shard_offsets=[offset for shards in self._shards for _, offset in shards],
+            features=[f.name for f in features],
+            tables=[t.name for t in tables],
+            table_rows=[t.rows for t in tables],
+            lengths=[own.length for own in data],
+            weighted=[own.weights is not None for own in data],
+            combiners=combiners,
+            out_of_range=[f.out_of_range for f in features],
+            shard_counts=[len(places) for places in shards],
+            shard_tables=[number for places in shards for number, _ in places],
+            shard_offsets=[offset for places in shards for _, offset in places],
             has_bags=has_bags,
             has_scales=has_scales,
         )
@@ -177,33 +225,60 @@ class Routes:
                 scales[i] if has_scales[i] else None,
                 tf.size(slots[i], out_type=tf.int64) if has_bags[i] else None,
             )
-            for i in range(count)
+            for i in range(together)
         ]
-        return batch, requests, slots, sources
+        alone = []
+        for i in range(together, count):
+            position = len(self._features) + i - together
+            if data[position].is_single or not pools[position]:
+                alone.append(Bags(rows[i]))
+                continue
+            # By their examples, so that examples without an id get a vector, too.
+            first = tf.cast(position * batch, tf.int32)
+            examples = tf.gather(slots[i], bags[i]) - first
+            alone.append(Bags(rows[i], examples, scales[i] if has_scales[i] else None, batch))
+        return Routed(batch, requests, slots[:together], sources[:together], alone)
 
-    def plain(self, inputs: Sequence[FeatureInput], values: Sequence[Any]) -> tf.Tensor:
-        """The same in stock ops: [batch, sum of the dimensions].
+    def plain(
+        self, inputs: Mapping[str, FeatureInput], values: Sequence[Any]
+    ) -> tuple[tf.Tensor | None, list[tf.Tensor]]:
+        """The same in stock ops.
 
         Args:
-            inputs: the features' ids.
+            inputs: the features' ids, by name.
             values: the physical tables' variables.
+
+        Returns:
+            The pooled vectors of the features looked up together, [batch, sum of the
+            dimensions], or None without any; the vectors of those looked up alone,
+            [batch, dimension], or [ids, dimension] if they are not pooled.
         """
-        vectors = []
-        for data, feature, table, shards in zip(
-            inputs, self._features, self._tables, self._shards, strict=True
-        ):
-            ids = _in_range(tf.cast(data.ids, tf.int64), feature, table)
-            rows = tf.zeros([], tf.float32)
-            for index, (number, offset) in enumerate(shards):
-                local = offset + ids // len(shards)
-                if len(shards) == 1:
-                    rows = tf.cast(tf.gather(values[number], local), tf.float32)
-                else:
-                    here = ids % len(shards) == index
-                    own = tf.gather(values[number], tf.where(here, local, 0))
-                    rows += tf.where(here[:, tf.newaxis], tf.cast(own, tf.float32), 0.0)
-            vectors.append(_pool(data, table, rows))
-        return tf.concat(vectors, 1)
+
+        def pooled(feature):
+            data, table = inputs[feature.name], self._tables[feature.table]
+            return _pool(data, table, self._rows(feature, data, values))
+
+        vectors = [pooled(feature) for feature in self._features]
+        alone = [
+            pooled(feature) if is_pooled else self._rows(feature, inputs[feature.name], values)
+            for feature, is_pooled in self._alone
+        ]
+        return tf.concat(vectors, 1) if vectors else None, alone
+
+    def _rows(self, feature: FeatureConfig, data: FeatureInput, values: Sequence[Any]) -> tf.Tensor:
+        """The rows that a feature's ids name, in stock ops: [ids, dimension]."""
+        table, shards = self._tables[feature.table], self._shards[feature.table]
+        ids = _in_range(tf.cast(data.ids, tf.int64), feature, table)
+        rows = tf.zeros([], tf.float32)
+        for index, (number, offset) in enumerate(shards):
+            local = offset + ids // len(shards)
+            if len(shards) == 1:
+                rows = tf.cast(tf.gather(values[number], local), tf.float32)
+            else:
+                here = ids % len(shards) == index
+                own = tf.gather(values[number], tf.where(here, local, 0))
+                rows += tf.where(here[:, tf.newaxis], tf.cast(own, tf.float32), 0.0)
+        return rows
 
 
 def _in_range(ids: tf.Tensor, feature: FeatureConfig, table: TableConfig) -> tf.Tensor:

@@ -15,6 +15,8 @@ from tf_recsync import ops
 from tf_recsync.embedding import feature_inputs
 from tf_recsync.embedding.bin_packing import plan_placement
 from tf_recsync.embedding.config import FeatureConfig, TableConfig, check_configs
+from tf_recsync.embedding.interaction_lookups import ServerInteractions, server_of, tables_of
+from tf_recsync.embedding.interactions import Interaction, result_widths
 from tf_recsync.embedding.physical_tables import (
     PhysicalInitializer,
     gather_logical,
@@ -56,6 +58,11 @@ class EmbeddingCollection(keras.layers.Layer):
             layer's tables, or None (the default) for no limit.
         concatenate: whether to return one tensor instead of a dict. Defaults to
             False.
+        interactions: `Interaction`s, functions of several features' vectors that are
+            computed beside the tables. Their tables lie whole on one server. None by
+            default.
+        returned_features: names of the features whose vectors are returned; the others
+            need an interaction. Defaults to None: those that no interaction uses.
 
     Call arguments:
         inputs: a dict from the features' names to their ids, int32 or int64: dense
@@ -64,19 +71,21 @@ class EmbeddingCollection(keras.layers.Layer):
             their ids, or None. Weights get no gradient.
 
     Returns:
-        A dict from the features' names to their pooled vectors, [batch, dimension];
-        with `concatenate`, these side by side in the features' order, [batch, sum of
-        dimensions]. float32, or the layer's compute dtype.
+        A dict from the returned features' names to their pooled vectors, [batch,
+        dimension], and from the interactions' names to their results, [batch, width];
+        with `concatenate`, these side by side in this order. float32, or the layer's
+        compute dtype.
 
     Raises:
-        ValueError: if tables and features do not fit together, a feature is
-            missing or unknown, or a table does not fit into the memory.
+        ValueError: if tables, features and interactions do not fit together, a feature
+            is missing or unknown, a table does not fit into the memory, or the tables of
+            an interaction are not whole on one server.
         tf.errors.InvalidArgumentError: if ids are out of range (unless the feature's
             `out_of_range` accepts them), or ids, row splits and weights disagree in
             size; it names feature and table.
 
     Reference: Zheng et al. 2020, "ShadowSync", section 3.1, for splitting and
-    placing the tables.
+    placing the tables, and for computing interactions beside them.
 
     Example:
         >>> import tf_recsync as recsync
@@ -101,10 +110,16 @@ class EmbeddingCollection(keras.layers.Layer):
         placement: PlacementPlan | None = None,
         memory_limit: int | None = None,
         concatenate: bool = False,
+        interactions: Sequence[Interaction] = (),
+        returned_features: Sequence[str] | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)
         check_configs(tables, features)
+        widths = result_widths(interactions, tables, features)
+        self._interactions = tuple(zip(interactions, widths, strict=True))
+        self._returned_features = returned_features and tuple(returned_features)
+        self._returned = _returned(features, interactions, returned_features)
         self._table_configs = tuple(tables)
         self._feature_configs = tuple(features)
         self._by_name = {table.name: table for table in tables}
@@ -134,11 +149,18 @@ class EmbeddingCollection(keras.layers.Layer):
             tables = self._table_configs
             if cluster is None:  # One process, whatever the shards.
                 tables = [dataclasses.replace(table, shards=None) for table in tables]
-            plan = plan_placement(tables, servers, memory_limit=self._memory_limit)
+            together = [tables_of(i, self._feature_configs) for i, _ in self._interactions]
+            plan = plan_placement(
+                tables, servers, memory_limit=self._memory_limit, together=together
+            )
         elif plan.ps != servers:
             raise ValueError(
                 f"placement is for {plan.ps} parameter servers, the strategy has {servers}"
             )
+        by_server: dict[int, list[tuple[Interaction, int]]] = {}
+        for interaction, width in self._interactions:
+            ps = server_of(interaction, self._feature_configs, plan)
+            by_server.setdefault(ps, []).append((interaction, width))
         self._plan = plan
         self._physical = physical_tables(self._table_configs, plan)
         for physical in self._physical:
@@ -154,32 +176,77 @@ class EmbeddingCollection(keras.layers.Layer):
             variable.physical_table = physical
             variable.collection = self.path
             self._variables.append(variable)
-        self._routes = feature_inputs.Routes(self._feature_configs, self._by_name, self._physical)
+        self._beside = [ServerInteractions(i, self._feature_configs) for i in by_server.values()]
+        self._routes = feature_inputs.Routes(
+            self._returned,
+            self._by_name,
+            self._physical,
+            [use for beside in self._beside for use in beside.looked_up],
+        )
         self.built = True
 
     def call(self, inputs, weights=None, training=False):
-        features = feature_inputs.read(self._feature_configs, self._by_name, inputs, weights)
+        read = feature_inputs.read(self._feature_configs, self._by_name, inputs, weights)
+        features = {f.name: own for f, own in zip(self._feature_configs, read, strict=True)}
         values = [variable.value for variable in self._variables]
         # In a worker's step a stand-in is there for the table on its server.
-        pulled = all(hasattr(value, "lookup_bags") for value in values)
+        pulled = all(hasattr(value, "look_up") for value in values)
         if not pulled and (in_xla_context() or not training):
             # Stock ops alone: an exported model serves without this package.
-            vectors = self._routes.plain(features, values)
+            vectors, alone = self._routes.plain(features, values)
+            parts = [] if vectors is None else [vectors]
+            for beside in self._beside:
+                own, alone = alone[: len(beside.looked_up)], alone[len(beside.looked_up) :]
+                parts.append(beside.compute(features, own))
         else:
-            batch, bags, slots, sources = self._routes.route(features)
+            parts = self._looked_up(features, values, pulled)
+        parts = [tf.ensure_shape(part, [read[0].batch, part.shape[1]]) for part in parts]
+        vectors = tf.cast(tf.concat(parts, 1), self.compute_dtype)
+        columns = [(f.name, self._by_name[f.table].dimension) for f in self._returned]
+        columns += [(n, w) for b in self._beside for n, w in zip(b.names, b.widths, strict=True)]
+        outputs = self._outputs()
+        if self._concatenate and columns == outputs:
+            return vectors
+        # Interactions come server by server.
+        parts = tf.split(vectors, [width for _, width in columns], axis=1)
+        by_name = {name: part for (name, _), part in zip(columns, parts, strict=True)}
+        found = {name: by_name[name] for name, _ in outputs}
+        return tf.concat(list(found.values()), 1) if self._concatenate else found
+
+    def _looked_up(self, features, values, pulled: bool) -> list[tf.Tensor]:
+        """The returned features' vectors, and each server's interactions."""
+        routed = self._routes.route(features)
+        parts = []
+        if self._returned:
             pooled = [
-                value.lookup_bags(b) if pulled else look_up(value, b)
-                for value, b in zip(values, bags, strict=True)
+                values[i].lookup_bags(bags) if pulled else look_up(values[i], bags)
+                for i, bags in zip(self._routes.looked_up, routed.bags, strict=True)
             ]
             vectors = ops.assemble(
-                batch, pooled, slots, sources, dimensions=self._routes.dimensions
+                routed.batch,
+                pooled,
+                routed.slots,
+                routed.sources,
+                dimensions=self._routes.dimensions,
             )
-        vectors = tf.ensure_shape(vectors, [features[0].batch, sum(self._routes.dimensions)])
-        vectors = tf.cast(vectors, self.compute_dtype)
-        if self._concatenate:
-            return vectors
-        parts = tf.split(vectors, self._routes.dimensions, axis=1)
-        return {f.name: part for f, part in zip(self._feature_configs, parts, strict=True)}
+            parts.append(tf.ensure_shape(vectors, [None, sum(self._routes.dimensions)]))
+        first = 0
+        for beside in self._beside:
+            own = slice(first, first + len(beside.looked_up))
+            first = own.stop
+            tables, bags = self._routes.tables_alone[own], routed.alone[own]
+            if pulled:
+                request = beside.request(features, bags, routed.batch)
+                parts.append(values[tables[0]].look_up([values[i] for i in tables], request))
+            else:
+                vectors = [look_up(values[i], b) for i, b in zip(tables, bags, strict=True)]
+                parts.append(beside.compute(features, vectors))
+        return parts
+
+    def _outputs(self) -> list[tuple[str, int]]:
+        """The name and the width of each output, in their order."""
+        outputs = [(f.name, self._by_name[f.table].dimension) for f in self._returned]
+        return outputs + [(interaction.name, width) for interaction, width in self._interactions]
 
     def save_own_variables(self, store):
         """Saves the tables by their names, so that they can be loaded on other servers."""
@@ -220,12 +287,13 @@ class EmbeddingCollection(keras.layers.Layer):
     def compute_output_spec(self, inputs, weights=None, training=False):
         del weights, training
         batch = _batch_of(inputs)
-        dimensions = [self._by_name[f.table].dimension for f in self._feature_configs]
+        outputs = self._outputs()
         if self._concatenate:
-            return keras.KerasTensor((batch, sum(dimensions)), dtype=self.compute_dtype)
+            width = sum(width for _, width in outputs)
+            return keras.KerasTensor((batch, width), dtype=self.compute_dtype)
         return {
-            f.name: keras.KerasTensor((batch, dimension), dtype=self.compute_dtype)
-            for f, dimension in zip(self._feature_configs, dimensions, strict=True)
+            name: keras.KerasTensor((batch, width), dtype=self.compute_dtype)
+            for name, width in outputs
         }
 
     def get_config(self):
@@ -235,20 +303,45 @@ class EmbeddingCollection(keras.layers.Layer):
             features=[keras.saving.serialize_keras_object(f) for f in self._feature_configs],
             memory_limit=self._memory_limit,
             concatenate=self._concatenate,
+            interactions=[keras.saving.serialize_keras_object(i) for i, _ in self._interactions],
+            returned_features=self._returned_features and list(self._returned_features),
         )
         return config
 
     @classmethod
     def from_config(cls, config):
         config = dict(config)
-        for name in ("tables", "features"):
-            config[name] = [keras.saving.deserialize_keras_object(c) for c in config[name]]
+        for name in ("tables", "features", "interactions"):
+            own = config.get(name, [])  # Older models have no interactions.
+            config[name] = [keras.saving.deserialize_keras_object(c) for c in own]
         return cls(**config)
 
 
 def look_up(value: Any, bags: Bags) -> tf.Tensor:
     """Looks up bags in a table of this process: float32 [bags, dimension]."""
     return bags.pool(tf.cast(tf.gather(value, bags.ids), tf.float32))
+
+
+def _returned(
+    features: Sequence[FeatureConfig],
+    interactions: Sequence[Interaction],
+    names: Sequence[str] | None,
+) -> tuple[FeatureConfig, ...]:
+    """The features whose vectors are returned."""
+    used = {name for interaction in interactions for name in interaction.features}
+    if names is None:
+        return tuple(feature for feature in features if feature.name not in used)
+    known = [feature.name for feature in features]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"returned_features has unknown features {unknown}; there are {known}")
+    unused = [name for name in known if name not in used and name not in names]
+    if unused:
+        raise ValueError(
+            f"returned_features={list(names)}: the features {unused} are neither returned nor used "
+            "by an interaction; remove them or return them"
+        )
+    return tuple(feature for feature in features if feature.name in names)
 
 
 def _batch_of(inputs: Mapping[str, Any]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -51,6 +51,49 @@ class Bags(NamedTuple):
         if self.scales is not None:
             gradient *= tf.cast(self.scales, gradient.dtype)[:, tf.newaxis]
         return gradient
+
+
+class Computation(NamedTuple):
+    """What becomes of vectors that are looked up together, where their tables are.
+
+    Attributes:
+        function: `function(vectors, inputs)` gives the result, float32 [count, width], of
+            the pooled vectors of each lookup, [bags, dimension], and of `inputs`. It is
+            made of stock ops, and closes over no tensors.
+        inputs: int64 or float32 vectors.
+        count: int64 scalar.
+        width: of the result.
+    """
+
+    function: Callable[[list[tf.Tensor], list[tf.Tensor]], tf.Tensor]
+    inputs: list[tf.Tensor]
+    count: tf.Tensor
+    width: int
+
+
+class Request(NamedTuple):
+    """What is looked up at once.
+
+    Attributes:
+        bags: one for each table.
+        computation: what is wanted of their vectors; None where it is the vectors of
+            the only table.
+    """
+
+    bags: list[Bags]
+    computation: Computation | None = None
+
+    @property
+    def tensors(self) -> list[tf.Tensor]:
+        """All tensors in it."""
+        return [leaf for leaf in tf.nest.flatten(self) if isinstance(leaf, tf.Tensor)]
+
+    def replaced(self, tensors: Iterable[tf.Tensor]) -> Request:
+        """The same with other tensors, taken in the order of `tensors`."""
+        new = iter(tensors)
+        return tf.nest.map_structure(
+            lambda leaf: next(new) if isinstance(leaf, tf.Tensor) else leaf, self
+        )
 
 
 def merge(parts: list[Bags]) -> Bags:
@@ -144,32 +187,47 @@ class PackedBags:
         return {"bags": self.bags, "scales": self.scales, "bag_counts": self.bag_counts}
 
     def sent(
-        self, device: str, receive: Callable[[tf.Tensor], tf.Tensor] = tf.identity
-    ) -> PackedBags:
-        """A copy on a device; it travels in one tensor, and another one if there are scales.
+        self,
+        device: str,
+        more: Sequence[tf.Tensor] = (),
+        receive: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
+    ) -> tuple[PackedBags, list[tf.Tensor]]:
+        """A copy on a device, and of `more`, which are int64 or float32 vectors.
+
+        It travels in one tensor, and another one if there are scales.
 
         Args:
             device: the device.
+            more: what travels along.
             receive: copies a tensor to the device of the current scope.
         """
         tables = self.counts.shape[0]
         parts = [self.counts, self.ids]
         if self.bags is not None:
             parts = [self.counts, self.bag_counts, self.ids, tf.cast(self.bags, tf.int64)]
+        if more:
+            integers = [_as_integers(tensor) for tensor in more]
+            own = tf.add_n([tf.size(part, out_type=tf.int64) for part in parts])
+            sizes = [own, *(tf.size(tensor, out_type=tf.int64) for tensor in integers)]
+            parts = [tf.stack(sizes), *parts, *integers]
         message = tf.concat(parts, 0)
         with tf.device(device):
             message = receive(message)
+            arrived = []
+            if more:
+                sizes = tf.slice(message, [0], [len(more) + 1])
+                message, *integers = tf.split(message[len(more) + 1 :], sizes, num=len(more) + 1)
+                arrived = [
+                    _from_integers(part, tensor.dtype)
+                    for part, tensor in zip(integers, more, strict=True)
+                ]
+            counts = tf.slice(message, [0], [tables])
             if self.bags is None:
-                return PackedBags(tf.slice(message, [0], [tables]), message[tables:])
+                return PackedBags(counts, message[tables:]), arrived
             scales = None if self.scales is None else receive(self.scales)
             ids, bags = tf.split(message[2 * tables :], 2)
-            return PackedBags(
-                tf.slice(message, [0], [tables]),
-                ids,
-                tf.cast(bags, tf.int32),
-                scales,
-                tf.slice(message, [tables], [tables]),
-            )
+            bag_counts = tf.slice(message, [tables], [tables])
+            return PackedBags(counts, ids, tf.cast(bags, tf.int32), scales, bag_counts), arrived
 
     def select(self, tables: list[int], versions: tf.Tensor) -> tuple[PackedBags, tf.Tensor]:
         """Those of some tables, in the order given, and of the versions [n] of all."""
@@ -191,3 +249,17 @@ class PackedBags:
             None if self.bag_counts is None else tf.gather(self.bag_counts, tables),
         )
         return picked, pick(versions)
+
+
+def _as_integers(tensor: tf.Tensor) -> tf.Tensor:
+    """An int64 or float32 vector as int64, bit by bit."""
+    if tensor.dtype == tf.float32:
+        tensor = tf.bitcast(tensor, tf.int32)
+    return tf.cast(tensor, tf.int64)
+
+
+def _from_integers(integers: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """What `_as_integers` had."""
+    if dtype == tf.float32:
+        return tf.bitcast(tf.cast(integers, tf.int32), tf.float32)
+    return integers

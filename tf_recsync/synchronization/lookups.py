@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.ops.bags import Bags
+from tf_recsync.ops.bags import Request
 from tf_recsync.optimizers.base import VariableState
 from tf_recsync.synchronization import context
 from tf_recsync.synchronization.pulled import PulledScope, TableStandIn
@@ -28,14 +28,14 @@ class Lookups:
     """The lookups of a step that depend on its batch alone.
 
     Attributes:
-        tables: the index of each lookup's table, in the order of the lookups.
-        bags: computes what each of them looks up from a batch's flattened tensors.
+        tables: the indices of each request's tables, in the order of the requests.
+        requests: computes them from a batch's flattened tensors.
         whole: the indices of tables that are used otherwise than for lookups;
             None if that is not known.
     """
 
-    tables: tuple[int, ...] = ()
-    bags: Callable[..., list[Bags]] = lambda *_: []
+    tables: tuple[tuple[int, ...], ...] = ()
+    requests: Callable[..., list[Request]] = lambda *_: []
     whole: frozenset[int] | None = None
 
 
@@ -49,9 +49,12 @@ class _DryTable(TableStandIn):
         self._wholes: list[tf.Tensor] = []
         self.handle = tf.compat.v1.placeholder(tf.float32, [])
 
-    def lookup_bags(self, bags):
-        self._found.append((self._index, bags))
-        return tf.compat.v1.placeholder(tf.float32, [None, *self.shape[1:]])
+    @staticmethod
+    def look_up(tables, request):
+        first, computation = tables[0], request.computation
+        first._found.append((tuple(table._index for table in tables), request))
+        row = first.shape[1:] if computation is None else [computation.width]
+        return tf.compat.v1.placeholder(tf.float32, [None, *row])
 
     def __tf_tensor__(self, dtype=None, name=None):
         self._wholes.append(tf.compat.v1.placeholder(dtype or tf.float32, self.shape))
@@ -84,7 +87,7 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
     """
     if not layout.tables:
         return Lookups()
-    found: list[tuple[int, Bags]] = []
+    found: list[tuple[tuple[int, ...], Request]] = []
     whole: set[int] = set()
 
     def dry_step(*flat):
@@ -119,21 +122,23 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
         return Lookups()
     batch = wrapped.inputs[: len(specs)]
 
-    def computable(bags):
-        return all(_depends_only_on(t, batch, wrapped.inputs) for t in bags if t is not None)
+    def computable(request):
+        return all(_depends_only_on(t, batch, wrapped.inputs) for t in request.tensors)
 
-    # A lookup is recognised by its place among those of its table.
-    late = {i for i, bags in found if not computable(bags)}
-    early = [(i, bags) for i, bags in found if i not in late]
+    # A request is recognised by its place among those of its tables.
+    late = {i for tables, request in found if not computable(request) for i in tables}
+    while more := {i for tables, _ in found if late.intersection(tables) for i in tables} - late:
+        late |= more
+    early = [(tables, request) for tables, request in found if not late.intersection(tables)]
     if not early:
         return Lookups(whole=frozenset(whole))
-    pruned = wrapped.prune(batch, [t for _, bags in early for t in bags if t is not None])
+    pruned = wrapped.prune(batch, [t for _, request in early for t in request.tensors])
 
     def compute(*flat):
         tensors = iter(pruned(*flat))
-        return [Bags(*(None if t is None else next(tensors) for t in bags)) for _, bags in early]
+        return [request.replaced(tensors) for _, request in early]
 
-    return Lookups(tuple(i for i, _ in early), compute, frozenset(whole))
+    return Lookups(tuple(tables for tables, _ in early), compute, frozenset(whole))
 
 
 def _depends_only_on(tensor: tf.Tensor, allowed, captured) -> bool:

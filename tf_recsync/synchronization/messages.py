@@ -2,7 +2,8 @@
 
 There: what to look up. Back: dense values and pooled vectors, packed. There
 again: their gradients, packed. Versions and row ids stay on the server, which
-has them since the pull; they travel only if the worker asks for them.
+has them since the pull; they travel only if the worker asks for them. So do
+vectors of which the worker only wants something computed: the result travels.
 
 On the server's side messages pass its artificial link (`links.passed`), if it has one.
 """
@@ -16,13 +17,20 @@ import keras
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.ops.bags import Bags, PackedBags, merge
+from tf_recsync.ops.bags import Bags, Computation, PackedBags, Request, merge
 from tf_recsync.ops.gradient_buffer import Aggregate
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.gradient_buffer import GradientBuffer
-from tf_recsync.synchronization.pulled import PulledLookup
+from tf_recsync.synchronization.pulled import (
+    Computed,
+    GradientPart,
+    PulledLookup,
+    PulledRequest,
+)
+
+_Key = tuple[int, int]
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,6 +44,8 @@ class ServerPull:
         rows: what was looked up in them, or None without any.
         row_versions: int64 [n], the versions of `rows.ids`.
         lookups: the lookups of each table.
+        sizes: int64, the elements of the vectors of each lookup, table by table; None
+            if nothing was computed from any.
     """
 
     dense: list[base.VariableState]
@@ -44,6 +54,7 @@ class ServerPull:
     rows: PackedBags | None = None
     row_versions: tf.Tensor | None = None
     lookups: list[list[PulledLookup]] = dataclasses.field(default_factory=list)
+    sizes: tf.Tensor | None = None
 
 
 class PullPlan:
@@ -52,33 +63,38 @@ class PullPlan:
     def __init__(self):
         self.dense: list[base.VariableState] = []
         self.unversioned: list[keras.Variable] = []
-        # By table, in the order of the first lookup: (state, (number, bags) of each lookup).
-        self._tables: dict[int, tuple[base.VariableState, list[tuple[int, Bags]]]] = {}
+        # By table, in the order of the first lookup. A lookup's key is the number of its
+        # request, and its place there.
+        self._tables: dict[int, tuple[base.VariableState, list[tuple[_Key, Bags]]]] = {}
+        self._requests: dict[int, Request] = {}
 
-    def look_up(self, number: int, state: base.VariableState, bags: Bags) -> None:
-        """Adds a lookup, by its number in the step."""
-        self._tables.setdefault(id(state), (state, []))[1].append((number, bags))
+    def look_up(self, number: int, states: list[base.VariableState], request: Request) -> None:
+        """Adds a request for rows of these tables, by its number in the step."""
+        self._requests[number] = request
+        for place, (state, bags) in enumerate(zip(states, request.bags, strict=True)):
+            entries = self._tables.setdefault(id(state), (state, []))[1]
+            entries.append(((number, place), bags))
 
     def pull(
         self,
         device: str,
         values: dict,
-        lookups: dict[int, PulledLookup],
+        found: dict[int, PulledRequest],
         after: tf.Tensor | None = None,
     ) -> ServerPull:
-        """Pulls; adds to `values` by the variables' ids, and to `lookups` by number.
+        """Pulls; adds to `values` by the variables' ids, and to `found` by number.
 
         Args:
             device: the server.
             values: gets the values of variables.
-            lookups: gets the lookups.
+            found: gets what was looked up.
             after: a tensor on the server that must be there before; None for none.
         """
         pull = ServerPull(dense=self.dense)
         after = [] if after is None else [after]
         self._pull_fixed(device, pull, values, after)
         if self._tables:
-            self._pull_rows(device, pull, lookups, after)
+            self._pull_rows(device, pull, found, after)
         return pull
 
     def _pull_fixed(self, device: str, pull: ServerPull, values: dict, after: list) -> None:
@@ -111,39 +127,93 @@ class PullPlan:
             values[id(variable)] = tf.reshape(piece, tuple(variable.shape))
 
     def _pull_rows(
-        self, device: str, pull: ServerPull, lookups: dict[int, PulledLookup], after: list
+        self, device: str, pull: ServerPull, found: dict[int, PulledRequest], after: list
     ) -> None:
         """Looks up rows of all tables: a message there, and one back."""
         states = pull.tables = [state for state, _ in self._tables.values()]
         asked = [entries for _, entries in self._tables.values()]
         packed = PackedBags.pack([merge([bags for _, bags in entries]) for entries in asked])
-        pull.rows = packed.sent(device, links.received)
+        rows = {
+            key: list(state.variable.shape[1:])
+            for state, entries in self._tables.values()
+            for key, _ in entries
+        }
+        sizes = {
+            key: bags.size * tf.TensorShape(rows[key]).num_elements()
+            for entries in asked
+            for key, bags in entries
+        }
+        computations = {n: r.computation for n, r in self._requests.items() if r.computation}
+        more = [tf.stack(list(sizes.values()))] if computations else []
+        more += [tensor for computation in computations.values() for tensor in computation.inputs]
+        pull.rows, arrived = packed.sent(device, more, links.received)
         # The request's arrival, and the token's, is all there is to wait for.
         with tf.control_dependencies(None), tf.control_dependencies(after), tf.device(device):
-            pooled, pull.row_versions = ops.gather_rows(
+            answer, pull.row_versions = ops.gather_rows(
                 base.handles([s.variable for s in states]),
                 base.handles([s.versions for s in states]),
                 pull.rows.ids,
                 pull.rows.counts,
                 **pull.rows.inputs(),
             )
-            pooled = links.passed(pooled)
+            kept, results = {}, {}
+            if computations:
+                pull.sizes, *inputs = arrived
+                pieces = _pieces(answer, pull.sizes, list(rows.values()))
+                there = dict(zip(rows, pieces, strict=True))
+                kept = {key: piece for key, piece in there.items() if key[0] in computations}
+                results = _compute(device, computations, kept, inputs)
+                sent = [piece for key, piece in there.items() if key not in kept]
+                sent += [computed.result for computed in results.values()]
+                answer = tf.concat([tf.reshape(piece, [-1]) for piece in sent], 0)
+            answer = links.passed(answer)
         # What follows runs on the worker.
-        widths = [tf.TensorShape(s.variable.shape[1:]).num_elements() for s in states]
-        sizes = packed.sizes * tf.constant(widths, tf.int64)
-        pieces = tf.split(pooled, sizes, num=len(states)) if len(states) > 1 else [pooled]
-        for i, (state, entries) in enumerate(zip(states, asked, strict=True)):
-            piece = tf.reshape(pieces[i], [-1, *state.variable.shape[1:]])
-            parts = [piece]
-            if len(entries) > 1:
-                parts = tf.split(piece, tf.stack([b.size for _, b in entries]), num=len(entries))
-            found = [
-                PulledLookup(bags, part, _VersionsOf(pull, i, j), pull)
-                for j, ((_, bags), part) in enumerate(zip(entries, parts, strict=True))
-            ]
-            pull.lookups.append(found)
-            for (number, _), lookup in zip(entries, found, strict=True):
-                lookups[number] = lookup
+        keys = [key for key in rows if key not in kept]
+        shapes = [rows[key] for key in keys] + [[c.width] for c in computations.values()]
+        own = [sizes[key] for key in keys] + [c.count * c.width for c in computations.values()]
+        pieces = _pieces(answer, tf.stack(own), shapes)
+        values = {**kept, **dict(zip(keys, pieces, strict=False))}
+        for computed, piece in zip(results.values(), pieces[len(keys) :], strict=True):
+            computed.values = piece
+        lookups: dict[_Key, PulledLookup] = {}
+        for i, entries in enumerate(asked):
+            for j, (key, bags) in enumerate(entries):
+                lookups[key] = PulledLookup(bags, values[key], _VersionsOf(pull, i, j), pull)
+            pull.lookups.append([lookups[key] for key, _ in entries])
+        for number, request in self._requests.items():
+            own = [lookups[number, place] for place in range(len(request.bags))]
+            found[number] = PulledRequest(own, results.get(number))
+
+
+def _compute(
+    device: str,
+    computations: dict[int, Computation],
+    kept: dict[_Key, tf.Tensor],
+    inputs: list[tf.Tensor],
+) -> dict[int, Computed]:
+    """Computes what is wanted of looked-up vectors; call it under the server's device scope.
+
+    Args:
+        device: the server's.
+        computations: by the numbers of their requests.
+        kept: the vectors of each lookup.
+        inputs: what else the computations take, one after the other.
+    """
+    results = {}
+    for number, computation in computations.items():
+        vectors = [kept[key] for key in sorted(kept) if key[0] == number]
+        own, inputs = inputs[: len(computation.inputs)], inputs[len(computation.inputs) :]
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(vectors)
+            result = computation.function(vectors, own)
+        results[number] = Computed(device, vectors, result, tape, result)
+    return results
+
+
+def _pieces(packed: tf.Tensor, sizes: tf.Tensor, shapes: list[list[int]]) -> list[tf.Tensor]:
+    """Takes apart what was packed: pieces of so many elements, [any, *shape] each."""
+    parts = tf.split(packed, sizes, num=len(shapes)) if len(shapes) > 1 else [packed]
+    return [tf.reshape(part, [-1, *shape]) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +242,7 @@ class PushPlan:
     def __init__(self, pull: ServerPull):
         self._pull = pull
         self._dense: list[tuple[int, tf.Tensor]] = []
-        self._pooled: list[tuple[int, tf.Tensor]] = []
+        self._pooled: list[tuple[int, list[GradientPart]]] = []
         self._rows: list[tuple[base.VariableState, tf.Tensor, tf.Tensor, tf.Tensor]] = []
         # What travels; see `pack`.
         self.packed: list[tf.Tensor] = []
@@ -183,27 +253,21 @@ class PushPlan:
         """Adds the gradient of a dense variable."""
         self._dense.append((_index(self._pull.dense, state), tf.reshape(gradient, [-1])))
 
-    def add_lookups(
-        self, state: base.VariableState, lookups: list[PulledLookup], values: tf.Tensor
-    ) -> bool:
+    def add_lookups(self, state: base.VariableState, parts: list[GradientPart]) -> bool:
         """Adds the gradient of a table's pooled vectors, if they are all that was pulled of it.
 
         Args:
             state: the table's state.
-            lookups: the lookups whose gradients `values` are, one after the other.
-            values: [bags, ...].
+            parts: the gradients of lookups.
         """
-        if any(lookup.message is not self._pull for lookup in lookups):
+        if any(part.lookup.message is not self._pull for part in parts):
             return False
         table = _index(self._pull.tables, state)
+        by_lookup = {id(part.lookup): part for part in parts}
         pulled = self._pull.lookups[table]
-        if {id(lookup) for lookup in lookups} != {id(lookup) for lookup in pulled}:
+        if set(by_lookup) != {id(lookup) for lookup in pulled}:
             return False
-        if lookups != pulled:
-            sizes = tf.stack([lookup.bags.size for lookup in lookups])
-            parts = dict(zip(map(id, lookups), tf.split(values, sizes), strict=True))
-            values = tf.concat([parts[id(lookup)] for lookup in pulled], 0)
-        self._pooled.append((table, tf.reshape(tf.cast(values, tf.float32), [-1])))
+        self._pooled.append((table, [by_lookup[id(lookup)] for lookup in pulled]))
         return True
 
     def add_rows(self, state: base.VariableState, values, ids, versions) -> None:
@@ -214,7 +278,7 @@ class PushPlan:
         """Packs on the worker all that was added."""
         floats = [tf.reshape(tf.cast(learning_rate, tf.float32), [1])]
         floats += [gradient for _, gradient in self._dense]
-        floats += [values for _, values in self._pooled]
+        floats += self._sent_gradients()
         floats += [values for _, values, _, _ in self._rows]
         self.packed = [tf.concat(floats, 0)]
         if self._rows:
@@ -236,7 +300,7 @@ class PushPlan:
         if self._dense:
             states, versions = self._dense_versions()
             operations.append(optimizer.apply_dense(states, dense, versions, learning_rate, step))
-        for states, values, bags, versions in self._parts(pooled, rows):
+        for states, values, bags, versions in self._updates_of_rows(pooled, rows):
             operations.append(
                 optimizer.apply_rows(states, values, bags, versions, learning_rate, step)
             )
@@ -258,7 +322,7 @@ class PushPlan:
         if self._dense:
             _, versions = self._dense_versions()
             arguments.update(dense=dense, dense_versions=versions)
-        parts = self._parts(pooled, rows)
+        parts = self._updates_of_rows(pooled, rows)
         if parts:
             states, values, bags, versions = zip(*parts, strict=True)
             arguments.update(
@@ -287,19 +351,58 @@ class PushPlan:
             versions = tf.gather(versions, numbers)
         return self.dense, versions
 
-    def _parts(self, pooled: tf.Tensor, rows: tf.Tensor) -> list[tuple]:
+    def _updates_of_rows(self, pooled: tf.Tensor, rows: tf.Tensor) -> list[tuple]:
         """(states of tables, gradients, bags, versions) of pooled vectors and of rows."""
         parts = []
         if self._pooled:
             tables = [table for table, _ in self._pooled]
             bags, versions = self._pull.rows.select(tables, self._pull.row_versions)
-            parts.append(([self._pull.tables[table] for table in tables], pooled, bags, versions))
+            states = [self._pull.tables[table] for table in tables]
+            parts.append((states, self._pooled_gradients(pooled), bags, versions))
         if self._rows:
             n = len(self._rows)
             ids, versions = tf.split(self._integers[n:], 2)
             states = [state for state, _, _, _ in self._rows]
             parts.append((states, rows, PackedBags(self._integers[:n], ids), versions))
         return parts
+
+    def _parts(self) -> list[GradientPart]:
+        return [part for _, parts in self._pooled for part in parts]
+
+    def _sources(self) -> dict[_Key, tuple[Computed, tf.Tensor]]:
+        """What is differentiated on the server: results, and their gradients, each once."""
+        sources = [part.source for part in self._parts() if part.source is not None]
+        return {(id(c), id(gradient)): (c, gradient) for c, gradient, _ in sources}
+
+    def _sent_gradients(self) -> list[tf.Tensor]:
+        """Flattened gradients of pooled vectors, and of what was computed from others."""
+        sent = [part.values for part in self._parts() if part.source is None]
+        sent += [gradient for _, gradient in self._sources().values()]
+        return [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in sent]
+
+    def _pooled_gradients(self, sent: tf.Tensor) -> tf.Tensor:
+        """The gradients of all pooled vectors, of what `_sent_gradients` sent; on the server."""
+        sources = self._sources()
+        if not sources:
+            return sent
+        numbers = {id(k): i for i, k in enumerate(k for ks in self._pull.lookups for k in ks)}
+        direct = [part for part in self._parts() if part.source is None]
+        sizes = [self._pull.sizes[numbers[id(part.lookup)]] for part in direct]
+        sizes += [tf.size(computed.result, out_type=tf.int64) for computed, _ in sources.values()]
+        pieces = tf.split(sent, tf.stack(sizes), num=len(sizes)) if len(sizes) > 1 else [sent]
+        values = {id(part): piece for part, piece in zip(direct, pieces, strict=False)}
+        pulled_back = {
+            key: computed.pull_back(tf.reshape(piece, tf.shape(computed.result)))
+            for (key, (computed, _)), piece in zip(
+                sources.items(), pieces[len(direct) :], strict=True
+            )
+        }
+        for part in self._parts():
+            if part.source is not None:
+                computed, gradient, place = part.source
+                gradients = pulled_back[id(computed), id(gradient)]
+                values[id(part)] = tf.reshape(gradients[place], [-1])
+        return tf.concat([values[id(part)] for part in self._parts()], 0)
 
     def _split(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """The gradients of dense variables, of pooled vectors and of rows."""

@@ -15,14 +15,14 @@ import keras
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.ops.bags import Bags
+from tf_recsync.ops.bags import Request
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import context
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.lookups import Lookups
 from tf_recsync.synchronization.messages import PullPlan, PushPlan, ServerPull
-from tf_recsync.synchronization.pulled import PulledLookup, PulledScope, PulledTable
+from tf_recsync.synchronization.pulled import PulledRequest, PulledScope, PulledTable
 
 
 def device_of(variable: keras.Variable) -> str:
@@ -123,17 +123,17 @@ class Step:
         self._summed: dict[int, tf.Tensor] = {}
         self._tables = {
             id(s.variable): PulledTable(
-                s, pull_lookup, whole=lookups.whole is None or i in lookups.whole
+                s, pull_request, whole=lookups.whole is None or i in lookups.whole
             )
             for i, s in enumerate(layout.tables)
         }
-        bags = []
+        requests = []
         if lookups.tables:
-            bags = lookups.bags(*tf.nest.flatten(batch, expand_composites=True))
-        states = [layout.tables[i] for i in lookups.tables]
-        pulled, found = self._pull(states, bags)
-        for state, lookup in zip(states, found, strict=True):
-            self._tables[id(state.variable)].prefetched(lookup)
+            requests = lookups.requests(*tf.nest.flatten(batch, expand_composites=True))
+        states = [[layout.tables[i] for i in tables] for tables in lookups.tables]
+        pulled, found = self._pull(states, requests)
+        for tables, request in zip(states, found, strict=True):
+            self._tables[id(tables[0].variable)].prefetched(request)
         self._shared = [pulled[id(v)] for v in layout.shared]
         self._scope = PulledScope(
             dense=[
@@ -150,16 +150,16 @@ class Step:
         )
 
     def _pull(
-        self, tables: list[base.VariableState], bags: list[Bags]
-    ) -> tuple[dict[int, tf.Tensor], list[PulledLookup]]:
+        self, tables: list[list[base.VariableState]], requests: list[Request]
+    ) -> tuple[dict[int, tf.Tensor], list[PulledRequest]]:
         """Pulls all that the step reads, in one message there and back for each server.
 
         Args:
-            tables: the table of each lookup.
-            bags: what it looks up.
+            tables: the tables of each request, on one server.
+            requests: what is looked up in them.
 
         Returns:
-            The values of variables, by the variables' ids; and the lookups.
+            The values of variables, by the variables' ids; and the answers.
         """
         plans: dict[str, PullPlan] = {}
 
@@ -173,16 +173,16 @@ class Step:
             unversioned += schedule_variables(optimizer)
         for variable in unversioned:
             plan_of(variable).unversioned.append(variable)
-        for i, state in enumerate(tables):
-            plan_of(state.variable).look_up(i, state, bags[i])
+        for i, (states, request) in enumerate(zip(tables, requests, strict=True)):
+            plan_of(states[0].variable).look_up(i, states, request)
         values: dict[int, tf.Tensor] = {}
-        lookups: dict[int, PulledLookup] = {}
+        found: dict[int, PulledRequest] = {}
         if self._aggregation is not None:
             self._start(self._aggregation, plans)
         for device, plan in plans.items():
             after = self._reached[device].value if device in self._reached else None
-            self._pulls[device] = plan.pull(device, values, lookups, after)
-        return values, [lookups[i] for i in range(len(tables))]
+            self._pulls[device] = plan.pull(device, values, found, after)
+        return values, [found[i] for i in range(len(tables))]
 
     def _start(self, aggregation: Aggregation, devices: Iterable[str]) -> None:
         """Takes the step's token, and notes how far the servers are before it pulls."""
@@ -337,10 +337,10 @@ class Step:
                 versions = self._summed[id(state.variable)]
                 plan.add_rows(state, gradient.values, gradient.indices, versions)
             else:
-                lookups = None
+                parts = None
                 if isinstance(gradient, tf.IndexedSlices):
-                    lookups = table.complete(gradient)
-                if lookups is None or not plan.add_lookups(state, lookups, gradient.values):
+                    parts = table.complete(gradient)
+                if parts is None or not plan.add_lookups(state, parts):
                     plan.add_rows(state, *table.resolve(gradient))
         for plan in plans.values():
             plan.pack(learning_rate)
@@ -374,11 +374,12 @@ def schedule_variables(optimizer: base.Optimizer) -> list[keras.Variable]:
     return [optimizer._iterations]
 
 
-def pull_lookup(state: base.VariableState, bags: Bags) -> PulledLookup:
-    """Pulls what one lookup needs by itself."""
+def pull_request(states: list[base.VariableState], request: Request) -> PulledRequest:
+    """Pulls what one request needs by itself."""
     plan = PullPlan()
-    plan.look_up(0, state, bags)
-    lookups: dict[int, PulledLookup] = {}
-    plan.pull(device_of(state.variable), {}, lookups)
+    plan.look_up(0, states, request)
+    found: dict[int, PulledRequest] = {}
+    plan.pull(device_of(states[0].variable), {}, found)
     # Not to be pushed in place: the step's own pull is another message.
-    return dataclasses.replace(lookups[0], message=None)
+    own = [dataclasses.replace(lookup, message=None) for lookup in found[0].lookups]
+    return dataclasses.replace(found[0], lookups=own)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.eager import tape
 
 from tf_recsync import ops
-from tf_recsync.ops.bags import Bags, merge
+from tf_recsync.ops.bags import Bags, Request, merge
 from tf_recsync.optimizers.base import VariableState
 
 
@@ -96,6 +96,19 @@ class TableStandIn(tf.__internal__.types.Tensor):
 
     def lookup_bags(self, bags: Bags) -> tf.Tensor:
         """Looks up pooled vectors, [bags, ...]; what an EmbeddingCollection calls."""
+        return self.look_up([self], Request([bags]))
+
+    @staticmethod
+    def look_up(tables: Sequence[TableStandIn], request: Request) -> tf.Tensor:
+        """Looks up in several tables at once; all are on one server.
+
+        Args:
+            tables: the table of each of `request.bags`; only one without a computation.
+            request: what is wanted.
+
+        Returns:
+            The result of the computation, or the pooled vectors, [bags, ...].
+        """
         raise NotImplementedError
 
 
@@ -105,7 +118,8 @@ class PulledLookup:
 
     Attributes:
         bags: what was looked up.
-        values: the pooled vectors, [bags, ...].
+        values: the pooled vectors, [bags, ...]; still on their server if something is
+            computed from them there.
         versions: gives the versions of `bags.ids`, int64 [n]; they stay on the
             server until somebody asks.
         message: the `messages.ServerPull` that pulled it with others; None for a
@@ -118,6 +132,67 @@ class PulledLookup:
     message: Any = None
 
 
+@dataclasses.dataclass(eq=False)
+class Computed:
+    """What a server has computed from pooled vectors, and how it is differentiated there.
+
+    Attributes:
+        device: the server's.
+        vectors: of each lookup, [bags, ...], on the server.
+        result: [count, width], on the server.
+        tape: recorded how it was computed.
+        values: the result, on the worker.
+    """
+
+    device: str
+    vectors: list[tf.Tensor]
+    result: tf.Tensor
+    tape: tf.GradientTape
+    values: tf.Tensor
+
+    def pull_back(self, gradient: tf.Tensor) -> list[tf.Tensor]:
+        """The gradients of the vectors, of that of the result; on the server."""
+        with tf.device(self.device):
+            gradients = self.tape.gradient(
+                self.result,
+                self.vectors,
+                output_gradients=gradient,
+                unconnected_gradients=tf.UnconnectedGradients.ZERO,
+            )
+            return [tf.convert_to_tensor(g) for g in gradients]
+
+
+@dataclasses.dataclass(eq=False)
+class PulledRequest:
+    """What was pulled for one request.
+
+    Attributes:
+        lookups: one for each of its bags.
+        computed: what was computed from them, or None.
+    """
+
+    lookups: list[PulledLookup]
+    computed: Computed | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientPart:
+    """The gradient of one lookup.
+
+    Attributes:
+        lookup: the lookup.
+        values: the gradient of its pooled vectors, [bags, ...].
+        positions: stand for the lookup in a gradient of the table.
+        source: `values` is item `source[2]` of `source[0].pull_back(source[1])`, a
+            `Computed` and the gradient of its result; None if it is anything else.
+    """
+
+    lookup: PulledLookup
+    values: tf.Tensor
+    positions: tf.Tensor
+    source: tuple[Computed, tf.Tensor, int] | None = None
+
+
 class PulledTable(TableStandIn):
     """An embedding table in a worker's step.
 
@@ -128,7 +203,7 @@ class PulledTable(TableStandIn):
 
     Args:
         state: the optimizer's state of the table.
-        pull: `pull(state, bags)` pulls a `PulledLookup`.
+        pull: `pull(states, request)` pulls a `PulledRequest`.
         whole: whether the step uses the table otherwise than for lookups.
     """
 
@@ -141,17 +216,25 @@ class PulledTable(TableStandIn):
         self.handle = tf.zeros([])
         self._looked_up = tf.zeros([], tf.int64)
         self._lookups: list[PulledLookup] = []
-        # The lookup that a gradient's indices stand for, by the tensor's id.
-        self._by_positions: dict[int, tuple[tf.Tensor, PulledLookup]] = {}
-        self._prefetched: collections.deque[PulledLookup] = collections.deque()
+        # What a gradient's indices stand for, by the tensor's id.
+        self._parts: dict[int, GradientPart] = {}
+        self._prefetched: collections.deque[PulledRequest] = collections.deque()
 
-    def prefetched(self, lookup: PulledLookup) -> None:
-        """Adds what was pulled for a lookup to come; lookups are served in this order."""
-        self._prefetched.append(lookup)
+    def prefetched(self, pulled: PulledRequest) -> None:
+        """Adds what was pulled for a request to come, of which this is the first table.
 
-    def lookup_bags(self, bags):
-        lookup = self._prefetched.popleft() if self._prefetched else self._pull(self._state, bags)
-        return self._differentiable(lookup)
+        Requests are served in this order.
+        """
+        self._prefetched.append(pulled)
+
+    @staticmethod
+    def look_up(tables, request):
+        first = tables[0]
+        if first._prefetched:
+            pulled = first._prefetched.popleft()
+        else:
+            pulled = first._pull([table._state for table in tables], request)
+        return _differentiable(tables, pulled)
 
     def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
         """Pulls the whole table, if a layer uses it otherwise than for a lookup.
@@ -165,29 +248,24 @@ class PulledTable(TableStandIn):
         with tf.device(variable.device):
             values, pulled = ops.pull_table(variable.handle, versions.handle, shape=self.shape)
         bags = Bags(tf.range(self.shape[0], dtype=tf.int64))
-        values = self._differentiable(PulledLookup(bags, values, lambda: tf.identity(pulled)))
+        lookup = PulledLookup(bags, values, lambda: tf.identity(pulled))
+        values = _differentiable([self], PulledRequest([lookup]))
         return values if dtype is None else tf.cast(values, dtype)
 
-    def _differentiable(self, lookup: PulledLookup) -> tf.Tensor:
-        first = self._looked_up
-        count = lookup.bags.size
+    def note(self, lookup: PulledLookup) -> Callable:
+        """Notes a lookup; gives what makes gradients of its vectors gradients of the table."""
+        first, count = self._looked_up, lookup.bags.size
         self._looked_up = first + count
         self._lookups.append(lookup)
         watch(self.handle)
-        row = list(self.shape[1:])
 
-        @tf.custom_gradient
-        def read(anchor):
-            del anchor
+        def gradient_of_table(values, source=None):
+            positions = tf.range(first, first + count)
+            values = tf.reshape(values, [-1, *self.shape[1:]])
+            self._parts[id(positions)] = GradientPart(lookup, values, positions, source)
+            return tf.IndexedSlices(values, positions)
 
-            def gradient(upstream):
-                positions = tf.range(first, first + count)
-                self._by_positions[id(positions)] = positions, lookup
-                return tf.IndexedSlices(tf.reshape(upstream, [-1, *row]), positions)
-
-            return lookup.values, gradient
-
-        return read(self.handle)
+        return gradient_of_table
 
     def check(self) -> None:
         """Makes sure, after the step, that nothing was computed from a stand-in."""
@@ -197,20 +275,29 @@ class PulledTable(TableStandIn):
                 "find its lookups; a step must do the same each time it is traced"
             )
 
-    def complete(self, gradient: tf.IndexedSlices) -> list[PulledLookup] | None:
-        """The lookups whose gradients, one after the other, are the values of `gradient`.
+    def complete(self, gradient: tf.IndexedSlices) -> list[GradientPart] | None:
+        """The gradients of lookups that, one after the other, are `gradient`.
 
         None if the gradient is anything else.
         """
-        indices = gradient.indices
+        indices, values = gradient.indices, gradient.values
         # Several lookups' gradients are added up by putting them side by side.
-        joined = indices.op.type == "ConcatV2" and id(indices) not in self._by_positions
-        parts = list(indices.op.inputs)[:-1] if joined else [indices]
-        found = [self._by_positions.get(id(part)) for part in parts]
-        if any(f is None for f in found):
+        joined = indices.op.type == "ConcatV2" and id(indices) not in self._parts
+        parts = [self._parts.get(id(i)) for i in (_joined(indices) if joined else [indices])]
+        if any(part is None for part in parts):
             return None
-        lookups = [lookup for _, lookup in found]
-        return lookups if len({id(lookup) for lookup in lookups}) == len(lookups) else None
+        if len({id(part.lookup) for part in parts}) < len(parts):
+            return None
+        found = _joined(values) if joined else [values]
+        if [id(value) for value in found] == [id(part.values) for part in parts]:
+            return parts
+        # Somebody has changed the values, but not what they belong to.
+        if joined:
+            values = tf.split(values, tf.stack([part.lookup.bags.size for part in parts]))
+        return [
+            GradientPart(part.lookup, value, part.positions)
+            for part, value in zip(parts, values if joined else [values], strict=True)
+        ]
 
     def resolve(self, gradient) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """A gradient of the table as (values [n, ...], row ids [n], versions [n]).
@@ -224,10 +311,10 @@ class PulledTable(TableStandIn):
                 f"the gradient of table {self.name} must stay a tf.IndexedSlices until the "
                 f"optimizer gets it, not {type(gradient).__name__}"
             )
-        lookups = self.complete(gradient)
-        if lookups is not None:
-            bags = merge([lookup.bags for lookup in lookups])
-            versions = tf.concat([lookup.versions() for lookup in lookups], 0)
+        parts = self.complete(gradient)
+        if parts is not None:
+            bags = merge([part.lookup.bags for part in parts])
+            versions = tf.concat([part.lookup.versions() for part in parts], 0)
             return bags.expand(gradient.values), bags.ids, versions
         if any(lookup.bags.bags is not None for lookup in self._lookups):
             raise TypeError(
@@ -237,6 +324,35 @@ class PulledTable(TableStandIn):
         ids = tf.gather(tf.concat([k.bags.ids for k in self._lookups], 0), gradient.indices)
         versions = tf.concat([k.versions() for k in self._lookups], 0)
         return gradient.values, ids, tf.gather(versions, gradient.indices)
+
+
+def _differentiable(tables: Sequence[PulledTable], pulled: PulledRequest) -> tf.Tensor:
+    """What was pulled, with gradients of the tables that it was looked up in."""
+    computed = pulled.computed
+    notes = [table.note(k) for table, k in zip(tables, pulled.lookups, strict=True)]
+
+    @tf.custom_gradient
+    def read(*anchors):
+        del anchors
+
+        def gradient(upstream):
+            if computed is None:
+                return notes[0](upstream)
+            # Unless somebody asks for them here, they are computed after the push.
+            gradients = computed.pull_back(upstream)
+            return [
+                note(g, (computed, upstream, i))
+                for i, (note, g) in enumerate(zip(notes, gradients, strict=True))
+            ]
+
+        return pulled.lookups[0].values if computed is None else computed.values, gradient
+
+    return read(*[table.handle for table in tables])
+
+
+def _joined(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """What `tensor` was concatenated from, if it was."""
+    return list(tensor.op.inputs)[:-1] if tensor.op.type == "ConcatV2" else []
 
 
 class PulledScope(keras.StatelessScope):

@@ -1,0 +1,414 @@
+"""Interactions on parameter servers, against those of one process and of the worker."""
+
+import contextlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import assert_close
+from test_interactions import (
+    DIMENSION,
+    FEATURES,
+    ROWS,
+    collection,
+    configs,
+    interactions,
+    tables_of,
+)
+
+import tf_recsync as recsync
+from tf_recsync.embedding.placement import Shard
+from tf_recsync.layers import DotInteraction, EmbeddingCollection, FeatureConfig, TableConfig
+from tf_recsync.strategies.model_functions import optimizers_of
+from tf_recsync.synchronization.lookups import find_lookups
+from tf_recsync.synchronization.pull_push import Layout, Step
+
+
+class InWorker(keras.layers.Layer):
+    """The same results, of a collection's plain vectors; the keys come as dense bags."""
+
+    def call(self, vectors):
+        film, user, shop = vectors["film"], vectors["user"], vectors["shop"]
+        rows = tf.stack([vectors[f"watched_{i}"] for i in range(3)], 1)
+        watched = tf.reduce_mean(rows, 1)
+        pairs = [(film, watched), (film, user), (watched, user)]
+        weights = tf.nn.softmax(0.5 * tf.einsum("bd,bkd->bk", film, rows), axis=1)
+        return [
+            vectors["day"],
+            tf.stack([tf.reduce_sum(a * b, 1) for a, b in pairs], 1),
+            tf.einsum("bk,bkd->bd", weights, rows),
+            tf.abs(user - shop[:, :1]),
+        ]
+
+
+def click_model(beside: bool, **kwargs) -> keras.Model:
+    inputs = {
+        name: keras.Input((3,) if name == "watched" else (), dtype="int64", name=name)
+        for name in FEATURES
+    }
+    if beside:
+        vectors = list(collection(name="embed", **kwargs)(inputs).values())
+    else:
+        layer = EmbeddingCollection(
+            configs(),
+            [FeatureConfig(name, table) for name, table in FEATURES.items() if name != "watched"]
+            + [FeatureConfig(f"watched_{i}", "films") for i in range(3)],
+            name="embed",
+            **kwargs,
+        )
+        ids = {name: x for name, x in inputs.items() if name != "watched"}
+        ids |= {f"watched_{i}": inputs["watched"][:, i] for i in range(3)}
+        vectors = InWorker()(layer(ids))
+    x = keras.layers.Concatenate()(vectors)
+    return keras.Model(inputs, keras.layers.Dense(1, "sigmoid", name="out")(x))
+
+
+def click_data(n: int = 96) -> tf.data.Dataset:
+    rng = np.random.default_rng(4)
+    ids = {name: rng.integers(0, ROWS // 2, n) for name in FEATURES}
+    ids["watched"] = rng.integers(0, ROWS // 2, (n, 3))
+    labels = (rng.random((n, 1)) < 0.4).astype(np.float32)
+    return tf.data.Dataset.from_tensor_slices((ids, labels)).batch(8, drop_remainder=True)
+
+
+def compiled(beside, optimizer="SwapAdagrad", options=None, **kwargs) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    model = click_model(beside, **kwargs)
+    own = {"swap": recsync.Swap(period=5, decay=0.5)} if optimizer == "SwapAdagrad" else {}
+    made = getattr(recsync.optimizers, optimizer)(0.1, **own, **(options or {}))
+    model.compile(made, "binary_crossentropy", jit_compile=False)
+    return model
+
+
+def trained_locally(beside, epochs=2, **kwargs) -> keras.Model:
+    model = compiled(beside, **kwargs)
+    model.fit(click_data(), epochs=epochs, verbose=0, shuffle=False)
+    return model
+
+
+def state_of(model):
+    return [*tables_of(model.get_layer("embed")).values(), *model.get_layer("out").get_weights()]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [("SwapAdagrad", {}), ("Adam", {}), ("SwapAdagrad", {"global_clipnorm": 0.05})],
+)
+def test_two_servers_train_as_one_process_does_and_as_with_the_worker(clusters, optimizer, options):
+    strategy = clusters.strategy(1, 2)
+    local = trained_locally(True, optimizer=optimizer, options=options)
+    worker = trained_locally(False, optimizer=optimizer, options=options)
+    with strategy.scope():
+        model = compiled(True, optimizer=optimizer, options=options)
+    plan = model.get_layer("embed").placement
+    together = {plan.shards_of(table)[0].ps for table in ("films", "users", "shops")}
+    assert len(together) == 1
+    assert len(set(plan.loads)) == 2
+    model.fit(click_data(), epochs=2, verbose=0)
+    assert_close(state_of(model), state_of(local))
+    assert_close(state_of(model), state_of(worker))
+    initial = compiled(True, optimizer=optimizer)
+    for before, after in zip(state_of(initial), state_of(model), strict=True):
+        assert np.abs(before - after).max() > 0.01
+    assert_close([model.predict(click_data(), verbose=0)], [local.predict(click_data(), verbose=0)])
+    np.testing.assert_allclose(
+        model.evaluate(click_data(), verbose=0), local.evaluate(click_data(), verbose=0), rtol=1e-4
+    )
+    # One push a step: every looked-up row was updated once in each.
+    assert int(model.optimizer.iterations.numpy()) == 24
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_any_number_of_workers_learns_from_ragged_and_weighted_bags(clusters, workers):
+    strategy = clusters.strategy(workers, 2)
+
+    def model_of():
+        keras.utils.set_random_seed(3)
+        inputs = {name: keras.Input((), dtype="int64", name=name) for name in FEATURES}
+        inputs["watched"] = keras.Input((None,), dtype="int64", name="watched", ragged=True)
+        weights = keras.Input((None,), dtype="float32", name="weights", ragged=True)
+        layer = collection(dtype="bfloat16", returned_features=["watched", "day"], name="embed")
+        vectors = layer(inputs, {"watched": weights})
+        x = keras.layers.Concatenate()(list(vectors.values()))
+        x = keras.layers.Dense(1, "sigmoid", name="out")(x)
+        model = keras.Model({**inputs, "weights": weights}, x)
+        model.compile(recsync.optimizers.Adagrad(0.1), "binary_crossentropy", jit_compile=False)
+        return model
+
+    rng = np.random.default_rng(4)
+    lengths = rng.integers(0, 5, 240)
+    ids = {name: rng.integers(0, ROWS, 240) for name in FEATURES}
+    splits = np.concatenate([[0], lengths.cumsum()])
+    likes = ids["film"] % 3 == 0
+    for name, values in (
+        ("watched", rng.integers(0, ROWS, splits[-1])),
+        ("weights", rng.uniform(0.5, 2, splits[-1]).astype(np.float32)),
+    ):
+        ids[name] = tf.RaggedTensor.from_row_splits(values, splits)
+    data = tf.data.Dataset.from_tensor_slices((ids, likes[:, None].astype(np.float32))).batch(8)
+    local = model_of()
+    before = local.evaluate(data, verbose=0)
+    local.fit(data, epochs=4, verbose=0, shuffle=False)
+    with strategy.scope():
+        model = model_of()
+    model.fit(data, epochs=4, verbose=0)
+    assert model.evaluate(data, verbose=0) < before - 0.1
+    if workers == 1:
+        # 8 bits of mantissa.
+        np.testing.assert_allclose(
+            model.get_layer("embed").table_values("films"),
+            local.get_layer("embed").table_values("films"),
+            rtol=0.02,
+            atol=0.02,
+        )
+
+
+class OwnStep(keras.Model):
+    """Changes the gradients between the tape and the optimizer."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients = [
+            tf.IndexedSlices(0.5 * g.values, g.indices, g.dense_shape)
+            if isinstance(g, tf.IndexedSlices)
+            else 0.5 * g
+            for g in gradients
+        ]
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def test_gradients_that_a_step_changed_are_pushed_as_they_are(clusters):
+    strategy = clusters.strategy(1, 2)
+
+    def trained(scope):
+        keras.utils.set_random_seed(3)
+        with scope:
+            plain = click_model(True)
+            model = OwnStep(plain.inputs, plain.outputs)
+            model.compile(recsync.optimizers.Adam(0.1), "binary_crossentropy", jit_compile=False)
+        model.fit(click_data(), verbose=0, shuffle=False)
+        return model
+
+    assert_close(state_of(trained(strategy.scope())), state_of(trained(contextlib.nullcontext())))
+
+
+class ByParameter(keras.layers.Layer):
+    """Ids that depend on a parameter: they can't be looked up before the step."""
+
+    def build(self, shape):
+        self.offset = self.add_weight(shape=(), initializer="ones", name="offset")
+
+    def call(self, ids):
+        return ids + tf.cast(tf.round(tf.stop_gradient(self.offset)), ids.dtype)
+
+
+def test_ids_that_depend_on_parameters_are_looked_up_when_they_are_known(clusters):
+    strategy = clusters.strategy(1, 2)
+
+    def trained(scope):
+        keras.utils.set_random_seed(3)
+        with scope:
+            inputs = {name: keras.Input((), dtype="int64", name=name) for name in FEATURES}
+            inputs["watched"] = keras.Input((3,), dtype="int64", name="watched")
+            layer = collection(name="embed")
+            shifted = ByParameter()(inputs["film"])
+            vectors = layer({**inputs, "film": shifted})
+            x = keras.layers.Concatenate()(list(vectors.values()))
+            model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid", name="out")(x))
+            model.compile(recsync.optimizers.Adam(0.1), "binary_crossentropy", jit_compile=False)
+        model.fit(click_data(), verbose=0, shuffle=False)
+        return model
+
+    assert_close(state_of(trained(strategy.scope())), state_of(trained(contextlib.nullcontext())))
+
+
+# What travels.
+
+WIDE, KINDS, EXAMPLES = 32, 4, 16
+
+
+def wide_model(beside: bool) -> keras.Model:
+    names = [f"f{i}" for i in range(KINDS)]
+    inputs = {name: keras.Input((), dtype="int64", name=name) for name in names}
+    dots = DotInteraction("dots", names)
+    layer = EmbeddingCollection(
+        [TableConfig(f"t{i}", 1000, WIDE) for i in range(KINDS)],
+        [FeatureConfig(name, f"t{i}") for i, name in enumerate(names)],
+        placement=recsync.plan_placement(
+            [TableConfig(f"t{i}", 1000, WIDE) for i in range(KINDS)],
+            ps=2,
+            together=[[f"t{i}" for i in range(KINDS)]],
+        ),
+        interactions=[dots] if beside else [],
+        name="embed",
+    )
+    vectors = layer(inputs)
+    x = vectors["dots"] if beside else keras.layers.Lambda(dots, (6,))(vectors)
+    model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid", name="out")(x))
+    model.compile(recsync.optimizers.Adagrad(0.1), "binary_crossentropy", jit_compile=False)
+    return model
+
+
+def _end(device: str) -> str:
+    """A server's number, or the worker."""
+    return device.partition("/job:ps/replica:0/task:")[2][:1] or "worker"
+
+
+def traffic(model, batch) -> dict[tuple[str, str], dict[str, list[int]]]:
+    """The sizes in bytes of all tensors that go from one device to another in a step.
+
+    By (from, to), and by dtype.
+    """
+    layout = Layout.of(model, optimizers_of(model))
+    spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
+    lookups = find_lookups(model, layout, "train_step", spec)
+    labels = []
+
+    @tf.function(autograph=False)
+    def measured(batch):
+        step = Step(layout, [tf.zeros(v.shape, v.dtype) for v in layout.private], lookups, batch)
+        with step.computing():
+            model.train_step(batch)
+        _, operations = step.finish()
+        live, pending = set(), list(operations)
+        while pending:
+            op = pending.pop()
+            if op not in live:
+                live.add(op)
+                pending += [*(t.op for t in op.inputs), *op.control_inputs]
+        sizes = {}
+        for op in live:
+            for tensor in op.inputs:
+                ends = (_end(tensor.device), _end(op.device))
+                if ends[0] != ends[1] and tensor.op.type not in ("Placeholder", "Const"):
+                    with tf.device(tensor.device):
+                        size = tf.size(tensor, out_type=tf.int64) * tensor.dtype.size
+                    sizes[tensor.name, *ends] = (*ends, tensor.dtype.name), size
+        labels.extend(label for label, _ in sizes.values())
+        with tf.control_dependencies(operations):
+            return [tf.identity(size) for _, size in sizes.values()]
+
+    found: dict = {}
+    values = [int(size) for size in measured(batch)]
+    for (source, to, dtype), size in zip(labels, values, strict=True):
+        found.setdefault((source, to), {}).setdefault(dtype, []).append(size)
+    return found
+
+
+def test_only_results_and_their_gradients_travel(clusters):
+    strategy = clusters.strategy(1, 2)
+    rng = np.random.default_rng(5)
+    ids = {f"f{i}": tf.constant(rng.permutation(1000)[:EXAMPLES]) for i in range(KINDS)}
+    batch = ids, tf.constant(rng.integers(0, 2, (EXAMPLES, 1)), tf.float32)
+    sizes = {}
+    for beside in (True, False):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = wide_model(beside)
+            model.optimizer.build(model.trainable_variables)
+        tables = str(model.get_layer("embed").placement.shards[0].ps)
+        sizes[beside] = traffic(model, batch)
+        there, back = sizes[beside]["worker", tables], sizes[beside][tables, "worker"]
+        vectors = EXAMPLES * KINDS * WIDE * 4
+        results = EXAMPLES * KINDS * (KINDS - 1) // 2 * 4
+        # Rows, or results; and one push of their gradients with a learning rate and what
+        # there is of the dense layer.
+        assert (results if beside else vectors) in back["float32"]
+        assert (vectors if beside else results) not in back["float32"]
+        (pushed,) = there["float32"]
+        dense = pushed - (results if beside else vectors)
+        assert 4 <= dense <= 4 * (1 + 6 + 1)
+        # The ids, in one message; the worker gets no ids, versions or splits back.
+        (asked,) = there["int64"]
+        assert 8 * EXAMPLES * KINDS <= asked <= 8 * (EXAMPLES * KINDS + 16)
+        assert sum(back.get("int64", [])) <= 16
+    totals = [sum(map(sum, by.values())) for by in sizes[True].values()]
+    in_worker = [sum(map(sum, by.values())) for by in sizes[False].values()]
+    assert sum(totals) < 0.25 * sum(in_worker)
+
+
+# Saving, exporting, placing.
+
+
+def test_what_servers_trained_goes_on_locally_and_back(clusters, tmp_path):
+    strategy = clusters.strategy(1, 2)
+    with strategy.scope():
+        model = compiled(True)
+    model.fit(click_data(), epochs=1, verbose=0)
+    model.save(tmp_path / "model.keras")
+    one = keras.saving.load_model(tmp_path / "model.keras")
+    assert_close(state_of(one), state_of(model))
+    one.fit(click_data(), epochs=1, verbose=0, shuffle=False)
+    with strategy.scope():
+        back = keras.saving.load_model(tmp_path / "model.keras")
+    back.fit(click_data(), epochs=1, verbose=0)
+    whole = trained_locally(True)
+    assert_close(state_of(one), state_of(whole))
+    assert_close(state_of(back), state_of(whole))
+
+
+def test_an_exported_model_serves_without_this_package(tmp_path):
+    model = compiled(True)
+    batch = next(iter(click_data()))[0]
+    expected = model.predict(batch, verbose=0)
+    model.export(str(tmp_path / "served"), verbose=False)
+    np.savez(tmp_path / "batch.npz", **{name: ids.numpy() for name, ids in batch.items()})
+    script = (
+        "import sys, numpy as np, tensorflow as tf\n"
+        "served = tf.saved_model.load(sys.argv[1] + '/served')\n"
+        "batch = dict(np.load(sys.argv[1] + '/batch.npz'))\n"
+        "served = served.serve({name: tf.constant(ids) for name, ids in batch.items()})\n"
+        "assert 'tf_recsync' not in sys.modules\n"
+        "np.save(sys.argv[1] + '/out.npy', served.numpy())\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, cwd=tmp_path)
+    assert_close([np.load(tmp_path / "out.npy")], [expected])
+
+
+def test_xla_trains_what_the_ops_do():
+    model = compiled(True)
+    model.compile(recsync.optimizers.Adagrad(0.1), "binary_crossentropy", jit_compile=True)
+    model.fit(click_data(), verbose=0, shuffle=False)
+    reference = compiled(True, optimizer="Adagrad")
+    reference.fit(click_data(), verbose=0, shuffle=False)
+    assert_close(state_of(model), state_of(reference))
+
+
+def test_a_placement_that_parts_or_splits_tables_is_refused_by_name(clusters):
+    strategy = clusters.strategy(1, 2)
+    tables = configs()
+    parted = recsync.PlacementPlan(
+        2, [Shard(t.name, 0, 1, t.rows, i % 2, 1.0) for i, t in enumerate(tables)]
+    )
+    split = recsync.PlacementPlan(
+        2,
+        [
+            *(Shard("films", i, 2, ROWS // 2, i, 1.0) for i in range(2)),
+            *(Shard(t.name, 0, 1, t.rows, 0, 1.0) for t in tables[1:]),
+        ],
+    )
+    for plan, message in (
+        (
+            parted,
+            r"interaction 'crosses'.*one parameter server.*'films' on \[0\], 'users' on \[1\]",
+        ),
+        (split, r"interaction 'crosses'.*'films' on \[0, 1\], 'users' on \[0\]"),
+    ):
+        with strategy.scope(), pytest.raises(ValueError, match=message):
+            collection(placement=plan).build()
+    tables[0] = TableConfig("films", ROWS, DIMENSION, shards=2)
+    with pytest.raises(
+        ValueError, match=r"interaction 'crosses' of the tables \['films', 'users'\].*shards=2"
+    ):
+        EmbeddingCollection(
+            tables,
+            [FeatureConfig(name, table) for name, table in FEATURES.items()],
+            interactions=interactions(),
+        )
