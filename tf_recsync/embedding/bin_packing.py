@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tf_recsync.embedding.config import TableConfig, check_tables
+from tf_recsync.embedding.config import (
+    TableConfig,
+    check_memory_arguments,
+    check_tables,
+    row_bytes,
+)
 from tf_recsync.embedding.placement import PlacementPlan, Shard, check_ps, shard_rows
 
 _BOUND = 1.1
@@ -23,7 +28,6 @@ _CANDIDATES = 8
 _BEAM = 4
 _PATIENCE = 3
 _MOST_SHARDS = 2000
-_BYTES_PER_SLOT_ELEMENT = 4
 
 
 def plan_placement(
@@ -56,8 +60,10 @@ def plan_placement(
         memory_limit: Bytes that each parameter server has for its tables. None (the default)
             sets no limit.
         bytes_per_row_overhead: Bytes that a row takes beside values and accumulators, for
-            instance for its step. 0 by default.
-        slots: float32 accumulators that the optimizer keeps for each element, 1 by default.
+            instance for its version. 0 by default; an optimizer of this package knows its own
+            (`optimizer.bytes_per_row_overhead`).
+        slots: float32 accumulators that the optimizer keeps for each element, 1 by default; an
+            optimizer of this package knows its own (`optimizer.slots`).
 
     Returns:
         The plan, with the shards in the order of the tables.
@@ -77,30 +83,23 @@ def plan_placement(
     """
     check_tables(tables)
     check_ps(ps)
-    for argument, value in (("bytes_per_row_overhead", bytes_per_row_overhead), ("slots", slots)):
-        if value < 0:
-            raise ValueError(f"{argument}={value}: must be at least 0.")
-    if memory_limit is not None and memory_limit < 1:
-        raise ValueError(f"memory_limit={memory_limit}: must be None or at least 1 byte.")
+    check_memory_arguments(memory_limit, slots, bytes_per_row_overhead)
     for table in tables:
         if table.shards is not None and table.shards > ps:
             raise ValueError(
                 f"table {table.name!r}: shards={table.shards} must be at most ps={ps}, as every "
                 "shard is on another parameter server."
             )
-    row_bytes = [
-        table.bytes // table.rows
-        + slots * table.dimension * _BYTES_PER_SLOT_ELEMENT
-        + bytes_per_row_overhead
-        for table in tables
-    ]
     table_costs = _costs(tables, costs)
     # In the unit of the largest cost, so that the smallest of numbers can be divided too.
     unit = max(table_costs) or 1.0
     packer = _Packer(
         rows=[table.rows for table in tables],
         costs=[cost / unit for cost in table_costs],
-        row_bytes=row_bytes,
+        row_bytes=[
+            row_bytes(table.dimension, table.dtype, slots, bytes_per_row_overhead)
+            for table in tables
+        ],
         ps=ps,
         memory_limit=memory_limit,
     )

@@ -14,16 +14,22 @@ import tensorflow as tf
 from tf_recsync import ops
 from tf_recsync.embedding import feature_inputs
 from tf_recsync.embedding.bin_packing import plan_placement
-from tf_recsync.embedding.config import FeatureConfig, TableConfig, check_configs
+from tf_recsync.embedding.config import (
+    FeatureConfig,
+    TableConfig,
+    check_configs,
+    check_memory_arguments,
+)
 from tf_recsync.embedding.physical_tables import (
     PhysicalInitializer,
+    check_memory,
     gather_logical,
     physical_tables,
     scatter_logical,
 )
 from tf_recsync.embedding.placement import PlacementPlan
 from tf_recsync.ops.bags import Bags
-from tf_recsync.optimizers.base import in_xla_context
+from tf_recsync.optimizers.plain_update import in_xla_context
 
 
 @keras.saving.register_keras_serializable(package="tf_recsync")
@@ -49,11 +55,19 @@ class EmbeddingCollection(keras.layers.Layer):
     Args:
         tables: the tables, `TableConfig`s.
         features: the features, `FeatureConfig`s. Several may share a table.
-        placement: a `tf_recsync.placement.PlacementPlan` for these tables and as
+        placement: a `tf_recsync.PlacementPlan` for these tables and as
             many servers as the strategy has. Defaults to None: planned by size when
-            the layer is built.
-        memory_limit: bytes that a parameter server has for the values of this
-            layer's tables, or None (the default) for no limit.
+            the layer is built. A layer made of another's configuration, as in a
+            saved model, has its placement where the number of servers is the
+            same, and plans anew where it is not.
+        memory_limit: bytes that a parameter server has for this layer's tables and
+            what the optimizer keeps beside them, or None (the default) for no limit.
+            Checked when the layer is built, and again when the optimizer is.
+        slots: float32 accumulators that the optimizer will keep for each element, for
+            `memory_limit`; `optimizer.slots` says it. Defaults to 1, as Adagrad.
+        bytes_per_row_overhead: bytes that it will keep for each row besides, for
+            `memory_limit`; `optimizer.bytes_per_row_overhead` says it. Defaults to
+            8: a version.
         concatenate: whether to return one tensor instead of a dict. Defaults to
             False.
 
@@ -101,15 +115,21 @@ class EmbeddingCollection(keras.layers.Layer):
         placement: PlacementPlan | None = None,
         memory_limit: int | None = None,
         concatenate: bool = False,
+        *,
+        slots: int = 1,
+        bytes_per_row_overhead: int = 8,
         **kwargs,
     ):
         super().__init__(**kwargs)
         check_configs(tables, features)
+        check_memory_arguments(memory_limit, slots, bytes_per_row_overhead)
         self._table_configs = tuple(tables)
         self._feature_configs = tuple(features)
         self._by_name = {table.name: table for table in tables}
         self._given_placement = placement
+        self._placement_is_restored = False
         self._memory_limit = memory_limit
+        self._row_memory = {"slots": slots, "bytes_per_row_overhead": bytes_per_row_overhead}
         self._concatenate = bool(concatenate)
         # One for each table, so that tables differ and a table is the same however it is split.
         self._initializers = {t.name: keras.initializers.get(t.initializer) for t in tables}
@@ -130,17 +150,21 @@ class EmbeddingCollection(keras.layers.Layer):
         cluster = getattr(strategy, "cluster", None)
         servers = cluster.ps if cluster is not None else 1
         plan = self._given_placement
-        if plan is None:
+        if plan is None or (self._placement_is_restored and plan.ps != servers):
             tables = self._table_configs
             if cluster is None:  # One process, whatever the shards.
                 tables = [dataclasses.replace(table, shards=None) for table in tables]
-            plan = plan_placement(tables, servers, memory_limit=self._memory_limit)
+            plan = plan_placement(
+                tables, servers, memory_limit=self._memory_limit, **self._row_memory
+            )
         elif plan.ps != servers:
             raise ValueError(
                 f"placement is for {plan.ps} parameter servers, the strategy has {servers}"
             )
         self._plan = plan
         self._physical = physical_tables(self._table_configs, plan)
+        if self._memory_limit is not None:
+            check_memory(self.name, self._physical, self._memory_limit, *self._row_memory.values())
         for physical in self._physical:
             initializer = PhysicalInitializer(physical, self._initializers, self._by_name)
             with strategy.placed_on(physical.ps) if cluster else contextlib.nullcontext():
@@ -153,6 +177,7 @@ class EmbeddingCollection(keras.layers.Layer):
                 )
             variable.physical_table = physical
             variable.collection = self.path
+            variable.memory_limit = self._memory_limit
             self._variables.append(variable)
         self._routes = feature_inputs.Routes(self._feature_configs, self._by_name, self._physical)
         self.built = True
@@ -233,8 +258,11 @@ class EmbeddingCollection(keras.layers.Layer):
         config.update(
             tables=[keras.saving.serialize_keras_object(t) for t in self._table_configs],
             features=[keras.saving.serialize_keras_object(f) for f in self._feature_configs],
+            placement=self._given_placement
+            and keras.saving.serialize_keras_object(self._given_placement),
             memory_limit=self._memory_limit,
             concatenate=self._concatenate,
+            **self._row_memory,
         )
         return config
 
@@ -243,7 +271,11 @@ class EmbeddingCollection(keras.layers.Layer):
         config = dict(config)
         for name in ("tables", "features"):
             config[name] = [keras.saving.deserialize_keras_object(c) for c in config[name]]
-        return cls(**config)
+        if isinstance(config.get("placement"), dict):
+            config["placement"] = keras.saving.deserialize_keras_object(config["placement"])
+        layer = cls(**config)
+        layer._placement_is_restored = True
+        return layer
 
 
 def look_up(value: Any, bags: Bags) -> tf.Tensor:
