@@ -148,6 +148,15 @@ class PhysicalInitializer(keras.initializers.Initializer):
         return tf.concat(parts, 0)
 
 
+def shards_of(tables: Sequence[PhysicalTable], variables: Sequence) -> dict[str, list]:
+    """Where the shards of each table are: (variable, piece) pairs, by the table's name."""
+    shards: dict[str, list] = {}
+    for table, variable in zip(tables, variables, strict=True):
+        for piece in table.pieces:
+            shards.setdefault(piece.table, []).append((variable, piece))
+    return shards
+
+
 def gather_logical(tables: Sequence[PhysicalTable], values: Sequence[np.ndarray]) -> dict:
     """Puts what physical tables have per row together by table.
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tf_recsync import ops
 from tf_recsync.embedding import feature_inputs
 from tf_recsync.embedding.bin_packing import plan_placement
+from tf_recsync.embedding.checkpoint import SavedRows
 from tf_recsync.embedding.config import (
     FeatureConfig,
     TableConfig,
@@ -26,6 +27,7 @@ from tf_recsync.embedding.physical_tables import (
     gather_logical,
     physical_tables,
     scatter_logical,
+    shards_of,
 )
 from tf_recsync.embedding.placement import PlacementPlan
 from tf_recsync.ops.bags import Bags
@@ -136,6 +138,7 @@ class EmbeddingCollection(keras.layers.Layer):
         self._physical: tuple = ()
         self._variables: list[keras.Variable] = []
         self._plan: PlacementPlan | None = None
+        self._saved_tables: dict[str, SavedRows] = {}
 
     @property
     def placement(self) -> PlacementPlan | None:
@@ -180,7 +183,19 @@ class EmbeddingCollection(keras.layers.Layer):
             variable.memory_limit = self._memory_limit
             self._variables.append(variable)
         self._routes = feature_inputs.Routes(self._feature_configs, self._by_name, self._physical)
+        self._saved_tables = {
+            f"table_{name}": SavedRows(f"table {name!r} of layer {self.name!r}", shards, "float32")
+            for name, shards in shards_of(self._physical, self._variables).items()
+        }
+        for name, table in self._saved_tables.items():
+            # Restores it, if a checkpoint was read before the layer was built.
+            self._handle_deferred_dependencies(name=name, trackable=table)
         self.built = True
+
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        children = super()._trackable_children(save_type, **kwargs)
+        # Exported models keep the variables that their functions use.
+        return children if save_type == "savedmodel" else {**children, **self._saved_tables}
 
     def call(self, inputs, weights=None, training=False):
         features = feature_inputs.read(self._feature_configs, self._by_name, inputs, weights)

@@ -112,6 +112,8 @@ class Optimizer(keras.optimizers.Optimizer):
         self.nonfinite = nonfinite
         self._states: list[VariableState] = []
         self._saved_variables: dict | None = None
+        # Stands for the variables in TensorFlow's checkpoints.
+        self._saved_group = tf.__internal__.tracking.AutoTrackable()
         self.wait_for_steps: Callable[[], None] | None = None
 
     # What a subclass provides.
@@ -156,6 +158,7 @@ class Optimizer(keras.optimizers.Optimizer):
             # The first step may be traced, and build within it.
             with tf.init_scope():
                 saving.load_variables(self, saved)
+        saving.track_variables(self, self._saved_group)
 
     def _check_memory(self, variables) -> None:
         """Checks that servers hold no more of an `EmbeddingCollection` than it allows."""
@@ -234,6 +237,16 @@ class Optimizer(keras.optimizers.Optimizer):
             saving.load_variables(self, saved)
         else:
             self._saved_variables = saved
+
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        children = super()._trackable_children(save_type, **kwargs)
+        if save_type == "savedmodel":
+            children.pop("_saved_group", None)
+            return children
+        # These have the shapes of one placement; the group has them by table.
+        for name in ("_variables", "_trainable_variables"):
+            children.pop(name, None)
+        return children
 
     # Applying gradients.
 

@@ -115,7 +115,7 @@ def plain_update(
         ],
         0,
     )
-    largest = tf.one_hot(3, staleness_lib.COUNTERS, dtype=tf.int64)
+    largest = tf.one_hot(staleness_lib.MAXIMUM, staleness_lib.COUNTERS, dtype=tf.int64)
     counters.assign(tf.maximum(counters + added, largest * tf.minimum(updates, 1)))
 
 
