@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import tape
 
 from tf_recsync import ops
 from tf_recsync.embedding import feature_inputs
@@ -30,7 +31,7 @@ from tf_recsync.embedding.physical_tables import (
     shards_of,
 )
 from tf_recsync.embedding.placement import PlacementPlan
-from tf_recsync.ops.bags import Bags
+from tf_recsync.ops.bags import Bags, PackedBags
 from tf_recsync.optimizers.plain_update import in_xla_context
 
 
@@ -207,10 +208,10 @@ class EmbeddingCollection(keras.layers.Layer):
             vectors = self._routes.plain(features, values)
         else:
             batch, bags, slots, sources = self._routes.route(features)
-            pooled = [
-                value.lookup_bags(b) if pulled else look_up(value, b)
-                for value, b in zip(values, bags, strict=True)
-            ]
+            if pulled:
+                pooled = [v.lookup_bags(b) for v, b in zip(values, bags, strict=True)]
+            else:
+                pooled = look_up(values, bags)
             vectors = ops.assemble(
                 batch, pooled, slots, sources, dimensions=self._routes.dimensions
             )
@@ -293,9 +294,23 @@ class EmbeddingCollection(keras.layers.Layer):
         return layer
 
 
-def look_up(value: Any, bags: Bags) -> tf.Tensor:
-    """Looks up bags in a table of this process: float32 [bags, dimension]."""
-    return bags.pool(tf.cast(tf.gather(value, bags.ids), tf.float32))
+def look_up(tables: Sequence[Any], bags: Sequence[Bags]) -> list[tf.Tensor]:
+    """Looks up bags in tables of this process: float32 [bags, dimension] for each."""
+    if not all(isinstance(t, tf.Variable) and "GPU" not in t.device for t in tables):
+        # What stands for a variable in Keras's stateless calls, or where the op has no kernel.
+        return [
+            b.pool(tf.cast(tf.gather(t, b.ids), tf.float32))
+            for t, b in zip(tables, bags, strict=True)
+        ]
+    for table in tables:
+        tape.variable_accessed(table)  # The op reads it by its handle.
+    packed = PackedBags.pack(list(bags))
+    vectors, _ = ops.gather_rows(
+        [table.handle for table in tables], [], packed.ids, packed.counts, **packed.inputs()
+    )
+    widths = [table.shape[1] for table in tables]
+    pooled = tf.split(vectors, packed.sizes * tf.constant(widths, tf.int64), num=len(tables))
+    return [tf.reshape(v, [-1, width]) for v, width in zip(pooled, widths, strict=True)]
 
 
 def _batch_of(inputs: Mapping[str, Any]) -> int | None:

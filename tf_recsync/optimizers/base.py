@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tf_recsync import ops
 from tf_recsync import staleness as staleness_lib
 from tf_recsync.embedding.physical_tables import check_memory
-from tf_recsync.ops.bags import PackedBags
+from tf_recsync.ops.bags import Bags, PackedBags
 from tf_recsync.optimizers import saving
 from tf_recsync.optimizers.plain_update import as_rows, in_xla_context, plain_update
 from tf_recsync.swap import Swap
@@ -313,9 +314,12 @@ class Optimizer(keras.optimizers.Optimizer):
         if in_xla_context() or state.variable.dtype not in known:
             plain_update(self, state, variable, gradient, learning_rate, step)
         elif state.is_table:
-            values, ids = as_rows(gradient, state.variable.shape)
-            values = tf.reshape(values, [-1])
-            rows = PackedBags(tf.size(ids, out_type=tf.int64)[tf.newaxis], ids)
+            lookup = ops.lookup_of(gradient)
+            if lookup is None:
+                values, ids = as_rows(gradient, state.variable.shape)
+                lookup = tf.reshape(values, [-1]), Bags(ids)
+            values, bags = lookup
+            rows = PackedBags.pack([bags])
             self.apply_rows([state], values, rows, no_versions(), learning_rate, step)
         else:
             gradient = tf.reshape(tf.convert_to_tensor(gradient), [-1])
