@@ -296,9 +296,9 @@ def sum_counters(counters: Iterable[np.ndarray]) -> np.ndarray:
     """The counters of several variables as those of one: int64 [`COUNTERS`]."""
     total = np.zeros([COUNTERS], np.int64)
     for one in counters:
-        largest = max(total[3], one[3])
+        largest = max(total[MAXIMUM], one[MAXIMUM])
         total = total + np.asarray(one, np.int64)
-        total[3] = largest
+        total[MAXIMUM] = largest
     return total
 
 
@@ -319,3 +319,5 @@ class Report:
 
 # The length of a variable's staleness counters.
 COUNTERS: int = _engine.STALENESS_COUNTERS
+# Which of the counters is a maximum; the others are sums.
+MAXIMUM = 3

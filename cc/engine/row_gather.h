@@ -18,7 +18,7 @@ namespace recsync {
 struct RowReader {
   const float* values = nullptr;      // [rows, width], or
   const BFloat16* narrow = nullptr;   // [rows, width], the other being null
-  const int64_t* versions = nullptr;  // [rows]
+  const int64_t* versions = nullptr;  // [rows], or null: not asked for
   int64_t rows = 0;
   int64_t width = 0;
   bool locks = false;  // whether rows may be written meanwhile
@@ -32,10 +32,11 @@ struct RowReader {
     } else {
       Prefetch(narrow + row * width, 2 * width);
     }
-    Prefetch(versions + row, 1);
+    if (versions != nullptr) Prefetch(versions + row, 1);
   }
 
-  // Reads a row into `to`, or adds `scale` times it; returns its version.
+  // Reads a row into `to`, or adds `scale` times it; returns its version, or 0
+  // without versions.
   int64_t Read(int64_t row, bool add, float scale, float* to) const {
     if (!locks) return ReadUnlocked(row, add, scale, to);
     const void* id = values != nullptr ? static_cast<const void*>(values)
@@ -56,12 +57,13 @@ struct RowReader {
         AddScaled(narrow + row * width, scale, width, to);
       }
     }
-    return versions[row];
+    return versions != nullptr ? versions[row] : 0;
   }
 };
 
 // Gathers bags [begin, end) of `n` positions: `to` is [bags, width] of all
-// bags, `versions` by position. Returns the position of an id that is no row of
+// bags, `versions` by position, or null as the
+// table's are. Returns the position of an id that is no row of
 // the table, at which it stopped, or -1.
 template <typename Index>
 int64_t GatherBags(const RowReader& table, const Index* ids, int64_t n,
@@ -82,8 +84,9 @@ int64_t GatherBags(const RowReader& table, const Index* ids, int64_t n,
         table.Fetch(row);
         ++fetched;
       }
-      versions[position] = table.Read(static_cast<int64_t>(ids[position]), add,
-                                      bags.scale(position), pooled);
+      const int64_t version = table.Read(static_cast<int64_t>(ids[position]),
+                                         add, bags.scale(position), pooled);
+      if (versions != nullptr) versions[position] = version;
     }
   }
   return -1;

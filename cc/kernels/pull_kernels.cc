@@ -85,10 +85,18 @@ class GatherRowsOp : public OpKernel {
     OP_REQUIRES_OK(ctx, LookupVariables(ctx, "variables", &tables));
     OP_REQUIRES_OK(ctx, LookupVariables(ctx, "versions", &versions));
     const int64_t n = tables.size();
+    const bool versioned = !versions.empty();
+    OP_REQUIRES(ctx, !versioned || versions.size() == tables.size(),
+                absl::InvalidArgumentError(absl::StrCat(
+                    "versions must be one for each of the ", n,
+                    " variables, or none, not ", versions.size())));
     OP_REQUIRES_OK(ctx, ReadPackedRows(ctx, n, &rows));
     std::vector<int64_t> widths(n);
     for (int64_t i = 0; i < n; ++i) {
-      OP_REQUIRES_OK(ctx, CheckDistinct({tables[i].get(), versions[i].get()}));
+      if (versioned) {
+        OP_REQUIRES_OK(ctx,
+                       CheckDistinct({tables[i].get(), versions[i].get()}));
+      }
       const ReadSession session({tables[i].get()});
       OP_REQUIRES_OK(ctx, RowWidth(*tables[i], &widths[i]));
     }
@@ -98,8 +106,10 @@ class GatherRowsOp : public OpKernel {
     Tensor* pulled;
     OP_REQUIRES_OK(ctx,
                    ctx->allocate_output(0, TensorShape({starts[n]}), &packed));
-    OP_REQUIRES_OK(ctx,
-                   ctx->allocate_output(1, rows.indices->shape(), &pulled));
+    OP_REQUIRES_OK(
+        ctx,
+        ctx->allocate_output(
+            1, versioned ? rows.indices->shape() : TensorShape({0}), &pulled));
     float* to = packed->flat<float>().data();
     if (rows.size() == 0) {
       std::fill_n(to, starts[n], 0.0f);  // bags without a row
@@ -116,8 +126,12 @@ class GatherRowsOp : public OpKernel {
       gathered.bag_count = rows.bag_count(i);
       gathered.width = widths[i];
       gathered.to = to + starts[i];
-      gathered.to_versions = pulled->flat<int64_t>().data() + rows.offsets[i];
-      OP_REQUIRES_OK(ctx, GatherTable(ctx, *tables[i], *versions[i], gathered));
+      if (versioned) {
+        gathered.to_versions = pulled->flat<int64_t>().data() + rows.offsets[i];
+      }
+      OP_REQUIRES_OK(
+          ctx, GatherTable(ctx, *tables[i],
+                           versioned ? versions[i].get() : nullptr, gathered));
     }
   }
 
@@ -129,37 +143,41 @@ class GatherRowsOp : public OpKernel {
     Bags bags;
     int64_t bag_count;
     int64_t width;
-    float* to;  // [bag_count, width]
-    int64_t* to_versions;
+    float* to;                       // [bag_count, width]
+    int64_t* to_versions = nullptr;  // without versions
   };
 
   static absl::Status GatherTable(OpKernelContext* ctx, Var& table,
-                                  Var& table_versions,
+                                  Var* table_versions,
                                   const Gathered& gathered) {
-    const ReadSession session({&table, &table_versions});
+    std::vector<Var*> read = {&table};
+    if (table_versions != nullptr) read.push_back(table_versions);
+    const ReadSession session(read);
     int64_t width;
     TF_RETURN_IF_ERROR(RowWidth(table, &width));
     if (width != gathered.width) {
       return absl::InvalidArgumentError(
           "a table changed its shape while it was pulled");
     }
-    TF_RETURN_IF_ERROR(
-        CheckVariable(table_versions, "versions", tensorflow::DT_INT64));
     const int64_t rows = table.tensor()->dim_size(0);
-    const Tensor& version = *table_versions.tensor();
-    if (version.shape() != TensorShape({rows})) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("versions must have shape [", rows, "], not ",
-                       version.shape().DebugString()));
-    }
     RowReader reader;
+    if (table_versions != nullptr) {
+      TF_RETURN_IF_ERROR(
+          CheckVariable(*table_versions, "versions", tensorflow::DT_INT64));
+      const Tensor& version = *table_versions->tensor();
+      if (version.shape() != TensorShape({rows})) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("versions must have shape [", rows, "], not ",
+                         version.shape().DebugString()));
+      }
+      reader.versions = version.template flat<int64_t>().data();
+    }
     const void* values = table.tensor()->data();
     if (table.tensor()->dtype() == tensorflow::DT_BFLOAT16) {
       reader.narrow = static_cast<const BFloat16*>(values);
     } else {
       reader.values = static_cast<const float*>(values);
     }
-    reader.versions = version.template flat<int64_t>().data();
     reader.rows = rows;
     reader.width = width;
     reader.locks = session.needs_row_locks();

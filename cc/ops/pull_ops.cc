@@ -1,5 +1,6 @@
 // Ops that read variables together with their versions.
 
+#include "absl/strings/str_cat.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -37,7 +38,7 @@ pulled_versions: [N], to be sent back with the gradients.
 
 REGISTER_OP("RecsyncGatherRows")
     .Input("variables: N * resource")
-    .Input("versions: N * resource")
+    .Input("versions: V * resource")
     .Input("indices: Tindices")
     .Input("counts: int64")
     .Input("bags: int32")
@@ -46,18 +47,25 @@ REGISTER_OP("RecsyncGatherRows")
     .Output("packed: float")
     .Output("pulled_versions: int64")
     .Attr("N: int >= 1")
+    .Attr("V: int >= 0")
     .Attr("Tindices: {int32, int64}")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      int n;
+      int n, v;
       TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
+      TF_RETURN_IF_ERROR(c->GetAttr("V", &v));
+      if (v != n && v != 0) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("versions must be one for each of the ", n,
+                         " variables, or none, not ", v));
+      }
       ShapeHandle indices, vector;
-      TF_RETURN_IF_ERROR(c->WithRank(c->input(2 * n), 1, &indices));
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(n + v), 1, &indices));
       for (int i = 1; i < 5; ++i) {  // counts, bags, scales, bag_counts
-        TF_RETURN_IF_ERROR(c->WithRank(c->input(2 * n + i), 1, &vector));
+        TF_RETURN_IF_ERROR(c->WithRank(c->input(n + v + i), 1, &vector));
       }
       c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
-      c->set_output(1, indices);
+      c->set_output(1, v == 0 ? c->Vector(0) : indices);
       return absl::OkStatus();
     })
     .Doc(R"doc(
@@ -68,7 +76,7 @@ The rows and versions of a table are read under its lock, so no update can come
 between them.
 
 variables: float variables [rows, ...].
-versions: int64 variables [rows].
+versions: int64 variables [rows], one for each table, or none.
 indices: [n], row ids: first those of table 0, then those of table 1, and so
   on; an error where one is out of its table's range.
 counts: [N], how many of the indices belong to each table.
@@ -79,7 +87,8 @@ bag_counts: [N], the number of bags of each table, or empty: every index is a
   bag of its own.
 packed: A vector: for each table [bags, width], flattened, one after the other;
   a bag is the sum of its rows times their scales, zero if it has none.
-pulled_versions: [n], by index, to be sent back with the gradients.
+pulled_versions: [n], by index, to be sent back with the gradients; empty
+  without versions.
 )doc");
 
 REGISTER_OP("RecsyncPullTable")

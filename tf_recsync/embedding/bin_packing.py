@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tf_recsync.embedding.config import TableConfig, check_tables
+from tf_recsync.embedding.config import (
+    TableConfig,
+    check_memory_arguments,
+    check_tables,
+    row_bytes,
+)
 from tf_recsync.embedding.placement import PlacementPlan, Shard, check_ps, shard_rows
 
 _BOUND = 1.1
@@ -23,7 +28,6 @@ _CANDIDATES = 8
 _BEAM = 4
 _PATIENCE = 3
 _MOST_SHARDS = 2000
-_BYTES_PER_SLOT_ELEMENT = 4
 
 
 def plan_placement(
@@ -57,8 +61,10 @@ def plan_placement(
         memory_limit: Bytes that each parameter server has for its tables. None (the default)
             sets no limit.
         bytes_per_row_overhead: Bytes that a row takes beside values and accumulators, for
-            instance for its step. 0 by default.
-        slots: float32 accumulators that the optimizer keeps for each element, 1 by default.
+            instance for its version. 0 by default; an optimizer of this package knows its own
+            (`optimizer.bytes_per_row_overhead`).
+        slots: float32 accumulators that the optimizer keeps for each element, 1 by default; an
+            optimizer of this package knows its own (`optimizer.slots`).
         together: Groups of names of tables that must be whole and on one parameter server, as
             those of an interaction; groups that share a table are one. None by default. A group
             is placed like a table with the sum of the costs.
@@ -82,25 +88,18 @@ def plan_placement(
     """
     check_tables(tables)
     check_ps(ps)
-    for argument, value in (("bytes_per_row_overhead", bytes_per_row_overhead), ("slots", slots)):
-        if value < 0:
-            raise ValueError(f"{argument}={value}: must be at least 0.")
-    if memory_limit is not None and memory_limit < 1:
-        raise ValueError(f"memory_limit={memory_limit}: must be None or at least 1 byte.")
+    check_memory_arguments(memory_limit, slots, bytes_per_row_overhead)
     for table in tables:
         if table.shards is not None and table.shards > ps:
             raise ValueError(
                 f"table {table.name!r}: shards={table.shards} must be at most ps={ps}, as every "
                 "shard is on another parameter server."
             )
-    row_bytes = [
-        table.bytes // table.rows
-        + slots * table.dimension * _BYTES_PER_SLOT_ELEMENT
-        + bytes_per_row_overhead
-        for table in tables
-    ]
     table_costs = _costs(tables, costs)
-    units = _units(tables, row_bytes, table_costs, together)
+    sizes = [
+        row_bytes(table.dimension, table.dtype, slots, bytes_per_row_overhead) for table in tables
+    ]
+    units = _units(tables, sizes, table_costs, together)
     # In the unit of the largest cost, so that the smallest of numbers can be divided too.
     largest = max(unit.cost for unit in units) or 1.0
     packer = _Packer(
@@ -129,7 +128,7 @@ def plan_placement(
     packing = _search(packer, fewest, most, enough)
     if packing is None:
         raise _does_not_fit(units, packer)
-    return _plan(tables, row_bytes, table_costs, units, packing, ps)
+    return _plan(tables, sizes, table_costs, units, packing, ps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +145,7 @@ class _Unit:
 
 def _units(
     tables: Sequence[TableConfig],
-    row_bytes: Sequence[int],
+    sizes: Sequence[int],
     costs: Sequence[float],
     together: Sequence[Sequence[str]],
 ) -> list[_Unit]:
@@ -170,7 +169,7 @@ def _units(
         if t not in whole:
             table = tables[t]
             units.append(
-                _Unit(repr(table.name), members, table.rows, row_bytes[t], costs[t], table.shards)
+                _Unit(repr(table.name), members, table.rows, sizes[t], costs[t], table.shards)
             )
             continue
         names = [tables[m].name for m in members]
@@ -181,7 +180,7 @@ def _units(
                     f"{names} must be together and whole on one parameter server."
                 )
         label = " together with ".join(map(repr, names))
-        size = sum(tables[m].rows * row_bytes[m] for m in members)
+        size = sum(tables[m].rows * sizes[m] for m in members)
         units.append(_Unit(label, members, 1, size, sum(costs[m] for m in members), 1))
     return units
 
@@ -416,7 +415,7 @@ def _with(counts: tuple[int, ...], table: int, count: int) -> tuple[int, ...]:
 
 def _plan(
     tables: Sequence[TableConfig],
-    row_bytes: Sequence[int],
+    sizes: Sequence[int],
     costs: Sequence[float],
     units: Sequence[_Unit],
     packing: _Packing,
@@ -434,7 +433,7 @@ def _plan(
                 rows=rows,
                 ps=place,
                 cost=costs[t] / count,
-                memory=rows * row_bytes[t],
+                memory=rows * sizes[t],
             )
     return PlacementPlan(ps, tuple(shards[key] for key in sorted(shards)))
 

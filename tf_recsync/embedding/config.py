@@ -12,6 +12,7 @@ import keras
 COMBINERS = ("sum", "mean", "sqrtn")
 OUT_OF_RANGE = ("error", "clip", "hash")
 _BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
+_BYTES_PER_SLOT_ELEMENT = 4
 
 
 @keras.saving.register_keras_serializable(package="tf_recsync")
@@ -74,7 +75,7 @@ class TableConfig:
     @property
     def bytes(self) -> int:
         """Memory of the values of all rows, in bytes, without accumulators."""
-        return self.rows * self.dimension * _BYTES_PER_ELEMENT[self.dtype]
+        return self.rows * row_bytes(self.dimension, self.dtype)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments as a dict that can be written as JSON."""
@@ -160,6 +161,27 @@ class FeatureConfig:
             ValueError: If an argument is out of range.
         """
         return cls(**config)
+
+
+def row_bytes(dimension: int, dtype: str, slots: int = 0, overhead: int = 0) -> int:
+    """Bytes that a row takes on a parameter server.
+
+    Args:
+        dimension: Elements of the row.
+        dtype: Type of the values; accumulators are float32 in any case.
+        slots: Accumulators of an element.
+        overhead: Bytes beside values and accumulators, such as the row's version.
+    """
+    return dimension * (_BYTES_PER_ELEMENT[dtype] + slots * _BYTES_PER_SLOT_ELEMENT) + overhead
+
+
+def check_memory_arguments(memory_limit: int | None, slots: int, overhead: int) -> None:
+    """Raises ValueError unless these arguments of planner and layer are in range."""
+    for argument, value in (("bytes_per_row_overhead", overhead), ("slots", slots)):
+        if value < 0:
+            raise ValueError(f"{argument}={value}: must be at least 0.")
+    if memory_limit is not None and memory_limit < 1:
+        raise ValueError(f"memory_limit={memory_limit}: must be None or at least 1 byte.")
 
 
 def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> None:

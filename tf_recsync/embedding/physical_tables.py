@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync.embedding.config import TableConfig
+from tf_recsync.embedding.config import TableConfig, row_bytes
 from tf_recsync.embedding.placement import PlacementPlan
 
 
@@ -89,6 +89,39 @@ def physical_tables(
     return tuple(PhysicalTable(*key, tuple(groups[key])) for key in sorted(groups))
 
 
+def check_memory(
+    layer: str, tables: Sequence[PhysicalTable], memory_limit: int, slots: int, overhead: int
+) -> None:
+    """Checks that no parameter server holds more of a collection than it may.
+
+    Args:
+        layer: the collection's name.
+        tables: its physical tables.
+        memory_limit: bytes that a server has for them.
+        slots: float32 accumulators of an element.
+        overhead: bytes of a row beside values and accumulators.
+
+    Raises:
+        ValueError: naming the server that lacks the memory, and its largest table.
+    """
+    for ps in sorted({table.ps for table in tables}):
+        held = {
+            piece.table: piece.rows * row_bytes(table.dimension, table.dtype, slots, overhead)
+            for table in tables
+            if table.ps == ps
+            for piece in table.pieces
+        }
+        total = sum(held.values())
+        if total > memory_limit:
+            largest = max(held, key=held.get)
+            raise ValueError(
+                f"parameter server {ps} would hold {total} bytes of the tables of layer {layer!r}, "
+                f"more than memory_limit={memory_limit}; the largest is table {largest!r} with "
+                f"{held[largest]} bytes there (with slots={slots}, "
+                f"bytes_per_row_overhead={overhead}: give the layer these two to have it planned)"
+            )
+
+
 class PhysicalInitializer(keras.initializers.Initializer):
     """The first values of a physical table, the same wherever its shards lie.
 
@@ -113,6 +146,15 @@ class PhysicalInitializer(keras.initializers.Initializer):
             )
             parts.append(tf.cast(piece.take(tf.convert_to_tensor(whole)), dtype))
         return tf.concat(parts, 0)
+
+
+def shards_of(tables: Sequence[PhysicalTable], variables: Sequence) -> dict[str, list]:
+    """Where the shards of each table are: (variable, piece) pairs, by the table's name."""
+    shards: dict[str, list] = {}
+    for table, variable in zip(tables, variables, strict=True):
+        for piece in table.pieces:
+            shards.setdefault(piece.table, []).append((variable, piece))
+    return shards
 
 
 def gather_logical(tables: Sequence[PhysicalTable], values: Sequence[np.ndarray]) -> dict:

@@ -8,7 +8,9 @@ import math
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
+import keras
 import numpy as np
 
 _VERSION = 1
@@ -69,6 +71,7 @@ class Shard:
         return self.table if self.count == 1 else f"{self.table}[{self.index}/{self.count}]"
 
 
+@keras.saving.register_keras_serializable(package="tf_recsync")
 @dataclasses.dataclass(frozen=True)
 class PlacementPlan:
     """The parameter server of every shard of every table.
@@ -178,14 +181,32 @@ class PlacementPlan:
             content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
             version = content["version"]
             if version == _VERSION:
-                shards = tuple(Shard(**shard) for shard in content["shards"])
-                return cls(ps=content["ps"], shards=shards)
+                return cls.from_config(content)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{os.fspath(path)}: not a placement plan: {error}") from error
         raise ValueError(
             f"{os.fspath(path)}: a placement plan of version {version}; this release reads "
             f"version {_VERSION}."
         )
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the plan as a dict that can be written as JSON."""
+        return {"ps": self.ps, "shards": [dataclasses.asdict(shard) for shard in self.shards]}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> PlacementPlan:
+        """Returns the plan that `get_config` described.
+
+        Args:
+            config: What `get_config` returned.
+
+        Returns:
+            A plan equal to the one described.
+
+        Raises:
+            ValueError: If it describes no valid plan.
+        """
+        return cls(ps=config["ps"], shards=tuple(Shard(**shard) for shard in config["shards"]))
 
     def __str__(self) -> str:
         loads, memory = self.loads, self.memory

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
+from tf_recsync import ops
+from tf_recsync.embedding import feature_inputs
+from tf_recsync.embedding.bin_packing import plan_placement
 from tf_recsync.embedding.config import FeatureConfig, TableConfig, check_configs
+from tf_recsync.embedding.physical_tables import physical_tables
+from tf_recsync.ops.bags import Bags, PackedBags, merge
+from tf_recsync.optimizers.base import Optimizer, VariableState, no_versions
+
+# Passes over the batches; the fastest one counts, as others were disturbed.
+_PASSES = 4
 
 
 def profile_costs(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],
-    batches: Iterable[Mapping[str, np.ndarray]],
-    lookup: Callable[[str, np.ndarray], object],
+    batches: Iterable[Any],
+    lookup: Callable[[str, np.ndarray], object] | None = None,
+    *,
+    optimizer: Optimizer | None = None,
+    steps: int = 20,
 ) -> dict[str, float]:
     """Measures what the lookups in each table cost, for `plan_placement`.
 
-    Each table is looked up once per batch, with the ids of all its features. The median ignores
-    the first, slower lookups if there are several batches; ten are usually enough.
+    The first batches of the data are looked up in each table by the kernels that parameter servers
+    run, gathering and pooling, in this process; with an `optimizer`, the table is updated too. What
+    is measured is the time of the processor, which depends little on what else the machine does;
+    the fastest of several passes counts. Finding the rows that ids belong to is the workers' task,
+    and is not measured, nor is the network.
+
+    Tables are not allocated in full: a stand-in of zeros has the rows that the batches name and no
+    others, in random order, and lives only while it is measured.
 
     Reference: Zheng et al. 2020, "ShadowSync: Performing Synchronization in the Background for
     Highly Scalable Distributed Training", section 3.1: profiling with a small subset of the data.
@@ -28,52 +50,191 @@ def profile_costs(
     Args:
         tables: The tables, under different names.
         features: The features looked up in them; every table has at least one.
-        batches: At least one batch: the integer ids, of any shape, under the name of each
-            feature. Other entries are ignored.
-        lookup: Called with the name of a table and the ids, an integer array of one dimension.
-            It must return only when the lookup is done; what it returns is ignored.
+        batches: At least one batch, as the model gets them: a `tf.data.Dataset`, or any iterable.
+            A batch is a mapping with the ids of each feature under its name, in any form that
+            `EmbeddingCollection` takes, or a tuple that begins with one, as in
+            `(features, labels)`. Other entries are ignored.
+        lookup: Measures a lookup of your own instead: it is called with the name of a table and
+            the ids, an integer array of one dimension, and must return only when the lookup is
+            done; what it returns is ignored. None (the default) measures our kernels.
+        optimizer: An optimizer of this package, whose updates are measured too; it is not changed.
+            None (the default) measures lookups alone.
+        steps: How many batches to take, at least 1; 20 by default.
 
     Returns:
-        The median seconds per batch, under the name of each table.
+        Seconds per batch, under the name of each table: the mean, or the median with `lookup`.
 
     Raises:
-        ValueError: If tables and features do not belong together, there is no batch, or a batch
-            lacks a feature or has ids that are no integers.
+        ValueError: If tables and features do not belong together, there is no batch, a batch
+            lacks a feature or has ids that are no integers, an argument is out of range, or a
+            strategy's scope is active (variables would be made on servers).
+        tf.errors.InvalidArgumentError: If ids are out of range and the feature does not accept
+            them.
 
     Example:
-        >>> tables, features = [TableConfig("users", 9, 4)], [FeatureConfig("user", "users")]
-        >>> values = np.zeros((9, 4), np.float32)
-        >>> batches = [{"user": np.array([1, 8, 8])}] * 10
-        >>> costs = profile_costs(tables, features, batches, lambda table, ids: values[ids])
-        >>> costs["users"] > 0
+        >>> from tf_recsync import optimizers
+        >>> tables = [TableConfig("users", 10**9, 4), TableConfig("films", 100, 4)]
+        >>> features = [FeatureConfig("user", "users"), FeatureConfig("watched", "films")]
+        >>> watched = np.arange(512 * 30).reshape(512, 30) % 100
+        >>> data = tf.data.Dataset.from_tensors(
+        ...     ({"user": 10**6 * np.arange(512), "watched": watched}, np.zeros(512))
+        ... )
+        >>> costs = profile_costs(tables, features, data, optimizer=optimizers.Adagrad(0.1))
+        >>> costs["films"] > costs["users"]  # 30 rows for an example, not 1
         True
     """
     check_configs(tables, features)
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"steps={steps!r}: must be an int of at least 1.")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer={optimizer!r}: must be an optimizer of tf_recsync.optimizers or None."
+        )
+    if optimizer is not None and lookup is not None:
+        raise ValueError("optimizer: must be None where a lookup of your own is measured.")
+    if tf.distribute.has_strategy():
+        raise ValueError("profile_costs must be called outside of a strategy's scope.")
+    taken = [_features_of(batch) for batch in itertools.islice(batches, steps)]
+    if not taken:
+        raise ValueError("batches: there must be at least one batch.")
+    for number, batch in enumerate(taken):
+        for feature in features:
+            _check_ids(batch, feature.name, number)
+    if lookup is not None:
+        return _time_lookup(tables, features, taken, lookup)
+    costs = {}
+    with tf.device("/CPU:0"):
+        for table in tables:
+            own = [feature for feature in features if feature.table == table.name]
+            costs[table.name] = _time_kernels(table, _bags(table, own, taken), optimizer)
+    return costs
+
+
+def _features_of(batch: Any) -> Mapping[str, Any]:
+    features = batch[0] if isinstance(batch, tuple) else batch
+    if not isinstance(features, Mapping):
+        raise ValueError(
+            "batches: a batch must be a mapping from features to ids, or a tuple that begins with "
+            f"one, not {type(features).__name__}."
+        )
+    return features
+
+
+def _check_ids(batch: Mapping[str, Any], feature: str, number: int) -> None:
+    if feature not in batch:
+        raise ValueError(f"batch {number}: the feature {feature!r} is not among {list(batch)}.")
+    dtype = tf.as_dtype(_flat(batch[feature]).dtype)
+    if not dtype.is_integer:
+        raise ValueError(
+            f"batch {number}: the ids of the feature {feature!r} must be integers, not "
+            f"{dtype.name}."
+        )
+
+
+def _flat(ids: Any) -> np.ndarray:
+    """The ids of a feature in a batch, as one dimension."""
+    if isinstance(ids, tf.RaggedTensor):
+        ids = ids.flat_values
+    elif isinstance(ids, tf.SparseTensor):
+        ids = ids.values
+    return np.asarray(ids).ravel()
+
+
+def _time_lookup(tables, features, batches, lookup) -> dict[str, float]:
+    """The median seconds of a lookup of the caller's; it ignores the first, slower ones."""
     seconds: dict[str, list[float]] = {table.name: [] for table in tables}
-    for number, batch in enumerate(batches):
+    for batch in batches:
         for table in seconds:
-            ids = np.concatenate(
-                [
-                    _ids(batch, feature.name, number)
-                    for feature in features
-                    if feature.table == table
-                ]
-            )
+            ids = np.concatenate([_flat(batch[f.name]) for f in features if f.table == table])
             start = time.perf_counter()
             lookup(table, ids)
             seconds[table].append(time.perf_counter() - start)
-    if not seconds[tables[0].name]:
-        raise ValueError("batches: there must be at least one batch.")
     return {table: statistics.median(times) for table, times in seconds.items()}
 
 
-def _ids(batch: Mapping[str, np.ndarray], feature: str, number: int) -> np.ndarray:
-    """The ids of a feature in a batch, as one dimension."""
-    if feature not in batch:
-        raise ValueError(f"batch {number}: the feature {feature!r} is not among {list(batch)}.")
-    ids = np.asarray(batch[feature])
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(
-            f"batch {number}: the ids of the feature {feature!r} must be integers, not {ids.dtype}."
+def _bags(table: TableConfig, features: list[FeatureConfig], batches) -> list[Bags]:
+    """What each batch looks up in a table, in a table of just the rows that they name."""
+    by_name = {table.name: table}
+    physical = physical_tables([table], plan_placement([_unsplit(table)], 1))
+    routes = feature_inputs.Routes(features, by_name, physical)
+    requests = []
+    for batch in batches:
+        inputs = {feature.name: batch[feature.name] for feature in features}
+        _, bags, _, _ = routes.route(feature_inputs.read(features, by_name, inputs, None))
+        requests.append(bags[0])
+    named, compact = np.unique(
+        np.concatenate([request.ids.numpy() for request in requests]), return_inverse=True
+    )
+    # In their own order, neighbours in the stand-in would be rows far apart in the table.
+    places = np.random.default_rng(0).permutation(len(named))[compact]
+    ends = np.cumsum([request.ids.shape[0] for request in requests])[:-1]
+    return [
+        request._replace(ids=tf.constant(ids, tf.int64))
+        for request, ids in zip(requests, np.split(places, ends), strict=True)
+    ]
+
+
+def _unsplit(table: TableConfig) -> TableConfig:
+    return TableConfig(table.name, table.rows, table.dimension, dtype=table.dtype)
+
+
+def _time_kernels(table: TableConfig, batches: list[Bags], optimizer: Optimizer | None) -> float:
+    """Seconds per batch of the lookups in a table and, with an optimizer, of its updates."""
+    rows = 1 + max((int(tf.reduce_max(b.ids)) for b in batches if b.ids.shape[0]), default=0)
+    variable = keras.Variable(np.zeros((rows, table.dimension)), dtype=table.dtype, name=table.name)
+    versions = keras.Variable(np.zeros(rows), dtype="int64")
+    nothing = PackedBags.pack([Bags(tf.zeros([0], tf.int64))])
+
+    def gather(bags: PackedBags) -> None:
+        ops.gather_rows(
+            [variable.value.handle],
+            [versions.value.handle],
+            bags.ids,
+            bags.counts,
+            **bags.inputs(),
         )
-    return ids.ravel()
+
+    # All in one call, which the threads of the pool begin but once.
+    seconds = _fastest(gather, [PackedBags.pack([merge(batches)])], nothing)
+    if optimizer is not None:
+        config = {**optimizer.get_config(), "tables": ".*", "learning_rate": 0.01}
+        own = type(optimizer).from_config(config)
+        own.build([variable])
+        seconds += _time_updates(own, own.states[0], batches, nothing)
+    return seconds / len(batches)
+
+
+def _time_updates(
+    optimizer: Optimizer, state: VariableState, batches: list[Bags], nothing: PackedBags
+) -> float:
+    """Seconds of the updates of all batches."""
+    width = state.variable.shape[1]
+    rate, step = tf.constant(0.01), tf.constant(1, tf.int64)
+    packed = [PackedBags.pack([bags]) for bags in batches]
+    gradients = {id(bags): tf.fill([int(bags.sizes[0]) * width], 1e-3) for bags in packed}
+
+    def update(bags: PackedBags) -> None:
+        gradient = gradients.get(id(bags), _NO_GRADIENT)
+        optimizer.apply_rows([state], gradient, bags, no_versions(), rate, step)
+
+    return _fastest(update, packed, nothing)
+
+
+_NO_GRADIENT = np.zeros([0], np.float32)
+
+
+def _fastest(
+    call: Callable[[PackedBags], None], batches: list[PackedBags], nothing: PackedBags
+) -> float:
+    """Processor seconds of calls with all batches, less those of calls with nothing."""
+
+    def measure(bags: PackedBags) -> float:
+        start = time.process_time()
+        call(bags)
+        return time.process_time() - start
+
+    times = np.array(
+        [[(measure(bags), measure(nothing)) for bags in batches] for _ in range(_PASSES)]
+    ).min(0)
+    # Were a batch too small to be seen, the difference could be below 0.
+    return max(float((times[:, 0] - times[:, 1]).sum()), 0.0)

@@ -10,22 +10,31 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import tape
 
 from tf_recsync import ops
 from tf_recsync.embedding import feature_inputs
 from tf_recsync.embedding.bin_packing import plan_placement
-from tf_recsync.embedding.config import FeatureConfig, TableConfig, check_configs
+from tf_recsync.embedding.checkpoint import SavedRows
+from tf_recsync.embedding.config import (
+    FeatureConfig,
+    TableConfig,
+    check_configs,
+    check_memory_arguments,
+)
 from tf_recsync.embedding.interaction_lookups import ServerInteractions, server_of, tables_of
 from tf_recsync.embedding.interactions import Interaction, result_widths
 from tf_recsync.embedding.physical_tables import (
     PhysicalInitializer,
+    check_memory,
     gather_logical,
     physical_tables,
     scatter_logical,
+    shards_of,
 )
 from tf_recsync.embedding.placement import PlacementPlan
-from tf_recsync.ops.bags import Bags
-from tf_recsync.optimizers.base import in_xla_context
+from tf_recsync.ops.bags import Bags, PackedBags
+from tf_recsync.optimizers.plain_update import in_xla_context
 
 
 @keras.saving.register_keras_serializable(package="tf_recsync")
@@ -51,11 +60,19 @@ class EmbeddingCollection(keras.layers.Layer):
     Args:
         tables: the tables, `TableConfig`s.
         features: the features, `FeatureConfig`s. Several may share a table.
-        placement: a `tf_recsync.placement.PlacementPlan` for these tables and as
+        placement: a `tf_recsync.PlacementPlan` for these tables and as
             many servers as the strategy has. Defaults to None: planned by size when
-            the layer is built.
-        memory_limit: bytes that a parameter server has for the values of this
-            layer's tables, or None (the default) for no limit.
+            the layer is built. A layer made of another's configuration, as in a
+            saved model, has its placement where the number of servers is the
+            same, and plans anew where it is not.
+        memory_limit: bytes that a parameter server has for this layer's tables and
+            what the optimizer keeps beside them, or None (the default) for no limit.
+            Checked when the layer is built, and again when the optimizer is.
+        slots: float32 accumulators that the optimizer will keep for each element, for
+            `memory_limit`; `optimizer.slots` says it. Defaults to 1, as Adagrad.
+        bytes_per_row_overhead: bytes that it will keep for each row besides, for
+            `memory_limit`; `optimizer.bytes_per_row_overhead` says it. Defaults to
+            8: a version.
         concatenate: whether to return one tensor instead of a dict. Defaults to
             False.
         interactions: `Interaction`s, functions of several features' vectors that are
@@ -112,10 +129,14 @@ class EmbeddingCollection(keras.layers.Layer):
         concatenate: bool = False,
         interactions: Sequence[Interaction] = (),
         returned_features: Sequence[str] | None = None,
+        *,
+        slots: int = 1,
+        bytes_per_row_overhead: int = 8,
         **kwargs,
     ):
         super().__init__(**kwargs)
         check_configs(tables, features)
+        check_memory_arguments(memory_limit, slots, bytes_per_row_overhead)
         widths = result_widths(interactions, tables, features)
         self._interactions = tuple(zip(interactions, widths, strict=True))
         self._returned_features = returned_features and tuple(returned_features)
@@ -124,13 +145,16 @@ class EmbeddingCollection(keras.layers.Layer):
         self._feature_configs = tuple(features)
         self._by_name = {table.name: table for table in tables}
         self._given_placement = placement
+        self._placement_is_restored = False
         self._memory_limit = memory_limit
+        self._row_memory = {"slots": slots, "bytes_per_row_overhead": bytes_per_row_overhead}
         self._concatenate = bool(concatenate)
         # One for each table, so that tables differ and a table is the same however it is split.
         self._initializers = {t.name: keras.initializers.get(t.initializer) for t in tables}
         self._physical: tuple = ()
         self._variables: list[keras.Variable] = []
         self._plan: PlacementPlan | None = None
+        self._saved_tables: dict[str, SavedRows] = {}
 
     @property
     def placement(self) -> PlacementPlan | None:
@@ -145,13 +169,17 @@ class EmbeddingCollection(keras.layers.Layer):
         cluster = getattr(strategy, "cluster", None)
         servers = cluster.ps if cluster is not None else 1
         plan = self._given_placement
-        if plan is None:
+        if plan is None or (self._placement_is_restored and plan.ps != servers):
             tables = self._table_configs
             if cluster is None:  # One process, whatever the shards.
                 tables = [dataclasses.replace(table, shards=None) for table in tables]
             together = [tables_of(i, self._feature_configs) for i, _ in self._interactions]
             plan = plan_placement(
-                tables, servers, memory_limit=self._memory_limit, together=together
+                tables,
+                servers,
+                memory_limit=self._memory_limit,
+                together=together,
+                **self._row_memory,
             )
         elif plan.ps != servers:
             raise ValueError(
@@ -163,6 +191,8 @@ class EmbeddingCollection(keras.layers.Layer):
             by_server.setdefault(ps, []).append((interaction, width))
         self._plan = plan
         self._physical = physical_tables(self._table_configs, plan)
+        if self._memory_limit is not None:
+            check_memory(self.name, self._physical, self._memory_limit, *self._row_memory.values())
         for physical in self._physical:
             initializer = PhysicalInitializer(physical, self._initializers, self._by_name)
             with strategy.placed_on(physical.ps) if cluster else contextlib.nullcontext():
@@ -175,6 +205,7 @@ class EmbeddingCollection(keras.layers.Layer):
                 )
             variable.physical_table = physical
             variable.collection = self.path
+            variable.memory_limit = self._memory_limit
             self._variables.append(variable)
         self._beside = [ServerInteractions(i, self._feature_configs) for i in by_server.values()]
         self._routes = feature_inputs.Routes(
@@ -183,7 +214,19 @@ class EmbeddingCollection(keras.layers.Layer):
             self._physical,
             [use for beside in self._beside for use in beside.looked_up],
         )
+        self._saved_tables = {
+            f"table_{name}": SavedRows(f"table {name!r} of layer {self.name!r}", shards, "float32")
+            for name, shards in shards_of(self._physical, self._variables).items()
+        }
+        for name, table in self._saved_tables.items():
+            # Restores it, if a checkpoint was read before the layer was built.
+            self._handle_deferred_dependencies(name=name, trackable=table)
         self.built = True
+
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        children = super()._trackable_children(save_type, **kwargs)
+        # Exported models keep the variables that their functions use.
+        return children if save_type == "savedmodel" else {**children, **self._saved_tables}
 
     def call(self, inputs, weights=None, training=False):
         read = feature_inputs.read(self._feature_configs, self._by_name, inputs, weights)
@@ -218,10 +261,11 @@ class EmbeddingCollection(keras.layers.Layer):
         routed = self._routes.route(features)
         parts = []
         if self._returned:
-            pooled = [
-                values[i].lookup_bags(bags) if pulled else look_up(values[i], bags)
-                for i, bags in zip(self._routes.looked_up, routed.bags, strict=True)
-            ]
+            tables = [values[i] for i in self._routes.looked_up]
+            if pulled:
+                pooled = [v.lookup_bags(b) for v, b in zip(tables, routed.bags, strict=True)]
+            else:
+                pooled = look_up(tables, routed.bags)
             vectors = ops.assemble(
                 routed.batch,
                 pooled,
@@ -239,7 +283,7 @@ class EmbeddingCollection(keras.layers.Layer):
                 request = beside.request(features, bags, routed.batch)
                 parts.append(values[tables[0]].look_up([values[i] for i in tables], request))
             else:
-                vectors = [look_up(values[i], b) for i, b in zip(tables, bags, strict=True)]
+                vectors = look_up([values[i] for i in tables], bags)
                 parts.append(beside.compute(features, vectors))
         return parts
 
@@ -301,10 +345,13 @@ class EmbeddingCollection(keras.layers.Layer):
         config.update(
             tables=[keras.saving.serialize_keras_object(t) for t in self._table_configs],
             features=[keras.saving.serialize_keras_object(f) for f in self._feature_configs],
+            placement=self._given_placement
+            and keras.saving.serialize_keras_object(self._given_placement),
             memory_limit=self._memory_limit,
             concatenate=self._concatenate,
             interactions=[keras.saving.serialize_keras_object(i) for i, _ in self._interactions],
             returned_features=self._returned_features and list(self._returned_features),
+            **self._row_memory,
         )
         return config
 
@@ -314,12 +361,30 @@ class EmbeddingCollection(keras.layers.Layer):
         for name in ("tables", "features", "interactions"):
             own = config.get(name, [])  # Older models have no interactions.
             config[name] = [keras.saving.deserialize_keras_object(c) for c in own]
-        return cls(**config)
+        if isinstance(config.get("placement"), dict):
+            config["placement"] = keras.saving.deserialize_keras_object(config["placement"])
+        layer = cls(**config)
+        layer._placement_is_restored = True
+        return layer
 
 
-def look_up(value: Any, bags: Bags) -> tf.Tensor:
-    """Looks up bags in a table of this process: float32 [bags, dimension]."""
-    return bags.pool(tf.cast(tf.gather(value, bags.ids), tf.float32))
+def look_up(tables: Sequence[Any], bags: Sequence[Bags]) -> list[tf.Tensor]:
+    """Looks up bags in tables of this process: float32 [bags, dimension] for each."""
+    if not all(isinstance(t, tf.Variable) and "GPU" not in t.device for t in tables):
+        # What stands for a variable in Keras's stateless calls, or where the op has no kernel.
+        return [
+            b.pool(tf.cast(tf.gather(t, b.ids), tf.float32))
+            for t, b in zip(tables, bags, strict=True)
+        ]
+    for table in tables:
+        tape.variable_accessed(table)  # The op reads it by its handle.
+    packed = PackedBags.pack(list(bags))
+    vectors, _ = ops.gather_rows(
+        [table.handle for table in tables], [], packed.ids, packed.counts, **packed.inputs()
+    )
+    widths = [table.shape[1] for table in tables]
+    pooled = tf.split(vectors, packed.sizes * tf.constant(widths, tf.int64), num=len(tables))
+    return [tf.reshape(v, [-1, width]) for v, width in zip(pooled, widths, strict=True)]
 
 
 def _returned(

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.optimizers.base import in_xla_context
+from tf_recsync.optimizers.plain_update import in_xla_context
 
 
 @keras.saving.register_keras_serializable(package="tf_recsync")

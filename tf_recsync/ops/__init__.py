@@ -14,6 +14,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
 
+from tf_recsync.ops.bags import Bags, PackedBags
+
 _LIBRARY = pathlib.Path(__file__).resolve().parent.parent / "_recsync_ops.so"
 
 if not _LIBRARY.exists():
@@ -97,33 +99,39 @@ def _mean_normalize_gradient(op, dy, _):
 
 @tf.RegisterGradient("RecsyncGatherRows")
 def _gather_rows_gradient(op, packed, _):
-    """Rows of each table, as the gradient of a stock gather is; none of `scales`."""
+    """Rows of each table, as the gradient of a stock gather is; none of `scales`.
+
+    Each carries the gradient of the pooled vectors, too, from which it was computed (`lookup_of`).
+    """
     n = op.get_attr("N")
-    indices, counts, bags, scales, bag_counts = op.inputs[2 * n :]
-    ids = tf.split(indices, counts, num=n)
+    indices, counts, bags, scales, bag_counts = op.inputs[n + op.get_attr("V") :]
+    scales = None if scales.shape[0] == 0 else scales
+    given = PackedBags(counts, indices, scales=scales)
+    if bag_counts.shape[0] != 0:
+        given = PackedBags(counts, indices, bags, scales, bag_counts)
     shapes = [_variable_shape(op.inputs[i]) for i in range(n)]
-    pooled = tf.size(bag_counts) > 0
-    vectors = tf.cond(pooled, lambda: bag_counts, lambda: counts)
-    # The packed vector of each index.
-    first = tf.repeat(tf.cumsum(vectors, exclusive=True), counts)
-    own = tf.cond(pooled, lambda: bags, lambda: tf.zeros_like(indices, tf.int32))
-    within = tf.range(tf.size(indices, out_type=tf.int64))
-    vector = tf.cond(pooled, lambda: first + tf.cast(own, tf.int64), lambda: within)
-    vector -= first
-    sizes = tf.stack(
-        [vectors[i] * tf.cast(tf.reduce_prod(shapes[i][1:]), tf.int64) for i in range(n)]
-    )
-    gradients = tf.split(packed, sizes, num=n)
-    scaled = tf.cond(tf.size(scales) > 0, lambda: scales, lambda: tf.ones_like(within, tf.float32))
+    widths = tf.stack([tf.cast(tf.reduce_prod(shape[1:]), tf.int64) for shape in shapes])
+    gradients = tf.split(packed, given.sizes * widths, num=n)
     slices = []
-    for i, (weight, own) in enumerate(
-        zip(tf.split(scaled, counts, num=n), tf.split(vector, counts, num=n), strict=True)
-    ):
-        wide = tf.reshape(gradients[i], tf.concat([[-1], shapes[i][1:]], 0))
-        narrow = tf.concat([[-1], tf.ones_like(shapes[i][1:])], 0)
-        values = tf.gather(wide, own) * tf.reshape(weight, narrow)
-        slices.append(tf.IndexedSlices(values, ids[i], shapes[i]))
-    return [*slices, *[None] * (n + 5)]
+    for own, gradient, shape in zip(given.unpack(n), gradients, shapes, strict=True):
+        wide = tf.reshape(gradient, tf.concat([[-1], shape[1:]], 0))
+        one = tf.IndexedSlices(own.expand(wide), own.ids, shape)
+        # An attribute, as whatever changes the gradient makes another object, without it.
+        one.lookup = gradient, own
+        slices.append(one)
+    return [*slices, *[None] * (op.get_attr("V") + 5)]
+
+
+def lookup_of(gradient: tf.IndexedSlices) -> tuple[tf.Tensor, Bags] | None:
+    """What the gradient of a table was computed from, if it comes from `gather_rows` unchanged.
+
+    Args:
+        gradient: the gradient of a table.
+
+    Returns:
+        The flat gradient of the pooled vectors, and the bags; None if the gradient is another.
+    """
+    return getattr(gradient, "lookup", None)
 
 
 def _variable_shape(handle):

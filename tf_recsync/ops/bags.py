@@ -49,7 +49,8 @@ class Bags(NamedTuple):
         if self.bags is not None:
             gradient = tf.gather(gradient, self.bags)
         if self.scales is not None:
-            gradient *= tf.cast(self.scales, gradient.dtype)[:, tf.newaxis]
+            narrow = tf.concat([[-1], tf.ones([tf.rank(gradient) - 1], tf.int32)], 0)
+            gradient *= tf.reshape(tf.cast(self.scales, gradient.dtype), narrow)
         return gradient
 
 
@@ -175,6 +176,18 @@ class PackedBags:
         scales = tf.ones_like(self.ids, tf.float32) if self.scales is None else self.scales
         return PackedBags(self.counts, self.ids, bags, scales, self.sizes)
 
+    def unpack(self, tables: int) -> list[Bags]:
+        """The bags of each table."""
+
+        def split(packed):
+            return [None] * tables if packed is None else tf.split(packed, self.counts, num=tables)
+
+        bag_counts = [None] * tables
+        if self.bag_counts is not None:
+            bag_counts = tf.unstack(self.bag_counts, num=tables)
+        parts = (split(self.ids), split(self.bags), split(self.scales), bag_counts)
+        return [Bags(*own) for own in zip(*parts, strict=True)]
+
     @property
     def sizes(self) -> tf.Tensor:
         """How many pooled vectors each table has, int64 [tables]."""
@@ -182,9 +195,8 @@ class PackedBags:
 
     def inputs(self) -> dict[str, tf.Tensor]:
         """What the row-wise ops take besides ids and counts."""
-        if self.bags is None:
-            return {}
-        return {"bags": self.bags, "scales": self.scales, "bag_counts": self.bag_counts}
+        given = {"bags": self.bags, "scales": self.scales, "bag_counts": self.bag_counts}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     def sent(
         self,

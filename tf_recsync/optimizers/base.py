@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
+from tf_recsync import ops
 from tf_recsync import staleness as staleness_lib
-from tf_recsync.ops.bags import PackedBags
+from tf_recsync.embedding.physical_tables import check_memory
+from tf_recsync.ops.bags import Bags, PackedBags
 from tf_recsync.optimizers import saving
+from tf_recsync.optimizers.plain_update import as_rows, in_xla_context, plain_update
 from tf_recsync.swap import Swap
 from tf_recsync.synchronization import context
 
@@ -111,6 +113,8 @@ class Optimizer(keras.optimizers.Optimizer):
         self.nonfinite = nonfinite
         self._states: list[VariableState] = []
         self._saved_variables: dict | None = None
+        # Stands for the variables in TensorFlow's checkpoints.
+        self._saved_group = tf.__internal__.tracking.AutoTrackable()
         self.wait_for_steps: Callable[[], None] | None = None
 
     # What a subclass provides.
@@ -147,6 +151,7 @@ class Optimizer(keras.optimizers.Optimizer):
     def build(self, variables):
         if self.built:
             return
+        self._check_memory(variables)
         super().build(variables)
         self._states = [self._make_state(variable) for variable in variables]
         if self._saved_variables is not None:
@@ -154,6 +159,16 @@ class Optimizer(keras.optimizers.Optimizer):
             # The first step may be traced, and build within it.
             with tf.init_scope():
                 saving.load_variables(self, saved)
+        saving.track_variables(self, self._saved_group)
+
+    def _check_memory(self, variables) -> None:
+        """Checks that servers hold no more of an `EmbeddingCollection` than it allows."""
+        limited = [v for v in variables if getattr(v, "memory_limit", None) is not None]
+        for layer in dict.fromkeys(v.collection for v in limited):
+            own = [v for v in limited if v.collection == layer]
+            tables = [v.physical_table for v in own]
+            limit = own[0].memory_limit
+            check_memory(layer, tables, limit, self.slots, self.bytes_per_row_overhead)
 
     def _make_state(self, variable) -> VariableState:
         named = len(variable.shape) >= 1 and bool(self._tables.fullmatch(variable.path))
@@ -188,6 +203,17 @@ class Optimizer(keras.optimizers.Optimizer):
         )
 
     @property
+    def slots(self) -> int:
+        """float32 accumulators for each element of a table, for `plan_placement`."""
+        return len(self.accumulator_names) + bool(self.use_ema)
+
+    @property
+    def bytes_per_row_overhead(self) -> int:
+        """Bytes for each row of a table beside the accumulators, for `plan_placement`."""
+        last_update = 4 if self.staleness.uses_last_update else 0
+        return 8 + 8 * bool(self.swap) + last_update + 8 * self.keeps_steps
+
+    @property
     def uses_global_step(self) -> bool:
         """Whether an update depends on the global step."""
         return self.swap is not None or self.keeps_steps
@@ -212,6 +238,16 @@ class Optimizer(keras.optimizers.Optimizer):
             saving.load_variables(self, saved)
         else:
             self._saved_variables = saved
+
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        children = super()._trackable_children(save_type, **kwargs)
+        if save_type == "savedmodel":
+            children.pop("_saved_group", None)
+            return children
+        # These have the shapes of one placement; the group has them by table.
+        for name in ("_variables", "_trainable_variables"):
+            children.pop(name, None)
+        return children
 
     # Applying gradients.
 
@@ -275,11 +311,14 @@ class Optimizer(keras.optimizers.Optimizer):
         step = tf.cast(self.iterations, tf.int64) + 1
         known = ("float32", "bfloat16") if state.is_table else ("float32",)
         if in_xla_context() or state.variable.dtype not in known:
-            self._plain_update(state, variable, gradient, learning_rate, step)
+            plain_update(self, state, variable, gradient, learning_rate, step)
         elif state.is_table:
-            values, ids = as_rows(gradient, state.variable.shape)
-            values = tf.reshape(values, [-1])
-            rows = PackedBags(tf.size(ids, out_type=tf.int64)[tf.newaxis], ids)
+            lookup = ops.lookup_of(gradient)
+            if lookup is None:
+                values, ids = as_rows(gradient, state.variable.shape)
+                lookup = tf.reshape(values, [-1]), Bags(ids)
+            values, bags = lookup
+            rows = PackedBags.pack([bags])
             self.apply_rows([state], values, rows, no_versions(), learning_rate, step)
         else:
             gradient = tf.reshape(tf.convert_to_tensor(gradient), [-1])
@@ -363,96 +402,6 @@ class Optimizer(keras.optimizers.Optimizer):
             **policy.attributes(),
         }
 
-    def _plain_update(self, state, variable, gradient, learning_rate, step):
-        """The same update in stock ops, for XLA and for other dtypes than float32.
-
-        Only fresh gradients come here, and a fresh gradient's weight is 1.
-        """
-        dtype = tf.as_dtype((state.accumulators or [state.variable])[0].dtype)
-        rank = len(variable.shape)
-        versions = state.versions.value
-        if state.is_table:
-            rows = variable.shape[0]
-            values, ids = as_rows(gradient, state.variable.shape)
-            gradient = tf.math.unsorted_segment_sum(tf.cast(values, dtype), ids, rows)
-            touched = tf.math.unsorted_segment_sum(tf.ones_like(ids, tf.int32), ids, rows) > 0
-            finite = tf.reduce_all(tf.math.is_finite(gradient), list(range(1, rank)))
-        else:
-            gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)
-            touched = tf.constant(True)
-            finite = tf.reduce_all(tf.math.is_finite(gradient))
-        skipped = tf.constant(0, tf.int64)
-        if self.nonfinite == "skip":
-            skipped = tf.reduce_sum(tf.cast(touched & ~finite, tf.int64))
-            touched &= finite
-        elif self.nonfinite == "error":
-            self._refuse_nonfinite(state, finite)
-
-        def wide(per_row):
-            # [rows] as [rows, 1, ...]; a dense variable's scalar as it is.
-            return tf.reshape(per_row, [-1] + [1] * (rank - 1)) if state.is_table else per_row
-
-        decay = tf.ones([], dtype)
-        if self.swap:
-            last_period = state.last_periods[0].value
-            period = step // self.swap.period
-            missed = tf.maximum(period - last_period, 0)
-            decay = tf.cast(
-                wide(tf.cast(self.swap.decay, tf.float32) ** tf.cast(missed, tf.float32)), dtype
-            )
-            last_period.assign(
-                tf.where(touched, tf.maximum(last_period.read_value(), period), last_period)
-            )
-        accumulators = [a.value for a in state.accumulators]
-        last_step = state.last_steps[0].value.read_value() if state.last_steps else None
-        new_accumulators, update = self.plain_rule(
-            accumulators,
-            gradient,
-            tf.cast(learning_rate, dtype),
-            decay,
-            value=tf.cast(tf.convert_to_tensor(variable), dtype),
-            step=step,
-            last_step=None if last_step is None else wide(last_step),
-        )
-        for last_steps in state.last_steps:
-            last_steps.value.assign(tf.where(touched, step, last_step))
-        mask = wide(touched)
-        for accumulator, new in zip(accumulators, new_accumulators, strict=True):
-            accumulator.assign(tf.where(mask, new, accumulator))
-        # In the accumulators' type: a bfloat16 value is rounded once, at the end.
-        new_value = tf.cast(tf.convert_to_tensor(variable), dtype) - update
-        variable.assign(tf.where(mask, tf.cast(new_value, variable.dtype), variable))
-        if state.last_updates:
-            axes = list(range(1, rank)) if state.is_table else None
-            length = tf.sqrt(tf.reduce_sum(tf.square(tf.cast(update, tf.float32)), axes))
-            last_update = state.last_updates[0].value
-            last_update.assign(tf.where(touched, length, last_update))
-        versions.assign_add(tf.cast(touched, tf.int64) + tf.zeros_like(versions))
-        updates = tf.reduce_sum(tf.cast(touched, tf.int64))
-        # count, sum, sum of squares, bucket 1, skipped; the maximum is 1.
-        counters = state.counters.value
-        added = tf.concat(
-            [
-                tf.fill([3], updates),
-                [tf.cast(0, tf.int64)],
-                [tf.cast(0, tf.int64), updates],
-                tf.zeros([staleness_lib.COUNTERS - 7], tf.int64),
-                [skipped],
-            ],
-            0,
-        )
-        largest = tf.one_hot(3, staleness_lib.COUNTERS, dtype=tf.int64)
-        counters.assign(tf.maximum(counters + added, largest * tf.minimum(updates, 1)))
-
-    def _refuse_nonfinite(self, state, finite):
-        if in_xla_context():
-            raise ValueError(
-                'nonfinite must be "apply" or "skip" with jit_compile, which raises no errors, '
-                'not "error"'
-            )
-        message = f"the gradient of {state.variable.path} is not finite"
-        tf.debugging.assert_equal(tf.reduce_all(finite), True, message)
-
     def get_config(self):
         config = super().get_config()
         config.update(
@@ -477,20 +426,6 @@ class Optimizer(keras.optimizers.Optimizer):
 def no_versions() -> tf.Tensor:
     """Stands for versions of gradients that are fresh."""
     return tf.zeros([0], tf.int64)
-
-
-def in_xla_context() -> bool:
-    """Whether XLA compiles what is being traced now."""
-    if tf.executing_eagerly():
-        return False
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
-
-
-def as_rows(gradient, shape) -> tuple[tf.Tensor, tf.Tensor]:
-    """The gradient of a table as (values [n, ...], row ids [n])."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient.values, gradient.indices
-    return tf.convert_to_tensor(gradient), tf.range(shape[0])
 
 
 def sum_repeated_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:

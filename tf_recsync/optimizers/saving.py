@@ -12,9 +12,15 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tf_recsync import staleness
-from tf_recsync.embedding.physical_tables import gather_logical, scatter_logical
+from tf_recsync.embedding.checkpoint import SavedCounters, SavedRows
+from tf_recsync.embedding.physical_tables import (
+    gather_logical,
+    scatter_logical,
+    shards_of,
+)
 
 _COUNTERS = "staleness"
 
@@ -87,6 +93,35 @@ def load_variables(optimizer: Any, saved: Mapping[str, np.ndarray]) -> None:
         )
     for variable, value in values:
         variable.assign(value)
+
+
+def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -> None:
+    """Has checkpoints (`tf.train.Checkpoint`) save an optimizer's variables, too, by table.
+
+    Args:
+        optimizer: a built optimizer of this package.
+        group: what stands for the variables in checkpoints; it restores each of them at once if
+            its checkpoint was read before.
+    """
+    collections = _collections(optimizer)
+    for i, variable in enumerate(_others(optimizer, collections)):
+        group._track_trackable(variable, f"variable_{i}")
+    # A model's layers save what is in their attributes only.
+    dense = [s.variable for s in optimizer.states if not hasattr(s.variable, "physical_table")]
+    for i, variable in enumerate(dense):
+        group._track_trackable(variable, f"trained_{i}")
+    for number, states in enumerate(collections.values()):
+        tables = [state.variable.physical_table for state in states]
+        for slot, variables in _slots(states).items():
+            name = f"collection_{number}_{slot}"
+            if slot == _COUNTERS:
+                counters = SavedCounters(variables, staleness.MAXIMUM)
+                group._track_trackable(counters, name)
+                continue
+            for table, shards in shards_of(tables, variables).items():
+                label = f"the {slot} of table {table!r}"
+                rows = SavedRows(label, shards, variables[0].dtype)
+                group._track_trackable(rows, f"{name}_{table}")
 
 
 def _collections(optimizer: Any) -> dict[str, list]:

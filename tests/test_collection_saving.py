@@ -1,0 +1,318 @@
+"""Memory, copies and checkpoints of EmbeddingCollections, on any number of servers."""
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import assert_close, steps_of
+from test_embedding_collection import ROWS, click_data, click_model, collection, tables_of
+
+import tf_recsync as recsync
+from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
+
+TABLES = [TableConfig("films", 40, 4, "normal"), TableConfig("users", 25, 2, "normal")]
+VALUES = 40 * 4 * 4 + 25 * 2 * 4
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    keras.utils.set_random_seed(3)
+
+
+# Memory.
+
+
+@pytest.mark.parametrize(
+    ("make", "slots", "overhead"),
+    [
+        (lambda **k: recsync.optimizers.SGD(0.1, **k), 0, 8),
+        (lambda **k: recsync.optimizers.Adagrad(0.1, **k), 1, 8),
+        (lambda **k: recsync.optimizers.Adagrad(0.1, use_ema=True, **k), 2, 8),
+        (lambda **k: recsync.optimizers.Adam(0.1, swap=recsync.Swap(3, 0.5), **k), 2, 24),
+        (
+            lambda **k: recsync.optimizers.Ftrl(
+                0.1,
+                swap=recsync.Swap(3, 0.5),
+                staleness=recsync.staleness.InversePower(update_sensitivity=1.0),
+                **k,
+            ),
+            2,
+            20,
+        ),
+    ],
+)
+def test_an_optimizer_says_what_it_keeps_and_a_layer_counts_it(make, slots, overhead):
+    optimizer = make()
+    assert (optimizer.slots, optimizer.bytes_per_row_overhead) == (slots, overhead)
+    needed = VALUES * (1 + slots) + 65 * overhead
+    layer = collection(memory_limit=needed, slots=slots, bytes_per_row_overhead=overhead)
+    layer.build()
+    optimizer.build(layer.trainable_variables)
+    held = [v for v in optimizer.variables if len(v.shape) and "staleness" not in v.path]
+    assert sum(v.value.numpy().nbytes for v in [*layer.variables, *held]) == needed
+    assert layer.placement.memory.tolist() == [needed]
+    with pytest.raises(ValueError, match=f"memory_limit={needed - 1}"):
+        collection(memory_limit=needed - 1, slots=slots, bytes_per_row_overhead=overhead).build()
+
+
+def test_an_optimizer_that_keeps_more_than_the_layer_counted_is_refused():
+    layer = collection(memory_limit=2 * VALUES + 65 * 8)
+    layer.build()
+    recsync.optimizers.Adagrad(0.1).build(layer.trainable_variables)
+    message = (
+        f"server 0 would hold {3 * VALUES + 65 * 16} bytes .* memory_limit={2 * VALUES + 65 * 8}.*"
+        f"'films' with {40 * (4 * 4 * 3 + 16)} bytes there .with slots=2, bytes_per_row_overhead=16"
+    )
+    with pytest.raises(ValueError, match=message):
+        recsync.optimizers.Adam(0.1).build(layer.trainable_variables)
+
+
+def test_the_memory_of_a_given_placement_is_checked():
+    plan = recsync.plan_placement(TABLES, ps=1)
+    collection(placement=plan, memory_limit=2 * VALUES + 65 * 8).build()
+    with pytest.raises(ValueError, match="server 0 .* table 'films' with 1600 bytes"):
+        collection(placement=plan, memory_limit=2 * VALUES + 65 * 8 - 1).build()
+
+
+def test_memory_splits_tables_over_servers(clusters):
+    strategy = clusters.strategy(1, 2)
+    with strategy.scope():
+        whole = collection()
+        whole.build()
+        split = collection(memory_limit=1120)
+        split.build()
+    assert max(split.placement.memory) <= 1120
+    assert len(split.placement.shards) >= len(whole.placement.shards)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"slots": -1}, "slots=-1: must be at least 0"),
+        ({"bytes_per_row_overhead": -8}, "bytes_per_row_overhead=-8"),
+        ({"memory_limit": 0}, "memory_limit=0"),
+    ],
+)
+def test_wrong_memory_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        collection(**arguments)
+
+
+# Copies.
+
+
+def skewed_plan(ps: int) -> recsync.PlacementPlan:
+    """Not what would be planned by size: films are split, and users are on the first server."""
+    return recsync.plan_placement(
+        [TableConfig("films", 40, 4, shards=ps), TABLES[1]], ps, {"films": 1, "users": 9}
+    )
+
+
+def test_copies_keep_a_given_placement_where_it_fits(clusters, tmp_path):
+    strategy = clusters.strategy(1, 2)
+    plan = skewed_plan(2)
+    with strategy.scope():
+        planned = collection()
+        planned.build()
+        assert planned.placement != plan
+        model = click_model(collection("mean", placement=plan, name="embed"))
+        model.compile(recsync.optimizers.Adagrad(0.1), "mse")
+    model.fit(click_data(), epochs=1, verbose=0)
+    model.save(tmp_path / "model.keras")
+    with strategy.scope():
+        copies = [
+            keras.models.clone_model(model),
+            keras.saving.load_model(tmp_path / "model.keras"),
+        ]
+    for copy in copies:
+        assert copy.get_layer("embed").placement == plan
+        assert copy.get_layer("embed").get_config() == model.get_layer("embed").get_config()
+    assert_close(tables_of(copies[1]), tables_of(model))
+    copies[1].fit(click_data(), epochs=1, verbose=0)
+
+    strategy = clusters.strategy(1, 3)
+    local = keras.saving.load_model(tmp_path / "model.keras")
+    assert local.get_layer("embed").placement.ps == 1
+    with strategy.scope():
+        other = keras.saving.load_model(tmp_path / "model.keras")
+    assert other.get_layer("embed").placement.ps == 3
+    assert_close(tables_of(other), tables_of(local))
+    # Saved again, it still knows the placement that was given.
+    assert other.get_layer("embed").get_config()["placement"]["config"]["ps"] == 2
+    other.fit(click_data(), epochs=1, verbose=0)
+
+
+# Checkpoints.
+
+
+def compiled(layer, optimizer="SwapAdagrad") -> keras.Model:
+    model = click_model(layer)
+    options = {"swap": recsync.Swap(period=5, decay=0.5)} if optimizer == "SwapAdagrad" else {}
+    make = getattr(recsync.optimizers, optimizer)
+    policy = recsync.staleness.InversePower(update_sensitivity=1.0)
+    model.compile(make(0.1, staleness=policy, **options), "mse", jit_compile=False)
+    return model
+
+
+def by_table(model: keras.Model, folder) -> dict[str, np.ndarray]:
+    """All that Keras saves of a model: tables, and what the optimizer keeps, by table."""
+    model.save_weights(folder / "all.weights.h5")
+    found = {}
+    with h5py.File(folder / "all.weights.h5") as file:
+        file.visititems(
+            lambda name, item: (
+                found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
+            )
+        )
+    return found
+
+
+def write(model, path):
+    return tf.train.Checkpoint(model=model).write(str(path))
+
+
+def read(model, path):
+    return tf.train.Checkpoint(model=model).read(str(path))
+
+
+def assert_same(found: dict, expected: dict):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["SwapAdagrad", "Adam", "Ftrl"])
+def test_a_checkpoint_goes_from_two_servers_to_three_and_to_none(clusters, tmp_path, optimizer):
+    strategy = clusters.strategy(1, 2)
+    with strategy.scope():
+        model = compiled(collection("mean", placement=skewed_plan(2), name="embed"), optimizer)
+    model.fit(click_data(), epochs=2, verbose=0)
+    write(model, tmp_path / "two")
+    expected = by_table(model, tmp_path)
+    assert any("version" in name and value.max() > 1 for name, value in expected.items())
+
+    strategy = clusters.strategy(1, 3)
+    for built in (True, False):
+        keras.utils.set_random_seed(built)
+        local = compiled(collection("mean", name="embed"), optimizer)
+        if built:
+            local.fit(click_data(), epochs=1, verbose=0, shuffle=False)
+        status = read(local, tmp_path / "two")
+        status.assert_existing_objects_matched()
+        if not built:
+            local.optimizer.build(local.trainable_variables)
+            status.assert_consumed()
+        assert_same(by_table(local, tmp_path), expected)
+        with strategy.scope():
+            other = compiled(collection("mean", 3, name="embed"), optimizer)
+        if built:
+            other.fit(click_data(), epochs=1, verbose=0)
+        read(other, tmp_path / "two").assert_existing_objects_matched()
+        if not built:
+            with strategy.scope():
+                other.optimizer.build(other.trainable_variables)
+        assert_same(by_table(other, tmp_path), expected)
+    # Both go on alike.
+    steps = steps_of(other)
+    other.fit(click_data(), epochs=1, verbose=0)
+    local.fit(click_data(), epochs=1, verbose=0, shuffle=False)
+    assert steps_of(other) == steps + 12
+    assert_close(tables_of(other), tables_of(local))
+    write(other, tmp_path / "three")
+    expected = by_table(other, tmp_path)
+    read(local, tmp_path / "three")
+    assert_same(by_table(local, tmp_path), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_restores_itself_before_or_after_it_is_built(tmp_path, dtype):
+    layer = collection(dtype=dtype)
+    layer.build()
+    tf.train.Checkpoint(layer=layer).write(str(tmp_path / "layer"))
+    for built in (True, False):
+        other = collection(dtype=dtype)
+        if built:
+            other.build()
+        status = tf.train.Checkpoint(layer=other).read(str(tmp_path / "layer"))
+        other.build()
+        status.assert_consumed()
+        assert_close(
+            [other.table_values(t) for t in ROWS], [layer.table_values(t) for t in ROWS], 0
+        )
+
+
+def test_a_checkpoint_of_other_tables_names_the_table(tmp_path):
+    layer = collection()
+    layer.build()
+    tf.train.Checkpoint(layer=layer).write(str(tmp_path / "layer"))
+    other = EmbeddingCollection(
+        [TableConfig("films", 41, 4), TABLES[1]],
+        [FeatureConfig("film", "films"), FeatureConfig("user", "users")],
+        name="embed",
+    )
+    other.build()
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"table 'films' of layer 'embed' has shape \[41, 4\]"
+    ):
+        tf.train.Checkpoint(layer=other).read(str(tmp_path / "layer"))
+
+
+class StopAfter(keras.callbacks.Callback):
+    """Ends training as a lost machine would."""
+
+    def __init__(self, epochs: int):
+        super().__init__()
+        self._epochs = epochs
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self._epochs:
+            raise InterruptedError
+
+
+def test_backup_and_restore_goes_on_with_more_servers(clusters, tmp_path):
+    def fit(model, *callbacks):
+        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+        model.fit(click_data(), epochs=3, verbose=0, callbacks=[backup, *callbacks])
+
+    strategy = clusters.strategy(1, 2)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = compiled(collection("mean", 2, name="embed"))
+    with pytest.raises(InterruptedError):
+        fit(model, StopAfter(2))
+    assert steps_of(model) == 24
+
+    strategy = clusters.strategy(1, 3)
+    with strategy.scope():
+        again = compiled(collection("mean", name="embed"))
+    fit(again)
+    assert steps_of(again) == 36
+
+    keras.utils.set_random_seed(3)
+    undisturbed = compiled(collection("mean", name="embed"))
+    undisturbed.fit(click_data(), epochs=3, verbose=0, shuffle=False)
+    assert_close(tables_of(again), tables_of(undisturbed))
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_model_checkpoints_are_loaded_with_more_servers(clusters, tmp_path, weights_only):
+    strategy = clusters.strategy(1, 2)
+    with strategy.scope():
+        model = compiled(collection("mean", 2, name="embed"))
+    path = tmp_path / ("last.weights.h5" if weights_only else "last.keras")
+    checkpoint = keras.callbacks.ModelCheckpoint(path, save_weights_only=weights_only)
+    model.fit(click_data(), epochs=2, verbose=0, callbacks=[checkpoint])
+    tables, expected = tables_of(model), by_table(model, tmp_path)
+    strategy = clusters.strategy(1, 3)
+    with strategy.scope():
+        if weights_only:
+            again = compiled(collection("mean", name="embed"))
+            again.load_weights(path)
+            again.optimizer.build(again.trainable_variables)
+        else:
+            again = keras.saving.load_model(path)
+    assert_close(tables_of(again), tables, 0)
+    assert_same(by_table(again, tmp_path), expected)
+    again.fit(click_data(), epochs=1, verbose=0)
+    assert steps_of(again) == 36

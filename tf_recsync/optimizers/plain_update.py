@@ -1,0 +1,129 @@
+"""An update in stock ops: for XLA, which knows no custom ops, and for other dtypes than float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from tf_recsync import staleness as staleness_lib
+
+
+def in_xla_context() -> bool:
+    """Whether XLA compiles what is being traced now."""
+    if tf.executing_eagerly():
+        return False
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def as_rows(gradient, shape) -> tuple[tf.Tensor, tf.Tensor]:
+    """The gradient of a table as (values [n, ...], row ids [n])."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values, gradient.indices
+    return tf.convert_to_tensor(gradient), tf.range(shape[0])
+
+
+def plain_update(
+    optimizer: Any,
+    state: Any,
+    variable: Any,
+    gradient: Any,
+    learning_rate: tf.Tensor,
+    step: tf.Tensor,
+) -> None:
+    """Applies a fresh gradient to one variable; a fresh gradient's weight is 1.
+
+    Args:
+        optimizer: an optimizer of this package.
+        state: its `VariableState` of the variable.
+        variable: what Keras hands the optimizer for the variable.
+        gradient: a tensor or tf.IndexedSlices.
+        learning_rate: a float32 scalar.
+        step: the global step, an int64 scalar, counted from 1.
+    """
+    dtype = tf.as_dtype((state.accumulators or [state.variable])[0].dtype)
+    rank = len(variable.shape)
+    versions = state.versions.value
+    if state.is_table:
+        rows = variable.shape[0]
+        values, ids = as_rows(gradient, state.variable.shape)
+        gradient = tf.math.unsorted_segment_sum(tf.cast(values, dtype), ids, rows)
+        touched = tf.math.unsorted_segment_sum(tf.ones_like(ids, tf.int32), ids, rows) > 0
+        finite = tf.reduce_all(tf.math.is_finite(gradient), list(range(1, rank)))
+    else:
+        gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)
+        touched = tf.constant(True)
+        finite = tf.reduce_all(tf.math.is_finite(gradient))
+    skipped = tf.constant(0, tf.int64)
+    if optimizer.nonfinite == "skip":
+        skipped = tf.reduce_sum(tf.cast(touched & ~finite, tf.int64))
+        touched &= finite
+    elif optimizer.nonfinite == "error":
+        _refuse_nonfinite(state, finite)
+
+    def wide(per_row):
+        # [rows] as [rows, 1, ...]; a dense variable's scalar as it is.
+        return tf.reshape(per_row, [-1] + [1] * (rank - 1)) if state.is_table else per_row
+
+    decay = tf.ones([], dtype)
+    if optimizer.swap:
+        last_period = state.last_periods[0].value
+        period = step // optimizer.swap.period
+        missed = tf.maximum(period - last_period, 0)
+        decay = tf.cast(
+            wide(tf.cast(optimizer.swap.decay, tf.float32) ** tf.cast(missed, tf.float32)), dtype
+        )
+        last_period.assign(
+            tf.where(touched, tf.maximum(last_period.read_value(), period), last_period)
+        )
+    accumulators = [a.value for a in state.accumulators]
+    last_step = state.last_steps[0].value.read_value() if state.last_steps else None
+    new_accumulators, update = optimizer.plain_rule(
+        accumulators,
+        gradient,
+        tf.cast(learning_rate, dtype),
+        decay,
+        value=tf.cast(tf.convert_to_tensor(variable), dtype),
+        step=step,
+        last_step=None if last_step is None else wide(last_step),
+    )
+    for last_steps in state.last_steps:
+        last_steps.value.assign(tf.where(touched, step, last_step))
+    mask = wide(touched)
+    for accumulator, new in zip(accumulators, new_accumulators, strict=True):
+        accumulator.assign(tf.where(mask, new, accumulator))
+    # In the accumulators' type: a bfloat16 value is rounded once, at the end.
+    new_value = tf.cast(tf.convert_to_tensor(variable), dtype) - update
+    variable.assign(tf.where(mask, tf.cast(new_value, variable.dtype), variable))
+    if state.last_updates:
+        axes = list(range(1, rank)) if state.is_table else None
+        length = tf.sqrt(tf.reduce_sum(tf.square(tf.cast(update, tf.float32)), axes))
+        last_update = state.last_updates[0].value
+        last_update.assign(tf.where(touched, length, last_update))
+    versions.assign_add(tf.cast(touched, tf.int64) + tf.zeros_like(versions))
+    updates = tf.reduce_sum(tf.cast(touched, tf.int64))
+    # count, sum, sum of squares, bucket 1, skipped; the maximum is 1.
+    counters = state.counters.value
+    added = tf.concat(
+        [
+            tf.fill([3], updates),
+            [tf.cast(0, tf.int64)],
+            [tf.cast(0, tf.int64), updates],
+            tf.zeros([staleness_lib.COUNTERS - 7], tf.int64),
+            [skipped],
+        ],
+        0,
+    )
+    largest = tf.one_hot(staleness_lib.MAXIMUM, staleness_lib.COUNTERS, dtype=tf.int64)
+    counters.assign(tf.maximum(counters + added, largest * tf.minimum(updates, 1)))
+
+
+def _refuse_nonfinite(state, finite):
+    if in_xla_context():
+        raise ValueError(
+            'nonfinite must be "apply" or "skip" with jit_compile, which raises no errors, '
+            'not "error"'
+        )
+    message = f"the gradient of {state.variable.path} is not finite"
+    tf.debugging.assert_equal(tf.reduce_all(finite), True, message)
