@@ -273,7 +273,8 @@ def traffic(model, batch) -> dict[tuple[str, str], dict[str, list[int]]]:
 
     @tf.function(autograph=False)
     def measured(batch):
-        step = Step(layout, [tf.zeros(v.shape, v.dtype) for v in layout.private], lookups, batch)
+        private = [tf.zeros(v.shape, v.dtype) for v in layout.private]
+        step = Step(layout, private, lookups, batch, worker=tf.constant(0, tf.int64))
         with step.computing():
             model.train_step(batch)
         _, operations = step.finish()
