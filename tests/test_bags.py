@@ -70,6 +70,64 @@ def test_a_bag_is_the_sum_of_its_rows_times_their_scales(scaled, index):
     np.testing.assert_array_equal(versions, np.concatenate(own))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_are_gathered_without_versions(dtype):
+    tables = [tf.Variable(tf.cast(RNG.normal(size=s), dtype)) for s in [(9, 3), (200, 2)]]
+    counts, bag_counts = [20, 700], [7, 90]
+    ids = [RNG.integers(0, t.shape[0], n) for t, n in zip(tables, counts, strict=True)]
+    bags, scales = random_bags(counts, bag_counts), RNG.normal(size=720).astype(np.float32)
+    arguments = np.concatenate(ids), tf.constant(counts, tf.int64)
+    pooling = {"bags": bags, "scales": scales, "bag_counts": bag_counts}
+    versions = [tf.Variable(tf.zeros(t.shape[:1], tf.int64)) for t in tables]
+    handles = [t.handle for t in tables]
+    for options in ({}, pooling):
+        packed, pulled = ops.gather_rows(handles, [], *arguments, **options)
+        expected, _ = ops.gather_rows(handles, [v.handle for v in versions], *arguments, **options)
+        np.testing.assert_array_equal(packed, expected)
+        assert pulled.shape == (0,)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("pooling", ["none", "scales", "bags", "both"])
+def test_the_gradient_of_a_gather_is_that_of_stock_ops_and_knows_its_bags(pooling, graph):
+    tables = [tf.Variable(RNG.normal(size=s), dtype=tf.float32) for s in [(9, 3), (30, 2)]]
+    counts, bag_counts = [20, 50], [7, 11]
+    bags = random_bags(counts, bag_counts) if pooling in ("bags", "both") else None
+    scales = RNG.normal(size=70).astype(np.float32) if pooling in ("scales", "both") else None
+    options = {"bags": bags, "scales": scales, "bag_counts": None if bags is None else bag_counts}
+    ids = [RNG.integers(0, t.shape[0], n) for t, n in zip(tables, counts, strict=True)]
+    vectors = counts if bags is None else bag_counts
+    upstream = RNG.normal(size=vectors[0] * 3 + vectors[1] * 2).astype(np.float32)
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            tape.watch([t.handle for t in tables])
+            packed, _ = ops.gather_rows(
+                [t.handle for t in tables],
+                [],
+                np.concatenate(ids),
+                tf.constant(counts, tf.int64),
+                **options,
+            )
+            loss = tf.reduce_sum(packed * upstream)
+        found = tape.gradient(loss, [t.handle for t in tables])
+        lookups = [ops.lookup_of(g) for g in found]
+        assert all(ops.lookup_of(tf.IndexedSlices(g.values, g.indices)) is None for g in found)
+        return [tf.convert_to_tensor(g) for g in found], [flat for flat, _ in lookups]
+
+    found, flat = (tf.function(gradients) if graph else gradients)()
+    np.testing.assert_array_equal(tf.concat(flat, 0), upstream)
+    every = np.ones(70) if scales is None else scales
+    own_bags = np.concatenate([np.arange(n) for n in counts]) if bags is None else bags
+    parts = np.split(upstream, [vectors[0] * 3])
+    for i, (table, gradient) in enumerate(zip(tables, found, strict=True)):
+        part = slice(0, 20) if i == 0 else slice(20, 70)
+        expected = np.zeros(table.shape)
+        wide = parts[i].reshape(-1, table.shape[1])
+        np.add.at(expected, ids[i], wide[own_bags[part]] * every[part, None])
+        np.testing.assert_allclose(gradient, expected, 1e-5, 1e-5)
+
+
 def test_bags_without_any_row_are_zeros():
     states = [State(np.ones((4, 3)), table=True), State(np.ones((4, 2)), table=True)]
     packed, versions = gather(

@@ -128,6 +128,38 @@ def test_rows_are_updated_as_in_numpy(form, shards):
     assert_close([layer.table_values("films")], [np.where(touched[:, None], expected, before)])
 
 
+@pytest.mark.parametrize("clipped", [False, True])
+def test_local_updates_take_bags_unless_rows_must_be_known(clipped, monkeypatch):
+    updates = []
+    rows_op = recsync.optimizers.Adagrad.rows_op
+
+    def noted(self, **kwargs):
+        updates.append("bags" in kwargs)
+        return rows_op(self, **kwargs)
+
+    monkeypatch.setattr(recsync.optimizers.Adagrad, "rows_op", noted)
+    clip = {"global_clipnorm": 1e6} if clipped else {}  # So large that nothing changes.
+    models = []
+    for eager in (False, True):
+        keras.utils.set_random_seed(3)
+        models.append(click_model(collection("mean", name="embed")))
+        optimizer = recsync.optimizers.Adagrad(0.1, **clip)
+        models[-1].compile(optimizer, "mse", jit_compile=False, run_eagerly=eager)
+        models[-1].fit(click_data(), verbose=0, shuffle=False)
+    assert set(updates) == {not clipped}
+    assert_close(tables_of(models[0]), tables_of(models[1]))
+    keras.utils.set_random_seed(3)
+    reference = click_model(collection("mean", name="embed"))
+    reference.compile(recsync.optimizers.Adagrad(0.1), "mse", jit_compile=False)
+    for x, y in click_data():
+        # Inference looks up in stock ops.
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((reference(x, training=False) - y) ** 2)
+        variables = reference.trainable_variables
+        reference.optimizer.apply(tape.gradient(loss, variables), variables)
+    assert_close(tables_of(models[0]), tables_of(reference))
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_ids_out_of_range_are_refused_clipped_or_hashed(training):
     others = {"seen": tf.constant([0, 1, 2]), "user": tf.constant([1, 2, 3])}

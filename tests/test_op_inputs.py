@@ -318,6 +318,10 @@ def gather(table, versions, counts=(1,)):
         ),
         (lambda s, t: gather(t.value, t.value), "twice"),
         (
+            lambda s, t: ops.gather_rows([t.value.handle], [t.version.handle] * 2, [0], [1]),
+            "versions must be one for each of the 1 variables, or none, not 2",
+        ),
+        (
             lambda s, t: ops.gather_rows([unassigned()], [t.version.handle], [0], [1]),
             r"variables\[0\] \(.*\) is not an initialized variable",
         ),
