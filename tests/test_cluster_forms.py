@@ -139,6 +139,8 @@ def test_every_number_of_processes_gets_every_server_once(workers, ps):
         ({"processes": 1.0}, "processes must be an integer of at least 0, got 1.0"),
         ({"processes": 4}, "processes must be at most one for each of the 3 servers, got 4"),
         ({"processes": 0, "log_dir": "logs"}, "log_dir must be None with processes=0.*'logs'"),
+        ({"processes": 0, "inter_op_threads": 4}, "inter_op_threads must be None .* got 4"),
+        ({"processes": 0, "intra_op_threads": 4}, "intra_op_threads must be None .* got 4"),
     ],
 )
 def test_wrong_forms_are_refused(arguments, message):

@@ -48,8 +48,8 @@ def _define_flags() -> None:
     flags.DEFINE_integer(
         "inter_op_threads",
         None,
-        "Threads that run ops; every remote call that waits in an op holds one. Default: "
-        "twice the number of cores, at least 16.",
+        "Threads that run ops, for each task; every remote call that waits in an op holds one. "
+        "Default: twice the number of cores, at least 16.",
         lower_bound=1,
     )
     flags.DEFINE_integer(
@@ -209,6 +209,7 @@ def main(argv: list[str]) -> int:
             ", ".join(map(_name_of, configs)),
             ", ".join(str(tf_config.split_address(c.own_address)[1]) for c in configs),
         )
+    inter_op_threads = args.inter_op_threads or max(16, 2 * (os.cpu_count() or 1))
     servers = []  # Keeps them referenced.
     for config in configs:
         name = _name_of(config)
@@ -217,8 +218,8 @@ def main(argv: list[str]) -> int:
                 hosted_servers.start_server(
                     config.cluster,
                     (config.task_type, config.task_index),
-                    inter_op_threads=args.inter_op_threads,
-                    intra_op_threads=args.intra_op_threads,
+                    len(configs) * inter_op_threads,
+                    args.intra_op_threads,
                 )
             )
         except tf.errors.OpError as error:

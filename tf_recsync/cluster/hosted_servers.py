@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from tf_recsync import _engine
 from tf_recsync import ops as _  # noqa: F401  Makes the custom ops exist here.
 
 Task = tuple[str, int]  # Job and index.
 
+# All servers of a process run what they are sent in one pool of threads, whose size
+# the first of them decides. A call to a worker holds a thread until it has ended, and
+# needs others, of the servers that it calls: too few, and nobody goes on.
+_POOL_THREADS = 256
+_THREADS_PER_TASK = 8
+_POOL_VARIABLE = "TF_NUM_INTEROP_THREADS"
+_pool_threads: int | None = None  # The pool's size; guarded by _lock.
+_lock = threading.RLock()
+
 
 def start_server(
     cluster: Mapping[str, Sequence[str]],
     task: Task,
-    *,
-    inter_op_threads: int | None = None,
+    pool_threads: int,
     intra_op_threads: int | None = None,
 ) -> tf.distribute.Server:
     """Starts the server of a task in this process; TensorFlow can't end it before the process.
@@ -29,7 +39,8 @@ def start_server(
     Args:
       cluster: Addresses "host:port" of the tasks of each job.
       task: Which one.
-      inter_op_threads: Threads that run ops. Default None: twice the cores, at least 16.
+      pool_threads: Threads that run ops, of all servers of the process; that of the first
+        one counts.
       intra_op_threads: Threads that one op may use. Default None: the number of cores.
 
     Returns:
@@ -46,7 +57,7 @@ def start_server(
         job_name=job,
         task_index=index,
         config=tf.compat.v1.ConfigProto(
-            inter_op_parallelism_threads=inter_op_threads or max(16, 2 * (os.cpu_count() or 1)),
+            inter_op_parallelism_threads=pool_threads,
             intra_op_parallelism_threads=intra_op_threads or 0,
             # A server waits often and shortly, and threads that spin
             # meanwhile take the cores from its neighbours.
@@ -55,11 +66,34 @@ def start_server(
     )
 
 
-# Servers of this process that no cluster uses at the moment, by their task and
-# threads: (address, server, the socket that keeps the port).
+@contextlib.contextmanager
+def pool_for_later() -> Iterator[None]:
+    """Inside, a first server of this process has a pool that does for `HostedServers`, too.
+
+    For the server with which TensorFlow connects the coordinator to a cluster.
+    """
+    global _pool_threads
+    with _lock:
+        if _pool_threads is not None:
+            yield
+            return
+        # Before, as its own pool shall not have so many.
+        context.context().ensure_initialized()
+        configured = context.context().config.inter_op_parallelism_threads
+        chosen = os.environ.get(_POOL_VARIABLE)
+        os.environ[_POOL_VARIABLE] = chosen or str(_POOL_THREADS)
+        try:
+            yield
+            _pool_threads = configured or int(os.environ[_POOL_VARIABLE])
+        finally:
+            if chosen is None:
+                del os.environ[_POOL_VARIABLE]
+
+
+# Servers of this process that no cluster uses at the moment, by their host and task:
+# (address, server, the socket that keeps the port). Guarded by _lock.
 _Idle = tuple[str, tf.distribute.Server, socket.socket]
-_idle: dict[tuple, list[_Idle]] = {}  # Guarded by _idle_lock.
-_idle_lock = threading.Lock()
+_idle: dict[tuple[str, str, int], list[_Idle]] = {}
 
 
 class HostedServers:
@@ -76,8 +110,6 @@ class HostedServers:
         sizes: Mapping[str, int],
         host: str,
         reserve_port: Callable[[], socket.socket],
-        inter_op_threads: int | None,
-        intra_op_threads: int | None,
     ):
         """Starts the servers that are missing; they listen on return.
 
@@ -85,20 +117,36 @@ class HostedServers:
           sizes: How many tasks of each job.
           host: Numeric address to listen on.
           reserve_port: Reserves a port of that address.
-          inter_op_threads, intra_op_threads: See `start_server`.
 
         Raises:
+          RuntimeError: This process has too few threads for so many servers.
           tf.errors.OpError: One can't listen.
         """
-        _engine.confine_listeners(host)
-        self._threads = (inter_op_threads, intra_op_threads)
-        self._servers: dict[Task, _Idle] = {}
         tasks = [(job, index) for job, size in sizes.items() for index in range(size)]
-        with _idle_lock:
-            for task in tasks:
-                if _idle.get((host, *task, *self._threads)):
-                    self._servers[task] = _idle[(host, *task, *self._threads)].pop()
         self._host = host
+        self._servers: dict[Task, _Idle] = {}
+        with _lock:
+            self._start(tasks, reserve_port)
+
+    def _start(self, tasks: list[Task], reserve_port: Callable[[], socket.socket]) -> None:
+        global _pool_threads
+        host = self._host
+        threads = _pool_threads
+        if threads is None:
+            # Another server of this process would have decided.
+            threads = _POOL_THREADS if context.get_server_def() is None else 0
+        if len(tasks) * _THREADS_PER_TASK > threads:
+            raise RuntimeError(
+                f"servers in this process (processes=0) need {_THREADS_PER_TASK} threads each, "
+                f"{len(tasks) * _THREADS_PER_TASK} in all; its pool, whose size its first server "
+                f"or connection has decided, has "
+                f"{threads or 'an unknown number'}: use processes=1 or more"
+            )
+        _engine.confine_listeners(host)
+        _pool_threads = threads
+        for task in tasks:
+            if _idle.get((host, *task)):
+                self._servers[task] = _idle[(host, *task)].pop()
         try:
             ports = {task: reserve_port() for task in tasks if task not in self._servers}
             address_of = {task: server[0] for task, server in self._servers.items()}
@@ -108,12 +156,7 @@ class HostedServers:
             for job, index in tasks:
                 self.addresses.setdefault(job, []).append(address_of[job, index])
             for task, port in ports.items():
-                server = start_server(
-                    self.addresses,
-                    task,
-                    inter_op_threads=inter_op_threads,
-                    intra_op_threads=intra_op_threads,
-                )
+                server = start_server(self.addresses, task, threads)
                 self._servers[task] = (address_of[task], server, port)
         except BaseException:
             self.release()
@@ -121,7 +164,7 @@ class HostedServers:
 
     def release(self) -> None:
         """Leaves the servers to the next cluster of this process."""
-        with _idle_lock:
+        with _lock:
             for task, server in self._servers.items():
-                _idle.setdefault((self._host, *task, *self._threads), []).append(server)
-        self._servers.clear()
+                _idle.setdefault((self._host, *task), []).append(server)
+            self._servers.clear()

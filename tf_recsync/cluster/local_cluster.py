@@ -74,12 +74,13 @@ class LocalCluster(connection.Cluster):
           workers: Number of workers, at least 1.
           ps: Number of parameter servers; default 0.
           processes: In how many processes the servers run. Default None: one for each
-            server. 0: in this process. Of two and more, parameter servers and workers have
-            their own.
+            server. 0: in this process, 32 servers at most. Of two and more, parameter
+            servers and workers have their own.
           inter_op_threads: Threads of each server that run ops; a remote call that waits in
-            an op holds one. Default None: twice the number of cores, at least 16.
-          intra_op_threads: Threads of each server that one op may use. Default None: the
-            number of cores.
+            an op holds one. Servers of a process share theirs. Default None: twice the
+            number of cores, at least 16. Not for servers in this process.
+          intra_op_threads: Threads of each server's process that one op may use. Default None:
+            the number of cores. Not for servers in this process.
           start_timeout: Seconds to wait for the servers to be ready; default 60.
           log_dir: Folder for the output of the servers' processes, a file `job-index.log`
             each, named after a process's first server; made if missing, and kept. Default
@@ -98,11 +99,16 @@ class LocalCluster(connection.Cluster):
                     f"processes must be at most one for each of the {workers + ps} servers, "
                     f"got {processes}"
                 )
-            if processes == 0 and log_dir is not None:
-                raise ValueError(
-                    f"log_dir must be None with processes=0, whose servers log to this "
-                    f"process's output, got {log_dir!r}"
-                )
+            for name, value in (
+                ("inter_op_threads", inter_op_threads),
+                ("intra_op_threads", intra_op_threads),
+                ("log_dir", log_dir),
+            ):
+                if processes == 0 and value is not None:
+                    raise ValueError(
+                        f"{name} must be None with processes=0, whose servers use this process's "
+                        f"threads and output, got {value!r}"
+                    )
         for name, value in (
             ("inter_op_threads", inter_op_threads),
             ("intra_op_threads", intra_op_threads),
@@ -132,7 +138,7 @@ class LocalCluster(connection.Cluster):
         self.log_dir: pathlib.Path | None = None
         self._temporary = log_dir is None
         if processes == 0:
-            self._hosted = self._host_servers(inter_op_threads, intra_op_threads)
+            self._hosted = self._host_servers()
             addresses = self._hosted.addresses
             super().__init__(addresses, chief_address=_reserve_chief_address(), bind_address=_HOST)
             atexit.register(self.close)
@@ -149,6 +155,12 @@ class LocalCluster(connection.Cluster):
             self._stop_servers()
             raise
         atexit.register(self.close)
+
+    def connect(self, timeout: float = 60.0) -> None:
+        """See `Cluster.connect`."""
+        # The connection's lock first, as in `close`.
+        with connection._lock, hosted_servers.pool_for_later():
+            super().connect(timeout)
 
     def close(self) -> None:
         """Disconnects and ends the servers; does nothing the second time.
@@ -290,15 +302,11 @@ class LocalCluster(connection.Cluster):
                 else f"the cluster has no server of job {job!r}"
             )
 
-    def _host_servers(
-        self, inter_op_threads: int | None, intra_op_threads: int | None
-    ) -> hosted_servers.HostedServers:
+    def _host_servers(self) -> hosted_servers.HostedServers:
         """Starts all servers in this process, on other ports if one is taken."""
         for attempt in range(1, _MAX_STARTS + 1):
             try:
-                return hosted_servers.HostedServers(
-                    self._sizes, _HOST, _reserve_port, inter_op_threads, intra_op_threads
-                )
+                return hosted_servers.HostedServers(self._sizes, _HOST, _reserve_port)
             except tf.errors.OpError as error:
                 if attempt == _MAX_STARTS:
                     raise RuntimeError(
