@@ -123,7 +123,10 @@ class Step:
         self._summed: dict[int, tf.Tensor] = {}
         self._tables = {
             id(s.variable): PulledTable(
-                s, pull_lookup, whole=lookups.whole is None or i in lookups.whole
+                s,
+                self._pull_lookup,
+                whole=lookups.whole is None or i in lookups.whole,
+                after=self._after,
             )
             for i, s in enumerate(layout.tables)
         }
@@ -180,19 +183,33 @@ class Step:
         if self._aggregation is not None:
             self._start(self._aggregation, plans)
         for device, plan in plans.items():
-            after = self._reached[device].value if device in self._reached else None
-            self._pulls[device] = plan.pull(device, values, lookups, after)
+            self._pulls[device] = plan.pull(device, values, lookups, self._after(device))
         return values, [lookups[i] for i in range(len(tables))]
 
     def _start(self, aggregation: Aggregation, devices: Iterable[str]) -> None:
         """Takes the step's token, and notes how far the servers are before it pulls."""
         # Only a worker that has a batch takes a token.
         worker = tf.identity(self.worker)
-        self._reached = aggregation.start(worker, {*devices, *aggregation.devices})
+        tables = [device_of(state.variable) for state in self._layout.tables]
+        self._reached = aggregation.start(worker, {*devices, *tables, *aggregation.devices})
         for device, token in self._reached.items():
             with tf.control_dependencies(None), tf.control_dependencies([token.value]):
                 for buffer in aggregation.buffers_of(device):
                     self._pulled_steps[buffer.number] = buffer.buffer.step().applied
+
+    def _after(self, device: str) -> tf.Tensor | None:
+        """What pulls from a server must wait for there: the step's token, if it takes one."""
+        return self._reached[device].value if device in self._reached else None
+
+    def _pull_lookup(self, state: base.VariableState, bags: Bags) -> PulledLookup:
+        """Pulls what one lookup needs by itself."""
+        plan = PullPlan()
+        plan.look_up(0, state, bags)
+        lookups: dict[int, PulledLookup] = {}
+        device = device_of(state.variable)
+        plan.pull(device, {}, lookups, self._after(device))
+        # Not to be pushed in place: the step's own pull is another message.
+        return dataclasses.replace(lookups[0], message=None)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -230,6 +247,8 @@ class Step:
                 value = variable._value
                 decay = tf.cast(rate, value.dtype) * value.read_value()
                 operations.append(value.assign_sub(decay, read_value=False))
+        if self._pulled_steps:
+            self._check_pushes()
         for optimizer, plans in self._pushes:
             arrived = {device: plan.send(device) for device, plan in plans.items()}
             operations += self._apply(optimizer, plans, arrived)
@@ -262,30 +281,41 @@ class Step:
                 operations += plan.apply(optimizer, number)
         return operations
 
+    def _check_pushes(self) -> None:
+        """Makes sure that each buffer gets what it waits for."""
+        plans = {(id(o), device): p for o, plans in self._pushes for device, p in plans.items()}
+        for device, optimizer, buffer in self._aggregation.buffers:
+            plan = plans.get((id(optimizer), device))
+            got = [] if plan is None else plan.dense
+            if plan is None or [id(s) for s in got] != [id(s) for s in buffer.dense]:
+                built = [s.variable.path for s in [*buffer.dense, *buffer.tables]]
+                raise ValueError(
+                    f"under {self._aggregation.mode.name} training every trainable variable needs "
+                    f"a gradient, in the order of the optimizer; {optimizer.name} was built with "
+                    f"{built} on {device} and got gradients for the dense variables "
+                    f"{[s.variable.path for s in got]}: set trainable = False for layers "
+                    "that get none, then compile again, with a new optimizer"
+                )
+
     def _collect(self, optimizer, plans: dict[str, PushPlan]) -> list[tf.Operation]:
         """Has the servers' buffers collect pushes, and apply those that complete a step."""
         aggregation, operations = self._aggregation, []
         for device, plan in plans.items():
             buffer = aggregation.buffer(device, optimizer)
-            if [id(s) for s in plan.dense] != [id(s) for s in buffer.dense]:
-                raise ValueError(
-                    f"under {aggregation.mode.name} training every trainable variable needs a "
-                    f"gradient, in the order of the optimizer; {optimizer.name} was built with "
-                    f"{[s.variable.path for s in buffer.dense]} on {device} and got gradients for "
-                    f"{[s.variable.path for s in plan.dense]}: make variables that get none "
-                    "non-trainable, then compile again"
-                )
             with tf.device(device):
                 pulled_step = self._pulled_steps[buffer.number]
                 aggregate = plan.collect(buffer.buffer, self._reached[device], pulled_step)
-                applied = buffer.apply(optimizer, aggregate, plan.learning_rate)
-            operations += aggregation.report_step(buffer, applied)
-            operations.append(applied.op)
+            counted = []
             if buffer is aggregation.counting_buffer(optimizer):
+                # Before others may start on the next step, which may read it.
                 iterations = optimizer._iterations._value
                 with tf.device(iterations.device):
                     one = tf.cast(aggregate.ready, iterations.dtype)
-                    operations.append(iterations.assign_add(one, read_value=False))
+                    counted = [iterations.assign_add(one, read_value=False)]
+            with tf.device(device):
+                applied = buffer.apply(optimizer, aggregate, plan.learning_rate, counted)
+            operations += aggregation.report_step(buffer, applied)
+            operations.append(applied.op)
         return operations
 
     # The push (see `context.Push`).
@@ -336,6 +366,8 @@ class Step:
         self._pushes.append((optimizer, plans))
 
     def decay_weights(self, variables, rate) -> None:
+        if self._pulled_steps:
+            return  # Buffers decay weights when they apply a step.
         self._decays += [(variable, tf.convert_to_tensor(rate)) for variable in variables]
 
 
@@ -348,13 +380,3 @@ def schedule_variables(optimizer: base.Optimizer) -> list[keras.Variable]:
     if isinstance(optimizer._learning_rate, keras.Variable):
         return [optimizer._learning_rate]
     return [optimizer._iterations]
-
-
-def pull_lookup(state: base.VariableState, bags: Bags) -> PulledLookup:
-    """Pulls what one lookup needs by itself."""
-    plan = PullPlan()
-    plan.look_up(0, state, bags)
-    lookups: dict[int, PulledLookup] = {}
-    plan.pull(device_of(state.variable), {}, lookups)
-    # Not to be pushed in place: the step's own pull is another message.
-    return dataclasses.replace(lookups[0], message=None)
