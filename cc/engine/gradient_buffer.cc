@@ -175,11 +175,11 @@ std::unique_ptr<Aggregate> GradientBuffer::Flush() {
 
 std::string GradientBuffer::Applied(int64_t step) {
   MutexLock lock(&mu_);
-  if (step <= state_.applied || step > state_.step || done_.count(step) > 0) {
-    return Message("step = ", step,
-                   " is not an application in progress: ", state_.applied,
-                   " of ", state_.step, " are done");
+  if (step < 1 || step > state_.step) {
+    return Message("step = ", step, " is not in [1, ", state_.step,
+                   "], the steps given out");
   }
+  if (step <= state_.applied) return "";
   done_.insert(step);
   while (done_.erase(state_.applied + 1) > 0) ++state_.applied;
   return "";

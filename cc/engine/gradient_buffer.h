@@ -176,7 +176,8 @@ class GradientBuffer {
   // batch; null if there are none, and then no step is counted.
   std::unique_ptr<Aggregate> Flush() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Marks an application as done. Returns an error if it is not in progress.
+  // Marks an application as done; nothing if it is already: another may say so
+  // for one who is gone. Returns an error for a step that was not given out.
   std::string Applied(int64_t step) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Applications given out: the global step of this server.

@@ -424,10 +424,25 @@ TEST(GradientBufferTest, AppliedIsTheStepUpToWhichAllAreDone) {
   EXPECT_EQ(buffer.applied(), 0);
   EXPECT_EQ(buffer.Applied(1), "");
   EXPECT_EQ(buffer.applied(), 2);
-  EXPECT_EQ(buffer.Applied(2),
-            "step = 2 is not an application in progress: 2 of 3 are done");
-  EXPECT_NE(buffer.Applied(4), "");
+  EXPECT_EQ(buffer.Applied(4),
+            "step = 4 is not in [1, 3], the steps given out");
+  EXPECT_NE(buffer.Applied(0), "");
   EXPECT_EQ(buffer.Applied(3), "");
+  EXPECT_EQ(buffer.applied(), 3);
+}
+
+TEST(GradientBufferTest, WhatIsAppliedAlreadyMayBeMarkedAgain) {
+  GradientBuffer buffer(Options(1));
+  for (int i = 0; i < 3; ++i) PushNumber(&buffer, 1, 0);
+  // Ahead of its turn, and behind.
+  for (const int64_t step : {2, 2, 1, 1, 2}) {
+    EXPECT_EQ(buffer.Applied(step), "");
+  }
+  EXPECT_EQ(buffer.applied(), 2);
+  EXPECT_EQ(buffer.Applied(3), "");
+  EXPECT_EQ(buffer.applied(), 3);
+  // What was marked before does not count for the steps to come.
+  PushNumber(&buffer, 1, 0);
   EXPECT_EQ(buffer.applied(), 3);
 }
 

@@ -238,6 +238,8 @@ REGISTER_OP("RecsyncBufferApplied")
     .Doc(R"doc(
 Tells a gradient buffer that a step which it gave out is applied.
 
+Nothing happens if that is known already.
+
 buffer: A gradient buffer.
 ready: A scalar: whether a step was given out; if not, nothing changes.
 step: A scalar, the number of that application.

@@ -222,7 +222,7 @@ def flush_buffer(buffer: tf.Tensor) -> Aggregate:
 
 
 def buffer_applied(buffer: tf.Tensor, ready: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-    """Tells a buffer that what it gave out is applied.
+    """Tells a buffer that what it gave out is applied; nothing if that is known already.
 
     Args:
         buffer: the handle.
@@ -233,7 +233,7 @@ def buffer_applied(buffer: tf.Tensor, ready: tf.Tensor, step: tf.Tensor) -> tf.T
         The step up to which all are applied now, an int64 scalar.
 
     Raises:
-        tf.errors.InvalidArgumentError: if `step` is not an application in progress.
+        tf.errors.InvalidArgumentError: if `step` was not given out.
     """
     return ops.library.recsync_buffer_applied(buffer, ready, step)
 

@@ -118,21 +118,22 @@ class GroupStrategy(tf.distribute.ParameterServerStrategy):
         """
         if options is not None:
             raise ValueError(f"options must be None, not {options!r}")
-        model, verb, steps, length = _keras_caller()
+        model, verb, steps, length, batch_size = _keras_caller()
         if model is not None:
             self.attach(model)
         if steps is not None and verb in ("evaluate", "predict"):
             # The first batches, whichever workers they go to.
             dataset, steps = dataset.take(steps), None
         if verb == "fit":
-            self._check_batch_size(dataset)
+            self._check_batch_size(dataset, batch_size)
         start_predict = model.predict_function.start if verb == "predict" else None
         return DistributedDataset(self._data_service, dataset, start_predict, steps, length)
 
-    def _check_batch_size(self, dataset: tf.data.Dataset) -> None:
+    def _check_batch_size(self, dataset: tf.data.Dataset, size: int | None) -> None:
         """Refuses batches of another size than the strategy was told, where they say it."""
         spec = tf.nest.flatten(dataset.element_spec)[0]
-        size = spec.shape[0] if spec.shape.rank else None
+        if spec.shape.rank and spec.shape[0] is not None:
+            size = spec.shape[0]
         if None not in (size, self._local_batch_size) and size != self._local_batch_size:
             raise ValueError(
                 f"the dataset's batches have {size} examples, local_batch_size is "
@@ -238,22 +239,23 @@ def check_at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
 
 
-def _keras_caller() -> tuple[keras.Model | None, str | None, int | None, int | None]:
-    """The model whose fit, evaluate or predict is called, which, its steps and its length.
+def _keras_caller() -> tuple[keras.Model | None, str | None, int | None, int | None, int | None]:
+    """The model whose fit, evaluate or predict is called, which, its steps, length, batch size.
 
     Keras tells a strategy nothing of the model it distributes data for, and
     leaves no other place to learn it before the train function is needed.
     """
-    steps = length = None
+    steps = length = batch_size = None
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
         if hasattr(caller, "steps_per_execution") and hasattr(caller, "data_adapter"):
             # Keras's epoch iterator, which knows the length of shuffled arrays, too.
             steps, length = caller.steps_per_epoch, caller.num_batches
+            batch_size = caller.data_adapter.batch_size
         verb = frame.f_code.co_name
         if isinstance(caller, keras.Model) and verb in ("fit", "evaluate", "predict"):
-            return caller, verb, steps, length
+            return caller, verb, steps, length, batch_size
         frame = frame.f_back
     logging.warning("Called outside of model.fit, evaluate and predict; use strategy.attach.")
-    return None, None, steps, length
+    return None, None, steps, length, batch_size

@@ -88,6 +88,7 @@ class _Steps:
         self._model = model
         self._settings = settings
         self._functions: dict[Any, tuple[dict[int, Callable], Layout]] = {}
+        self._run: WorkerRun | None = None  # The last one.
         self._logs: dict[str, Any] = {}
         self._refreshed = 0.0
         self._merger: MetricsMerger | None = None
@@ -149,6 +150,8 @@ class _Steps:
         steps_per_call = self._model.steps_per_execution
         functions, layout = self._traced(iterator, steps_per_call)
         if self.aggregation is not None:
+            if self._run is not None:
+                self._run.stop()  # It may have been left early; its steps come to an end.
             self.aggregation.begin()
         job = registered.new_job()
         model, merge = self._model, lambda slot: self._merger.keep(slot.index)
@@ -197,7 +200,7 @@ class _Steps:
                 state.steps += 1
             return n, False, None
 
-        return WorkerRun(
+        self._run = WorkerRun(
             self._settings.cluster,
             open_worker,
             call,
@@ -206,6 +209,7 @@ class _Steps:
             self._settings.worker_timeout,
             self.aggregation,
         )
+        return self._run
 
     def _should_stop(self) -> bool:
         raise NotImplementedError

@@ -79,8 +79,8 @@ class SyncStrategy(GroupStrategy):
     the same parameters: step by step what one process does with the global batch.
     A worker takes a token for each batch, and waits until every server has done
     the step that the token names. A fast worker may compute several of a step's
-    batches. The batches of a worker that is lost go to the others, so a step
-    always has its global batch.
+    batches. The tokens of a worker that is lost go to the others, with other
+    batches, so a step always has its global batch; the batches in its hands are lost.
 
     At the end of an epoch (or of `steps_per_epoch`) the batches that do not fill a
     global batch are applied, divided by their number.
@@ -115,7 +115,14 @@ class SyncStrategy(GroupStrategy):
         batches = cluster.workers
         if global_batch_size is not None:
             batches = _batches_of("SyncStrategy", global_batch_size, local_batch_size)
-        mode = Mode("sync", repeats=batches, capacity=batches, gate="step", drop_late=True)
+        mode = Mode(
+            "sync",
+            repeats=batches,
+            capacity=batches,
+            gate="step",
+            drop_late=True,
+            uses_buffers=True,
+        )
         super().__init__(cluster, mode, worker_timeout, local_batch_size)
 
 
@@ -148,7 +155,7 @@ class BSPStrategy(GroupStrategy):
     ):
         check_cluster("BSPStrategy", cluster)
         batches = _batches_of("BSPStrategy", global_batch_size, local_batch_size)
-        mode = Mode("BSP", repeats=batches, capacity=batches)
+        mode = Mode("BSP", repeats=batches, capacity=batches, uses_buffers=True)
         super().__init__(cluster, mode, worker_timeout, local_batch_size)
 
 
@@ -212,7 +219,7 @@ class GBAStrategy(GroupStrategy):
         check_cluster("GBAStrategy", cluster)
         batches = _batches_of("GBAStrategy", global_batch_size, local_batch_size)
         weight = _decay(staleness_tolerance, decay)
-        mode = Mode("GBA", repeats=batches, capacity=batches, weight=weight)
+        mode = Mode("GBA", repeats=batches, capacity=batches, weight=weight, uses_buffers=True)
         super().__init__(cluster, mode, worker_timeout, local_batch_size)
 
 
@@ -257,6 +264,7 @@ class BackupWorkersStrategy(GroupStrategy):
             capacity=cluster.workers - backup_workers,
             gate="step",
             drop_late=True,
+            uses_buffers=True,
         )
         super().__init__(cluster, mode, worker_timeout, local_batch_size)
 

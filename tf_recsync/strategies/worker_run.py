@@ -55,6 +55,9 @@ class Crew(Protocol):
     def leave(self, worker: int) -> None:
         """A worker has nothing to do at the moment."""
 
+    def release(self) -> None:
+        """Ends all waits of workers, with errors."""
+
     def describe(self) -> str:
         """Who waits for whom, in words."""
 
@@ -238,6 +241,23 @@ class WorkerRun:
                 slot.running = False
                 slot.busy_since = None
                 self._changed.notify_all()
+            if self._error is not None and self._crew is not None:
+                self._release()
+
+    def _release(self) -> None:
+        """Has workers that wait for one whose step has failed end, too."""
+        while True:
+            with self._changed:
+                if self._live == 0:
+                    return
+            try:
+                self._crew.release()
+            except tf.errors.OpError as error:
+                # What keeps the list is gone, and with it all waits.
+                logging.debug("waits could not be ended: %s", error)
+                return
+            with self._changed:
+                self._changed.wait_for(lambda: self._live == 0, timeout=_RETRY_SECONDS)
 
     def _drive_in_scope(self, slot: Slot) -> None:
         opened = self._guarded(slot, lambda: self._open_worker(slot)) is not None

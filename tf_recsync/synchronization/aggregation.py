@@ -7,6 +7,7 @@ has a gradient buffer for each optimizer, for the variables that it holds.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -20,6 +21,10 @@ from tf_recsync.optimizers import base
 from tf_recsync.synchronization.gradient_buffer import GradientBuffer
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.token_list import TokenList
+
+# What a lost worker's function still does on the servers ends within this time, in seconds.
+_ECHO_SECONDS = 0.5
+_APPLY_SECONDS = 2.0  # The longest that the application of a step may take then.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Aggregation:
     def __init__(self, mode: Mode, optimizers: Sequence[base.Optimizer], workers: int, home: str):
         self.mode = mode
         self._optimizers = tuple(optimizers)
+        self._workers = workers
         self._buffers: dict[tuple[str, int], _Buffer] = {}
         if mode.uses_buffers:
             for optimizer in optimizers:
@@ -109,6 +115,12 @@ class Aggregation:
                 with tf.device(device):
                     reached[device] = Token(tf.identity(token.index), tf.identity(token.value))
         return reached
+
+    @property
+    def buffers(self) -> list[tuple[str, base.Optimizer, _Buffer]]:
+        """All buffers, each with its server and its optimizer."""
+        optimizers = {id(optimizer): optimizer for optimizer in self._optimizers}
+        return [(device, optimizers[o], b) for (device, o), b in self._buffers.items()]
 
     @property
     def devices(self) -> set[str]:
@@ -173,7 +185,11 @@ class Aggregation:
                         buffer.apply(optimizer, buffer.buffer.flush(), rate)
 
     def lose(self, worker: int) -> None:
-        """Takes a worker that is gone out of the token list, so that nobody waits for it."""
+        """Takes a worker that is gone out of the token list, so that nobody waits for it.
+
+        Steps that it was to apply are lost with it, but counted as applied, as others
+        wait for them. It takes a second or more to see which those are.
+        """
         loss = self._tokens.lose(worker)
         if int(loss.lost) or int(loss.reissued):
             logging.warning(
@@ -182,10 +198,33 @@ class Aggregation:
                 int(loss.lost),
                 int(loss.reissued),
             )
-        if self.mode.gate != "step":
+        self._settle()
+
+    def _settle(self) -> None:
+        """Marks steps as applied that a lost worker's function was to apply.
+
+        Nobody knows which these are: steps that stay unapplied for longer than it takes.
+        """
+        if not self._buffers:
             return
-        for buffer in self._buffers.values():
-            self._tokens.report_step(buffer.number, buffer.settled_step())
+        time.sleep(_ECHO_SECONDS)
+        buffers = self._buffers.values()
+        given_out = {buffer.number: buffer.state().step for buffer in buffers}
+        deadline = time.monotonic() + _APPLY_SECONDS
+        while time.monotonic() < deadline:
+            if all(b.state().applied >= given_out[b.number] for b in buffers):
+                break
+            time.sleep(_ECHO_SECONDS / 5)
+        for buffer in buffers:
+            applied = buffer.settle(given_out[buffer.number])
+            if self.mode.gate == "step":
+                self._tokens.report_step(buffer.number, applied)
+
+    def release(self) -> None:
+        """Ends the waits of all workers for tokens, with errors: after a pass that has failed."""
+        if self.mode.gate != "none":
+            for worker in range(self._workers):
+                self._tokens.leave(worker)
 
     def leave(self, worker: int) -> None:
         """Takes a worker that has nothing to do at the moment out of those that others wait for."""
@@ -248,18 +287,25 @@ class _Buffer:
         self.restore = self.buffer.restore
         self.state = self.buffer.state
 
-    def apply(self, optimizer: base.Optimizer, aggregate: Aggregate, rate) -> tf.Tensor:
+    def apply(
+        self,
+        optimizer: base.Optimizer,
+        aggregate: Aggregate,
+        rate: tf.Tensor,
+        counted: Sequence[tf.Operation] = (),
+    ) -> tf.Tensor:
         """Applies what the buffer gave out, if it did.
 
         Args:
             optimizer: the buffer's.
             aggregate: what it gave out.
             rate: the learning rate, a float32 scalar.
+            counted: what else belongs to the step, for those who wait for it.
 
         Returns:
             The step up to which all is applied.
         """
-        operations = []
+        operations = [*counted, *self._decay(optimizer, aggregate, rate)]
         if self.dense:
             operations.append(
                 optimizer.apply_dense(
@@ -286,20 +332,42 @@ class _Buffer:
         with tf.control_dependencies(operations):
             return self.buffer.applied(aggregate)
 
-    def settled_step(self) -> int:
-        """How far the server is after a worker was lost, whose step it may have broken off.
+    def _decay(
+        self, optimizer: base.Optimizer, aggregate: Aggregate, rate: tf.Tensor
+    ) -> list[tf.Operation]:
+        """Decays weights once for each step, before its update, as one process does."""
+        if optimizer.weight_decay is None:
+            return []
+        states = [*self.dense, *self.tables]
+        values = [s.variable._value for s in states if optimizer._use_weight_decay(s.variable)]
 
-        A step that was given out to the lost worker is not applied any more; it is
-        counted all the same, for others wait for it.
-        """
+        def decay():
+            share = optimizer.weight_decay * rate
+            operations = [
+                value.assign_sub(tf.cast(share, value.dtype) * value.read_value(), read_value=False)
+                for value in values
+            ]
+            with tf.control_dependencies(operations):
+                return tf.constant(True)
+
+        # Whole tables are read and written, so only where there is a step.
+        return [tf.cond(aggregate.ready, decay, lambda: tf.constant(False)).op]
+
+    def settle(self, step: int) -> int:
+        """Marks all steps up to `step` as applied; returns up to which one all are."""
         state = self.buffer.state()
-        if state.applied < state.step:
-            logging.warning(
-                "%s: step %d was given out but not applied before a worker was lost.",
-                self.device,
-                state.step,
-            )
-        return state.step
+        if state.applied >= step:
+            return state.applied
+        logging.warning(
+            "%s: steps %d to %d were given out, but not all of them were applied before a worker "
+            "was lost; they are lost with it.",
+            self.device,
+            state.applied + 1,
+            step,
+        )
+        for missing in range(state.applied + 1, step + 1):
+            applied = self.buffer.mark_applied(missing)
+        return int(applied)
 
 
 def _by_device(states: Iterable[base.VariableState]) -> dict[str, list[base.VariableState]]:

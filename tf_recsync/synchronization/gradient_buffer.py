@@ -247,6 +247,18 @@ class GradientBuffer:
         with tf.device(self._device):
             return buffer_ops.buffer_applied(self._handle, aggregate.ready, aggregate.step)
 
+    def mark_applied(self, step: int | tf.Tensor) -> tf.Tensor:
+        """Notes that a step is applied, or lost; nothing if that is noted already.
+
+        Args:
+            step: int64 scalar, one that was given out.
+
+        Returns:
+            The step up to which all are applied now, an int64 scalar.
+        """
+        with tf.device(self._device):
+            return buffer_ops.buffer_applied(self._handle, True, step)
+
     def restore(self, step: int | tf.Tensor) -> tf.Operation:
         """Sets the step, all of it applied, and drops what is pending.
 

@@ -34,10 +34,11 @@ class Mode:
             (its token's value is reached on every server) or "clock" (it is at
             most `clock_bound` batches ahead of the slowest).
         clock_bound: of the gate "clock".
-        weight: the weight of a push by its token's age; the policy's tau is the
-            age plus 1. With a capacity of 1 and no gate "step" it is not used:
-            the optimizer's own policy weighs by the staleness of versions.
+        weight: the weight of a push by its token's age, in buffers; the policy's tau
+            is the age plus 1. Without buffers the optimizer's own policy weighs by
+            the staleness of versions.
         drop_late: whether pushes of steps that are over are dropped.
+        uses_buffers: whether servers collect pushes; else they apply each at once.
     """
 
     name: str
@@ -47,13 +48,9 @@ class Mode:
     clock_bound: int = 0
     weight: staleness.Policy = staleness.Constant()
     drop_late: bool = False
+    uses_buffers: bool = False
 
     @property
     def uses_tokens(self) -> bool:
         """Whether workers take tokens."""
         return self.uses_buffers or self.gate != "none"
-
-    @property
-    def uses_buffers(self) -> bool:
-        """Whether servers collect pushes; else they apply each at once."""
-        return self.capacity > 1 or self.gate == "step"

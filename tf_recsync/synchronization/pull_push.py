@@ -123,7 +123,10 @@ class Step:
         self._summed: dict[int, tf.Tensor] = {}
         self._tables = {
             id(s.variable): PulledTable(
-                s, pull_request, whole=lookups.whole is None or i in lookups.whole
+                s,
+                self._pull_request,
+                whole=lookups.whole is None or i in lookups.whole,
+                after=self._after,
             )
             for i, s in enumerate(layout.tables)
         }
@@ -180,19 +183,34 @@ class Step:
         if self._aggregation is not None:
             self._start(self._aggregation, plans)
         for device, plan in plans.items():
-            after = self._reached[device].value if device in self._reached else None
-            self._pulls[device] = plan.pull(device, values, found, after)
+            self._pulls[device] = plan.pull(device, values, found, self._after(device))
         return values, [found[i] for i in range(len(tables))]
 
     def _start(self, aggregation: Aggregation, devices: Iterable[str]) -> None:
         """Takes the step's token, and notes how far the servers are before it pulls."""
         # Only a worker that has a batch takes a token.
         worker = tf.identity(self.worker)
-        self._reached = aggregation.start(worker, {*devices, *aggregation.devices})
+        tables = [device_of(state.variable) for state in self._layout.tables]
+        self._reached = aggregation.start(worker, {*devices, *tables, *aggregation.devices})
         for device, token in self._reached.items():
             with tf.control_dependencies(None), tf.control_dependencies([token.value]):
                 for buffer in aggregation.buffers_of(device):
                     self._pulled_steps[buffer.number] = buffer.buffer.step().applied
+
+    def _after(self, device: str) -> tf.Tensor | None:
+        """What pulls from a server must wait for there: the step's token, if it takes one."""
+        return self._reached[device].value if device in self._reached else None
+
+    def _pull_request(self, states: list[base.VariableState], request: Request) -> PulledRequest:
+        """Pulls what one request needs by itself."""
+        plan = PullPlan()
+        plan.look_up(0, states, request)
+        found: dict[int, PulledRequest] = {}
+        device = device_of(states[0].variable)
+        plan.pull(device, {}, found, self._after(device))
+        # Not to be pushed in place: the step's own pull is another message.
+        own = [dataclasses.replace(lookup, message=None) for lookup in found[0].lookups]
+        return dataclasses.replace(found[0], lookups=own)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -225,7 +243,9 @@ class Step:
                 else:
                     update = variable._value.assign_add(new, read_value=False)
             operations.append(update)
-        if not self._pulled_steps:
+        if self._pulled_steps:
+            self._check_pushes()  # Weights decay when a step is applied.
+        else:
             operations += [_decay(variable, rate) for variable, rate in self._decays]
         for optimizer, plans in self._pushes:
             arrived = {device: plan.send(device) for device, plan in plans.items()}
@@ -259,50 +279,42 @@ class Step:
                 operations += plan.apply(optimizer, number)
         return operations
 
+    def _check_pushes(self) -> None:
+        """Makes sure that each buffer gets what it waits for."""
+        plans = {(id(o), device): p for o, plans in self._pushes for device, p in plans.items()}
+        for device, optimizer, buffer in self._aggregation.buffers:
+            plan = plans.get((id(optimizer), device))
+            got = [] if plan is None else plan.dense
+            if plan is None or [id(s) for s in got] != [id(s) for s in buffer.dense]:
+                built = [s.variable.path for s in [*buffer.dense, *buffer.tables]]
+                raise ValueError(
+                    f"under {self._aggregation.mode.name} training every trainable variable needs "
+                    f"a gradient, in the order of the optimizer; {optimizer.name} was built with "
+                    f"{built} on {device} and got gradients for the dense variables "
+                    f"{[s.variable.path for s in got]}: set trainable = False for layers "
+                    "that get none, then compile again, with a new optimizer"
+                )
+
     def _collect(self, optimizer, plans: dict[str, PushPlan]) -> list[tf.Operation]:
         """Has the servers' buffers collect pushes, and apply those that complete a step."""
         aggregation, operations = self._aggregation, []
         for device, plan in plans.items():
             buffer = aggregation.buffer(device, optimizer)
-            if [id(s) for s in plan.dense] != [id(s) for s in buffer.dense]:
-                raise ValueError(
-                    f"under {aggregation.mode.name} training every trainable variable needs a "
-                    f"gradient, in the order of the optimizer; {optimizer.name} was built with "
-                    f"{[s.variable.path for s in buffer.dense]} on {device} and got gradients for "
-                    f"{[s.variable.path for s in plan.dense]}: make variables that get none "
-                    "non-trainable, then compile again"
-                )
             with tf.device(device):
                 pulled_step = self._pulled_steps[buffer.number]
                 aggregate = plan.collect(buffer.buffer, self._reached[device], pulled_step)
-                self._decay_if(aggregate.ready, buffer.variables)
-                applied = buffer.apply(optimizer, aggregate, plan.learning_rate)
-            operations += aggregation.report_step(buffer, applied)
-            operations.append(applied.op)
+            counted = []
             if buffer is aggregation.counting_buffer(optimizer):
+                # Before others may start on the next step, which may read it.
                 iterations = optimizer._iterations._value
                 with tf.device(iterations.device):
                     one = tf.cast(aggregate.ready, iterations.dtype)
-                    operations.append(iterations.assign_add(one, read_value=False))
+                    counted = [iterations.assign_add(one, read_value=False)]
+            with tf.device(device):
+                applied = buffer.apply(optimizer, aggregate, plan.learning_rate, counted)
+            operations += aggregation.report_step(buffer, applied)
+            operations.append(applied.op)
         return operations
-
-    def _decay_if(self, ready: tf.Tensor, variables: set[int]) -> None:
-        """Decays weights once in an application, not in each push to it.
-
-        Args:
-            ready: whether there is an application.
-            variables: the ids of the variables that it is of.
-        """
-        decays = [(v, rate) for v, rate in self._decays if id(v) in variables]
-        if not decays:
-            return
-
-        def decay():
-            operations = [_decay(variable, rate) for variable, rate in decays]
-            with tf.control_dependencies(operations):
-                return tf.constant(True)
-
-        tf.cond(ready, decay, lambda: tf.constant(False))
 
     # The push (see `context.Push`).
 
@@ -352,6 +364,8 @@ class Step:
         self._pushes.append((optimizer, plans))
 
     def decay_weights(self, variables, rate) -> None:
+        if self._pulled_steps:
+            return  # Buffers decay weights when they apply a step.
         self._decays += [(variable, tf.convert_to_tensor(rate)) for variable in variables]
 
 
@@ -372,14 +386,3 @@ def schedule_variables(optimizer: base.Optimizer) -> list[keras.Variable]:
     if isinstance(optimizer._learning_rate, keras.Variable):
         return [optimizer._learning_rate]
     return [optimizer._iterations]
-
-
-def pull_request(states: list[base.VariableState], request: Request) -> PulledRequest:
-    """Pulls what one request needs by itself."""
-    plan = PullPlan()
-    plan.look_up(0, states, request)
-    found: dict[int, PulledRequest] = {}
-    plan.pull(device_of(states[0].variable), {}, found)
-    # Not to be pushed in place: the step's own pull is another message.
-    own = [dataclasses.replace(lookup, message=None) for lookup in found[0].lookups]
-    return dataclasses.replace(found[0], lookups=own)

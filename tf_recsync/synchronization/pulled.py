@@ -205,11 +205,20 @@ class PulledTable(TableStandIn):
         state: the optimizer's state of the table.
         pull: `pull(states, request)` pulls a `PulledRequest`.
         whole: whether the step uses the table otherwise than for lookups.
+        after: `after(device)` gives a tensor that what is pulled from a server must
+            wait for, or None.
     """
 
-    def __init__(self, state: VariableState, pull: Callable, whole: bool):
+    def __init__(
+        self,
+        state: VariableState,
+        pull: Callable,
+        whole: bool,
+        after: Callable[[str], tf.Tensor | None],
+    ):
         super().__init__(state)
         self._pull = pull
+        self._after = after
         self._whole = whole
         self._stand_ins: list[tf.Tensor] = []
         # What the tape differentiates by; its value is never used.
@@ -245,7 +254,9 @@ class PulledTable(TableStandIn):
             self._stand_ins.append(tf.zeros(self.shape, dtype or self.dtype))
             return self._stand_ins[-1]
         variable, versions = self._state.variable._value, self._state.versions._value
-        with tf.device(variable.device):
+        after = self._after(variable.device)
+        after = [] if after is None else [after]
+        with tf.control_dependencies(after), tf.device(variable.device):
             values, pulled = ops.pull_table(variable.handle, versions.handle, shape=self.shape)
         bags = Bags(tf.range(self.shape[0], dtype=tf.int64))
         lookup = PulledLookup(bags, values, lambda: tf.identity(pulled))

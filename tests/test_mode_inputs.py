@@ -1,0 +1,205 @@
+"""What the strategies of the training modes refuse, before anything runs."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import LOSS, OwnStep, clicks, compiled, dataset, functional
+from test_mode_simulation import ROWS
+
+import tf_recsync as recsync
+from tf_recsync.optimizers import SGD
+
+
+@pytest.fixture
+def three(clusters):
+    return clusters.get(workers=3, ps=2, processes=0)
+
+
+def test_the_modes_are_the_rows_of_the_table(three):
+    assert recsync.AsyncStrategy(three).mode.uses_tokens is False
+    assert recsync.SyncStrategy(three).mode == ROWS["sync"]
+    sync = recsync.SyncStrategy(three, global_batch_size=8, local_batch_size=4)
+    assert sync.mode == ROWS["sync, two batches"]
+    assert recsync.BSPStrategy(three, 16, 4).mode == ROWS["BSP"]
+    assert recsync.GBAStrategy(three, 12, 4, 1).mode == ROWS["GBA"]
+    decayed = recsync.GBAStrategy(three, 8, 4, 1, "inverse_power")
+    assert decayed.mode == ROWS["GBA, decayed"]
+    assert recsync.BackupWorkersStrategy(three, 1).mode == ROWS["backup workers"]
+    assert recsync.BoundedStalenessStrategy(three, 1).mode == ROWS["bounded staleness"]
+
+
+POLICY = recsync.staleness.InversePower(k=2)
+LIVELY = recsync.staleness.InversePower(k=2, update_sensitivity=1.0)
+RESCALED = recsync.staleness.InversePower(k=2, rescale=recsync.staleness.Rescale(2.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda c: recsync.SyncStrategy(c, global_batch_size=10, local_batch_size=4),
+            "global_batch_size of SyncStrategy must be a multiple of local_batch_size=4, not 10",
+        ),
+        (
+            lambda c: recsync.SyncStrategy(c, global_batch_size=8),
+            "local_batch_size must be an int of at least 1, not None",
+        ),
+        (
+            lambda c: recsync.SyncStrategy(c, local_batch_size=0),
+            "local_batch_size must be an int of at least 1, not 0",
+        ),
+        (
+            lambda c: recsync.BSPStrategy(c, 4, 8),
+            "global_batch_size of BSPStrategy must be a multiple of local_batch_size=8, not 4",
+        ),
+        (
+            lambda c: recsync.BSPStrategy(c, 0, 8),
+            "global_batch_size must be an int of at least 1, not 0",
+        ),
+        (
+            lambda c: recsync.GBAStrategy(c, 9, 4, 0),
+            "global_batch_size of GBAStrategy must be a multiple of local_batch_size=4, not 9",
+        ),
+        (
+            lambda c: recsync.GBAStrategy(c, 8, 4, -1),
+            "staleness_tolerance must be an int of at least 0, not -1",
+        ),
+        (
+            lambda c: recsync.GBAStrategy(c, 8, 4),
+            "staleness_tolerance must be an int of at least 0, not None",
+        ),
+        (
+            lambda c: recsync.GBAStrategy(c, 8, 4, 1, "exponential"),
+            "decay must be 'threshold', 'inverse_power' or a policy.*, not 'exponential'",
+        ),
+        (
+            lambda c: recsync.GBAStrategy(c, 8, 4, 1, None),
+            "decay must be 'threshold', 'inverse_power' or a policy.*, not None",
+        ),
+        (
+            lambda c: recsync.GBAStrategy(c, 8, 4, 1, POLICY),
+            "staleness_tolerance must be None with a policy as decay, not 1",
+        ),
+        (
+            lambda c: recsync.GBAStrategy(c, 8, 4, decay=RESCALED),
+            "decay must depend on the token's age alone, not InversePower.*Rescale",
+        ),
+        (
+            lambda c: recsync.GBAStrategy(c, 8, 4, decay=LIVELY),
+            "decay must depend on the token's age alone, not InversePower",
+        ),
+        (
+            lambda c: recsync.BackupWorkersStrategy(c, 3),
+            "backup_workers must be less than the cluster's 3 workers, not 3",
+        ),
+        (
+            lambda c: recsync.BackupWorkersStrategy(c, -1),
+            "backup_workers must be an int of at least 0, not -1",
+        ),
+        (
+            lambda c: recsync.BackupWorkersStrategy(c, True),
+            "backup_workers must be an int of at least 0, not True",
+        ),
+        (
+            lambda c: recsync.BoundedStalenessStrategy(c, -1),
+            "staleness_bound must be an int of at least 0, not -1",
+        ),
+        (
+            lambda c: recsync.BoundedStalenessStrategy(c, 1.5),
+            "staleness_bound must be an int of at least 0, not 1.5",
+        ),
+    ],
+)
+def test_arguments_are_refused_by_name(three, make, message):
+    with pytest.raises(ValueError, match=message):
+        make(three)
+
+
+MAKERS = {
+    "SyncStrategy": recsync.SyncStrategy,
+    "BSPStrategy": lambda c: recsync.BSPStrategy(c, 8, 4),
+    "GBAStrategy": lambda c: recsync.GBAStrategy(c, 8, 4, 0),
+    "BackupWorkersStrategy": lambda c: recsync.BackupWorkersStrategy(c, 0),
+    "BoundedStalenessStrategy": lambda c: recsync.BoundedStalenessStrategy(c, 0),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("job", ["worker", "ps"])
+def test_a_cluster_without_workers_or_servers_is_refused(name, job):
+    lacking = recsync.Cluster(
+        {job: ["127.0.0.1:9"]}, chief_address="127.0.0.1:9", bind_address="127.0.0.1"
+    )
+    with pytest.raises(ValueError, match=f"{name} needs at least one worker and one ps.*=0"):
+        MAKERS[name](lacking)
+
+
+def test_data_in_batches_of_another_size_are_refused(three):
+    strategy = recsync.GBAStrategy(three, 16, 8, 0)
+    model = compiled(strategy)
+    weights = model.get_weights()
+    static = tf.data.Dataset.from_tensor_slices(clicks(64)).batch(16, drop_remainder=True)
+    with pytest.raises(ValueError, match="batches have 16 examples, local_batch_size is 8"):
+        model.fit(static, verbose=0)
+    with pytest.raises(ValueError, match="batches have 32 examples, local_batch_size is 8"):
+        model.fit(*clicks(64), verbose=0)
+    for before, after in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
+    model.fit(*clicks(64), batch_size=8, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 4
+
+
+class Twice(OwnStep):
+    def train_step(self, data):
+        super().train_step(data)
+        return super().train_step(data)
+
+
+def test_a_step_that_pushes_twice_is_refused(three):
+    with pytest.raises(ValueError, match="gradients of adagrad more than once; under sync train"):
+        compiled(recsync.SyncStrategy(three), Twice).fit(dataset(64), verbose=0)
+
+
+@pytest.mark.parametrize("layer", ["table", "hidden", "out"])
+@pytest.mark.parametrize("mode", ["SyncStrategy", "GBAStrategy"])
+def test_layers_frozen_after_compiling_are_refused_with_what_to_do(three, layer, mode):
+    strategy = MAKERS[mode](three)
+    with strategy.scope():
+        model = functional()
+        model.compile(SGD(0.1), LOSS)
+        model.optimizer.build(model.trainable_variables)
+    frozen = model.get_layer(layer)
+    frozen.trainable = False
+    # Some of a server's variables, or all: a server that gets nothing would stop all.
+    before = [v.numpy() for v in frozen.variables]
+    data = tf.data.Dataset.from_tensor_slices(clicks(48)).batch(4)
+    if layer == "table":
+        model.fit(data, verbose=0)  # Rows that nobody looks up need no gradient.
+    else:
+        with pytest.raises(ValueError, match="trainable = False.*compile again"):
+            model.fit(data, verbose=0)
+    # As the message says.
+    with strategy.scope():
+        model.compile(SGD(0.1), LOSS)
+    model.fit(data, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 12 // strategy.mode.capacity
+    for old, variable in zip(before, frozen.variables, strict=True):
+        np.testing.assert_array_equal(old, variable.numpy())
+
+
+def test_a_server_whose_variables_are_all_frozen_is_refused_too(three):
+    strategy = recsync.SyncStrategy(three)
+    with strategy.scope():
+        inputs = keras.Input((4,), dtype="int32")
+        with strategy.placed_on(0):
+            table = keras.layers.Embedding(24, 3, name="table")
+            rows = table(inputs)
+        with strategy.placed_on(1):
+            outputs = keras.layers.Dense(1, "sigmoid")(keras.layers.Flatten()(rows))
+        model = keras.Model(inputs, outputs)
+        model.compile(SGD(0.1), LOSS)
+        model.optimizer.build(model.trainable_variables)
+    table.trainable = False
+    with pytest.raises(ValueError, match=r"\['table/embeddings'\] on .*ps.*task:0.*compile again"):
+        model.fit(dataset(64), verbose=0)

@@ -1,0 +1,256 @@
+"""The training modes on clusters: what is trained, against one process on the global batches."""
+
+import keras
+import numpy as np
+import pytest
+from helpers import compute_time
+from mode_models import (
+    LOCAL,
+    Batches,
+    TiedLedger,
+    groups_of,
+    ledger_model,
+    weights_of,
+)
+
+import tf_recsync as recsync
+from tf_recsync.optimizers import SGD, Adagrad, Adam, SwapAdagrad
+
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.5)
+
+
+@pytest.fixture
+def three(clusters):
+    return clusters.get(workers=3, ps=2, processes=0)
+
+
+@pytest.fixture
+def one(clusters):
+    return clusters.get(workers=1, ps=2, processes=0)
+
+
+def trained(strategy, build, make, batches, epochs, steps, seconds=0.01, **kwargs):
+    """(model, its weights after each epoch) of training with steps of differing length."""
+    keras.utils.set_random_seed(3)
+    weights = []
+    with strategy.scope():
+        model = build(batches.count)
+        model.compile(make(), "mse", **kwargs)
+    slowdown = recsync.testing.RandomSlowdown(5.0, probability=0.3)
+    recsync.testing.set_compute_time(strategy, seconds, slowdown)
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: weights.append(weights_of(model))
+    )
+    model.fit(batches.dataset(), epochs=epochs, steps_per_epoch=steps, callbacks=[note], verbose=0)
+    return model, weights
+
+
+def check_is_one_process(build, make, batches, groups, weights, tolerance=2e-5):
+    """One process that trains on each of the groups as one batch has the same weights.
+
+    Args:
+        build: builds the model.
+        make: makes the optimizer.
+        batches: the data.
+        groups: for each epoch, the numbers of the batches of each step.
+        weights: after each epoch.
+    """
+    keras.utils.set_random_seed(3)
+    local = build(batches.count)
+    local.compile(make(), "mse", jit_compile=False)
+    for steps, expected in zip(groups, weights, strict=True):
+        local.fit(batches.dataset(steps), verbose=0)
+        mine = weights_of(local)
+        assert sorted(mine) == sorted(expected)
+        for name, value in mine.items():
+            np.testing.assert_allclose(
+                expected[name], value, rtol=tolerance, atol=tolerance, err_msg=name
+            )
+
+
+def check_counts(strategy, model, pushes, steps):
+    """The report's counts are those of the pushes, on each server."""
+    report = strategy.aggregation(model)
+    servers = len(model.train_function.aggregation.buffers)
+    assert servers == 2
+    counted = report.included + report.excluded
+    assert counted + report.late + report.duplicates == pushes * servers
+    assert report.staleness.count == counted
+    assert report.decayed <= report.included
+    assert report.global_step == int(model.optimizer.iterations.numpy()) == steps
+    assert (report.lost, report.reissued) == (0, 0)
+    return report
+
+
+SYNC = {
+    "adagrad, a batch of each worker": ({}, ledger_model, lambda: Adagrad(0.1), {}),
+    "swap, a batch more than workers": (
+        {"global_batch_size": 4 * LOCAL, "local_batch_size": LOCAL},
+        ledger_model,
+        lambda: SwapAdagrad(0.1, swap=recsync.Swap(period=2, decay=0.5)),
+        {},
+    ),
+    "adam, a batch less than workers": (
+        {"global_batch_size": 2 * LOCAL, "local_batch_size": LOCAL},
+        ledger_model,
+        lambda: Adam(0.05),
+        {},
+    ),
+    "weight decay, a schedule, four steps a call": (
+        {},
+        ledger_model,
+        lambda: SGD(SCHEDULE, weight_decay=0.1),
+        {"steps_per_execution": 4},
+    ),
+    "a table used as a whole, lookups that depend on lookups": (
+        {},
+        TiedLedger,
+        lambda: Adagrad(0.1),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SYNC)
+def test_synchronous_training_is_that_of_one_process(three, case):
+    sizes, build, make, options = SYNC[case]
+    strategy = recsync.SyncStrategy(three, **sizes)
+    m = strategy.mode.capacity
+    batches, steps = Batches(22), 11
+    model, weights = trained(strategy, build, make, batches, 2, steps, **options)
+    groups = groups_of(model)
+    # Whole global batches, and what is left of them at the end of an epoch.
+    epoch = [m] * (steps // m) + [steps % m] * (steps % m > 0)
+    assert [len(group) for group in groups] == epoch * 2
+    groups = [groups[: len(epoch)], groups[len(epoch) :]]
+    check_is_one_process(build, make, batches, groups, weights)
+    report = check_counts(strategy, model, 22, 2 * len(epoch))
+    assert (report.late, report.excluded, report.duplicates, report.age_max) == (0, 0, 0, 0)
+    assert (report.staleness.mean, report.staleness.max) == (1.0, 1)
+
+
+MODES = {
+    "BSP": lambda c, m: recsync.BSPStrategy(c, m * LOCAL, LOCAL),
+    "GBA": lambda c, m: recsync.GBAStrategy(c, m * LOCAL, LOCAL, 0),
+    "sync": lambda c, m: recsync.SyncStrategy(
+        c, global_batch_size=m * LOCAL, local_batch_size=LOCAL
+    ),
+}
+
+
+@pytest.mark.parametrize(("mode", "m"), [("GBA", 3), ("BSP", 2), ("GBA", 1)])
+def test_a_single_worker_computes_global_batches_as_one_process_does(one, mode, m):
+    strategy = MODES[mode](one, m)
+    batches = Batches(8)
+
+    def make():
+        return SwapAdagrad(0.1, swap=recsync.Swap(period=2, decay=0.5))
+
+    model, weights = trained(strategy, ledger_model, make, batches, 1, None, seconds=None)
+    groups = groups_of(model)
+    assert [len(group) for group in groups] == [m] * (8 // m) + [8 % m] * (8 % m > 0)
+    check_is_one_process(ledger_model, make, batches, [groups], weights)
+    report = check_counts(strategy, model, 8, -(-8 // m))
+    assert (report.included, report.age_max, report.staleness.max) == (16, 0, 1)
+
+
+def slow(strategy, worker=2, multiple=12.0):
+    recsync.testing.set_compute_time(
+        strategy, 0.02, recsync.testing.SlowWorkers(multiple, [worker])
+    )
+
+
+def quick_fit(strategy, batches, **kwargs):
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = ledger_model(batches.count)
+        model.compile(Adagrad(0.1), "mse")
+    model.fit(batches.dataset(), verbose=0, **kwargs)
+    return model
+
+
+def test_gba_leaves_out_what_a_slow_worker_pushes_too_late(three):
+    strategy = recsync.GBAStrategy(three, 3 * LOCAL, LOCAL, 1)
+    slow(strategy)
+    model = quick_fit(strategy, Batches(60))
+    report = check_counts(strategy, model, 60, 20)
+    # Of the 12 steps of two others, who push as one in two of theirs.
+    assert report.excluded >= 2
+    assert report.age_max > 1
+    assert report.staleness.max > 2
+    assert (report.late, report.duplicates) == (0, 0)
+    assert 0 < report.age_mean < report.age_max
+
+
+def test_gba_with_a_policy_decays_what_is_old(three):
+    decay = recsync.staleness.InversePower(k=1, baseline=1)
+    strategy = recsync.GBAStrategy(three, 3 * LOCAL, LOCAL, decay=decay)
+    slow(strategy)
+    model = quick_fit(strategy, Batches(45))
+    report = check_counts(strategy, model, 45, 15)
+    assert report.decayed >= 2
+    assert report.excluded == 0
+
+
+def test_bsp_counts_what_is_stale_in_full(three):
+    strategy = recsync.BSPStrategy(three, 3 * LOCAL, LOCAL)
+    slow(strategy)
+    model = quick_fit(strategy, Batches(45))
+    report = check_counts(strategy, model, 45, 15)
+    assert (report.excluded, report.decayed, report.late) == (0, 0, 0)
+    assert report.staleness.max > 2
+
+
+def test_backup_workers_drop_what_comes_late_and_nothing_is_stale(three):
+    strategy = recsync.BackupWorkersStrategy(three, 1)
+    slow(strategy)
+    model = quick_fit(strategy, Batches(60))
+    steps = int(model.optimizer.iterations.numpy())
+    report = check_counts(strategy, model, 60, steps)
+    assert report.late >= 4  # Two or more pushes, on two servers.
+    assert (report.staleness.max, report.age_max, report.excluded) == (1, 0, 0)
+    # Two pushes a step; in the last one, perhaps, one.
+    assert steps * 4 - 2 <= report.included <= steps * 4
+    assert 20 <= steps <= 30
+
+
+def test_nobody_is_further_ahead_than_the_bound(three):
+    bound = 2
+    strategy = recsync.BoundedStalenessStrategy(three, bound)
+    slow(strategy)
+    gaps = []
+
+    def look(batch, logs):
+        state = model.train_function.aggregation._tokens.state()
+        clocks = [clock for clock, live in zip(state.clocks, state.live, strict=True) if live]
+        gaps.append(max(clocks) - min(clocks))
+
+    keras.utils.set_random_seed(3)
+    batches = Batches(40)
+    with strategy.scope():
+        model = ledger_model(batches.count)
+        model.compile(Adagrad(0.1), "mse")
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+    model.fit(batches.dataset(), callbacks=[callback], verbose=0)
+    # Who is at the bound may take one more token.
+    assert max(gaps) == bound + 1
+    staleness = strategy.staleness(model).dense
+    # While a worker is in a step, each of the two others takes part from bound + 1 batches
+    # behind it to bound + 1 ahead, and pushes the one that it had.
+    assert 1 < staleness.max <= 1 + 2 * (2 * (bound + 1) + 1)
+    assert int(model.optimizer.iterations.numpy()) == 40
+    report = strategy.aggregation(model)
+    assert (report.included, report.global_step, report.lost) == (0, 0, 0)
+
+
+def test_without_slow_workers_bounded_staleness_is_lockstep_with_a_bound_of_0(three):
+    strategy = recsync.BoundedStalenessStrategy(three, 0)
+    with compute_time(strategy, 0.01):
+        model = quick_fit(strategy, Batches(30))
+    assert strategy.staleness(model).dense.max <= 1 + 2 * 3
+    assert int(model.optimizer.iterations.numpy()) == 30
+
+
+def test_asynchronous_training_uses_no_tokens(three):
+    strategy = recsync.AsyncStrategy(three)
+    assert strategy.aggregation(quick_fit(strategy, Batches(6))) is None
