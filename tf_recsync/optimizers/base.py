@@ -20,6 +20,7 @@ from tensorflow.python.ops import control_flow_util
 from tf_recsync import staleness as staleness_lib
 from tf_recsync.ops.bags import PackedBags
 from tf_recsync.optimizers import saving
+from tf_recsync.optimizers.global_step import CountsSteps
 from tf_recsync.swap import Swap
 from tf_recsync.synchronization import context
 
@@ -47,7 +48,7 @@ def handles(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     return [variable._value.handle for variable in variables]
 
 
-class Optimizer(keras.optimizers.Optimizer):
+class Optimizer(CountsSteps, keras.optimizers.Optimizer):
     """Base class of the optimizers; not used by itself.
 
     A subclass names its accumulators and provides two ops and the plain rule.
@@ -149,6 +150,7 @@ class Optimizer(keras.optimizers.Optimizer):
             return
         super().build(variables)
         self._states = [self._make_state(variable) for variable in variables]
+        self._make_step_variable()
         if self._saved_variables is not None:
             saved, self._saved_variables = self._saved_variables, None
             # The first step may be traced, and build within it.
@@ -186,11 +188,6 @@ class Optimizer(keras.optimizers.Optimizer):
             last_updates=[beside("last_update", shape, "float32")] if uses_last_update else [],
             last_steps=[beside("last_step", shape, "int64")] if self.keeps_steps else [],
         )
-
-    @property
-    def uses_global_step(self) -> bool:
-        """Whether an update depends on the global step."""
-        return self.swap is not None or self.keeps_steps
 
     @property
     def states(self) -> tuple[VariableState, ...]:
@@ -356,9 +353,7 @@ class Optimizer(keras.optimizers.Optimizer):
             "last_updates": handles(last_updates),
             "pulled_versions": pulled_versions,
             "learning_rate": learning_rate,
-            "global_step": global_step,
-            "swap_period": self.swap.period if self.swap else 0,
-            "swap_decay": self.swap.decay if self.swap else 1.0,
+            **self.step_arguments(global_step),
             "nonfinite": self.nonfinite,
             **policy.attributes(),
         }
@@ -368,6 +363,8 @@ class Optimizer(keras.optimizers.Optimizer):
 
         Only fresh gradients come here, and a fresh gradient's weight is 1.
         """
+        counted = self.step_arguments(step)
+        step = counted["global_step"]
         dtype = tf.as_dtype((state.accumulators or [state.variable])[0].dtype)
         rank = len(variable.shape)
         versions = state.versions.value
@@ -395,7 +392,7 @@ class Optimizer(keras.optimizers.Optimizer):
         decay = tf.ones([], dtype)
         if self.swap:
             last_period = state.last_periods[0].value
-            period = step // self.swap.period
+            period = (step + counted["swap_offset"]) // counted["swap_period"]
             missed = tf.maximum(period - last_period, 0)
             decay = tf.cast(
                 wide(tf.cast(self.swap.decay, tf.float32) ** tf.cast(missed, tf.float32)), dtype
