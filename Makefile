@@ -19,11 +19,11 @@ OPS := tf_recsync/_recsync_ops.so
 CC_FILES := $(shell find cc -name '*.cc' -o -name '*.h')
 
 # A click log of 26 categorical columns, on two workers and two parameter
-# servers of this machine. SWAP's period is a fifth of the run.
+# servers of this machine. SWAP's period is a fifth of the run's global steps.
 DEMO := examples/wide_deep_ctr.py --dataset=synthetic --rows=300000 --batch_size=512 \
-  --strategy=async --workers=2 --ps=2 --optimizer=swap_adagrad --swap_period=120 \
-  --deep_learning_rate=0.05 --linear_learning_rate=0.05 \
-  --staleness=inverse_power --staleness_baseline=2 --staleness_power=2
+  --strategy=gba --global_batch_size=1024 --staleness_tolerance=4 --workers=2 --ps=2 \
+  --optimizer=swap_adagrad --swap_period=60 \
+  --deep_learning_rate=0.05 --linear_learning_rate=0.05
 
 # What makes a benchmark small; one without a line here runs with its defaults.
 # BENCH_FLAGS, if set, takes the place of these.

@@ -5,6 +5,8 @@ On this machine alone, or on a cluster of servers on it:
     python examples/wide_deep_ctr.py --dataset=synthetic --strategy=local
     python examples/wide_deep_ctr.py --dataset=adult --data_location=DIR --strategy=async \
         --workers=4 --ps=2 --optimizer=swap_adagrad --staleness=inverse_power
+    python examples/wide_deep_ctr.py --strategy=gba --workers=4 --ps=2 \
+        --global_batch_size=512 --batch_size=128 --staleness_tolerance=2
 
 On a real cluster, start `python -m tf_recsync.server` on its machines and run
 this script, with TF_CONFIG set, as the coordinator (see docs/cluster.md).
@@ -20,6 +22,7 @@ import time
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Warnings and errors of TensorFlow only.
 
 import keras
+import strategy_flags
 import tensorflow as tf
 from absl import app, flags, logging
 from wide_deep_model import WIDE_VARIABLES, build_wide_deep
@@ -33,12 +36,8 @@ flags.DEFINE_string(
     "test_location", None, "criteo: the test files. Default: the last tenth of the rows."
 )
 flags.DEFINE_integer("rows", 500_000, "synthetic: the number of training rows.", lower_bound=1)
-flags.DEFINE_enum("strategy", "async", ["local", "async"], "How to train.")
-flags.DEFINE_integer("workers", 2, "Workers of the local cluster.", lower_bound=1)
-flags.DEFINE_integer("ps", 1, "Parameter servers of the local cluster.", lower_bound=1)
 flags.DEFINE_integer("epochs", 1, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_integer("steps", None, "Steps per epoch. Default: all of the data.", lower_bound=1)
-flags.DEFINE_integer("batch_size", 128, "Examples per step.", lower_bound=1)
 flags.DEFINE_integer(
     "steps_per_execution", 4, "Steps per call to a worker; more save round trips.", lower_bound=1
 )
@@ -54,12 +53,14 @@ flags.DEFINE_float("staleness_power", 2.0, "inverse_power: k.")
 flags.DEFINE_float("staleness_baseline", 1.0, "inverse_power: the staleness that counts in full.")
 flags.DEFINE_float("update_sensitivity", None, "inverse_power: lambda of the paper's Eq. 6.")
 flags.DEFINE_bool("mean_normalization", False, "Local mean-normalization in the deep part.")
-flags.DEFINE_float("compute_seconds", None, "async: artificial compute time per step.")
 flags.DEFINE_string("output_dir", None, "Gets TensorBoard logs, weights and a SavedModel.")
-flags.DEFINE_integer("seed", 1, "Of initial weights, shuffling and synthetic data.")
 flags.DEFINE_string(
-    "bind_address", None, "With TF_CONFIG: the address that this process's own servers listen on."
+    "restore_from",
+    None,
+    "Weights and training state to go on from: the --output_dir of an earlier run, on whatever "
+    "strategy.",
 )
+flags.DEFINE_integer("seed", 1, "Of initial weights, shuffling and synthetic data.")
 flags.DEFINE_bool("tf", False, "Use stock TensorFlow and Keras only, for comparison (local).")
 flags.DEFINE_string("metrics_json", None, "Gets the final figures.")
 
@@ -68,26 +69,19 @@ _APPLIES = {
     "data_location": ("dataset", ["criteo", "adult"]),
     "test_location": ("dataset", ["criteo"]),
     "rows": ("dataset", ["synthetic"]),
-    "workers": ("strategy", ["async"]),
-    "ps": ("strategy", ["async"]),
-    "compute_seconds": ("strategy", ["async"]),
-    "staleness": ("strategy", ["async"]),
+    "staleness": ("strategy", ["async", "bounded_staleness"]),
     "staleness_power": ("staleness", ["inverse_power"]),
     "staleness_baseline": ("staleness", ["inverse_power"]),
     "update_sensitivity": ("staleness", ["inverse_power"]),
     "swap_period": ("optimizer", ["swap_adagrad"]),
     "swap_decay": ("optimizer", ["swap_adagrad"]),
 }
+_WEIGHTS = "model.weights.h5"
 
 
 def check_flags() -> None:
     """Refuses flags that would be ignored."""
-    for name, (other, values) in _APPLIES.items():
-        if FLAGS[name].present and FLAGS[other].value not in values:
-            raise app.UsageError(
-                f"--{name} applies only with --{other}={' or '.join(values)}, "
-                f"not with --{other}={FLAGS[other].value}"
-            )
+    strategy_flags.check_flags(_APPLIES)
     if FLAGS.dataset != "synthetic" and not FLAGS.data_location:
         raise app.UsageError(f"--dataset={FLAGS.dataset} needs --data_location")
     if FLAGS.tf and FLAGS.strategy != "local":
@@ -96,14 +90,8 @@ def check_flags() -> None:
         raise app.UsageError("--tf has no --optimizer=swap_adagrad: it is not part of stock Keras")
     if FLAGS.tf and FLAGS.mean_normalization:
         raise app.UsageError("--tf has no --mean_normalization: it is not part of stock Keras")
-    if "TF_CONFIG" in os.environ:
-        if FLAGS.strategy == "local":
-            raise app.UsageError("--strategy=local can't be used with TF_CONFIG set")
-        for name in ("workers", "ps"):
-            if FLAGS[name].present:
-                raise app.UsageError(f"--{name} can't be used with TF_CONFIG, which names them")
-    elif FLAGS.bind_address:
-        raise app.UsageError("--bind_address applies only with TF_CONFIG set")
+    if FLAGS.restore_from and not os.path.exists(os.path.join(FLAGS.restore_from, _WEIGHTS)):
+        raise app.UsageError(f"--restore_from={FLAGS.restore_from} has no {_WEIGHTS}")
 
 
 def make_data() -> recsync.data.ClickData:
@@ -160,13 +148,6 @@ def make_model(spec: recsync.data.FeatureSpec) -> keras.Model:
     return model
 
 
-def make_cluster() -> recsync.Cluster:
-    """The cluster in TF_CONFIG, or one of real servers on this machine."""
-    if "TF_CONFIG" in os.environ:
-        return recsync.cluster_from_tf_config(bind_address=FLAGS.bind_address)
-    return recsync.LocalCluster(workers=FLAGS.workers, ps=FLAGS.ps)
-
-
 def count_steps(optimizer: keras.optimizers.Optimizer) -> int:
     """The steps taken; the parts of a MultiOptimizer count alike."""
     part = getattr(optimizer, "optimizers", [optimizer])[0]
@@ -175,12 +156,12 @@ def count_steps(optimizer: keras.optimizers.Optimizer) -> int:
 
 def save(model: keras.Model, data: recsync.data.ClickData) -> None:
     """Writes what later runs and serving need."""
-    model.save_weights(os.path.join(FLAGS.output_dir, "model.weights.h5"))
+    model.save_weights(os.path.join(FLAGS.output_dir, _WEIGHTS))
     signature = [data.spec.input_signature()[0]]
     model.export(
         os.path.join(FLAGS.output_dir, "saved_model"), input_signature=signature, verbose=False
     )
-    print(f"saved to {FLAGS.output_dir}: model.weights.h5, saved_model, TensorBoard logs")
+    print(f"saved to {FLAGS.output_dir}: {_WEIGHTS}, saved_model, TensorBoard logs")
 
 
 def main(argv: list[str]) -> None:
@@ -189,20 +170,16 @@ def main(argv: list[str]) -> None:
     check_flags()
     data = make_data()
     with contextlib.ExitStack() as stack:
-        strategy = None
-        cluster = None
-        scope = contextlib.nullcontext()
-        if FLAGS.strategy == "async":
-            cluster = stack.enter_context(make_cluster())
-            strategy = recsync.AsyncStrategy(cluster)
-            recsync.testing.set_compute_time(strategy, FLAGS.compute_seconds)
-            scope = strategy.scope()
-        with scope:
+        strategy = strategy_flags.make_strategy(stack)
+        with strategy.scope() if strategy else contextlib.nullcontext():
             model = make_model(data.spec)
-        train(model, data, strategy, cluster)
+            if FLAGS.restore_from:
+                model.optimizer.build(model.trainable_variables)
+                model.load_weights(os.path.join(FLAGS.restore_from, _WEIGHTS))
+        train(model, data, strategy)
 
 
-def train(model, data, strategy, cluster) -> None:
+def train(model, data, strategy) -> None:
     """Trains, evaluates and reports."""
     dataset = data.train(FLAGS.batch_size, shuffle=50_000, seed=FLAGS.seed)
     if FLAGS.steps:
@@ -212,6 +189,7 @@ def train(model, data, strategy, cluster) -> None:
         callbacks.append(recsync.callbacks.TrainingReport(strategy, FLAGS.output_dir))
     if FLAGS.output_dir:
         callbacks.append(keras.callbacks.TensorBoard(FLAGS.output_dir, write_graph=False))
+    global_steps = count_steps(model.optimizer)
     start = time.monotonic()
     model.fit(
         dataset,
@@ -221,17 +199,19 @@ def train(model, data, strategy, cluster) -> None:
         shuffle=False,  # The dataset shuffles itself.
     )
     wall_seconds = time.monotonic() - start
-    steps = count_steps(model.optimizer)
-    examples = steps * FLAGS.batch_size if FLAGS.steps else data.train_rows * FLAGS.epochs
+    global_steps = count_steps(model.optimizer) - global_steps
+    examples = data.train_rows * FLAGS.epochs
+    if FLAGS.steps:
+        examples = FLAGS.steps * FLAGS.epochs * FLAGS.batch_size
     tested = model.evaluate(data.test(FLAGS.batch_size), return_dict=True, verbose=0)
     staleness = None if strategy is None else strategy.staleness(model)
     figures = {
         "strategy": "stock" if FLAGS.tf else FLAGS.strategy,
         "dataset": FLAGS.dataset,
-        "workers": cluster.workers if cluster else 1,
-        "ps": cluster.ps if cluster else 0,
+        "workers": strategy.cluster.workers if strategy else 1,
+        "ps": strategy.cluster.ps if strategy else 0,
         "examples": examples,
-        "steps": steps,
+        "steps": global_steps,
         "wall_seconds": wall_seconds,
         "examples_per_second": examples / wall_seconds,
         "auc": tested["auc"],
@@ -243,6 +223,15 @@ def train(model, data, strategy, cluster) -> None:
         "staleness_max": staleness.dense.max if staleness else 1,
         "row_staleness_mean": staleness.rows.mean if staleness else 1.0,
     }
+    pushes = strategy.aggregation(model) if strategy else None
+    if pushes is not None:
+        figures.update(
+            included=pushes.included,
+            excluded=pushes.excluded,
+            late=pushes.late,
+            token_age_mean=pushes.age_mean,
+            token_age_max=pushes.age_max,
+        )
     report(figures, data)
     if FLAGS.metrics_json:
         with open(FLAGS.metrics_json, "w") as file:
@@ -272,6 +261,12 @@ def report(figures: dict, data: recsync.data.ClickData) -> None:
         f"p99 {figures['staleness_p99']}, max {figures['staleness_max']} (dense); "
         f"mean {figures['row_staleness_mean']:.2f} (embedding rows)"
     )
+    if figures.get("included"):
+        print(
+            f"  gradients                {figures['included']:,} applied, "
+            f"{figures['excluded']:,} excluded, {figures['late']:,} dropped; "
+            f"age mean {figures['token_age_mean']:.2f}, max {figures['token_age_max']}"
+        )
 
 
 if __name__ == "__main__":

@@ -53,6 +53,14 @@ def example():
         (["--tf", "--strategy=local", "--optimizer=swap_adagrad"], "--tf has no --optimizer"),
         (["--tf", "--strategy=local", "--mean_normalization"], "--tf has no --mean_norm"),
         (["--bind_address=127.0.0.1"], "--bind_address applies only with TF_CONFIG"),
+        (["--global_batch_size=256"], "--global_batch_size applies only with --strategy=sync or"),
+        (["--strategy=gba", "--staleness_tolerance=1"], "--strategy=gba needs --global_batch"),
+        (["--strategy=gba", "--global_batch_size=256"], "--strategy=gba needs --staleness_tol"),
+        (["--strategy=sync", "--staleness=inverse_power"], "--staleness applies only"),
+        (["--slow_workers=1"], "--slow_workers and --slow_factor need --compute_seconds"),
+        (["--slow_workers=3", "--compute_seconds=0.1"], "must be at most --workers=2, not 3"),
+        (["--slow_factor=2", "--compute_seconds=0.1"], "--slow_factor needs --slow_workers"),
+        (["--restore_from=nowhere"], "--restore_from=nowhere has no model.weights.h5"),
     ],
 )
 def test_a_flag_that_would_be_ignored_is_an_error(example, arguments, message):
@@ -116,3 +124,26 @@ def test_it_trains_on_a_cluster_with_all_its_options_and_saves(tmp_path):
     assert (tmp_path / "out" / "saved_model" / "saved_model.pb").exists()
     assert list((tmp_path / "out").rglob("events.out.tfevents*"))
     assert "staleness" in printed
+
+
+@pytest.mark.timeout(300)
+def test_it_goes_on_in_another_mode_from_what_an_earlier_run_saved(tmp_path):
+    batches = ["--batch_size=100", "--global_batch_size=200", "--rows=4000"]
+    saved = tmp_path / "out"
+    figures, _ = run(tmp_path, "--strategy=sync", *batches, f"--output_dir={saved}")
+    assert (figures["steps"], figures["excluded"], figures["staleness_max"]) == (20, 0, 1)
+    figures, printed = run(
+        tmp_path,
+        "--strategy=gba",
+        "--staleness_tolerance=3",
+        "--workers=3",
+        "--ps=2",
+        "--compute_seconds=0.02",
+        "--slow_workers=1",
+        f"--restore_from={saved}",
+        *batches,
+    )
+    assert (figures["strategy"], figures["steps"], figures["examples"]) == ("gba", 20, 4000)
+    # Each of the 40 batches reaches both servers.
+    assert figures["included"] + figures["excluded"] == 80
+    assert figures["auc"] > 0.55 and "excluded" in printed

@@ -189,6 +189,10 @@ class GroupStrategy(tf.distribute.ParameterServerStrategy):
     def staleness(self, model: keras.Model) -> staleness.Report:
         """The staleness measured by the servers since the model's optimizer was built.
 
+        Where servers collect pushes, that of dense variables is in global steps, of each
+        push counted since the model began to train here; that of rows, and of single
+        variables, is of each application, for the oldest gradient in it.
+
         Args:
             model: a model that was compiled in this strategy's scope.
 
@@ -206,8 +210,12 @@ class GroupStrategy(tf.distribute.ParameterServerStrategy):
             worker_run.check_parameter_servers(self._cluster, error)
             raise
         of = staleness.Statistics.from_counters
+        dense = of(counters[s.variable.path] for s in states if not s.is_table)
+        if self._mode.uses_buffers:
+            pushes = self.aggregation(model)
+            dense = pushes.staleness if pushes is not None else of([])
         return staleness.Report(
-            dense=of(counters[s.variable.path] for s in states if not s.is_table),
+            dense=dense,
             rows=of(counters[s.variable.path] for s in states if s.is_table),
             variables={path: of([values]) for path, values in counters.items()},
         )

@@ -67,9 +67,7 @@ class Aggregation:
         home: the device that keeps the token list.
     """
 
-    def __init__(
-        self, mode: Mode, optimizers: Sequence[base.Optimizer], workers: int, home: str
-    ):
+    def __init__(self, mode: Mode, optimizers: Sequence[base.Optimizer], workers: int, home: str):
         self.mode = mode
         self._optimizers = tuple(optimizers)
         self._buffers: dict[tuple[str, int], _Buffer] = {}
@@ -230,16 +228,16 @@ class _Buffer:
         device: the server.
         dense: the states of the dense variables, in the order of their gradients.
         tables: the states of the tables.
+        variables: the ids of all their variables.
         buffer: the buffer itself.
     """
 
-    def __init__(
-        self, number: int, device: str, states: Sequence[base.VariableState], mode: Mode
-    ):
+    def __init__(self, number: int, device: str, states: Sequence[base.VariableState], mode: Mode):
         self.number = number
         self.device = device
         self.dense = [state for state in states if not state.is_table]
         self.tables = [state for state in states if state.is_table]
+        self.variables = {id(state.variable) for state in states}
         self.buffer = GradientBuffer(
             device,
             self.dense,
@@ -310,4 +308,3 @@ def _by_device(states: Iterable[base.VariableState]) -> dict[str, list[base.Vari
     for state in states:
         devices.setdefault(state.variable._value.device, []).append(state)
     return devices
-

@@ -225,11 +225,8 @@ class Step:
                 else:
                     update = variable._value.assign_add(new, read_value=False)
             operations.append(update)
-        for variable, rate in self._decays:
-            with tf.device(device_of(variable)):
-                value = variable._value
-                decay = tf.cast(rate, value.dtype) * value.read_value()
-                operations.append(value.assign_sub(decay, read_value=False))
+        if not self._pulled_steps:
+            operations += [_decay(variable, rate) for variable, rate in self._decays]
         for optimizer, plans in self._pushes:
             arrived = {device: plan.send(device) for device, plan in plans.items()}
             operations += self._apply(optimizer, plans, arrived)
@@ -278,6 +275,7 @@ class Step:
             with tf.device(device):
                 pulled_step = self._pulled_steps[buffer.number]
                 aggregate = plan.collect(buffer.buffer, self._reached[device], pulled_step)
+                self._decay_if(aggregate.ready, buffer.variables)
                 applied = buffer.apply(optimizer, aggregate, plan.learning_rate)
             operations += aggregation.report_step(buffer, applied)
             operations.append(applied.op)
@@ -287,6 +285,24 @@ class Step:
                     one = tf.cast(aggregate.ready, iterations.dtype)
                     operations.append(iterations.assign_add(one, read_value=False))
         return operations
+
+    def _decay_if(self, ready: tf.Tensor, variables: set[int]) -> None:
+        """Decays weights once in an application, not in each push to it.
+
+        Args:
+            ready: whether there is an application.
+            variables: the ids of the variables that it is of.
+        """
+        decays = [(v, rate) for v, rate in self._decays if id(v) in variables]
+        if not decays:
+            return
+
+        def decay():
+            operations = [_decay(variable, rate) for variable, rate in decays]
+            with tf.control_dependencies(operations):
+                return tf.constant(True)
+
+        tf.cond(ready, decay, lambda: tf.constant(False))
 
     # The push (see `context.Push`).
 
@@ -337,6 +353,14 @@ class Step:
 
     def decay_weights(self, variables, rate) -> None:
         self._decays += [(variable, tf.convert_to_tensor(rate)) for variable in variables]
+
+
+def _decay(variable: keras.Variable, rate: tf.Tensor) -> tf.Operation:
+    """Multiplies a variable by 1 - rate, on its server."""
+    with tf.device(device_of(variable)):
+        value = variable._value
+        decay = tf.cast(rate, value.dtype) * value.read_value()
+        return value.assign_sub(decay, read_value=False)
 
 
 def schedule_variables(optimizer: base.Optimizer) -> list[keras.Variable]:
