@@ -157,7 +157,7 @@ class Aggregation:
         if not self._buffers:
             return
         if any(buffer.state().pending for buffer in self._buffers.values()):
-            self._flush(repr([optimizer.traced_state for optimizer in self._optimizers]))
+            self._flush(repr([o.traced_state for o in self._optimizers if o.built]))
         steps = [buffer.state().step for buffer in self._buffers.values()]
         for optimizer in self._optimizers:
             optimizer._iterations.assign(max(steps))
