@@ -62,6 +62,13 @@ COMMON = [
     case("a decay of 0", "swap_decay .* 0", swap_decay=plain(0.0)),
     case("a decay above 1", "swap_decay .* 1.5", swap_decay=plain(1.5)),
     case("a decay that is no number", "swap_decay .* nan", swap_decay=plain(float("nan"))),
+    case(
+        "an offset before the first step",
+        r"global_step \+ swap_offset must be at least 0, not 1 \+ -2",
+        swap_period=plain(5),
+        swap_offset=plain(-2),
+        last_periods=lambda s: [s.period.handle],
+    ),
     case("an unknown weight", "staleness_decay .* not linear", staleness_decay=plain("linear")),
     case("a power of 0", "staleness_power .* 0", staleness_power=plain(0.0)),
     case("a baseline below 1", "staleness_baseline .* 0.5", staleness_baseline=plain(0.5)),

@@ -22,7 +22,9 @@ class Swap:
     Extreme-Scale Recommender Systems", Algorithm 2.
 
     Args:
-        period: T, a positive int in global steps (one push is one step).
+        period: T, a positive int in global steps: pushes in asynchronous training,
+            global batches where they are applied together. When a checkpoint goes on
+            in another mode it is converted by examples.
         decay: lambda_0, a float in (0, 1]. Defaults to 0.8, the paper's choice.
 
     Raises:

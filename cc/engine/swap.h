@@ -12,6 +12,10 @@
 //   float factor = swap.DecaySince(&last_period, global_step);
 //   v = factor * v + g * g;
 //
+// After a switch of the training mode, periods go on being numbered where they
+// were, though both the period's length and the global step have changed:
+// `offset` says by how much a step is off.
+//
 // Thread compatible: no state of its own.
 
 #ifndef TF_RECSYNC_CC_ENGINE_SWAP_H_
@@ -25,12 +29,15 @@ namespace recsync {
 struct Swap {
   int64_t period = 0;  // T, in global steps; 0 switches SWAP off.
   double decay = 1.0;  // lambda_0, in (0, 1].
+  int64_t offset = 0;  // Added to the global step; the sum is never negative.
 
   bool enabled() const { return period > 0; }
 
   // The period that `global_step` (counted from 1) falls into: the number of
-  // multiples of T in 1..global_step.
-  int64_t PeriodOf(int64_t global_step) const { return global_step / period; }
+  // multiples of T in 1..global_step + offset.
+  int64_t PeriodOf(int64_t global_step) const {
+    return (global_step + offset) / period;
+  }
 
   // The product of lambda_t over the periods entered since `*last_period`,
   // which it brings up to date. A push that arrives after a younger one (its

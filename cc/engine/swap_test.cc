@@ -118,6 +118,20 @@ TEST(SwapTest, PushesInAnyOrderDecayEachPeriodOnceInTotal) {
   }
 }
 
+TEST(SwapTest, WithAnOffsetPeriodsGoOnWhereTheyWere) {
+  // 7 periods of 10 steps and 4 steps, as 18 of 25 steps (the step of a batch 4
+  // times as large); a period takes 2.5 of those, rounded to 3.
+  const Swap before{/*period=*/10, /*decay=*/0.5};
+  const Swap after{/*period=*/3, /*decay=*/0.5, /*offset=*/7 * 3 + 1 - 18};
+  int64_t last_period = 0;
+  before.DecaySince(&last_period, 74);
+  EXPECT_EQ(last_period, 7);
+  EXPECT_EQ(after.DecaySince(&last_period, 18), 1.0f);
+  EXPECT_EQ(after.DecaySince(&last_period, 19), 1.0f);
+  EXPECT_EQ(after.DecaySince(&last_period, 20), 0.5f);
+  EXPECT_EQ(last_period, 8);
+}
+
 TEST(SwapTest, ADecayOfOneChangesNothing) {
   const Swap swap{/*period=*/3, /*decay=*/1.0};
   int64_t last_period = 0;

@@ -51,6 +51,7 @@ absl::Status ReadUpdateAttributes(tensorflow::OpKernelConstruction* ctx,
   std::string nonfinite;
   TF_RETURN_IF_ERROR(ctx->GetAttr("swap_period", &swap.period));
   TF_RETURN_IF_ERROR(ctx->GetAttr("swap_decay", &swap_decay));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("swap_offset", &swap.offset));
   TF_RETURN_IF_ERROR(ReadStalenessWeight(ctx, &weight));
   TF_RETURN_IF_ERROR(ctx->GetAttr("update_sensitivity", &sensitivity));
   TF_RETURN_IF_ERROR(ctx->GetAttr("target_deviation", &deviation));

@@ -217,6 +217,11 @@ class UpdateOp : public tensorflow::OpKernel {
       return absl::InvalidArgumentError(absl::StrCat(
           "global_step is counted from 1, it can't be ", *global_step));
     }
+    if (options_.swap.enabled() && options_.swap.offset < -*global_step) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("global_step + swap_offset must be at least 0, not ",
+                       *global_step, " + ", options_.swap.offset));
+    }
     if constexpr (Rule::kKeepsSteps) rule->Begin(*global_step);
     if constexpr (std::is_same_v<Rule, FtrlRule>) {
       if (!(rule->learning_rate > 0.0f)) {

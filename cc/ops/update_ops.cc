@@ -50,6 +50,7 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
       .Attr("T: {float, half, bfloat16} = DT_FLOAT") \
       .Attr("swap_period: int = 0")                  \
       .Attr("swap_decay: float = 1.0")               \
+      .Attr("swap_offset: int = 0")                  \
       .Attr("staleness_decay: string = 'constant'")  \
       .Attr("staleness_power: float = 2.0")          \
       .Attr("staleness_baseline: float = 1.0")       \
@@ -65,6 +66,8 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "global_step: A scalar, counted from 1: what SWAP's period refers to.\n"     \
   "swap_period: T of SWAP in global steps; 0 switches it off.\n"               \
   "swap_decay: lambda_0 of SWAP, in (0, 1].\n"                                 \
+  "swap_offset: What is added to the global step before periods are counted "  \
+  "in it; the sum must be at least 0.\n"                                       \
   "staleness_decay: rho(tau): 'constant' (1), 'inverse_power' or "             \
   "'threshold'.\n"                                                             \
   "staleness_power: k of the inverse power.\n"                                 \

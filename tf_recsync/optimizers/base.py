@@ -21,6 +21,7 @@ from tf_recsync import staleness as staleness_lib
 from tf_recsync.embedding.physical_tables import check_memory
 from tf_recsync.ops.bags import Bags, PackedBags
 from tf_recsync.optimizers import saving
+from tf_recsync.optimizers.global_step import CountsSteps
 from tf_recsync.optimizers.plain_update import as_rows, in_xla_context, plain_update
 from tf_recsync.swap import Swap
 from tf_recsync.synchronization import context
@@ -49,7 +50,7 @@ def handles(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     return [variable._value.handle for variable in variables]
 
 
-class Optimizer(keras.optimizers.Optimizer):
+class Optimizer(CountsSteps, keras.optimizers.Optimizer):
     """Base class of the optimizers; not used by itself.
 
     A subclass names its accumulators and provides two ops and the plain rule.
@@ -154,6 +155,7 @@ class Optimizer(keras.optimizers.Optimizer):
         self._check_memory(variables)
         super().build(variables)
         self._states = [self._make_state(variable) for variable in variables]
+        self._make_step_variable()
         if self._saved_variables is not None:
             saved, self._saved_variables = self._saved_variables, None
             # The first step may be traced, and build within it.
@@ -212,11 +214,6 @@ class Optimizer(keras.optimizers.Optimizer):
         """Bytes for each row of a table beside the accumulators, for `plan_placement`."""
         last_update = 4 if self.staleness.uses_last_update else 0
         return 8 + 8 * bool(self.swap) + last_update + 8 * self.keeps_steps
-
-    @property
-    def uses_global_step(self) -> bool:
-        """Whether an update depends on the global step."""
-        return self.swap is not None or self.keeps_steps
 
     @property
     def states(self) -> tuple[VariableState, ...]:
@@ -395,9 +392,7 @@ class Optimizer(keras.optimizers.Optimizer):
             "last_updates": handles(last_updates),
             "pulled_versions": pulled_versions,
             "learning_rate": learning_rate,
-            "global_step": global_step,
-            "swap_period": self.swap.period if self.swap else 0,
-            "swap_decay": self.swap.decay if self.swap else 1.0,
+            **self.step_arguments(global_step),
             "nonfinite": self.nonfinite,
             **policy.attributes(),
         }

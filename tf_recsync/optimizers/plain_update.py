@@ -42,6 +42,8 @@ def plain_update(
         learning_rate: a float32 scalar.
         step: the global step, an int64 scalar, counted from 1.
     """
+    counted = optimizer.step_arguments(step)
+    step = counted["global_step"]
     dtype = tf.as_dtype((state.accumulators or [state.variable])[0].dtype)
     rank = len(variable.shape)
     versions = state.versions.value
@@ -69,7 +71,7 @@ def plain_update(
     decay = tf.ones([], dtype)
     if optimizer.swap:
         last_period = state.last_periods[0].value
-        period = step // optimizer.swap.period
+        period = (step + counted["swap_offset"]) // counted["swap_period"]
         missed = tf.maximum(period - last_period, 0)
         decay = tf.cast(
             wide(tf.cast(optimizer.swap.decay, tf.float32) ** tf.cast(missed, tf.float32)), dtype

@@ -7,12 +7,15 @@ is saved in the order of the optimizer's variables, as Keras does.
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tf_recsync import staleness
 from tf_recsync.embedding.checkpoint import SavedCounters, SavedRows
@@ -23,6 +26,8 @@ from tf_recsync.embedding.physical_tables import (
 )
 
 _COUNTERS = "staleness"
+_STEPS = "step_state"
+_SIGNATURE = "signature"
 
 
 def save_variables(optimizer: Any, store: Any) -> None:
@@ -33,6 +38,9 @@ def save_variables(optimizer: Any, store: Any) -> None:
         store: what `save_own_variables` gets.
     """
     collections = _collections(optimizer)
+    if optimizer.built:
+        store[_SIGNATURE] = np.frombuffer(json.dumps(_signature(optimizer)).encode(), np.uint8)
+        store[_STEPS] = optimizer.step_state.array
     for i, variable in enumerate(_others(optimizer, collections)):
         store[str(i)] = np.asarray(variable._value.read_value())
     for name, states in collections.items():
@@ -49,14 +57,28 @@ def save_variables(optimizer: Any, store: Any) -> None:
 def load_variables(optimizer: Any, saved: Mapping[str, np.ndarray]) -> None:
     """Sets an optimizer's variables to what `save_variables` wrote.
 
+    What is counted in global steps is converted where another strategy saved it, if it is
+    known already how many examples a step has here; else at the next fit.
+
     Args:
         optimizer: a built optimizer of this package.
         saved: the arrays of the store, by name.
 
     Raises:
-        ValueError: if they were saved for another model, or with another swap or
-            staleness policy.
+        ValueError: if they were saved for another model, by another optimizer, or with
+            another swap or staleness policy. Nothing is changed then.
     """
+    saved = dict(saved)
+    signature, steps = saved.pop(_SIGNATURE, None), saved.pop(_STEPS, None)
+    if signature is None and saved.keys() <= {"0", "1"}:
+        logging.warning(
+            "The checkpoint holds no state of %s, which stays as it is: it was saved by a model "
+            "that was not compiled, or not trained.",
+            optimizer.name,
+        )
+        return
+    if signature is not None:
+        _check_signature(optimizer, json.loads(bytes(signature).decode()))
     collections = _collections(optimizer)
     others = _others(optimizer, collections)
     values: list[tuple[keras.Variable, np.ndarray]] = []
@@ -93,6 +115,55 @@ def load_variables(optimizer: Any, saved: Mapping[str, np.ndarray]) -> None:
         )
     for variable, value in values:
         variable.assign(value)
+    if steps is not None:
+        optimizer.load_steps(steps)
+
+
+def _signature(optimizer: Any) -> dict:
+    """What the state of an optimizer is of, to tell what differs before it is loaded."""
+    variables, tables = [], {}
+    for state in optimizer.states:
+        physical = getattr(state.variable, "physical_table", None)
+        if physical is None:
+            variables.append([state.variable.path, list(state.variable.shape)])
+            continue
+        for piece in physical.pieces:
+            name = f"{state.variable.collection}/{piece.table}"
+            rows = tables.get(name, [0])[0] + piece.rows
+            tables[name] = [rows, physical.dimension]
+    kept = [*optimizer.accumulator_names]
+    if optimizer.states:
+        kept += [slot for slot in _slots(list(optimizer.states[:1])) if "accumulator_" not in slot]
+    return {
+        "optimizer": type(optimizer).__name__,
+        "kept": kept,
+        "variables": variables,
+        "tables": tables,
+    }
+
+
+def _check_signature(optimizer: Any, saved: dict) -> None:
+    """Raises a ValueError that names what differs from what was saved."""
+    own = _signature(optimizer)
+    differences = []
+    if own["kept"] != saved["kept"]:
+        differences.append(
+            f"{saved['optimizer']} keeps {', '.join(saved['kept'])} of each variable, "
+            f"{own['optimizer']} here {', '.join(own['kept'])}"
+        )
+    pairs = itertools.zip_longest(saved["variables"], own["variables"], fillvalue=("nothing", ""))
+    for (there, old), (here, new) in pairs:
+        if old != new:
+            differences.append(f"{there} {old} of the checkpoint is {here} {new} here".strip())
+    for name in sorted(saved["tables"].keys() | own["tables"].keys()):
+        old, new = saved["tables"].get(name, "not there"), own["tables"].get(name, "not there")
+        if old != new:
+            differences.append(f"table {name} is {old} in the checkpoint, {new} here")
+    if differences:
+        raise ValueError(
+            f"the checkpoint is of another model or optimizer than {optimizer.name}'s: "
+            f"{'; '.join(differences[:5])}"
+        )
 
 
 def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -> None:
@@ -104,6 +175,8 @@ def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -
             its checkpoint was read before.
     """
     collections = _collections(optimizer)
+    # Converted at the next fit, if another strategy saved it.
+    group._track_trackable(optimizer.step_variable, _STEPS)
     for i, variable in enumerate(_others(optimizer, collections)):
         group._track_trackable(variable, f"variable_{i}")
     # A model's layers save what is in their attributes only.
@@ -141,6 +214,7 @@ def _others(optimizer: Any, collections: dict[str, list]) -> list[keras.Variable
         for variables in _slots(states).values()
         for variable in variables
     }
+    own.add(id(optimizer.step_variable))
     return [variable for variable in optimizer.variables if id(variable) not in own]
 
 

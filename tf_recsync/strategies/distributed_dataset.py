@@ -136,6 +136,7 @@ class DistributedDataset:
             predictions; None if the dataset is trained or evaluated on.
         steps_per_epoch: an int, or None to run until the dataset ends.
         length: the steps of an epoch where Keras knows them, or None.
+        batch_size: the examples of a batch where they are known, or None.
     """
 
     def __init__(
@@ -145,10 +146,12 @@ class DistributedDataset:
         start_predict: Callable[[DistributedIterator], WorkerRun] | None,
         steps_per_epoch: int | None,
         length: int | None,
+        batch_size: int | None = None,
     ):
         self.dataset = dataset
         self.steps_per_epoch = steps_per_epoch
         self._length = length
+        self.batch_size = batch_size
         self.start_predict = start_predict
         self._service = service
         self._registered: RegisteredDataset | None = None

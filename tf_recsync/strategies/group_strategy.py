@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
+from tensorflow.python.data.experimental.ops import distribute
 
 from tf_recsync import staleness
 from tf_recsync.cluster import Cluster
@@ -75,6 +76,12 @@ class GroupStrategy(tf.distribute.ParameterServerStrategy):
         return self._mode
 
     @property
+    def examples_per_step(self) -> int | None:
+        """The examples of a global step, or None if `local_batch_size` was not given."""
+        size = self._local_batch_size
+        return None if size is None else size * self._mode.capacity
+
+    @property
     def cluster(self) -> Cluster:
         """The cluster that the strategy runs on."""
         return self._cluster
@@ -118,27 +125,36 @@ class GroupStrategy(tf.distribute.ParameterServerStrategy):
         """
         if options is not None:
             raise ValueError(f"options must be None, not {options!r}")
-        model, verb, steps, length, batch_size = _keras_caller()
+        model, verb, steps, length, batch = _keras_caller()
         if model is not None:
             self.attach(model)
         if steps is not None and verb in ("evaluate", "predict"):
             # The first batches, whichever workers they go to.
             dataset, steps = dataset.take(steps), None
-        if verb == "fit":
-            self._check_batch_size(dataset, batch_size)
+        batch = self._batch_size(dataset, batch) if verb == "fit" else None
         start_predict = model.predict_function.start if verb == "predict" else None
-        return DistributedDataset(self._data_service, dataset, start_predict, steps, length)
+        return DistributedDataset(self._data_service, dataset, start_predict, steps, length, batch)
 
-    def _check_batch_size(self, dataset: tf.data.Dataset, size: int | None) -> None:
-        """Refuses batches of another size than the strategy was told, where they say it."""
-        spec = tf.nest.flatten(dataset.element_spec)[0]
-        if spec.shape.rank and spec.shape[0] is not None:
-            size = spec.shape[0]
-        if None not in (size, self._local_batch_size) and size != self._local_batch_size:
+    def _batch_size(self, dataset: tf.data.Dataset, known: int | None) -> int | None:
+        """The examples of a dataset's batches, the last one apart; None if they can't be known.
+
+        Args:
+            dataset: batches.
+            known: what Keras knows of them.
+
+        Raises:
+            ValueError: if the strategy was told something else.
+        """
+        told = self._local_batch_size
+        if known is None and told is None:
+            with tf.device("/CPU:0"):
+                found = int(distribute.compute_batch_size(dataset))
+            return found if found > 0 else None
+        if None not in (known, told) and known != told:
             raise ValueError(
-                f"the dataset's batches have {size} examples, local_batch_size is "
-                f"{self._local_batch_size}"
+                f"the dataset's batches have {known} examples, local_batch_size is {told}"
             )
+        return told or known
 
     def attach(self, model: keras.Model) -> None:
         """Has a model's `fit`, `evaluate` and `predict` run on this strategy's workers.
@@ -240,22 +256,22 @@ def check_at_least(name: str, value: int, least: int) -> None:
 
 
 def _keras_caller() -> tuple[keras.Model | None, str | None, int | None, int | None, int | None]:
-    """The model whose fit, evaluate or predict is called, which, its steps, length, batch size.
+    """The model whose fit, evaluate or predict is called, which, its steps, length and batch size.
 
     Keras tells a strategy nothing of the model it distributes data for, and
     leaves no other place to learn it before the train function is needed.
     """
-    steps = length = batch_size = None
+    steps = length = batch = None
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
         if hasattr(caller, "steps_per_execution") and hasattr(caller, "data_adapter"):
             # Keras's epoch iterator, which knows the length of shuffled arrays, too.
             steps, length = caller.steps_per_epoch, caller.num_batches
-            batch_size = caller.data_adapter.batch_size
+            batch = caller.data_adapter.batch_size
         verb = frame.f_code.co_name
         if isinstance(caller, keras.Model) and verb in ("fit", "evaluate", "predict"):
-            return caller, verb, steps, length, batch_size
+            return caller, verb, steps, length, batch
         frame = frame.f_back
     logging.warning("Called outside of model.fit, evaluate and predict; use strategy.attach.")
-    return None, None, steps, length, batch_size
+    return None, None, steps, length, batch

@@ -89,6 +89,7 @@ class _Steps:
         self._settings = settings
         self._functions: dict[Any, tuple[dict[int, Callable], Layout]] = {}
         self._run: WorkerRun | None = None  # The last one.
+        self._current: dict[int, Callable] = {}  # Of those, by their steps.
         self._logs: dict[str, Any] = {}
         self._refreshed = 0.0
         self._merger: MetricsMerger | None = None
@@ -110,7 +111,9 @@ class _Steps:
                 optimizer.wait_for_steps = lambda: self._settle(run)
             self._begin_epoch(iterator)
         elif not run.wait(0) and self._target >= self._epoch_end:
-            # The next epoch on the same data (steps_per_epoch is set).
+            # The next epoch on the same data (steps_per_epoch is set). A checkpoint may
+            # have been loaded between.
+            self._continue(iterator)
             self._begin_epoch(iterator)
         self._target += steps
         target = min(self._target, self._epoch_end)
@@ -148,11 +151,7 @@ class _Steps:
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
         registered = iterator.distributed.registered()
         steps_per_call = self._model.steps_per_execution
-        functions, layout = self._traced(iterator, steps_per_call)
-        if self.aggregation is not None:
-            if self._run is not None:
-                self._run.stop()  # It may have been left early; its steps come to an end.
-            self.aggregation.begin()
+        layout = self._continue(iterator)
         job = registered.new_job()
         model, merge = self._model, lambda slot: self._merger.keep(slot.index)
         metrics = len(model.metrics_variables)
@@ -171,7 +170,7 @@ class _Steps:
                 steps = slot.state.steps
             state = WorkerState(slot.index, registered.iterator(job), private_values(slot), steps)
             # Has the servers build their parts of the graph, without taking a step.
-            for function in functions.values():
+            for function in self._current.values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
                     function(registered.empty_iterator(), *state.inputs)
             slot.state = state
@@ -186,7 +185,7 @@ class _Steps:
             if n == steps_per_call > 1:
                 before = state.steps
                 try:
-                    functions[n](state.iterator, *state.inputs)
+                    self._current[n](state.iterator, *state.inputs)
                 except tf.errors.OutOfRangeError:
                     state.steps = state.read_steps()
                     return state.steps - before, True, None
@@ -194,7 +193,7 @@ class _Steps:
                 return n, False, None
             for done in range(n):
                 try:
-                    functions[1](state.iterator, *state.inputs)
+                    self._current[1](state.iterator, *state.inputs)
                 except tf.errors.OutOfRangeError:
                     return done, True, None
                 state.steps += 1
@@ -214,11 +213,17 @@ class _Steps:
     def _should_stop(self) -> bool:
         raise NotImplementedError
 
+    def _continue(self, iterator: DistributedIterator) -> Layout:
+        """Makes ready to go on where the model stands; nobody may be in a step."""
+        self._current, layout = self._traced(iterator, self._model.steps_per_execution)
+        return layout
+
     def _traced(self, iterator, steps_per_call) -> tuple[dict[int, Callable], Layout]:
         """The functions of one step and of `steps_per_call` steps, and the layout."""
         compute_time, bandwidths = self._settings.compute_time(), self._settings.bandwidths()
         spec = iterator.distributed.element_spec
-        key = (repr(spec), steps_per_call, compute_time, tuple(bandwidths.items()))
+        states = tuple(o.traced_state for o in optimizers_of(self._model) if o.built)
+        key = (repr(spec), steps_per_call, compute_time, tuple(bandwidths.items()), states)
         if key not in self._functions:
             layout = Layout.of(self._model, optimizers_of(self._model))
             with links.limited(bandwidths):
@@ -270,6 +275,20 @@ class TrainFunction(_Steps):
                 mode, layout.optimizers, self._settings.cluster.workers, self._settings.home
             )
         return self.aggregation
+
+    def _continue(self, iterator: DistributedIterator) -> Layout:
+        if iterator.run is None and self._run is not None:
+            self._run.stop()  # It may have been left early; its steps come to an end.
+        batch_size = iterator.distributed.batch_size
+        mode = self._settings.mode
+        examples = batch_size and batch_size * mode.capacity
+        for optimizer in optimizers_of(self._model):
+            optimizer.count_steps_of(examples)
+        layout = super()._continue(iterator)
+        # Within a run, clocks go on.
+        if self.aggregation is not None and (iterator.run is None or mode.uses_buffers):
+            self.aggregation.begin()
+        return layout
 
     def _should_stop(self) -> bool:
         return bool(self._model.stop_training)

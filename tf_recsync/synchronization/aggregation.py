@@ -169,13 +169,14 @@ class Aggregation:
         if not self._buffers:
             return
         if any(buffer.state().pending for buffer in self._buffers.values()):
-            self._flush()
+            self._flush(repr([o.traced_state for o in self._optimizers if o.built]))
         steps = [buffer.state().step for buffer in self._buffers.values()]
         for optimizer in self._optimizers:
             optimizer._iterations.assign(max(steps))
         self.begin()
 
-    def _trace_flush(self) -> None:
+    def _trace_flush(self, states: str) -> None:
+        del states  # Tells what is traced from what was traced before.
         for optimizer in self._optimizers:
             for (device, owner), buffer in self._buffers.items():
                 if owner == id(optimizer):
