@@ -135,6 +135,7 @@ class CountsSteps:
 
     _examples_here = 0  # Of a global step, where that is known.
     step_variable: keras.Variable | None = None  # See `step_state`.
+    _first_state: StepState | None = None
     _traced_for: tuple | None = None  # The `traced_state` of the last trace.
 
     @property
@@ -178,7 +179,9 @@ class CountsSteps:
         """What a global step stands for; of a built optimizer."""
         # Also while a function is traced, which is then made for this state.
         with tf.init_scope():
-            return StepState.from_array(np.asarray(self.step_variable._value.read_value()))
+            array = np.asarray(self.step_variable._value.read_value())
+        # It is empty within the function that makes the variable, and sets it at its end.
+        return StepState.from_array(array) if array.size else self._first_state
 
     @property
     def traced_state(self) -> tuple:
@@ -299,6 +302,7 @@ class CountsSteps:
         """Makes the variable that checkpoints keep `step_state` in."""
         schedule = _checksum(self._learning_rate)
         state = StepState.new(self._known_examples(), self._capacity(), self.swap, schedule)
+        self._first_state = state
         self.step_variable = self.add_variable(
             shape=(StepState.SIZE,),
             dtype="int64",
