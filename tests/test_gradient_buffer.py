@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 from test_update_ops import COUNTERS, expected_counters
 
-import tf_recsync as recsync
 from tf_recsync import staleness
 from tf_recsync.ops import gradient_buffer as buffer_ops
 from tf_recsync.ops.bags import Bags, PackedBags
@@ -17,7 +16,6 @@ from tf_recsync.optimizers import SGD, Adagrad, Adam
 from tf_recsync.synchronization.gradient_buffer import GradientBuffer
 
 CPU = "/CPU:0"
-INVALID = tf.errors.InvalidArgumentError
 OPTIMIZERS = [lambda: SGD(0.5), lambda: Adagrad(0.5), lambda: Adam(0.1)]
 # The rows and widths of the tables, and the shapes of the dense variables.
 TABLES = [(12, 4), (5, 1)]
@@ -349,41 +347,6 @@ def test_shapes_are_known_while_tracing():
     assert step(tf.ones([8])).numpy().tolist() == [0.5] * 8
 
 
-# The names of what can be found by a handle, while there is a handle.
-
-
-def make(name, **changes):
-    options = {
-        "capacity": 2,
-        "divisor": 2.0,
-        "weight": staleness.Constant(),
-        "drop_late": False,
-        "dense_size": 8,
-        "dense_count": 2,
-        "table_rows": [12, 5],
-        "table_widths": [4, 1],
-    }
-    return buffer_ops.gradient_buffer(name, **(options | changes))
-
-
-def destroy(handle):
-    tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=False)
-
-
-def test_buffers_of_one_name_are_one_until_it_is_destroyed():
-    one, other = make("same"), make("same")
-    buffer_ops.restore_buffer(one, 3)
-    assert buffer_ops.gradient_buffer_step(other).step.numpy() == 3
-    with pytest.raises(INVALID, match="same is a gradient buffer of other options: capacity 2.*"):
-        make("same", capacity=3)
-    destroy(one)
-    with pytest.raises(tf.errors.NotFoundError):
-        buffer_ops.gradient_buffer_step(other)
-    again = make("same", capacity=3)
-    assert buffer_ops.gradient_buffer_step(again).step.numpy() == 0
-    destroy(again)
-
-
 def test_a_buffer_is_destroyed_with_its_object():
     buffer = GradientBuffer(CPU, [], [], capacity=2)
     handle = buffer.handle
@@ -394,6 +357,7 @@ def test_a_buffer_is_destroyed_with_its_object():
         buffer_ops.gradient_buffer_step(handle)
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -546,6 +510,8 @@ def test_a_push_of_the_wrong_rank_fails_while_it_is_traced(rank):
     destroy(handle)
 
 
+=======
+>>>>>>> buffer
 def test_workers_push_to_the_buffer_of_a_server(clusters):
     cluster = clusters.get(workers=2, ps=1)
     cluster.connect()
@@ -589,7 +555,7 @@ def test_workers_push_to_the_buffer_of_a_server(clusters):
         values = tf.ones([12])
         with tf.device(f"/job:worker/task:{worker}"):
             ids = tf.constant([3, worker, 3], tf.int64)
-            done.append(int(step(ints(worker)[0], arguments["dense"], ids, values)))
+            done.append(int(step(tf.constant(worker, tf.int64), arguments["dense"], ids, values)))
     assert done == [0, 1]
     state = buffer.state()
     assert (state.step, state.applied, state.included, state.pending) == (1, 1, 2, 0)

@@ -231,6 +231,13 @@ TEST(RowGatherTest, BagsAreSumsOfScaledRowsAndABadRowIsNamed) {
       -1);
   EXPECT_EQ(to, (std::vector<float>{6, 8, 10, 0, 0, 0, 9, 9, 9}));
   EXPECT_EQ(versions, (std::vector<int64_t>{6, 8, 5}));
+  RowReader unversioned = rows;
+  unversioned.versions = nullptr;
+  std::vector<float> same(9, NAN);
+  EXPECT_EQ(
+      GatherBags(unversioned, ids.data(), 3, bags, 0, 3, same.data(), nullptr),
+      -1);
+  EXPECT_EQ(same, to);
   for (int32_t bad : {-1, 4}) {
     ids[2] = bad;
     EXPECT_EQ(

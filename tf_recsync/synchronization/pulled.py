@@ -377,7 +377,8 @@ class PulledScope(keras.StatelessScope):
     """
 
     def __init__(self, dense, tables, others):
-        super().__init__(state_mapping=[*dense, *others])
+        # Else what layers add_loss would be dropped.
+        super().__init__(state_mapping=[*dense, *others], collect_losses=True)
         self._dense = {
             id(variable): as_variable(self.state_mapping[id(variable)], variable)
             for variable, _ in dense
