@@ -10,6 +10,7 @@ part of them.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pathlib
 import sys
@@ -110,7 +111,6 @@ class System:
         mode: its name.
         cluster: where it runs.
         options: of the modes.
-        data: batches, endlessly.
         build: makes the compiled model; called in the strategy's scope.
     """
 
@@ -119,21 +119,22 @@ class System:
         mode: str,
         cluster: recsync.LocalCluster,
         options: Options,
-        data: tf.data.Dataset,
         build: Callable[[], keras.Model],
     ):
         self.mode = mode
         self.options = options
         self.strategy = options.strategy(mode, cluster)
-        self._data = data
         self._pids = server_pids(cluster)
         with self.strategy.scope():
             self.model = build()
 
-    def turn(self, warm_up: int, steps: int, seconds: float | None = None) -> Turn:
+    def turn(
+        self, data: tf.data.Dataset, warm_up: int, steps: int, seconds: float | None = None
+    ) -> Turn:
         """Trains, and measures.
 
         Args:
+            data: batches, endlessly.
             warm_up: steps of all workers together before the timed part.
             steps: steps of the timed part; with `seconds`, the most there may be.
             seconds: how long the timed part takes at most; None for no limit.
@@ -142,7 +143,7 @@ class System:
         drain = 2 * self.strategy.cluster.workers
         watch = _Watch(self, warm_up, seconds)
         self.model.fit(
-            self._data,
+            data,
             steps_per_epoch=warm_up + steps + drain,
             callbacks=[watch],
             verbose=0,
@@ -159,6 +160,27 @@ class System:
     def cpu_seconds(self) -> float:
         """The processor time so far of this process and the servers."""
         return machine.cpu_seconds(self._pids)
+
+
+def choose_iota(bsp: System, data: tf.data.Dataset, steps: int) -> int:
+    """The tolerance of GBA: the age of tokens that 99 of 100 gradients do not exceed.
+
+    BSP, which is GBA without a tolerance, trains for a while, and its report says how stale its
+    gradients are, in global steps; 1 is fresh, where an age is 0.
+
+    Args:
+        bsp: a system of that mode.
+        data: batches, endlessly.
+        steps: for how long, all workers together.
+    """
+    measured = bsp.turn(data, 4 * bsp.strategy.cluster.workers, steps).staleness
+    iota = measured.quantile(0.99) - 1
+    print(
+        f"BSP: staleness mean {measured.mean:.2f}, 99 of 100 at most {measured.quantile(0.99)}, "
+        f"max {measured.max}, in global steps; so GBA gets iota={iota}",
+        flush=True,
+    )
+    return iota
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,10 +243,10 @@ class _Watch(keras.callbacks.Callback):
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch == 0 and self._warm_up <= 1 or batch == self._warm_up - 1:
-            self._before = self._system.counters()
-            self._cpu = self._system.cpu_seconds(), time.perf_counter()
+        if batch == max(self._warm_up, 1) - 1:
             self._thread.start()
+            self._cpu = self._system.cpu_seconds(), time.perf_counter()
+            self._before = self._system.counters()
         if self._seconds is not None and self._samples:
             elapsed = time.perf_counter() - self._samples[0][0]
             self.model.stop_training = elapsed > self._seconds
@@ -302,6 +324,13 @@ def plot_module() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def write_json(path: str | None, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes a list of objects, a line each, if there is a path."""
+    if path:
+        text = ",\n".join(json.dumps(row) for row in rows)
+        pathlib.Path(path).write_text(f"[\n{text}\n]\n")
 
 
 def png_path(png: str | None, json_path: str | None) -> pathlib.Path | None:

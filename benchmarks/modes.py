@@ -37,7 +37,6 @@ Columns (and keys of the JSON list, one object for each mode and cluster):
 
 from __future__ import annotations
 
-import json
 import pathlib
 import statistics
 import sys
@@ -123,8 +122,8 @@ def ideal_speed(mode: str, cluster: str) -> float | None:
     return (workers - slow + slow / FLAGS.slow) / seconds
 
 
-def make_systems(modes: list[str]) -> dict[str, mode_runs.System]:
-    """The modes' systems, on one cluster; chooses iota if it is not given."""
+def make_systems(modes: list[str]) -> tuple[dict[str, mode_runs.System], tf.data.Dataset]:
+    """The modes' systems, on one cluster, and batches; chooses iota if it is not given."""
     cluster = mode_runs.start_cluster(FLAGS.workers, FLAGS.ps, FLAGS.processes)
     data = recsync.data.Synthetic(
         DATA_BATCHES * FLAGS.batch_size, test_rows=0, cardinalities=SIZES, numeric=4
@@ -145,25 +144,15 @@ def make_systems(modes: list[str]) -> dict[str, mode_runs.System]:
             len(slow_workers()) if backup is None else backup,
             FLAGS.staleness_bound,
         )
-        return mode_runs.System(mode, cluster, options, batches, build)
+        return mode_runs.System(mode, cluster, options, build)
 
     iota = FLAGS.iota
     if iota is None and "GBA" in modes:
-        iota = choose_iota(make("BSP", None))
-    return {mode: make(mode, iota) for mode in modes}
-
-
-def choose_iota(bsp: mode_runs.System) -> int:
-    """The age of gradients that 99 of 100 do not exceed among stragglers."""
-    set_cluster(bsp, "stragglers")
-    measured = bsp.turn(4 * FLAGS.workers, max(FLAGS.steps // 2, 8 * FLAGS.workers)).staleness
-    iota = measured.quantile(0.99) - 1
-    print(
-        f"BSP among stragglers: staleness mean {measured.mean:.2f}, 99 of 100 at most "
-        f"{measured.quantile(0.99)}, max {measured.max}, in global steps; so GBA gets iota={iota}",
-        flush=True,
-    )
-    return iota
+        bsp = make("BSP", None)
+        set_cluster(bsp, "stragglers")
+        steps = max(FLAGS.steps // 2, 8 * FLAGS.workers)
+        iota = mode_runs.choose_iota(bsp, batches, steps)
+    return {mode: make(mode, iota) for mode in modes}, batches
 
 
 def set_cluster(system: mode_runs.System, cluster: str) -> None:
@@ -171,7 +160,9 @@ def set_cluster(system: mode_runs.System, cluster: str) -> None:
     recsync.testing.set_compute_time(system.strategy, FLAGS.compute_seconds, slowdown_of(cluster))
 
 
-def measure(systems: dict[str, mode_runs.System], cluster: str) -> dict[str, list[mode_runs.Turn]]:
+def measure(
+    systems: dict[str, mode_runs.System], batches: tf.data.Dataset, cluster: str
+) -> dict[str, list[mode_runs.Turn]]:
     """The turns of all modes on one kind of cluster."""
     turns: dict[str, list[mode_runs.Turn]] = {mode: [] for mode in systems}
     for system in systems.values():
@@ -180,9 +171,9 @@ def measure(systems: dict[str, mode_runs.System], cluster: str) -> dict[str, lis
         for mode, system in systems.items():
             if cluster == "changing":
                 most = int(2 * FLAGS.workers * FLAGS.day_seconds / FLAGS.compute_seconds)
-                turn = system.turn(0, most, FLAGS.day_seconds)
+                turn = system.turn(batches, 0, most, FLAGS.day_seconds)
             else:
-                turn = system.turn(4 * FLAGS.workers, FLAGS.steps)
+                turn = system.turn(batches, 4 * FLAGS.workers, FLAGS.steps)
             turns[mode].append(turn)
             where = f"{cluster}, round {number + 1} of {FLAGS.rounds}"
             print(f"{where}: {mode} {turn.speed:.1f} steps/s", file=sys.stderr)
@@ -280,7 +271,7 @@ def plot(
     clusters = list(dict.fromkeys(r["cluster"] for r in rows))
     modes = list(dict.fromkeys(r["mode"] for r in rows))
     figure, axes = pyplot.subplots(
-        1, 3 if day else 2, figsize=(16 if day else 11, 4.5), layout="constrained"
+        1, 3 if day else 2, figsize=(17 if day else 11, 4.8), layout="constrained"
     )
     width = 0.8 / len(clusters)
     for number, cluster in enumerate(clusters):
@@ -291,11 +282,17 @@ def plot(
         axes[0].bar(places, speeds, width, yerr=deviations, capsize=2, label=cluster)
         ages = [mine[mode]["staleness_in_global_batches"] for mode in modes]
         axes[1].bar(places, ages, width, label=cluster)
-    axes[0].set(ylabel="examples per second", title="Speed of all workers (deviation over time)")
+    axes[0].set(
+        ylabel="examples per second",
+        ylim=(0, None),
+        title="Speed of all workers (deviation over time)",
+    )
     axes[1].set(ylabel="global batches", title="Mean staleness of gradients, 0 is fresh")
     for axis in axes[:2]:
         axis.set_xticks(np.arange(len(modes)), modes, rotation=25, ha="right")
-        axis.legend(title="cluster")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), title="cluster", loc="outside lower left", ncols=3
+    )
     if day:
         plot_day(axes[2], day)
     figure.savefig(path, dpi=110)
@@ -314,11 +311,12 @@ def plot_day(axis: Any, day: dict[str, list[mode_runs.Turn]]) -> None:
             steps = np.interp(ahead, times, totals) - np.interp(behind, times, totals)
             series.append(steps / np.maximum(ahead - behind, 0.5) / (FLAGS.day_seconds / 24))
         axis.plot(hours, FLAGS.batch_size * np.mean(series, axis=0), label=mode)
-    axis.set(xlabel="hour of the day", ylabel="examples per second", ylim=(0, None))
+    axis.set(xlabel="hour of the day", ylabel="examples per second")
+    axis.set_ylim(0, 1.35 * axis.get_ylim()[1])  # Room for the legend.
     axis.set(title="Changing cluster", xlim=(0, 24), xticks=range(0, 25, 4))
     busy = axis.twinx()
     busy.fill_between(*zip(*_BUSY, strict=True), color="gray", alpha=0.15, label="others' load")
-    busy.set(ylim=(0, 1.6), yticks=[])
+    busy.set(ylim=(0, 2.0), yticks=[])
     lines, names = axis.get_legend_handles_labels()
     areas, others = busy.get_legend_handles_labels()
     busy.legend(lines + areas, names + others, fontsize=8, ncols=2, loc="upper center")
@@ -337,19 +335,17 @@ def check_flags(argv: list[str]) -> None:
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     check_flags(argv)
-    systems = make_systems(FLAGS.modes)
+    systems, batches = make_systems(FLAGS.modes)
     rows: list[dict[str, Any]] = []
     day: dict[str, list[mode_runs.Turn]] = {}
     for cluster in FLAGS.clusters:
-        turns = measure(systems, cluster)
+        turns = measure(systems, batches, cluster)
         if cluster == "changing":
             day = turns
         mine = [row(system, cluster, turns) for system in systems.values()]
         show(cluster, mine)
         rows += mine
-        if FLAGS.json:
-            text = ",\n".join(json.dumps(one) for one in rows)
-            pathlib.Path(FLAGS.json).write_text(f"[\n{text}\n]\n")
+        mode_runs.write_json(FLAGS.json, rows)
     png = mode_runs.png_path(FLAGS.png, FLAGS.json)
     if png is not None:
         plot(rows, day, png)
