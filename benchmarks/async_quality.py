@@ -55,7 +55,7 @@ flags.DEFINE_integer("swap_days", 10, "Days of clicks of the experiment swap.", 
 flags.DEFINE_integer("rows", 40_960, "Clicks of a day.", lower_bound=1)
 flags.DEFINE_float("drift", 0.04, "Of the clicks in the experiment swap, per day.", lower_bound=0)
 flags.DEFINE_integer("batch_size", 64, "Examples per step of a worker.", lower_bound=1)
-flags.DEFINE_float("learning_rate", 0.05, "Of Adagrad.", lower_bound=0)
+flags.DEFINE_float("learning_rate", 0.2, "Of Adagrad.", lower_bound=0)
 flags.DEFINE_float("compute_seconds", 0.05, "Artificial compute time of a step.", lower_bound=0.001)
 flags.DEFINE_float("slow", 4.0, "How many times as long slow workers take.", lower_bound=1)
 flags.DEFINE_integer("steps", 600, "Steps in which staleness and speed are measured.")

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_recsync as recsync
+from tf_recsync.data._auc import exact_auc
 
 Features = dict[str, np.ndarray]
 # The 0.975 quantile of Student's t distribution for 1, 2, ... degrees of freedom.
@@ -127,19 +128,8 @@ class Judge:
         self._model.load_weights(self._path, skip_mismatch=False)
         features, labels = days.part(day)
         predictions = self._model.predict(features, batch_size=4096, verbose=0)
-        return Score(
-            auc(labels[:, 0], predictions[:, 0]), log_loss(labels[:, 0], predictions[:, 0])
-        )
-
-
-def auc(labels: np.ndarray, predictions: np.ndarray) -> float:
-    """The area under the ROC curve of `[rows]` labels and predictions."""
-    _, group, counts = np.unique(predictions, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[group]
-    positives = float(labels.sum())
-    negatives = len(labels) - positives
-    rank_sum = float(ranks[labels > 0].sum())
-    return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
+        clicked, predicted = labels[:, 0], predictions[:, 0]
+        return Score(exact_auc(clicked, predicted), log_loss(clicked, predicted))
 
 
 def log_loss(labels: np.ndarray, predictions: np.ndarray) -> float:

@@ -346,9 +346,9 @@ def main(argv: list[str]) -> None:
         show(cluster, mine)
         rows += mine
         mode_runs.write_json(FLAGS.json, rows)
-    png = mode_runs.png_path(FLAGS.png, FLAGS.json)
-    if png is not None:
-        plot(rows, day, png)
+        png = mode_runs.png_path(FLAGS.png, FLAGS.json)
+        if png is not None:
+            plot(rows, day, png)
 
 
 if __name__ == "__main__":

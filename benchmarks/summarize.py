@@ -23,7 +23,7 @@ flags.DEFINE_string("output", None, "The page to write.", required=True)
 Line = dict[str, Any]
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "torch")
 # Summary keys that have a column of their own; those before the ratios.
-_SETTINGS = ("benchmark", "batch_size")
+_SETTINGS = ("benchmark", "batch_size", "mode", "cluster", "experiment", "variant")
 
 
 def read(path: pathlib.Path) -> list[tuple[Line, list[Line]]]:

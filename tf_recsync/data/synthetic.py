@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync.data import _spec
+from tf_recsync.data._auc import exact_auc
 
 # Roughly the Criteo data set, with the largest columns cut down to 100,000 ids.
 _CARDINALITIES = (
@@ -216,15 +217,9 @@ class Synthetic(_spec.ClickData):
             ValueError: If there is no test part, or its labels are all equal.
         """
         labels, logits = self._oracle
-        positives = float(labels.sum())
-        negatives = len(labels) - positives
-        if not positives or not negatives:
+        if labels.min() == labels.max():
             raise ValueError(f"test_rows={self._test_rows}: must be enough to have both labels.")
-        # The sum of the ranks of the clicks, with the mean rank for equal logits.
-        _, group, counts = np.unique(logits, return_inverse=True, return_counts=True)
-        ranks = (np.cumsum(counts) - (counts - 1) / 2)[group]
-        rank_sum = float(ranks[labels > 0].sum())
-        return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
+        return exact_auc(labels, logits)
 
     def best_normalized_entropy(self) -> float:
         """Returns the normalized entropy of the true probabilities on the test part.
