@@ -224,7 +224,7 @@ def normalization(laboratory: Laboratory) -> list[dict[str, Any]]:
     optimizer = adagrad(staleness=normalized())
     variants = [
         Variant(
-            f"{workers} workers{', normalized' if on else ''}",
+            f"{workers} workers{', MeanNormalization' if on else ''}",
             workers,
             optimizer,
             "async",

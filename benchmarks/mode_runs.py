@@ -222,6 +222,12 @@ class Turn:
         """Steps per second of each worker."""
         return self.steps[-1] / self.times[-1]
 
+    @property
+    def longest_pause(self) -> float:
+        """The longest time in which no worker finished a step, in seconds."""
+        moved = np.flatnonzero(np.diff(self.steps.sum(axis=1))) + 1
+        return float(np.diff(self.times[np.r_[0, moved]]).max(initial=0.0))
+
     def window_speeds(self, seconds: float) -> np.ndarray:
         """Steps per second in windows of about so many seconds, at least one."""
         count = max(1, round(self.times[-1] / seconds))

@@ -30,6 +30,8 @@ Columns (and keys of the JSON list, one object for each mode and cluster):
 - `staleness_mean`, `staleness_max`: in updates of the dense variables (`staleness_unit`: single
   pushes, or global batches where these are applied together); 1 is fresh.
   `staleness_in_global_batches` says it in one unit for all modes, 0 being fresh as in table 5.3.
+- `longest_pause`: seconds in which no worker finished a step; much more than a slow step's time
+  means that the machine was busy with something else.
 - `excluded`: batches whose gradients were left out (GBA) or dropped (backup workers), of `batches`.
 
     python benchmarks/modes.py --workers=16 --compute_seconds=0.15 --json=modes.json
@@ -228,6 +230,8 @@ def row(
         "iota": system.options.iota if mode == "GBA" else None,
         "of_ideal": None if ideal is None else round(speed / ideal, 3),
         "cpu_share": round(statistics.median(turn.cpu_share for turn in mine), 2),
+        "queries_per_second_of_rounds": [round(examples * turn.speed, 1) for turn in mine],
+        "longest_pause": round(max(turn.longest_pause for turn in mine), 2),
         "compute_seconds": FLAGS.compute_seconds,
         "rounds": FLAGS.rounds,
     }
