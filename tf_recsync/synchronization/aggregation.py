@@ -67,7 +67,9 @@ class Aggregation:
         home: the device that keeps the token list.
     """
 
-    def __init__(self, mode: Mode, optimizers: Sequence[base.Optimizer], workers: int, home: str):
+    def __init__(
+        self, mode: Mode, optimizers: Sequence[base.Optimizer], workers: int, home: str
+    ):
         self.mode = mode
         self._optimizers = tuple(optimizers)
         self._buffers: dict[tuple[str, int], _Buffer] = {}
@@ -230,7 +232,9 @@ class _Buffer:
         buffer: the buffer itself.
     """
 
-    def __init__(self, number: int, device: str, states: Sequence[base.VariableState], mode: Mode):
+    def __init__(
+        self, number: int, device: str, states: Sequence[base.VariableState], mode: Mode
+    ):
         self.number = number
         self.device = device
         self.dense = [state for state in states if not state.is_table]
@@ -305,3 +309,4 @@ def _by_device(states: Iterable[base.VariableState]) -> dict[str, list[base.Vari
     for state in states:
         devices.setdefault(state.variable._value.device, []).append(state)
     return devices
+
