@@ -27,11 +27,16 @@ DEMO := examples/wide_deep_ctr.py --dataset=synthetic --rows=300000 --batch_size
 
 # What makes a benchmark small; one without a line here runs with its defaults.
 # BENCH_FLAGS, if set, takes the place of these.
+SMALL_async_quality := --workers=2,4 --processes=3 --seeds=1 --days=2 --swap_days=3 --rows=4096 \
+  --steps=100 --compute_seconds=0.03
 SMALL_local_adagrad := --rounds=3 --steps=30
 SMALL_local_throughput := --batch_size=512 --rounds=3 --round_seconds=1
 SMALL_metrics_cost := --batch_size=512 --rounds=15 --round_seconds=0.3
+SMALL_modes := --workers=8 --processes=5 --steps=160 --rounds=2 --day_seconds=12
 SMALL_ps_throughput := --batch_size=512 --rounds=3 --round_seconds=2 --legacy_choice=legacy:10
 SMALL_scaling := --workers=1,4 --rounds=2 --round_seconds=2
+SMALL_switching := --workers=4 --processes=3 --seeds=2 --sync_days=2 --mode_days=1 \
+  --return_days=1 --rows=8192
 
 # The programs among benchmarks/*.py; the rest are modules that they share.
 BENCHMARKS := $(filter-out benchmarks/summarize.py, \
@@ -105,6 +110,10 @@ $(BENCH_INSTALLED): $(INSTALLED)
 	  print(*project["project"]["optional-dependencies"]["bench"], sep="\n")' \
 	  > $(VENV)/bench-requirements.txt
 	@$(PIP) install --no-deps -r $(VENV)/bench-requirements.txt
+	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); \
+	  print(*project["project"]["optional-dependencies"]["plot"], sep="\n")' \
+	  > $(VENV)/plot-requirements.txt
+	@$(PIP) install -r $(VENV)/plot-requirements.txt
 	@touch $@
 
 bench: build $(BENCH_INSTALLED)

@@ -19,7 +19,6 @@ import json
 import os
 import pathlib
 import queue
-import resource
 import socket
 import statistics
 import subprocess
@@ -33,13 +32,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Warnings and errors of Ten
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
+import machine  # noqa: E402
 from absl import app, flags, logging  # noqa: E402
 
 FLAGS = flags.FLAGS
 SEED = 1
 OURS = "recsync"
 _CALIBRATION_STEPS = 48
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 _lines: list[dict[str, Any]] = []
 
@@ -242,13 +241,7 @@ class Rounds:
         return seconds[-1] / steps
 
     def _cpu_seconds(self) -> float:
-        own = resource.getrusage(resource.RUSAGE_SELF)
-        total = own.ru_utime + own.ru_stime
-        for pid in self._servers:
-            # User and system time are the 14th and 15th field, the 2nd may hold spaces.
-            fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            total += (int(fields[11]) + int(fields[12])) / _TICKS
-        return total
+        return machine.cpu_seconds(self._servers)
 
 
 class _Process:

@@ -23,21 +23,34 @@ flags.DEFINE_string("output", None, "The page to write.", required=True)
 Line = dict[str, Any]
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "torch")
 # Summary keys that have a column of their own; those before the ratios.
-_SETTINGS = ("benchmark", "batch_size")
+_SETTINGS = ("benchmark", "batch_size", "mode", "cluster", "experiment", "variant")
 
 
 def read(path: pathlib.Path) -> list[tuple[Line, list[Line]]]:
-    """The summaries of a file, each with the lines of systems before it."""
+    """The summaries of a file, each with the lines of systems before it.
+
+    A list in a file is one of summaries; lists in these (figures of each seed) are left out.
+    """
+    text = path.read_text()
+    if text.startswith("["):
+        return [
+            ({k: v for k, v in line.items() if not _is_series(v)}, []) for line in json.loads(text)
+        ]
     blocks: list[tuple[Line, list[Line]]] = []
     systems: list[Line] = []
-    for text in path.read_text().splitlines():
-        line = json.loads(text)
+    for one in text.splitlines():
+        line = json.loads(one)
         if "benchmark" in line:
             blocks.append((line, systems))
             systems = []
         else:
             systems.append(line)
     return blocks
+
+
+def _is_series(value: Any) -> bool:
+    """Whether a value is more than a figure with its interval."""
+    return isinstance(value, list) and (len(value) > 2 or any(isinstance(v, list) for v in value))
 
 
 def show(value: Any) -> str:
@@ -78,7 +91,9 @@ def machine() -> str:
 
 def is_ratio(key: str) -> bool:
     """Whether a summary's figure depends little on the machine."""
-    return "ratio" in key or "percent" in key or key == "efficiency"
+    return (
+        "ratio" in key or "percent" in key or key.startswith("relative_to_") or key == "efficiency"
+    )
 
 
 def page(paths: list[pathlib.Path]) -> str:

@@ -172,6 +172,9 @@ def test_wrong_arguments_are_named(tmp_path):
         (lambda: rd.Synthetic(0), "rows=0"),
         (lambda: rd.Synthetic(1, cardinalities=[0]), r"cardinalities=\[0\]"),
         (lambda: rd.Synthetic(1, base_rate=1), "base_rate=1"),
+        (lambda: rd.Synthetic(10, days=3), "days=3: must be at least 1, and divide rows=10"),
+        (lambda: rd.Synthetic(10, drift=1.5), "drift=1.5"),
+        (lambda: rd.Synthetic(10, days=2).day(2, 4), "day=2: must be from 0 to 1"),
         (lambda: rd.Synthetic(1, test_rows=0).best_auc(), "test_rows=0"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -435,6 +438,43 @@ def test_synthetic_ids_follow_the_zipf_distribution(exponent):
     mass = np.log(edges) if exponent == 1 else edges ** (1 - exponent) / (1 - exponent)
     expected = np.diff(mass) / (mass[-1] - mass[0])
     np.testing.assert_allclose(found[:5], expected[:5], rtol=0.25 if exponent == 0 else 0.03)
+
+
+def test_the_days_are_equal_parts_of_the_training_rows():
+    data = rd.Synthetic(120, cardinalities=[5, 9], days=3, drift=0.2, test_rows=0)
+    features, labels = collect(data.train(50))
+    for day in range(3):
+        part = slice(40 * day, 40 * (day + 1))
+        expected = {name: values[part] for name, values in features.items()}
+        assert_same(collect(data.day(day, 7)), (expected, labels[part]))
+
+
+def test_without_drift_all_days_are_alike_and_drift_leaves_the_first_day_as_it_is():
+    sizes = [5, 9]
+    plain = rd.Synthetic(120, cardinalities=sizes, test_rows=30)
+    days = rd.Synthetic(120, cardinalities=sizes, test_rows=30, days=3)
+    assert_same(collect(plain.train(50)), collect(days.train(50)))
+    assert_same(collect(plain.test(50)), collect(days.test(50)))
+    drifting = rd.Synthetic(120, cardinalities=sizes, test_rows=30, days=3, drift=0.7)
+    assert_same(collect(plain.train(40).take(1)), collect(drifting.day(0, 40)))
+
+
+def test_drift_makes_click_models_less_alike_from_day_to_day():
+    # The test part is the day after the last; its features do not depend on the day. Many features,
+    # as few ids' effects in two click models may be alike by chance.
+    def logits(days):
+        one = rd.Synthetic(
+            60, cardinalities=[100] * 50, zipf=0.3, test_rows=5000, days=days, drift=0.25
+        )
+        p = one.click_probabilities().astype(np.float64)
+        return np.log(p / (1 - p))
+
+    first = logits(1)
+    for later, apart in ((2, 1), (3, 2), (4, 3)):
+        correlation = np.corrcoef(first, logits(later))[0, 1]
+        # Day 1 and days 2, 3 and 4; day 4 is that of another click model.
+        expected = np.cos(np.pi / 2 * 0.25 * apart)
+        assert correlation == pytest.approx(expected, abs=0.1)
 
 
 def test_the_best_values_are_those_of_the_true_probabilities():

@@ -10,7 +10,6 @@ from helpers import compiled, mean_output, slope_model, steps_of
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
-from tf_recsync.strategies import model_functions
 from tf_recsync.testing import ChangingSlowdown, RandomSlowdown, SlowWorkers
 
 
@@ -150,16 +149,8 @@ def test_wrong_compute_times_are_refused(four):
 
 
 @pytest.fixture
-def trained(four, monkeypatch):
+def trained(four):
     """Trains steps with artificial compute time; tells how many each worker did."""
-    runs = []
-
-    class Recorded(model_functions.WorkerRun):
-        def __init__(self, *args):
-            runs.append(self)
-            super().__init__(*args)
-
-    monkeypatch.setattr(model_functions, "WorkerRun", Recorded)
 
     def train(steps, seconds, slowdown, steps_per_execution=1, callbacks=()):
         model = compiled(
@@ -170,13 +161,14 @@ def trained(four, monkeypatch):
             steps_per_execution=steps_per_execution,
         )
         recsync.testing.set_compute_time(four, seconds, slowdown)
+        assert four.worker_steps(model) == [0] * 4
         ones = tf.data.Dataset.from_tensors((tf.ones([1, 1]), tf.ones([1, 1]))).repeat(steps)
         try:
             model.fit(ones, verbose=0, callbacks=list(callbacks))
         finally:
             recsync.testing.set_compute_time(four, None)
         assert steps_of(model) == -model.get_weights()[0] == steps
-        done = np.array([slot.state.steps for slot in runs[-1].slots])
+        done = np.array(four.worker_steps(model))
         assert done.sum() == steps
         return done
 

@@ -1,12 +1,14 @@
 """A made-up click log with a known click model, of any size."""
 
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tf_recsync.data import _spec
+from tf_recsync.data._auc import exact_auc
 
 # Roughly the Criteo data set, with the largest columns cut down to 100,000 ids.
 _CARDINALITIES = (
@@ -38,6 +40,10 @@ class Synthetic(_spec.ClickData):
     shuffling or the number of rows (but for the rounding of the click probability, which may turn
     one label in ten million). Data sets that differ only in `rows` have the same test part.
 
+    For continual training the rows can be those of several days (`days`), from each to the next of
+    which what makes people click changes a little (`drift`); `day` gives the rows of one day. The
+    test part then is the day after the last.
+
     Args:
         rows: Number of training rows, from 1 to 2**31.
         test_rows: Number of test rows, from 0 to 2**30. Default 100,000.
@@ -52,6 +58,12 @@ class Synthetic(_spec.ClickData):
             the number of pairs there are. Default 8.
         zipf: Exponent of the Zipf distribution, at least 0 (all ids equally frequent).
             Default 1.1.
+        days: Number of days that the training rows are of, in equal parts; it must divide `rows`.
+            Default 1.
+        drift: The share of the click model that is replaced from day to day, from 0 to 1. The
+            logits of a row on day 0 and on day n have a correlation of about
+            cos(pi / 2 * drift * n), until after 1 / drift days nothing is left of the first
+            click model. Default 0.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -77,6 +89,8 @@ class Synthetic(_spec.ClickData):
         signal: float = 1.5,
         interactions: int = 8,
         zipf: float = 1.1,
+        days: int = 1,
+        drift: float = 0.0,
     ) -> None:
         """See the class."""
         sizes = list(_CARDINALITIES if cardinalities is None else cardinalities)
@@ -91,6 +105,8 @@ class Synthetic(_spec.ClickData):
             ("signal", signal, signal >= 0, "at least 0"),
             ("interactions", interactions, interactions >= 0, "at least 0"),
             ("zipf", zipf, zipf >= 0, "at least 0"),
+            ("days", days, days >= 1 and rows % days == 0, f"at least 1, and divide rows={rows}"),
+            ("drift", drift, 0 <= drift <= 1, "from 0 to 1"),
         ):
             if not good:
                 raise ValueError(f"{name}={value}: must be {allowed}.")
@@ -99,6 +115,8 @@ class Synthetic(_spec.ClickData):
         self._numeric = numeric
         self._sizes = sizes
         self._zipf = zipf
+        self._days = days
+        self._drift = drift
         self._spec = _spec.FeatureSpec(
             tuple(f"I{i + 1}" for i in range(numeric)),
             {f"C{i + 1}": size for i, size in enumerate(sizes)},
@@ -111,7 +129,7 @@ class Synthetic(_spec.ClickData):
         # Weaker with more ids: rare ids cannot be learned, and should not hold most of the signal.
         strength = np.array(sizes, dtype=np.float64) ** -0.15
         self._effect_weights = (rng.uniform(0.5, 1.5, len(sizes)) * strength).astype(np.float32)
-        self._numeric_weights = rng.normal(0.0, 0.5, numeric).astype(np.float32)
+        self._numeric_weights = rng.normal(0.0, 0.5, (1, numeric)).astype(np.float32)
         # Without this the most frequent ids would be the lowest of every feature.
         self._steps = np.array([_coprime(size, rng) for size in sizes], dtype=np.int64)
         # Combinations of features with few ids come up often enough to be learned.
@@ -120,6 +138,10 @@ class Synthetic(_spec.ClickData):
         chosen = rng.permutation(len(pairs))[:interactions]
         self._pairs = np.array([pairs[i] for i in chosen], dtype=np.int64).reshape(-1, 2)
         self._pair_keys = draw_keys(len(chosen))
+        if drift:
+            # The weights of later click models; drawn last, so that drift changes nothing else.
+            later = rng.normal(0.0, 0.5, (int(days * drift) + 1, numeric)).astype(np.float32)
+            self._numeric_weights = np.concatenate([self._numeric_weights, later])
         self._scale, self._shift = 1.0, 0.0
         self._calibrate(base_rate, signal)
 
@@ -141,6 +163,35 @@ class Synthetic(_spec.ClickData):
     def train(self, batch_size: int, shuffle: int = 0, seed: int | None = None) -> tf.data.Dataset:
         """See `ClickData.train`; the rows are in random order even without shuffling."""
         return self._dataset(0, self._rows, batch_size, shuffle, seed)
+
+    @property
+    def days(self) -> int:
+        """The number of days of the training part."""
+        return self._days
+
+    def day(
+        self, day: int, batch_size: int, shuffle: int = 0, seed: int | None = None
+    ) -> tf.data.Dataset:
+        """Returns the training rows of one day, as `train` does those of all.
+
+        Args:
+            day: Its number, from 0.
+            batch_size: See `ClickData.train`.
+            shuffle: See `ClickData.train`; default 0.
+            seed: See `ClickData.train`; default None.
+
+        Raises:
+            ValueError: If there is no such day, or an argument is out of range.
+
+        Example:
+            >>> data = Synthetic(rows=1000, cardinalities=[50], days=10, drift=0.1)
+            >>> sum(len(label) for _, label in data.day(3, batch_size=40))
+            100
+        """
+        if not 0 <= day < self._days:
+            raise ValueError(f"day={day}: must be from 0 to {self._days - 1}.")
+        count = self._rows // self._days
+        return self._dataset(day * count, count, batch_size, shuffle, seed)
 
     def test(self, batch_size: int) -> tf.data.Dataset:
         """See `ClickData.test`."""
@@ -166,15 +217,9 @@ class Synthetic(_spec.ClickData):
             ValueError: If there is no test part, or its labels are all equal.
         """
         labels, logits = self._oracle
-        positives = float(labels.sum())
-        negatives = len(labels) - positives
-        if not positives or not negatives:
+        if labels.min() == labels.max():
             raise ValueError(f"test_rows={self._test_rows}: must be enough to have both labels.")
-        # The sum of the ranks of the clicks, with the mean rank for equal logits.
-        _, group, counts = np.unique(logits, return_inverse=True, return_counts=True)
-        ranks = (np.cumsum(counts) - (counts - 1) / 2)[group]
-        rank_sum = float(ranks[labels > 0].sum())
-        return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
+        return exact_auc(labels, logits)
 
     def best_normalized_entropy(self) -> float:
         """Returns the normalized entropy of the true probabilities on the test part.
@@ -260,16 +305,43 @@ class Synthetic(_spec.ClickData):
         numeric = tf.cast(tf.maximum(-tf.math.log(tail), 0.0), tf.float32)
         ids = self._draw_ids(draws[:, split:-1])
 
-        logits = tf.linalg.matvec(numeric, self._numeric_weights)
         words = tf.cast(ids, tf.uint32)
-        effects = _effect(tf.bitwise.bitwise_xor(_mix(words), self._effect_keys))
-        logits += tf.linalg.matvec(effects, self._effect_weights)
-        first = _mix(tf.gather(words, self._pairs[:, 0], axis=1) + self._pair_keys)
-        second = tf.gather(words, self._pairs[:, 1], axis=1)
-        logits += _PAIR_WEIGHT * tf.reduce_sum(_effect(first + second), axis=1)
+        if self._drift:
+            # From one whole number to the next, a click model turns into another one.
+            place = tf.cast(self._day_of(numbers), tf.float64) * self._drift
+            model = tf.math.floor(place)
+            angle = tf.cast((place - model) * (math.pi / 2), tf.float32)
+            model = tf.cast(model, tf.int64)
+            logits = tf.cos(angle) * self._raw_logits(numeric, words, model)
+            logits += tf.sin(angle) * self._raw_logits(numeric, words, model + 1)
+        else:
+            logits = self._raw_logits(numeric, words, tf.zeros_like(numbers))
         logits = logits * self._scale + self._shift
         label = tf.cast(draws[:, -1] < tf.sigmoid(logits), tf.float32)
         return numeric, ids, label, logits
+
+    def _day_of(self, numbers: tf.Tensor) -> tf.Tensor:
+        """The day of rows, int64 `[batch]`."""
+        day = numbers // (self._rows // self._days)
+        day = tf.where(numbers < _TEST_START, day, self._days)
+        return tf.where(numbers < _CALIBRATION_START, day, 0)
+
+    def _raw_logits(self, numeric: tf.Tensor, words: tf.Tensor, model: tf.Tensor) -> tf.Tensor:
+        """Logits of rows before they are scaled, float32 `[batch]`.
+
+        Args:
+            numeric: Float32 `[batch, numeric]`.
+            words: The ids, uint32 `[batch, categorical]`.
+            model: Which of the click models, int64 `[batch]`.
+        """
+        logits = tf.reduce_sum(numeric * tf.gather(self._numeric_weights, model), axis=1)
+        # Any odd number will do: effects of other keys have nothing to do with each other.
+        key = tf.cast(model, tf.uint32)[:, tf.newaxis] * np.uint32(0x9E3779B9)
+        effects = _effect(tf.bitwise.bitwise_xor(_mix(words), self._effect_keys + key))
+        logits += tf.linalg.matvec(effects, self._effect_weights)
+        first = _mix(tf.gather(words, self._pairs[:, 0], axis=1) + self._pair_keys)
+        second = tf.gather(words, self._pairs[:, 1], axis=1)
+        return logits + _PAIR_WEIGHT * tf.reduce_sum(_effect(first + second + key), axis=1)
 
     def _draw_ids(self, draws: tf.Tensor) -> tf.Tensor:
         """Turns uniform float32 `[batch, categorical]` numbers into int64 ids."""

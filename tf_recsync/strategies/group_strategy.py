@@ -220,6 +220,21 @@ class GroupStrategy(tf.distribute.ParameterServerStrategy):
             variables={path: of([values]) for path, values in counters.items()},
         )
 
+    def worker_steps(self, model: keras.Model) -> list[int]:
+        """How far each worker has got, to see which ones are slow.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            For each worker, by its index, the training steps that it has finished in the
+            pass that runs, or ran last: a call of `fit`. Those in flight do not count.
+            All 0 before the model trains.
+        """
+        if not isinstance(model.train_function, model_functions.TrainFunction):
+            return [0] * self._cluster.workers
+        return model.train_function.worker_steps()
+
     def aggregation(self, model: keras.Model) -> aggregation.Report | None:
         """What became of the workers' pushes since the model began to train.
 

@@ -93,6 +93,7 @@ class _Steps:
         self._logs: dict[str, Any] = {}
         self._refreshed = 0.0
         self._merger: MetricsMerger | None = None
+        self._run: WorkerRun | None = None  # The pass that runs, or ran last.
         self._target = 0.0  # Steps that Keras has asked for.
         self._epoch_end = float("inf")  # Steps at the end of the epoch, if known.
 
@@ -106,7 +107,7 @@ class _Steps:
         steps = self._model.steps_per_execution
         run = iterator.run
         if run is None:
-            run = iterator.run = self._start(iterator)
+            run = iterator.run = self._run = self._start(iterator)
             for optimizer in optimizers_of(self._model):
                 optimizer.wait_for_steps = lambda: self._settle(run)
             self._begin_epoch(iterator)
@@ -128,6 +129,13 @@ class _Steps:
         if not running and self._epoch_end == float("inf") and done <= target - steps:
             raise StopIteration
         return self._logs
+
+    def worker_steps(self) -> list[int]:
+        """The steps that each worker has finished in the pass that runs, or ran last."""
+        if self._run is None:
+            return [0] * self._settings.cluster.workers
+        # A worker's thread fills its slot when it has opened its iterator.
+        return [0 if slot.state is None else slot.state.steps for slot in self._run.slots]
 
     def _settle(self, run: WorkerRun) -> None:
         """Waits for the steps in flight of a pass that was stopped, and applies all of them."""
