@@ -32,7 +32,8 @@ SMALL_async_quality := --workers=2,4 --processes=3 --seeds=1 --days=2 --swap_day
 SMALL_local_adagrad := --rounds=3 --steps=30
 SMALL_local_throughput := --batch_size=512 --rounds=3 --round_seconds=1
 SMALL_metrics_cost := --batch_size=512 --rounds=15 --round_seconds=0.3
-SMALL_modes := --workers=8 --processes=5 --steps=160 --rounds=2 --day_seconds=12
+SMALL_modes := --workers=8 --processes=5 --compute_seconds=0.2 --steps=96 --rounds=1 \
+  --day_seconds=12
 SMALL_ps_throughput := --batch_size=512 --rounds=3 --round_seconds=2 --legacy_choice=legacy:10
 SMALL_scaling := --workers=1,4 --rounds=2 --round_seconds=2
 SMALL_switching := --workers=4 --processes=3 --seeds=2 --sync_days=2 --mode_days=1 \

@@ -34,7 +34,7 @@ Columns (and keys of the JSON list, one object for each mode and cluster):
   means that the machine was busy with something else.
 - `excluded`: batches whose gradients were left out (GBA) or dropped (backup workers), of `batches`.
 
-    python benchmarks/modes.py --workers=16 --compute_seconds=0.15 --json=modes.json
+    python benchmarks/modes.py --workers=16 --compute_seconds=0.4 --json=modes.json
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ flags.DEFINE_integer("workers", 16, "Workers.", lower_bound=2)
 flags.DEFINE_integer("ps", 1, "Parameter servers.", lower_bound=1)
 flags.DEFINE_integer("processes", None, "Processes of the servers. Default: one for each.")
 flags.DEFINE_integer("batch_size", 64, "Examples per step of a worker.", lower_bound=1)
-flags.DEFINE_float("compute_seconds", 0.15, "Artificial compute time of a step.", lower_bound=0.001)
+flags.DEFINE_float("compute_seconds", 0.4, "Artificial compute time of a step.", lower_bound=0.001)
 flags.DEFINE_float("slow", 4.0, "How many times as long slow workers take.", lower_bound=1)
 flags.DEFINE_integer("steps", 960, "Steps of a turn, of all workers together.", lower_bound=1)
 flags.DEFINE_float("day_seconds", 48.0, "The length of a day.", lower_bound=1)
