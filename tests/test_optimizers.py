@@ -257,7 +257,8 @@ def test_loaded_state_waits_for_an_optimizer_that_is_built_inside_a_traced_step(
     saved, late = OURS["swap"](), OURS["swap"]()
     for _ in range(4):
         saved.apply([tf.ones(2)], variables[0])
-    store = {str(i): v.numpy() for i, v in enumerate(saved.variables)}
+    store = {}
+    saved.save_own_variables(store)
     late.load_own_variables(store)
     step = tf.function(lambda: late.apply([tf.ones(2)], variables[1]))
     for t in (5, 6):
@@ -276,7 +277,7 @@ def test_state_of_another_configuration_is_refused_with_a_reason(built, tmp_path
     other.compile(OURS["adagrad"](), "mse")
     if built:
         other.optimizer.build(other.trainable_variables)
-    with pytest.raises(ValueError, match="the saved adagrad has 22 variables, this one 17.*swap"):
+    with pytest.raises(ValueError, match="SwapAdagrad keeps .*last_period.*, Adagrad here accumulator, version"):
         other.load_weights(tmp_path / "saved.weights.h5")
         other.optimizer.build(other.trainable_variables)
 
