@@ -113,6 +113,10 @@ class Batches:
             sizes = tf.constant([LOCAL * len(group) for group in groups], tf.int64)
             starts = tf.cumsum(sizes, exclusive=True)
             inputs, labels = self.together(np.concatenate(groups))
+            inputs = {
+                name: value if isinstance(value, tf.RaggedTensor) else tf.constant(value)
+                for name, value in inputs.items()
+            }
             spans = tf.data.Dataset.from_tensor_slices((starts, starts + sizes))
             return spans.map(
                 lambda start, end: (

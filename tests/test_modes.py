@@ -36,7 +36,7 @@ def trained(strategy, build, make, batches, epochs, steps, seconds=0.01, **kwarg
     with strategy.scope():
         model = build(batches.count)
         model.compile(make(), "mse", **kwargs)
-    slowdown = recsync.testing.RandomSlowdown(5.0, probability=0.3)
+    slowdown = seconds and recsync.testing.RandomSlowdown(5.0, probability=0.3)
     recsync.testing.set_compute_time(strategy, seconds, slowdown)
     note = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: weights.append(weights_of(model))

@@ -88,7 +88,6 @@ class _Steps:
         self._model = model
         self._settings = settings
         self._functions: dict[Any, tuple[dict[int, Callable], Layout]] = {}
-        self._run: WorkerRun | None = None  # The last one.
         self._current: dict[int, Callable] = {}  # Of those, by their steps.
         self._logs: dict[str, Any] = {}
         self._refreshed = 0.0
@@ -107,7 +106,7 @@ class _Steps:
         steps = self._model.steps_per_execution
         run = iterator.run
         if run is None:
-            run = iterator.run = self._run = self._start(iterator)
+            run = iterator.run = self._start(iterator)
             for optimizer in optimizers_of(self._model):
                 optimizer.wait_for_steps = lambda: self._settle(run)
             self._begin_epoch(iterator)
