@@ -277,7 +277,8 @@ def test_state_of_another_configuration_is_refused_with_a_reason(built, tmp_path
     other.compile(OURS["adagrad"](), "mse")
     if built:
         other.optimizer.build(other.trainable_variables)
-    with pytest.raises(ValueError, match="SwapAdagrad keeps .*last_period.*, Adagrad here accumulator, version"):
+    message = "SwapAdagrad keeps .*last_period.*, Adagrad here accumulator, version"
+    with pytest.raises(ValueError, match=message):
         other.load_weights(tmp_path / "saved.weights.h5")
         other.optimizer.build(other.trainable_variables)
 
