@@ -84,7 +84,7 @@ class RegisteredDataset:
         """An iterator of the same type without batches; call it under the worker's device."""
 
         # In stock ops, since a worker may not have what makes the real batches.
-        nothing = tf.data.Dataset.from_tensors(tf.nest.map_structure(_some, self.element_spec))
+        nothing = tf.data.Dataset.from_tensors(empty_batch(self.element_spec))
         return iter(nothing.take(0))
 
     def iterator(self, job: str) -> tf.data.Iterator:
@@ -109,8 +109,12 @@ class RegisteredDataset:
         return iter(dataset.prefetch(2).with_options(options))
 
 
+def empty_batch(element_spec: Any) -> Any:
+    """A batch of a type in which all sizes that the type leaves open are 0."""
+    return tf.nest.map_structure(_some, element_spec)
+
+
 def _some(spec: tf.TypeSpec) -> Any:
-    """A value of this type; unknown sizes are 0."""
     sizes = [size or 0 for size in spec.shape.as_list()]
     if isinstance(spec, tf.RaggedTensorSpec):
         splits = [tf.zeros([sizes[0] + 1], spec.row_splits_dtype)]

@@ -37,6 +37,7 @@ class GroupStrategy(tf.distribute.ParameterServerStrategy):
         worker_timeout: seconds without any reachable worker after which training
             fails.
         local_batch_size: examples of a batch, or None if that is not known.
+        prefetch_lookups: whether a step pulls the rows that the next one looks up.
     """
 
     pushes_gradients = True  # Optimizers are applied in the workers' steps only.
@@ -47,7 +48,10 @@ class GroupStrategy(tf.distribute.ParameterServerStrategy):
         mode: Mode,
         worker_timeout: float,
         local_batch_size: int | None = None,
+        prefetch_lookups: bool = False,
     ):
+        if not isinstance(prefetch_lookups, bool):
+            raise ValueError(f"prefetch_lookups must be a bool, not {prefetch_lookups!r}")
         if not isinstance(worker_timeout, (int, float)) or not worker_timeout > 0:
             raise ValueError(f"worker_timeout must be positive, in seconds, not {worker_timeout!r}")
         if local_batch_size is not None:
@@ -68,6 +72,7 @@ class GroupStrategy(tf.distribute.ParameterServerStrategy):
             bandwidths=lambda: dict(self._bandwidths),
             mode=mode,
             home=self._anchors[0].device,
+            prefetch_lookups=prefetch_lookups,
         )
 
     @property

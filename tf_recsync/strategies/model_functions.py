@@ -36,6 +36,7 @@ class Settings:
         bandwidths: returns artificial bandwidths, in bytes per second by server's device.
         mode: when workers start and servers apply.
         home: the device that keeps what there is one of, as the token list.
+        prefetch_lookups: whether steps pull the lookups of the next one.
     """
 
     cluster: Cluster
@@ -44,6 +45,7 @@ class Settings:
     bandwidths: Callable[[], dict[str, float]]
     mode: Mode
     home: str
+    prefetch_lookups: bool
 
 
 def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
@@ -243,6 +245,7 @@ class _Steps:
                         steps,
                         compute_time,
                         self._aggregation_of(layout),
+                        self.method == "train_step" and self._settings.prefetch_lookups,
                     )
                     for steps in sorted({1, steps_per_call})
                 }
@@ -286,6 +289,11 @@ class TrainFunction(_Steps):
     def _continue(self, iterator: DistributedIterator) -> Layout:
         if iterator.run is None and self._run is not None:
             self._run.stop()  # It may have been left early; its steps come to an end.
+        if self._settings.prefetch_lookups and self._model.steps_per_execution == 1:
+            raise ValueError(
+                "prefetch_lookups=True needs steps_per_execution above 1 in compile: only the "
+                "steps of one call can prefetch"
+            )
         batch_size = iterator.distributed.batch_size
         mode = self._settings.mode
         examples = batch_size and batch_size * mode.capacity

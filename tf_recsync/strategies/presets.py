@@ -40,6 +40,10 @@ class AsyncStrategy(GroupStrategy):
         local_batch_size: examples of the dataset's batches, an int, or None (the
             default). Only needed to convert SWAP's period and the global step when a
             checkpoint was made with another batch size or mode.
+        prefetch_lookups: whether each step of a call (see `steps_per_execution`) but
+            the last pulls the rows that the next one looks up before it computes, so
+            that they travel meanwhile. They miss this step's update, which their
+            staleness tells. Defaults to False.
         worker_timeout: seconds without any reachable worker after which training
             fails. Defaults to 600.
 
@@ -66,10 +70,11 @@ class AsyncStrategy(GroupStrategy):
         cluster: Cluster,
         *,
         local_batch_size: int | None = None,
+        prefetch_lookups: bool = False,
         worker_timeout: float = _WORKER_TIMEOUT,
     ):
         check_cluster("AsyncStrategy", cluster)
-        super().__init__(cluster, Mode("async"), worker_timeout, local_batch_size)
+        super().__init__(cluster, Mode("async"), worker_timeout, local_batch_size, prefetch_lookups)
 
 
 class SyncStrategy(GroupStrategy):
@@ -139,6 +144,7 @@ class BSPStrategy(GroupStrategy):
         global_batch_size: examples that are applied together, a multiple of
             `local_batch_size`.
         local_batch_size: examples of the dataset's batches.
+        prefetch_lookups: as in `AsyncStrategy`.
         worker_timeout: as in `AsyncStrategy`.
 
     Raises:
@@ -151,12 +157,13 @@ class BSPStrategy(GroupStrategy):
         global_batch_size: int,
         local_batch_size: int,
         *,
+        prefetch_lookups: bool = False,
         worker_timeout: float = _WORKER_TIMEOUT,
     ):
         check_cluster("BSPStrategy", cluster)
         batches = _batches_of("BSPStrategy", global_batch_size, local_batch_size)
         mode = Mode("BSP", repeats=batches, capacity=batches, uses_buffers=True)
-        super().__init__(cluster, mode, worker_timeout, local_batch_size)
+        super().__init__(cluster, mode, worker_timeout, local_batch_size, prefetch_lookups)
 
 
 class GBAStrategy(GroupStrategy):
@@ -185,6 +192,7 @@ class GBAStrategy(GroupStrategy):
             "inverse_power": weighted by ((iota + 1) / (age + 1))^2. Or a policy of
             `tf_recsync.staleness`, of tau = age + 1; `staleness_tolerance` must then be
             None.
+        prefetch_lookups: as in `AsyncStrategy`.
         worker_timeout: as in `AsyncStrategy`.
 
     Raises:
@@ -214,13 +222,14 @@ class GBAStrategy(GroupStrategy):
         staleness_tolerance: int | None = None,
         decay: str | staleness.Policy = "threshold",
         *,
+        prefetch_lookups: bool = False,
         worker_timeout: float = _WORKER_TIMEOUT,
     ):
         check_cluster("GBAStrategy", cluster)
         batches = _batches_of("GBAStrategy", global_batch_size, local_batch_size)
         weight = _decay(staleness_tolerance, decay)
         mode = Mode("GBA", repeats=batches, capacity=batches, weight=weight, uses_buffers=True)
-        super().__init__(cluster, mode, worker_timeout, local_batch_size)
+        super().__init__(cluster, mode, worker_timeout, local_batch_size, prefetch_lookups)
 
 
 class BackupWorkersStrategy(GroupStrategy):

@@ -13,9 +13,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_recsync.strategies.distributed_dataset import empty_batch
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.lookups import find_lookups
-from tf_recsync.synchronization.pull_push import Layout, Step
+from tf_recsync.synchronization.pull_push import Ahead, Layout, Step
 
 # Computes the artificial compute time of a step, a float32 scalar in seconds, from
 # the worker's index, the steps that it has done in the pass (int64 scalars), and a
@@ -31,6 +32,7 @@ def trace_steps(
     steps_per_call: int,
     compute_time: ComputeTime | None,
     aggregation: Aggregation | None = None,
+    prefetch_lookups: bool = False,
 ) -> Callable:
     """Traces `model.train_step` or `model.test_step` for the workers.
 
@@ -43,6 +45,8 @@ def trace_steps(
             would span all servers.
         compute_time: of the artificial compute time of training steps, or None.
         aggregation: see `Step`.
+        prefetch_lookups: whether a step pulls the lookups of the call's next one
+            before it computes.
 
     Returns:
         A concrete function of (iterator, the worker's index, when the pass began,
@@ -60,9 +64,13 @@ def trace_steps(
     known = {*model.get_metrics_result(), *(metric.name for metric in model.metrics)}
     lookups = find_lookups(model, layout, method, element_spec)
 
-    def run_step(data, worker, seconds, handles) -> list[tf.Operation]:
+    def run_step(batch, worker, seconds, handles, following) -> list[tf.Operation]:
         private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
-        step = Step(layout, private, lookups, data, worker, seconds, aggregation)
+        data, ahead = batch.data, batch.ahead
+        step = Step(layout, private, lookups, data, worker, seconds, aggregation, ahead)
+        if following is not None:
+            # Traced before this step's updates, so that it does not wait for them.
+            following.ahead = Ahead(layout, lookups, following.data)
         with step.computing():
             logs = getattr(model, method)(data)
         _check_logs(model, method, logs, known)
@@ -79,19 +87,23 @@ def trace_steps(
 
     def steps(iterator, worker, began, count, *handles):
         operations: list[tf.Operation] = []
-        for _ in range(steps_per_call):
-            # The next step pulls when this one's pushes are applied.
+        following: Batch | None = None
+        for i in range(steps_per_call):
+            # The next step pulls when this one's pushes are applied, its lookups apart.
             with tf.control_dependencies(operations):
-                batch = iterator.get_next()
+                batch = Batch(iterator.get_next()) if following is None else following.checked()
+            following = None
             # Without a batch nothing may happen, not even what needs none of it.
-            with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            with tf.control_dependencies(batch.evidence):
+                if prefetch_lookups and i + 1 < steps_per_call:
+                    following = BatchAhead(iterator, element_spec)
                 seconds = None
                 if is_training and compute_time is not None:
                     done = tf.raw_ops.ReadVariableOp(resource=count, dtype=tf.int64)
                     done = tf.ensure_shape(done, [])
                     seconds = compute_time(worker, done, lambda: tf.timestamp() - began)
                 # One message from each server says that all is done there.
-                operations = [tf.group(*run_step(batch, worker, seconds, handles))]
+                operations = [tf.group(*run_step(batch, worker, seconds, handles, following))]
             with tf.control_dependencies(operations):
                 one = tf.ones([], tf.int64)
                 operations = [tf.raw_ops.AssignAddVariableOp(resource=count, value=one)]
@@ -101,6 +113,62 @@ def trace_steps(
     return tf.function(steps, autograph=False).get_concrete_function(
         tf.data.IteratorSpec(element_spec), *_worker_specs(layout)
     )
+
+
+class Batch:
+    """A worker's batch, while its step is traced.
+
+    Args:
+        data: what the iterator gave.
+        ahead: the lookups pulled for it already, or None.
+
+    Attributes:
+        evidence: tensors that are there only if the batch is.
+    """
+
+    def __init__(self, data: Any, ahead: Ahead | None = None):
+        self.data = data
+        self.ahead = ahead
+        self.evidence = tf.nest.flatten(data, expand_composites=True)
+
+
+class BatchAhead:
+    """The batch of the next step, taken before it is its turn; it need not be there.
+
+    Args:
+        iterator: the worker's iterator.
+        element_spec: the type spec of its batches.
+
+    Attributes:
+        data: the batch, or at the end of the data an empty one.
+        ahead: the lookups pulled for it.
+    """
+
+    def __init__(self, iterator: tf.data.Iterator, element_spec: Any):
+        optional = iterator.get_next_as_optional()
+        self._iterator = iterator
+        self._exists = optional.has_value()
+        flat = tf.cond(
+            self._exists,
+            lambda: tf.nest.flatten(optional.get_value(), expand_composites=True),
+            lambda: tf.nest.flatten(empty_batch(element_spec), expand_composites=True),
+        )
+        self.data = tf.nest.pack_sequence_as(element_spec, flat, expand_composites=True)
+        self.ahead: Ahead | None = None
+
+    def checked(self) -> Batch:
+        """The batch when it is its turn; at the end of the data, its end."""
+
+        def end():
+            # The iterator is at its end, and says so again.
+            with tf.control_dependencies(
+                tf.nest.flatten(self._iterator.get_next(), expand_composites=True)
+            ):
+                return tf.constant(False)
+
+        batch = Batch(self.data, self.ahead)
+        batch.evidence = [*batch.evidence, tf.cond(self._exists, lambda: tf.constant(True), end)]
+        return batch
 
 
 def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Callable:

@@ -48,7 +48,7 @@ class ServerPull:
             if nothing was computed from any.
     """
 
-    dense: list[base.VariableState]
+    dense: list[base.VariableState] = dataclasses.field(default_factory=list)
     dense_versions: tf.Tensor | None = None
     tables: list[base.VariableState] = dataclasses.field(default_factory=list)
     rows: PackedBags | None = None
@@ -90,12 +90,24 @@ class PullPlan:
             found: gets what was looked up.
             after: a tensor on the server that must be there before; None for none.
         """
-        pull = ServerPull(dense=self.dense)
-        after = [] if after is None else [after]
-        self._pull_fixed(device, pull, values, after)
-        if self._tables:
-            self._pull_rows(device, pull, found, after)
+        pull = ServerPull()
+        self.pull_fixed(device, pull, values, after)
+        self.pull_rows(device, pull, found, after)
         return pull
+
+    def pull_fixed(
+        self, device: str, pull: ServerPull, values: dict, after: tf.Tensor | None = None
+    ) -> None:
+        """Pulls the variables; see `pull`."""
+        pull.dense = self.dense
+        self._pull_fixed(device, pull, values, [] if after is None else [after])
+
+    def pull_rows(
+        self, device: str, pull: ServerPull, found: dict, after: tf.Tensor | None = None
+    ) -> None:
+        """Pulls what was looked up; see `pull`."""
+        if self._tables:
+            self._pull_rows(device, pull, found, [] if after is None else [after])
 
     def _pull_fixed(self, device: str, pull: ServerPull, values: dict, after: list) -> None:
         """Pulls what is pulled whatever the batch is.

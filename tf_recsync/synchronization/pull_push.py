@@ -83,6 +83,37 @@ class Layout:
         return cls(tuple(optimizers), dense, tables, shared, private)
 
 
+class Ahead:
+    """The lookups of a step that are pulled before the step begins, while it is traced.
+
+    Args:
+        layout: the model's layout.
+        lookups: the lookups of a step.
+        batch: the step's batch.
+    """
+
+    def __init__(self, layout: Layout, lookups: Lookups, batch: Any):
+        self.plans = _plan_lookups(layout, lookups, batch)
+        self.pulls: dict[str, ServerPull] = {}
+        self.found: dict[int, PulledRequest] = {}
+        for device, plan in self.plans.items():
+            self.pulls[device] = ServerPull()
+            plan.pull_rows(device, self.pulls[device], self.found)
+
+
+def _plan_lookups(layout: Layout, lookups: Lookups, batch: Any) -> dict[str, PullPlan]:
+    """What a batch's lookups ask each server for."""
+    plans: dict[str, PullPlan] = {}
+    requests = []
+    if lookups.tables:
+        requests = lookups.requests(*tf.nest.flatten(batch, expand_composites=True))
+    for i, (tables, request) in enumerate(zip(lookups.tables, requests, strict=True)):
+        states = [layout.tables[table] for table in tables]
+        plan = plans.setdefault(device_of(states[0].variable), PullPlan())
+        plan.look_up(i, states, request)
+    return plans
+
+
 class Step:
     """One worker's step, while it is traced: the scope to compute in, and the push.
 
@@ -96,6 +127,7 @@ class Step:
             a float32 scalar; or None.
         aggregation: where the step gets its token, and what collects its pushes;
             None if the servers apply each push at once.
+        ahead: the step's lookups if they were pulled already, else None.
     """
 
     is_dry = False
@@ -109,6 +141,7 @@ class Step:
         worker: tf.Tensor,
         compute_time: tf.Tensor | None = None,
         aggregation: Aggregation | None = None,
+        ahead: Ahead | None = None,
     ):
         self._layout = layout
         self._aggregation = aggregation
@@ -130,13 +163,10 @@ class Step:
             )
             for i, s in enumerate(layout.tables)
         }
-        requests = []
-        if lookups.tables:
-            requests = lookups.requests(*tf.nest.flatten(batch, expand_composites=True))
-        states = [[layout.tables[i] for i in tables] for tables in lookups.tables]
-        pulled, found = self._pull(states, requests)
-        for tables, request in zip(states, found, strict=True):
-            self._tables[id(tables[0].variable)].prefetched(request)
+        pulled, found = self._pull(lookups, batch, ahead)
+        for i, request in found.items():
+            first = layout.tables[lookups.tables[i][0]]
+            self._tables[id(first.variable)].prefetched(request)
         self._shared = [pulled[id(v)] for v in layout.shared]
         self._scope = PulledScope(
             dense=[
@@ -153,38 +183,33 @@ class Step:
         )
 
     def _pull(
-        self, tables: list[list[base.VariableState]], requests: list[Request]
-    ) -> tuple[dict[int, tf.Tensor], list[PulledRequest]]:
+        self, lookups: Lookups, batch: Any, ahead: Ahead | None
+    ) -> tuple[dict[int, tf.Tensor], dict[int, PulledRequest]]:
         """Pulls all that the step reads, in one message there and back for each server.
 
-        Args:
-            tables: the tables of each request, on one server.
-            requests: what is looked up in them.
-
         Returns:
-            The values of variables, by the variables' ids; and the answers.
+            The values of variables, by the variables' ids; and the answers to
+            `lookups`, by their numbers.
         """
-        plans: dict[str, PullPlan] = {}
-
-        def plan_of(variable: keras.Variable) -> PullPlan:
-            return plans.setdefault(device_of(variable), PullPlan())
-
+        plans = _plan_lookups(self._layout, lookups, batch) if ahead is None else ahead.plans
+        found: dict[int, PulledRequest] = {} if ahead is None else ahead.found
         for device, states in self._layout.dense.items():
             plans.setdefault(device, PullPlan()).dense.extend(states)
         unversioned = [*self._layout.shared]
         for optimizer in self._layout.optimizers:
             unversioned += schedule_variables(optimizer)
         for variable in unversioned:
-            plan_of(variable).unversioned.append(variable)
-        for i, (states, request) in enumerate(zip(tables, requests, strict=True)):
-            plan_of(states[0].variable).look_up(i, states, request)
+            plans.setdefault(device_of(variable), PullPlan()).unversioned.append(variable)
         values: dict[int, tf.Tensor] = {}
-        found: dict[int, PulledRequest] = {}
         if self._aggregation is not None:
             self._start(self._aggregation, plans)
         for device, plan in plans.items():
-            self._pulls[device] = plan.pull(device, values, found, self._after(device))
-        return values, [found[i] for i in range(len(tables))]
+            if ahead is not None and device in ahead.pulls:
+                self._pulls[device] = ahead.pulls[device]
+                plan.pull_fixed(device, self._pulls[device], values, self._after(device))
+            else:
+                self._pulls[device] = plan.pull(device, values, found, self._after(device))
+        return values, dict(sorted(found.items()))
 
     def _start(self, aggregation: Aggregation, devices: Iterable[str]) -> None:
         """Takes the step's token, and notes how far the servers are before it pulls."""
@@ -340,7 +365,7 @@ class Step:
             state = optimizer.state_of(variable)
             device = device_of(state.variable)
             if device not in plans:
-                plans[device] = PushPlan(self._pulls.get(device, ServerPull(dense=[])))
+                plans[device] = PushPlan(self._pulls.get(device, ServerPull()))
             plan = plans[device]
             table = self._tables.get(id(state.variable))
             if table is None:
