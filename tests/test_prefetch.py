@@ -24,9 +24,7 @@ def one_row_model(initial, learning_rate):
         1, 1, embeddings_initializer=keras.initializers.Constant(initial), name="table"
     )
     model = keras.Model(ids, table(ids))
-    model.compile(
-        recsync.optimizers.SGD(learning_rate), "mse", steps_per_execution=STEPS_PER_CALL
-    )
+    model.compile(recsync.optimizers.SGD(learning_rate), "mse", steps_per_execution=STEPS_PER_CALL)
     return model
 
 
@@ -75,9 +73,7 @@ def test_it_works_with_bags_on_several_servers_and_where_servers_collect_pushes(
         )
         hidden = layer({"one": ids, "two": ids})
         model = keras.Model(ids, keras.layers.Dense(1)(hidden))
-        model.compile(
-            recsync.optimizers.Adagrad(0.1), "mse", steps_per_execution=STEPS_PER_CALL
-        )
+        model.compile(recsync.optimizers.Adagrad(0.1), "mse", steps_per_execution=STEPS_PER_CALL)
     bags = tf.ragged.constant([rng.integers(0, 50, rng.integers(0, 4)).tolist() for _ in range(40)])
     labels = rng.normal(size=(40, 1)).astype(np.float32)
     with tf.device("/CPU:0"):

@@ -135,7 +135,7 @@ class CountsSteps:
 
     _examples_here = 0  # Of a global step, where that is known.
     step_variable: keras.Variable | None = None  # See `step_state`.
-    _first_state: StepState | None = None
+    _own_state: StepState | None = None  # The last that did not come from a checkpoint.
     _traced_for: tuple | None = None  # The `traced_state` of the last trace.
 
     @property
@@ -181,7 +181,7 @@ class CountsSteps:
         with tf.init_scope():
             array = np.asarray(self.step_variable._value.read_value())
         # It is empty within the function that makes the variable, and sets it at its end.
-        return StepState.from_array(array) if array.size else self._first_state
+        return StepState.from_array(array) if array.size else self._own_state
 
     @property
     def traced_state(self) -> tuple:
@@ -207,6 +207,7 @@ class CountsSteps:
         new_step, after = self._going_on(before, step)
         if after != before:
             self._assign(before, step, after, new_step)
+        self._own_state = after
         local = not getattr(self._distribution_strategy, "pushes_gradients", False)
         if local and self._traced_for not in (None, self.traced_state):
             logging.warning(
@@ -270,8 +271,12 @@ class CountsSteps:
         examples, capacity = self._known_examples(), self._capacity()
         after = dataclasses.replace(before, capacity=capacity)
         if examples and before.examples:
-            if examples != before.examples:
+            # Another batch size of the same training is the user's own change.
+            is_loaded = before != self._own_state
+            if examples != before.examples and is_loaded:
                 step, after = before.converted(step, examples, capacity)
+            else:
+                after = dataclasses.replace(after, examples=examples)
         else:
             is_same = capacity == before.capacity
             if not is_same and step > 0:
@@ -302,7 +307,7 @@ class CountsSteps:
         """Makes the variable that checkpoints keep `step_state` in."""
         schedule = _checksum(self._learning_rate)
         state = StepState.new(self._known_examples(), self._capacity(), self.swap, schedule)
-        self._first_state = state
+        self._own_state = state
         self.step_variable = self.add_variable(
             shape=(StepState.SIZE,),
             dtype="int64",
