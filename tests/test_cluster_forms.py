@@ -12,7 +12,7 @@ from helpers import compiled, mean_output, slope_model, steps_of
 from test_cluster import ROOT, is_running, listening_addresses, wait_until
 
 import tf_recsync as recsync
-from tf_recsync import server
+from tf_recsync import ops, server
 from tf_recsync.cluster import local_cluster, tf_config
 from tf_recsync.optimizers import SGD
 
@@ -64,6 +64,45 @@ def test_servers_in_this_process_train_and_can_not_be_killed():
         with recsync.LocalCluster(workers=3, ps=2, processes=0) as beside:
             assert not addresses_of(beside) & first
         check_trains(recsync.AsyncStrategy(larger))
+
+
+@pytest.mark.timeout(240)
+def test_sixteen_workers_in_a_process_that_connected_elsewhere_before_all_go_on():
+    # In a process of its own: the size of the pool that servers share is decided
+    # once, by the first connection. 16 calls at a time need more threads than that.
+    script = """
+import tf_recsync as recsync
+from test_cluster_forms import check_trains
+with recsync.LocalCluster(workers=1, ps=1, processes=1) as cluster:
+    check_trains(recsync.AsyncStrategy(cluster))
+with recsync.LocalCluster(workers=16, ps=2, processes=0) as cluster:
+    check_trains(recsync.AsyncStrategy(cluster))
+try:
+    recsync.LocalCluster(workers=32, ps=1, processes=0)
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=220,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "33 servers in this process (processes=0) need 8 threads each" in done.stdout
+
+
+def test_the_pool_of_threads_is_made_once():
+    size = ops.server_threads(256)
+    assert size.dtype == tf.int32 and size.shape == () and size > 0
+    assert ops.server_threads(size + 1) == size
+    for wrong in (0, -1, [1, 2]):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="threads must be"):
+            ops.server_threads(wrong)
+    with pytest.raises(ValueError, match="rank"):
+        tf.function(lambda: ops.server_threads([1, 2]))()
 
 
 @pytest.mark.timeout(180)

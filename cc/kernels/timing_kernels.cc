@@ -1,4 +1,5 @@
-// Kernels that wait: artificial compute time, artificial bandwidth.
+// Kernels that wait: artificial compute time, artificial bandwidth. And the
+// pool of threads that the servers of this process have in common.
 
 #include <chrono>
 #include <cmath>
@@ -12,14 +13,18 @@
 #include "cc/engine/link.h"
 #include "cc/engine/mutex.h"
 #include "cc/engine/timer.h"
+#include "tensorflow/core/common_runtime/process_util.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/platform/threadpool.h"
+#include "tensorflow/core/public/session_options.h"
 
 namespace recsync {
 namespace {
 
 using tensorflow::AsyncOpKernel;
+using tensorflow::OpKernel;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
@@ -146,6 +151,32 @@ class TransferOp : public AsyncOpKernel {
   }
 };
 
+class ServerThreadsOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* ctx) override {
+    const Tensor& input = ctx->input(0);
+    OP_REQUIRES(
+        ctx, input.NumElements() == 1,
+        absl::InvalidArgumentError(absl::StrCat(
+            "threads must be a scalar, not ", input.shape().DebugString())));
+    const int32_t threads = input.flat<int32_t>()(0);
+    OP_REQUIRES(ctx, threads >= 1,
+                absl::InvalidArgumentError(
+                    absl::StrCat("threads must be at least 1, not ", threads)));
+    tensorflow::SessionOptions options;
+    options.config.set_inter_op_parallelism_threads(threads);
+    Tensor* output;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {}, &output));
+    output->scalar<int32_t>()() =
+        tensorflow::ComputePool(options)->NumThreads();
+  }
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("RecsyncServerThreads").Device(tensorflow::DEVICE_CPU),
+    ServerThreadsOp);
 REGISTER_KERNEL_BUILDER(Name("RecsyncDelay").Device(tensorflow::DEVICE_CPU),
                         DelayOp);
 REGISTER_KERNEL_BUILDER(Name("RecsyncTransfer").Device(tensorflow::DEVICE_CPU),

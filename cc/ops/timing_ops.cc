@@ -1,4 +1,5 @@
-// Ops of the testing tools: artificial compute time, artificial bandwidth.
+// Ops of the testing tools: artificial compute time, artificial bandwidth,
+// servers that share a process.
 
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -20,6 +21,26 @@ REGISTER_OP("RecsyncDelay")
 Completes after a time, without using a processor meanwhile.
 
 seconds: A scalar, 0 or more.
+)doc");
+
+REGISTER_OP("RecsyncServerThreads")
+    .Input("threads: int32")
+    .Output("size: int32")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle unused;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 0, &unused));
+      c->set_output(0, c->Scalar());
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Makes the pool of threads that all TensorFlow servers of this process share.
+
+It is made once: by this op, or with the first server of the process, as large
+as that wants it.
+
+threads: A scalar, at least 1: how large to make it, if there is none.
+size: A scalar: how large the pool is.
 )doc");
 
 // Not stateful, although it has a state: tf.function runs stateful ops one

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
-from tf_recsync import _engine
-from tf_recsync import ops as _  # noqa: F401  Makes the custom ops exist here.
+from tf_recsync import _engine, ops
 
 Task = tuple[str, int]  # Job and index.
 
@@ -21,9 +18,7 @@ Task = tuple[str, int]  # Job and index.
 # needs others, of the servers that it calls: too few, and nobody goes on.
 _POOL_THREADS = 256
 _THREADS_PER_TASK = 8
-_POOL_VARIABLE = "TF_NUM_INTEROP_THREADS"
-_pool_threads: int | None = None  # The pool's size; guarded by _lock.
-_lock = threading.RLock()
+_lock = threading.RLock()  # Held by `HostedServers` when a failed start releases.
 
 
 def start_server(
@@ -66,28 +61,17 @@ def start_server(
     )
 
 
-@contextlib.contextmanager
-def pool_for_later() -> Iterator[None]:
-    """Inside, a first server of this process has a pool that does for `HostedServers`, too.
+def reserve_threads() -> int:
+    """Makes the pool large enough for `HostedServers`, if no server of this process exists yet.
 
-    For the server with which TensorFlow connects the coordinator to a cluster.
+    To be called before TensorFlow starts one to connect the coordinator to a cluster: its
+    configuration would go to all servers.
+
+    Returns:
+      The pool's size.
     """
-    global _pool_threads
-    with _lock:
-        if _pool_threads is not None:
-            yield
-            return
-        # Before, as its own pool shall not have so many.
-        context.context().ensure_initialized()
-        configured = context.context().config.inter_op_parallelism_threads
-        chosen = os.environ.get(_POOL_VARIABLE)
-        os.environ[_POOL_VARIABLE] = chosen or str(_POOL_THREADS)
-        try:
-            yield
-            _pool_threads = configured or int(os.environ[_POOL_VARIABLE])
-        finally:
-            if chosen is None:
-                del os.environ[_POOL_VARIABLE]
+    with tf.init_scope(), tf.device("/CPU:0"):
+        return int(ops.server_threads(_POOL_THREADS))
 
 
 # Servers of this process that no cluster uses at the moment, by their host and task:
@@ -129,21 +113,15 @@ class HostedServers:
             self._start(tasks, reserve_port)
 
     def _start(self, tasks: list[Task], reserve_port: Callable[[], socket.socket]) -> None:
-        global _pool_threads
         host = self._host
-        threads = _pool_threads
-        if threads is None:
-            # Another server of this process would have decided.
-            threads = _POOL_THREADS if context.get_server_def() is None else 0
+        threads = reserve_threads()
         if len(tasks) * _THREADS_PER_TASK > threads:
             raise RuntimeError(
-                f"servers in this process (processes=0) need {_THREADS_PER_TASK} threads each, "
-                f"{len(tasks) * _THREADS_PER_TASK} in all; its pool, whose size its first server "
-                f"or connection has decided, has "
-                f"{threads or 'an unknown number'}: use processes=1 or more"
+                f"{len(tasks)} servers in this process (processes=0) need {_THREADS_PER_TASK} "
+                f"threads each, and its pool has {threads}; its size was decided with the first "
+                f"server or connection: use processes=1 or more"
             )
         _engine.confine_listeners(host)
-        _pool_threads = threads
         for task in tasks:
             if _idle.get((host, *task)):
                 self._servers[task] = _idle[(host, *task)].pop()

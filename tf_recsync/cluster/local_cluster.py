@@ -158,14 +158,14 @@ class LocalCluster(connection.Cluster):
 
     def connect(self, timeout: float = 60.0) -> None:
         """See `Cluster.connect`."""
-        # The connection's lock first, as in `close`.
-        with connection._lock, hosted_servers.pool_for_later():
-            super().connect(timeout)
+        hosted_servers.reserve_threads()  # For a later cluster with processes=0.
+        super().connect(timeout)
 
     def close(self) -> None:
         """Disconnects and ends the servers; does nothing the second time.
 
-        Servers of this process can't be ended; they idle until the next cluster uses them.
+        Servers of this process can't be ended; they idle until the next cluster uses them, and
+        keep the memory of variables that have not been deleted.
         """
         if os.getpid() != self._owner:  # A forked child runs the same exit functions.
             return

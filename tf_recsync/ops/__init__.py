@@ -38,6 +38,7 @@ ftrl_dense = library.recsync_ftrl_dense
 mean_normalize = library.recsync_mean_normalize
 delay = library.recsync_delay
 transfer = library.recsync_transfer
+server_threads = library.recsync_server_threads
 route_ids = library.recsync_route_ids
 assemble = library.recsync_assemble
 
@@ -83,6 +84,7 @@ for _name in (
     "RecsyncMeanNormalizeGrad",
     "RecsyncDelay",
     "RecsyncTransfer",
+    "RecsyncServerThreads",
     "RecsyncRouteIds",
     "RecsyncAssembleGrad",
 ):
