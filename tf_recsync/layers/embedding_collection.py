@@ -225,8 +225,11 @@ class EmbeddingCollection(keras.layers.Layer):
 
     def _trackable_children(self, save_type="checkpoint", **kwargs):
         children = super()._trackable_children(save_type, **kwargs)
-        # Exported models keep the variables that their functions use.
-        return children if save_type == "savedmodel" else {**children, **self._saved_tables}
+        if save_type == "savedmodel":
+            # Exported models keep the variables that their functions use.
+            children.pop("_saved_tables", None)
+            return children
+        return {**children, **self._saved_tables}
 
     def call(self, inputs, weights=None, training=False):
         read = feature_inputs.read(self._feature_configs, self._by_name, inputs, weights)
