@@ -322,7 +322,8 @@ def test_model_checkpoints_are_loaded_with_more_servers(clusters, tmp_path, weig
 
 @pytest.mark.parametrize("save", ["export", "saved_model"])
 def test_an_exported_model_keeps_what_it_looks_up_and_no_more(tmp_path, save):
-    inputs = {name: keras.Input((2,), dtype="int64", name=name) for name in ("film", "seen", "user")}
+    names = ("film", "seen", "user")
+    inputs = {name: keras.Input((2,), dtype="int64", name=name) for name in names}
     layer = collection("mean", name="embed", concatenate=True)
     model = keras.Model(inputs, layer(inputs))
     model.compile(recsync.optimizers.Adagrad(0.1), "mse", jit_compile=False)
