@@ -332,14 +332,16 @@ def test_an_exported_model_keeps_what_it_looks_up_and_no_more(tmp_path, save):
     folder = str(tmp_path / "exported")
     if save == "export":
         model.export(folder, verbose=False)
-        served = tf.saved_model.load(folder).serve(data)
+        loaded = tf.saved_model.load(folder)  # Keeps the variables while they are used.
+        served = loaded.serve(data)
     else:
         call = tf.function(lambda x: model(x, training=False))
         signature = call.get_concrete_function(
             {name: tf.TensorSpec([None, 2], tf.int64, name=name) for name in inputs}
         )
         tf.saved_model.save(model, folder, signature)
-        (served,) = tf.saved_model.load(folder).signatures["serving_default"](**data).values()
+        loaded = tf.saved_model.load(folder)
+        (served,) = loaded.signatures["serving_default"](**data).values()
     assert_close([served], [model(data, training=False)], 1e-6)
     graph = (tmp_path / "exported" / "saved_model.pb").read_bytes()
     assert b"Recsync" not in graph
