@@ -191,7 +191,9 @@ class Aggregation:
         Steps that it was to apply are lost with it, but counted as applied, as others
         wait for them. It takes a second or more to see which those are.
         """
-        loss = self._tokens.lose(worker)
+        # The thread that finds out may be in the device scope of the lost worker.
+        with tf.device(self._tokens.device):
+            loss = self._tokens.lose(worker)
         if int(loss.lost) or int(loss.reissued):
             logging.warning(
                 "worker:%d took %d tokens with it; %d tokens are handed out again.",
@@ -219,18 +221,21 @@ class Aggregation:
         for buffer in buffers:
             applied = buffer.settle(given_out[buffer.number])
             if self.mode.gate == "step":
-                self._tokens.report_step(buffer.number, applied)
+                with tf.device(self._tokens.device):
+                    self._tokens.report_step(buffer.number, applied)
 
     def release(self) -> None:
         """Ends the waits of all workers for tokens, with errors: after a pass that has failed."""
         if self.mode.gate != "none":
-            for worker in range(self._workers):
-                self._tokens.leave(worker)
+            with tf.device(self._tokens.device):
+                for worker in range(self._workers):
+                    self._tokens.leave(worker)
 
     def leave(self, worker: int) -> None:
         """Takes a worker that has nothing to do at the moment out of those that others wait for."""
         if self.mode.gate == "clock":
-            self._tokens.leave(worker)
+            with tf.device(self._tokens.device):
+                self._tokens.leave(worker)
 
     def describe(self) -> str:
         """Who waits for whom, in words."""
