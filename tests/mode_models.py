@@ -67,13 +67,13 @@ class TiedLedger(keras.Model):
         self.table = keras.layers.Embedding(ROWS, 2, name="table")
         self.other = keras.layers.Embedding(ROWS, 2, name="other")
 
-    def call(self, inputs):
+    def call(self, inputs, training=None):
         rows = keras.ops.mean(self.table(inputs["ids"]), axis=1)
         scores = rows @ keras.ops.transpose(self.table.embeddings)
         best = keras.ops.argmax(scores, axis=1)
         found = keras.ops.sum(self.other(best), axis=1, keepdims=True)
         top = keras.ops.max(scores, axis=1, keepdims=True)
-        return top + found + self.ledger(inputs["number"])
+        return top + found + self.ledger(inputs["number"], training=training)
 
 
 class Batches:

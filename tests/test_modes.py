@@ -223,7 +223,8 @@ def test_nobody_is_further_ahead_than_the_bound(three):
     def look(batch, logs):
         state = model.train_function.aggregation._tokens.state()
         clocks = [clock for clock, live in zip(state.clocks, state.live, strict=True) if live]
-        gaps.append(max(clocks) - min(clocks))
+        if clocks:  # All have left at the end.
+            gaps.append(max(clocks) - min(clocks))
 
     keras.utils.set_random_seed(3)
     batches = Batches(40)
