@@ -160,8 +160,9 @@ def _bags(table: TableConfig, features: list[FeatureConfig], batches) -> list[Ba
     requests = []
     for batch in batches:
         inputs = {feature.name: batch[feature.name] for feature in features}
-        _, bags, _, _ = routes.route(feature_inputs.read(features, by_name, inputs, None))
-        requests.append(bags[0])
+        read = feature_inputs.read(features, by_name, inputs, None)
+        routed = routes.route({f.name: own for f, own in zip(features, read, strict=True)})
+        requests.append(routed.bags[0])
     named, compact = np.unique(
         np.concatenate([request.ids.numpy() for request in requests]), return_inverse=True
     )
