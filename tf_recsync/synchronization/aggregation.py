@@ -272,7 +272,6 @@ class _Buffer:
         device: the server.
         dense: the states of the dense variables, in the order of their gradients.
         tables: the states of the tables.
-        variables: the ids of all their variables.
         buffer: the buffer itself.
     """
 
@@ -281,7 +280,6 @@ class _Buffer:
         self.device = device
         self.dense = [state for state in states if not state.is_table]
         self.tables = [state for state in states if state.is_table]
-        self.variables = {id(state.variable) for state in states}
         self.buffer = GradientBuffer(
             device,
             self.dense,

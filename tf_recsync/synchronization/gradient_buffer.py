@@ -7,13 +7,13 @@ import uuid
 from collections.abc import Sequence
 
 import tensorflow as tf
-from absl import logging
 from tensorflow.python.eager import context
 
 from tf_recsync import staleness
 from tf_recsync.ops import gradient_buffer as buffer_ops
 from tf_recsync.ops.bags import PackedBags
 from tf_recsync.optimizers import base
+from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 
 # What the op puts before its staleness counters, in this order.
 _COUNTS = (
@@ -160,7 +160,7 @@ class GradientBuffer:
                 table_rows=[shape[0] for shape in shapes],
                 table_widths=[shape[1:].num_elements() for shape in shapes],
             )
-        self._deleter = _Deleter(self._handle, device)
+        self._deleter = ResourceDeleter(self._handle, device)
 
     @property
     def handle(self) -> tf.Tensor:
@@ -286,29 +286,3 @@ class GradientBuffer:
     def _shaped(self, aggregate: buffer_ops.Aggregate) -> buffer_ops.Aggregate:
         aggregate.rows.counts.set_shape([len(self._tables)])
         return aggregate
-
-
-class _Deleter:
-    """Destroys a buffer when it is deleted itself.
-
-    An object apart, so that a reference cycle through the buffer's owner can be
-    collected.
-    """
-
-    def __init__(self, handle: tf.Tensor, device: str):
-        self._handle = handle
-        self._device = device
-        # Destroying takes the context, which must not go first.
-        self._context = context.context()
-
-    def __del__(self):
-        try:
-            with context.eager_mode(), tf.device(self._device):
-                tf.raw_ops.DestroyResourceOp(resource=self._handle, ignore_lookup_error=True)
-        except tf.errors.OpError as error:
-            # The server is gone, and the buffer with it.
-            logging.debug("a gradient buffer on %s was not destroyed: %s", self._device, error)
-        except (AttributeError, TypeError):
-            # Modules are half unloaded: the process ends, and its servers drop
-            # what it held.
-            return

@@ -7,9 +7,9 @@ import dataclasses
 import uuid
 
 import tensorflow as tf
-from tensorflow.python.ops import resource_variable_ops
 
 from tf_recsync.ops import tokens
+from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 
 
 class TokenList:
@@ -87,7 +87,7 @@ class TokenList:
                 servers=servers,
                 clock_bound=clock_bound,
             )
-        self._deleter = _Deleter(self._handle, self._handle.device)
+        self._deleter = ResourceDeleter(self._handle, self._handle.device)
 
     @property
     def handle(self) -> tf.Tensor:
@@ -270,13 +270,3 @@ def _listed(words: list[str]) -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-class _Deleter(resource_variable_ops.EagerResourceDeleter):
-    """Destroys a resource when it is deleted; quiet if its server is gone, and it with that."""
-
-    __slots__ = []
-
-    def __del__(self):
-        with contextlib.suppress(tf.errors.OpError):
-            super().__del__()
