@@ -44,24 +44,20 @@ from absl import app, flags, logging
 import tf_recsync as recsync
 
 FLAGS = flags.FLAGS
+mode_runs.define_flags()
+flags.adopt_module_key_flags(mode_runs)  # So that --help has them.
 EXPERIMENTS = ("staleness", "weights", "normalization", "swap", "global_batch")
 flags.DEFINE_list("experiments", list(EXPERIMENTS), "Those to run.")
 flags.DEFINE_list("workers", ["2", "4", "8"], "Numbers of workers.")
-flags.DEFINE_integer("ps", 1, "Parameter servers.", lower_bound=1)
-flags.DEFINE_integer("processes", None, "Processes of the servers. Default: one for each.")
 flags.DEFINE_integer("seeds", 3, "How often each model is trained.", lower_bound=1)
 flags.DEFINE_integer("days", 4, "Days of clicks.", lower_bound=1)
 flags.DEFINE_integer("swap_days", 10, "Days of clicks of the experiment swap.", lower_bound=1)
 flags.DEFINE_integer("rows", 40_960, "Clicks of a day.", lower_bound=1)
 flags.DEFINE_float("drift", 0.04, "Of the clicks in the experiment swap, per day.", lower_bound=0)
-flags.DEFINE_integer("batch_size", 64, "Examples per step of a worker.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.2, "Of Adagrad.", lower_bound=0)
 flags.DEFINE_float("compute_seconds", 0.05, "Artificial compute time of a step.", lower_bound=0.001)
-flags.DEFINE_float("slow", 4.0, "How many times as long slow workers take.", lower_bound=1)
 flags.DEFINE_integer("steps", 600, "Steps in which staleness and speed are measured.")
 flags.DEFINE_integer("iota", 3, "Of GBA.", lower_bound=0)
-flags.DEFINE_string("json", None, "Gets the results, a list of objects.")
-flags.DEFINE_string("png", None, "Gets the picture. Default: beside --json.")
 
 SIZES = (5000, 1000, 200, 100, 50, 20, 10)  # Ids of the categorical features.
 SWAP_DECAY = 0.8  # Of a period, the paper's choice.

@@ -25,6 +25,7 @@ import keras
 import machine
 import numpy as np
 import tensorflow as tf
+from absl import flags
 from wide_deep_model import build_wide_deep
 
 import tf_recsync as recsync
@@ -33,6 +34,23 @@ from tf_recsync.strategies.group_strategy import GroupStrategy
 MODES = ("async", "sync", "BSP", "GBA", "backup-worker", "bounded-staleness")
 SERVER_BYTES = 400 << 20  # About what a server's process needs.
 _SAMPLE_SECONDS = 0.02
+
+
+def define_flags() -> None:
+    """Defines the flags of all benchmarks that use this module."""
+    flags.DEFINE_integer("ps", 1, "Parameter servers.", lower_bound=1)
+    flags.DEFINE_integer("processes", None, "Processes of the servers. Default: one for each.")
+    flags.DEFINE_integer("batch_size", 64, "Examples per step of a worker.", lower_bound=1)
+    flags.DEFINE_float("slow", 4.0, "How many times as long slow workers take.", lower_bound=1)
+    flags.DEFINE_string("json", None, "Gets the results, a list of objects.")
+    flags.DEFINE_string("png", None, "Gets the picture. Default: beside --json.")
+
+
+def define_mode_flags() -> None:
+    """Defines the flags of the modes' options."""
+    flags.DEFINE_integer("iota", None, "Of GBA. Default: chosen, see above.", lower_bound=0)
+    flags.DEFINE_integer("backup_workers", None, "Default: as many as are slow.", lower_bound=0)
+    flags.DEFINE_integer("staleness_bound", 2, "Of bounded staleness, in batches.", lower_bound=0)
 
 
 def start_cluster(workers: int, ps: int, processes: int | None) -> recsync.LocalCluster:

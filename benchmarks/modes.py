@@ -55,23 +55,17 @@ import tf_recsync as recsync
 from tf_recsync.testing import ChangingSlowdown, Slowdown, SlowWorkers
 
 FLAGS = flags.FLAGS
+mode_runs.define_flags()
+mode_runs.define_mode_flags()
+flags.adopt_module_key_flags(mode_runs)  # So that --help has them.
 CLUSTERS = ("even", "stragglers", "changing")
 flags.DEFINE_list("modes", list(mode_runs.MODES), "The modes to run.")
 flags.DEFINE_list("clusters", list(CLUSTERS), "The clusters to run them on.")
 flags.DEFINE_integer("workers", 16, "Workers.", lower_bound=2)
-flags.DEFINE_integer("ps", 1, "Parameter servers.", lower_bound=1)
-flags.DEFINE_integer("processes", None, "Processes of the servers. Default: one for each.")
-flags.DEFINE_integer("batch_size", 64, "Examples per step of a worker.", lower_bound=1)
 flags.DEFINE_float("compute_seconds", 0.4, "Artificial compute time of a step.", lower_bound=0.001)
-flags.DEFINE_float("slow", 4.0, "How many times as long slow workers take.", lower_bound=1)
 flags.DEFINE_integer("steps", 960, "Steps of a turn, of all workers together.", lower_bound=1)
 flags.DEFINE_float("day_seconds", 48.0, "The length of a day.", lower_bound=1)
 flags.DEFINE_integer("rounds", 3, "Rounds that count.", lower_bound=1)
-flags.DEFINE_integer("iota", None, "Of GBA. Default: chosen, see above.", lower_bound=0)
-flags.DEFINE_integer("backup_workers", None, "Default: as many as are slow.", lower_bound=0)
-flags.DEFINE_integer("staleness_bound", 2, "Of bounded staleness, in batches.", lower_bound=0)
-flags.DEFINE_string("json", None, "Gets the results, a list of objects.")
-flags.DEFINE_string("png", None, "Gets the picture. Default: beside --json.")
 
 DATA_BATCHES = 64
 SIZES = (1000, 200, 50, 10)  # Ids of the categorical features.

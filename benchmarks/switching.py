@@ -42,6 +42,9 @@ from absl import app, flags, logging
 import tf_recsync as recsync
 
 FLAGS = flags.FLAGS
+mode_runs.define_flags()
+mode_runs.define_mode_flags()
+flags.adopt_module_key_flags(mode_runs)  # So that --help has them.
 flags.DEFINE_list("modes", list(mode_runs.MODES), "The modes to switch to.")
 flags.DEFINE_integer("seeds", 5, "How often all is done.", lower_bound=1)
 flags.DEFINE_integer("sync_days", 3, "Days before the switch.", lower_bound=1)
@@ -51,17 +54,8 @@ flags.DEFINE_integer("rows", 40_960, "Clicks of a synthetic day.", lower_bound=1
 flags.DEFINE_float("drift", 0.04, "Of the synthetic clicks, per day.", lower_bound=0)
 flags.DEFINE_string("data_location", None, "The Adult data set's folder, to train on that.")
 flags.DEFINE_integer("workers", 8, "Workers.", lower_bound=2)
-flags.DEFINE_integer("ps", 1, "Parameter servers.", lower_bound=1)
-flags.DEFINE_integer("processes", None, "Processes of the servers. Default: one for each.")
-flags.DEFINE_integer("batch_size", 64, "Examples per step of a worker.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.2, "Of Adagrad, in all modes.", lower_bound=0)
 flags.DEFINE_float("compute_seconds", 0.05, "Artificial compute time of a step.", lower_bound=0)
-flags.DEFINE_float("slow", 4.0, "How many times as long slow workers take.", lower_bound=1)
-flags.DEFINE_integer("iota", None, "Of GBA. Default: chosen, see above.", lower_bound=0)
-flags.DEFINE_integer("backup_workers", None, "Default: as many as are slow.", lower_bound=0)
-flags.DEFINE_integer("staleness_bound", 2, "Of bounded staleness, in batches.", lower_bound=0)
-flags.DEFINE_string("json", None, "Gets the results, a list of objects.")
-flags.DEFINE_string("png", None, "Gets the picture. Default: beside --json.")
 
 SIZES = (5000, 1000, 200, 100, 50, 20, 10)  # Ids of the synthetic categorical features.
 
