@@ -368,16 +368,47 @@ def test_failed_start_is_reported_with_the_log(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(
-        RuntimeError, match="(?s)server worker:0 ended with exit code 7.*last words"
+        RuntimeError, match="(?s)servers are forked from ended with exit code 7.*last words"
     ):
         recsync_cluster.LocalCluster(workers=1, log_dir=tmp_path)
+
+
+def parent_of(pid):
+    return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_servers_are_forked_from_one_process_for_each_import(monkeypatch):
+    with recsync_cluster.LocalCluster(workers=1, ps=1) as cluster:
+        template = parent_of(cluster.pid("worker", 0))
+        assert parent_of(cluster.pid("ps", 0)) == template != os.getpid()
+        cluster.restart("ps", 0)
+        assert parent_of(cluster.pid("ps", 0)) == template
+        # What is read at import takes another process; the servers that run stay.
+        monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+        with recsync_cluster.LocalCluster(workers=1) as other:
+            assert parent_of(other.pid("worker", 0)) not in (template, os.getpid())
+            variables = pathlib.Path(f"/proc/{other.pid('worker', 0)}/environ")
+            assert b"TF_ENABLE_ONEDNN_OPTS=0" in variables.read_bytes()
+        assert cluster.is_alive("worker", 0)
+
+
+def test_servers_start_again_after_the_process_they_were_forked_from_was_killed():
+    with recsync_cluster.LocalCluster(workers=1) as cluster:
+        os.kill(parent_of(cluster.pid("worker", 0)), signal.SIGKILL)
+        assert wait_until(lambda: not cluster.is_alive("worker", 0), 5.0)
+        cluster.restart("worker", 0)
+        assert cluster.is_alive("worker", 0)
 
 
 def test_slow_start_is_reported(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(30)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="worker:0 was not ready within start_timeout=0.3 s"):
+    message = "servers are forked from was not ready within start_timeout=0.3 s"
+    with pytest.raises(RuntimeError, match=message):
         recsync_cluster.LocalCluster(workers=1, start_timeout=0.3)
+    monkeypatch.undo()
+    with recsync_cluster.LocalCluster(workers=1) as cluster:
+        assert cluster.is_alive("worker", 0)
 
 
 @pytest.mark.parametrize(

@@ -242,10 +242,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def run() -> None:
-    """Parses the flags and runs `main`."""
+def run(argv: list[str] | None = None) -> None:
+    """Parses the flags and runs `main`; does not return.
+
+    Args:
+      argv: The command line, the program first. Default None: that of this process.
+    """
     _define_flags()
-    app.run(main)
+    app.run(main, argv=argv)
 
 
 if __name__ == "__main__":

@@ -356,9 +356,10 @@ class LocalCluster(connection.Cluster):
             environ["PYTHONPATH"] = os.pathsep.join(paths)
         names = [f"{job}:{index}" for job, index in tasks]
         flags = [*self._flags, f"--tasks={','.join(names)}"]
-        command = [sys.executable, "-m", "tf_recsync.server", *flags]
         log_path = self.log_dir / f"{names[0].replace(':', '-')}.log"
-        return server_process.ServerProcess(", ".join(names), command, environ, log_path)
+        return server_process.ServerProcess(
+            ", ".join(names), flags, environ, log_path, self._start_timeout
+        )
 
     def _describe_failure(self, server: server_process.ServerProcess) -> str:
         reason = (

@@ -1,12 +1,13 @@
 """A child process with one server or several of a local cluster."""
 
-import contextlib
 import os
 import pathlib
 import selectors
-import subprocess
+import signal
 import time
 from collections.abc import Mapping, Sequence
+
+from tf_recsync.cluster import server_template
 
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 16384
@@ -29,40 +30,41 @@ class ServerProcess:
     def __init__(
         self,
         name: str,
-        command: Sequence[str],
+        arguments: Sequence[str],
         environ: Mapping[str, str],
         log_path: pathlib.Path,
+        start_timeout: float,
     ):
         """Describes a server; `start` starts it.
 
         Args:
           name: "job:index" of its servers.
-          command: The command line of the server, flags of the pipes excepted.
+          arguments: Those of `python -m tf_recsync.server`, flags of the pipes excepted.
           environ: Its environment.
           log_path: File to which its output goes; replaced by the first start, appended to
             by later ones.
+          start_timeout: Seconds to wait at most for the process that servers are forked from.
         """
         self.name = name
         self.log_path = log_path
-        self._command = list(command)
+        self._arguments = [*arguments, "--exit_with_parent"]
         self._environ = dict(environ)
-        self._process: subprocess.Popen | None = None
+        self._start_timeout = start_timeout
+        self._process: server_template.ForkedProcess | None = None
         self._ready_fd: int | None = None  # Read end, while not known to be ready.
 
     def start(self) -> None:
-        """Starts the process and returns at once."""
+        """Starts the process and does not wait until it is ready.
+
+        Raises:
+          RuntimeError: The process that servers are forked from does not work.
+        """
         ready_fd, child_fd = os.pipe()
         try:
             with open(self.log_path, "wb" if self._process is None else "ab") as log:
-                process = subprocess.Popen(
-                    [*self._command, "--exit_with_parent", f"--ready_fd={child_fd}"],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=self._environ,
-                    pass_fds=[child_fd],
-                    # Ctrl-C is for the coordinator, which then decides about its servers.
-                    start_new_session=True,
+                template = server_template.template(self._environ)
+                process = template.fork(
+                    self._arguments, self._environ, log, child_fd, self._start_timeout
                 )
         except BaseException:
             os.close(ready_fd)
@@ -88,8 +90,8 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Ends the process with SIGKILL and waits until it is gone."""
-        self._process.kill()
-        self._process.wait(timeout=10.0)
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(10.0)
         self._close_pipes()
 
     def log_tail(self) -> str:
@@ -103,10 +105,8 @@ class ServerProcess:
         return "\n".join(lines[-_LOG_TAIL_LINES:])
 
     def _close_pipes(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            # Nothing was written to it, so nothing can be lost.
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        if self._process is not None:
+            self._process.close_stdin()
         if self._ready_fd is not None:
             os.close(self._ready_fd)
             self._ready_fd = None
@@ -133,8 +133,7 @@ def wait_until_ready(servers: Sequence[ServerProcess], timeout: float) -> Server
             for key, _ in events:
                 server = key.data
                 if not os.read(key.fd, 64):  # Closed without a word: it has ended.
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        server._process.wait(timeout=5.0)
+                    server._process.wait(5.0)
                     return server
                 selector.unregister(key.fd)
                 os.close(key.fd)
