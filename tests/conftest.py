@@ -1,5 +1,8 @@
 """Fixtures of more than one test module."""
 
+import gc
+
+import keras
 import pytest
 from helpers import Clusters
 
@@ -10,3 +13,11 @@ def clusters():
     clusters = Clusters()
     yield clusters
     clusters.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_nothing_behind():
+    """Has TensorFlow forget a module's functions: a connection takes all along, to each server."""
+    yield
+    keras.utils.clear_session()
+    gc.collect()

