@@ -2,9 +2,11 @@
 #
 #   make demo PYTHON=python3.12          # the Python that .venv is made with
 #   make test PYTEST_FLAGS='-k staleness'
+#   make test TEST_PROCESSES=4           # files of tests side by side; most wait a lot
 
 PYTHON ?= python3
 PYTEST_FLAGS ?=
+TEST_PROCESSES ?= 2
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 
@@ -87,7 +89,7 @@ demo: build
 	@$(BIN)/python $(DEMO) $(DEMO_FLAGS)
 
 test: build
-	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_FLAGS)
 
 lint: $(INSTALLED)
 	@echo "== ruff check"
