@@ -1,0 +1,190 @@
+// What a worker has to tell one of its neighbors: its updates, and how far it
+// has got (Hop, section 4). A loop of the edge's own takes it from here, so that
+// a slow or dead neighbor holds up nobody but that loop.
+//
+//   Outbox<std::string> outbox;
+//   outbox.Put(3, "x", /*progress=*/3);
+//   outbox.Collect([](auto answer, auto parcel) { ... });
+//
+// Progress is a number that only rises, so the last one stands for all before;
+// updates are kept in their order, or only the newest (`newest_only`).
+//
+// Thread safe. Nothing blocks: a wait ends by a callback, which is called
+// without a lock by the thread whose call ended it. The destructor closes the
+// outbox.
+
+#ifndef TF_RECSYNC_CC_ENGINE_OUTBOX_H_
+#define TF_RECSYNC_CC_ENGINE_OUTBOX_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "cc/engine/mutex.h"
+
+namespace recsync {
+
+template <typename Update>
+class Outbox {
+ public:
+  struct Parcel {
+    int64_t progress = -1;   // the last one that was put
+    int64_t iteration = -1;  // of the update, -1 without one
+    std::optional<Update> update;
+  };
+  enum class Answer { kParcel, kClosed };
+  using Callback = std::function<void(Answer, Parcel)>;
+
+  explicit Outbox(bool newest_only) : newest_only_(newest_only) {}
+  ~Outbox() { Close(); }
+  Outbox(const Outbox&) = delete;
+  Outbox& operator=(const Outbox&) = delete;
+
+  // Iterations rise. Returns how many updates this one replaced.
+  int64_t Put(int64_t iteration, Update update, int64_t progress)
+      ABSL_LOCKS_EXCLUDED(mu_) {
+    Reply reply;
+    int64_t replaced = 0;
+    {
+      MutexLock lock(&mu_);
+      if (closed_ || discarding_) return 0;
+      if (newest_only_) {
+        replaced = updates_.size();
+        updates_.clear();
+      }
+      updates_.emplace_back(iteration, std::move(update));
+      Advance(progress);
+      Serve(&reply);
+    }
+    Send(&reply);
+    return replaced;
+  }
+
+  void Tell(int64_t progress) ABSL_LOCKS_EXCLUDED(mu_) {
+    Reply reply;
+    {
+      MutexLock lock(&mu_);
+      if (closed_ || discarding_) return;
+      Advance(progress);
+      Serve(&reply);
+    }
+    Send(&reply);
+  }
+
+  // Calls `done` once, as soon as there is something to tell, perhaps before
+  // Collect returns. Only one may wait; false, and nothing happens, if somebody
+  // does.
+  bool Collect(Callback done) ABSL_LOCKS_EXCLUDED(mu_) {
+    Reply reply;
+    {
+      MutexLock lock(&mu_);
+      if (waiting_ != nullptr) return false;
+      waiting_ = std::move(done);
+      Serve(&reply);
+    }
+    Send(&reply);
+    return true;
+  }
+
+  // Takes the wait back: true if its callback was not called and never will be.
+  bool Cancel() ABSL_LOCKS_EXCLUDED(mu_) {
+    Callback dropped;  // Destroyed without the lock.
+    MutexLock lock(&mu_);
+    dropped = std::exchange(waiting_, nullptr);
+    return dropped != nullptr;
+  }
+
+  // While discarding, nothing is kept: the neighbor is gone.
+  void Discard(bool discarding) ABSL_LOCKS_EXCLUDED(mu_) {
+    MutexLock lock(&mu_);
+    discarding_ = discarding;
+    if (discarding) Clear();
+  }
+
+  // As a new outbox, with nothing to tell; a wait goes on.
+  void Reset() ABSL_LOCKS_EXCLUDED(mu_) {
+    MutexLock lock(&mu_);
+    discarding_ = false;
+    Clear();
+  }
+
+  int64_t size() ABSL_LOCKS_EXCLUDED(mu_) {
+    MutexLock lock(&mu_);
+    return updates_.size();
+  }
+
+  // Ends the wait, and every later one, with kClosed once all is told.
+  void Close() ABSL_LOCKS_EXCLUDED(mu_) {
+    Reply reply;
+    {
+      MutexLock lock(&mu_);
+      closed_ = true;
+      Serve(&reply);
+    }
+    Send(&reply);
+  }
+
+  // Takes Close back.
+  void Reopen() ABSL_LOCKS_EXCLUDED(mu_) {
+    MutexLock lock(&mu_);
+    closed_ = false;
+  }
+
+ private:
+  struct Reply {
+    Callback done;
+    Answer answer = Answer::kParcel;
+    Parcel parcel;
+  };
+
+  static void Send(Reply* reply) {
+    if (reply->done == nullptr) return;
+    reply->done(reply->answer, std::move(reply->parcel));
+  }
+
+  void Advance(int64_t progress) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (progress <= progress_) return;
+    progress_ = progress;
+    news_ = true;
+  }
+
+  void Clear() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    updates_.clear();
+    progress_ = -1;
+    news_ = false;
+  }
+
+  void Serve(Reply* reply) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (waiting_ == nullptr) return;
+    if (updates_.empty() && !news_) {
+      if (!closed_) return;
+      reply->answer = Answer::kClosed;
+    } else {
+      reply->parcel.progress = progress_;
+      news_ = false;
+      if (!updates_.empty()) {
+        reply->parcel.iteration = updates_.front().first;
+        reply->parcel.update = std::move(updates_.front().second);
+        updates_.pop_front();
+      }
+    }
+    reply->done = std::exchange(waiting_, nullptr);
+  }
+
+  const bool newest_only_;
+  Mutex mu_;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  bool discarding_ ABSL_GUARDED_BY(mu_) = false;
+  std::deque<std::pair<int64_t, Update>> updates_ ABSL_GUARDED_BY(mu_);
+  int64_t progress_ ABSL_GUARDED_BY(mu_) = -1;
+  bool news_ ABSL_GUARDED_BY(mu_) = false;  // progress_ was not told yet
+  Callback waiting_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace recsync
+
+#endif  // TF_RECSYNC_CC_ENGINE_OUTBOX_H_

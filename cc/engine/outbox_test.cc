@@ -1,0 +1,94 @@
+// The outbox of an edge: what is told, in which order, and when it ends.
+
+#include "cc/engine/outbox.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+namespace recsync {
+namespace {
+
+using Box = Outbox<std::string>;
+
+// The parcel as a word: "progress/iteration/update", or "closed".
+std::string Collected(Box* box) {
+  std::string word = "nothing";
+  box->Collect([&](Box::Answer answer, Box::Parcel parcel) {
+    word = answer == Box::Answer::kClosed
+               ? "closed"
+               : std::to_string(parcel.progress) + "/" +
+                     std::to_string(parcel.iteration) + "/" +
+                     parcel.update.value_or("none");
+  });
+  box->Cancel();
+  return word;
+}
+
+TEST(OutboxTest, UpdatesComeInOrderWithTheLatestProgress) {
+  Box box(/*newest_only=*/false);
+  EXPECT_EQ(Collected(&box), "nothing");
+  EXPECT_EQ(box.Put(3, "a", 3), 0);
+  EXPECT_EQ(box.Put(4, "b", 4), 0);
+  EXPECT_EQ(Collected(&box), "4/3/a");
+  EXPECT_EQ(Collected(&box), "4/4/b");
+  EXPECT_EQ(Collected(&box), "nothing");
+}
+
+TEST(OutboxTest, ProgressIsToldOnce) {
+  Box box(false);
+  box.Tell(1);
+  box.Tell(2);
+  box.Tell(2);
+  EXPECT_EQ(Collected(&box), "2/-1/none");
+  EXPECT_EQ(Collected(&box), "nothing");
+  box.Tell(1);
+  EXPECT_EQ(Collected(&box), "nothing");
+}
+
+TEST(OutboxTest, NewestOnlyReplacesWhatWaits) {
+  Box box(/*newest_only=*/true);
+  EXPECT_EQ(box.Put(1, "a", -1), 0);
+  EXPECT_EQ(box.Put(2, "b", -1), 1);
+  EXPECT_EQ(box.size(), 1);
+  EXPECT_EQ(Collected(&box), "-1/2/b");
+}
+
+TEST(OutboxTest, AWaitIsEndedByWhatComes) {
+  Box box(false);
+  std::string got;
+  EXPECT_TRUE(box.Collect(
+      [&](Box::Answer, Box::Parcel parcel) { got = *parcel.update; }));
+  EXPECT_FALSE(box.Collect([](Box::Answer, Box::Parcel) { FAIL(); }));
+  box.Put(1, "a", 1);
+  EXPECT_EQ(got, "a");
+}
+
+TEST(OutboxTest, CloseLetsEverythingBeToldFirst) {
+  Box box(false);
+  box.Put(1, "a", 1);
+  box.Close();
+  box.Put(2, "b", 2);
+  EXPECT_EQ(Collected(&box), "1/1/a");
+  EXPECT_EQ(Collected(&box), "closed");
+  EXPECT_EQ(Collected(&box), "closed");
+  box.Reset();
+  box.Reopen();
+  box.Put(3, "c", 3);
+  EXPECT_EQ(Collected(&box), "3/3/c");
+}
+
+TEST(OutboxTest, NothingIsKeptForANeighborThatIsGone) {
+  Box box(false);
+  box.Put(1, "a", 1);
+  box.Discard(true);
+  box.Put(2, "b", 2);
+  EXPECT_EQ(Collected(&box), "nothing");
+  box.Reset();
+  box.Put(3, "c", 3);
+  EXPECT_EQ(Collected(&box), "3/3/c");
+}
+
+}  // namespace
+}  // namespace recsync
