@@ -12,6 +12,7 @@ from tf_recsync import (  # noqa: E402
     optimizers,
     staleness,
     testing,
+    topology,
 )
 from tf_recsync.cluster import Cluster, LocalCluster, cluster_from_tf_config  # noqa: E402
 from tf_recsync.embedding.bin_packing import plan_placement  # noqa: E402
@@ -23,9 +24,11 @@ from tf_recsync.strategies import (  # noqa: E402
     BoundedStalenessStrategy,
     BSPStrategy,
     GBAStrategy,
+    HopStrategy,
     SyncStrategy,
 )
 from tf_recsync.swap import Swap  # noqa: E402
+from tf_recsync.synchronization.hop import Skip  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -36,8 +39,10 @@ __all__ = [
     "BoundedStalenessStrategy",
     "Cluster",
     "GBAStrategy",
+    "HopStrategy",
     "LocalCluster",
     "PlacementPlan",
+    "Skip",
     "Swap",
     "SyncStrategy",
     "callbacks",
@@ -50,4 +55,5 @@ __all__ = [
     "profile_costs",
     "staleness",
     "testing",
+    "topology",
 ]

@@ -234,7 +234,9 @@ def grid(rows: int, columns: int) -> Topology:
     """
     _check_size("rows", rows, 1)
     _check_size("columns", columns, 1)
-    edges = [(r * columns + c, r * columns + c + 1) for r in range(rows) for c in range(columns - 1)]
+    edges = [
+        (r * columns + c, r * columns + c + 1) for r in range(rows) for c in range(columns - 1)
+    ]
     edges += [(i, i + columns) for i in range((rows - 1) * columns)]
     return _symmetric(rows * columns, edges, "grid")
 

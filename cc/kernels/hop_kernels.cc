@@ -597,6 +597,17 @@ class HopCloseOutboxesOp : public OpKernel {
   }
 };
 
+class HopInterruptOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* ctx) override {
+    WorkerPtr worker;
+    OP_REQUIRES_OK(ctx, LookupWorker(ctx, &worker));
+    worker->Interrupt();
+  }
+};
+
 class HopStateOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
@@ -663,6 +674,7 @@ REGISTER_HOP(Deliver);
 REGISTER_HOP(Carried);
 REGISTER_HOP(SetNeighbor);
 REGISTER_HOP(CloseOutboxes);
+REGISTER_HOP(Interrupt);
 REGISTER_HOP(State);
 REGISTER_HOP(Events);
 #undef REGISTER_HOP

@@ -291,6 +291,16 @@ Lets RecsyncHopCollect end, once all is told, until RecsyncHopBegin.
 worker: A scalar, the worker.
 )doc");
 
+REGISTER_OP("RecsyncHopInterrupt")
+    .Input("worker: resource")
+    .SetIsStateful()
+    .SetShapeFn(Scalars<1>)
+    .Doc(R"doc(
+Ends what the worker's trainer waits for, if it does, with Cancelled.
+
+worker: A scalar, the worker.
+)doc");
+
 REGISTER_OP("RecsyncHopState")
     .Input("worker: resource")
     .Output("iteration: int64")

@@ -312,6 +312,19 @@ def cluster_from_tf_config(bind_address: str | None = None) -> Cluster:
     return Cluster(config.cluster, chief_address=config.own_address, bind_address=bind_address)
 
 
+def is_reachable(device: str) -> bool:
+    """Whether a server runs an op for us; one that was restarted does not, until readmitted.
+
+    Args:
+      device: The name of a device of the server.
+    """
+    try:
+        with tf.device(device):
+            return int(tf.add(1, 2).numpy()) == 3
+    except (tf.errors.OpError, RuntimeError):
+        return False
+
+
 class _Change(threading.Thread):
     """Changes the connection in a thread of its own, for TensorFlow offers no time limit."""
 

@@ -1,5 +1,6 @@
 """tf.distribute strategies: presets over groups, aggregators and synchronizers."""
 
+from tf_recsync.strategies.hop_strategy import HopStrategy
 from tf_recsync.strategies.presets import (
     AsyncStrategy,
     BackupWorkersStrategy,
@@ -15,5 +16,6 @@ __all__ = [
     "BackupWorkersStrategy",
     "BoundedStalenessStrategy",
     "GBAStrategy",
+    "HopStrategy",
     "SyncStrategy",
 ]

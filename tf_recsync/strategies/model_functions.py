@@ -16,11 +16,11 @@ from tf_recsync.cluster import Cluster
 from tf_recsync.optimizers import base
 from tf_recsync.strategies import worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
-from tf_recsync.strategies.worker_run import Slot, WorkerRun
+from tf_recsync.strategies.worker_run import Crew, Slot, WorkerRun
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.modes import Mode
-from tf_recsync.synchronization.pull_push import Layout
+from tf_recsync.synchronization.pull_push import Layout, is_seed
 
 _REFRESH_SECONDS = 0.5  # Between readings of the workers' metrics.
 
@@ -79,7 +79,7 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
     return list(inner)
 
 
-class _Steps:
+class Steps:
     """Trains or evaluates: runs workers, and merges their metrics."""
 
     method = ""
@@ -109,7 +109,7 @@ class _Steps:
         run = iterator.run
         if run is None:
             run = iterator.run = self._start(iterator)
-            for optimizer in optimizers_of(self._model):
+            for optimizer in self._optimizers():
                 optimizer.wait_for_steps = lambda: self._settle(run)
             self._begin_epoch(iterator)
         elif not run.wait(0) and self._target >= self._epoch_end:
@@ -122,14 +122,23 @@ class _Steps:
         running = run.wait(target)
         done = run.completed
         finished = not running or done >= self._epoch_end
-        if finished and self.aggregation is not None:
-            self.aggregation.flush()
+        if finished:
+            self._flush()
         if finished or time.monotonic() - self._refreshed > _REFRESH_SECONDS:
             self._refresh(run)
         # The end of data of unknown length shows when a call has no step left.
         if not running and self._epoch_end == float("inf") and done <= target - steps:
             raise StopIteration
         return self._logs
+
+    def _optimizers(self) -> list[base.Optimizer]:
+        """The optimizers that the servers apply."""
+        return optimizers_of(self._model)
+
+    def _flush(self) -> None:
+        """All steps are done: what servers hold back of them is applied."""
+        if self.aggregation is not None:
+            self.aggregation.flush()
 
     def worker_steps(self) -> list[int]:
         """The steps that each worker has finished in the pass that runs, or ran last."""
@@ -141,8 +150,7 @@ class _Steps:
     def _settle(self, run: WorkerRun) -> None:
         """Waits for the steps in flight of a pass that was stopped, and applies all of them."""
         run.settle()
-        if self.aggregation is not None:
-            self.aggregation.flush()
+        self._flush()
 
     def _begin_epoch(self, iterator: DistributedIterator) -> None:
         run = iterator.run
@@ -162,22 +170,23 @@ class _Steps:
         steps_per_call = self._model.steps_per_execution
         layout = self._continue(iterator)
         job = registered.new_job()
-        model, merge = self._model, lambda slot: self._merger.keep(slot.index)
-        metrics = len(model.metrics_variables)
+        metrics = len(self._model.metrics_variables)
         initial = [np.asarray(v._value.read_value()) for v in layout.private]
 
         def private_values(slot):
             values = [np.array(value) for value in initial]
-            for value in values[metrics:]:
-                value[0] += 7919 * (slot.index + 1)  # Another seed for each worker.
+            for variable, value in zip(layout.private, values, strict=True):
+                if is_seed(variable):
+                    value[0] += 7919 * (slot.index + 1)  # Another one for each worker.
             return values
 
         def open_worker(slot: Slot):
             steps = 0
             if slot.state is not None:
-                merge(slot)
+                self._merger.keep(slot.index)
                 steps = slot.state.steps
-            state = WorkerState(slot.index, registered.iterator(job), private_values(slot), steps)
+            iterator = registered.iterator(job)
+            state = self._open(slot.index, iterator, private_values(slot), steps)
             # Has the servers build their parts of the graph, without taking a step.
             for function in self._current.values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
@@ -215,9 +224,21 @@ class _Steps:
             steps_per_call,
             self._should_stop,
             self._settings.worker_timeout,
-            self.aggregation,
+            self._crew(),
         )
         return self._run
+
+    def _layout(self) -> Layout:
+        """Where a step finds the model's variables."""
+        return Layout.of(self._model, self._optimizers())
+
+    def _open(self, worker: int, iterator: tf.data.Iterator, private, steps: int) -> WorkerState:
+        """What a worker needs for a pass; made in its device scope."""
+        return WorkerState(worker, iterator, private, steps)
+
+    def _crew(self) -> Crew | None:
+        """Whom workers wait for."""
+        return self.aggregation
 
     def _should_stop(self) -> bool:
         raise NotImplementedError
@@ -231,10 +252,10 @@ class _Steps:
         """The functions of one step and of `steps_per_call` steps, and the layout."""
         compute_time, bandwidths = self._settings.compute_time(), self._settings.bandwidths()
         spec = iterator.distributed.element_spec
-        states = tuple(o.traced_state for o in optimizers_of(self._model) if o.built)
+        states = tuple(o.traced_state for o in self._optimizers() if o.built)
         key = (repr(spec), steps_per_call, compute_time, tuple(bandwidths.items()), states)
         if key not in self._functions:
-            layout = Layout.of(self._model, optimizers_of(self._model))
+            layout = self._layout()
             with links.limited(bandwidths):
                 functions = {
                     steps: worker_functions.trace_steps(
@@ -273,7 +294,7 @@ class _Steps:
         self._refreshed = time.monotonic()
 
 
-class TrainFunction(_Steps):
+class TrainFunction(Steps):
     """`model.train_function` under a parameter-server strategy."""
 
     method = "train_step"
@@ -309,7 +330,7 @@ class TrainFunction(_Steps):
         return bool(self._model.stop_training)
 
 
-class TestFunction(_Steps):
+class TestFunction(Steps):
     """`model.test_function` under a parameter-server strategy."""
 
     method = "test_step"
@@ -340,10 +361,14 @@ class PredictFunction:
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
+    def _layout(self) -> Layout:
+        """Where a step finds the model's variables."""
+        return Layout.of(self._model, optimizers_of(self._model))
+
     def start(self, iterator: DistributedIterator) -> WorkerRun:
         """Starts the workers on a pass; called by the iterator."""
         registered = iterator.distributed.registered()
-        layout = Layout.of(self._model, optimizers_of(self._model))
+        layout = self._layout()
         with links.limited(self._settings.bandwidths()):
             function = worker_functions.trace_predict(self._model, layout, registered.element_spec)
         job = registered.new_job()

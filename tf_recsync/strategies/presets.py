@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from tf_recsync import staleness
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies.group_strategy import GroupStrategy, check_at_least, check_cluster
+from tf_recsync.strategies.fit_strategy import check_at_least, check_cluster
+from tf_recsync.strategies.group_strategy import GroupStrategy
 from tf_recsync.synchronization.modes import Mode
 
 _WORKER_TIMEOUT = 600.0

@@ -73,7 +73,7 @@ def trace_steps(
             following.ahead = Ahead(layout, lookups, following.data)
         with step.computing():
             logs = getattr(model, method)(data)
-        _check_logs(model, method, logs, known)
+        check_logs(model, method, logs, known)
         if is_training and layout.optimizers and not step.pushed:
             raise ValueError(
                 f"{type(model).__name__}.train_step applied no gradients; it has to call "
@@ -207,7 +207,7 @@ def _read(handle: tf.Tensor, like: keras.Variable) -> tf.Tensor:
     return tf.ensure_shape(value, like.shape)
 
 
-def _check_logs(model, method, logs, known):
+def check_logs(model: keras.Model, method: str, logs: Any, known: set[str]) -> None:
     """Metrics are kept per worker and merged; nothing else can be reported."""
     unknown = set(logs) - known if isinstance(logs, dict) else {repr(logs)}
     if unknown:

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster
+from tf_recsync.cluster import Cluster, is_reachable
 
 _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
@@ -170,6 +169,14 @@ class WorkerRun:
     def request_stop(self) -> None:
         """Ends the pass as soon as the calls in flight are finished; does not wait."""
         with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the pass with an error that somebody else has found."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
             self._stopped = True
             self._changed.notify_all()
 
@@ -395,12 +402,3 @@ def check_parameter_servers(cluster: Cluster, error: Exception) -> None:
                 f"parameter server ps:{i} was lost, and its parameters with it; start it "
                 "again and load a checkpoint into a new model"
             ) from error
-
-
-def is_reachable(device: str) -> bool:
-    """Whether a server runs an op for us; one that was restarted does not, until readmitted."""
-    try:
-        with tf.device(device):
-            return int(np.asarray(tf.add(1, 2))) == 3
-    except (tf.errors.OpError, RuntimeError):
-        return False

@@ -30,6 +30,11 @@ def device_of(variable: keras.Variable) -> str:
     return variable._value.device
 
 
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a random generator, which must differ by worker."""
+    return variable.path.endswith("seed_generator_state")
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Which variables of a model a worker pulls, pushes, shares or keeps.
@@ -67,8 +72,7 @@ class Layout:
         for variable in model.variables:
             state = states.get(id(variable))
             if state is None:
-                seed = variable.path.endswith("seed_generator_state")
-                (private if seed else shared).append(variable)
+                (private if is_seed(variable) else shared).append(variable)
             elif variable.dtype not in ("float32", "bfloat16" if state.is_table else "float32"):
                 raise ValueError(
                     "trainable variables must be float32 under a parameter-server strategy, and "

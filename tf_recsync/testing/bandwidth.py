@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from tf_recsync.strategies.group_strategy import GroupStrategy
+from tf_recsync.strategies.fit_strategy import FitStrategy
 
 
 def set_bandwidth(
-    strategy: GroupStrategy,
+    strategy: FitStrategy,
     bytes_per_second: float | None,
     servers: Iterable[int] | None = None,
 ) -> None:

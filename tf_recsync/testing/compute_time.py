@@ -7,7 +7,7 @@ import math
 
 import tensorflow as tf
 
-from tf_recsync.strategies.group_strategy import GroupStrategy
+from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.testing.slowdown import Slowdown
 
 
@@ -26,7 +26,7 @@ class _ComputeTime:
 
 
 def set_compute_time(
-    strategy: GroupStrategy, seconds: float | None, slowdown: Slowdown | None = None
+    strategy: FitStrategy, seconds: float | None, slowdown: Slowdown | None = None
 ) -> None:
     """Adds an artificial time to every worker's training step.
 

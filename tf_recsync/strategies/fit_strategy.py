@@ -1,0 +1,171 @@
+"""What strategies need so that plain Keras `model.fit` runs on them."""
+
+from __future__ import annotations
+
+import inspect
+
+import keras
+import tensorflow as tf
+from absl import logging
+from tensorflow.python.data.experimental.ops import distribute
+
+from tf_recsync.cluster import Cluster
+from tf_recsync.strategies import model_functions, worker_functions
+from tf_recsync.strategies.distributed_dataset import DataService, DistributedDataset
+
+
+class FitStrategy:
+    """The part of a `tf.distribute` strategy that `fit`, `evaluate` and `predict` call.
+
+    Keras asks a strategy to distribute the dataset, and calls the model's train, test and
+    predict functions with an iterator over it. Those are put in place when the dataset is
+    distributed.
+
+    Args:
+        cluster: the connected cluster.
+        local_batch_size: examples of a batch, or None if that is not known.
+    """
+
+    def _init_fit(self, cluster: Cluster, local_batch_size: int | None) -> None:
+        self._cluster = cluster
+        self._local_batch_size = local_batch_size
+        self._compute_time: worker_functions.ComputeTime | None = None
+        self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
+        self._data_service = DataService(cluster.host, cluster.workers)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that the strategy runs on."""
+        return self._cluster
+
+    def experimental_distribute_dataset(self, dataset, options=None):
+        """Distributes a dataset; `model.fit` and its like call this.
+
+        Args:
+            dataset: a batched `tf.data.Dataset`.
+            options: must be None.
+
+        Returns:
+            A dataset whose batches go to one worker each.
+        """
+        if options is not None:
+            raise ValueError(f"options must be None, not {options!r}")
+        model, verb, steps, length, batch = _keras_caller()
+        if model is not None:
+            self.attach(model)
+        if steps is not None and verb in ("evaluate", "predict"):
+            # The first batches, whichever workers they go to.
+            dataset, steps = dataset.take(steps), None
+        batch = self._batch_size(dataset, batch) if verb == "fit" else None
+        start_predict = model.predict_function.start if verb == "predict" else None
+        return DistributedDataset(self._data_service, dataset, start_predict, steps, length, batch)
+
+    def _batch_size(self, dataset: tf.data.Dataset, known: int | None) -> int | None:
+        """The examples of a dataset's batches, the last one apart; None if they can't be known.
+
+        Args:
+            dataset: batches.
+            known: what Keras knows of them.
+
+        Raises:
+            ValueError: if the strategy was told something else.
+        """
+        told = self._local_batch_size
+        if known is None and told is None:
+            with tf.device("/CPU:0"):
+                found = int(distribute.compute_batch_size(dataset))
+            return found if found > 0 else None
+        if None not in (known, told) and known != told:
+            raise ValueError(
+                f"the dataset's batches have {known} examples, local_batch_size is {told}"
+            )
+        return told or known
+
+    def attach(self, model: keras.Model) -> None:
+        """Has a model's `fit`, `evaluate` and `predict` run on this strategy's workers.
+
+        Called by themselves; call it only if they could not find the model.
+
+        Args:
+            model: a model that was built in this strategy's `scope()`.
+
+        Raises:
+            ValueError: if the model or its optimizer was made outside of the scope, or
+                can't be trained on parameter servers.
+        """
+        if model._distribute_strategy is not self:
+            raise ValueError(f"model {model.name} was not made inside this strategy's scope()")
+        self._check_optimizer(model)
+        if isinstance(model.train_function, model_functions.Steps):
+            return
+        if getattr(model, "run_eagerly", False):
+            raise ValueError("run_eagerly=True can't be used under this strategy")
+        self._put_functions(model)
+        if model.built and model.optimizer is not None and not model.optimizer.built:
+            with self.scope():
+                model.optimizer.build(model.trainable_variables)
+
+    def worker_steps(self, model: keras.Model) -> list[int]:
+        """How far each worker has got, to see which ones are slow.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            For each worker, by its index, the training steps that it has finished in the
+            pass that runs, or ran last: a call of `fit`. Those in flight do not count.
+            All 0 before the model trains.
+        """
+        if not isinstance(model.train_function, model_functions.Steps):
+            return [0] * self._cluster.workers
+        return model.train_function.worker_steps()
+
+    def _put_functions(self, model: keras.Model) -> None:
+        """Gives a model its train, test and predict functions."""
+        raise NotImplementedError
+
+    def _check_optimizer(self, model: keras.Model) -> None:
+        """Raises a ValueError if the model's optimizer can't be used."""
+        raise NotImplementedError
+
+
+def check_cluster(strategy: str, cluster: Cluster, workers: int = 1) -> None:
+    """Raises a ValueError if a strategy can't run on a cluster."""
+    if not isinstance(cluster, Cluster):
+        raise ValueError(
+            f"cluster must be a LocalCluster or from cluster_from_tf_config, not {cluster!r}"
+        )
+    if cluster.workers < workers or cluster.ps < 1:
+        number = "one worker" if workers == 1 else f"{workers} workers"
+        raise ValueError(
+            f"{strategy} needs at least {number} and one ps, the cluster has "
+            f"workers={cluster.workers} and ps={cluster.ps}"
+        )
+
+
+def check_at_least(name: str, value: int, least: int) -> None:
+    """Raises a ValueError if an argument is not an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
+
+
+def _keras_caller() -> tuple[keras.Model | None, str | None, int | None, int | None, int | None]:
+    """The model whose fit, evaluate or predict is called, which, its steps, length and batch size.
+
+    Keras tells a strategy nothing of the model it distributes data for, and
+    leaves no other place to learn it before the train function is needed.
+    """
+    steps = length = batch = None
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "steps_per_execution") and hasattr(caller, "data_adapter"):
+            # Keras's epoch iterator, which knows the length of shuffled arrays, too.
+            steps, length = caller.steps_per_epoch, caller.num_batches
+            batch = caller.data_adapter.batch_size
+        verb = frame.f_code.co_name
+        if isinstance(caller, keras.Model) and verb in ("fit", "evaluate", "predict"):
+            return caller, verb, steps, length, batch
+        frame = frame.f_back
+    logging.warning("Called outside of model.fit, evaluate and predict; use strategy.attach.")
+    return None, None, steps, length, batch

@@ -1,0 +1,363 @@
+"""Decentralized training: every worker has its own parameters and talks to its neighbors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_recsync import ops
+from tf_recsync.cluster import Cluster
+from tf_recsync.strategies import hop_functions, model_functions
+from tf_recsync.strategies.fit_strategy import FitStrategy, check_at_least
+from tf_recsync.synchronization import hop
+from tf_recsync.synchronization.copies import CopiedVariable
+from tf_recsync.synchronization.hop import HopGroup, Protocol, Skip, WorkerReport
+from tf_recsync.synchronization.modes import Mode
+from tf_recsync.topology import Topology
+
+
+class HopStrategy(FitStrategy, tf.distribute.Strategy):
+    """Decentralized training that tolerates slow workers (Hop).
+
+    Every worker holds its own copy of the parameters, and trains it with any Keras
+    optimizer on its own batches. In each iteration it sends its parameters to its
+    out-neighbors, and averages those of its in-neighbors into its own. There are no
+    parameter servers.
+
+    `fit`, `evaluate` and `predict` of Keras 3 work as usual: build and compile the model in
+    `scope()`. A step of Keras is a batch of one worker. Variables read outside of training
+    are the mean of the workers' copies, and so is what is saved; assigning a variable
+    assigns all copies. Workers begin an epoch together, with their own copies.
+
+    What a worker waits for before it goes on to the next iteration:
+
+    - By default, the updates of this iteration of all its in-neighbors.
+    - `backup_workers=b`: of all but b of them; those that are there are averaged.
+    - `staleness_bound=s`: from each in-neighbor an update of at most s iterations ago; newer
+      ones weigh more.
+    - Both: that from all but b of them.
+    - And with token queues, until it is at most `max_iteration_gap` iterations ahead of any
+      out-neighbor.
+
+    Reference: Luo et al. 2019, "Hop: Heterogeneity-aware Decentralized Training".
+
+    Args:
+        cluster: a `LocalCluster`, or what `cluster_from_tf_config` returned, with as many
+            workers as the topology. It needs no parameter servers.
+        topology: who sends to whom, with which weights: see `tf_recsync.topology`.
+        max_iteration_gap: how many iterations a worker may be ahead of an out-neighbor, an
+            int of at least 1. None: without token queues; the topology bounds the gap.
+            Defaults to 5, and to None with "notify_ack".
+        backup_workers: an int, or one for each worker: less than the in-neighbors of the
+            worker, itself included. Defaults to 0.
+        staleness_bound: an int of at least 0, or None (the default): updates must be of the
+            receiver's iteration.
+        skip: a `Skip`, by which a slow worker skips iterations; or None (the default).
+        order: "parallel" (the default): a worker sends the parameters that it computes
+            gradients on, meanwhile. "serial": it computes and applies them first.
+        protocol: "token_queue" (the default), or "notify_ack", in which a worker sends only
+            when all out-neighbors have used what it sent before.
+        read: what reading a variable gives: "mean" (the default) of the workers' copies, or
+            the index of a worker.
+        check_invariants: whether iterations are compared with the bounds of the paper's
+            table 1 while training runs; a violation, which would be a bug, ends it with an
+            error. Defaults to False.
+        stall_seconds: after how many seconds of waiting a log entry names the worker and
+            whom it waits for. Defaults to 60.
+        worker_timeout: seconds without any reachable worker after which training fails.
+            Defaults to 600.
+
+    Raises:
+        ValueError: if an argument is wrong or does not go with another one.
+
+    Example:
+
+    ```python
+    cluster = recsync.LocalCluster(workers=8)
+    strategy = recsync.HopStrategy(
+        cluster, recsync.topology.ring_based(8), max_iteration_gap=4, backup_workers=1
+    )
+    with strategy.scope():
+        model = build_model()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "binary_crossentropy")
+    model.fit(dataset, epochs=3)
+    print(strategy.workers(model))
+    ```
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        topology: Topology,
+        max_iteration_gap: int | None | Literal["default"] = "default",
+        *,
+        backup_workers: int | Sequence[int] = 0,
+        staleness_bound: int | None = None,
+        skip: Skip | None = None,
+        order: Literal["parallel", "serial"] = "parallel",
+        protocol: Literal["token_queue", "notify_ack"] = "token_queue",
+        read: Literal["mean"] | int = "mean",
+        check_invariants: bool = False,
+        stall_seconds: float = 60.0,
+        worker_timeout: float = 600.0,
+    ):
+        if not isinstance(cluster, Cluster):
+            raise ValueError(
+                f"cluster must be a LocalCluster or from cluster_from_tf_config, not {cluster!r}"
+            )
+        if not isinstance(topology, Topology):
+            raise ValueError(f"topology must be from tf_recsync.topology, not {topology!r}")
+        if topology.size != cluster.workers:
+            raise ValueError(
+                f"topology must have as many workers as the cluster, {cluster.workers}, "
+                f"not {topology.size}"
+            )
+        if read != "mean" and (isinstance(read, bool) or read not in range(cluster.workers)):
+            raise ValueError(
+                f'read must be "mean" or from 0 to {cluster.workers - 1}, not {read!r}'
+            )
+        for name, value in (("stall_seconds", stall_seconds), ("worker_timeout", worker_timeout)):
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"{name} must be positive, in seconds, not {value!r}")
+        self._protocol = _checked_protocol(
+            topology,
+            max_iteration_gap,
+            backup_workers,
+            staleness_bound,
+            skip,
+            order,
+            protocol,
+            check_invariants,
+        )
+        self._read = read
+        self._stall_seconds = float(stall_seconds)
+        cluster.connect()
+        _check_threads(cluster, topology)
+        super().__init__(_Extended(self))
+        self._init_fit(cluster, None)
+        self._settings = model_functions.Settings(
+            cluster=cluster,
+            worker_timeout=worker_timeout,
+            compute_time=lambda: self._compute_time,
+            bandwidths=lambda: dict(self._bandwidths),
+            mode=Mode("hop"),
+            home="",
+            prefetch_lookups=False,
+        )
+
+    @property
+    def topology(self) -> Topology:
+        """Who sends to whom."""
+        return self._protocol.topology
+
+    def workers(self, model: keras.Model) -> list[WorkerReport]:
+        """What each worker has done since the model began to train.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            A report for each worker, by its index.
+        """
+        group = self._group(model)
+        if group is None:
+            return [WorkerReport(-1, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0)] * self.topology.size
+        return group.reports()
+
+    def copies(self, model: keras.Model) -> list[list[np.ndarray]]:
+        """The parameters of each worker.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            For each worker, by its index, arrays like `model.trainable_variables`; all the
+            same before the model has trained.
+        """
+        group = self._group(model)
+        if group is None:
+            values = [np.asarray(v) for v in model.trainable_variables]
+            return [values] * self.topology.size
+        count = len(model.trainable_variables)
+        return [group.copies.values(worker)[:count] for worker in group.copies.workers]
+
+    def _group(self, model: keras.Model) -> HopGroup | None:
+        return getattr(model.train_function, "group", None)
+
+    def _put_functions(self, model: keras.Model) -> None:
+        hop_functions.exchange_dtype(model)
+        model.train_function = hop_functions.HopTrainFunction(
+            model,
+            self._settings,
+            lambda copies, dtype: HopGroup(
+                self._protocol, self._cluster, copies, dtype, self._stall_seconds
+            ),
+            self._protocol,
+            self._read,
+        )
+        model.test_function = hop_functions.HopTestFunction(model, self._settings)
+        model.predict_function = hop_functions.HopPredictFunction(model, self._settings)
+
+    def _check_optimizer(self, model: keras.Model) -> None:
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is None or not hasattr(optimizer, "_distribution_strategy"):
+            return
+        if optimizer._distribution_strategy is not self:
+            raise ValueError(
+                f"optimizer {optimizer.name} was not made inside this strategy's scope()"
+            )
+
+
+class _Extended(tf.distribute.StrategyExtended):
+    """One replica as far as Keras can see: each worker runs its own."""
+
+    def _create_variable(self, next_creator, **kwargs):
+        del next_creator
+        names = (
+            *("initial_value", "trainable", "validate_shape", "name", "dtype", "constraint"),
+            *("synchronization", "aggregation", "shape"),
+        )
+        with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
+            return CopiedVariable(**{name: kwargs[name] for name in names if name in kwargs})
+
+    def _call_for_each_replica(self, fn, args, kwargs):
+        with tf.distribute.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
+            return fn(*args, **kwargs)
+
+    def call_for_each_replica(self, fn, args=(), kwargs=None):
+        return self._call_for_each_replica(fn, args, kwargs or {})
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+        del reduce_op, options
+        return value
+
+    def _replica_ctx_update(self, var, fn, args=(), kwargs=None, group=True):
+        return self._update(var, fn, args, kwargs or {}, group)
+
+    def _update(self, var, fn, args, kwargs, group):
+        result = fn(var, *args, **kwargs)
+        return tf.group(result) if group else result
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        del reduce_op, destinations, options
+        return value
+
+    def _get_local_replica_id(self, replica_id_in_sync_group):
+        return replica_id_in_sync_group
+
+    def _local_results(self, val):
+        return (val,)
+
+    def value_container(self, value):
+        return value
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return 1
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        return ("/job:chief/replica:0/task:0/device:CPU:0",)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return self.worker_devices
+
+    def _in_multi_worker_mode(self) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable):
+        del colocate_with_variable  # All that a worker has lies on one device.
+        yield
+
+
+def _checked_protocol(
+    topology: Topology,
+    max_iteration_gap: Any,
+    backup_workers: Any,
+    staleness_bound: Any,
+    skip: Any,
+    order: Any,
+    protocol: Any,
+    check_invariants: Any,
+) -> Protocol:
+    """The protocol, if the arguments of `HopStrategy` go together; else a ValueError."""
+    if order not in ("parallel", "serial"):
+        raise ValueError(f'order must be "parallel" or "serial", not {order!r}')
+    if protocol not in ("token_queue", "notify_ack"):
+        raise ValueError(f'protocol must be "token_queue" or "notify_ack", not {protocol!r}')
+    notify_ack = protocol == "notify_ack"
+    if max_iteration_gap == "default":
+        max_iteration_gap = None if notify_ack else 5
+    if max_iteration_gap is not None:
+        check_at_least("max_iteration_gap", max_iteration_gap, 1)
+        if notify_ack:
+            raise ValueError(
+                f"max_iteration_gap is of token queues, not of notify_ack: {max_iteration_gap}"
+            )
+    if staleness_bound is not None:
+        check_at_least("staleness_bound", staleness_bound, 0)
+    backups = backup_workers
+    if isinstance(backups, int):
+        backups = [backups] * topology.size
+    if len(backups) != topology.size:
+        raise ValueError(
+            f"backup_workers must be an int or one for each of the {topology.size} workers, not "
+            f"{len(backups)}"
+        )
+    for worker, backup in enumerate(backups):
+        check_at_least("backup_workers", backup, 0)
+        senders = len(topology.in_neighbors(worker)) + 1
+        if backup >= senders:
+            raise ValueError(
+                f"backup_workers must be less than the in-neighbors, itself included: worker "
+                f"{worker} has {senders}, and {backup} backup workers"
+            )
+    if any(backups) and notify_ack:
+        raise ValueError(f"notify_ack excludes backup workers, got {backup_workers!r}")
+    if any(backups) and max_iteration_gap is None:
+        raise ValueError(
+            "backup_workers needs token queues, which bound the iteration gap: max_iteration_gap "
+            "must not be None"
+        )
+    if notify_ack and staleness_bound is not None and staleness_bound > 1:
+        raise ValueError(f"notify_ack excludes a staleness_bound above 1, got {staleness_bound}")
+    if skip is not None:
+        if not isinstance(skip, Skip):
+            raise ValueError(f"skip must be a Skip or None, not {skip!r}")
+        if max_iteration_gap is None:
+            raise ValueError("skip needs token queues: max_iteration_gap must not be None")
+    if not isinstance(check_invariants, bool):
+        raise ValueError(f"check_invariants must be a bool, not {check_invariants!r}")
+    return Protocol(
+        topology=topology,
+        max_iteration_gap=max_iteration_gap,
+        backup_workers=tuple(int(backup) for backup in backups),
+        staleness_bound=staleness_bound,
+        skip=skip,
+        is_serial=order == "serial",
+        notify_ack=notify_ack,
+        check_invariants=check_invariants,
+    )
+
+
+def _check_threads(cluster: Cluster, topology: Topology) -> None:
+    """Raises a ValueError if calls that wait could take all threads of a server."""
+    for worker in range(topology.size):
+        needed = hop.threads_needed(topology, worker)
+        with tf.device(f"/job:worker/replica:0/task:{worker}"):
+            threads = int(ops.server_threads(needed))
+        if threads < needed:
+            raise ValueError(
+                f"worker {worker} has {threads} threads, and up to {needed} calls may wait on it "
+                f"for its neighbors; start the servers with inter_op_threads={needed} or more"
+            )

@@ -1,0 +1,216 @@
+"""Variables of which every worker has a copy of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+
+Refresh = Callable[[], None]
+
+
+class CopiedVariable(resource_variable_ops.ResourceVariable):
+    """What users see of a variable of which every worker has a copy.
+
+    Reading it gives what the copies come to, their mean as a rule: whoever owns the
+    copies refreshes it first. What is assigned to it the copies take over before they
+    are trained again.
+    """
+
+    refresh: Refresh | None = None  # Called before an eager read.
+
+    def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
+        if self.refresh is not None and tf.executing_eagerly():
+            self.refresh()
+        return super()._read_variable_op(no_copy)
+
+
+class Copies:
+    """The workers' copies of some variables.
+
+    Args:
+        variables: what users see of them, in an order that all copies keep.
+        devices: the device of each worker.
+        dispatch_scope: a scope for remote calls, see `Cluster.dispatch_scope`.
+        read: "mean", or the index of the worker whose copy is read.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[CopiedVariable],
+        devices: Sequence[str],
+        dispatch_scope: Callable[[], contextlib.AbstractContextManager],
+        read: str | int = "mean",
+    ):
+        self.variables = list(variables)
+        self._devices = list(devices)
+        self._scope = dispatch_scope
+        self._read = read
+        self._lock = threading.RLock()
+        self._copies: dict[int, list[tf.Variable]] = {}  # By worker.
+        self._shown: list[np.ndarray] = []  # What users see, as far as is known.
+        self._stale = False
+        self._pack = tf.function(_packed)
+        self._by_dtype: dict[tf.DType, list[int]] = {}
+        for i, variable in enumerate(self.variables):
+            self._by_dtype.setdefault(variable.dtype, []).append(i)
+
+    @property
+    def workers(self) -> list[int]:
+        """Those that have copies."""
+        with self._lock:
+            return sorted(self._copies)
+
+    def handles(self, worker: int) -> list[tf.Tensor]:
+        """The handles of a worker's copies."""
+        with self._lock:
+            return [copy.handle for copy in self._copies[worker]]
+
+    def make(self, worker: int, values: Sequence[np.ndarray]) -> None:
+        """Makes a worker's copies anew, with these values."""
+        with self._scope(), tf.device(self._devices[worker]):
+            made = []
+            for variable, value in zip(self.variables, values, strict=True):
+                made.append(tf.Variable(_there(value), trainable=False, shape=variable.shape))
+        with self._lock:
+            self._copies[worker] = made
+
+    def drop(self, worker: int) -> None:
+        """Forgets the copies of a worker that is lost."""
+        with self._lock:
+            self._copies.pop(worker, None)
+
+    def values(self, worker: int) -> list[np.ndarray]:
+        """A worker's copies."""
+        handles = self.handles(worker)
+        values: list[np.ndarray] = [None] * len(handles)
+        with self._scope(), tf.device(self._devices[worker]):
+            for dtype, indices in self._by_dtype.items():
+                packed = np.asarray(self._pack([handles[i] for i in indices], dtype))
+                shapes = [self.variables[i].shape.as_list() for i in indices]
+                ends = np.cumsum([math.prod(shape) for shape in shapes])
+                for i, part, shape in zip(
+                    indices, np.split(packed, ends[:-1]), shapes, strict=True
+                ):
+                    values[i] = part.reshape(shape)
+        return values
+
+    def begin(self) -> None:
+        """Has the copies take over what users have assigned; nobody may train them."""
+        shown = self._current()
+        with self._lock:
+            for worker in self._copies:
+                assigned = [
+                    new if not np.array_equal(new, old) else None
+                    for new, old in zip(shown, self._shown, strict=True)
+                ]
+                self._assign(worker, assigned)
+            self._shown = shown
+
+    def ensure(self, worker: int) -> None:
+        """Makes a worker's copies if it has none, of what users see."""
+        with self._lock:
+            if worker in self._copies:
+                return
+            shown = self._shown
+        self.make(worker, shown)
+
+    def touched(self) -> None:
+        """The copies are being trained: what users see is no longer what they are."""
+        self._stale = True
+        for variable in self.variables:
+            variable.refresh = self.refresh
+
+    def settled(self) -> None:
+        """Nobody trains the copies any more; after one more refresh nothing changes."""
+        self.refresh(force=True)
+        self._stale = False
+        for variable in self.variables:
+            variable.refresh = None
+
+    def refresh(self, force: bool = False) -> None:
+        """Writes what the copies come to into what users see."""
+        if not (self._stale or force) or _refreshing.active:
+            return
+        with self._lock, _refreshing:
+            found = self._combined()
+            if found is None:
+                return
+            for variable, value in zip(self.variables, found, strict=True):
+                tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+            self._shown = found
+
+    def _combined(self) -> list[np.ndarray] | None:
+        workers = self.workers
+        if isinstance(self._read, int) and self._read in workers:
+            workers = [self._read]
+        total: list[np.ndarray] | None = None
+        count = 0
+        for worker in workers:
+            try:
+                values = self.values(worker)
+            except tf.errors.OpError:
+                continue  # It is lost, which its own thread finds out.
+            count += 1
+            if total is None:
+                total = [
+                    value.astype(np.float64) if variable.dtype.is_floating else value
+                    for variable, value in zip(self.variables, values, strict=True)
+                ]
+                continue
+            for variable, sum_, value in zip(self.variables, total, values, strict=True):
+                if variable.dtype.is_floating:
+                    sum_ += value
+        if total is None:
+            return None
+        return [
+            (value / count).astype(variable.dtype.as_numpy_dtype)
+            if variable.dtype.is_floating
+            else value
+            for variable, value in zip(self.variables, total, strict=True)
+        ]
+
+    def _assign(self, worker: int, values: Sequence[np.ndarray | None]) -> None:
+        with self._scope(), tf.device(self._devices[worker]):
+            for copy, value in zip(self._copies[worker], values, strict=True):
+                if value is not None:
+                    copy.assign(_there(value), read_value=False)
+
+    def _current(self) -> list[np.ndarray]:
+        with _refreshing:
+            return [np.asarray(variable.read_value()) for variable in self.variables]
+
+
+class _Refreshing(threading.local):
+    """Whether this thread refreshes already: then reads are plain reads."""
+
+    active = False
+
+    def __enter__(self) -> None:
+        self._before = getattr(self, "_before", [])
+        self._before.append(self.active)
+        self.active = True
+
+    def __exit__(self, *exception_info) -> None:
+        self.active = self._before.pop()
+
+
+_refreshing = _Refreshing()
+
+
+def _packed(handles, dtype):
+    """The values of variables of one type, one after the other."""
+    read = [tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype) for handle in handles]
+    return tf.concat([tf.reshape(value, [-1]) for value in read], 0)
+
+
+def _there(value: np.ndarray) -> tf.Tensor:
+    """A value on the device of the current scope; see `model_functions.on_worker`."""
+    with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
+        local = tf.constant(value)
+    return tf.identity(local)

@@ -1,0 +1,596 @@
+"""Workers that exchange parameters with their neighbors (Hop).
+
+The protocol itself is in cc/engine/hop_worker.h. Here each worker gets what it keeps beside
+its parameters, loops carry parcels along the edges, and neighbors learn who has left, is
+lost, or is back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync.cluster import Cluster, is_reachable
+from tf_recsync.ops import hop
+from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.resource_deleter import ResourceDeleter
+from tf_recsync.topology import Topology, gap_bounds
+
+_PARCELS_PER_CALL = 8
+_JOIN_SECONDS = 60.0
+_MARGIN = 2  # Iterations until a worker that is back can take part, at least.
+
+
+@dataclasses.dataclass(frozen=True)
+class Skip:
+    """When a slow worker skips iterations (Hop, section 5).
+
+    A worker that is behind all its out-neighbors goes forward to the slowest of them, at
+    most; it first averages what its in-neighbors have sent.
+
+    Attributes:
+        max_jump: how many iterations it goes forward at a time at most, at least 2; 1
+            would be the next iteration.
+        trigger: it jumps only if it is behind by more iterations than this, at least 0.
+            Default 0.
+
+    Raises:
+        ValueError: if an attribute is wrong.
+
+    >>> from tf_recsync.synchronization.hop import Skip
+    >>> Skip(max_jump=10)
+    Skip(max_jump=10, trigger=0)
+    """
+
+    max_jump: int
+    trigger: int = 0
+
+    def __post_init__(self):
+        for name, least in (("max_jump", 2), ("trigger", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How workers exchange parameters; checked by `HopStrategy`.
+
+    Attributes:
+        topology: who sends to whom.
+        max_iteration_gap: of the token queues, or None without.
+        backup_workers: of each worker.
+        staleness_bound: or None if updates must be of the receiver's own iteration.
+        skip: or None if nobody skips iterations.
+        is_serial: whether a worker sends what it has computed, instead of what it computes
+            on.
+        notify_ack: whether acknowledgements take the place of token queues.
+        check_invariants: whether iterations are compared with the bounds while they run.
+    """
+
+    topology: Topology
+    max_iteration_gap: int | None
+    backup_workers: tuple[int, ...]
+    staleness_bound: int | None
+    skip: Skip | None
+    is_serial: bool
+    notify_ack: bool
+    check_invariants: bool
+
+    def bounds(self) -> np.ndarray:
+        """[n, n]: how far worker i can be ahead of worker j."""
+        return gap_bounds(
+            self.topology,
+            self.max_iteration_gap,
+            backup_workers=self.backup_workers,
+            staleness_bound=self.staleness_bound,
+            notify_ack=self.notify_ack,
+        )
+
+    def make(self, worker: int) -> tf.Tensor:
+        """Makes what a worker keeps beside its parameters, on the device of the scope."""
+        topology, bounds = self.topology, self.bounds()
+        senders = topology.in_neighbors(worker)
+        ahead = [bounds[sender, worker] for sender in senders]
+        # How many iterations may be in the queue: with token queues as in section 4.2, else
+        # as far as a sender can be ahead (section 4.1).
+        gap = self.max_iteration_gap or int(max([1.0, *ahead]))
+        return hop.worker(
+            shared_name=f"recsync_hop_{uuid.uuid4().hex}",
+            in_neighbors=senders,
+            weights=[topology.weights[sender, worker] for sender in senders],
+            out_neighbors=topology.out_neighbors(worker),
+            max_iteration_gap=self.max_iteration_gap or 0,
+            slots=gap + 1,
+            capacity=(gap + 1) * (len(senders) + 1),
+            backup_workers=self.backup_workers[worker],
+            staleness_bound=-1 if self.staleness_bound is None else self.staleness_bound,
+            max_jump=1 if self.skip is None else self.skip.max_jump,
+            jump_trigger=0 if self.skip is None else self.skip.trigger,
+            notify_ack=self.notify_ack,
+            gap_bounds=[int(a) if np.isfinite(a) else -1 for a in ahead]
+            if self.check_invariants
+            else [],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerReport:
+    """What a worker has done since training began.
+
+    Attributes:
+        iteration: the one that it is in, or was in last; -1 before the first.
+        waited_for_updates: seconds.
+        waited_for_tokens: seconds; for acknowledgements with notify_ack.
+        updates_used: that it has averaged, its own apart.
+        stale_updates_dropped: that came too late to be used.
+        superseded_updates_dropped: that were there when a newer one of the same sender came.
+        sends_saved: updates that it did not send, as they were of no use any more.
+        updates_sent: that it did.
+        jumps: how often it has skipped iterations.
+        iterations_skipped: how many.
+    """
+
+    iteration: int
+    waited_for_updates: float
+    waited_for_tokens: float
+    updates_used: int
+    stale_updates_dropped: int
+    superseded_updates_dropped: int
+    sends_saved: int
+    updates_sent: int
+    jumps: int
+    iterations_skipped: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """Where a worker stands; see the op's documentation."""
+
+    iteration: int
+    phase: str
+    seconds: float
+    missing: tuple[int, ...]
+    tokens: tuple[int, ...]
+    declined: dict[int, int]  # By the sender.
+    counts: tuple[int, ...]
+
+
+class HopGroup:
+    """The workers of a model in decentralized training, while it trains.
+
+    A `Crew`: the threads that drive the workers tell it who is lost or has left.
+
+    Args:
+        protocol: how they exchange.
+        cluster: the connected cluster.
+        copies: their parameters and what belongs to them.
+        dtype: of the parameters.
+        stall_seconds: after which somebody's wait is logged.
+    """
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        cluster: Cluster,
+        copies: Copies,
+        dtype: tf.DType,
+        stall_seconds: float,
+    ):
+        self.copies = copies
+        self.fail: Callable[[Exception], None] = _raise  # Ends the pass with an error.
+        self._protocol = protocol
+        self._topology = protocol.topology
+        self._bounds = protocol.bounds()
+        self._cluster = cluster
+        self._stall_seconds = stall_seconds
+        self._dtype = dtype
+        self._lock = threading.RLock()
+        self._handles: dict[int, tf.Tensor] = {}
+        self._deleters: dict[int, ResourceDeleter] = {}
+        self._first = 0  # The iteration that the epoch began with.
+        self._lost: set[int] = set()
+        self._left: dict[int, int] = {}  # And in which iteration.
+        self._ending = False
+        self._all_there = True  # As long as that, the bounds hold.
+        self._edges: dict[tuple[int, int], threading.Thread] = {}
+        self._monitor: threading.Thread | None = None
+        self._stop_monitor = threading.Event()
+        self._events: list[tuple[int, ...]] = []
+        self._reports: dict[int, WorkerReport] = {}
+        self._carry = self._trace_carry()
+
+    def handle(self, worker: int) -> tf.Tensor:
+        """The handle of what a worker keeps beside its parameters."""
+        with self._lock:
+            return self._handles[worker]
+
+    # A worker's life. The threads that drive the workers call these.
+
+    def open(self, worker: int) -> None:
+        """Makes what a worker needs, in its device scope: at the start, or when it is back."""
+        with self._lock:
+            if worker in self._handles and worker not in self._lost:
+                return
+            was_lost = worker in self._lost
+        if was_lost:
+            self._come_back(worker)
+        else:
+            self.copies.ensure(worker)
+            self._make(worker, self._first)
+
+    def lose(self, worker: int) -> None:
+        """A worker is gone.
+
+        Raises:
+            RuntimeError: if a neighbor has too few backup workers to go on without it.
+        """
+        with self._lock:
+            self._lost.add(worker)
+            self._all_there = False
+            deleter = self._deleters.pop(worker, None)
+            if deleter is not None:
+                deleter._handle = None  # It went with the worker.
+        self._tell_neighbors(worker, 0, -1)
+        for receiver in self._topology.out_neighbors(worker):
+            senders = self._topology.in_neighbors(receiver)
+            gone = [sender for sender in senders if sender in self._lost]
+            backups = self._protocol.backup_workers[receiver]
+            if receiver not in self._lost and len(gone) > backups:
+                raise RuntimeError(
+                    f"worker {worker} was lost, and worker {receiver} can't go on without "
+                    f"{_listed(gone)}: its in-neighbors are {_listed(senders)}, and it has "
+                    f"backup_workers={backups}"
+                )
+        logging.warning(
+            "Worker %d was lost; %s go on without it.",
+            worker,
+            _listed(self._topology.out_neighbors(worker)),
+        )
+
+    def leave(self, worker: int) -> None:
+        """A worker has nothing to do at the moment: its neighbors don't wait for it."""
+        with self._lock:
+            if worker in self._lost or worker not in self._handles:
+                return
+            iteration = int(hop.state(self._handles[worker]).iteration)
+            self._left[worker] = iteration
+            self._all_there = False
+        self._tell_neighbors(worker, 0, iteration)
+
+    def release(self) -> None:
+        """Ends all waits, with errors."""
+        self._ending = True
+        for worker, handle in self._living():
+            with self._at(worker), contextlib.suppress(tf.errors.OpError):
+                hop.interrupt(handle)
+                hop.close_outboxes(handle)
+        self._stop_monitor.set()
+
+    def describe(self) -> str:
+        """Who waits for whom, in words."""
+        parts = []
+        for worker, state in self._states().items():
+            if state.missing:
+                parts.append(
+                    f"worker {worker} (iteration {state.iteration}) has been "
+                    f"{state.phase} for {state.seconds:.1f} s, of {_listed(state.missing)}"
+                )
+        return "; ".join(parts) or "no worker waits for a neighbor"
+
+    # An epoch.
+
+    def begin(self) -> None:
+        """Starts all workers on the same iteration; nobody may be at work."""
+        with self._lock:
+            self._ending = False
+            self._left.clear()
+            self._all_there = not self._lost
+            known = [state.iteration for state in self._states().values()]
+            self._first = max([-1, *known, *(r.iteration for r in self._reports.values())]) + 1
+            for worker, handle in self._living():
+                with self._at(worker):
+                    hop.begin(handle, self._first)
+        for worker in sorted(self._lost):
+            self._tell_neighbors(worker, 0, -1)
+
+    def carry_on(self) -> None:
+        """Starts the loops of the edges, if they do not run."""
+        with self._lock:
+            if self._ending:
+                return
+            for sender, receiver in self._pairs():
+                thread = self._edges.get((sender, receiver))
+                there = {sender, receiver} <= self._handles.keys() - self._lost
+                if there and (thread is None or not thread.is_alive()):
+                    self._start_edge(sender, receiver)
+            if self._monitor is None or not self._monitor.is_alive():
+                self._stop_monitor.clear()
+                self._monitor = threading.Thread(
+                    target=self._watch, name="recsync_hop_monitor", daemon=True
+                )
+                self._monitor.start()
+
+    def end(self) -> None:
+        """Ends the loops of the edges when all is told; the workers are done."""
+        self._ending = True
+        self._stop_monitor.set()
+        for worker, handle in self._living():
+            with self._at(worker), contextlib.suppress(tf.errors.OpError):
+                hop.close_outboxes(handle)
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for thread in [*self._edges.values(), self._monitor]:
+            if thread is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self._edges.clear()
+        self._monitor = None
+        self._observe()
+
+    def reports(self) -> list[WorkerReport]:
+        """What each worker has done; of one that is lost, as far as it was known."""
+        self._observe()
+        nothing = WorkerReport(-1, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0)
+        return [self._reports.get(worker, nothing) for worker in range(self._topology.size)]
+
+    def events(self) -> list[tuple[int, ...]]:
+        """What workers did, for a timeline: (worker, span, begin, end, iteration, neighbor).
+
+        Times are microseconds since the Unix epoch; spans index `tf_recsync.ops.hop.SPANS`.
+        """
+        self._observe()
+        with self._lock:
+            return list(self._events)
+
+    # Inside.
+
+    def _make(self, worker: int, first: int) -> None:
+        handle = self._protocol.make(worker)
+        hop.begin(handle, first)
+        with self._lock:
+            self._handles[worker] = handle
+            self._deleters[worker] = ResourceDeleter(handle, handle.device)
+
+    def _come_back(self, worker: int) -> None:
+        """A lost worker takes its neighbors' parameters, and part from a later iteration on."""
+        senders = [w for w in self._topology.in_neighbors(worker) if self._is_there(w)]
+        source = senders or [w for w, _ in self._living() if w != worker]
+        if not source:
+            raise RuntimeError(f"worker {worker} is back, but no worker has parameters for it")
+        taken = [self.copies.values(w) for w in source]
+        values = []
+        for variable, parts in zip(self.copies.variables, zip(*taken, strict=True), strict=True):
+            mean = np.mean(parts, axis=0) if variable.dtype.is_floating else parts[0]
+            values.append(np.asarray(mean, variable.dtype.as_numpy_dtype))
+        self.copies.make(worker, values)
+        states = self._states()
+        first = max(states[w].iteration for w in states if w in source) + _MARGIN
+        while True:
+            self._make(worker, first)
+            now = self._tell_neighbors(worker, first, hop.FOREVER)
+            if max(now.values(), default=-1) < first:
+                break
+            first = max(now.values()) + _MARGIN  # Somebody has been faster.
+        for neighbor in self._neighbors(worker):
+            since, until = now.get(neighbor, 0), hop.FOREVER
+            if neighbor in self._lost:
+                since, until = 0, -1
+            elif neighbor in self._left:
+                since, until = 0, self._left[neighbor]
+            hop.set_neighbor(self.handle(worker), neighbor, max(since, 0), until)
+        with self._lock:
+            self._lost.discard(worker)
+        logging.warning(
+            "Worker %d goes on from iteration %d with the mean parameters of %s.",
+            worker,
+            first,
+            _listed(source),
+        )
+        self.carry_on()
+
+    def _tell_neighbors(self, worker: int, since: int, until: int) -> dict[int, int]:
+        """Tells a worker's neighbors when it takes part; returns their iterations."""
+        iterations = {}
+        for neighbor in self._neighbors(worker):
+            if not self._is_there(neighbor) and neighbor not in self._left:
+                continue
+            # One that is gone as well, its own thread will find out.
+            with self._at(neighbor), contextlib.suppress(tf.errors.OpError):
+                handle = self.handle(neighbor)
+                iterations[neighbor] = int(hop.set_neighbor(handle, worker, since, until))
+        return iterations
+
+    def _neighbors(self, worker: int) -> list[int]:
+        topology = self._topology
+        return sorted({*topology.in_neighbors(worker), *topology.out_neighbors(worker)})
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        """All (sender, receiver) of parcels: updates along edges, tokens against them."""
+        return [(i, j) for i in range(self._topology.size) for j in self._neighbors(i)]
+
+    def _is_there(self, worker: int) -> bool:
+        return worker in self._handles and worker not in self._lost and worker not in self._left
+
+    def _living(self) -> list[tuple[int, tf.Tensor]]:
+        with self._lock:
+            return [(w, h) for w, h in sorted(self._handles.items()) if w not in self._lost]
+
+    @contextlib.contextmanager
+    def _at(self, worker: int):
+        """Calls on a worker from whatever thread this is."""
+        with self._cluster.dispatch_scope(), tf.device(_device(worker)):
+            yield
+
+    def _trace_carry(self) -> Callable:
+        def carry(source, sender, target, receiver):
+            for _ in range(_PARCELS_PER_CALL):
+                parcel = hop.collect(source, receiver, self._dtype)
+                with tf.control_dependencies([parcel.iteration]):
+                    began = tf.cast(tf.timestamp() * 1e6, tf.int64)
+                wanted = hop.ask(target, sender, parcel.progress, parcel.iteration)
+                delivered = tf.cond(
+                    wanted,
+                    lambda p=parcel: hop.deliver(target, sender, p.iteration, p.update),
+                    lambda: tf.constant(-1, tf.int64),
+                )
+                hop.carried(source, receiver, delivered, began)
+            return parcel.open
+
+        handle, number = tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)
+        return tf.function(carry, autograph=False).get_concrete_function(
+            handle, number, handle, number
+        )
+
+    def _start_edge(self, sender: int, receiver: int) -> None:
+        self._edges[sender, receiver] = threading.Thread(
+            target=self._run_edge,
+            args=(sender, receiver),
+            name=f"recsync_hop_{sender}_{receiver}",
+            daemon=True,
+        )
+        self._edges[sender, receiver].start()
+
+    def _run_edge(self, sender: int, receiver: int) -> None:
+        """Carries what a worker has to tell a neighbor, until it is closed or one is gone."""
+        with self._at(sender):
+            ends = tf.constant(sender, tf.int64), tf.constant(receiver, tf.int64)
+            while True:
+                source, target = self.handle(sender), self.handle(receiver)
+                try:
+                    if not bool(self._carry(source, ends[0], target, ends[1])):
+                        return
+                except tf.errors.OpError as error:
+                    if self._ending or {sender, receiver} & self._lost:
+                        return
+                    # One that is gone is found out by the thread that drives it.
+                    if all(is_reachable(_device(worker)) for worker in (sender, receiver)):
+                        self.fail(error)
+                    return
+
+    def _states(self) -> dict[int, _State]:
+        """The states of the workers that answer."""
+        states = {}
+        for worker, handle in self._living():
+            with self._at(worker):
+                try:
+                    raw = hop.RawState(*(np.asarray(part) for part in hop.state(handle)))
+                except tf.errors.OpError:
+                    continue  # It is lost, which its own thread finds out.
+            senders = self._topology.in_neighbors(worker)
+            states[worker] = _State(
+                iteration=int(raw.iteration),
+                phase=hop.PHASES[int(raw.phase)],
+                seconds=float(raw.seconds),
+                missing=tuple(raw.missing.tolist()),
+                tokens=tuple(raw.tokens.tolist()),
+                declined=dict(zip(senders, raw.declined.tolist(), strict=True)),
+                counts=tuple(raw.counts.tolist()),
+            )
+        return states
+
+    def _watch(self) -> None:
+        """Logs long waits, collects events, and checks the bounds if they are to be checked."""
+        logged = 0.0
+        pause = 0.1 if self._protocol.check_invariants else 1.0
+        while not self._stop_monitor.wait(pause):
+            try:
+                states = self._observe()
+                if self._protocol.check_invariants:
+                    self._check(states)
+            except Exception as error:
+                self.fail(error)
+                return
+            longest = max((s.seconds for s in states.values() if s.missing), default=0.0)
+            if longest > self._stall_seconds and time.monotonic() - logged > self._stall_seconds:
+                logged = time.monotonic()
+                logging.warning("Decentralized training stalls: %s", self.describe())
+
+    def _observe(self) -> dict[int, _State]:
+        states = self._states()
+        declined = dict.fromkeys(range(self._topology.size), 0)
+        for state in states.values():
+            for sender, count in state.declined.items():
+                declined[sender] += count
+        for worker, state in states.items():
+            counts = state.counts
+            self._reports[worker] = WorkerReport(
+                iteration=state.iteration,
+                waited_for_updates=counts[6] * 1e-6,
+                waited_for_tokens=counts[7] * 1e-6,
+                updates_used=counts[1],
+                stale_updates_dropped=counts[8],
+                superseded_updates_dropped=counts[9],
+                sends_saved=declined[worker] + counts[5],
+                updates_sent=counts[4] - declined[worker],
+                jumps=counts[2],
+                iterations_skipped=counts[3],
+            )
+            with self._at(worker), contextlib.suppress(tf.errors.OpError):
+                rows = np.asarray(hop.events(self.handle(worker))).tolist()
+                with self._lock:
+                    self._events += [(worker, *row) for row in rows]
+        return states
+
+    def _check(self, states: dict[int, _State]) -> None:
+        """Compares iterations with the bounds.
+
+        The states were read one after the other. Iterations only rise, so a worker that was
+        read earlier is at least as far ahead of one that was read later as it seems.
+        """
+        if not self._all_there:
+            return
+        workers = [worker for worker in states if states[worker].iteration >= self._first]
+        for position, ahead in enumerate(workers):
+            for behind in workers[position + 1 :]:
+                gap = states[ahead].iteration - states[behind].iteration
+                if gap > self._bounds[ahead, behind] and self._all_there:
+                    raise RuntimeError(
+                        f"worker {ahead} is in iteration {states[ahead].iteration} and worker "
+                        f"{behind} in {states[behind].iteration}: further apart than "
+                        f"{self._bounds[ahead, behind]:g}, which is a bug"
+                    )
+        # Tokens of a worker, those on their way not counted, are never more than these.
+        gap = self._protocol.max_iteration_gap
+        for worker, state in states.items():
+            for neighbor, tokens in zip(
+                self._topology.out_neighbors(worker), state.tokens, strict=True
+            ):
+                most = self._bounds[neighbor, worker] + (gap or 0)
+                if gap and tokens > most and self._all_there:
+                    raise RuntimeError(
+                        f"worker {worker} has {tokens} tokens of worker {neighbor}, more than "
+                        f"{most:g}, which is a bug"
+                    )
+
+
+def threads_needed(topology: Topology, worker: int) -> int:
+    """How many threads of a worker calls can hold that wait for its neighbors.
+
+    One for its own step, and one for each loop that carries parcels to or from it; and a few
+    for calls that do not wait.
+    """
+    neighbors = {*topology.in_neighbors(worker), *topology.out_neighbors(worker)}
+    return 2 * len(neighbors) + 4
+
+
+def _device(worker: int) -> str:
+    return f"/job:worker/replica:0/task:{worker}"
+
+
+def _listed(workers: Sequence[int]) -> str:
+    """ "workers 1, 2 and 5"."""
+    names = [str(worker) for worker in workers]
+    if len(names) == 1:
+        return f"worker {names[0]}"
+    return f"workers {', '.join(names[:-1])} and {names[-1]}" if names else "nobody"
+
+
+def _raise(error: Exception) -> None:
+    raise error
