@@ -126,3 +126,266 @@ def test_standard_training_is_decentralized_sgd_step_by_step(cluster, topo, opti
     assert [report.iteration for report in reports] == [a - 1 for a in at]
     mean = np.mean([copy[0] for copy in copies], axis=0)
     np.testing.assert_allclose(model.dense.kernel.numpy(), mean, rtol=1e-6)
+
+
+def classifier(optimizer, **compile_options):
+    model = keras.Sequential(
+        [
+            keras.layers.Input((WIDTH,)),
+            keras.layers.Dense(8),
+            keras.layers.BatchNormalization(),
+            keras.layers.Activation("relu"),
+            keras.layers.Dropout(0.1),
+            keras.layers.Dense(1, "sigmoid"),
+        ]
+    )
+    model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"], **compile_options)
+    return model
+
+
+def labelled(examples=640, seed=1):
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(examples, WIDTH)).astype(np.float32)
+    return x, (x.sum(1, keepdims=True) > 0).astype(np.float32)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RMSprop"])
+def test_fit_evaluate_predict_and_callbacks_work_as_users_know_them(cluster, tmp_path, optimizer):
+    x, y = labelled()
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), check_invariants=True)
+    with strategy.scope():
+        rate = {"SGD": 0.1, "Adam": 0.01, "RMSprop": 0.01}[optimizer]
+        options = {"momentum": 0.9} if optimizer == "SGD" else {}
+        model = classifier(
+            getattr(keras.optimizers, optimizer)(rate, **options), steps_per_execution=2
+        )
+    seen = []
+
+    class Reads(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(float(np.abs(model.trainable_variables[0].numpy()).sum()))
+
+    history = model.fit(
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH),
+        epochs=3,
+        validation_data=tf.data.Dataset.from_tensor_slices((x, y)).batch(64),
+        callbacks=[
+            keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", save_best_only=True),
+            keras.callbacks.LearningRateScheduler(lambda epoch, now: now / 2 if epoch else now),
+            keras.callbacks.TensorBoard(tmp_path / "logs"),
+            Reads(),
+        ],
+        verbose=0,
+    ).history
+    assert history["loss"][-1] < history["loss"][0]
+    assert history["val_accuracy"][-1] > 0.85
+    assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(rate / 4)
+    assert len(set(seen)) > 2  # Reading in the middle of an epoch shows what is learned.
+    loss, accuracy = model.evaluate(x, y, batch_size=64, verbose=0)
+    assert (loss, accuracy) == pytest.approx(
+        (history["val_loss"][-1], history["val_accuracy"][-1]), abs=1e-4
+    )
+    predicted = model.predict(x, batch_size=100, verbose=0)
+    # Outside, the model is an ordinary one with the mean of the copies.
+    local = keras.Sequential.from_config(model.get_config())
+    local.build(model.input_shape)
+    local.set_weights(model.get_weights())
+    np.testing.assert_allclose(predicted, local.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+    copies = strategy.copies(model)
+    for i, variable in enumerate(model.trainable_variables):
+        mean = np.mean([copy[i] for copy in copies], axis=0)
+        np.testing.assert_allclose(variable.numpy(), mean, rtol=1e-5, atol=1e-7)
+    assert len({copy[0].tobytes() for copy in copies}) > 1
+    loaded = keras.models.load_model(tmp_path / "best.keras")
+    assert loaded.evaluate(x, y, verbose=0)[0] == pytest.approx(min(history["val_loss"]), abs=1e-3)
+
+
+def test_what_is_assigned_all_workers_take_over(cluster):
+    x, y = labelled(320)
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), read=3)
+    with strategy.scope():
+        model = classifier(keras.optimizers.SGD(0.1))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    model.fit(dataset, verbose=0)
+    copies = strategy.copies(model)
+    np.testing.assert_array_equal(model.trainable_variables[0].numpy(), copies[3][0])
+    model.optimizer.learning_rate.assign(0.0)
+    model.trainable_variables[0].assign(np.ones_like(copies[0][0]))
+    model.fit(dataset, verbose=0)
+    after = strategy.copies(model)
+    # What was assigned is everybody's; the rest stayed each worker's own, but for averages.
+    for copy in after:
+        np.testing.assert_allclose(copy[0], 1.0, atol=1e-6)
+    assert not np.allclose(after[0][-1], 1.0)
+    total = sum(copy[-1].astype(np.float64) for copy in copies)
+    assert np.shape(total) == np.shape(after[0][-1])
+
+
+def test_steps_per_epoch_splits_a_run_and_iterations_go_on(cluster):
+    x, y = labelled(640)
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), check_invariants=True)
+    with strategy.scope():
+        model = classifier(keras.optimizers.SGD(0.1))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat()
+    history = model.fit(dataset, epochs=3, steps_per_epoch=40, verbose=0).history
+    assert len(history["loss"]) == 3
+    reports = strategy.workers(model)
+    entered = sum(report.iteration + 1 for report in reports)
+    # Epochs begin with everybody on the same iteration: some left out, none done twice.
+    assert 120 <= entered <= 120 + 3 * WORKERS * 5
+
+
+SLOW = recsync.testing.SlowWorkers(6.0, [2])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_iteration_gap": 4, "backup_workers": 1}, {"saved", "gap"}),
+        ({"max_iteration_gap": 4, "staleness_bound": 3}, {"gap"}),
+        ({"max_iteration_gap": 4, "staleness_bound": 2, "backup_workers": 1}, {"gap"}),
+        (
+            {"max_iteration_gap": 4, "backup_workers": 1, "skip": recsync.Skip(10)},
+            {"jumps", "saved"},
+        ),
+        (
+            {"max_iteration_gap": 5, "staleness_bound": 4, "skip": recsync.Skip(3, trigger=2)},
+            {"jumps"},
+        ),
+        ({"max_iteration_gap": 4, "backup_workers": [1] * 8, "order": "serial"}, {"gap"}),
+    ],
+    ids=["backup", "staleness", "hybrid", "skip", "skip with staleness", "serial backup"],
+)
+def test_a_slow_worker_is_tolerated_as_the_mode_says(cluster, options, expected):
+    x, y = labelled(1200)
+    strategy = recsync.HopStrategy(
+        cluster, topology.ring_based(WORKERS), check_invariants=True, **options
+    )
+    recsync.testing.set_compute_time(strategy, 0.03, SLOW)
+    with strategy.scope():
+        model = classifier(keras.optimizers.SGD(0.05), steps_per_execution=2)
+    gaps = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            iterations = [report.iteration for report in strategy.workers(model)]
+            gaps.append(max(iterations) - iterations[2])
+
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    history = model.fit(dataset, verbose=0, callbacks=[Watch()]).history
+    assert np.isfinite(history["loss"][0])
+    reports = strategy.workers(model)
+    if "gap" in expected:
+        assert max(gaps) > 1  # More than in standard training.
+    if "jumps" in expected:
+        assert reports[2].jumps > 0
+        assert reports[2].iterations_skipped >= reports[2].jumps
+        assert all(report.jumps == 0 for i, report in enumerate(reports) if i != 2)
+    else:
+        assert all(report.jumps == 0 for report in reports)
+    if "saved" in expected:
+        assert sum(r.sends_saved + r.stale_updates_dropped for r in reports) > 0
+    assert all(report.updates_used > 0 for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"topology": topology.ring(4)}, "as many workers as the cluster, 8, not 4"),
+        ({"topology": "ring"}, "topology must be from tf_recsync.topology, not 'ring'"),
+        ({"max_iteration_gap": 0}, "max_iteration_gap must be an int of at least 1, not 0"),
+        ({"backup_workers": 3}, "less than the in-neighbors.*worker 0 has 3, and 3 backup"),
+        ({"backup_workers": [1] * 7}, "one for each of the 8 workers, not 7"),
+        ({"backup_workers": -1}, "backup_workers must be an int of at least 0, not -1"),
+        (
+            {"backup_workers": 1, "max_iteration_gap": None},
+            "backup_workers needs token queues",
+        ),
+        ({"backup_workers": 1, "protocol": "notify_ack"}, "notify_ack excludes backup workers"),
+        (
+            {"staleness_bound": 2, "protocol": "notify_ack"},
+            "notify_ack excludes a staleness_bound above 1, got 2",
+        ),
+        ({"max_iteration_gap": 3, "protocol": "notify_ack"}, "of token queues, not of notify"),
+        ({"staleness_bound": -1}, "staleness_bound must be an int of at least 0, not -1"),
+        ({"skip": recsync.Skip(2), "max_iteration_gap": None}, "skip needs token queues"),
+        ({"skip": 3}, "skip must be a Skip or None, not 3"),
+        ({"order": "random"}, 'order must be "parallel" or "serial", not \'random\''),
+        ({"protocol": "gossip"}, "protocol must be .* not 'gossip'"),
+        ({"read": 8}, 'read must be "mean" or from 0 to 7, not 8'),
+        ({"stall_seconds": 0}, "stall_seconds must be positive"),
+        ({"check_invariants": 1}, "check_invariants must be a bool, not 1"),
+    ],
+)
+def test_wrong_arguments_are_refused(cluster, arguments, message):
+    arguments = {"topology": topology.ring(WORKERS), **arguments}
+    with pytest.raises(ValueError, match=message):
+        recsync.HopStrategy(cluster, **arguments)
+
+
+def test_wrong_skips_are_refused():
+    with pytest.raises(ValueError, match="max_jump must be an int of at least 2, not 1"):
+        recsync.Skip(1)
+    with pytest.raises(ValueError, match="trigger must be an int of at least 0, not -1"):
+        recsync.Skip(2, trigger=-1)
+
+
+def test_parameters_that_can_not_be_averaged_are_refused(cluster):
+    x, y = labelled(32)
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1, dtype="float16")])
+        model.compile("sgd", "mse")
+        model.build((None, WIDTH))
+    with pytest.raises(ValueError, match="float32 or float64 to be averaged.*kernel is float16"):
+        model.fit(x, y, verbose=0)
+
+
+def test_an_optimizer_from_elsewhere_is_refused(cluster):
+    x, y = labelled(32)
+    elsewhere = keras.optimizers.SGD(0.1)
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
+    with strategy.scope():
+        model = classifier("sgd")
+    model.compile(elsewhere, "binary_crossentropy")
+    with pytest.raises(ValueError, match="not made inside this strategy's scope"):
+        model.fit(x, y, verbose=0)
+
+
+def test_an_error_of_a_worker_ends_training_with_it(cluster):
+    x, y = labelled(320)
+    y[100] = np.nan
+
+    class Checked(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+        def train_step(self, data):
+            checked = tf.debugging.check_numerics(data[1], "labels")
+            return super().train_step((data[0], checked))
+
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
+    with strategy.scope():
+        model = Checked()
+        model.compile("sgd", "mse")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="labels"):
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+    # The cluster is as good as new.
+    model.fit(x[:64], y[:64], batch_size=BATCH, verbose=0)
+
+
+def test_two_strategies_on_a_cluster_do_not_collide(cluster):
+    x, y = labelled(320)
+    models = []
+    for topo in (topology.ring(WORKERS), topology.complete(WORKERS)):
+        strategy = recsync.HopStrategy(cluster, topo)
+        with strategy.scope():
+            models.append(classifier("sgd"))
+    for _ in range(2):
+        for model in models:
+            model.fit(x, y, batch_size=BATCH, verbose=0)
+    assert not np.allclose(models[0].get_weights()[0], models[1].get_weights()[0])

@@ -48,7 +48,7 @@ def exchange_dtype(model: keras.Model) -> tf.DType:
         dtypes.setdefault(variable.dtype, variable.path)
     if len(dtypes) != 1:
         raise ValueError(
-            f"trainable variables must be of one type, which is exchanged as one; there are {dtypes}"
+            f"trainable variables must be of one type to be exchanged as one; there are {dtypes}"
             if dtypes
             else "the model has no trainable variables that workers could exchange"
         )
@@ -79,6 +79,7 @@ class HopTrainFunction(Steps):
     ):
         super().__init__(model, settings)
         self.group: HopGroup | None = None
+        self._is_open = False  # Between an epoch's begin and its end.
         self._make_group = make_group
         self._protocol = protocol
         self._read = read
@@ -103,8 +104,10 @@ class HopTrainFunction(Steps):
         return self.group
 
     def _flush(self) -> None:
-        self.group.end()
-        self.group.copies.settled()
+        if self._is_open:
+            self._is_open = False
+            self.group.end()
+            self.group.copies.settled()
 
     def _should_stop(self) -> bool:
         return bool(self._model.stop_training)
@@ -126,6 +129,7 @@ class HopTrainFunction(Steps):
             self.group = self._make_group(copies, exchange_dtype(self._model))
         self.group.copies.begin()
         self.group.begin()
+        self._is_open = True
         return layout
 
     def _start(self, iterator: DistributedIterator) -> WorkerRun:

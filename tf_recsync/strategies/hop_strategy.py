@@ -190,7 +190,6 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         return getattr(model.train_function, "group", None)
 
     def _put_functions(self, model: keras.Model) -> None:
-        hop_functions.exchange_dtype(model)
         model.train_function = hop_functions.HopTrainFunction(
             model,
             self._settings,
