@@ -19,7 +19,12 @@ STRATEGIES = {
     "backup_workers": recsync.BackupWorkersStrategy,
     "bounded_staleness": recsync.BoundedStalenessStrategy,
 }
-flags.DEFINE_enum("strategy", "async", ["local", *STRATEGIES], "How to train.")
+CLUSTER_STRATEGIES = [*STRATEGIES, "hop"]
+TOPOLOGIES = {
+    name: getattr(recsync.topology, name)
+    for name in ("ring", "ring_based", "double_ring", "complete", "star", "exponential")
+}
+flags.DEFINE_enum("strategy", "async", ["local", *CLUSTER_STRATEGIES], "How to train.")
 flags.DEFINE_integer("workers", 2, "Workers of the local cluster.", lower_bound=1)
 flags.DEFINE_integer("ps", 1, "Parameter servers of the local cluster.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 128, "Examples per step of a worker.", lower_bound=1)
@@ -36,10 +41,36 @@ flags.DEFINE_integer(
     lower_bound=0,
 )
 flags.DEFINE_integer(
-    "backup_workers", 1, "backup_workers: how many are not waited for.", lower_bound=0
+    "backup_workers",
+    None,
+    "backup_workers, hop: how many are not waited for. Default: 1; hop: 0.",
+    lower_bound=0,
 )
 flags.DEFINE_integer(
-    "staleness_bound", 2, "bounded_staleness: steps ahead of the slowest worker.", lower_bound=0
+    "staleness_bound",
+    None,
+    "bounded_staleness: steps ahead of the slowest worker, 2 by default. hop: of how many "
+    "iterations ago a neighbor's parameters may be; by default of none.",
+    lower_bound=0,
+)
+flags.DEFINE_enum("topology", "ring_based", [*TOPOLOGIES], "hop: who sends to whom.")
+flags.DEFINE_integer(
+    "max_iteration_gap",
+    5,
+    "hop: iterations ahead of a neighbor; 0: no token queues.",
+    lower_bound=0,
+)
+flags.DEFINE_integer(
+    "max_jump", 1, "hop: iterations that a slow worker goes forward at a time.", lower_bound=1
+)
+flags.DEFINE_integer(
+    "jump_trigger", 0, "hop: a worker jumps if further behind than this.", lower_bound=0
+)
+flags.DEFINE_enum(
+    "order", "parallel", ["parallel", "serial"], "hop: send while computing, or after."
+)
+flags.DEFINE_enum(
+    "protocol", "token_queue", ["token_queue", "notify_ack"], "hop: what bounds the gap."
 )
 flags.DEFINE_float("compute_seconds", None, "On a cluster: artificial compute time per step.")
 flags.DEFINE_integer("slow_workers", 0, "How many workers are slow.", lower_bound=0)
@@ -50,16 +81,24 @@ flags.DEFINE_string(
 
 # Flags that mean nothing unless another flag has one of some values.
 APPLIES: dict[str, tuple[str, list[Any]]] = {
-    "workers": ("strategy", [*STRATEGIES]),
+    "workers": ("strategy", CLUSTER_STRATEGIES),
     "ps": ("strategy", [*STRATEGIES]),
-    "compute_seconds": ("strategy", [*STRATEGIES]),
-    "slow_workers": ("strategy", [*STRATEGIES]),
-    "slow_factor": ("strategy", [*STRATEGIES]),
+    "compute_seconds": ("strategy", CLUSTER_STRATEGIES),
+    "slow_workers": ("strategy", CLUSTER_STRATEGIES),
+    "slow_factor": ("strategy", CLUSTER_STRATEGIES),
     "global_batch_size": ("strategy", ["sync", "bsp", "gba"]),
     "staleness_tolerance": ("strategy", ["gba"]),
-    "backup_workers": ("strategy", ["backup_workers"]),
-    "staleness_bound": ("strategy", ["bounded_staleness"]),
+    "backup_workers": ("strategy", ["backup_workers", "hop"]),
+    "staleness_bound": ("strategy", ["bounded_staleness", "hop"]),
+    "topology": ("strategy", ["hop"]),
+    "max_iteration_gap": ("protocol", ["token_queue"]),
+    "max_jump": ("strategy", ["hop"]),
+    "jump_trigger": ("strategy", ["hop"]),
+    "order": ("strategy", ["hop"]),
+    "protocol": ("strategy", ["hop"]),
 }
+# The defaults of flags that have others elsewhere.
+_DEFAULTS = {"backup_workers": 1, "staleness_bound": 2}
 # Those of them that are arguments of strategies.
 _OPTIONS = ("global_batch_size", "staleness_tolerance", "backup_workers", "staleness_bound")
 
@@ -72,6 +111,10 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
                 f"--{name} applies only with --{other}={' or '.join(values)}, "
                 f"not with --{other}={FLAGS[other].value}"
             )
+    if FLAGS["max_iteration_gap"].present and FLAGS.strategy != "hop":
+        raise app.UsageError("--max_iteration_gap applies only with --strategy=hop")
+    if FLAGS["jump_trigger"].present and FLAGS.max_jump == 1:
+        raise app.UsageError("--jump_trigger applies only with --max_jump")
     for strategy, name in (
         ("bsp", "global_batch_size"),
         ("gba", "global_batch_size"),
@@ -104,13 +147,65 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
     if "TF_CONFIG" in os.environ:
         cluster = recsync.cluster_from_tf_config(bind_address=FLAGS.bind_address)
     else:
-        cluster = recsync.LocalCluster(workers=FLAGS.workers, ps=FLAGS.ps)
+        ps = 0 if FLAGS.strategy == "hop" else FLAGS.ps
+        cluster = recsync.LocalCluster(workers=FLAGS.workers, ps=ps)
     stack.enter_context(cluster)
-    options = {name: FLAGS[name].value for name in _OPTIONS if FLAGS.strategy in APPLIES[name][1]}
-    strategy = STRATEGIES[FLAGS.strategy](cluster, local_batch_size=FLAGS.batch_size, **options)
+    if FLAGS.strategy == "hop":
+        strategy = _make_hop(cluster)
+    else:
+        options = {
+            name: _DEFAULTS.get(name) if FLAGS[name].value is None else FLAGS[name].value
+            for name in _OPTIONS
+            if FLAGS.strategy in APPLIES[name][1]
+        }
+        strategy = STRATEGIES[FLAGS.strategy](cluster, local_batch_size=FLAGS.batch_size, **options)
     slowdown = None
     if FLAGS.slow_workers:
         slow = range(cluster.workers - FLAGS.slow_workers, cluster.workers)
         slowdown = recsync.testing.SlowWorkers(FLAGS.slow_factor, slow)
     recsync.testing.set_compute_time(strategy, FLAGS.compute_seconds, slowdown)
     return strategy
+
+
+def _make_hop(cluster: recsync.Cluster) -> recsync.HopStrategy:
+    gap = FLAGS.max_iteration_gap or None
+    skip = recsync.Skip(FLAGS.max_jump, FLAGS.jump_trigger) if FLAGS.max_jump > 1 else None
+    try:
+        return recsync.HopStrategy(
+            cluster,
+            TOPOLOGIES[FLAGS.topology](cluster.workers),
+            gap if FLAGS.protocol == "token_queue" else None,
+            backup_workers=FLAGS.backup_workers or 0,
+            staleness_bound=FLAGS.staleness_bound,
+            skip=skip,
+            order=FLAGS.order,
+            protocol=FLAGS.protocol,
+        )
+    except ValueError as error:
+        raise app.UsageError(str(error)) from error
+
+
+def hop_figures(workers: list[Any]) -> dict[str, Any]:
+    """What the workers did, for a report."""
+    return {
+        "iterations": [worker.iteration + 1 for worker in workers],
+        "waiting_seconds_mean": sum(w.waited_for_updates + w.waited_for_tokens for w in workers)
+        / len(workers),
+        "updates_used": sum(worker.updates_used for worker in workers),
+        "stale_updates_dropped": sum(worker.stale_updates_dropped for worker in workers),
+        "sends_saved": sum(worker.sends_saved for worker in workers),
+        "jumps": sum(worker.jumps for worker in workers),
+        "iterations_skipped": sum(worker.iterations_skipped for worker in workers),
+    }
+
+
+def describe_hop(figures: dict[str, Any]) -> str:
+    """Those figures, for people."""
+    iterations = figures["iterations"]
+    return (
+        f"  iterations               {min(iterations):,} to {max(iterations):,} a worker, "
+        f"{figures['iterations_skipped']:,} skipped in {figures['jumps']:,} jumps; "
+        f"waited {figures['waiting_seconds_mean']:.1f} s on average\n"
+        f"  updates                  {figures['updates_used']:,} used, "
+        f"{figures['stale_updates_dropped']:,} too late, {figures['sends_saved']:,} not sent"
+    )

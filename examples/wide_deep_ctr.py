@@ -185,7 +185,10 @@ def train(model, data, strategy) -> None:
     if FLAGS.steps:
         dataset = dataset.repeat()
     callbacks = []
-    if strategy is not None:
+    is_hop = FLAGS.strategy == "hop"
+    if is_hop:
+        callbacks.append(recsync.callbacks.HopReport(strategy, FLAGS.output_dir))
+    elif strategy is not None:
         callbacks.append(recsync.callbacks.TrainingReport(strategy, FLAGS.output_dir))
     if FLAGS.output_dir:
         callbacks.append(keras.callbacks.TensorBoard(FLAGS.output_dir, write_graph=False))
@@ -204,7 +207,8 @@ def train(model, data, strategy) -> None:
     if FLAGS.steps:
         examples = FLAGS.steps * FLAGS.epochs * FLAGS.batch_size
     tested = model.evaluate(data.test(FLAGS.batch_size), return_dict=True, verbose=0)
-    staleness = None if strategy is None else strategy.staleness(model)
+    # Where workers have their own parameters no gradient is stale.
+    staleness = None if strategy is None or is_hop else strategy.staleness(model)
     figures = {
         "strategy": "stock" if FLAGS.tf else FLAGS.strategy,
         "dataset": FLAGS.dataset,
@@ -223,7 +227,7 @@ def train(model, data, strategy) -> None:
         "staleness_max": staleness.dense.max if staleness else 1,
         "row_staleness_mean": staleness.rows.mean if staleness else 1.0,
     }
-    pushes = strategy.aggregation(model) if strategy else None
+    pushes = strategy.aggregation(model) if strategy and not is_hop else None
     if pushes is not None:
         figures.update(
             included=pushes.included,
@@ -232,6 +236,8 @@ def train(model, data, strategy) -> None:
             token_age_mean=pushes.age_mean,
             token_age_max=pushes.age_max,
         )
+    if is_hop:
+        figures.update(strategy_flags.hop_figures(strategy.workers(model)))
     report(figures, data)
     if FLAGS.metrics_json:
         with open(FLAGS.metrics_json, "w") as file:
@@ -261,6 +267,8 @@ def report(figures: dict, data: recsync.data.ClickData) -> None:
         f"p99 {figures['staleness_p99']}, max {figures['staleness_max']} (dense); "
         f"mean {figures['row_staleness_mean']:.2f} (embedding rows)"
     )
+    if "iterations" in figures:
+        print(strategy_flags.describe_hop(figures))
     if figures.get("included"):
         print(
             f"  gradients                {figures['included']:,} applied, "

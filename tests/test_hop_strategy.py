@@ -31,9 +31,7 @@ class Recording(keras.Model):
         self.batches = self.add_weight(
             shape=(HISTORY,), dtype="int64", initializer="zeros", trainable=False
         )
-        self.passed = self.add_weight(
-            shape=(HISTORY, WIDTH), initializer="zeros", trainable=False
-        )
+        self.passed = self.add_weight(shape=(HISTORY, WIDTH), initializer="zeros", trainable=False)
 
     def call(self, inputs):
         return self.dense(inputs[1])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 
 import keras
 import tensorflow as tf
 
+from tf_recsync.ops import hop
 from tf_recsync.staleness import Statistics
 
 
@@ -79,3 +82,133 @@ class TrainingReport(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         parts = getattr(optimizer, "optimizers", [optimizer])
         return max(int(part.iterations.numpy()) for part in parts)
+
+
+class HopReport(keras.callbacks.Callback):
+    """Adds what workers of a `HopStrategy` did in each epoch to its logs, and to TensorBoard.
+
+    To the progress bar and `History` it adds, over all workers: `iterations_per_second` (the
+    mean of a worker's), `waiting` (the share of their time that they waited for neighbors),
+    `sends_saved`, `stale_updates` (that came too late), and `jumps`; with a `log_dir`,
+    TensorBoard gets the same, and each worker's iteration and waiting seconds. Put it before
+    callbacks that read those logs.
+
+    Args:
+        strategy: the `HopStrategy` that the model trains on.
+        log_dir: a folder for TensorBoard, or None (the default).
+
+    Example:
+
+    ```python
+    model.fit(dataset, callbacks=[recsync.callbacks.HopReport(strategy, "logs")])
+    ```
+    """
+
+    def __init__(self, strategy, log_dir: str | None = None):
+        super().__init__()
+        self._strategy = strategy
+        self._writer = tf.summary.create_file_writer(log_dir) if log_dir else None
+        self._started = 0.0
+        self._ended: float | None = None
+        self._before = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._started = time.monotonic()
+        self._before = self._strategy.workers(self.model)
+        self._ended = None
+
+    def on_test_begin(self, logs=None):
+        # Validation after the epoch is no training time.
+        if self._ended is None:
+            self._ended = time.monotonic()
+
+    def on_epoch_end(self, epoch, logs=None):
+        seconds = (self._ended or time.monotonic()) - self._started
+        workers = self._strategy.workers(self.model)
+
+        def gained(name: str) -> list[float]:
+            pairs = zip(workers, self._before, strict=True)
+            return [getattr(now, name) - getattr(then, name) for now, then in pairs]
+
+        waited = [
+            a + b
+            for a, b in zip(gained("waited_for_updates"), gained("waited_for_tokens"), strict=True)
+        ]
+        report = {
+            "iterations_per_second": sum(gained("iteration")) / len(workers) / seconds,
+            "waiting": sum(waited) / len(workers) / seconds,
+            "sends_saved": sum(gained("sends_saved")),
+            "stale_updates": sum(gained("stale_updates_dropped")),
+            "jumps": sum(gained("jumps")),
+        }
+        if logs is not None:
+            logs.update(report)
+        if self._writer is None:
+            return
+        with self._writer.as_default(step=epoch):
+            for name, value in report.items():
+                tf.summary.scalar(f"recsync/{name}", value)
+            for worker, (now, waiting) in enumerate(zip(workers, waited, strict=True)):
+                tf.summary.scalar(f"recsync/worker_{worker}/iteration", now.iteration)
+                tf.summary.scalar(f"recsync/worker_{worker}/waiting_seconds", waiting)
+        self._writer.flush()
+
+    def on_train_end(self, logs=None):
+        if self._writer is not None:
+            self._writer.close()
+
+
+class HopTimeline(keras.callbacks.Callback):
+    """Writes what the workers of a `HopStrategy` did when, at the end of training.
+
+    The file opens in https://ui.perfetto.dev and chrome://tracing: a process for each worker,
+    with rows for computing and waiting, for what it sends, and for what it receives.
+
+    Args:
+        strategy: the `HopStrategy` that the model trains on.
+        path: of the file, a `.json`. Its folder must exist.
+
+    Example:
+
+    ```python
+    model.fit(dataset, callbacks=[recsync.callbacks.HopTimeline(strategy, "hop.json")])
+    ```
+    """
+
+    def __init__(self, strategy, path: str | os.PathLike[str]):
+        super().__init__()
+        self._strategy = strategy
+        self._path = path
+
+    def on_train_end(self, logs=None):
+        events = self._strategy.events(self.model)
+        trace = []
+        for worker in range(self._strategy.topology.size):
+            trace.append(_named("process_name", worker, 0, f"worker {worker}"))
+            for row, name in enumerate(("step", "send", "receive")):
+                trace.append(_named("thread_name", worker, row, name))
+        first = min((event[2] for event in events), default=0)
+        for worker, span, begin, end, iteration, neighbor in events:
+            name = hop.SPANS[span]
+            about = {"iteration": iteration}
+            if neighbor >= 0:
+                about["neighbor"] = neighbor
+            trace.append(
+                {
+                    "name": name,
+                    "cat": "hop",
+                    "ph": "X",
+                    "ts": begin - first,
+                    # What takes no time would not be seen.
+                    "dur": max(end - begin, 1),
+                    "pid": worker,
+                    "tid": {"send": 1, "receive": 2}.get(name, 0),
+                    "args": about,
+                }
+            )
+        with open(self._path, "w") as file:
+            json.dump({"traceEvents": trace, "displayTimeUnit": "ms"}, file)
+
+
+def _named(kind: str, process: int, row: int, name: str) -> dict:
+    return {"name": kind, "ph": "M", "pid": process, "tid": row, "args": {"name": name}}

@@ -2,7 +2,7 @@
 
 `Criteo` reads click logs, `Csv` any CSV file described by a `CsvSchema`, `adult` the census income
 data, and `Synthetic` makes up a click log of any size. All are `ClickData`; their `FeatureSpec`
-says what a model needs to know.
+says what a model needs to know. `load_libsvm` reads a file in LIBSVM's format into arrays.
 """
 
 from tf_recsync.data._spec import ClickData, FeatureSpec
@@ -15,6 +15,7 @@ from tf_recsync.data.csv_schema import (
     CsvSchema,
     NumericColumn,
 )
+from tf_recsync.data.libsvm_reader import load_libsvm
 from tf_recsync.data.synthetic import Synthetic
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "NumericColumn",
     "Synthetic",
     "adult",
+    "load_libsvm",
 ]

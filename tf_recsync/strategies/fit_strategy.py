@@ -26,6 +26,8 @@ class FitStrategy:
         local_batch_size: examples of a batch, or None if that is not known.
     """
 
+    linked_job = "ps"  # Whose links carry what a step sends.
+
     def _init_fit(self, cluster: Cluster, local_batch_size: int | None) -> None:
         self._cluster = cluster
         self._local_batch_size = local_batch_size

@@ -90,6 +90,8 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
     ```
     """
 
+    linked_job = "worker"
+
     def __init__(
         self,
         cluster: Cluster,
@@ -169,6 +171,19 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             return [WorkerReport(-1, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0)] * self.topology.size
         return group.reports()
 
+    def events(self, model: keras.Model) -> list[tuple[int, ...]]:
+        """What workers did when; `tf_recsync.callbacks.HopTimeline` makes a file of it.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            (worker, what, begin, end, iteration, neighbor or -1): `what` is an index into
+            `tf_recsync.ops.hop.SPANS`, times are microseconds since the Unix epoch.
+        """
+        group = self._group(model)
+        return [] if group is None else group.events()
+
     def copies(self, model: keras.Model) -> list[list[np.ndarray]]:
         """The parameters of each worker.
 
@@ -194,7 +209,12 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             model,
             self._settings,
             lambda copies, dtype: HopGroup(
-                self._protocol, self._cluster, copies, dtype, self._stall_seconds
+                self._protocol,
+                self._cluster,
+                copies,
+                dtype,
+                self._stall_seconds,
+                self._settings.bandwidths,
             ),
             self._protocol,
             self._read,

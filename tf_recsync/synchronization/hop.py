@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 from absl import logging
+from tensorflow.python.framework import ops as framework_ops
 
+from tf_recsync import ops
 from tf_recsync.cluster import Cluster, is_reachable
 from tf_recsync.ops import hop
 from tf_recsync.synchronization.copies import Copies
@@ -175,6 +177,7 @@ class HopGroup:
         copies: their parameters and what belongs to them.
         dtype: of the parameters.
         stall_seconds: after which somebody's wait is logged.
+        bandwidths: returns artificial bandwidths, in bytes per second by worker's device.
     """
 
     def __init__(
@@ -184,6 +187,7 @@ class HopGroup:
         copies: Copies,
         dtype: tf.DType,
         stall_seconds: float,
+        bandwidths: Callable[[], dict[str, float]],
     ):
         self.copies = copies
         self.fail: Callable[[Exception], None] = _raise  # Ends the pass with an error.
@@ -206,7 +210,9 @@ class HopGroup:
         self._stop_monitor = threading.Event()
         self._events: list[tuple[int, ...]] = []
         self._reports: dict[int, WorkerReport] = {}
-        self._carry = self._trace_carry()
+        self._bandwidths = bandwidths
+        self._limits: dict[str, float] = {}  # As they were when the epoch began.
+        self._carry: dict[bool, Callable] = {}  # By whether links are limited.
 
     def handle(self, worker: int) -> tf.Tensor:
         """The handle of what a worker keeps beside its parameters."""
@@ -292,6 +298,7 @@ class HopGroup:
         """Starts all workers on the same iteration; nobody may be at work."""
         with self._lock:
             self._ending = False
+            self._limits = self._bandwidths()
             self._left.clear()
             self._all_there = not self._lost
             known = [state.iteration for state in self._states().values()]
@@ -307,6 +314,9 @@ class HopGroup:
         with self._lock:
             if self._ending:
                 return
+            is_limited = bool(self._limits)
+            if is_limited not in self._carry:
+                self._carry[is_limited] = self._trace_carry(is_limited)
             for sender, receiver in self._pairs():
                 thread = self._edges.get((sender, receiver))
                 there = {sender, receiver} <= self._handles.keys() - self._lost
@@ -428,8 +438,14 @@ class HopGroup:
         with self._cluster.dispatch_scope(), tf.device(_device(worker)):
             yield
 
-    def _trace_carry(self) -> Callable:
-        def carry(source, sender, target, receiver):
+    def _trace_carry(self, is_limited: bool) -> Callable:
+        def passed(update, place, bandwidth):
+            if not is_limited:
+                return update
+            with framework_ops.colocate_with(place):
+                return ops.transfer(update, bandwidth)
+
+        def carry(source, sender, target, receiver, sending, receiving):
             for _ in range(_PARCELS_PER_CALL):
                 parcel = hop.collect(source, receiver, self._dtype)
                 with tf.control_dependencies([parcel.iteration]):
@@ -437,15 +453,21 @@ class HopGroup:
                 wanted = hop.ask(target, sender, parcel.progress, parcel.iteration)
                 delivered = tf.cond(
                     wanted,
-                    lambda p=parcel: hop.deliver(target, sender, p.iteration, p.update),
+                    lambda p=parcel: hop.deliver(
+                        target,
+                        sender,
+                        p.iteration,
+                        passed(passed(p.update, source, sending), target, receiving),
+                    ),
                     lambda: tf.constant(-1, tf.int64),
                 )
                 hop.carried(source, receiver, delivered, began)
             return parcel.open
 
         handle, number = tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)
+        bandwidth = tf.TensorSpec([], tf.float64)
         return tf.function(carry, autograph=False).get_concrete_function(
-            handle, number, handle, number
+            handle, number, handle, number, bandwidth, bandwidth
         )
 
     def _start_edge(self, sender: int, receiver: int) -> None:
@@ -461,10 +483,16 @@ class HopGroup:
         """Carries what a worker has to tell a neighbor, until it is closed or one is gone."""
         with self._at(sender):
             ends = tf.constant(sender, tf.int64), tf.constant(receiver, tf.int64)
+            with self._lock:
+                carry = self._carry[bool(self._limits)]
+            limits = [
+                tf.constant(self._limits.get(f"{_device(worker)}/device:CPU:0", 1e15), tf.float64)
+                for worker in (sender, receiver)
+            ]
             while True:
                 source, target = self.handle(sender), self.handle(receiver)
                 try:
-                    if not bool(self._carry(source, ends[0], target, ends[1])):
+                    if not bool(carry(source, ends[0], target, ends[1], *limits)):
                         return
                 except tf.errors.OpError as error:
                     if self._ending or {sender, receiver} & self._lost:

@@ -13,18 +13,21 @@ def set_bandwidth(
     bytes_per_second: float | None,
     servers: Iterable[int] | None = None,
 ) -> None:
-    """Limits the bandwidth of parameter servers, for all strategies' workers together.
+    """Limits the bandwidth of servers, for all that a strategy sends to and from them.
 
-    The messages of a step between the workers and a server (what is looked up,
-    the answers, the pushes) pass that server's link one after the other, in both
+    The messages of a step between the workers and a parameter server (what is looked
+    up, the answers, the pushes) pass that server's link one after the other, in both
     directions together; who waits for one waits without using a processor. The
     numbers of steps, and changes of moving averages, are too small to count.
+
+    Under a `HopStrategy` it is the workers' links that are limited; what they send to
+    each other passes the sender's and then the receiver's.
 
     Args:
         strategy: the strategy whose steps are limited, from the next epoch's start on.
         bytes_per_second: a positive number, of each server; None for no limit.
-        servers: the indices of the parameter servers that it holds for; those of
-            others stay as they are. Default None: all.
+        servers: the indices of the parameter servers (`HopStrategy`: workers) that it
+            holds for; those of others stay as they are. Default None: all.
 
     Raises:
         ValueError: if an argument is wrong.
@@ -44,13 +47,14 @@ def set_bandwidth(
             or not (math.isfinite(bytes_per_second) and bytes_per_second > 0)
         ):
             raise ValueError(f"bytes_per_second must be positive or None, not {bytes_per_second!r}")
-    ps = strategy.cluster.ps
-    chosen = range(ps) if servers is None else list(servers)
+    job = strategy.linked_job
+    number = strategy.cluster.workers if job == "worker" else strategy.cluster.ps
+    chosen = range(number) if servers is None else list(servers)
     for server in chosen:
-        if not isinstance(server, int) or isinstance(server, bool) or not 0 <= server < ps:
-            raise ValueError(f"servers must be from 0 to {ps - 1}, not {server!r}")
+        if not isinstance(server, int) or isinstance(server, bool) or not 0 <= server < number:
+            raise ValueError(f"servers must be from 0 to {number - 1}, not {server!r}")
     for server in chosen:
-        device = f"/job:ps/replica:0/task:{server}/device:CPU:0"
+        device = f"/job:{job}/replica:0/task:{server}/device:CPU:0"
         strategy._bandwidths.pop(device, None)
         if bytes_per_second is not None:
             strategy._bandwidths[device] = float(bytes_per_second)

@@ -1,0 +1,137 @@
+"""Workers of decentralized training that are killed, come back, or stand still."""
+
+import os
+import signal
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_recsync as recsync
+from tf_recsync import topology
+
+WORKERS, BATCH, WIDTH = 8, 4, 3
+
+
+@pytest.fixture
+def cluster():
+    with recsync.LocalCluster(workers=WORKERS, inter_op_threads=24) as cluster:
+        cluster.connect()
+        yield cluster
+
+
+def make_model(strategy):
+    recsync.testing.set_compute_time(strategy, 0.02)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1, "sigmoid")])
+        model.compile(
+            keras.optimizers.SGD(0.1, momentum=0.9), "binary_crossentropy", steps_per_execution=2
+        )
+    return model
+
+
+def dataset(examples=4000):
+    random = np.random.default_rng(1)
+    x = random.normal(size=(examples, WIDTH)).astype(np.float32)
+    y = (x.sum(1, keepdims=True) > 0).astype(np.float32)
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+
+
+class Once(keras.callbacks.Callback):
+    """Does something once, when a number of batches is done."""
+
+    def __init__(self, batch, action):
+        super().__init__()
+        self._batch = batch
+        self._action = action
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch >= self._batch and self._action is not None:
+            action, self._action = self._action, None
+            action()
+
+
+def test_with_backup_workers_the_others_go_on_and_it_can_come_back(cluster, caplog):
+    strategy = recsync.HopStrategy(
+        cluster, topology.ring_based(WORKERS), 4, backup_workers=1, check_invariants=True
+    )
+    model = make_model(strategy)
+    seen = {}
+
+    def kill():
+        seen["killed at"] = strategy.workers(model)[5].iteration
+        cluster.kill("worker", 5)
+
+    def restart():
+        seen["others"] = [w.iteration for i, w in enumerate(strategy.workers(model)) if i != 5]
+        cluster.restart("worker", 5)
+
+    history = model.fit(
+        dataset(),
+        verbose=0,
+        callbacks=[Once(100, kill), Once(500, restart)],
+    ).history
+    assert np.isfinite(history["loss"][0])
+    # While it was gone the others went on, further than its neighbors could have with it.
+    assert min(seen["others"]) > seen["killed at"] + 10
+    reports = strategy.workers(model)
+    assert reports[5].iteration > min(seen["others"])
+    assert "Worker 5 was lost; workers 1, 4 and 6 go on without it" in caplog.text
+    assert "Worker 5 goes on from iteration" in caplog.text
+    copies = strategy.copies(model)
+    assert len(copies) == WORKERS
+    # It took its neighbors' parameters, and is as good as they are.
+    x, y = next(iter(dataset().unbatch().batch(1000)))
+    logits = [x.numpy() @ copy[0] + copy[1] for copy in copies]
+    accuracies = [np.mean((z > 0) == (y.numpy() > 0)) for z in logits]
+    assert min(accuracies) > 0.9
+
+
+def test_without_backup_workers_training_ends_with_an_error_that_names_who_waits(cluster):
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
+    model = make_model(strategy)
+    began = time.monotonic()
+    with pytest.raises(
+        RuntimeError,
+        match="worker 3 was lost, and worker 2 can't go on without worker 3: its in-neighbors "
+        "are workers 1 and 3, and it has backup_workers=0",
+    ):
+        model.fit(dataset(), verbose=0, callbacks=[Once(40, lambda: cluster.kill("worker", 3))])
+    assert time.monotonic() - began < 60
+    # When it is back the same model trains on.
+    cluster.restart("worker", 3)
+    cluster.readmit()
+    history = model.fit(dataset(400), verbose=0).history
+    assert np.isfinite(history["loss"][0])
+
+
+def test_a_worker_that_stands_still_is_named(cluster, caplog):
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), 2, stall_seconds=1.0)
+    model = make_model(strategy)
+
+    def pause():
+        pid = cluster.pid("worker", 6)
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(6.0, os.kill, (pid, signal.SIGCONT)).start()
+
+    model.fit(dataset(1600), verbose=0, callbacks=[Once(40, pause)])
+    lines = [record.message for record in caplog.records if "stalls" in record.message]
+    assert lines
+    assert any("of worker 6" in line for line in lines), lines
+
+
+def test_training_fails_when_no_worker_is_left(cluster):
+    strategy = recsync.HopStrategy(
+        cluster, topology.complete(WORKERS), 4, backup_workers=7, worker_timeout=3.0
+    )
+    model = make_model(strategy)
+
+    def kill_all():
+        for worker in range(WORKERS):
+            os.kill(cluster.pid("worker", worker), signal.SIGKILL)
+
+    with pytest.raises(RuntimeError, match="no worker has been reachable for 3 s"):
+        model.fit(dataset(), verbose=0, callbacks=[Once(40, kill_all)])
