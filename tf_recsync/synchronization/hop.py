@@ -28,6 +28,7 @@ from tf_recsync.topology import Topology, gap_bounds
 
 _PARCELS_PER_CALL = 8
 _JOIN_SECONDS = 60.0
+_ANSWER_SECONDS = 2.0
 _MARGIN = 2  # Iterations until a worker that is back can take part, at least.
 
 
@@ -210,6 +211,7 @@ class HopGroup:
         self._stop_monitor = threading.Event()
         self._events: list[tuple[int, ...]] = []
         self._reports: dict[int, WorkerReport] = {}
+        self._asked: dict[int, threading.Thread] = {}  # The latest question to each worker.
         self._bandwidths = bandwidths
         self._limits: dict[str, float] = {}  # As they were when the epoch began.
         self._carry: dict[bool, Callable] = {}  # By whether links are limited.
@@ -284,7 +286,11 @@ class HopGroup:
     def describe(self) -> str:
         """Who waits for whom, in words."""
         parts = []
-        for worker, state in self._states().items():
+        states = self._states()
+        for worker, _ in self._living():
+            if worker not in states:
+                parts.append(f"worker {worker} does not answer")
+        for worker, state in states.items():
             if state.missing:
                 parts.append(
                     f"worker {worker} (iteration {state.iteration}) has been "
@@ -503,41 +509,60 @@ class HopGroup:
                     return
 
     def _states(self) -> dict[int, _State]:
-        """The states of the workers that answer."""
-        states = {}
-        for worker, handle in self._living():
-            with self._at(worker):
-                try:
+        """The states of the workers that answer in time; takes what they have done along."""
+        found: dict[int, _State] = {}
+
+        def ask(worker: int, handle: tf.Tensor) -> None:
+            try:
+                with self._at(worker):
                     raw = hop.RawState(*(np.asarray(part) for part in hop.state(handle)))
-                except tf.errors.OpError:
-                    continue  # It is lost, which its own thread finds out.
+                    rows = np.asarray(hop.events(handle)).tolist()
+            except tf.errors.OpError:
+                return  # It is lost, which its own thread finds out.
             senders = self._topology.in_neighbors(worker)
-            states[worker] = _State(
-                iteration=int(raw.iteration),
-                phase=hop.PHASES[int(raw.phase)],
-                seconds=float(raw.seconds),
-                missing=tuple(raw.missing.tolist()),
-                tokens=tuple(raw.tokens.tolist()),
-                declined=dict(zip(senders, raw.declined.tolist(), strict=True)),
-                counts=tuple(raw.counts.tolist()),
-            )
-        return states
+            with self._lock:
+                self._events += [(worker, *row) for row in rows]
+                found[worker] = _State(
+                    iteration=int(raw.iteration),
+                    phase=hop.PHASES[int(raw.phase)],
+                    seconds=float(raw.seconds),
+                    missing=tuple(raw.missing.tolist()),
+                    tokens=tuple(raw.tokens.tolist()),
+                    declined=dict(zip(senders, raw.declined.tolist(), strict=True)),
+                    counts=tuple(raw.counts.tolist()),
+                )
+
+        # A worker that stands still shall not keep us from asking the others.
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        for worker, handle in self._living():
+            asked = self._asked.get(worker)
+            if asked is None or not asked.is_alive():
+                self._asked[worker] = threading.Thread(
+                    target=ask, args=(worker, handle), daemon=True
+                )
+                self._asked[worker].start()
+        for worker, thread in self._asked.items():
+            if worker not in self._lost:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            return dict(sorted(found.items()))
 
     def _watch(self) -> None:
         """Logs long waits, collects events, and checks the bounds if they are to be checked."""
-        logged = 0.0
+        logged = -self._stall_seconds
         pause = 0.1 if self._protocol.check_invariants else 1.0
         while not self._stop_monitor.wait(pause):
             try:
+                before = self._states() if self._protocol.check_invariants else {}
                 states = self._observe()
-                if self._protocol.check_invariants:
-                    self._check(states)
+                self._check(before, states)
             except Exception as error:
                 self.fail(error)
                 return
             longest = max((s.seconds for s in states.values() if s.missing), default=0.0)
-            if longest > self._stall_seconds and time.monotonic() - logged > self._stall_seconds:
-                logged = time.monotonic()
+            now = time.monotonic()
+            if longest > self._stall_seconds and now - logged > self._stall_seconds:
+                logged = now
                 logging.warning("Decentralized training stalls: %s", self.describe())
 
     def _observe(self) -> dict[int, _State]:
@@ -560,33 +585,28 @@ class HopGroup:
                 jumps=counts[2],
                 iterations_skipped=counts[3],
             )
-            with self._at(worker), contextlib.suppress(tf.errors.OpError):
-                rows = np.asarray(hop.events(self.handle(worker))).tolist()
-                with self._lock:
-                    self._events += [(worker, *row) for row in rows]
         return states
 
-    def _check(self, states: dict[int, _State]) -> None:
+    def _check(self, before: dict[int, _State], after: dict[int, _State]) -> None:
         """Compares iterations with the bounds.
 
-        The states were read one after the other. Iterations only rise, so a worker that was
-        read earlier is at least as far ahead of one that was read later as it seems.
+        Iterations only rise: a worker that was read before another one is ahead of it by at
+        least as much as it seems, and there are no false alarms.
         """
-        if not self._all_there:
+        if not self._all_there or not self._protocol.check_invariants:
             return
-        workers = [worker for worker in states if states[worker].iteration >= self._first]
-        for position, ahead in enumerate(workers):
-            for behind in workers[position + 1 :]:
-                gap = states[ahead].iteration - states[behind].iteration
+        for ahead, state in before.items():
+            for behind, other in after.items():
+                gap = state.iteration - max(other.iteration, self._first)
                 if gap > self._bounds[ahead, behind] and self._all_there:
                     raise RuntimeError(
-                        f"worker {ahead} is in iteration {states[ahead].iteration} and worker "
-                        f"{behind} in {states[behind].iteration}: further apart than "
+                        f"worker {ahead} is in iteration {state.iteration} and worker {behind} in "
+                        f"{other.iteration}: further apart than "
                         f"{self._bounds[ahead, behind]:g}, which is a bug"
                     )
         # Tokens of a worker, those on their way not counted, are never more than these.
         gap = self._protocol.max_iteration_gap
-        for worker, state in states.items():
+        for worker, state in after.items():
             for neighbor, tokens in zip(
                 self._topology.out_neighbors(worker), state.tokens, strict=True
             ):
