@@ -1,0 +1,144 @@
+"""The examples of decentralized training, as users start them."""
+
+import gzip
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import tf_recsync as recsync
+
+EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
+
+
+def run(program, *arguments, **environment):
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / program), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), **environment},
+    )
+
+
+@pytest.fixture(scope="module")
+def libsvm(tmp_path_factory):
+    """A folder with a task that a linear classifier can do, of which one file is gzip."""
+    folder = tmp_path_factory.mktemp("libsvm")
+    random = np.random.default_rng(3)
+    truth = random.normal(size=12)
+    for name, rows in (("task.train.gz", 2000), ("task.test", 500)):
+        open_file = gzip.open if name.endswith(".gz") else open
+        with open_file(folder / name, "wt") as file:
+            for row in (random.random((rows, 12)) < 0.4).astype(int):
+                label = "+1" if row @ truth > truth.sum() * 0.4 else "-1"
+                pairs = " ".join(f"{i + 1}:1" for i in np.flatnonzero(row))
+                file.write(f"{label} {pairs}\n")
+    return folder
+
+
+def test_the_svm_is_trained_with_slow_workers_and_leaves_a_timeline(libsvm, tmp_path):
+    done = run(
+        "hop_svm.py",
+        f"--data_location={libsvm}",
+        *("--workers=4", "--topology=ring", "--backup_workers=1", "--max_iteration_gap=4"),
+        *("--max_jump=4", "--epochs=2", "--batch_size=16", "--steps_per_execution=2"),
+        *("--compute_seconds=0.01", "--slow_workers=1", "--slow_factor=5"),
+        f"--output_dir={tmp_path / 'out'}",
+        f"--metrics_json={tmp_path / 'h.json'}",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads((tmp_path / "h.json").read_text())
+    assert figures["accuracy"] > 0.9
+    assert figures["jumps"] > 0
+    assert "jumps" in done.stdout and "test accuracy" in done.stdout
+    trace = json.loads((tmp_path / "out" / "timeline.json").read_text())["traceEvents"]
+    spans = [event for event in trace if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {0, 1, 2, 3}
+    names = {event["name"] for event in spans}
+    assert {"compute", "wait for updates", "send", "receive", "jump"} <= names
+    # A worker does one thing after the other: its steps do not overlap.
+    for worker in range(4):
+        rows = sorted(
+            (e["ts"], e["ts"] + e["dur"]) for e in spans if e["pid"] == worker and e["tid"] == 0
+        )
+        assert all(end <= begin + 1 for (_, end), (begin, _) in zip(rows, rows[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology=double_ring", "--workers=6"], "workers must be a multiple of 4, not 6"),
+        (["--backup_workers=4"], "backup_workers must be less than the in-neighbors"),
+        (["--protocol=notify_ack", "--backup_workers=1"], "notify_ack excludes backup workers"),
+        (["--protocol=notify_ack", "--max_iteration_gap=3"], "--max_iteration_gap applies only"),
+        (["--strategy=gba", "--global_batch_size=8"], "needs --staleness_tolerance"),
+        (["--strategy=async"], "--strategy must be hop or local"),
+        (["--strategy=local", "--topology=ring"], "--topology applies only with --strategy=hop"),
+        (["--jump_trigger=3"], "--jump_trigger applies only with --max_jump"),
+        (["--data_location=/nowhere"], "is no file and no folder"),
+    ],
+)
+def test_wrong_flags_are_refused_before_training(libsvm, arguments, message):
+    done = run("hop_svm.py", f"--data_location={libsvm}", *arguments)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_images_are_learned_without_any_click():
+    done = run("hop_image.py", "--workers=2", "--topology=ring", "--rows=512", "--width=0.06")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "VGG11-style network" in done.stdout and "iterations" in done.stdout
+
+
+def test_images_in_the_form_of_cifar_10_are_read(tmp_path):
+    random = np.random.default_rng(0)
+    for name in ("data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"):
+        records = random.integers(0, 256, (64, 3073), np.uint8)
+        records[:, 0] %= 10
+        records.tofile(tmp_path / name)
+    done = run(
+        "hop_image.py",
+        "--strategy=local",
+        f"--data_location={tmp_path}",
+        "--width=0.05",
+        "--steps=2",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "data_batch_3.bin").write_bytes(b"short")
+    done = run("hop_image.py", "--strategy=local", f"--data_location={tmp_path}")
+    assert "data_batch_3.bin: 5 bytes are not records of 3073" in done.stderr
+
+
+def test_wide_and_deep_trains_decentralized(tmp_path):
+    done = run(
+        "wide_deep_ctr.py",
+        *("--strategy=hop", "--workers=3", "--topology=complete", "--rows=20000"),
+        *("--staleness_bound=1", f"--metrics_json={tmp_path / 'm.json'}"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads((tmp_path / "m.json").read_text())
+    assert figures["auc"] > 0.55
+    assert len(figures["iterations"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("2 1:1\n", "line 1: the label must be -1, 0 or 1, not '2'"),
+        ("1 1:1\n1 x:1\n", "line 2: 'x:1' must be index:value"),
+        ("1 2:1 2:1\n", "line 1: the index of '2:1' must be above 2"),
+        ("1 0:1\n", "line 1: the index of '0:1' must be above 0"),
+        ("1 4:1\n", "line 1: the index of '4:1' must be above 0, at most 3"),
+    ],
+)
+def test_malformed_lines_name_file_and_line(tmp_path, text, message):
+    path = tmp_path / "bad.svm"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        recsync.data.load_libsvm(path, features=3)
+    assert str(path) in str(error.value)
