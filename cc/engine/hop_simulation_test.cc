@@ -119,7 +119,8 @@ class Simulation {
       options.slots = gap + 1;
       options.capacity = (gap + 1) * (in + 1);
       for (const int64_t j : options.in_neighbors) {
-        options.gap_bounds.push_back(Bound(j, i) < kInfinity ? Bound(j, i) : -1);
+        options.gap_bounds.push_back(Bound(j, i) < kInfinity ? Bound(j, i)
+                                                             : -1);
       }
       workers_.push_back(std::make_unique<Worker>(options));
       states_.push_back(State());
@@ -156,7 +157,8 @@ class Simulation {
 
   int64_t jumps() const {
     int64_t jumps = 0;
-    for (const auto& worker : workers_) jumps += worker->GetState().counts.jumps;
+    for (const auto& worker : workers_)
+      jumps += worker->GetState().counts.jumps;
     return jumps;
   }
   int64_t declined() const {
@@ -207,12 +209,12 @@ class Simulation {
   }
 
   void Collect(int64_t from, int64_t to) {
-    workers_[from]->Collect(to, [this, from, to](Worker::Answer answer,
-                                                 Worker::Parcel parcel) {
-      if (answer != Worker::Answer::kOk) return;
-      auto shared = std::make_shared<Worker::Parcel>(std::move(parcel));
-      Later(-1, [this, from, to, shared] { Carry(from, to, *shared); });
-    });
+    workers_[from]->Collect(
+        to, [this, from, to](Worker::Answer answer, Worker::Parcel parcel) {
+          if (answer != Worker::Answer::kOk) return;
+          auto shared = std::make_shared<Worker::Parcel>(std::move(parcel));
+          Later(-1, [this, from, to, shared] { Carry(from, to, *shared); });
+        });
   }
 
   void Carry(int64_t from, int64_t to, const Worker::Parcel& parcel) {
@@ -315,15 +317,17 @@ class Simulation {
         EXPECT_GE(item.iteration, k - s);
         EXPECT_GT(item.iteration, Newest(i, item.sender)) << "not new";
       }
-      shares += s >= 0 ? static_cast<double>(item.iteration - (k - s) + 1) : 1.0;
+      shares +=
+          s >= 0 ? static_cast<double>(item.iteration - (k - s) + 1) : 1.0;
       weights += item.weight;
     }
     for (const auto& item : got) {
       states_[i].received[item.sender] = item.iteration;
       const double share =
           s >= 0 ? static_cast<double>(item.iteration - (k - s) + 1) : 1.0;
-      const double expected =
-          s < 0 && setting_.backup_workers == 0 ? 1.0 / (1.0 + in) : share / shares;
+      const double expected = s < 0 && setting_.backup_workers == 0
+                                  ? 1.0 / (1.0 + in)
+                                  : share / shares;
       EXPECT_NEAR(item.weight, expected, 1e-12);
     }
     EXPECT_LT(weights, 1.0);
@@ -369,7 +373,9 @@ class Simulation {
     }
   }
 
-  int64_t At(int64_t i) { return std::max<int64_t>(workers_[i]->iteration(), 0); }
+  int64_t At(int64_t i) {
+    return std::max<int64_t>(workers_[i]->iteration(), 0);
+  }
 
   const Setting setting_;
   std::mt19937 random_;
@@ -384,7 +390,12 @@ class Simulation {
 
 class HopSimulationTest : public testing::TestWithParam<Setting> {};
 
+// Sanitizers slow it down, and find what they look for in fewer.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr uint32_t kInterleavings = 300;
+#else
 constexpr uint32_t kInterleavings = 10000;
+#endif
 
 TEST_P(HopSimulationTest, EveryInterleavingKeepsTheBoundsAndComesToItsEnd) {
   const Setting& setting = GetParam();

@@ -115,14 +115,14 @@ class HopWorker {
   struct State {
     int64_t iteration;  // -1 before the first
     Phase phase;
-    double seconds;                // in this phase
-    std::vector<int64_t> missing;  // neighbors it waits for
-    std::vector<int64_t> tokens;   // by out-neighbor
+    double seconds;                 // in this phase
+    std::vector<int64_t> missing;   // neighbors it waits for
+    std::vector<int64_t> tokens;    // by out-neighbor
     std::vector<int64_t> declined;  // by in-neighbor, updates not wanted
     Counts counts;
     TaggedQueueCounts updates;
-    int64_t queued;         // updates that are there
-    int64_t lost_events;    // too many to be kept
+    int64_t queued;       // updates that are there
+    int64_t lost_events;  // too many to be kept
   };
 
   using Done = std::function<void(Answer)>;
@@ -193,7 +193,8 @@ class HopWorker {
         behind <= options_.jump_trigger) {
       return iteration + 1;
     }
-    return iteration + std::max<int64_t>(1, std::min(behind, options_.max_jump));
+    return iteration +
+           std::max<int64_t>(1, std::min(behind, options_.max_jump));
   }
 
   bool IsJump(int64_t next) { return next > iteration() + 1; }
@@ -291,8 +292,7 @@ class HopWorker {
             (*shared)(Answer::kClosed, {});
             return;
           }
-          (*shared)(Answer::kOk,
-                    Weigh(iteration, begin, std::move(entries)));
+          (*shared)(Answer::kOk, Weigh(iteration, begin, std::move(entries)));
         });
     Guard(wait, [this, ticket, shared] {
       if (!updates_.Cancel(ticket)) return false;
@@ -337,9 +337,8 @@ class HopWorker {
   // Whether an in-neighbor's update would be of any use.
   bool Wanted(int64_t neighbor, int64_t iteration) ABSL_LOCKS_EXCLUDED(mu_) {
     bool wanted = true;
-    updates_.Change([&](Entries* entries) {
-      wanted = iteration >= entries->floor();
-    });
+    updates_.Change(
+        [&](Entries* entries) { wanted = iteration >= entries->floor(); });
     if (wanted) return true;
     MutexLock lock(&mu_);
     const auto found = senders_.find(neighbor);
@@ -539,9 +538,8 @@ class HopWorker {
   void AddOutbox(int64_t neighbor) {
     auto& box = outboxes_[neighbor];
     if (box != nullptr) return;
-    box =
-        std::make_unique<Outbox<Update>>(/*newest_only=*/options_.staleness_bound >=
-                                         0);
+    box = std::make_unique<Outbox<Update>>(
+        /*newest_only=*/options_.staleness_bound >= 0);
   }
 
   // How far the worker may be ahead of what an out-neighbor has announced.
@@ -595,7 +593,8 @@ class HopWorker {
     for (Entry& entry : entries) {
       double weight = 1.0;
       if (bound >= 0) {
-        weight = static_cast<double>(entry.tag.iteration - iteration + bound + 1);
+        weight =
+            static_cast<double>(entry.tag.iteration - iteration + bound + 1);
       } else if (options_.backup_workers == 0) {
         for (size_t i = 0; i < options_.in_neighbors.size(); ++i) {
           if (options_.in_neighbors[i] == entry.tag.sender) {
@@ -677,8 +676,7 @@ class HopWorker {
     const int64_t iteration = this->iteration();
     int64_t replaced = 0;
     for (const int64_t neighbor : options_.out_neighbors) {
-      replaced +=
-          outboxes_[neighbor]->Put(iteration, update, progress_.load());
+      replaced += outboxes_[neighbor]->Put(iteration, update, progress_.load());
     }
     MutexLock lock(&mu_);
     counts_.replaced += replaced;

@@ -1,6 +1,6 @@
 // What a worker has to tell one of its neighbors: its updates, and how far it
-// has got (Hop, section 4). A loop of the edge's own takes it from here, so that
-// a slow or dead neighbor holds up nobody but that loop.
+// has got (Hop, section 4). A loop of the edge's own takes it from here, so
+// that a slow or dead neighbor holds up nobody but that loop.
 //
 //   Outbox<std::string> outbox;
 //   outbox.Put(3, "x", /*progress=*/3);

@@ -1,9 +1,9 @@
 // The tokens that a worker holds of one of its out-neighbors: how many more
 // iterations it may enter before that neighbor moves on (Hop, section 4.2).
 //
-// The neighbor grants by a total, which only rises: so a grant that is lost, late
-// or repeated does no harm, and several become one. It is kept beside the worker
-// that takes tokens, so that taking one needs no message.
+// The neighbor grants by a total, which only rises: so a grant that is lost,
+// late or repeated does no harm, and several become one. It is kept beside the
+// worker that takes tokens, so that taking one needs no message.
 //
 //   TokenQueue tokens(/*granted=*/4);
 //   tokens.Acquire(1, [](TokenQueue::Answer answer) { ... });

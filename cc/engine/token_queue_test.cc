@@ -46,7 +46,8 @@ TEST(TokenQueueTest, GrantsThatAreRepeatedOrLateDoNoHarm) {
 TEST(TokenQueueTest, ALiftedQueueGivesAtOnceAndResetCountsAnew) {
   TokenQueue queue(0);
   bool acquired = false;
-  queue.Acquire(3, [&](Answer answer) { acquired = answer == Answer::kTokens; });
+  queue.Acquire(3,
+                [&](Answer answer) { acquired = answer == Answer::kTokens; });
   EXPECT_FALSE(acquired);
   queue.Lift(true);
   EXPECT_TRUE(acquired);
@@ -68,7 +69,9 @@ TEST(TokenQueueTest, ACancelledWaitTakesNoTokens) {
 
 TEST(TokenQueueTest, CloseAnswersAllThatWaitAndAllThatCome) {
   int closed = 0;
-  const auto count = [&](Answer answer) { closed += answer == Answer::kClosed; };
+  const auto count = [&](Answer answer) {
+    closed += answer == Answer::kClosed;
+  };
   TokenQueue queue(0);
   queue.Acquire(1, count);
   queue.Close();

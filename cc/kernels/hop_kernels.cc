@@ -60,9 +60,9 @@ class HopWorkerResource : public tensorflow::ResourceBase {
 absl::Status LookupWorker(OpKernelContext* ctx, WorkerPtr* worker) {
   const Tensor& input = ctx->input(0);
   if (input.NumElements() != 1) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "worker must be one resource handle, not ",
-        input.shape().DebugString()));
+    return absl::InvalidArgumentError(
+        absl::StrCat("worker must be one resource handle, not ",
+                     input.shape().DebugString()));
   }
   tensorflow::core::RefCountPtr<HopWorkerResource> resource;
   TF_RETURN_IF_ERROR(tensorflow::LookupResource(
@@ -107,8 +107,9 @@ absl::Status Ended(Worker::Answer answer) {
     case Worker::Answer::kOk:
       return absl::OkStatus();
     case Worker::Answer::kCancelled:
-      return absl::CancelledError("a worker's wait for its neighbors was "
-                                  "cancelled");
+      return absl::CancelledError(
+          "a worker's wait for its neighbors was "
+          "cancelled");
     case Worker::Answer::kClosed:
       return absl::CancelledError("the worker's queues were destroyed");
   }
@@ -133,10 +134,10 @@ class TrainerOp : public AsyncOpKernel {
     if (manager != nullptr) {
       const tensorflow::CancellationToken token =
           manager->get_cancellation_token();
-      const bool registered = manager->RegisterCallback(
-          token, [worker] { worker->Interrupt(); });
-      OP_REQUIRES_ASYNC(ctx, registered,
-                        Ended(Worker::Answer::kCancelled), done);
+      const bool registered =
+          manager->RegisterCallback(token, [worker] { worker->Interrupt(); });
+      OP_REQUIRES_ASYNC(ctx, registered, Ended(Worker::Answer::kCancelled),
+                        done);
       end = [manager, token, done] {
         manager->TryDeregisterCallback(token);
         done();
@@ -166,7 +167,8 @@ absl::Status Average(OpKernelContext* ctx,
   std::vector<VariablePtr> variables;
   TF_RETURN_IF_ERROR(LookupVariables(ctx, "variables", &variables));
   std::vector<Var*> locked;
-  for (const VariablePtr& variable : variables) locked.push_back(variable.get());
+  for (const VariablePtr& variable : variables)
+    locked.push_back(variable.get());
   TF_RETURN_IF_ERROR(CheckDistinct(locked));
   const ExclusiveLocks locks(locked);
   int64_t size = 0;
@@ -198,19 +200,18 @@ absl::Status Average(OpKernelContext* ctx,
     TF_RETURN_IF_ERROR(MakeWritable(ctx, locked[v]));
     Tensor* value = locked[v]->tensor();
     T* own = value->flat<T>().data();
-    const T* from =
-        base == nullptr ? own : base->flat<T>().data() + starts[v];
+    const T* from = base == nullptr ? own : base->flat<T>().data() + starts[v];
     const auto& pool = *ctx->device()->tensorflow_cpu_worker_threads();
     // A cycle for every few bytes that are read.
     const int64_t cost = sizeof(T) * (copies.size() + 2) / 4 + 1;
-    tensorflow::Shard(
-        pool.num_threads, pool.workers, value->NumElements(), cost,
-        [&](int64_t begin, int64_t end) {
-          std::vector<const T*> parts;
-          for (const T* copy : copies) parts.push_back(copy + starts[v] + begin);
-          AverageInto<T>(parts, weights, from + begin, own + begin,
-                         end - begin);
-        });
+    tensorflow::Shard(pool.num_threads, pool.workers, value->NumElements(),
+                      cost, [&](int64_t begin, int64_t end) {
+                        std::vector<const T*> parts;
+                        for (const T* copy : copies)
+                          parts.push_back(copy + starts[v] + begin);
+                        AverageInto<T>(parts, weights, from + begin,
+                                       own + begin, end - begin);
+                      });
   }
   return absl::OkStatus();
 }
@@ -274,15 +275,15 @@ class HopWorkerOp : public OpKernel {
     }
     if (!options_.gap_bounds.empty() &&
         options_.gap_bounds.size() != options_.in_neighbors.size()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("gap_bounds must be one for each of the ", in,
-                       " in-neighbors, or none, not ",
-                       options_.gap_bounds.size()));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "gap_bounds must be one for each of the ", in,
+          " in-neighbors, or none, not ", options_.gap_bounds.size()));
     }
     if (options_.backup_workers > in) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "backup_workers must be less than the in-neighbors, itself included, ",
-          in + 1, ", not ", options_.backup_workers));
+      return absl::InvalidArgumentError(
+          absl::StrCat("backup_workers must be less than the in-neighbors, "
+                       "itself included, ",
+                       in + 1, ", not ", options_.backup_workers));
     }
     const bool queues = options_.max_iteration_gap > 0;
     if (!queues && (options_.backup_workers > 0 || options_.max_jump > 1)) {
@@ -290,8 +291,8 @@ class HopWorkerOp : public OpKernel {
           "backup workers and skipping need token queues, a max_iteration_gap "
           "of at least 1");
     }
-    if (options_.notify_ack &&
-        (queues || options_.backup_workers > 0 || options_.staleness_bound > 1)) {
+    if (options_.notify_ack && (queues || options_.backup_workers > 0 ||
+                                options_.staleness_bound > 1)) {
       return absl::InvalidArgumentError(
           "notify_ack excludes token queues, backup workers and a "
           "staleness_bound above 1");
@@ -368,8 +369,8 @@ class HopEnterOp : public TrainerOp {
  protected:
   void Run(OpKernelContext* ctx, WorkerPtr worker, DoneCallback done) override {
     int64_t iteration;
-    OP_REQUIRES_OK_ASYNC(
-        ctx, ReadScalar(ctx, 1, "iteration", 0, &iteration), done);
+    OP_REQUIRES_OK_ASYNC(ctx, ReadScalar(ctx, 1, "iteration", 0, &iteration),
+                         done);
     std::optional<Tensor> update;
     if (send_) update = ctx->input(2);
     worker->Enter(iteration, std::move(update),
@@ -406,8 +407,8 @@ class HopReceiveOp : public TrainerOp {
  protected:
   void Run(OpKernelContext* ctx, WorkerPtr worker, DoneCallback done) override {
     int64_t iteration;
-    OP_REQUIRES_OK_ASYNC(
-        ctx, ReadScalar(ctx, 1, "iteration", 0, &iteration), done);
+    OP_REQUIRES_OK_ASYNC(ctx, ReadScalar(ctx, 1, "iteration", 0, &iteration),
+                         done);
     worker->Receive(iteration, [this, ctx, worker, done](
                                    Worker::Answer answer,
                                    std::vector<Worker::Received> received) {
@@ -440,8 +441,13 @@ class HopCollectOp : public AsyncOpKernel {
     WorkerPtr worker;
     int64_t neighbor;
     OP_REQUIRES_OK_ASYNC(ctx, LookupWorker(ctx, &worker), done);
-    OP_REQUIRES_OK_ASYNC(ctx, ReadScalar(ctx, 1, "neighbor", 0, &neighbor),
+    OP_REQUIRES_OK_ASYNC(ctx, ReadScalar(ctx, 1, "neighbor", -1, &neighbor),
                          done);
+    if (neighbor < 0) {
+      ctx->SetStatus(Output(ctx, Worker::Answer::kOk, Worker::Parcel()));
+      done();
+      return;
+    }
     tensorflow::CancellationManager* manager = ctx->cancellation_manager();
     tensorflow::CancellationToken token = 0;
     if (manager != nullptr) {
@@ -464,9 +470,9 @@ class HopCollectOp : public AsyncOpKernel {
         });
     if (waits) return;
     if (manager != nullptr) manager->TryDeregisterCallback(token);
-    ctx->SetStatus(absl::InvalidArgumentError(absl::StrCat(
-        "worker ", neighbor,
-        " is no neighbor, or its parcels are collected already")));
+    ctx->SetStatus(absl::InvalidArgumentError(
+        absl::StrCat("worker ", neighbor,
+                     " is no neighbor, or its parcels are collected already")));
     done();
   }
 
@@ -534,14 +540,15 @@ class HopDeliverOp : public OpKernel {
         ctx->SetStatus(absl::ResourceExhaustedError(absl::StrCat(
             "the update queue is full: ", worker->options().capacity,
             " updates wait when that of worker ", neighbor, ", iteration ",
-            iteration, ", comes; the protocol's bounds are broken, which is a "
+            iteration,
+            ", comes; the protocol's bounds are broken, which is a "
             "bug")));
         return;
       case Worker::Delivered::kTooFar:
-        ctx->SetStatus(absl::InternalError(absl::StrCat(
-            "worker ", neighbor, " is at iteration ", iteration,
-            ", further ahead of iteration ", worker->iteration(),
-            " than the protocol allows, which is a bug")));
+        ctx->SetStatus(absl::InternalError(
+            absl::StrCat("worker ", neighbor, " is at iteration ", iteration,
+                         ", further ahead of iteration ", worker->iteration(),
+                         " than the protocol allows, which is a bug")));
         return;
       case Worker::Delivered::kClosed:
         ctx->SetStatus(Ended(Worker::Answer::kClosed));
@@ -561,7 +568,7 @@ class HopCarriedOp : public OpKernel {
     int64_t iteration;
     int64_t began;
     OP_REQUIRES_OK(ctx, LookupWorker(ctx, &worker));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 1, "neighbor", 0, &neighbor));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 1, "neighbor", -1, &neighbor));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, 2, "iteration", -1, &iteration));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, 3, "began", 0, &began));
     if (iteration >= 0) worker->Carried(neighbor, iteration, began);
@@ -581,8 +588,8 @@ class HopSetNeighborOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, 1, "neighbor", 0, &neighbor));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, 2, "since", 0, &since));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, 3, "until", -1, &until));
-    OP_REQUIRES_OK(ctx, SetScalar(ctx, 0,
-                                  worker->SetNeighbor(neighbor, since, until)));
+    OP_REQUIRES_OK(
+        ctx, SetScalar(ctx, 0, worker->SetNeighbor(neighbor, since, until)));
   }
 };
 
@@ -626,12 +633,12 @@ class HopStateOp : public OpKernel {
     OP_REQUIRES_OK(ctx, SetVector(ctx, 4, state.tokens));
     OP_REQUIRES_OK(ctx, SetVector(ctx, 5, state.declined));
     OP_REQUIRES_OK(
-        ctx, SetVector(ctx, 6,
-                       {counts.iterations, counts.used, counts.jumps,
-                        counts.skipped, counts.sent, counts.replaced,
-                        counts.waiting_for_updates, counts.waiting_for_tokens,
-                        state.updates.unusable, state.updates.superseded,
-                        state.queued, state.lost_events}));
+        ctx,
+        SetVector(ctx, 6,
+                  {counts.iterations, counts.used, counts.jumps, counts.skipped,
+                   counts.sent, counts.replaced, counts.waiting_for_updates,
+                   counts.waiting_for_tokens, state.updates.unusable,
+                   state.updates.superseded, state.queued, state.lost_events}));
   }
 };
 
@@ -659,8 +666,8 @@ class HopEventsOp : public OpKernel {
   }
 };
 
-#define REGISTER_HOP(name)                                            \
-  REGISTER_KERNEL_BUILDER(                                            \
+#define REGISTER_HOP(name) \
+  REGISTER_KERNEL_BUILDER( \
       Name("RecsyncHop" #name).Device(tensorflow::DEVICE_CPU), Hop##name##Op)
 REGISTER_HOP(Worker);
 REGISTER_HOP(Begin);

@@ -197,7 +197,7 @@ Holds no thread while it waits; fails with Cancelled when the step is cancelled.
 
 worker: A scalar, the worker.
 neighbor: A scalar, the neighbor's number. Only one op at a time may collect for
-  it.
+  it. With -1 nothing is waited for and nothing taken.
 progress: A scalar: the iteration that the worker has entered, or (notify_ack) of
   which it has used the updates; -1 if there is nothing new.
 iteration: A scalar: the update's iteration, -1 without an update.

@@ -166,7 +166,8 @@ class EmbeddingCollection(keras.layers.Layer):
         if self.built:
             return
         strategy = tf.distribute.get_strategy()
-        cluster = getattr(strategy, "cluster", None)
+        # Only where there are servers to put tables on.
+        cluster = strategy.cluster if hasattr(strategy, "placed_on") else None
         servers = cluster.ps if cluster is not None else 1
         plan = self._given_placement
         if plan is None or (self._placement_is_restored and plan.ps != servers):

@@ -32,6 +32,9 @@ _ANSWER_SECONDS = 2.0
 _MARGIN = 2  # Iterations until a worker that is back can take part, at least.
 
 
+_building = threading.Lock()
+
+
 @dataclasses.dataclass(frozen=True)
 class Skip:
     """When a slow worker skips iterations (Hop, section 5).
@@ -211,6 +214,7 @@ class HopGroup:
         self._stop_monitor = threading.Event()
         self._events: list[tuple[int, ...]] = []
         self._reports: dict[int, WorkerReport] = {}
+        self._asking = threading.Lock()
         self._asked: dict[int, threading.Thread] = {}  # The latest question to each worker.
         self._bandwidths = bandwidths
         self._limits: dict[str, float] = {}  # As they were when the epoch began.
@@ -269,7 +273,7 @@ class HopGroup:
         with self._lock:
             if worker in self._lost or worker not in self._handles:
                 return
-            iteration = int(hop.state(self._handles[worker]).iteration)
+            iteration = self._iteration(worker)
             self._left[worker] = iteration
             self._all_there = False
         self._tell_neighbors(worker, 0, iteration)
@@ -285,8 +289,10 @@ class HopGroup:
 
     def describe(self) -> str:
         """Who waits for whom, in words."""
+        return self._describe(self._states())
+
+    def _describe(self, states: dict[int, _State]) -> str:
         parts = []
-        states = self._states()
         for worker, _ in self._living():
             if worker not in states:
                 parts.append(f"worker {worker} does not answer")
@@ -386,8 +392,7 @@ class HopGroup:
             mean = np.mean(parts, axis=0) if variable.dtype.is_floating else parts[0]
             values.append(np.asarray(mean, variable.dtype.as_numpy_dtype))
         self.copies.make(worker, values)
-        states = self._states()
-        first = max(states[w].iteration for w in states if w in source) + _MARGIN
+        first = max(self._iteration(w) for w in source) + _MARGIN
         while True:
             self._make(worker, first)
             now = self._tell_neighbors(worker, first, hop.FOREVER)
@@ -410,6 +415,10 @@ class HopGroup:
             _listed(source),
         )
         self.carry_on()
+
+    def _iteration(self, worker: int) -> int:
+        with self._at(worker):
+            return int(hop.state(self.handle(worker)).iteration)
 
     def _tell_neighbors(self, worker: int, since: int, until: int) -> dict[int, int]:
         """Tells a worker's neighbors when it takes part; returns their iterations."""
@@ -495,9 +504,17 @@ class HopGroup:
                 tf.constant(self._limits.get(f"{_device(worker)}/device:CPU:0", 1e15), tf.float64)
                 for worker in (sender, receiver)
             ]
+            is_new = True
             while True:
                 source, target = self.handle(sender), self.handle(receiver)
                 try:
+                    if is_new:
+                        # Servers build their parts of the graph, one pair after the other:
+                        # side by side, TensorFlow's requests were garbled once in a while.
+                        with _building:
+                            nobody = tf.constant(-1, tf.int64)
+                            carry(source, ends[0], target, nobody, *limits)
+                        is_new = False
                     if not bool(carry(source, ends[0], target, ends[1], *limits)):
                         return
                 except tf.errors.OpError as error:
@@ -533,17 +550,17 @@ class HopGroup:
                 )
 
         # A worker that stands still shall not keep us from asking the others.
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        for worker, handle in self._living():
-            asked = self._asked.get(worker)
-            if asked is None or not asked.is_alive():
-                self._asked[worker] = threading.Thread(
-                    target=ask, args=(worker, handle), daemon=True
-                )
-                self._asked[worker].start()
-        for worker, thread in self._asked.items():
-            if worker not in self._lost:
-                thread.join(max(0.0, deadline - time.monotonic()))
+        with self._asking:
+            for worker, handle in self._living():
+                asked = self._asked.get(worker)
+                if asked is None or not asked.is_alive():
+                    asked = threading.Thread(target=ask, args=(worker, handle), daemon=True)
+                    asked.start()
+                    self._asked[worker] = asked
+            deadline = time.monotonic() + _ANSWER_SECONDS
+            for worker, thread in self._asked.items():
+                if worker not in self._lost:
+                    thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
             return dict(sorted(found.items()))
 
@@ -563,7 +580,7 @@ class HopGroup:
             now = time.monotonic()
             if longest > self._stall_seconds and now - logged > self._stall_seconds:
                 logged = now
-                logging.warning("Decentralized training stalls: %s", self.describe())
+                logging.warning("Decentralized training stalls: %s", self._describe(states))
 
     def _observe(self) -> dict[int, _State]:
         states = self._states()
