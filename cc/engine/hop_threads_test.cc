@@ -72,7 +72,7 @@ void Train(Worker* worker, int64_t iterations, std::atomic<int64_t>* used) {
   }
 }
 
-int64_t Run(HopOptions options, int64_t iterations) {
+int64_t TrainAll(HopOptions options, int64_t iterations) {
   constexpr int64_t kWorkers = 4;  // everybody to everybody
   std::vector<std::unique_ptr<Worker>> workers;
   for (int64_t i = 0; i < kWorkers; ++i) {
@@ -107,18 +107,18 @@ int64_t Run(HopOptions options, int64_t iterations) {
 TEST(HopThreadsTest, StandardTrainingUsesEveryUpdate) {
   HopOptions options;
   options.max_iteration_gap = 3;
-  EXPECT_EQ(Run(options, 500), 500 * 4 * 3);
+  EXPECT_EQ(TrainAll(options, 500), 500 * 4 * 3);
 }
 
 TEST(HopThreadsTest, BackupWorkersStalenessAndSkippingComeToTheEnd) {
   HopOptions options;
   options.max_iteration_gap = 4;
   options.backup_workers = 1;
-  EXPECT_GT(Run(options, 500), 0);
+  EXPECT_GT(TrainAll(options, 500), 0);
   options.staleness_bound = 2;
-  EXPECT_GT(Run(options, 500), 0);
+  EXPECT_GT(TrainAll(options, 500), 0);
   options.max_jump = 4;
-  EXPECT_GT(Run(options, 500), 0);
+  EXPECT_GT(TrainAll(options, 500), 0);
 }
 
 TEST(HopThreadsTest, AnInterruptEndsTheWaitAndNothingElse) {
