@@ -2,11 +2,11 @@
 #
 #   make demo PYTHON=python3.12          # the Python that .venv is made with
 #   make test PYTEST_FLAGS='-k staleness'
-#   make test TEST_PROCESSES=4           # files of tests side by side; most wait a lot
+#   make test TEST_PROCESSES=2           # files of tests side by side, on a machine with cores to spare
 
 PYTHON ?= python3
 PYTEST_FLAGS ?=
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 0
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 

@@ -54,7 +54,7 @@ class Once(keras.callbacks.Callback):
             action()
 
 
-def test_with_backup_workers_the_others_go_on_and_it_can_come_back(cluster, caplog):
+def test_with_backup_workers_the_others_go_on_when_a_worker_is_killed(cluster, caplog):
     strategy = recsync.HopStrategy(
         cluster, topology.ring_based(WORKERS), 4, backup_workers=1, check_invariants=True
     )
@@ -65,29 +65,14 @@ def test_with_backup_workers_the_others_go_on_and_it_can_come_back(cluster, capl
         seen["killed at"] = strategy.workers(model)[5].iteration
         cluster.kill("worker", 5)
 
-    def restart():
-        seen["others"] = [w.iteration for i, w in enumerate(strategy.workers(model)) if i != 5]
-        cluster.restart("worker", 5)
-
-    history = model.fit(
-        dataset(),
-        verbose=0,
-        callbacks=[Once(100, kill), Once(500, restart)],
-    ).history
+    history = model.fit(dataset(2400), verbose=0, callbacks=[Once(60, kill)]).history
     assert np.isfinite(history["loss"][0])
-    # While it was gone the others went on, further than its neighbors could have with it.
-    assert min(seen["others"]) > seen["killed at"] + 10
+    # The others went on, further than its neighbors could have with it.
     reports = strategy.workers(model)
-    assert reports[5].iteration > min(seen["others"])
+    others = [report.iteration for worker, report in enumerate(reports) if worker != 5]
+    assert min(others) > seen["killed at"] + 10
     assert "Worker 5 was lost; workers 1, 4 and 6 go on without it" in caplog.text
-    assert "Worker 5 goes on from iteration" in caplog.text
-    copies = strategy.copies(model)
-    assert len(copies) == WORKERS
-    # It took its neighbors' parameters, and is as good as they are.
-    x, y = next(iter(dataset().unbatch().batch(1000)))
-    logits = [x.numpy() @ copy[0] + copy[1] for copy in copies]
-    accuracies = [np.mean((z > 0) == (y.numpy() > 0)) for z in logits]
-    assert min(accuracies) > 0.9
+    assert len(strategy.copies(model)) == WORKERS - 1
 
 
 def test_without_backup_workers_training_ends_with_an_error_that_names_who_waits(cluster):
@@ -115,13 +100,13 @@ def test_a_worker_that_stands_still_is_named(cluster, caplog):
     def pause():
         pid = cluster.pid("worker", 6)
         os.kill(pid, signal.SIGSTOP)
-        threading.Timer(6.0, os.kill, (pid, signal.SIGCONT)).start()
+        threading.Timer(10.0, os.kill, (pid, signal.SIGCONT)).start()
 
     model.fit(dataset(1600), verbose=0, callbacks=[Once(40, pause)])
     lines = [record.message for record in caplog.records if "stalls" in record.message]
-    assert lines
     assert any("worker 6 does not answer" in line for line in lines), lines
-    assert any("of worker 6" in line or "and 6" in line for line in lines), lines
+    silent = next(line for line in lines if "worker 6 does not answer" in line)
+    assert "of worker 6" in silent or "and 6" in silent, lines
 
 
 def test_training_fails_when_no_worker_is_left(cluster):

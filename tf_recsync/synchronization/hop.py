@@ -29,6 +29,7 @@ from tf_recsync.topology import Topology, gap_bounds
 _PARCELS_PER_CALL = 8
 _JOIN_SECONDS = 60.0
 _ANSWER_SECONDS = 2.0
+_WATCH_SECONDS = 1.0  # Between two looks at all workers.
 _MARGIN = 2  # Iterations until a worker that is back can take part, at least.
 
 
@@ -247,6 +248,7 @@ class HopGroup:
         """
         with self._lock:
             self._lost.add(worker)
+            self.copies.drop(worker)
             self._all_there = False
             deleter = self._deleters.pop(worker, None)
             if deleter is not None:
@@ -567,8 +569,7 @@ class HopGroup:
     def _watch(self) -> None:
         """Logs long waits, collects events, and checks the bounds if they are to be checked."""
         logged = -self._stall_seconds
-        pause = 0.1 if self._protocol.check_invariants else 1.0
-        while not self._stop_monitor.wait(pause):
+        while not self._stop_monitor.wait(_WATCH_SECONDS):
             try:
                 before = self._states() if self._protocol.check_invariants else {}
                 states = self._observe()
