@@ -14,7 +14,7 @@ from tf_recsync.strategies import model_functions, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.model_functions import Settings, Steps, WorkerState
 from tf_recsync.strategies.worker_run import Crew, WorkerRun
-from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.copies import Copies, packed
 from tf_recsync.synchronization.hop import HopGroup, Protocol
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 
@@ -234,15 +234,11 @@ def _trace(
         worker_functions.check_logs(model, "train_step", logs, known)
         return logs
 
-    def packed():
-        read = [tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype) for handle in handles]
-        return tf.concat([tf.reshape(value, [-1]) for value in read], 0)
-
     def run_step(data, worker, began, count, hop_handle):
         iteration = hop.next_iteration(hop_handle, handles, dtype)
         # What a worker sends in parallel order is also what the average takes the place of.
         with tf.control_dependencies([iteration]):
-            base = tf.zeros([0], dtype) if protocol.is_serial else packed()
+            base = tf.zeros([0], dtype) if protocol.is_serial else packed(handles, dtype)
             entered = hop.enter(hop_handle, iteration, base, send=not protocol.is_serial)
         logs = compute(data)
         done = [entered, *tf.nest.flatten(logs)]
@@ -253,7 +249,7 @@ def _trace(
                 done = [ops.delay(seconds)]
         with tf.control_dependencies(done):
             if protocol.is_serial:
-                hop.send(hop_handle, packed())
+                hop.send(hop_handle, packed(handles, dtype))
             received = hop.receive(
                 hop_handle, iteration, base, handles, relative=not protocol.is_serial
             )

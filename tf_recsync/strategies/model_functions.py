@@ -19,6 +19,7 @@ from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.worker_run import Crew, Slot, WorkerRun
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.aggregation import Aggregation
+from tf_recsync.synchronization.copies import on_worker
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 
@@ -466,17 +467,6 @@ class WorkerState:
     def read_steps(self) -> int:
         """The steps that the worker has done."""
         return int(np.asarray(self._steps.read_value()))
-
-
-def on_worker(value: np.ndarray) -> tf.Tensor:
-    """Copies a value to the device of the current scope.
-
-    A tf.constant there would hold Python's lock while it waits for the worker,
-    and with it the threads that drive the other workers.
-    """
-    with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
-        local = tf.constant(value)
-    return tf.identity(local)
 
 
 class MetricsMerger:

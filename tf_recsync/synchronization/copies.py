@@ -55,7 +55,7 @@ class Copies:
         self._copies: dict[int, list[tf.Variable]] = {}  # By worker.
         self._shown: list[np.ndarray] = []  # What users see, as far as is known.
         self._stale = False
-        self._pack = tf.function(_packed)
+        self._pack = tf.function(packed)
         self._by_dtype: dict[tf.DType, list[int]] = {}
         for i, variable in enumerate(self.variables):
             self._by_dtype.setdefault(variable.dtype, []).append(i)
@@ -76,7 +76,7 @@ class Copies:
         with self._scope(), tf.device(self._devices[worker]):
             made = []
             for variable, value in zip(self.variables, values, strict=True):
-                made.append(tf.Variable(_there(value), trainable=False, shape=variable.shape))
+                made.append(tf.Variable(on_worker(value), trainable=False, shape=variable.shape))
         with self._lock:
             self._copies[worker] = made
 
@@ -179,7 +179,7 @@ class Copies:
         with self._scope(), tf.device(self._devices[worker]):
             for copy, value in zip(self._copies[worker], values, strict=True):
                 if value is not None:
-                    copy.assign(_there(value), read_value=False)
+                    copy.assign(on_worker(value), read_value=False)
 
     def _current(self) -> list[np.ndarray]:
         with _refreshing:
@@ -203,14 +203,18 @@ class _Refreshing(threading.local):
 _refreshing = _Refreshing()
 
 
-def _packed(handles, dtype):
-    """The values of variables of one type, one after the other."""
+def packed(handles: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+    """The values of variables of one type, one after the other, [elements]."""
     read = [tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype) for handle in handles]
     return tf.concat([tf.reshape(value, [-1]) for value in read], 0)
 
 
-def _there(value: np.ndarray) -> tf.Tensor:
-    """A value on the device of the current scope; see `model_functions.on_worker`."""
+def on_worker(value: np.ndarray) -> tf.Tensor:
+    """Copies a value to the device of the current scope.
+
+    A tf.constant there would hold Python's lock while it waits for the worker,
+    and with it the threads that drive the other workers.
+    """
     with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
         local = tf.constant(value)
     return tf.identity(local)
