@@ -20,15 +20,12 @@ class FitStrategy:
     Keras asks a strategy to distribute the dataset, and calls the model's train, test and
     predict functions with an iterator over it. Those are put in place when the dataset is
     distributed.
-
-    Args:
-        cluster: the connected cluster.
-        local_batch_size: examples of a batch, or None if that is not known.
     """
 
     linked_job = "ps"  # Whose links carry what a step sends.
 
     def _init_fit(self, cluster: Cluster, local_batch_size: int | None) -> None:
+        """To be called once the cluster is connected; None if the size is not known."""
         self._cluster = cluster
         self._local_batch_size = local_batch_size
         self._compute_time: worker_functions.ComputeTime | None = None
@@ -131,12 +128,17 @@ class FitStrategy:
         raise NotImplementedError
 
 
-def check_cluster(strategy: str, cluster: Cluster, workers: int = 1) -> None:
-    """Raises a ValueError if a strategy can't run on a cluster."""
+def check_is_cluster(cluster: Cluster) -> None:
+    """Raises a ValueError if an argument is no cluster."""
     if not isinstance(cluster, Cluster):
         raise ValueError(
             f"cluster must be a LocalCluster or from cluster_from_tf_config, not {cluster!r}"
         )
+
+
+def check_cluster(strategy: str, cluster: Cluster, workers: int = 1) -> None:
+    """Raises a ValueError if a strategy can't run on a cluster."""
+    check_is_cluster(cluster)
     if cluster.workers < workers or cluster.ps < 1:
         number = "one worker" if workers == 1 else f"{workers} workers"
         raise ValueError(

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_recsync import ops
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import hop_functions, model_functions
-from tf_recsync.strategies.fit_strategy import FitStrategy, check_at_least
+from tf_recsync.strategies.fit_strategy import FitStrategy, check_at_least, check_is_cluster
 from tf_recsync.synchronization import hop
 from tf_recsync.synchronization.copies import CopiedVariable
 from tf_recsync.synchronization.hop import HopGroup, Protocol, Skip, WorkerReport
@@ -108,10 +108,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         stall_seconds: float = 60.0,
         worker_timeout: float = 600.0,
     ):
-        if not isinstance(cluster, Cluster):
-            raise ValueError(
-                f"cluster must be a LocalCluster or from cluster_from_tf_config, not {cluster!r}"
-            )
+        check_is_cluster(cluster)
         if not isinstance(topology, Topology):
             raise ValueError(f"topology must be from tf_recsync.topology, not {topology!r}")
         if topology.size != cluster.workers:
@@ -168,7 +165,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         """
         group = self._group(model)
         if group is None:
-            return [WorkerReport(-1, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0)] * self.topology.size
+            return [WorkerReport()] * self.topology.size
         return group.reports()
 
     def events(self, model: keras.Model) -> list[tuple[int, ...]]:

@@ -146,16 +146,16 @@ class WorkerReport:
         iterations_skipped: how many.
     """
 
-    iteration: int
-    waited_for_updates: float
-    waited_for_tokens: float
-    updates_used: int
-    stale_updates_dropped: int
-    superseded_updates_dropped: int
-    sends_saved: int
-    updates_sent: int
-    jumps: int
-    iterations_skipped: int
+    iteration: int = -1
+    waited_for_updates: float = 0.0
+    waited_for_tokens: float = 0.0
+    updates_used: int = 0
+    stale_updates_dropped: int = 0
+    superseded_updates_dropped: int = 0
+    sends_saved: int = 0
+    updates_sent: int = 0
+    jumps: int = 0
+    iterations_skipped: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,8 +361,7 @@ class HopGroup:
     def reports(self) -> list[WorkerReport]:
         """What each worker has done; of one that is lost, as far as it was known."""
         self._observe()
-        nothing = WorkerReport(-1, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0)
-        return [self._reports.get(worker, nothing) for worker in range(self._topology.size)]
+        return [self._reports.get(worker, WorkerReport()) for worker in range(self._topology.size)]
 
     def events(self) -> list[tuple[int, ...]]:
         """What workers did, for a timeline: (worker, span, begin, end, iteration, neighbor).
