@@ -7,6 +7,12 @@ import pytest
 from helpers import Clusters
 
 
+def pytest_sessionstart(session):
+    """What was imported lives as long as the process: collections need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def clusters():
     """Local clusters, one at a time, ended with the module: a process has but one connection."""

@@ -14,9 +14,10 @@ from tf_recsync.strategies import model_functions, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.model_functions import Settings, Steps, WorkerState
 from tf_recsync.strategies.worker_run import Crew, WorkerRun
-from tf_recsync.synchronization.copies import Copies, packed
+from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop import HopGroup, Protocol
 from tf_recsync.synchronization.pull_push import Layout, is_seed
+from tf_recsync.synchronization.remote_values import packed
 
 
 def variables_of(model: keras.Model) -> list[tf.Variable]:
@@ -141,15 +142,15 @@ class HopTrainFunction(Steps):
         self.group.open(worker)
         return _HopState(self.group, worker, iterator, private, steps)
 
-    def _traced(self, iterator, steps_per_call) -> tuple[dict[int, Callable], Layout]:
+    def _traced(self, iterator, lengths) -> tuple[dict[int, Callable], Layout]:
         spec = iterator.distributed.element_spec
         compute_time = self._settings.compute_time()
-        key = (repr(spec), steps_per_call, compute_time)
+        key = (repr(spec), lengths, compute_time)
         if key not in self._functions:
             layout = self._layout()
             functions = {
                 steps: _trace(self._model, layout, self._protocol, spec, steps, compute_time)
-                for steps in sorted({1, steps_per_call})
+                for steps in lengths
             }
             self._functions = {key: (functions, layout)}
         return self._functions[key]

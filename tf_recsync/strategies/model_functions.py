@@ -19,9 +19,9 @@ from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.worker_run import Crew, Slot, WorkerRun
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.aggregation import Aggregation
-from tf_recsync.synchronization.copies import on_worker
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout, is_seed
+from tf_recsync.synchronization.remote_values import PackedReader, on_worker
 
 _REFRESH_SECONDS = 0.5  # Between readings of the workers' metrics.
 
@@ -94,7 +94,10 @@ class Steps:
         self._current: dict[int, Callable] = {}  # Of those, by their steps.
         self._logs: dict[str, Any] = {}
         self._refreshed = 0.0
+        self._is_final = False  # Whether the logs are those of all steps granted.
         self._merger: MetricsMerger | None = None
+        self._reader: PackedReader | None = None  # Of the workers' metrics, in this layout.
+        self._read_layout: Layout | None = None
         self._run: WorkerRun | None = None  # The pass that runs, or ran last.
         self._target = 0.0  # Steps that Keras has asked for.
         self._epoch_end = float("inf")  # Steps at the end of the epoch, if known.
@@ -123,10 +126,13 @@ class Steps:
         running = run.wait(target)
         done = run.completed
         finished = not running or done >= self._epoch_end
-        if finished:
+        if finished and not self._is_final:
             self._flush()
-        if finished or time.monotonic() - self._refreshed > _REFRESH_SECONDS:
             self._refresh(run)
+        elif not finished and time.monotonic() - self._refreshed > _REFRESH_SECONDS:
+            self._refresh(run)
+        # Workers may be done long before Keras has counted their steps.
+        self._is_final = finished
         # The end of data of unknown length shows when a call has no step left.
         if not running and self._epoch_end == float("inf") and done <= target - steps:
             raise StopIteration
@@ -157,6 +163,7 @@ class Steps:
         run = iterator.run
         steps = iterator.distributed.steps_per_epoch
         done = run.completed
+        self._is_final = False
         self._target = done
         length = iterator.distributed.length
         self._epoch_end = done + length if length is not None else float("inf")
@@ -172,6 +179,9 @@ class Steps:
         layout = self._continue(iterator)
         job = registered.new_job()
         metrics = len(self._model.metrics_variables)
+        if layout is not self._read_layout:
+            self._reader = PackedReader([v._value for v in self._model.metrics_variables])
+            self._read_layout = layout
         initial = [np.asarray(v._value.read_value()) for v in layout.private]
 
         def private_values(slot):
@@ -246,15 +256,18 @@ class Steps:
 
     def _continue(self, iterator: DistributedIterator) -> Layout:
         """Makes ready to go on where the model stands; nobody may be in a step."""
-        self._current, layout = self._traced(iterator, self._model.steps_per_execution)
+        lengths = {self._model.steps_per_execution}
+        if iterator.distributed.steps_per_epoch is not None:
+            lengths.add(1)  # What remains of a number of steps need not fill a call.
+        self._current, layout = self._traced(iterator, tuple(sorted(lengths)))
         return layout
 
-    def _traced(self, iterator, steps_per_call) -> tuple[dict[int, Callable], Layout]:
-        """The functions of one step and of `steps_per_call` steps, and the layout."""
+    def _traced(self, iterator, lengths) -> tuple[dict[int, Callable], Layout]:
+        """The functions of so many steps, by their number, and the layout."""
         compute_time, bandwidths = self._settings.compute_time(), self._settings.bandwidths()
         spec = iterator.distributed.element_spec
         states = tuple(o.traced_state for o in self._optimizers() if o.built)
-        key = (repr(spec), steps_per_call, compute_time, tuple(bandwidths.items()), states)
+        key = (repr(spec), lengths, compute_time, tuple(bandwidths.items()), states)
         if key not in self._functions:
             layout = self._layout()
             with links.limited(bandwidths):
@@ -269,7 +282,7 @@ class Steps:
                         self._aggregation_of(layout),
                         self.method == "train_step" and self._settings.prefetch_lookups,
                     )
-                    for steps in sorted({1, steps_per_call})
+                    for steps in lengths
                 }
             self._functions = {key: (functions, layout)}
         return self._functions[key]
@@ -280,18 +293,19 @@ class Steps:
 
     def _refresh(self, run: WorkerRun) -> None:
         """Reads the workers' metrics and merges them into the model's."""
+        metrics = len(self._model.metrics_variables)
         for slot in run.slots:
             state = slot.state
             if state is None or slot.lost or state.reset_metrics:
                 continue
-            count = len(self._model.metrics_variables)
             try:
-                values = state.read(count)
+                values = self._reader(state.handles(metrics), slot.device)
             except tf.errors.OpError:
                 continue  # Its thread finds out that the worker is lost.
             self._merger.update(slot.index, values)
         self._merger.assign()
-        self._logs = self._model.get_metrics_result()
+        # As numbers: Keras converts them at each step, and on a server that takes a call each.
+        self._logs = keras.tree.map_structure(np.asarray, self._model.get_metrics_result())
         self._refreshed = time.monotonic()
 
 
@@ -460,9 +474,9 @@ class WorkerState:
         for variable, value in zip(self._variables, values, strict=False):
             variable.assign(value)
 
-    def read(self, count: int) -> list[np.ndarray]:
-        """Reads the first `count` of the worker's variables."""
-        return [np.asarray(variable.read_value()) for variable in self._variables[:count]]
+    def handles(self, count: int) -> list[tf.Tensor]:
+        """The handles of the first `count` of the worker's variables."""
+        return [variable.handle for variable in self._variables[:count]]
 
     def read_steps(self) -> int:
         """The steps that the worker has done."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
+
+from tf_recsync.synchronization.remote_values import PackedReader, on_worker
 
 Refresh = Callable[[], None]
 
@@ -55,10 +56,7 @@ class Copies:
         self._copies: dict[int, list[tf.Variable]] = {}  # By worker.
         self._shown: list[np.ndarray] = []  # What users see, as far as is known.
         self._stale = False
-        self._pack = tf.function(packed)
-        self._by_dtype: dict[tf.DType, list[int]] = {}
-        for i, variable in enumerate(self.variables):
-            self._by_dtype.setdefault(variable.dtype, []).append(i)
+        self._reader = PackedReader(self.variables)
 
     @property
     def workers(self) -> list[int]:
@@ -87,18 +85,8 @@ class Copies:
 
     def values(self, worker: int) -> list[np.ndarray]:
         """A worker's copies."""
-        handles = self.handles(worker)
-        values: list[np.ndarray] = [None] * len(handles)
-        with self._scope(), tf.device(self._devices[worker]):
-            for dtype, indices in self._by_dtype.items():
-                packed = np.asarray(self._pack([handles[i] for i in indices], dtype))
-                shapes = [self.variables[i].shape.as_list() for i in indices]
-                ends = np.cumsum([math.prod(shape) for shape in shapes])
-                for i, part, shape in zip(
-                    indices, np.split(packed, ends[:-1]), shapes, strict=True
-                ):
-                    values[i] = part.reshape(shape)
-        return values
+        with self._scope():
+            return self._reader(self.handles(worker), self._devices[worker])
 
     def begin(self) -> None:
         """Has the copies take over what users have assigned; nobody may train them."""
@@ -201,20 +189,3 @@ class _Refreshing(threading.local):
 
 
 _refreshing = _Refreshing()
-
-
-def packed(handles: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
-    """The values of variables of one type, one after the other, [elements]."""
-    read = [tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype) for handle in handles]
-    return tf.concat([tf.reshape(value, [-1]) for value in read], 0)
-
-
-def on_worker(value: np.ndarray) -> tf.Tensor:
-    """Copies a value to the device of the current scope.
-
-    A tf.constant there would hold Python's lock while it waits for the worker,
-    and with it the threads that drive the other workers.
-    """
-    with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
-        local = tf.constant(value)
-    return tf.identity(local)

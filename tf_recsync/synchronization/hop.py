@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 import uuid
@@ -26,7 +27,7 @@ from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 from tf_recsync.topology import Topology, gap_bounds
 
-_PARCELS_PER_CALL = 8
+_PARCELS_PER_CALL = 3
 _JOIN_SECONDS = 60.0
 _ANSWER_SECONDS = 2.0
 _WATCH_SECONDS = 1.0  # Between two looks at all workers.
@@ -219,7 +220,6 @@ class HopGroup:
         self._asked: dict[int, threading.Thread] = {}  # The latest question to each worker.
         self._bandwidths = bandwidths
         self._limits: dict[str, float] = {}  # As they were when the epoch began.
-        self._carry: dict[bool, Callable] = {}  # By whether links are limited.
 
     def handle(self, worker: int) -> tf.Tensor:
         """The handle of what a worker keeps beside its parameters."""
@@ -328,9 +328,6 @@ class HopGroup:
         with self._lock:
             if self._ending:
                 return
-            is_limited = bool(self._limits)
-            if is_limited not in self._carry:
-                self._carry[is_limited] = self._trace_carry(is_limited)
             for sender, receiver in self._pairs():
                 thread = self._edges.get((sender, receiver))
                 there = {sender, receiver} <= self._handles.keys() - self._lost
@@ -454,38 +451,6 @@ class HopGroup:
         with self._cluster.dispatch_scope(), tf.device(_device(worker)):
             yield
 
-    def _trace_carry(self, is_limited: bool) -> Callable:
-        def passed(update, place, bandwidth):
-            if not is_limited:
-                return update
-            with framework_ops.colocate_with(place):
-                return ops.transfer(update, bandwidth)
-
-        def carry(source, sender, target, receiver, sending, receiving):
-            for _ in range(_PARCELS_PER_CALL):
-                parcel = hop.collect(source, receiver, self._dtype)
-                with tf.control_dependencies([parcel.iteration]):
-                    began = tf.cast(tf.timestamp() * 1e6, tf.int64)
-                wanted = hop.ask(target, sender, parcel.progress, parcel.iteration)
-                delivered = tf.cond(
-                    wanted,
-                    lambda p=parcel: hop.deliver(
-                        target,
-                        sender,
-                        p.iteration,
-                        passed(passed(p.update, source, sending), target, receiving),
-                    ),
-                    lambda: tf.constant(-1, tf.int64),
-                )
-                hop.carried(source, receiver, delivered, began)
-            return parcel.open
-
-        handle, number = tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)
-        bandwidth = tf.TensorSpec([], tf.float64)
-        return tf.function(carry, autograph=False).get_concrete_function(
-            handle, number, handle, number, bandwidth, bandwidth
-        )
-
     def _start_edge(self, sender: int, receiver: int) -> None:
         self._edges[sender, receiver] = threading.Thread(
             target=self._run_edge,
@@ -499,8 +464,7 @@ class HopGroup:
         """Carries what a worker has to tell a neighbor, until it is closed or one is gone."""
         with self._at(sender):
             ends = tf.constant(sender, tf.int64), tf.constant(receiver, tf.int64)
-            with self._lock:
-                carry = self._carry[bool(self._limits)]
+            carry = _carry(self._dtype, bool(self._limits))
             limits = [
                 tf.constant(self._limits.get(f"{_device(worker)}/device:CPU:0", 1e15), tf.float64)
                 for worker in (sender, receiver)
@@ -533,21 +497,25 @@ class HopGroup:
         def ask(worker: int, handle: tf.Tensor) -> None:
             try:
                 with self._at(worker):
-                    raw = hop.RawState(*(np.asarray(part) for part in hop.state(handle)))
-                    rows = np.asarray(hop.events(handle)).tolist()
+                    told = np.asarray(_look(handle))
             except tf.errors.OpError:
                 return  # It is lost, which its own thread finds out.
+            ends = np.cumsum([_PARTS, *told[:_PARTS]])
+            parts = np.split(told, ends)[1:-1]
+            iteration, phase, micros, missing, tokens, declined, counts = (
+                part.tolist() for part in parts[:-1]
+            )
             senders = self._topology.in_neighbors(worker)
             with self._lock:
-                self._events += [(worker, *row) for row in rows]
+                self._events += [(worker, *row) for row in parts[-1].reshape(-1, 5).tolist()]
                 found[worker] = _State(
-                    iteration=int(raw.iteration),
-                    phase=hop.PHASES[int(raw.phase)],
-                    seconds=float(raw.seconds),
-                    missing=tuple(raw.missing.tolist()),
-                    tokens=tuple(raw.tokens.tolist()),
-                    declined=dict(zip(senders, raw.declined.tolist(), strict=True)),
-                    counts=tuple(raw.counts.tolist()),
+                    iteration=iteration[0],
+                    phase=hop.PHASES[phase[0]],
+                    seconds=micros[0] * 1e-6,
+                    missing=tuple(missing),
+                    tokens=tuple(tokens),
+                    declined=dict(zip(senders, declined, strict=True)),
+                    counts=tuple(counts),
                 )
 
         # A worker that stands still shall not keep us from asking the others.
@@ -633,6 +601,63 @@ class HopGroup:
                         f"worker {worker} has {tokens} tokens of worker {neighbor}, more than "
                         f"{most:g}, which is a bug"
                     )
+
+
+@functools.lru_cache(maxsize=None)
+def _carry(dtype: tf.DType, is_limited: bool) -> Callable:
+    """What carries some parcels along an edge, and tells whether there will be more.
+
+    It is the same for all models: the servers build their parts of it for each edge, which
+    takes a tenth of a second.
+    """
+
+    def passed(update, place, bandwidth):
+        if not is_limited:
+            return update
+        with framework_ops.colocate_with(place):
+            return ops.transfer(update, bandwidth)
+
+    def carry(source, sender, target, receiver, sending, receiving):
+        for _ in range(_PARCELS_PER_CALL):
+            parcel = hop.collect(source, receiver, dtype)
+            with tf.control_dependencies([parcel.iteration]):
+                began = tf.cast(tf.timestamp() * 1e6, tf.int64)
+            wanted = hop.ask(target, sender, parcel.progress, parcel.iteration)
+            delivered = tf.cond(
+                wanted,
+                lambda p=parcel: hop.deliver(
+                    target,
+                    sender,
+                    p.iteration,
+                    passed(passed(p.update, source, sending), target, receiving),
+                ),
+                lambda: tf.constant(-1, tf.int64),
+            )
+            hop.carried(source, receiver, delivered, began)
+        return parcel.open
+
+    handle, number = tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)
+    bandwidth = tf.TensorSpec([], tf.float64)
+    return tf.function(carry, autograph=False).get_concrete_function(
+        handle, number, handle, number, bandwidth, bandwidth
+    )
+
+
+_PARTS = 8  # Of what a worker tells, each with its length in front.
+
+
+@tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.resource)])
+def _look(handle):
+    """Where a worker stands and what it has done, in one tensor: an answer is one message."""
+    state = hop.state(handle)
+    with tf.control_dependencies([state.iteration]):
+        events = hop.events(handle)
+    parts = [
+        *(state.iteration, state.phase, state.seconds * 1e6),
+        *(state.missing, state.tokens, state.declined, state.counts, events),
+    ]
+    flat = [tf.reshape(tf.cast(part, tf.int64), [-1]) for part in parts]
+    return tf.concat([tf.stack([tf.size(part, tf.int64) for part in flat]), *flat], 0)
 
 
 def threads_needed(topology: Topology, worker: int) -> int:

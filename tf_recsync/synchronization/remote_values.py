@@ -1,0 +1,65 @@
+"""Values of variables on workers, there and back in few messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+
+class PackedReader:
+    """Reads variables of the same shapes and types from one worker or another.
+
+    One call on the worker reads all of them, and each type comes back as one tensor: read
+    one by one, a metric of many variables takes a worker tens of milliseconds.
+
+    Args:
+        like: variables of these shapes, which must be static, and types, in their order.
+    """
+
+    def __init__(self, like: Sequence[tf.Variable]):
+        self._shapes = [variable.shape.as_list() for variable in like]
+        by_dtype: dict[tf.DType, list[int]] = {}
+        for i, variable in enumerate(like):
+            by_dtype.setdefault(variable.dtype, []).append(i)
+        self._groups = list(by_dtype.values())
+
+        def pack(handles):
+            return [
+                packed([handles[i] for i in indices], dtype) for dtype, indices in by_dtype.items()
+            ]
+
+        self._pack = tf.function(pack, autograph=False)
+
+    def __call__(self, handles: Sequence[tf.Tensor], device: str) -> list[np.ndarray]:
+        """Reads the variables behind these handles, which lie on this device."""
+        if not handles:
+            return []
+        values: list[np.ndarray] = [None] * len(handles)
+        with tf.device(device):
+            parts = self._pack(list(handles))
+        for indices, part in zip(self._groups, parts, strict=True):
+            sizes = [math.prod(self._shapes[i]) for i in indices]
+            split = np.split(np.asarray(part), np.cumsum(sizes)[:-1])
+            for i, value in zip(indices, split, strict=True):
+                values[i] = value.reshape(self._shapes[i])
+        return values
+
+
+def packed(handles: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+    """The values of variables of one type, one after the other, [elements]."""
+    read = [tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype) for handle in handles]
+    return tf.concat([tf.reshape(value, [-1]) for value in read], 0)
+
+
+def on_worker(value: np.ndarray) -> tf.Tensor:
+    """Copies a value to the device of the current scope.
+
+    A tf.constant there would hold Python's lock while it waits for the worker,
+    and with it the threads that drive the other workers.
+    """
+    with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
+        local = tf.constant(value)
+    return tf.identity(local)
