@@ -294,11 +294,14 @@ def _in_range(ids: tf.Tensor, feature: FeatureConfig, table: TableConfig) -> tf.
             )
         x ^= tf.bitwise.right_shift(x, tf.constant(33, tf.uint64))
         return tf.cast(x % tf.constant(table.rows, tf.uint64), tf.int64)
-    checks = [
-        tf.debugging.assert_non_negative(ids, _out_of_range(feature, table)),
-        tf.debugging.assert_less(ids, tf.cast(table.rows, tf.int64), _out_of_range(feature, table)),
-    ]
-    with tf.control_dependencies([check for check in checks if check is not None]):
+    # The op alone: tf.debugging's make a conditional of each check, and with many features
+    # most of what there is to trace.
+    check = tf.raw_ops.Assert(
+        condition=tf.reduce_all((ids >= 0) & (ids < table.rows)),
+        data=[_out_of_range(feature, table), ids],
+    )
+    # Eagerly, there is none.
+    with tf.control_dependencies([] if check is None else [check]):
         return tf.identity(ids)
 
 

@@ -310,12 +310,12 @@ class HopGroup:
 
     def begin(self) -> None:
         """Starts all workers on the same iteration; nobody may be at work."""
+        known = [state.iteration for state in self._states().values()]
         with self._lock:
             self._ending = False
             self._limits = self._bandwidths()
             self._left.clear()
             self._all_there = not self._lost
-            known = [state.iteration for state in self._states().values()]
             self._first = max([-1, *known, *(r.iteration for r in self._reports.values())]) + 1
             for worker, handle in self._living():
                 with self._at(worker):
