@@ -60,6 +60,12 @@ def example():
         (["--slow_workers=1"], "--slow_workers and --slow_factor need --compute_seconds"),
         (["--slow_workers=3", "--compute_seconds=0.1"], "must be at most --workers=2, not 3"),
         (["--slow_factor=2", "--compute_seconds=0.1"], "--slow_factor needs --slow_workers"),
+        (["--strategy=local", "--topology=ring"], "--topology applies only with --strategy=hop"),
+        (["--strategy=hop", "--jump_trigger=3"], "--jump_trigger applies only with --max_jump"),
+        (
+            ["--strategy=hop", "--protocol=notify_ack", "--max_iteration_gap=3"],
+            "--max_iteration_gap applies only",
+        ),
         (["--restore_from=nowhere"], "--restore_from=nowhere has no model.weights.h5"),
     ],
 )

@@ -73,13 +73,7 @@ def test_the_svm_is_trained_with_slow_workers_and_leaves_a_timeline(libsvm, tmp_
     ("arguments", "message"),
     [
         (["--topology=double_ring", "--workers=6"], "workers must be a multiple of 4, not 6"),
-        (["--backup_workers=4"], "backup_workers must be less than the in-neighbors"),
-        (["--protocol=notify_ack", "--backup_workers=1"], "notify_ack excludes backup workers"),
-        (["--protocol=notify_ack", "--max_iteration_gap=3"], "--max_iteration_gap applies only"),
-        (["--strategy=gba", "--global_batch_size=8"], "needs --staleness_tolerance"),
         (["--strategy=async"], "--strategy must be hop or local"),
-        (["--strategy=local", "--topology=ring"], "--topology applies only with --strategy=hop"),
-        (["--jump_trigger=3"], "--jump_trigger applies only with --max_jump"),
         (["--data_location=/nowhere"], "is no file and no folder"),
     ],
 )
@@ -118,7 +112,7 @@ def test_wide_and_deep_trains_decentralized(tmp_path):
     # A log of few categories: all tables travel whole.
     random = np.random.default_rng(5)
     with open(tmp_path / "log.tsv", "w") as file:
-        for label in random.integers(0, 2, 3000):
+        for label in random.integers(0, 2, 1500):
             numbers = random.integers(0, 5, 13) + 5 * label
             categories = [f"{label}{random.integers(0, 4):x}"] * 26
             file.write("\t".join(map(str, [label, *numbers, *categories])) + "\n")
@@ -126,7 +120,7 @@ def test_wide_and_deep_trains_decentralized(tmp_path):
         "wide_deep_ctr.py",
         *("--dataset=criteo", f"--data_location={tmp_path / 'log.tsv'}"),
         *("--strategy=hop", "--workers=2", "--topology=ring", "--staleness_bound=1"),
-        "--batch_size=32",
+        "--batch_size=64",
         f"--metrics_json={tmp_path / 'm.json'}",
     )
     assert done.returncode == 0, done.stderr[-3000:]

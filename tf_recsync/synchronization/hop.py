@@ -603,7 +603,7 @@ class HopGroup:
                     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _carry(dtype: tf.DType, is_limited: bool) -> Callable:
     """What carries some parcels along an edge, and tells whether there will be more.
 
