@@ -169,24 +169,22 @@ def test_models_of_every_kind_train_and_validate(two, build):
     model = compiled(two, build, metrics=lambda: ["AUC"])
     x, y = clicks()
     validation = clicks(960, seed=4)
-    history = model.fit(x, y, BATCH, epochs=4, validation_data=validation, verbose=0).history
+    history = model.fit(x, y, BATCH, epochs=3, validation_data=validation, verbose=0).history
     assert set(history) == {"loss", "AUC", "val_loss", "val_AUC"}
-    assert all(len(values) == 4 for values in history.values())
+    assert all(len(values) == 3 for values in history.values())
     assert history["loss"][-1] < history["loss"][0]
     assert history["AUC"][-1] > history["AUC"][0]
     assert history["val_AUC"][-1] > 0.5
-    assert steps_of(model) == 4 * 20
+    assert steps_of(model) == 3 * 20
 
 
 @pytest.mark.parametrize(
     ("kind", "steps_per_execution"),
     [
         ("arrays", 3),
-        ("dataset", 1),
         ("static shapes", 1),
         ("static shapes", 3),
         ("unknown length", 1),
-        ("unknown length", 3),
     ],
 )
 def test_each_batch_of_an_epoch_goes_to_exactly_one_worker(two, kind, steps_per_execution):

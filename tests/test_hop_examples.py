@@ -83,28 +83,18 @@ def test_wrong_flags_are_refused_before_training(libsvm, arguments, message):
     assert message in done.stderr
 
 
-def test_images_are_learned_without_any_click():
-    done = run("hop_image.py", "--workers=2", "--topology=ring", "--rows=512", "--width=0.06")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "VGG11-style network" in done.stdout and "iterations" in done.stdout
-
-
-def test_images_in_the_form_of_cifar_10_are_read(tmp_path):
+def test_images_in_the_form_of_cifar_10_are_learned_without_any_click(tmp_path):
     random = np.random.default_rng(0)
     for name in ("data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"):
         records = random.integers(0, 256, (64, 3073), np.uint8)
         records[:, 0] %= 10
         records.tofile(tmp_path / name)
-    done = run(
-        "hop_image.py",
-        "--strategy=local",
-        f"--data_location={tmp_path}",
-        "--width=0.05",
-        "--steps=2",
-    )
+    arguments = f"--data_location={tmp_path}", "--workers=2", "--topology=ring"
+    done = run("hop_image.py", *arguments, "--batch_size=8", "--width=0.05")
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "VGG11-style network" in done.stdout and "iterations" in done.stdout
     (tmp_path / "data_batch_3.bin").write_bytes(b"short")
-    done = run("hop_image.py", "--strategy=local", f"--data_location={tmp_path}")
+    done = run("hop_image.py", *arguments)
     assert "data_batch_3.bin: 5 bytes are not records of 3073" in done.stderr
 
 

@@ -83,7 +83,7 @@ def test_more_rows_cost_more_with_and_without_updates():
 
 
 def test_wide_rows_cost_more():
-    narrow, wide = tables_and_features(4), tables_and_features(64)
+    narrow, wide = tables_and_features(4), tables_and_features(256)
     costs = [recsync.profile_costs(*tables, data())["a"] for tables in (narrow, wide)]
     assert costs[1] > 1.5 * costs[0]
 
