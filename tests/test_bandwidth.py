@@ -97,7 +97,7 @@ def test_shapes_are_known_and_checked_while_tracing():
 
 @pytest.fixture
 def four(clusters):
-    strategy = clusters.strategy(workers=4, ps=2, processes=0)
+    strategy = clusters.strategy(workers=4, ps=2)
     yield strategy
     recsync.testing.set_bandwidth(strategy, None)
 

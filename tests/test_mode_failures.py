@@ -160,7 +160,7 @@ def test_training_fails_when_no_worker_is_left(mortal, mode):
 
 @pytest.fixture
 def three(clusters):
-    return clusters.get(workers=3, ps=2, processes=0)
+    return clusters.get(workers=3, ps=2)
 
 
 @pytest.mark.timeout(60)

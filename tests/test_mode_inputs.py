@@ -13,7 +13,7 @@ from tf_recsync.optimizers import SGD
 
 @pytest.fixture
 def three(clusters):
-    return clusters.get(workers=3, ps=2, processes=0)
+    return clusters.get(workers=3, ps=2)
 
 
 def test_the_modes_are_the_rows_of_the_table(three):

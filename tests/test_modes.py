@@ -21,12 +21,12 @@ SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.5)
 
 @pytest.fixture
 def three(clusters):
-    return clusters.get(workers=3, ps=2, processes=0)
+    return clusters.get(workers=3, ps=2)
 
 
 @pytest.fixture
 def one(clusters):
-    return clusters.get(workers=1, ps=2, processes=0)
+    return clusters.get(workers=1, ps=2)
 
 
 def trained(strategy, build, make, batches, epochs, steps, seconds=0.01, **kwargs):

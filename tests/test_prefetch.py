@@ -13,7 +13,7 @@ STEPS_PER_CALL = 4
 
 @pytest.fixture(scope="module")
 def cluster():
-    with recsync.LocalCluster(workers=1, ps=2, processes=0) as cluster:
+    with recsync.LocalCluster(workers=1, ps=2) as cluster:
         yield cluster
 
 

@@ -133,7 +133,7 @@ def test_wrong_slowdowns_are_refused(make, message):
 
 @pytest.fixture
 def four(clusters):
-    return clusters.strategy(workers=4, ps=1, processes=0)
+    return clusters.strategy(workers=4, ps=1)
 
 
 def test_wrong_compute_times_are_refused(four):

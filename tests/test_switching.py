@@ -72,7 +72,7 @@ STRATEGIES = {
 
 def start(clusters, mode: str, workers: int, ps: int, make=make) -> tuple:
     """(a strategy, a model that it is to train)"""
-    strategy = STRATEGIES[mode](clusters.get(workers, ps, processes=0))
+    strategy = STRATEGIES[mode](clusters.get(workers, ps))
     return strategy, compiled(strategy, build, make)
 
 
@@ -364,10 +364,10 @@ def test_a_tensorflow_checkpoint_is_converted_at_fit(clusters, tmp_path):
 
     x, y = np.ones((64, 2), np.float32), np.ones((64, 1), np.float32)
     rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(LOCAL)
-    model = compiled(STRATEGIES["GBA"](clusters.get(2, 1, processes=0)), dense, make)
+    model = compiled(STRATEGIES["GBA"](clusters.get(2, 1)), dense, make)
     model.fit(rows, epochs=3, verbose=0)
     tf.train.Checkpoint(model=model).write(str(tmp_path / "checkpoint"))
-    model = compiled(STRATEGIES["async"](clusters.get(1, 1, processes=0)), dense, make)
+    model = compiled(STRATEGIES["async"](clusters.get(1, 1)), dense, make)
     with model.distribute_strategy.scope():
         model.optimizer.build(model.trainable_variables)
     status = tf.train.Checkpoint(model=model).read(str(tmp_path / "checkpoint"))
