@@ -24,7 +24,7 @@ def two(clusters):
 @pytest.fixture(scope="module")
 def unkillable():
     """A cluster in this process, not connected: its servers can't be killed."""
-    with recsync.LocalCluster(workers=1, ps=1) as cluster:
+    with recsync.LocalCluster(workers=1, ps=1, processes=0) as cluster:
         yield cluster
 
 
