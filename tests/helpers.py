@@ -19,31 +19,22 @@ LOSS = "binary_crossentropy"
 
 
 class Clusters:
-    """Local clusters, one at a time, each kept until another is asked for.
-
-    Servers are processes of their own, as users have them, or in this process
-    (`processes=0`): for tests with many workers that end none of them, to start soon.
-    """
+    """Local clusters, one at a time, each kept until another is asked for."""
 
     def __init__(self):
         self._cluster: recsync.LocalCluster | None = None
-        self._form: tuple | None = None
         self._strategy: recsync.AsyncStrategy | None = None
 
-    def get(self, workers: int, ps: int, processes: int | None = None) -> recsync.LocalCluster:
-        """A cluster of this size and form."""
-        form = (workers, ps, processes)
-        if self._cluster is None or self._form != form:
+    def get(self, workers: int, ps: int) -> recsync.LocalCluster:
+        """A cluster of this size."""
+        if self._cluster is None or (self._cluster.workers, self._cluster.ps) != (workers, ps):
             self.close()
-            self._cluster = recsync.LocalCluster(workers=workers, ps=ps, processes=processes)
-            self._form = form
+            self._cluster = recsync.LocalCluster(workers=workers, ps=ps)
         return self._cluster
 
-    def strategy(
-        self, workers: int, ps: int, processes: int | None = None
-    ) -> recsync.AsyncStrategy:
+    def strategy(self, workers: int, ps: int) -> recsync.AsyncStrategy:
         """The strategy that tests on this cluster share."""
-        cluster = self.get(workers, ps, processes)
+        cluster = self.get(workers, ps)
         if self._strategy is None or self._strategy.cluster is not cluster:
             self._strategy = recsync.AsyncStrategy(cluster)
         recsync.testing.set_compute_time(self._strategy, None)

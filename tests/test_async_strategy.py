@@ -182,9 +182,11 @@ def test_models_of_every_kind_train_and_validate(two, build):
     ("kind", "steps_per_execution"),
     [
         ("arrays", 3),
+        ("dataset", 1),
         ("static shapes", 1),
         ("static shapes", 3),
         ("unknown length", 1),
+        ("unknown length", 3),
     ],
 )
 def test_each_batch_of_an_epoch_goes_to_exactly_one_worker(two, kind, steps_per_execution):

@@ -184,7 +184,7 @@ def assert_same(found: dict, expected: dict):
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("optimizer", ["SwapAdagrad", "Adam"])
+@pytest.mark.parametrize("optimizer", ["SwapAdagrad", "Adam", "Ftrl"])
 def test_a_checkpoint_goes_from_two_servers_to_three_and_to_none(clusters, tmp_path, optimizer):
     strategy = clusters.strategy(1, 2)
     with strategy.scope():

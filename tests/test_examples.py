@@ -93,65 +93,63 @@ SMALL = ["--rows=4000", "--batch_size=200", "--deep_learning_rate=0.1"]
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stock", [False, True])
 def test_it_trains_locally_and_reports(tmp_path, stock):
-    figures, printed = run(
-        tmp_path, "--strategy=local", *SMALL, "--tf" if stock else "--mean_normalization"
-    )
+    figures, printed = run(tmp_path, "--strategy=local", *SMALL, *(["--tf"] if stock else []))
     assert set(figures) >= KEYS
     assert (figures["examples"], figures["steps"]) == (4000, 20)
     assert (figures["staleness_mean"], figures["workers"], figures["ps"]) == (1.0, 1, 0)
-    # Moving means are far from converged after so few steps.
-    assert (0.6 if stock else 0.4) < figures["auc"] < 1 and math.isfinite(
-        figures["normalized_entropy"]
-    )
+    assert 0.5 < figures["auc"] < 1 and math.isfinite(figures["normalized_entropy"])
     assert "the best possible" in printed
 
 
-MODEL = [
-    "--optimizer=swap_adagrad",
-    "--swap_period=5",
-    "--linear_learning_rate=0.02",
-    *SMALL,
-]
-
-
 @pytest.mark.timeout(300)
-def test_it_trains_with_all_its_options_and_goes_on_in_another_mode(tmp_path):
-    out = tmp_path / "out"
+def test_it_trains_on_a_cluster_with_all_its_options_and_saves(tmp_path):
     figures, printed = run(
         tmp_path,
         "--strategy=async",
         "--workers=2",
         "--ps=2",
+        "--optimizer=swap_adagrad",
+        "--swap_period=5",
         "--swap_decay=0.9",
+        "--linear_learning_rate=0.02",
         "--staleness=inverse_power",
         "--staleness_baseline=2",
+        "--update_sensitivity=1.0",
+        "--mean_normalization",
         "--compute_seconds=0.01",
         "--steps=12",
         "--epochs=2",
         "--steps_per_execution=3",
-        f"--output_dir={out}",
-        *MODEL,
+        f"--output_dir={tmp_path / 'out'}",
+        *SMALL,
     )
     assert (figures["strategy"], figures["workers"], figures["ps"]) == ("async", 2, 2)
     assert (figures["steps"], figures["examples"]) == (24, 24 * 200)
     assert 1 <= figures["staleness_mean"] <= figures["staleness_max"]
-    assert (out / "model.weights.h5").exists()
-    assert (out / "saved_model" / "saved_model.pb").exists()
-    assert list(out.rglob("events.out.tfevents*"))
+    assert (tmp_path / "out" / "model.weights.h5").exists()
+    assert (tmp_path / "out" / "saved_model" / "saved_model.pb").exists()
+    assert list((tmp_path / "out").rglob("events.out.tfevents*"))
     assert "staleness" in printed
+
+
+@pytest.mark.timeout(300)
+def test_it_goes_on_in_another_mode_from_what_an_earlier_run_saved(tmp_path):
+    batches = ["--batch_size=100", "--global_batch_size=200", "--rows=4000"]
+    saved = tmp_path / "out"
+    figures, _ = run(tmp_path, "--strategy=sync", *batches, f"--output_dir={saved}")
+    assert (figures["steps"], figures["excluded"], figures["staleness_max"]) == (20, 0, 1)
     figures, printed = run(
         tmp_path,
         "--strategy=gba",
-        "--global_batch_size=400",
         "--staleness_tolerance=3",
         "--workers=3",
         "--ps=2",
         "--compute_seconds=0.02",
         "--slow_workers=1",
-        f"--restore_from={out}",
-        *MODEL,
+        f"--restore_from={saved}",
+        *batches,
     )
-    assert (figures["strategy"], figures["steps"], figures["examples"]) == ("gba", 10, 4000)
-    # Each of the 20 batches reaches both servers, with gradients for both optimizers.
+    assert (figures["strategy"], figures["steps"], figures["examples"]) == ("gba", 20, 4000)
+    # Each of the 40 batches reaches both servers.
     assert figures["included"] + figures["excluded"] == 80
     assert figures["auc"] > 0.55 and "excluded" in printed

@@ -111,7 +111,9 @@ def test_a_worker_that_stands_still_is_named(cluster, caplog):
 
     # More than is done before all wait for the worker.
     model.fit(dataset(8000), verbose=0, callbacks=[Once(8, pause)])
-    line = stalls()[0]
+    lines = stalls()
+    assert lines, caplog.text
+    line = lines[0]
     assert "of worker 6" in line or "and 6" in line
 
 

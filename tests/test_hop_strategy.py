@@ -172,7 +172,7 @@ def test_fit_evaluate_predict_and_callbacks_work_as_users_know_them(cluster, tmp
         verbose=0,
     ).history
     assert history["loss"][-1] < history["loss"][0]
-    assert history["val_accuracy"][-1] > 0.5  # Far from converged: a dozen iterations.
+    assert history["val_accuracy"][-1] > 0.6  # Far from converged; chance is 0.5.
     assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.1 / 4)
     assert len(set(seen)) > 2  # Reading while workers train shows what is learned.
     loss, accuracy = model.evaluate(x, y, batch_size=64, verbose=0)
@@ -222,6 +222,7 @@ def test_steps_per_epoch_splits_a_run_and_iterations_go_on(cluster):
         model = classifier(keras.optimizers.Adam(0.01))
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat()
     history = model.fit(dataset, epochs=3, steps_per_epoch=40, verbose=0).history
+    assert len(history["loss"]) == 3
     assert history["loss"][-1] < history["loss"][0]
     reports = strategy.workers(model)
     entered = sum(report.iteration + 1 for report in reports)

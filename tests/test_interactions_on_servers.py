@@ -95,7 +95,7 @@ def state_of(model):
 
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [("Adam", {}), ("SwapAdagrad", {"global_clipnorm": 0.05})],
+    [("SwapAdagrad", {}), ("Adam", {}), ("SwapAdagrad", {"global_clipnorm": 0.05})],
 )
 def test_two_servers_train_as_one_process_does_and_as_with_the_worker(clusters, optimizer, options):
     strategy = clusters.strategy(1, 2)
