@@ -1,5 +1,6 @@
 """AsyncStrategy when things go wrong: refused models, errors in user code, lost servers."""
 
+import gc
 import threading
 import time
 
@@ -191,6 +192,30 @@ def test_an_error_in_a_callback_ends_fit_and_the_next_fit_works(two):
     with compute_time(two, 0.02), pytest.raises(KeyError, match="a user's mistake"):
         model.fit(ones, ones, 1, callbacks=[AtBatch(3, fail)], verbose=0)
     check_trains(two)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("steps_per_epoch", [None, 20])
+def test_the_pipeline_of_a_pass_that_was_left_ends(two, steps_per_epoch):
+    left = threading.Event()
+
+    def endless():
+        try:
+            while True:
+                yield np.ones((1, 1), np.float32), np.ones((1, 1), np.float32)
+        finally:
+            left.set()
+
+    spec = tf.TensorSpec((1, 1))
+    ones = tf.data.Dataset.from_generator(endless, output_signature=(spec, spec))
+    model = compiled(two, slope_model, lambda: SGD(1.0), mean_output)
+    stop = AtBatch(10, lambda: setattr(model, "stop_training", True))
+    model.fit(ones, epochs=2, steps_per_epoch=steps_per_epoch, callbacks=[stop], verbose=0)
+    deadline = time.monotonic() + 60
+    while not (left.is_set() and two.cluster.data_service.tasks() == 0):
+        assert time.monotonic() < deadline, two.cluster.data_service.tasks()
+        gc.collect()  # Keras's iterator is part of a cycle.
+        time.sleep(0.1)
 
 
 # Servers die.

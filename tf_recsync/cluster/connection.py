@@ -14,7 +14,7 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context, executor
 
 from tf_recsync import _engine
-from tf_recsync.cluster import tf_config
+from tf_recsync.cluster import data_service, tf_config
 
 _CHIEF = "chief"
 _DISCONNECT_SECONDS = 10.0  # How long `close` waits for TensorFlow.
@@ -39,6 +39,7 @@ class Cluster:
       resolver: The same as a `tf.distribute.cluster_resolver.ClusterResolver`.
       workers: The number of workers.
       ps: The number of parameter servers.
+      data_service: Hands the workers their data, from this process.
 
     Example:
       ```python
@@ -71,6 +72,7 @@ class Cluster:
         self.workers = len(self._addresses.get("worker", ()))
         self.ps = len(self._addresses.get("ps", ()))
         self.cluster_spec = tf.train.ClusterSpec(self._addresses)
+        self.data_service = data_service.DataService(self.host)
         has_chief = _CHIEF in self._addresses
         self.resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             self.cluster_spec,

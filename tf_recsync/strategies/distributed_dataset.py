@@ -8,63 +8,28 @@ more.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import data_service_ops
 
+from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.worker_run import WorkerRun
 
 _REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
 _epochs = itertools.count()  # Names of data service jobs; unique in the process.
 
 
-class DataService:
-    """A dispatcher and a worker of tf.data's service, in this process.
-
-    Args:
-        host: the name or address by which the cluster's workers reach this
-            process.
-        workers: their number.
-    """
-
-    def __init__(self, host: str, workers: int):
-        self._host = host
-        self._workers = workers
-        self._lock = threading.Lock()
-        self._dispatcher = None
-        self._worker = None
-
-    def start(self) -> None:
-        """Starts the servers; does nothing the second time."""
-        with self._lock:
-            if self._dispatcher is not None:
-                return
-            service = tf.data.experimental.service
-            dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
-            port = dispatcher.target.rpartition(":")[2]
-            self._worker = service.WorkerServer(
-                service.WorkerConfig(
-                    dispatcher_address=f"{self._host}:{port}",
-                    worker_address=f"{self._host}:%port%",
-                    port=0,
-                    heartbeat_interval_ms=1000,
-                )
-            )
-            self._address = f"grpc://{self._host}:{port}"
-            self._dispatcher = dispatcher
-
-    def register(self, dataset: tf.data.Dataset) -> RegisteredDataset:
-        """Registers a dataset, whose pipeline the service then runs."""
-        self.start()
-        # The servers' names mean nothing to the service: pin nothing.
-        with tf.device("/CPU:0"):
-            dataset_id = tf.data.experimental.service.register_dataset(
-                self._address, dataset, compression=None
-            )
-        return RegisteredDataset(self._address, dataset_id, dataset.element_spec, self._workers)
+def register(cluster: Cluster, dataset: tf.data.Dataset) -> RegisteredDataset:
+    """Registers a dataset with a cluster's data service, which then runs its pipeline."""
+    address = cluster.data_service.start()
+    # The servers' names mean nothing to the service: pin nothing.
+    with tf.device("/CPU:0"):
+        dataset_id = tf.data.experimental.service.register_dataset(
+            address, dataset, compression=None
+        )
+    return RegisteredDataset(address, dataset_id, dataset.element_spec, cluster.workers)
 
 
 class RegisteredDataset:
@@ -134,7 +99,7 @@ class DistributedDataset:
     """What a strategy makes of a user's dataset: its batches, one worker each.
 
     Args:
-        service: where the input pipeline runs.
+        cluster: the workers, and where the input pipeline runs.
         dataset: a batched tf.data.Dataset.
         start_predict: starts the workers on an iterator whose items are
             predictions; None if the dataset is trained or evaluated on.
@@ -145,7 +110,7 @@ class DistributedDataset:
 
     def __init__(
         self,
-        service: DataService,
+        cluster: Cluster,
         dataset: tf.data.Dataset,
         start_predict: Callable[[DistributedIterator], WorkerRun] | None,
         steps_per_epoch: int | None,
@@ -157,7 +122,7 @@ class DistributedDataset:
         self._length = length
         self.batch_size = batch_size
         self.start_predict = start_predict
-        self._service = service
+        self._cluster = cluster
         self._registered: RegisteredDataset | None = None
 
     @property
@@ -177,7 +142,7 @@ class DistributedDataset:
         if self._registered is None:
             # Predictions go back into the order of the data by their numbers.
             dataset = self.dataset if self.start_predict is None else self.dataset.enumerate()
-            self._registered = self._service.register(dataset)
+            self._registered = register(self._cluster, dataset)
         return self._registered
 
     def __iter__(self) -> DistributedIterator:

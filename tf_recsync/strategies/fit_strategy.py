@@ -11,7 +11,7 @@ from tensorflow.python.data.experimental.ops import distribute
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import model_functions, worker_functions
-from tf_recsync.strategies.distributed_dataset import DataService, DistributedDataset
+from tf_recsync.strategies.distributed_dataset import DistributedDataset
 
 
 class FitStrategy:
@@ -30,7 +30,6 @@ class FitStrategy:
         self._local_batch_size = local_batch_size
         self._compute_time: worker_functions.ComputeTime | None = None
         self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
-        self._data_service = DataService(cluster.host, cluster.workers)
 
     @property
     def cluster(self) -> Cluster:
@@ -57,7 +56,7 @@ class FitStrategy:
             dataset, steps = dataset.take(steps), None
         batch = self._batch_size(dataset, batch) if verb == "fit" else None
         start_predict = model.predict_function.start if verb == "predict" else None
-        return DistributedDataset(self._data_service, dataset, start_predict, steps, length, batch)
+        return DistributedDataset(self._cluster, dataset, start_predict, steps, length, batch)
 
     def _batch_size(self, dataset: tf.data.Dataset, known: int | None) -> int | None:
         """The examples of a dataset's batches, the last one apart; None if they can't be known.

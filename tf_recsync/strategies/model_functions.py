@@ -438,6 +438,7 @@ class WorkerState:
         steps: how many steps it did earlier in the pass, before it was lost.
 
     Attributes:
+        iterator: as above; None from `close` on.
         steps: how many steps it has done in the pass, as far as known.
     """
 
@@ -448,7 +449,7 @@ class WorkerState:
         private: list[np.ndarray],
         steps: int = 0,
     ):
-        self.iterator = iterator
+        self.iterator: tf.data.Iterator | None = iterator
         self.reset_metrics = False
         self.steps = steps
         self._worker = on_worker(np.int64(worker))
@@ -456,6 +457,10 @@ class WorkerState:
         self._has_begun = False
         self._steps = tf.Variable(on_worker(np.int64(steps)), trainable=False)
         self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
+
+    def close(self) -> None:
+        """Leaves the data; the pipeline of a pass that all workers have left is ended."""
+        self.iterator = None
 
     @property
     def inputs(self) -> list[tf.Tensor]:

@@ -22,6 +22,13 @@ _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
 
 
+class State(Protocol):
+    """What lives on a worker during a pass."""
+
+    def close(self) -> None:
+        """The pass has ended for the worker: lets go of its part of the data."""
+
+
 class Slot:
     """A worker as the run sees it; its thread writes, the coordinator reads.
 
@@ -38,7 +45,7 @@ class Slot:
     def __init__(self, index: int):
         self.index = index
         self.device = f"/job:worker/replica:0/task:{index}"
-        self.state: Any = None
+        self.state: State | None = None
         self.busy_since: float | None = None
         self.lost = False
         self.running = True
@@ -237,7 +244,11 @@ class WorkerRun:
     def _drive(self, slot: Slot) -> None:
         try:
             with self._cluster.dispatch_scope(), tf.device(slot.device):
-                self._drive_in_scope(slot)
+                try:
+                    self._drive_in_scope(slot)
+                finally:
+                    if slot.state is not None:
+                        slot.state.close()
         except Exception as error:  # Handed to whoever waits.
             with self._changed:
                 if self._error is None:
