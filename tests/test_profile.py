@@ -6,12 +6,14 @@ import pytest
 import tensorflow as tf
 
 import tf_recsync as recsync
+from tf_recsync import ops
 from tf_recsync.embedding import profile
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
 
 BATCH = 256
-# Few, many or very many ids of an example, in tables whose sizes say nothing about it.
-IDS = {"a": 40, "b": 1, "c": 20, "d": 2, "e": 10, "f": 1, "g": 5, "h": 3}
+# Few, many or very many ids of an example, in tables whose sizes say nothing about it. By turns,
+# the first of three servers has most; no table has much more than a third of all.
+IDS = {"a": 40, "b": 1, "c": 5, "d": 30, "e": 10, "f": 1, "g": 20, "h": 3}
 SIZES = [20_000, 90_000, 15_000, 60_000, 12_000, 70_000, 10_000, 50_000]
 ROWS = dict(zip(IDS, SIZES, strict=True))
 
@@ -48,8 +50,7 @@ def test_a_plan_from_a_profile_is_what_the_servers_hold(clusters, tmp_path):
     for shard in plan.shards:
         rows[shard.ps] += IDS[shard.table] / shard.count
     by_turns = np.bincount(np.arange(len(tables)) % 3, list(IDS.values()))
-    # (A table that is not split may be worth more rows than a server has on average.)
-    assert imbalance(rows) < 1.5 < imbalance(by_turns)
+    assert imbalance(rows) < 1.3 < 2 < imbalance(by_turns)
 
     plan.save(tmp_path / "plan.json")
     plan = recsync.PlacementPlan.load(tmp_path / "plan.json")
@@ -77,9 +78,20 @@ def test_more_rows_cost_more_with_and_without_updates():
     for costs in (lookups, both):
         assert list(costs) == list(ROWS)
         assert costs["a"] > costs["e"] > costs["b"]
-        # 40 rows for an example against 5; begun by the pool's threads, many take longer than few.
-        assert costs["a"] > 1.5 * costs["g"]
-    assert all(both[table] > lookups[table] for table in ("a", "c", "e"))
+        # 40 rows for an example against 5.
+        assert 4 < costs["a"] / costs["c"] < 16
+    assert all(both[table] > lookups[table] for table in ("a", "d", "g"))
+
+
+def test_kernels_may_use_all_threads_again_when_costs_are_known():
+    before = int(ops.limit_parallelism(3))
+    recsync.profile_costs([TableConfig("a", 10, 4)], [FeatureConfig("x", "a")], [{"x": [1, 2]}])
+    assert int(ops.limit_parallelism(before)) == 3
+    for wrong in (0, -1, [1, 2]):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="limit must be"):
+            ops.limit_parallelism(wrong)
+    with pytest.raises(ValueError, match="rank 0"):
+        tf.function(lambda: ops.limit_parallelism([1, 2]))()
 
 
 def test_wide_rows_cost_more():

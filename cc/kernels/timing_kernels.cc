@@ -1,5 +1,6 @@
 // Kernels that wait: artificial compute time, artificial bandwidth. And the
-// pool of threads that the servers of this process have in common.
+// threads that kernels have: the pool that the servers of this process share,
+// and how many of a pool one kernel uses.
 
 #include <chrono>
 #include <cmath>
@@ -19,6 +20,7 @@
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/platform/threadpool.h"
 #include "tensorflow/core/public/session_options.h"
+#include "tensorflow/core/util/work_sharder.h"
 
 namespace recsync {
 namespace {
@@ -174,6 +176,31 @@ class ServerThreadsOp : public OpKernel {
   }
 };
 
+// An eager op runs in the thread that calls it, which the limit is for.
+class LimitParallelismOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* ctx) override {
+    const Tensor& input = ctx->input(0);
+    OP_REQUIRES(
+        ctx, input.NumElements() == 1,
+        absl::InvalidArgumentError(absl::StrCat("limit must be a scalar, not ",
+                                                input.shape().DebugString())));
+    const int32_t limit = input.flat<int32_t>()(0);
+    OP_REQUIRES(ctx, limit >= 1,
+                absl::InvalidArgumentError(
+                    absl::StrCat("limit must be at least 1, not ", limit)));
+    Tensor* output;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {}, &output));
+    output->scalar<int32_t>()() = tensorflow::GetPerThreadMaxParallelism();
+    tensorflow::SetPerThreadMaxParallelism(limit);
+  }
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("RecsyncLimitParallelism").Device(tensorflow::DEVICE_CPU),
+    LimitParallelismOp);
 REGISTER_KERNEL_BUILDER(
     Name("RecsyncServerThreads").Device(tensorflow::DEVICE_CPU),
     ServerThreadsOp);

@@ -1,5 +1,5 @@
 // Ops of the testing tools: artificial compute time, artificial bandwidth,
-// servers that share a process.
+// servers that share a process. And what measurements need.
 
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -41,6 +41,26 @@ as that wants it.
 
 threads: A scalar, at least 1: how large to make it, if there is none.
 size: A scalar: how large the pool is.
+)doc");
+
+REGISTER_OP("RecsyncLimitParallelism")
+    .Input("limit: int32")
+    .Output("previous: int32")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle unused;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 0, &unused));
+      c->set_output(0, c->Scalar());
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Limits how many threads each kernel uses that the calling thread runs.
+
+For measurements: with 1, the time of the calling thread's processor is all that
+a kernel takes. Call it eagerly; in a function, the thread may be any.
+
+limit: A scalar, at least 1.
+previous: A scalar: the limit before.
 )doc");
 
 // Not stateful, although it has a state: tf.function runs stateful ops one

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -37,7 +38,7 @@ def profile_costs(
 
     The first batches of the data are looked up in each table by the kernels that parameter servers
     run, gathering and pooling, in this process; with an `optimizer`, the table is updated too. What
-    is measured is the time of the processor, which depends little on what else the machine does;
+    is measured is the time of one processor, which depends little on what else the machine does;
     the fastest of several passes counts. Finding the rows that ids belong to is the workers' task,
     and is not measured, nor is the network.
 
@@ -103,7 +104,7 @@ def profile_costs(
     if lookup is not None:
         return _time_lookup(tables, features, taken, lookup)
     costs = {}
-    with tf.device("/CPU:0"):
+    with tf.device("/CPU:0"), _one_thread():
         for table in tables:
             own = [feature for feature in features if feature.table == table.name]
             costs[table.name] = _time_kernels(table, _bags(table, own, taken), optimizer)
@@ -195,7 +196,6 @@ def _time_kernels(table: TableConfig, batches: list[Bags], optimizer: Optimizer 
             **bags.inputs(),
         )
 
-    # All in one call, which the threads of the pool begin but once.
     seconds = _fastest(gather, [PackedBags.pack([merge(batches)])], nothing)
     if optimizer is not None:
         config = {**optimizer.get_config(), "tables": ".*", "learning_rate": 0.01}
@@ -224,15 +224,28 @@ def _time_updates(
 _NO_GRADIENT = np.zeros([0], np.float32)
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Inside, kernels that this thread calls run in it alone.
+
+    The operating system counts the time of other threads late: when they stop, or at a tick.
+    """
+    before = ops.limit_parallelism(1)
+    try:
+        yield
+    finally:
+        ops.limit_parallelism(before)
+
+
 def _fastest(
     call: Callable[[PackedBags], None], batches: list[PackedBags], nothing: PackedBags
 ) -> float:
     """Processor seconds of calls with all batches, less those of calls with nothing."""
 
     def measure(bags: PackedBags) -> float:
-        start = time.process_time()
+        start = time.thread_time()
         call(bags)
-        return time.process_time() - start
+        return time.thread_time() - start
 
     times = np.array(
         [[(measure(bags), measure(nothing)) for bags in batches] for _ in range(_PASSES)]

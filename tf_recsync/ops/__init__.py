@@ -39,6 +39,7 @@ mean_normalize = library.recsync_mean_normalize
 delay = library.recsync_delay
 transfer = library.recsync_transfer
 server_threads = library.recsync_server_threads
+limit_parallelism = library.recsync_limit_parallelism
 route_ids = library.recsync_route_ids
 assemble = library.recsync_assemble
 
