@@ -2,11 +2,11 @@
 #
 #   make demo PYTHON=python3.12          # the Python that .venv is made with
 #   make test PYTEST_FLAGS='-k staleness'
-#   make test TEST_PROCESSES=2           # files of tests side by side, on a machine with cores to spare
+#   make test TEST_PROCESSES=0           # all in one process; default: the files in two, side by side
 
 PYTHON ?= python3
 PYTEST_FLAGS ?=
-TEST_PROCESSES ?= 0
+TEST_PROCESSES ?= 2
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 
@@ -89,7 +89,7 @@ demo: build
 	@$(BIN)/python $(DEMO) $(DEMO_FLAGS)
 
 test: build
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 lint: $(INSTALLED)
 	@echo "== ruff check"

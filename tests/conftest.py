@@ -13,6 +13,27 @@ def pytest_sessionstart(session):
     gc.freeze()
 
 
+# The files that take longest, which go first: at the end of a run with several processes,
+# none shall have to wait long for another.
+_LONG = (
+    "test_async_strategy",
+    "test_examples",
+    "test_switching",
+    "test_hop_strategy",
+    "test_hop_examples",
+    "test_interactions_on_servers",
+    "test_collection_saving",
+    "test_mode_failures",
+    "test_modes",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Sorts the files, and leaves the order within them as it is."""
+    order = {name: number for number, name in enumerate(_LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 @pytest.fixture(scope="module")
 def clusters():
     """Local clusters, one at a time, ended with the module: a process has but one connection."""
