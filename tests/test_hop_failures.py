@@ -39,6 +39,13 @@ def dataset(examples=4000):
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
 
 
+def wait_for(condition, seconds=60.0):
+    """Returns when the condition holds, or when it has taken too long."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 class Once(keras.callbacks.Callback):
     """Does something once, when a number of batches is done."""
 
@@ -74,6 +81,39 @@ def test_with_backup_workers_the_others_go_on_when_a_worker_is_killed(cluster, c
     assert len(strategy.copies(model)) == WORKERS - 1
 
 
+@pytest.mark.parametrize("staleness_bound", [None, 3])
+def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(cluster, caplog, staleness_bound):
+    strategy = recsync.HopStrategy(
+        cluster,
+        topology.ring_based(WORKERS),
+        4,
+        backup_workers=1,
+        staleness_bound=staleness_bound,
+        check_invariants=True,
+    )
+    model = make_model(strategy)
+    seen = {}
+
+    def kill():
+        cluster.kill("worker", 5)
+
+    def restart():
+        cluster.restart("worker", 5)
+        wait_for(lambda: "worker:5 is back and takes part again" in caplog.text)
+        seen["back at"] = max(report.iteration for report in strategy.workers(model))
+
+    callbacks = [Once(60, kill), Once(200, restart)]
+    history = model.fit(dataset(8000), verbose=0, callbacks=callbacks).history
+    assert np.isfinite(history["loss"][0])
+    iterations = [report.iteration for report in strategy.workers(model)]
+    # All went on together, further than the others could have with a worker that stands still.
+    assert min(iterations) > seen["back at"] + 20
+    assert len(strategy.copies(model)) == WORKERS
+    # And do so in the next epoch.
+    model.fit(dataset(400), verbose=0)
+    assert min(report.iteration for report in strategy.workers(model)) > max(iterations)
+
+
 def test_without_backup_workers_training_ends_with_an_error_that_names_who_waits(cluster):
     strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
     model = make_model(strategy)
@@ -103,9 +143,7 @@ def test_a_worker_that_stands_still_is_named(cluster, caplog):
     def pause():
         pid = cluster.pid("worker", 6)
         os.kill(pid, signal.SIGSTOP)
-        deadline = time.monotonic() + 60
-        while not stalls() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for(stalls)
         os.kill(pid, signal.SIGCONT)
         model.stop_training = True
 

@@ -498,6 +498,12 @@ class HopWorker {
     for (const auto& item : outboxes_) item.second->Close();
   }
 
+  // While held, nothing is told to anybody; those that Collect get nothing, at
+  // once.
+  void HoldOutboxes(bool held) {
+    for (const auto& item : outboxes_) item.second->Hold(held);
+  }
+
   // Ends everything that waits.
   void Close() {
     updates_.Close();

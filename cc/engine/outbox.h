@@ -105,10 +105,23 @@ class Outbox {
     if (discarding) Clear();
   }
 
+  // While held, nothing is told: the wait, and every one that comes, ends at
+  // once with an empty parcel. What is put is kept.
+  void Hold(bool held) ABSL_LOCKS_EXCLUDED(mu_) {
+    Reply reply;
+    {
+      MutexLock lock(&mu_);
+      held_ = held;
+      Serve(&reply);
+    }
+    Send(&reply);
+  }
+
   // As a new outbox, with nothing to tell; a wait goes on.
   void Reset() ABSL_LOCKS_EXCLUDED(mu_) {
     MutexLock lock(&mu_);
     discarding_ = false;
+    held_ = false;
     Clear();
   }
 
@@ -160,6 +173,10 @@ class Outbox {
 
   void Serve(Reply* reply) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (waiting_ == nullptr) return;
+    if (held_) {
+      reply->done = std::exchange(waiting_, nullptr);
+      return;
+    }
     if (updates_.empty() && !news_) {
       if (!closed_) return;
       reply->answer = Answer::kClosed;
@@ -179,6 +196,7 @@ class Outbox {
   Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   bool discarding_ ABSL_GUARDED_BY(mu_) = false;
+  bool held_ ABSL_GUARDED_BY(mu_) = false;
   std::deque<std::pair<int64_t, Update>> updates_ ABSL_GUARDED_BY(mu_);
   int64_t progress_ ABSL_GUARDED_BY(mu_) = -1;
   bool news_ ABSL_GUARDED_BY(mu_) = false;  // progress_ was not told yet

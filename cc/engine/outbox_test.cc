@@ -47,6 +47,36 @@ TEST(OutboxTest, ProgressIsToldOnce) {
   EXPECT_EQ(Collected(&box), "nothing");
 }
 
+TEST(OutboxTest, WhileHeldNothingIsToldAndNothingIsLost) {
+  Box box(false);
+  std::string got;
+  box.Collect([&](Box::Answer answer, Box::Parcel parcel) {
+    EXPECT_EQ(answer, Box::Answer::kParcel);
+    EXPECT_FALSE(parcel.update.has_value());
+    got = std::to_string(parcel.progress) + "/" +
+          std::to_string(parcel.iteration);
+  });
+  EXPECT_EQ(got, "");
+  box.Hold(true);
+  EXPECT_EQ(got, "-1/-1");
+  box.Put(1, "a", 1);
+  box.Put(2, "b", 2);
+  EXPECT_EQ(Collected(&box), "-1/-1/none");
+  box.Close();  // Not before all is told.
+  EXPECT_EQ(Collected(&box), "-1/-1/none");
+  box.Hold(false);
+  EXPECT_EQ(Collected(&box), "2/1/a");
+  EXPECT_EQ(Collected(&box), "2/2/b");
+  EXPECT_EQ(Collected(&box), "closed");
+}
+
+TEST(OutboxTest, AResetOutboxIsNotHeld) {
+  Box box(false);
+  box.Hold(true);
+  box.Reset();
+  EXPECT_EQ(Collected(&box), "nothing");
+}
+
 TEST(OutboxTest, NewestOnlyReplacesWhatWaits) {
   Box box(/*newest_only=*/true);
   EXPECT_EQ(box.Put(1, "a", -1), 0);

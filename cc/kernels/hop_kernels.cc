@@ -604,6 +604,22 @@ class HopCloseOutboxesOp : public OpKernel {
   }
 };
 
+class HopHoldOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* ctx) override {
+    WorkerPtr worker;
+    OP_REQUIRES_OK(ctx, LookupWorker(ctx, &worker));
+    const Tensor& held = ctx->input(1);
+    OP_REQUIRES(
+        ctx, held.NumElements() == 1,
+        absl::InvalidArgumentError(absl::StrCat("held must be a scalar, not ",
+                                                held.shape().DebugString())));
+    worker->HoldOutboxes(held.flat<bool>()(0));
+  }
+};
+
 class HopInterruptOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
@@ -681,6 +697,7 @@ REGISTER_HOP(Deliver);
 REGISTER_HOP(Carried);
 REGISTER_HOP(SetNeighbor);
 REGISTER_HOP(CloseOutboxes);
+REGISTER_HOP(Hold);
 REGISTER_HOP(Interrupt);
 REGISTER_HOP(State);
 REGISTER_HOP(Events);

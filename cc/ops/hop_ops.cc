@@ -291,6 +291,21 @@ Lets RecsyncHopCollect end, once all is told, until RecsyncHopBegin.
 worker: A scalar, the worker.
 )doc");
 
+REGISTER_OP("RecsyncHopHold")
+    .Input("worker: resource")
+    .Input("held: bool")
+    .SetIsStateful()
+    .SetShapeFn(Scalars<2>)
+    .Doc(R"doc(
+Has a worker tell its neighbors nothing for a while.
+
+Until it is released, RecsyncHopCollect completes at once and gives nothing. The
+worker goes on, and keeps what it has to tell. RecsyncHopBegin releases it, too.
+
+worker: A scalar, the worker.
+held: A scalar, False to release it.
+)doc");
+
 REGISTER_OP("RecsyncHopInterrupt")
     .Input("worker: resource")
     .SetIsStateful()

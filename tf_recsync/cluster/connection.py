@@ -129,7 +129,7 @@ class Cluster:
                 )
             self._confine_listeners()
             deadline = time.monotonic() + timeout
-            self._wait_for_servers(deadline, timeout)
+            self.wait_for_servers(timeout)
             os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
             os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
             os.environ["GRPC_FAIL_FAST"] = "use_caller"
@@ -157,7 +157,7 @@ class Cluster:
             if _connected is not self:
                 raise RuntimeError("readmit needs a connected cluster; call connect() first")
             deadline = time.monotonic() + timeout
-            self._wait_for_servers(deadline, timeout)
+            self.wait_for_servers(timeout)
             _run_with_limit(
                 lambda: context.context().update_server_def(_own_server_def),
                 deadline,
@@ -253,7 +253,17 @@ class Cluster:
             self._chief_address,
         )
 
-    def _wait_for_servers(self, deadline: float, timeout: float) -> None:
+    def wait_for_servers(self, timeout: float = 60.0) -> None:
+        """Waits until all servers accept connections.
+
+        Args:
+          timeout: Seconds to wait; default 60.
+
+        Raises:
+          RuntimeError: A server was not up in time; the message names it.
+        """
+        _check_timeout(timeout)
+        deadline = time.monotonic() + timeout
         missing = [
             (f"{job}:{index}", address)
             for job, addresses in self._addresses.items()

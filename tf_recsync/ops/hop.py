@@ -31,6 +31,7 @@ for _name in (
     "RecsyncHopCarried",
     "RecsyncHopSetNeighbor",
     "RecsyncHopCloseOutboxes",
+    "RecsyncHopHold",
     "RecsyncHopInterrupt",
     "RecsyncHopState",
     "RecsyncHopEvents",
@@ -68,6 +69,7 @@ deliver = library.recsync_hop_deliver
 carried = library.recsync_hop_carried
 set_neighbor = library.recsync_hop_set_neighbor
 close_outboxes = library.recsync_hop_close_outboxes
+hold = library.recsync_hop_hold
 interrupt = library.recsync_hop_interrupt
 events = library.recsync_hop_events
 

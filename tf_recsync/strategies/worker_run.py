@@ -7,6 +7,7 @@ is back; the others go on.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from tf_recsync.cluster import Cluster, is_reachable
 
 _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
+_READMIT_SECONDS = 20.0  # For an attempt, once its server is up.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
 
 
@@ -63,6 +65,9 @@ class Crew(Protocol):
 
     def release(self) -> None:
         """Ends all waits of workers, with errors."""
+
+    def pause(self) -> contextlib.AbstractContextManager:
+        """Inside, no worker calls another."""
 
     def describe(self) -> str:
         """Who waits for whom, in words."""
@@ -389,7 +394,10 @@ class WorkerRun:
                 if self._stopped or self._should_stop() or self._error or nothing_left:
                     return False
             try:
-                self._cluster.readmit(timeout=_RETRY_SECONDS)
+                self._cluster.wait_for_servers(timeout=_RETRY_SECONDS)
+                pause = contextlib.nullcontext() if self._crew is None else self._crew.pause()
+                with pause:
+                    self._cluster.readmit(timeout=_READMIT_SECONDS)
             except (RuntimeError, tf.errors.OpError) as error:
                 logging.log_every_n_seconds(
                     logging.INFO, "worker:%d is not back yet: %s", 30, slot.index, error

@@ -6,6 +6,7 @@ has a gradient buffer for each optimizer, for the variables that it holds.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
@@ -236,6 +237,10 @@ class Aggregation:
         if self.mode.gate == "clock":
             with tf.device(self._tokens.device):
                 self._tokens.leave(worker)
+
+    def pause(self) -> contextlib.AbstractContextManager:
+        """Workers call parameter servers only, which stay where they are."""
+        return contextlib.nullcontext()
 
     def describe(self) -> str:
         """Who waits for whom, in words."""

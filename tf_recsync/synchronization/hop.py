@@ -1,15 +1,14 @@
 """Workers that exchange parameters with their neighbors (Hop).
 
-The protocol itself is in cc/engine/hop_worker.h. Here each worker gets what it keeps beside
-its parameters, loops carry parcels along the edges, and neighbors learn who has left, is
-lost, or is back.
+The protocol itself is in cc/engine/hop_worker.h, and hop_edges.py carries parcels along the
+edges. Here each worker gets what it keeps beside its parameters, and neighbors learn who has
+left, is lost, or is back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import time
 import uuid
@@ -18,23 +17,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 from absl import logging
-from tensorflow.python.framework import ops as framework_ops
 
-from tf_recsync import ops
-from tf_recsync.cluster import Cluster, is_reachable
+from tf_recsync.cluster import Cluster
 from tf_recsync.ops import hop
 from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.hop_edges import Edges, at
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 from tf_recsync.topology import Topology, gap_bounds
 
-_PARCELS_PER_CALL = 3
 _JOIN_SECONDS = 60.0
 _ANSWER_SECONDS = 2.0
 _WATCH_SECONDS = 1.0  # Between two looks at all workers.
 _MARGIN = 2  # Iterations until a worker that is back can take part, at least.
-
-
-_building = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +205,9 @@ class HopGroup:
         self._left: dict[int, int] = {}  # And in which iteration.
         self._ending = False
         self._all_there = True  # As long as that, the bounds hold.
-        self._edges: dict[tuple[int, int], threading.Thread] = {}
+        self._edges = Edges(
+            cluster, dtype, lambda: dict(self._living()), lambda error: self.fail(error)
+        )
         self._monitor: threading.Thread | None = None
         self._stop_monitor = threading.Event()
         self._events: list[tuple[int, ...]] = []
@@ -219,7 +215,6 @@ class HopGroup:
         self._asking = threading.Lock()
         self._asked: dict[int, threading.Thread] = {}  # The latest question to each worker.
         self._bandwidths = bandwidths
-        self._limits: dict[str, float] = {}  # As they were when the epoch began.
 
     def handle(self, worker: int) -> tf.Tensor:
         """The handle of what a worker keeps beside its parameters."""
@@ -284,10 +279,14 @@ class HopGroup:
         """Ends all waits, with errors."""
         self._ending = True
         for worker, handle in self._living():
-            with self._at(worker), contextlib.suppress(tf.errors.OpError):
+            with at(self._cluster, worker), contextlib.suppress(tf.errors.OpError):
                 hop.interrupt(handle)
-                hop.close_outboxes(handle)
+        self._edges.end()
         self._stop_monitor.set()
+
+    def pause(self) -> contextlib.AbstractContextManager:
+        """Inside, no worker calls another, while a server is taken into the cluster again."""
+        return self._edges.pause()
 
     def describe(self) -> str:
         """Who waits for whom, in words."""
@@ -313,12 +312,12 @@ class HopGroup:
         known = [state.iteration for state in self._states().values()]
         with self._lock:
             self._ending = False
-            self._limits = self._bandwidths()
+            self._edges.begin(self._bandwidths())
             self._left.clear()
             self._all_there = not self._lost
             self._first = max([-1, *known, *(r.iteration for r in self._reports.values())]) + 1
             for worker, handle in self._living():
-                with self._at(worker):
+                with at(self._cluster, worker):
                     hop.begin(handle, self._first)
         for worker in sorted(self._lost):
             self._tell_neighbors(worker, 0, -1)
@@ -328,11 +327,10 @@ class HopGroup:
         with self._lock:
             if self._ending:
                 return
+            there = self._handles.keys() - self._lost
             for sender, receiver in self._pairs():
-                thread = self._edges.get((sender, receiver))
-                there = {sender, receiver} <= self._handles.keys() - self._lost
-                if there and (thread is None or not thread.is_alive()):
-                    self._start_edge(sender, receiver)
+                if {sender, receiver} <= there:
+                    self._edges.start(sender, receiver)
             if self._monitor is None or not self._monitor.is_alive():
                 self._stop_monitor.clear()
                 self._monitor = threading.Thread(
@@ -344,14 +342,11 @@ class HopGroup:
         """Ends the loops of the edges when all is told; the workers are done."""
         self._ending = True
         self._stop_monitor.set()
-        for worker, handle in self._living():
-            with self._at(worker), contextlib.suppress(tf.errors.OpError):
-                hop.close_outboxes(handle)
+        self._edges.end()
         deadline = time.monotonic() + _JOIN_SECONDS
-        for thread in [*self._edges.values(), self._monitor]:
-            if thread is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
-        self._edges.clear()
+        self._edges.join(deadline)
+        if self._monitor is not None:
+            self._monitor.join(max(0.0, deadline - time.monotonic()))
         self._monitor = None
         self._observe()
 
@@ -415,7 +410,7 @@ class HopGroup:
         self.carry_on()
 
     def _iteration(self, worker: int) -> int:
-        with self._at(worker):
+        with at(self._cluster, worker):
             return int(hop.state(self.handle(worker)).iteration)
 
     def _tell_neighbors(self, worker: int, since: int, until: int) -> dict[int, int]:
@@ -425,7 +420,7 @@ class HopGroup:
             if not self._is_there(neighbor) and neighbor not in self._left:
                 continue
             # One that is gone as well, its own thread will find out.
-            with self._at(neighbor), contextlib.suppress(tf.errors.OpError):
+            with at(self._cluster, neighbor), contextlib.suppress(tf.errors.OpError):
                 handle = self.handle(neighbor)
                 iterations[neighbor] = int(hop.set_neighbor(handle, worker, since, until))
         return iterations
@@ -445,58 +440,13 @@ class HopGroup:
         with self._lock:
             return [(w, h) for w, h in sorted(self._handles.items()) if w not in self._lost]
 
-    @contextlib.contextmanager
-    def _at(self, worker: int):
-        """Calls on a worker from whatever thread this is."""
-        with self._cluster.dispatch_scope(), tf.device(_device(worker)):
-            yield
-
-    def _start_edge(self, sender: int, receiver: int) -> None:
-        self._edges[sender, receiver] = threading.Thread(
-            target=self._run_edge,
-            args=(sender, receiver),
-            name=f"recsync_hop_{sender}_{receiver}",
-            daemon=True,
-        )
-        self._edges[sender, receiver].start()
-
-    def _run_edge(self, sender: int, receiver: int) -> None:
-        """Carries what a worker has to tell a neighbor, until it is closed or one is gone."""
-        with self._at(sender):
-            ends = tf.constant(sender, tf.int64), tf.constant(receiver, tf.int64)
-            carry = _carry(self._dtype, bool(self._limits))
-            limits = [
-                tf.constant(self._limits.get(f"{_device(worker)}/device:CPU:0", 1e15), tf.float64)
-                for worker in (sender, receiver)
-            ]
-            is_new = True
-            while True:
-                source, target = self.handle(sender), self.handle(receiver)
-                try:
-                    if is_new:
-                        # Servers build their parts of the graph, one pair after the other:
-                        # side by side, TensorFlow's requests were garbled once in a while.
-                        with _building:
-                            nobody = tf.constant(-1, tf.int64)
-                            carry(source, ends[0], target, nobody, *limits)
-                        is_new = False
-                    if not bool(carry(source, ends[0], target, ends[1], *limits)):
-                        return
-                except tf.errors.OpError as error:
-                    if self._ending or {sender, receiver} & self._lost:
-                        return
-                    # One that is gone is found out by the thread that drives it.
-                    if all(is_reachable(_device(worker)) for worker in (sender, receiver)):
-                        self.fail(error)
-                    return
-
     def _states(self) -> dict[int, _State]:
         """The states of the workers that answer in time; takes what they have done along."""
         found: dict[int, _State] = {}
 
         def ask(worker: int, handle: tf.Tensor) -> None:
             try:
-                with self._at(worker):
+                with at(self._cluster, worker):
                     told = np.asarray(_look(handle))
             except tf.errors.OpError:
                 return  # It is lost, which its own thread finds out.
@@ -603,46 +553,6 @@ class HopGroup:
                     )
 
 
-@functools.cache
-def _carry(dtype: tf.DType, is_limited: bool) -> Callable:
-    """What carries some parcels along an edge, and tells whether there will be more.
-
-    It is the same for all models: the servers build their parts of it for each edge, which
-    takes a tenth of a second.
-    """
-
-    def passed(update, place, bandwidth):
-        if not is_limited:
-            return update
-        with framework_ops.colocate_with(place):
-            return ops.transfer(update, bandwidth)
-
-    def carry(source, sender, target, receiver, sending, receiving):
-        for _ in range(_PARCELS_PER_CALL):
-            parcel = hop.collect(source, receiver, dtype)
-            with tf.control_dependencies([parcel.iteration]):
-                began = tf.cast(tf.timestamp() * 1e6, tf.int64)
-            wanted = hop.ask(target, sender, parcel.progress, parcel.iteration)
-            delivered = tf.cond(
-                wanted,
-                lambda p=parcel: hop.deliver(
-                    target,
-                    sender,
-                    p.iteration,
-                    passed(passed(p.update, source, sending), target, receiving),
-                ),
-                lambda: tf.constant(-1, tf.int64),
-            )
-            hop.carried(source, receiver, delivered, began)
-        return parcel.open
-
-    handle, number = tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)
-    bandwidth = tf.TensorSpec([], tf.float64)
-    return tf.function(carry, autograph=False).get_concrete_function(
-        handle, number, handle, number, bandwidth, bandwidth
-    )
-
-
 _PARTS = 8  # Of what a worker tells, each with its length in front.
 
 
@@ -668,10 +578,6 @@ def threads_needed(topology: Topology, worker: int) -> int:
     """
     neighbors = {*topology.in_neighbors(worker), *topology.out_neighbors(worker)}
     return 2 * len(neighbors) + 4
-
-
-def _device(worker: int) -> str:
-    return f"/job:worker/replica:0/task:{worker}"
 
 
 def _listed(workers: Sequence[int]) -> str:

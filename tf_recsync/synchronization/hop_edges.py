@@ -1,0 +1,233 @@
+"""Carries what workers of decentralized training tell their neighbors (Hop).
+
+Every edge has a loop of its own, in a thread of this process, that calls for a parcel at one
+worker and has it delivered at the other; the parcels go from worker to worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import tensorflow as tf
+from absl import logging
+from tensorflow.python.framework import ops as framework_ops
+
+from tf_recsync import ops
+from tf_recsync.cluster import Cluster, is_reachable
+from tf_recsync.ops import hop
+
+_PARCELS_PER_CALL = 3
+_NO_LIMIT = 1e15  # Bytes per second.
+_PAUSE_SECONDS = 10.0  # How long calls that are under way may take to end.
+
+_building = threading.Lock()
+
+
+class Edges:
+    """The loops of all edges.
+
+    Args:
+        cluster: the connected cluster.
+        dtype: of the parameters.
+        living: gives the workers that are there, with the handles of what they keep; called
+            again whenever a loop goes on.
+        fail: is called with what has gone wrong between two workers that are there.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        dtype: tf.DType,
+        living: Callable[[], Mapping[int, tf.Tensor]],
+        fail: Callable[[Exception], None],
+    ):
+        self._cluster = cluster
+        self._dtype = dtype
+        self._living = living
+        self._fail = fail
+        self._limits: dict[str, float] = {}  # Bytes per second, by device.
+        self._ending = False
+        self._threads: dict[tuple[int, int], threading.Thread] = {}
+        self._pausing = threading.Lock()  # One pause at a time.
+        self._changed = threading.Condition()
+        # Guarded by _changed.
+        self._is_paused = False
+        self._under_way = 0  # Calls between workers.
+
+    def begin(self, limits: Mapping[str, float]) -> None:
+        """Makes ready for an epoch, with artificial bandwidths by device."""
+        self._limits = dict(limits)
+        self._ending = False
+
+    def start(self, sender: int, receiver: int) -> None:
+        """Starts the loop from one worker to another, unless it runs; one thread at a time."""
+        thread = self._threads.get((sender, receiver))
+        if self._ending or (thread is not None and thread.is_alive()):
+            return
+        self._threads[sender, receiver] = threading.Thread(
+            target=self._run,
+            args=(sender, receiver),
+            name=f"recsync_hop_{sender}_{receiver}",
+            daemon=True,
+        )
+        self._threads[sender, receiver].start()
+
+    def end(self) -> None:
+        """Has the loops end when all is told, or something fails."""
+        self._ending = True
+        with self._changed:
+            self._changed.notify_all()
+        self._everywhere(hop.close_outboxes)
+
+    def join(self, deadline: float) -> None:
+        """Waits for the ends of the loops, until a time (time.monotonic())."""
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads.clear()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, no worker calls another; what they have to tell waits.
+
+        While TensorFlow takes a server into the cluster again, servers refuse each other's
+        calls now and then, and what such a call carried would be lost.
+        """
+        with self._pausing:
+            try:
+                with self._changed:
+                    self._is_paused = True
+                self._everywhere(lambda handle: hop.hold(handle, True))
+                with self._changed:
+                    idle = self._changed.wait_for(lambda: self._under_way == 0, _PAUSE_SECONDS)
+                if not idle:
+                    logging.warning(
+                        "Workers did not finish their calls to each other within %g s.",
+                        _PAUSE_SECONDS,
+                    )
+                yield
+            finally:
+                self._everywhere(lambda handle: hop.hold(handle, False))
+                with self._changed:
+                    self._is_paused = False
+                    self._changed.notify_all()
+
+    def _everywhere(self, action: Callable[[tf.Tensor], None]) -> None:
+        """Calls on all workers at once, and waits, with a limit for those that stand still."""
+
+        def call(worker: int, handle: tf.Tensor) -> None:
+            # One that is gone is found out by the thread that drives it.
+            with at(self._cluster, worker), contextlib.suppress(tf.errors.OpError):
+                action(handle)
+
+        threads = [
+            threading.Thread(target=call, args=item, daemon=True) for item in self._living().items()
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + _PAUSE_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    @contextlib.contextmanager
+    def _travel(self) -> Iterator[None]:
+        """A call between workers, which a pause waits for."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_paused or self._ending)
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def _run(self, sender: int, receiver: int) -> None:
+        """Carries what a worker has to tell a neighbor, until it is closed or one is gone."""
+        with at(self._cluster, sender):
+            ends = tf.constant(sender, tf.int64), tf.constant(receiver, tf.int64)
+            carry = _carry(self._dtype, bool(self._limits))
+            limits = [
+                tf.constant(self._limits.get(f"{device_of(w)}/device:CPU:0", _NO_LIMIT), tf.float64)
+                for w in (sender, receiver)
+            ]
+            is_new = True
+            while True:
+                living = self._living()
+                if not {sender, receiver} <= living.keys():
+                    return
+                source, target = living[sender], living[receiver]
+                try:
+                    if is_new:
+                        # Servers build their parts of the graph, one pair after the other:
+                        # side by side, TensorFlow's requests were garbled once in a while.
+                        with _building, self._travel():
+                            nobody = tf.constant(-1, tf.int64)
+                            carry(source, ends[0], target, nobody, *limits)
+                        is_new = False
+                    with self._travel():
+                        is_open = bool(carry(source, ends[0], target, ends[1], *limits))
+                    if not is_open:
+                        return
+                except tf.errors.OpError as error:
+                    if self._ending or not {sender, receiver} <= self._living().keys():
+                        return
+                    # One that is gone is found out by the thread that drives it.
+                    if all(is_reachable(device_of(worker)) for worker in (sender, receiver)):
+                        self._fail(error)
+                    return
+
+
+@functools.cache
+def _carry(dtype: tf.DType, is_limited: bool) -> Callable:
+    """What carries some parcels along an edge, and tells whether there will be more.
+
+    It is the same for all models: the servers build their parts of it for each edge, which
+    takes a tenth of a second.
+    """
+
+    def passed(update, place, bandwidth):
+        if not is_limited:
+            return update
+        with framework_ops.colocate_with(place):
+            return ops.transfer(update, bandwidth)
+
+    def carry(source, sender, target, receiver, sending, receiving):
+        for _ in range(_PARCELS_PER_CALL):
+            parcel = hop.collect(source, receiver, dtype)
+            with tf.control_dependencies([parcel.iteration]):
+                began = tf.cast(tf.timestamp() * 1e6, tf.int64)
+            wanted = hop.ask(target, sender, parcel.progress, parcel.iteration)
+            delivered = tf.cond(
+                wanted,
+                lambda p=parcel: hop.deliver(
+                    target,
+                    sender,
+                    p.iteration,
+                    passed(passed(p.update, source, sending), target, receiving),
+                ),
+                lambda: tf.constant(-1, tf.int64),
+            )
+            hop.carried(source, receiver, delivered, began)
+        return parcel.open
+
+    handle, number = tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)
+    bandwidth = tf.TensorSpec([], tf.float64)
+    return tf.function(carry, autograph=False).get_concrete_function(
+        handle, number, handle, number, bandwidth, bandwidth
+    )
+
+
+def device_of(worker: int) -> str:
+    """The name of a worker's device."""
+    return f"/job:worker/replica:0/task:{worker}"
+
+
+@contextlib.contextmanager
+def at(cluster: Cluster, worker: int) -> Iterator[None]:
+    """Inside, this thread calls on a worker, and hinders no other thread."""
+    with cluster.dispatch_scope(), tf.device(device_of(worker)):
+        yield
