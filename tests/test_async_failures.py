@@ -1,6 +1,10 @@
 """AsyncStrategy when things go wrong: refused models, errors in user code, lost servers."""
 
 import gc
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 
@@ -216,6 +220,43 @@ def test_the_pipeline_of_a_pass_that_was_left_ends(two, steps_per_epoch):
         assert time.monotonic() < deadline, two.cluster.data_service.tasks()
         gc.collect()  # Keras's iterator is part of a cycle.
         time.sleep(0.1)
+
+
+def test_a_cluster_can_go_while_a_generator_still_makes_data(tmp_path):
+    # In a process of its own: it would stand still with Python's lock held.
+    program = """
+        import gc, numpy as np, keras, tensorflow as tf
+        import tf_recsync as recsync
+
+        def endless():
+            while True:
+                yield np.ones((4, 1), np.float32), np.ones((4, 1), np.float32)
+
+        def train():
+            cluster = recsync.LocalCluster(workers=2, ps=1)
+            strategy = recsync.AsyncStrategy(cluster)
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+                model.compile(recsync.optimizers.SGD(0.1), "mse")
+            spec = tf.TensorSpec((4, 1))
+            ones = tf.data.Dataset.from_generator(endless, output_signature=(spec, spec))
+            model.fit(ones.prefetch(4), steps_per_epoch=20, verbose=0)
+            gc.disable()
+            assert cluster.data_service.tasks() == 1
+            cluster.close()
+
+        train()
+        gc.collect()
+        print("gone")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout.strip() == "gone", done.stderr[-2000:]
 
 
 # Servers die.

@@ -201,6 +201,7 @@ class Cluster:
             if self._closed:
                 return
             self._closed = True
+            self.data_service.close()
             if _connected is not self:
                 self._stop_servers()
                 return
