@@ -1,6 +1,7 @@
 """Decentralized training with `model.fit`, on eight workers."""
 
 import collections
+import io
 
 import keras
 import numpy as np
@@ -61,8 +62,8 @@ def regression(batches, seed=0):
 
 
 def simulate(topo, x, y, batches, start, steps, serial=False):
-    """Decentralized SGD as figures 1 and 2 of the paper have it."""
-    parameters = np.tile(start.astype(np.float64), (topo.size, 1))
+    """Decentralized SGD as figures 1 and 2 of the paper have it; `start` of each or of all."""
+    parameters = np.broadcast_to(start.astype(np.float64), (topo.size, WIDTH))
     histories = []
     for k in range(steps):
         histories.append(parameters)
@@ -77,6 +78,16 @@ def simulate(topo, x, y, batches, start, steps, serial=False):
         else:
             parameters = topo.weights.T @ parameters - step
     return np.array(histories)
+
+
+def recorded(strategy, model):
+    """By worker: its iterations, and the numbers of its batches and its parameters in each."""
+    group = strategy._group(model)
+    index = {id(v): i for i, v in enumerate(group.copies.variables)}
+    places = [index[id(v._value)] for v in (model.at, model.batches, model.passed)]
+    values = [group.copies.values(worker) for worker in range(WORKERS)]
+    at, numbers, histories = ([own[place] for own in values] for place in places)
+    return [int(a) for a in at], numbers, histories
 
 
 @pytest.mark.parametrize(
@@ -101,14 +112,7 @@ def test_standard_training_is_decentralized_sgd_step_by_step(cluster, topo, opti
     start = model.dense.kernel.numpy()[:, 0]
     model.fit(dataset, verbose=0)
     copies = strategy.copies(model)
-    group = strategy._group(model)
-    index = {id(v): i for i, v in enumerate(group.copies.variables)}
-    at, numbers, histories = [], [], []
-    for worker in range(WORKERS):
-        values = group.copies.values(worker)
-        at.append(int(values[index[id(model.at._value)]]))
-        numbers.append(values[index[id(model.batches._value)]])
-        histories.append(values[index[id(model.passed._value)]])
+    at, numbers, histories = recorded(strategy, model)
     assert sum(at) == batches
     used = np.concatenate([n[:a] for n, a in zip(numbers, at, strict=True)])
     assert collections.Counter(used.tolist()) == collections.Counter(range(batches))
@@ -124,6 +128,108 @@ def test_standard_training_is_decentralized_sgd_step_by_step(cluster, topo, opti
     assert [report.iteration for report in reports] == [a - 1 for a in at]
     mean = np.mean([copy[0] for copy in copies], axis=0)
     np.testing.assert_allclose(model.dense.kernel.numpy(), mean, rtol=1e-6)
+
+
+def recording(cluster, topo, optimizer):
+    """A strategy, a model that records, and what a checkpoint keeps of its workers."""
+    strategy = recsync.HopStrategy(cluster, topo, check_invariants=True)
+    with strategy.scope():
+        model = Recording()
+        model.compile(optimizer(), "mse")
+        model((np.zeros(1, np.int64), np.zeros((1, WIDTH), np.float32)))
+    return strategy, model, strategy.worker_states(model)
+
+
+def test_a_checkpoint_has_all_workers_go_on_as_they_were(cluster, tmp_path):
+    topo = topology.ring_based(8)
+    x, y, dataset = regression(WORKERS * 7)
+
+    def sgd():
+        return keras.optimizers.SGD(RATE)
+
+    strategy, model, workers = recording(cluster, topo, sgd)
+    model.fit(dataset, verbose=0)
+    path = tf.train.Checkpoint(model=model, workers=workers).save(tmp_path / "c")
+    copies = strategy.copies(model)
+    iterations = [report.iteration for report in strategy.workers(model)]
+    at, _, _ = recorded(strategy, model)
+
+    strategy, after, workers = recording(cluster, topo, sgd)
+    tf.train.Checkpoint(model=after, workers=workers).restore(path).assert_consumed()
+    np.testing.assert_array_equal(after.dense.kernel.numpy(), model.dense.kernel.numpy())
+    assert [report.iteration for report in strategy.workers(after)] == iterations
+    after.fit(dataset, verbose=0)
+    now, numbers, histories = recorded(strategy, after)
+    steps = min(b - a for a, b in zip(at, now, strict=True))
+    assert steps >= 2
+    numbers = [numbers[worker][a:] for worker, a in enumerate(at)]
+    start = np.array([copy[0][:, 0] for copy in copies])
+    assert len(np.unique(start, axis=0)) == WORKERS
+    expected = simulate(topo, x, y, numbers, start, steps)
+    for worker, a in enumerate(at):
+        found = histories[worker][a : a + steps]
+        np.testing.assert_allclose(found, expected[:, worker], rtol=2e-5, atol=2e-5)
+    begun = [report.iteration for report in strategy.workers(after)]
+    assert min(begun) >= max(iterations) + steps
+
+    # Restored into what has trained already, optimizer and all.
+    tf.train.Checkpoint(model=after, workers=workers).restore(path).assert_consumed()
+    for copy, saved in zip(strategy.copies(after), copies, strict=True):
+        np.testing.assert_array_equal(copy[0], saved[0])
+    assert recorded(strategy, after)[0] == at
+    # What is assigned after that holds.
+    after.dense.kernel.assign(np.ones((WIDTH, 1)))
+    after.optimizer.learning_rate.assign(0.0)
+    after.fit(dataset.take(WORKERS), verbose=0)
+    np.testing.assert_allclose(strategy.copies(after)[3][0], 1.0, rtol=1e-6)
+
+
+def without_workers(serialized: bytes, count: int) -> bytes:
+    """What a checkpoint of the first `count` workers would hold."""
+    with np.load(io.BytesIO(serialized)) as arrays:
+        kept = {
+            name: arrays[name]
+            for name in arrays.files
+            if "/" not in name or int(name.split("/")[0]) < count
+        }
+    kept["workers"], kept["iterations"] = kept["workers"][:count], kept["iterations"][:count]
+    out = io.BytesIO()
+    np.savez(out, **kept)
+    return out.getvalue()
+
+
+def test_workers_of_another_number_begin_with_the_mean(cluster, caplog):
+    def momentum():
+        return keras.optimizers.SGD(RATE, momentum=0.9)
+
+    topo = topology.ring(8)
+    _, _, dataset = regression(WORKERS * 4)
+    strategy, model, workers = recording(cluster, topo, momentum)
+    with pytest.raises(ValueError, match="must be built and compiled"):
+        strategy.worker_states(Recording())
+    model.fit(dataset, verbose=0)
+    saved = workers.serialize()
+    copies = strategy.copies(model)[:3]
+    velocities = strategy._group(model).copies.all_values()
+
+    strategy, model, workers = recording(cluster, topo, momentum)
+    workers.deserialize(without_workers(saved, 3))
+    assert "parameters of 3 workers, and there are 8" in caplog.text
+    mean = np.mean([copy[0] for copy in copies], axis=0)
+    np.testing.assert_allclose(model.dense.kernel.numpy(), mean, rtol=1e-6)
+    model.optimizer.learning_rate.assign(0.0)
+    found = strategy._group(model).copies.all_values()
+    assert sorted(found) == list(range(WORKERS))
+    for values in found.values():
+        for i, value in enumerate(values):
+            if value.dtype == np.float32:
+                expected = np.mean([velocities[worker][i] for worker in range(3)], axis=0)
+                np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+
+    # Of an optimizer that keeps less.
+    _, _, workers = recording(cluster, topo, lambda: keras.optimizers.SGD(RATE))
+    with pytest.raises(ValueError, match="the checkpoint holds .* copies of 8 workers; the model"):
+        workers.deserialize(saved)
 
 
 def classifier(optimizer, **compile_options):

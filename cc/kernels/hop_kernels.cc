@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -71,18 +73,21 @@ absl::Status LookupWorker(OpKernelContext* ctx, WorkerPtr* worker) {
   return absl::OkStatus();
 }
 
-// Reads input `i`, a scalar of at least `least`.
+// Sums with iterations must not overflow.
+constexpr int64_t kMost = int64_t{1} << 61;
+
+// Reads input `i`, a scalar from `least` to `most`.
 absl::Status ReadScalar(OpKernelContext* ctx, int i, const char* name,
-                        int64_t least, int64_t* value) {
+                        int64_t least, int64_t* value, int64_t most = kMost) {
   const Tensor& input = ctx->input(i);
   if (input.dims() != 0) {
     return absl::InvalidArgumentError(absl::StrCat(
         name, " must be a scalar, not ", input.shape().DebugString()));
   }
   *value = input.scalar<int64_t>()();
-  if (*value >= least) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat(name, " must be at least ", least, ", not ", *value));
+  if (*value >= least && *value <= most) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      name, " must be from ", least, " to ", most, ", not ", *value));
 }
 
 absl::Status SetScalar(OpKernelContext* ctx, int i, int64_t value) {
@@ -223,6 +228,9 @@ absl::Status AverageAny(OpKernelContext* ctx, tensorflow::DataType dtype,
                                         : Average<float>(ctx, received, base);
 }
 
+// Of iterations and updates that wait, which take memory.
+constexpr int64_t kMostOption = int64_t{1} << 20;
+
 class HopWorkerOp : public OpKernel {
  public:
   explicit HopWorkerOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
@@ -278,6 +286,29 @@ class HopWorkerOp : public OpKernel {
       return absl::InvalidArgumentError(absl::StrCat(
           "gap_bounds must be one for each of the ", in,
           " in-neighbors, or none, not ", options_.gap_bounds.size()));
+    }
+    std::set<int64_t> neighbors;
+    for (const auto* list : {&options_.in_neighbors, &options_.out_neighbors}) {
+      neighbors.clear();
+      for (const int64_t neighbor : *list) {
+        if (neighbor < 0 || !neighbors.insert(neighbor).second) {
+          return absl::InvalidArgumentError(absl::StrCat(
+              "neighbors must be different numbers from 0 on, not ",
+              absl::StrJoin(*list, ", ")));
+        }
+      }
+    }
+    for (const auto& [name, value] :
+         {std::pair("max_iteration_gap", options_.max_iteration_gap),
+          std::pair("slots", options_.slots),
+          std::pair("capacity", options_.capacity),
+          std::pair("staleness_bound", options_.staleness_bound),
+          std::pair("max_jump", options_.max_jump),
+          std::pair("jump_trigger", options_.jump_trigger)}) {
+      if (value > kMostOption) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            name, " must be at most ", kMostOption, ", not ", value));
+      }
     }
     if (options_.backup_workers > in) {
       return absl::InvalidArgumentError(
@@ -587,7 +618,8 @@ class HopSetNeighborOp : public OpKernel {
     OP_REQUIRES_OK(ctx, LookupWorker(ctx, &worker));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, 1, "neighbor", 0, &neighbor));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, 2, "since", 0, &since));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 3, "until", -1, &until));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 3, "until", -1, &until,
+                                   std::numeric_limits<int64_t>::max()));
     OP_REQUIRES_OK(
         ctx, SetScalar(ctx, 0, worker->SetNeighbor(neighbor, since, until)));
   }

@@ -118,6 +118,14 @@ class HopTrainFunction(Steps):
             self._run.stop()  # It may have been left early.
             self._flush()
         layout = super()._continue(iterator)
+        self.ensure_group()
+        self.group.copies.begin()
+        self.group.begin()
+        self._is_open = True
+        return layout
+
+    def ensure_group(self) -> HopGroup:
+        """The workers; made at the first call, when the model and its optimizer are built."""
         if self.group is None:
             workers = range(self._settings.cluster.workers)
             devices = [f"/job:worker/replica:0/task:{worker}" for worker in workers]
@@ -128,10 +136,7 @@ class HopTrainFunction(Steps):
                 self._read,
             )
             self.group = self._make_group(copies, exchange_dtype(self._model))
-        self.group.copies.begin()
-        self.group.begin()
-        self._is_open = True
-        return layout
+        return self.group
 
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
         run = super()._start(iterator)

@@ -18,6 +18,7 @@ from tf_recsync.synchronization import hop
 from tf_recsync.synchronization.copies import CopiedVariable
 from tf_recsync.synchronization.hop import HopGroup, Protocol, Skip, WorkerReport
 from tf_recsync.synchronization.modes import Mode
+from tf_recsync.synchronization.worker_states import WorkerStates
 from tf_recsync.topology import Topology
 
 
@@ -197,6 +198,41 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             return [values] * self.topology.size
         count = len(model.trainable_variables)
         return [group.copies.values(worker)[:count] for worker in group.copies.workers]
+
+    def worker_states(self, model: keras.Model) -> WorkerStates:
+        """The parameters and the iteration of each worker, for a `tf.train.Checkpoint`.
+
+        What a checkpoint keeps of the model alone is the mean of the workers' copies. With
+        this, each worker goes on with its own, optimizer state included. On another number of
+        workers all begin with the mean. Save and restore between epochs: a checkpoint that is
+        saved while workers train has each of them as it is at some moment.
+
+        Args:
+            model: a built model that was compiled in this strategy's scope.
+
+        Returns:
+            What goes into the checkpoint, beside the model.
+
+        Raises:
+            ValueError: if the model is not built, or from elsewhere.
+
+        Example:
+
+        ```python
+        checkpoint = tf.train.Checkpoint(model=model, workers=strategy.worker_states(model))
+        checkpoint.save("checkpoints/clicks")
+        checkpoint.restore(tf.train.latest_checkpoint("checkpoints")).assert_consumed()
+        ```
+        """
+        if not model.built or model.optimizer is None:
+            raise ValueError(f"model {model.name} must be built and compiled")
+
+        def group() -> HopGroup:
+            self.attach(model)
+            return model.train_function.ensure_group()
+
+        group()
+        return WorkerStates(group)
 
     def _group(self, model: keras.Model) -> HopGroup | None:
         return getattr(model.train_function, "group", None)

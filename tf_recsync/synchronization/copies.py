@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -54,6 +54,8 @@ class Copies:
         self._read = read
         self._lock = threading.RLock()
         self._copies: dict[int, list[tf.Variable]] = {}  # By worker.
+        # What workers begin with that have none yet, if it is not what users see.
+        self._loaded: dict[int, list[np.ndarray]] = {}
         self._shown: list[np.ndarray] = []  # What users see, as far as is known.
         self._stale = False
         self._reader = PackedReader(self.variables)
@@ -88,25 +90,46 @@ class Copies:
         with self._scope():
             return self._reader(self.handles(worker), self._devices[worker])
 
+    def all_values(self) -> dict[int, list[np.ndarray]]:
+        """The copies by worker, of those that have some or will begin with some."""
+        with self._lock:
+            loaded = dict(self._loaded)
+        return {**loaded, **{worker: self.values(worker) for worker in self.workers}}
+
     def begin(self) -> None:
         """Has the copies take over what users have assigned; nobody may train them."""
         shown = self._current()
         with self._lock:
-            for worker in self._copies:
+            if self._copies or self._loaded:
                 assigned = [
                     new if not np.array_equal(new, old) else None
                     for new, old in zip(shown, self._shown, strict=True)
                 ]
-                self._assign(worker, assigned)
+                for worker in self._copies:
+                    self._assign(worker, assigned)
+                for values in self._loaded.values():
+                    for i, value in enumerate(assigned):
+                        values[i] = values[i] if value is None else value
             self._shown = shown
+
+    def load(self, values: Mapping[int, Sequence[np.ndarray]]) -> None:
+        """Gives workers copies of these values; nobody may train them."""
+        with self._lock:
+            for worker, copies in values.items():
+                if worker in self._copies:
+                    self._assign(worker, copies)
+                else:
+                    self._loaded[worker] = list(copies)
+            shown = [values[self._read]] if self._read in values else list(values.values())
+            self._show(self.mean(shown))
 
     def ensure(self, worker: int) -> None:
         """Makes a worker's copies if it has none, of what users see."""
         with self._lock:
             if worker in self._copies:
                 return
-            shown = self._shown
-        self.make(worker, shown)
+            values = self._loaded.pop(worker, self._shown)
+        self.make(worker, values)
 
     def touched(self) -> None:
         """The copies are being trained: what users see is no longer what they are."""
@@ -129,38 +152,49 @@ class Copies:
             found = self._combined()
             if found is None:
                 return
-            for variable, value in zip(self.variables, found, strict=True):
-                tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
-            self._shown = found
+            self._show(found)
+
+    def _show(self, values: list[np.ndarray]) -> None:
+        for variable, value in zip(self.variables, values, strict=True):
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+        self._shown = values
 
     def _combined(self) -> list[np.ndarray] | None:
+        """What the copies come to; None if no worker answers."""
         workers = self.workers
         if isinstance(self._read, int) and self._read in workers:
             workers = [self._read]
-        total: list[np.ndarray] | None = None
+
+        def answers():
+            for worker in workers:
+                # One that is lost its own thread finds out.
+                with contextlib.suppress(tf.errors.OpError):
+                    yield self.values(worker)
+
+        return self.mean(answers())
+
+    def mean(self, copies: Iterable[Sequence[np.ndarray]]) -> list[np.ndarray] | None:
+        """The mean; of integers, which have none, the first. None of no copies."""
+        sums: list[np.ndarray] = []
         count = 0
-        for worker in workers:
-            try:
-                values = self.values(worker)
-            except tf.errors.OpError:
-                continue  # It is lost, which its own thread finds out.
+        for values in copies:
             count += 1
-            if total is None:
-                total = [
-                    value.astype(np.float64) if variable.dtype.is_floating else value
+            if not sums:
+                sums = [
+                    np.array(value, np.float64) if variable.dtype.is_floating else value
                     for variable, value in zip(self.variables, values, strict=True)
                 ]
                 continue
-            for variable, sum_, value in zip(self.variables, total, values, strict=True):
+            for variable, sum_, value in zip(self.variables, sums, values, strict=True):
                 if variable.dtype.is_floating:
                     sum_ += value
-        if total is None:
+        if not sums:
             return None
         return [
-            (value / count).astype(variable.dtype.as_numpy_dtype)
+            np.asarray(value / count, variable.dtype.as_numpy_dtype)
             if variable.dtype.is_floating
             else value
-            for variable, value in zip(self.variables, total, strict=True)
+            for variable, value in zip(self.variables, sums, strict=True)
         ]
 
     def _assign(self, worker: int, values: Sequence[np.ndarray | None]) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -201,6 +201,7 @@ class HopGroup:
         self._handles: dict[int, tf.Tensor] = {}
         self._deleters: dict[int, ResourceDeleter] = {}
         self._first = 0  # The iteration that the epoch began with.
+        self._restored: int | None = None  # The latest iteration of a checkpoint.
         self._lost: set[int] = set()
         self._left: dict[int, int] = {}  # And in which iteration.
         self._ending = False
@@ -315,7 +316,11 @@ class HopGroup:
             self._edges.begin(self._bandwidths())
             self._left.clear()
             self._all_there = not self._lost
-            self._first = max([-1, *known, *(r.iteration for r in self._reports.values())]) + 1
+            if self._restored is not None:
+                known, self._restored = [self._restored], None
+            else:
+                known += [report.iteration for report in self._reports.values()]
+            self._first = max([-1, *known]) + 1
             for worker, handle in self._living():
                 with at(self._cluster, worker):
                     hop.begin(handle, self._first)
@@ -349,6 +354,31 @@ class HopGroup:
             self._monitor.join(max(0.0, deadline - time.monotonic()))
         self._monitor = None
         self._observe()
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self._topology.size
+
+    def restore(
+        self, values: Mapping[int, Sequence[np.ndarray]], iterations: Sequence[int]
+    ) -> None:
+        """Workers go on with these copies and from these iterations; nobody may be at work.
+
+        Args:
+            values: by worker.
+            iterations: of all workers. If there were more or fewer, all begin with the mean.
+        """
+        if len(iterations) != self.size:
+            mean = self.copies.mean(list(values.values()))
+            values = {worker: mean for worker in range(self.size)}
+            iterations = [max(iterations)] * self.size
+        self.copies.load(values)
+        with self._lock:
+            self._restored = max(iterations)
+            for worker, iteration in enumerate(iterations):
+                report = self._reports.get(worker, WorkerReport())
+                self._reports[worker] = dataclasses.replace(report, iteration=iteration)
 
     def reports(self) -> list[WorkerReport]:
         """What each worker has done; of one that is lost, as far as it was known."""

@@ -21,7 +21,7 @@ from tf_recsync.cluster import Cluster, is_reachable
 from tf_recsync.ops import hop
 
 _PARCELS_PER_CALL = 3
-_NO_LIMIT = 1e15  # Bytes per second.
+NO_LIMIT = 1e15  # Bytes per second.
 _PAUSE_SECONDS = 10.0  # How long calls that are under way may take to end.
 
 _building = threading.Lock()
@@ -149,9 +149,9 @@ class Edges:
         """Carries what a worker has to tell a neighbor, until it is closed or one is gone."""
         with at(self._cluster, sender):
             ends = tf.constant(sender, tf.int64), tf.constant(receiver, tf.int64)
-            carry = _carry(self._dtype, bool(self._limits))
+            carry = carry_function(self._dtype, bool(self._limits))
             limits = [
-                tf.constant(self._limits.get(f"{device_of(w)}/device:CPU:0", _NO_LIMIT), tf.float64)
+                tf.constant(self._limits.get(f"{device_of(w)}/device:CPU:0", NO_LIMIT), tf.float64)
                 for w in (sender, receiver)
             ]
             is_new = True
@@ -182,7 +182,7 @@ class Edges:
 
 
 @functools.cache
-def _carry(dtype: tf.DType, is_limited: bool) -> Callable:
+def carry_function(dtype: tf.DType, is_limited: bool) -> Callable:
     """What carries some parcels along an edge, and tells whether there will be more.
 
     It is the same for all models: the servers build their parts of it for each edge, which

@@ -1,0 +1,89 @@
+"""Every worker's parameters and iteration, in a checkpoint."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync.synchronization.hop import HopGroup
+
+_FORMAT = 1
+
+
+class WorkerStates(tf.train.experimental.PythonState):
+    """What a `tf.train.Checkpoint` keeps of workers that have parameters of their own.
+
+    Args:
+        group: gives the workers.
+    """
+
+    def __init__(self, group: Callable[[], HopGroup]):
+        self._group = group
+
+    def serialize(self) -> bytes:
+        """All copies and iterations; `tf.train.Checkpoint` calls this."""
+        group = self._group()
+        iterations = [report.iteration for report in group.reports()]
+        values = group.copies.all_values()
+        arrays = {
+            "format": np.int64(_FORMAT),
+            "workers": np.array(sorted(values), np.int64),
+            "iterations": np.array(iterations, np.int64),
+        }
+        for worker, copies in values.items():
+            for i, copy in enumerate(copies):
+                # Types of TensorFlow's own, as bfloat16, numpy would not read again.
+                serialized = tf.io.serialize_tensor(copy).numpy()
+                arrays[f"{worker}/{i}"] = np.frombuffer(serialized, np.uint8)
+        out = io.BytesIO()
+        np.savez(out, **arrays)
+        return out.getvalue()
+
+    def deserialize(self, value: bytes) -> None:
+        """Takes all of it over; `tf.train.Checkpoint` calls this.
+
+        Raises:
+            ValueError: if it is of another model or optimizer.
+        """
+        group = self._group()
+        variables = group.copies.variables
+        with np.load(io.BytesIO(value)) as arrays:
+            if int(arrays["format"]) != _FORMAT:
+                raise ValueError(
+                    f"workers' states have the format {int(arrays['format'])}, not {_FORMAT}"
+                )
+            workers = arrays["workers"].tolist()
+            iterations = arrays["iterations"].tolist()
+            count = len(arrays.files) - 3
+            if count != len(workers) * len(variables):
+                raise ValueError(
+                    f"the checkpoint holds {count} copies of {len(workers)} workers; the model "
+                    f"and its optimizer have {len(variables)} variables"
+                )
+            values = {}
+            for worker in workers:
+                values[worker] = [
+                    _read(arrays[f"{worker}/{i}"], variable) for i, variable in enumerate(variables)
+                ]
+        if len(iterations) != group.size:
+            logging.warning(
+                "The checkpoint holds the parameters of %d workers, and there are %d: all of them "
+                "begin with the mean.",
+                len(iterations),
+                group.size,
+            )
+        group.restore(values, iterations)
+
+
+def _read(serialized: np.ndarray, variable: tf.Variable) -> np.ndarray:
+    copy = tf.io.parse_tensor(serialized.tobytes(), variable.dtype).numpy()
+    if not variable.shape.is_compatible_with(copy.shape):
+        raise ValueError(
+            f"the checkpoint holds copies of {variable.name} of the shape {copy.shape}, not "
+            f"{tuple(variable.shape)}"
+        )
+    return copy
