@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 import uuid
@@ -477,7 +478,7 @@ class HopGroup:
         def ask(worker: int, handle: tf.Tensor) -> None:
             try:
                 with at(self._cluster, worker):
-                    told = np.asarray(_look(handle))
+                    told = np.asarray(_look()(handle))
             except tf.errors.OpError:
                 return  # It is lost, which its own thread finds out.
             ends = np.cumsum([_PARTS, *told[:_PARTS]])
@@ -586,18 +587,28 @@ class HopGroup:
 _PARTS = 8  # Of what a worker tells, each with its length in front.
 
 
-@tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.resource)])
-def _look(handle):
-    """Where a worker stands and what it has done, in one tensor: an answer is one message."""
-    state = hop.state(handle)
-    with tf.control_dependencies([state.iteration]):
-        events = hop.events(handle)
-    parts = [
-        *(state.iteration, state.phase, state.seconds * 1e6),
-        *(state.missing, state.tokens, state.declined, state.counts, events),
-    ]
-    flat = [tf.reshape(tf.cast(part, tf.int64), [-1]) for part in parts]
-    return tf.concat([tf.stack([tf.size(part, tf.int64) for part in flat]), *flat], 0)
+@functools.cache
+def _look() -> Callable[[tf.Tensor], tf.Tensor]:
+    """Tells where a worker stands and what it has done, in one tensor: an answer is one message.
+
+    It is traced once, not for each worker's device.
+    """
+
+    def look(handle):
+        state = hop.state(handle)
+        with tf.control_dependencies([state.iteration]):
+            events = hop.events(handle)
+        parts = [
+            *(state.iteration, state.phase, state.seconds * 1e6),
+            *(state.missing, state.tokens, state.declined, state.counts, events),
+        ]
+        flat = [tf.reshape(tf.cast(part, tf.int64), [-1]) for part in parts]
+        return tf.concat([tf.stack([tf.size(part, tf.int64) for part in flat]), *flat], 0)
+
+    with tf.device(None):
+        return tf.function(look, autograph=False).get_concrete_function(
+            tf.TensorSpec([], tf.resource)
+        )
 
 
 def threads_needed(topology: Topology, worker: int) -> int:

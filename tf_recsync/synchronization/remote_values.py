@@ -31,7 +31,11 @@ class PackedReader:
                 packed([handles[i] for i in indices], dtype) for dtype, indices in by_dtype.items()
             ]
 
-        self._pack = tf.function(pack, autograph=False)
+        # Concrete: called on one device after the other, a tf.function is traced for each.
+        with tf.device(None):
+            self._pack = tf.function(pack, autograph=False).get_concrete_function(
+                [tf.TensorSpec([], tf.resource)] * len(self._shapes)
+            )
 
     def __call__(self, handles: Sequence[tf.Tensor], device: str) -> list[np.ndarray]:
         """Reads the variables behind these handles, which lie on this device."""
