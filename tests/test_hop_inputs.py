@@ -115,17 +115,28 @@ def test_updates_are_averaged_relative_to_what_was_sent():
 
 
 @pytest.mark.parametrize(
-    ("updates", "variables", "base", "message"),
+    ("updates", "make", "base", "message"),
     [
-        ([UPDATE, [1.0]], [variable()], UPDATE, "worker 2 sent .*, the variables have 3 elements"),
-        ([UPDATE, np.ones(3)], [variable()], UPDATE, "worker 2 sent"),
-        ([UPDATE, UPDATE], [variable()], [1.0], "base must have the 3 elements .* not 1"),
-        ([UPDATE, UPDATE], [variable(dtype=tf.float64)], UPDATE, "variables"),
-        ([np.ones(6, np.float32)] * 2, [variable()] * 2, np.ones(6, np.float32), "passed twice"),
+        (
+            [UPDATE, [1.0]],
+            lambda: [variable()],
+            UPDATE,
+            "worker 2 sent .*, the variables have 3 elements",
+        ),
+        ([UPDATE, np.ones(3)], lambda: [variable()], UPDATE, "worker 2 sent"),
+        ([UPDATE, UPDATE], lambda: [variable()], [1.0], "base must have the 3 elements .* not 1"),
+        ([UPDATE, UPDATE], lambda: [variable(dtype=tf.float64)], UPDATE, "variables"),
+        (
+            [np.ones(6, np.float32)] * 2,
+            lambda: [variable()] * 2,
+            np.ones(6, np.float32),
+            "passed twice",
+        ),
     ],
     ids=["short", "another type", "short base", "variables of another type", "one variable twice"],
 )
-def test_updates_that_do_not_fit_are_refused_and_change_nothing(updates, variables, base, message):
+def test_updates_that_do_not_fit_are_refused_and_change_nothing(updates, make, base, message):
+    variables = make()
     before = [v.numpy() for v in variables]
     with pytest.raises(INVALID, match=message):
         received(updates, variables, base)
