@@ -102,11 +102,19 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(cluster, caplog, st
         wait_for(lambda: "worker:5 is back and takes part again" in caplog.text)
         seen["back at"] = max(report.iteration for report in strategy.workers(model))
 
-    callbacks = [Once(60, kill), Once(200, restart)]
-    history = model.fit(dataset(8000), verbose=0, callbacks=callbacks).history
+    def finish():
+        # All go on together, further than the others could with a worker that stands still.
+        def slowest():
+            return min(report.iteration for report in strategy.workers(model))
+
+        wait_for(lambda: slowest() > seen["back at"] + 20)
+        model.stop_training = True
+
+    # More than is done before the worker is back.
+    callbacks = [Once(60, kill), Once(200, restart), Once(204, finish)]
+    history = model.fit(dataset(100_000), verbose=0, callbacks=callbacks).history
     assert np.isfinite(history["loss"][0])
     iterations = [report.iteration for report in strategy.workers(model)]
-    # All went on together, further than the others could have with a worker that stands still.
     assert min(iterations) > seen["back at"] + 20
     assert len(strategy.copies(model)) == WORKERS
     # And do so in the next epoch.

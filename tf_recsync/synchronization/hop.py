@@ -215,7 +215,8 @@ class HopGroup:
         self._events: list[tuple[int, ...]] = []
         self._reports: dict[int, WorkerReport] = {}
         self._asking = threading.Lock()
-        self._asked: dict[int, threading.Thread] = {}  # The latest question to each worker.
+        # The latest question to each worker, and the handle that it was about.
+        self._asked: dict[int, tuple[tf.Tensor, threading.Thread]] = {}
         self._bandwidths = bandwidths
 
     def handle(self, worker: int) -> tf.Tensor:
@@ -502,13 +503,14 @@ class HopGroup:
         # A worker that stands still shall not keep us from asking the others.
         with self._asking:
             for worker, handle in self._living():
-                asked = self._asked.get(worker)
-                if asked is None or not asked.is_alive():
+                about, asked = self._asked.get(worker, (None, None))
+                # Of one that was killed the answer may never come; it may be back by now.
+                if about is not handle or not asked.is_alive():
                     asked = threading.Thread(target=ask, args=(worker, handle), daemon=True)
                     asked.start()
-                    self._asked[worker] = asked
+                    self._asked[worker] = handle, asked
             deadline = time.monotonic() + _ANSWER_SECONDS
-            for worker, thread in self._asked.items():
+            for worker, (_, thread) in self._asked.items():
                 if worker not in self._lost:
                     thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
