@@ -45,7 +45,7 @@ flags.DEFINE_string("json", None, "Gets the printed lines.")
 
 STOCK = "tensorflow"
 SENDERS, FLOATS = 8, 16  # queue.
-PARCELS = 3  # transfer: of a turn; as many as a call of an edge carries.
+PARCELS = hop_edges.PARCELS_PER_CALL  # transfer: of a turn.
 _names = itertools.count()
 
 
@@ -198,7 +198,6 @@ def carried(cluster: recsync.Cluster) -> Callable[[], None]:
         source = hop_worker(out_neighbors=1)
         update = model()
     with hop_edges.at(cluster, 1):
-        # There the sender is a neighbor by another number.
         target = hop.worker(
             shared_name=f"benchmark_{next(_names)}",
             in_neighbors=[0],

@@ -222,7 +222,7 @@ def test_the_pipeline_of_a_pass_that_was_left_ends(two, steps_per_epoch):
         time.sleep(0.1)
 
 
-def test_a_cluster_can_go_while_a_generator_still_makes_data(tmp_path):
+def test_a_cluster_can_go_while_a_generator_still_makes_data():
     # In a process of its own: it would stand still with Python's lock held.
     program = """
         import gc, numpy as np, keras, tensorflow as tf

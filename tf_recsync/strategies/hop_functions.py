@@ -16,6 +16,7 @@ from tf_recsync.strategies.model_functions import Settings, Steps, WorkerState
 from tf_recsync.strategies.worker_run import Crew, WorkerRun
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop import HopGroup, Protocol
+from tf_recsync.synchronization.hop_edges import device_of
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.remote_values import packed
 
@@ -128,7 +129,7 @@ class HopTrainFunction(Steps):
         """The workers; made at the first call, when the model and its optimizer are built."""
         if self.group is None:
             workers = range(self._settings.cluster.workers)
-            devices = [f"/job:worker/replica:0/task:{worker}" for worker in workers]
+            devices = [device_of(worker) for worker in workers]
             copies = Copies(
                 variables_of(self._model),
                 devices,

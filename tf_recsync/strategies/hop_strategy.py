@@ -17,6 +17,7 @@ from tf_recsync.strategies.fit_strategy import FitStrategy, check_at_least, chec
 from tf_recsync.synchronization import hop
 from tf_recsync.synchronization.copies import CopiedVariable
 from tf_recsync.synchronization.hop import HopGroup, Protocol, Skip, WorkerReport
+from tf_recsync.synchronization.hop_edges import device_of
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.worker_states import WorkerStates
 from tf_recsync.topology import Topology
@@ -406,7 +407,7 @@ def _check_threads(cluster: Cluster, topology: Topology) -> None:
     """Raises a ValueError if calls that wait could take all threads of a server."""
     for worker in range(topology.size):
         needed = hop.threads_needed(topology, worker)
-        with tf.device(f"/job:worker/replica:0/task:{worker}"):
+        with tf.device(device_of(worker)):
             threads = int(ops.server_threads(needed))
         if threads < needed:
             raise ValueError(

@@ -372,6 +372,12 @@ class HopGroup:
             iterations: of all workers. If there were more or fewer, all begin with the mean.
         """
         if len(iterations) != self.size:
+            logging.warning(
+                "The checkpoint holds the parameters of %d workers, and there are %d: all of them "
+                "begin with the mean.",
+                len(iterations),
+                self.size,
+            )
             mean = self.copies.mean(list(values.values()))
             values = {worker: mean for worker in range(self.size)}
             iterations = [max(iterations)] * self.size

@@ -20,7 +20,7 @@ from tf_recsync import ops
 from tf_recsync.cluster import Cluster, is_reachable
 from tf_recsync.ops import hop
 
-_PARCELS_PER_CALL = 3
+PARCELS_PER_CALL = 3
 NO_LIMIT = 1e15  # Bytes per second.
 _PAUSE_SECONDS = 10.0  # How long calls that are under way may take to end.
 
@@ -196,7 +196,7 @@ def carry_function(dtype: tf.DType, is_limited: bool) -> Callable:
             return ops.transfer(update, bandwidth)
 
     def carry(source, sender, target, receiver, sending, receiving):
-        for _ in range(_PARCELS_PER_CALL):
+        for _ in range(PARCELS_PER_CALL):
             parcel = hop.collect(source, receiver, dtype)
             with tf.control_dependencies([parcel.iteration]):
                 began = tf.cast(tf.timestamp() * 1e6, tf.int64)

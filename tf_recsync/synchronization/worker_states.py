@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from tf_recsync.synchronization.hop import HopGroup
 
@@ -69,13 +68,6 @@ class WorkerStates(tf.train.experimental.PythonState):
                 values[worker] = [
                     _read(arrays[f"{worker}/{i}"], variable) for i, variable in enumerate(variables)
                 ]
-        if len(iterations) != group.size:
-            logging.warning(
-                "The checkpoint holds the parameters of %d workers, and there are %d: all of them "
-                "begin with the mean.",
-                len(iterations),
-                group.size,
-            )
         group.restore(values, iterations)
 
 
