@@ -98,9 +98,10 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     if FLAGS.workers % 4:
         raise app.UsageError(f"--workers={FLAGS.workers} must be a multiple of 4, for double_ring")
-    chosen = {0, *(int(number) for number in FLAGS.settings or range(len(SETTINGS)))}
-    if not chosen <= set(range(len(SETTINGS))):
-        raise app.UsageError(f"--settings must be of 0 to {len(SETTINGS) - 1}")
+    numbers = [str(number) for number in range(len(SETTINGS))]
+    if unknown := sorted(set(FLAGS.settings) - set(numbers)):
+        raise app.UsageError(f"--settings: {unknown} are not numbers from 0 to {numbers[-1]}")
+    chosen = {0, *(int(number) for number in FLAGS.settings or numbers)}
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)

@@ -198,8 +198,8 @@ def _time_gather(variable: keras.Variable, requests: list[Bags]) -> float:
     versions = keras.Variable(np.zeros(variable.shape[0]), dtype="int64")
 
     def gather(bags: PackedBags) -> Call:
-        handles = [variable.value.handle], [versions.value.handle], bags.ids, bags.counts
-        return lambda: ops.gather_rows(*handles, **bags.inputs())
+        inputs = [variable.value.handle], [versions.value.handle], bags.ids, bags.counts
+        return lambda: ops.gather_rows(*inputs, **bags.inputs())
 
     return _fastest(gather, [merge(requests)])
 
