@@ -15,7 +15,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 
 from tf_recsync import _engine
-from tf_recsync.cluster import data_service, tf_config
+from tf_recsync.cluster import data_service, signs_of_life, tf_config
 
 _CHIEF = "chief"
 _DISCONNECT_SECONDS = 9.0  # How long `close` waits for TensorFlow.
@@ -165,6 +165,18 @@ class Cluster:
                 deadline,
                 "readmitting servers (a call outside of dispatch_scope() may be in flight)",
             )
+
+    def cut_off(self, job: str, index: int) -> None:
+        """Ends this process's connections to a server that does not answer.
+
+        Calls that wait for it fail with `tf.errors.UnavailableError`. If it answers again, it
+        can be used again, and what it has kept is still there.
+
+        Args:
+          job: "worker" or "ps".
+          index: Which of them.
+        """
+        signs_of_life.cut_connections(self._addresses[job][index])
 
     @contextlib.contextmanager
     def dispatch_scope(self) -> Iterator[None]:
@@ -339,20 +351,6 @@ def cluster_from_tf_config(bind_address: str | None = None) -> Cluster:
     if bind_address is None:
         bind_address = tf_config.loopback_address(config.own_address)
     return Cluster(config.cluster, chief_address=config.own_address, bind_address=bind_address)
-
-
-def is_reachable(device: str) -> bool:
-    """Whether a server runs an op for us; one that was restarted does not, until readmitted.
-
-    Args:
-      device: The name of a device of the server.
-    """
-    try:
-        with tf.device(device):
-            return int(tf.add(1, 2).numpy()) == 3
-    except (tf.errors.OpError, RuntimeError) as error:
-        logging.debug("%s can't be reached: %s", device, error)
-        return False
 
 
 class _Change(threading.Thread):

@@ -16,9 +16,11 @@ from typing import Any, Protocol
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, is_reachable
+from tf_recsync.cluster import Cluster, Probe, is_reachable
+from tf_recsync.strategies.silence_watch import Server, SilenceWatch, device_of
 
 _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
+_SUSPICIOUS_SECONDS = 3.0  # After which a worker in a call is asked for signs of life.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _READMIT_SECONDS = 20.0  # For an attempt, once its server is up.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
@@ -40,16 +42,18 @@ class Slot:
         state: what `open_worker` returned and the calls then updated.
         busy_since: when its call in flight began (time.monotonic), or None.
         lost: whether it is gone at the moment.
+        silent: whether it was given up because it did not answer.
         running: whether its thread is still at work.
         pass_began: when the workers began together (time.time()).
     """
 
     def __init__(self, index: int):
         self.index = index
-        self.device = f"/job:worker/replica:0/task:{index}"
+        self.device = device_of(("worker", index))
         self.state: State | None = None
         self.busy_since: float | None = None
         self.lost = False
+        self.silent = False
         self.running = True
         self.pass_began = 0.0
 
@@ -131,6 +135,7 @@ class WorkerRun:
         ]
         for thread in self._threads:
             thread.start()
+        self._watch = SilenceWatch(cluster, self._suspects, self._give_up, worker_timeout)
 
     # The coordinator's side.
 
@@ -195,8 +200,9 @@ class WorkerRun:
     def stop(self) -> None:
         """Ends the pass; waits for the calls in flight, with a limit."""
         self.request_stop()
+        deadline = time.monotonic() + _STALL_SECONDS
         for thread in self._threads:
-            thread.join(_STALL_SECONDS)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def settle(self) -> None:
         """Waits for the calls in flight of a pass that was stopped, with a limit."""
@@ -243,6 +249,38 @@ class WorkerRun:
         if self._crew is not None:
             parts.append(self._crew.describe())
         return ", ".join(parts) or "all workers are idle"
+
+    # The watch's side.
+
+    def _suspects(self) -> list[Server] | None:
+        """The servers that may be silent: workers in long calls, and whom these may wait for."""
+        with self._changed:
+            if self._live == 0:
+                return None
+            now = time.monotonic()
+            # As its thread sets it at any time, it is read once.
+            busy = [(slot.index, slot.busy_since) for slot in self.slots]
+            workers = [
+                ("worker", index)
+                for index, since in busy
+                if since is not None and now - since > _SUSPICIOUS_SECONDS
+            ]
+        return workers + [("ps", i) for i in range(self._cluster.ps)] if workers else []
+
+    def _give_up(self, server: Server, seconds: float) -> None:
+        """Has the calls fail that wait for a server that does not answer."""
+        job, index = server
+        if job == "ps":
+            self.fail(
+                RuntimeError(
+                    f"parameter server ps:{index} has not answered for {seconds:.0f} s; end it, "
+                    "start it again and load a checkpoint into a new model"
+                )
+            )
+        else:
+            self.slots[index].silent = True
+            logging.warning("worker:%d has not answered for %.0f s.", index, seconds)
+        self._cluster.cut_off(job, index)
 
     # The threads' side.
 
@@ -369,7 +407,7 @@ class WorkerRun:
     def _diagnose(self, slot: Slot, error: tf.errors.OpError) -> None:
         """Returns if the worker is lost; else raises what really is wrong."""
         check_parameter_servers(self._cluster, error)
-        if is_reachable(slot.device):
+        if not slot.silent and is_reachable(slot.device):
             raise error
         logging.warning(
             "worker:%d was lost in the middle of a pass (%s: %s); the batches in its hands are "
@@ -390,28 +428,52 @@ class WorkerRun:
         while True:
             with self._changed:
                 self._changed.wait(timeout=_RETRY_SECONDS)
-                others = any(s.running and not s.lost for s in self.slots)
-                nothing_left = self._finished_parts > 0 and not others
-                if self._stopped or self._should_stop() or self._error or nothing_left:
+                if self._is_over():
                     return False
-            try:
-                self._cluster.wait_for_servers(timeout=_RETRY_SECONDS)
-                pause = contextlib.nullcontext() if self._crew is None else self._crew.pause()
-                with pause:
-                    self._cluster.readmit(timeout=_READMIT_SECONDS)
-            except (RuntimeError, tf.errors.OpError) as error:
-                logging.log_every_n_seconds(
-                    logging.INFO, "worker:%d is not back yet: %s", 30, slot.index, error
-                )
+            if not self._is_back(slot):
                 continue
-            if not is_reachable(slot.device):
-                continue
-            slot.lost = False
+            slot.lost = slot.silent = False
             with self._changed:
                 self._without_worker_since = None
             if self._guarded(slot, lambda: self._open_worker(slot)) is not None:
                 logging.warning("worker:%d is back and takes part again.", slot.index)
                 return True
+
+    def _is_over(self) -> bool:
+        """Whether a lost worker that comes back would find nothing to do; under _changed."""
+        others = any(s.running and not s.lost for s in self.slots)
+        nothing_left = self._finished_parts > 0 and not others
+        return self._stopped or self._should_stop() or self._error is not None or nothing_left
+
+    def _is_back(self, slot: Slot) -> bool:
+        """Whether a lost worker runs ops again; readmits one that was restarted."""
+        if slot.silent:
+            probe = self._ask(slot)
+            if probe.reachable or not probe.answered:
+                return probe.reachable
+            # It answers that it doesn't know us: it was started again.
+        try:
+            self._cluster.wait_for_servers(timeout=_RETRY_SECONDS)
+            pause = contextlib.nullcontext() if self._crew is None else self._crew.pause()
+            with pause:
+                self._cluster.readmit(timeout=_READMIT_SECONDS)
+        except (RuntimeError, tf.errors.OpError) as error:
+            logging.log_every_n_seconds(
+                logging.INFO, "worker:%d is not back yet: %s", 30, slot.index, error
+            )
+            return False
+        return self._ask(slot).reachable
+
+    def _ask(self, slot: Slot) -> Probe:
+        """Asks a worker for a sign of life; waits for it, with a limit."""
+        probe = Probe(self._cluster, slot.device)
+        deadline = time.monotonic() + _READMIT_SECONDS
+        with self._changed:
+            while probe.is_alive() and time.monotonic() < deadline and not self._is_over():
+                self._changed.wait(timeout=0.1)
+        if probe.is_alive():
+            self._cluster.cut_off("worker", slot.index)
+        return probe
 
 
 def check_parameter_servers(cluster: Cluster, error: Exception) -> None:

@@ -44,8 +44,9 @@ class FailureSchedule(keras.callbacks.Callback):
     readmitted by the `fit` that goes on; after `fit`, call `cluster.readmit()`.
 
     A stopped worker holds up whoever asks it for its metrics, like the progress bar and
-    the callbacks of `fit`, though not the steps of the others. So no steps are counted
-    meanwhile, and it is stopped and continued by seconds only.
+    the callbacks of `fit`, though not the steps of the others, until it is given up (after a
+    minute by default). So no steps are counted meanwhile, and it is stopped and continued by
+    seconds only.
 
     Args:
         cluster: a cluster whose servers are in processes of their own. If several

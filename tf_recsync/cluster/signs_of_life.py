@@ -1,0 +1,93 @@
+"""Whether servers answer, and an end to waiting for those that don't."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync.cluster import tf_config
+
+if TYPE_CHECKING:
+    from tf_recsync.cluster.connection import Cluster
+
+
+def is_reachable(device: str) -> bool:
+    """Whether a server runs an op for us; one that was restarted does not, until readmitted.
+
+    Waits for a server that is there and does not answer, until its connections are cut.
+
+    Args:
+      device: The name of a device of the server.
+    """
+    return _ask(device) is None
+
+
+class Probe(threading.Thread):
+    """Asks a server for a sign of life, in a thread of its own: TensorFlow has no time limit.
+
+    Attributes:
+      answered: Whether the server has answered, even with an error as a restarted one does;
+        None as long as it has not, and False if it could not be reached.
+      reachable: Whether it has run the op.
+    """
+
+    def __init__(self, cluster: Cluster, device: str):
+        super().__init__(name="recsync_probe", daemon=True)
+        self._cluster = cluster
+        self._device = device
+        self.answered: bool | None = None
+        self.reachable = False
+        self.start()
+
+    def run(self) -> None:
+        with self._cluster.dispatch_scope():
+            error = _ask(self._device)
+        self.reachable = error is None
+        self.answered = not isinstance(error, tf.errors.UnavailableError)
+
+
+def cut_connections(address: str) -> int:
+    """Ends this process's connections to a server, and with them calls that wait for it.
+
+    These fail with `tf.errors.UnavailableError`; later ones connect anew.
+
+    Args:
+      address: The server's "host:port".
+
+    Returns:
+      How many connections there were.
+    """
+    host, port = tf_config.split_address(address)
+    peers = {info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    peers |= {(f"::ffff:{peer}", number) for peer, number in peers}
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            connection = socket.socket(fileno=int(name))
+        except OSError:
+            continue  # Not a socket.
+        try:
+            if connection.getpeername()[:2] in peers:
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+        except OSError as error:
+            logging.debug("socket %s is not connected: %s", name, error)
+        finally:
+            connection.detach()  # It stays gRPC's to close.
+    return count
+
+
+def _ask(device: str) -> Exception | None:
+    """Has a server run an op; why it could not, or None."""
+    try:
+        with tf.device(device):
+            tf.add(1, 2).numpy()
+    except (tf.errors.OpError, RuntimeError) as error:
+        logging.debug("%s can't be reached: %s", device, error)
+        return error
+    return None

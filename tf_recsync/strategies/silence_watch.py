@@ -1,0 +1,87 @@
+"""Gives up servers that are there and do not answer.
+
+A server whose process ends closes its connections, and calls to it fail. One that hangs, is
+stopped, or is cut off from the network keeps callers waiting, for TensorFlow's calls have no time
+limit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from tf_recsync.cluster import Cluster, Probe
+
+# A short limit would take a server for silent that is only busy.
+_SHORTEST_SECONDS = 10.0
+_LONGEST_SECONDS = 60.0
+
+Server = tuple[str, int]  # Job and index.
+
+
+class SilenceWatch(threading.Thread):
+    """Asks servers on which somebody waits for a sign of life, and reports those that give none.
+
+    Args:
+        cluster: the connected cluster.
+        suspects: the servers to ask at the moment, or None when there is nothing more
+            to watch, which ends the thread.
+        give_up: `give_up(server, seconds)`, called when a server has not answered for
+            so long; called again if it then goes on to be silent.
+        worker_timeout: the strategy's. A server may be silent for as long, but for a
+            minute at most, and for ten seconds at least.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        suspects: Callable[[], Iterable[Server] | None],
+        give_up: Callable[[Server, float], None],
+        worker_timeout: float,
+    ):
+        super().__init__(name="recsync_silence_watch", daemon=True)
+        self._cluster = cluster
+        self._suspects = suspects
+        self._give_up = give_up
+        self._limit = min(max(worker_timeout, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+        self._ended = threading.Event()
+        self._probes: dict[Server, Probe] = {}
+        self._silent: dict[Server, float] = {}  # For how long, in seconds.
+        self.start()
+
+    def end(self) -> None:
+        """Watches no longer."""
+        self._ended.set()
+
+    def run(self) -> None:
+        period = self._limit / 10
+        last = time.monotonic()
+        while not self._ended.wait(period):
+            now = time.monotonic()
+            # If this process stood still itself, that says nothing about servers.
+            passed, last = min(now - last, 2 * period), now
+            suspects = self._suspects()
+            if suspects is None:
+                return
+            self._ask(set(suspects), passed)
+
+    def _ask(self, suspects: set[Server], passed: float) -> None:
+        for server in [s for s in self._silent if s not in suspects]:
+            del self._silent[server]
+        for server in sorted(suspects):
+            probe = self._probes.get(server)
+            if probe is None or probe.answered is not None:
+                self._silent[server] = 0.0
+                self._probes[server] = Probe(self._cluster, device_of(server))
+                continue
+            self._silent[server] = self._silent.get(server, 0.0) + passed
+            if self._silent[server] >= self._limit:
+                self._give_up(server, self._silent.pop(server))
+                del self._probes[server]
+
+
+def device_of(server: Server) -> str:
+    """The name of a server's first device."""
+    job, index = server
+    return f"/job:{job}/replica:0/task:{index}"
