@@ -228,12 +228,19 @@ def train(model, data, strategy) -> None:
         "staleness_max": staleness.dense.max if staleness else 1,
         "row_staleness_mean": staleness.rows.mean if staleness else 1.0,
     }
+    if strategy is not None:
+        losses = strategy.losses(model)
+        figures.update(
+            lost_workers=losses.workers, lost_steps=losses.steps, lost_batches=losses.batches
+        )
     pushes = strategy.aggregation(model) if strategy and not is_hop else None
     if pushes is not None:
         figures.update(
             included=pushes.included,
             excluded=pushes.excluded,
             late=pushes.late,
+            lost_tokens=pushes.lost,
+            reissued_tokens=pushes.reissued,
             token_age_mean=pushes.age_mean,
             token_age_max=pushes.age_max,
         )
@@ -268,6 +275,11 @@ def report(figures: dict, data: recsync.data.ClickData) -> None:
         f"p99 {figures['staleness_p99']}, max {figures['staleness_max']} (dense); "
         f"mean {figures['row_staleness_mean']:.2f} (embedding rows)"
     )
+    if figures.get("lost_workers"):
+        print(
+            f"  lost                     workers {figures['lost_workers']} times, with "
+            f"{figures['lost_steps']:,} steps and {figures['lost_batches']:,} batches"
+        )
     if "iterations" in figures:
         print(strategy_flags.describe_hop(figures))
     if figures.get("included"):

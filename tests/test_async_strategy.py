@@ -387,7 +387,7 @@ def test_the_training_report_puts_speed_and_staleness_into_logs_and_tensorboard(
     report = recsync.callbacks.TrainingReport(two, str(tmp_path))
     with compute_time(two, 0.02):
         history = model.fit(dataset(), epochs=2, callbacks=[report], verbose=0).history
-    names = ["steps_per_second", "staleness", "staleness_p99", "staleness_max"]
+    names = ["steps_per_second", "staleness", "staleness_p99", "staleness_max", "lost_steps"]
     recorded = events(tmp_path)
     for name in names:
         assert recorded["scalars", f"recsync/{name}"] == pytest.approx(history[name], rel=1e-5)

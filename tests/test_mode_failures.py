@@ -85,6 +85,10 @@ def test_the_others_go_on_when_a_worker_is_killed(mortal, mode, caplog):
     assert "worker:1 was lost" in caplog.text
     assert "worker:0" not in caplog.text
     report = strategy.aggregation(model)
+    losses = strategy.losses(model)
+    assert (losses.workers, losses.steps) == (1, 1)
+    assert 1 <= losses.batches <= LOST
+    assert f"{losses.batches} batches of the epoch were lost" in caplog.text
     m = strategy.mode.capacity
     # With buffers a lost push may have reached one server and not the other.
     check_slopes(model, excluded=mode in ("GBA", "bounded staleness"))
@@ -205,6 +209,9 @@ def test_training_goes_on_after_it_was_interrupted(three, mode):
     before = steps_of(model)
     assert before >= 9 // strategy.mode.capacity
     check_slopes(model, excluded=mode == "GBA")
+    report = strategy.aggregation(model)
+    if mode == "sync":  # Of each server's pushes, all are applied or counted as dropped.
+        assert report.included == 2 * 3 * steps_of(model) + report.abandoned
 
 
 @pytest.mark.timeout(60)

@@ -17,10 +17,10 @@ class TrainingReport(keras.callbacks.Callback):
     """Adds speed and staleness to each epoch's logs, and to TensorBoard.
 
     To the progress bar and `History` it adds `steps_per_second`, `staleness`
-    (the mean over dense variables in this epoch), `staleness_p99` and
-    `staleness_max`; with a `log_dir`, TensorBoard gets the same scalars and a
-    histogram of the epoch's staleness. Put it before callbacks that read those
-    logs.
+    (the mean over dense variables in this epoch), `staleness_p99`,
+    `staleness_max` and `lost_steps` (in flight when a worker was lost); with a
+    `log_dir`, TensorBoard gets the same scalars and a histogram of the epoch's
+    staleness. Put it before callbacks that read those logs.
 
     Args:
         strategy: the strategy that the model trains on.
@@ -41,9 +41,11 @@ class TrainingReport(keras.callbacks.Callback):
         self._ended: float | None = None
         self._before: Statistics | None = None
         self._steps = 0
+        self._lost_steps = 0
 
     def on_epoch_begin(self, epoch, logs=None):
         self._started = time.monotonic()
+        self._lost_steps = self._strategy.losses(self.model).steps
         self._before = self._strategy.staleness(self.model).dense
         self._steps = self._step_count()
         self._ended = None
@@ -61,6 +63,7 @@ class TrainingReport(keras.callbacks.Callback):
             "staleness": measured.mean,
             "staleness_p99": measured.quantile(0.99),
             "staleness_max": measured.max,
+            "lost_steps": self._strategy.losses(self.model).steps - self._lost_steps,
         }
         if logs is not None:
             logs.update(report)

@@ -12,6 +12,7 @@ from tensorflow.python.data.experimental.ops import distribute
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import model_functions, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedDataset
+from tf_recsync.strategies.worker_run import Losses
 
 
 class FitStrategy:
@@ -117,6 +118,27 @@ class FitStrategy:
         if not isinstance(model.train_function, model_functions.Steps):
             return [0] * self._cluster.workers
         return model.train_function.worker_steps()
+
+    def losses(self, model: keras.Model) -> Losses:
+        """What was lost with workers that died or fell silent while the model trained.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            How often a worker was lost, and the steps and batches that it took with it, in
+            all calls of `fit` so far.
+
+        Example:
+
+        ```python
+        model.fit(dataset)
+        print(strategy.losses(model).batches, "batches were not trained on")
+        ```
+        """
+        if not isinstance(model.train_function, model_functions.Steps):
+            return Losses()
+        return model.train_function.losses
 
     def _put_functions(self, model: keras.Model) -> None:
         """Gives a model its train, test and predict functions."""

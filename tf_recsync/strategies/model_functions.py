@@ -11,12 +11,13 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.optimizers import base
 from tf_recsync.strategies import worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
-from tf_recsync.strategies.worker_run import Crew, Slot, WorkerRun
+from tf_recsync.strategies.worker_run import Crew, Losses, Slot, WorkerRun
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.modes import Mode
@@ -101,6 +102,7 @@ class Steps:
         self._run: WorkerRun | None = None  # The pass that runs, or ran last.
         self._target = 0.0  # Steps that Keras has asked for.
         self._epoch_end = float("inf")  # Steps at the end of the epoch, if known.
+        self._losses = Losses()  # Of earlier passes, and of batches.
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         """Waits until `steps_per_execution` more steps are finished; gives the metrics."""
@@ -127,6 +129,7 @@ class Steps:
         done = run.completed
         finished = not running or done >= self._epoch_end
         if finished and not self._is_final:
+            self._count_lost_batches(run)
             self._flush()
             self._refresh(run)
         elif not finished and time.monotonic() - self._refreshed > _REFRESH_SECONDS:
@@ -153,6 +156,18 @@ class Steps:
             return [0] * self._settings.cluster.workers
         # A worker's thread fills its slot when it has opened its iterator.
         return [0 if slot.state is None else slot.state.steps for slot in self._run.slots]
+
+    @property
+    def losses(self) -> Losses:
+        """What was lost with workers in all passes."""
+        return self._losses if self._run is None else self._losses + self._run.losses
+
+    def _count_lost_batches(self, run: WorkerRun) -> None:
+        """An epoch is over, the number of whose batches may be known."""
+        missing = self._epoch_end - run.completed
+        if 0 < missing < float("inf") and run.losses.workers and not self._should_stop():
+            logging.warning("%d batches of the epoch were lost with workers.", missing)
+            self._losses += Losses(batches=int(missing))
 
     def _settle(self, run: WorkerRun) -> None:
         """Waits for the steps in flight of a pass that was stopped, and applies all of them."""
@@ -228,6 +243,7 @@ class Steps:
                 state.steps += 1
             return n, False, None
 
+        self._losses = self.losses
         self._run = WorkerRun(
             self._settings.cluster,
             open_worker,

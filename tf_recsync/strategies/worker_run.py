@@ -8,6 +8,7 @@ is back; the others go on.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,30 @@ _SUSPICIOUS_SECONDS = 3.0  # After which a worker in a call is asked for signs o
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _READMIT_SECONDS = 20.0  # For an attempt, once its server is up.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
+
+
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """What was lost with workers while a model trained.
+
+    Attributes:
+        workers: how often a worker was lost, killed or silent.
+        steps: the steps that they had in flight. None of them counts as done, though servers
+            may have got some of their pushes.
+        batches: batches that no step that counts was done on: those of the steps in flight,
+            and those that a worker had fetched ahead. Known, and counted, at the end of an
+            epoch whose number of batches is known; with `steps_per_epoch` others do the steps
+            on later batches, and none are counted.
+    """
+
+    workers: int = 0
+    steps: int = 0
+    batches: int = 0
+
+    def __add__(self, other: Losses) -> Losses:
+        return Losses(
+            self.workers + other.workers, self.steps + other.steps, self.batches + other.batches
+        )
 
 
 class State(Protocol):
@@ -123,6 +148,7 @@ class WorkerRun:
         self._began: float | None = None  # When all were open.
         self._finished_parts = 0  # Workers that have seen the end of the dataset.
         self._live = cluster.workers  # Threads that have not finished.
+        self._losses = Losses()
         self._results: dict[int, Any] = {}
         self._next_result = 0
         self._without_worker_since: float | None = None
@@ -150,6 +176,12 @@ class WorkerRun:
         """Steps finished so far."""
         with self._changed:
             return self._completed
+
+    @property
+    def losses(self) -> Losses:
+        """What was lost so far; of batches it knows nothing."""
+        with self._changed:
+            return self._losses
 
     def wait(self, steps: float) -> bool:
         """Waits until `steps` steps are finished, or there is nothing more to wait for.
@@ -389,8 +421,10 @@ class WorkerRun:
             self._changed.notify_all()
 
     def _give_back(self, taken: int) -> None:
+        """A call's steps were lost with its worker."""
         with self._changed:
             self._taken -= taken
+            self._losses += Losses(steps=taken)
             self._changed.notify_all()
 
     def _guarded(self, slot: Slot, action: Callable[[], Any]) -> tuple[Any] | None:
@@ -420,6 +454,7 @@ class WorkerRun:
         if self._crew is not None:
             self._crew.lose(slot.index)
         with self._changed:
+            self._losses += Losses(workers=1)
             if all(s.lost for s in self.slots) and self._without_worker_since is None:
                 self._without_worker_since = time.monotonic()
 

@@ -42,6 +42,8 @@ class Report:
         late: pushes dropped because their step was over.
         duplicates: pushes dropped because their token had been pushed by a worker
             that was lost.
+        abandoned: pushes, counted above, that a pass that ended with an exception left
+            in the buffers, and that the next pass dropped.
         lost: tokens that were lost with a worker.
         reissued: tokens of lost workers that others got.
         age_mean: the mean age of the tokens pushed; 0 is fresh.
@@ -56,6 +58,7 @@ class Report:
     excluded: int
     late: int
     duplicates: int
+    abandoned: int
     lost: int
     reissued: int
     age_mean: float
@@ -78,6 +81,7 @@ class Aggregation:
         self._optimizers = tuple(optimizers)
         self._workers = workers
         self._buffers: dict[tuple[str, int], _Buffer] = {}
+        self._abandoned = 0
         if mode.uses_buffers:
             for optimizer in optimizers:
                 for device, states in _by_device(optimizer.states).items():
@@ -155,6 +159,13 @@ class Aggregation:
         """Has tokens and buffers go on at the optimizer's global step; nobody may be in a step."""
         step = int(np.asarray(self._optimizers[0]._iterations._value.read_value()))
         if self.mode.uses_buffers:
+            pending = sum(buffer.state().pending for buffer in self._buffers.values())
+            if pending:
+                # They may be of other parameters than those of now.
+                logging.warning(
+                    "%d pushes of a pass that ended with an exception are dropped.", pending
+                )
+                self._abandoned += pending
             for buffer in self._buffers.values():
                 buffer.restore(step)
             self._tokens.seek(step)
@@ -261,6 +272,7 @@ class Aggregation:
             excluded=sum(state.excluded for state in states),
             late=sum(state.late for state in states),
             duplicates=sum(state.duplicates for state in states),
+            abandoned=self._abandoned,
             lost=tokens.lost,
             reissued=tokens.reissued,
             age_mean=sum(s.ages.mean * s.ages.count for s in states) / max(counted, 1),
