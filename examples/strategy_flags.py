@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from absl import app, flags
@@ -72,7 +73,9 @@ flags.DEFINE_enum(
 flags.DEFINE_enum(
     "protocol", "token_queue", ["token_queue", "notify_ack"], "hop: what bounds the gap."
 )
-flags.DEFINE_float("compute_seconds", None, "On a cluster: artificial compute time per step.")
+flags.DEFINE_float(
+    "compute_seconds", None, "On a cluster: artificial compute time per step.", lower_bound=0
+)
 flags.DEFINE_integer("slow_workers", 0, "How many workers are slow.", lower_bound=0)
 flags.DEFINE_float("slow_factor", 4.0, "How many times the compute time of slow workers is.")
 flags.DEFINE_string(
@@ -138,6 +141,40 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
                 raise app.UsageError(f"--{name} can't be used with TF_CONFIG, which names them")
     elif FLAGS.bind_address:
         raise app.UsageError("--bind_address applies only with TF_CONFIG set")
+    with usage_errors():
+        _slowdown(FLAGS.workers)
+        # With TF_CONFIG only the cluster tells how many workers there are.
+        if FLAGS.strategy in STRATEGIES and "TF_CONFIG" not in os.environ:
+            STRATEGIES[FLAGS.strategy].mode_for(FLAGS.workers, **_mode_options())
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Inside, what the package refuses is an error of the command line."""
+    try:
+        yield
+    except ValueError as error:
+        raise app.UsageError(str(error)) from error
+
+
+def _mode_options() -> dict[str, Any]:
+    """What the mode of the strategy depends on."""
+    options = {
+        name: _DEFAULTS.get(name) if FLAGS[name].value is None else FLAGS[name].value
+        for name in _OPTIONS
+        if FLAGS.strategy in APPLIES[name][1]
+    }
+    if "global_batch_size" in options:
+        options["local_batch_size"] = FLAGS.batch_size
+    return options
+
+
+def _slowdown(workers: int) -> recsync.testing.Slowdown | None:
+    """The slow ones of so many workers: the last."""
+    if not FLAGS.slow_workers:
+        return None
+    slow = range(max(workers - FLAGS.slow_workers, 0), workers)
+    return recsync.testing.SlowWorkers(FLAGS.slow_factor, slow)
 
 
 def make_strategy(stack: contextlib.ExitStack) -> Any:
@@ -153,16 +190,10 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
     if FLAGS.strategy == "hop":
         strategy = _make_hop(cluster)
     else:
-        options = {
-            name: _DEFAULTS.get(name) if FLAGS[name].value is None else FLAGS[name].value
-            for name in _OPTIONS
-            if FLAGS.strategy in APPLIES[name][1]
-        }
-        strategy = STRATEGIES[FLAGS.strategy](cluster, local_batch_size=FLAGS.batch_size, **options)
-    slowdown = None
-    if FLAGS.slow_workers:
-        slow = range(cluster.workers - FLAGS.slow_workers, cluster.workers)
-        slowdown = recsync.testing.SlowWorkers(FLAGS.slow_factor, slow)
+        options = {"local_batch_size": FLAGS.batch_size, **_mode_options()}
+        with usage_errors():
+            strategy = STRATEGIES[FLAGS.strategy](cluster, **options)
+    slowdown = _slowdown(cluster.workers)
     recsync.testing.set_compute_time(strategy, FLAGS.compute_seconds, slowdown)
     return strategy
 
@@ -170,7 +201,7 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
 def _make_hop(cluster: recsync.Cluster) -> recsync.HopStrategy:
     gap = FLAGS.max_iteration_gap or None
     skip = recsync.Skip(FLAGS.max_jump, FLAGS.jump_trigger) if FLAGS.max_jump > 1 else None
-    try:
+    with usage_errors():
         return recsync.HopStrategy(
             cluster,
             TOPOLOGIES[FLAGS.topology](cluster.workers),
@@ -181,8 +212,6 @@ def _make_hop(cluster: recsync.Cluster) -> recsync.HopStrategy:
             order=FLAGS.order,
             protocol=FLAGS.protocol,
         )
-    except ValueError as error:
-        raise app.UsageError(str(error)) from error
 
 
 def hop_figures(workers: list[Any]) -> dict[str, Any]:

@@ -93,6 +93,9 @@ def check_flags() -> None:
         raise app.UsageError("--tf has no --mean_normalization: it is not part of stock Keras")
     if FLAGS.restore_from and not os.path.exists(os.path.join(FLAGS.restore_from, _WEIGHTS)):
         raise app.UsageError(f"--restore_from={FLAGS.restore_from} has no {_WEIGHTS}")
+    with strategy_flags.usage_errors():
+        make_staleness()
+        make_swap()
 
 
 def make_data() -> recsync.data.ClickData:
@@ -104,24 +107,33 @@ def make_data() -> recsync.data.ClickData:
     return recsync.data.Criteo(FLAGS.data_location, test_path=FLAGS.test_location)
 
 
+def make_staleness() -> recsync.staleness.Policy:
+    """The weight of stale gradients."""
+    if FLAGS.staleness == "constant":
+        return recsync.staleness.Constant()
+    return recsync.staleness.InversePower(
+        k=FLAGS.staleness_power,
+        baseline=FLAGS.staleness_baseline,
+        update_sensitivity=FLAGS.update_sensitivity,
+    )
+
+
+def make_swap() -> recsync.Swap:
+    """The decay of swap_adagrad's accumulators."""
+    return recsync.Swap(period=FLAGS.swap_period, decay=FLAGS.swap_decay)
+
+
 def make_optimizer(learning_rate: float) -> keras.optimizers.Optimizer:
     """One optimizer; the wide and the deep part may have different ones."""
     if FLAGS.tf:
         stock = {"adagrad": keras.optimizers.Adagrad, "sgd": keras.optimizers.SGD}
         return stock[FLAGS.optimizer](learning_rate)
-    staleness = recsync.staleness.Constant()
-    if FLAGS.staleness == "inverse_power":
-        staleness = recsync.staleness.InversePower(
-            k=FLAGS.staleness_power,
-            baseline=FLAGS.staleness_baseline,
-            update_sensitivity=FLAGS.update_sensitivity,
-        )
+    staleness = make_staleness()
     if FLAGS.optimizer == "sgd":
         return recsync.optimizers.SGD(learning_rate, staleness=staleness)
     if FLAGS.optimizer == "adagrad":
         return recsync.optimizers.Adagrad(learning_rate, staleness=staleness)
-    swap = recsync.Swap(period=FLAGS.swap_period, decay=FLAGS.swap_decay)
-    return recsync.optimizers.SwapAdagrad(learning_rate, swap=swap, staleness=staleness)
+    return recsync.optimizers.SwapAdagrad(learning_rate, swap=make_swap(), staleness=staleness)
 
 
 def make_model(spec: recsync.data.FeatureSpec) -> keras.Model:

@@ -67,13 +67,61 @@ def example():
             "--max_iteration_gap applies only",
         ),
         (["--restore_from=nowhere"], "--restore_from=nowhere has no model.weights.h5"),
+        (
+            ["--strategy=sync", "--global_batch_size=500", "--batch_size=128"],
+            "global_batch_size of SyncStrategy must be a multiple of local_batch_size=128, not 500",
+        ),
+        (
+            ["--strategy=bsp", "--global_batch_size=64", "--batch_size=128"],
+            "global_batch_size of BSPStrategy must be a multiple of local_batch_size=128, not 64",
+        ),
+        (
+            ["--strategy=gba", "--global_batch_size=300", "--staleness_tolerance=1"],
+            "global_batch_size of GBAStrategy must be a multiple of local_batch_size=128, not 300",
+        ),
+        (
+            ["--strategy=backup_workers", "--backup_workers=4", "--workers=4"],
+            "backup_workers must be less than the cluster's 4 workers, not 4",
+        ),
+        (["--strategy=backup_workers", "--workers=1"], "backup_workers must be less than .* 1 "),
+        (
+            ["--slow_workers=1", "--compute_seconds=0.1", "--slow_factor=-1"],
+            "factor must be finite and at least 0, got -1.0",
+        ),
+        (["--optimizer=swap_adagrad", "--swap_decay=2"], r"decay must be in \(0, 1\], not 2.0"),
+        (["--staleness=inverse_power", "--staleness_baseline=-1"], "baseline must be"),
     ],
 )
-def test_a_flag_that_would_be_ignored_is_an_error(example, arguments, message):
+def test_flags_that_would_be_ignored_or_refused_later_are_errors(example, arguments, message):
     with flagsaver.flagsaver():
         flags.FLAGS(["wide_deep_ctr.py", *arguments])
         with pytest.raises(app.UsageError, match=message):
             example.check_flags()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--strategy=local"],
+        ["--strategy=sync", "--workers=3"],
+        ["--strategy=gba", "--global_batch_size=512", "--staleness_tolerance=0"],
+        ["--strategy=backup_workers", "--workers=4", "--backup_workers=3"],
+        ["--strategy=bounded_staleness", "--staleness_bound=0"],
+        ["--strategy=hop", "--workers=4", "--backup_workers=4"],
+    ],
+)
+def test_flags_that_go_together_pass(example, arguments):
+    with flagsaver.flagsaver():
+        flags.FLAGS(["wide_deep_ctr.py", *arguments])
+        example.check_flags()
+
+
+def test_with_tf_config_the_number_of_workers_is_not_checked_beforehand(example, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    with flagsaver.flagsaver():
+        # More than the flag's default of 2 workers, which mean nothing here.
+        flags.FLAGS(["wide_deep_ctr.py", "--strategy=backup_workers", "--backup_workers=3"])
+        example.check_flags()
 
 
 def run(tmp_path, *arguments):

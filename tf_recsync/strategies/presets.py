@@ -1,6 +1,7 @@
 """The strategies that users choose from: one for each training mode.
 
-They differ in a row of the table in `tf_recsync.synchronization.modes` only.
+They differ in a row of the table in `tf_recsync.synchronization.modes` only. Each makes its row
+with its `mode_for`, which needs no cluster: so arguments can be checked before one is started.
 """
 
 from __future__ import annotations
@@ -75,7 +76,23 @@ class AsyncStrategy(GroupStrategy):
         worker_timeout: float = _WORKER_TIMEOUT,
     ):
         check_cluster("AsyncStrategy", cluster)
-        super().__init__(cluster, Mode("async"), worker_timeout, local_batch_size, prefetch_lookups)
+        mode = self.mode_for(cluster.workers)
+        super().__init__(cluster, mode, worker_timeout, local_batch_size, prefetch_lookups)
+
+    @staticmethod
+    def mode_for(workers: int) -> Mode:
+        """The mode with these arguments on so many workers, without a cluster.
+
+        Checks the arguments as the strategy does, before any server is started.
+
+        Args:
+            workers: of the cluster, an int of at least 1.
+
+        Raises:
+            ValueError: if an argument is wrong.
+        """
+        check_at_least("workers", workers, 1)
+        return Mode("async")
 
 
 class SyncStrategy(GroupStrategy):
@@ -118,10 +135,32 @@ class SyncStrategy(GroupStrategy):
         worker_timeout: float = _WORKER_TIMEOUT,
     ):
         check_cluster("SyncStrategy", cluster)
-        batches = cluster.workers
+        mode = self.mode_for(
+            cluster.workers, global_batch_size=global_batch_size, local_batch_size=local_batch_size
+        )
+        super().__init__(cluster, mode, worker_timeout, local_batch_size)
+
+    @staticmethod
+    def mode_for(
+        workers: int, *, global_batch_size: int | None = None, local_batch_size: int | None = None
+    ) -> Mode:
+        """The mode with these arguments on so many workers, without a cluster.
+
+        Checks the arguments as the strategy does, before any server is started.
+
+        Args:
+            workers: of the cluster, an int of at least 1.
+            global_batch_size: as in the strategy.
+            local_batch_size: as in the strategy.
+
+        Raises:
+            ValueError: if an argument is wrong.
+        """
+        check_at_least("workers", workers, 1)
+        batches = workers
         if global_batch_size is not None:
             batches = _batches_of("SyncStrategy", global_batch_size, local_batch_size)
-        mode = Mode(
+        return Mode(
             "sync",
             repeats=batches,
             capacity=batches,
@@ -129,7 +168,6 @@ class SyncStrategy(GroupStrategy):
             drop_late=True,
             uses_buffers=True,
         )
-        super().__init__(cluster, mode, worker_timeout, local_batch_size)
 
 
 class BSPStrategy(GroupStrategy):
@@ -162,9 +200,26 @@ class BSPStrategy(GroupStrategy):
         worker_timeout: float = _WORKER_TIMEOUT,
     ):
         check_cluster("BSPStrategy", cluster)
-        batches = _batches_of("BSPStrategy", global_batch_size, local_batch_size)
-        mode = Mode("BSP", repeats=batches, capacity=batches, uses_buffers=True)
+        mode = self.mode_for(cluster.workers, global_batch_size, local_batch_size)
         super().__init__(cluster, mode, worker_timeout, local_batch_size, prefetch_lookups)
+
+    @staticmethod
+    def mode_for(workers: int, global_batch_size: int, local_batch_size: int) -> Mode:
+        """The mode with these arguments on so many workers, without a cluster.
+
+        Checks the arguments as the strategy does, before any server is started.
+
+        Args:
+            workers: of the cluster, an int of at least 1.
+            global_batch_size: as in the strategy.
+            local_batch_size: as in the strategy.
+
+        Raises:
+            ValueError: if an argument is wrong.
+        """
+        check_at_least("workers", workers, 1)
+        batches = _batches_of("BSPStrategy", global_batch_size, local_batch_size)
+        return Mode("BSP", repeats=batches, capacity=batches, uses_buffers=True)
 
 
 class GBAStrategy(GroupStrategy):
@@ -227,10 +282,37 @@ class GBAStrategy(GroupStrategy):
         worker_timeout: float = _WORKER_TIMEOUT,
     ):
         check_cluster("GBAStrategy", cluster)
+        mode = self.mode_for(
+            cluster.workers, global_batch_size, local_batch_size, staleness_tolerance, decay
+        )
+        super().__init__(cluster, mode, worker_timeout, local_batch_size, prefetch_lookups)
+
+    @staticmethod
+    def mode_for(
+        workers: int,
+        global_batch_size: int,
+        local_batch_size: int,
+        staleness_tolerance: int | None = None,
+        decay: str | staleness.Policy = "threshold",
+    ) -> Mode:
+        """The mode with these arguments on so many workers, without a cluster.
+
+        Checks the arguments as the strategy does, before any server is started.
+
+        Args:
+            workers: of the cluster, an int of at least 1.
+            global_batch_size: as in the strategy.
+            local_batch_size: as in the strategy.
+            staleness_tolerance: as in the strategy.
+            decay: as in the strategy.
+
+        Raises:
+            ValueError: if an argument is wrong.
+        """
+        check_at_least("workers", workers, 1)
         batches = _batches_of("GBAStrategy", global_batch_size, local_batch_size)
         weight = _decay(staleness_tolerance, decay)
-        mode = Mode("GBA", repeats=batches, capacity=batches, weight=weight, uses_buffers=True)
-        super().__init__(cluster, mode, worker_timeout, local_batch_size, prefetch_lookups)
+        return Mode("GBA", repeats=batches, capacity=batches, weight=weight, uses_buffers=True)
 
 
 class BackupWorkersStrategy(GroupStrategy):
@@ -262,21 +344,37 @@ class BackupWorkersStrategy(GroupStrategy):
         worker_timeout: float = _WORKER_TIMEOUT,
     ):
         check_cluster("BackupWorkersStrategy", cluster)
+        mode = self.mode_for(cluster.workers, backup_workers)
+        super().__init__(cluster, mode, worker_timeout, local_batch_size)
+
+    @staticmethod
+    def mode_for(workers: int, backup_workers: int) -> Mode:
+        """The mode with these arguments on so many workers, without a cluster.
+
+        Checks the arguments as the strategy does, before any server is started.
+
+        Args:
+            workers: of the cluster, an int of at least 1.
+            backup_workers: as in the strategy.
+
+        Raises:
+            ValueError: if an argument is wrong.
+        """
+        check_at_least("workers", workers, 1)
         check_at_least("backup_workers", backup_workers, 0)
-        if backup_workers >= cluster.workers:
+        if backup_workers >= workers:
             raise ValueError(
-                f"backup_workers must be less than the cluster's {cluster.workers} workers, "
+                f"backup_workers must be less than the cluster's {workers} workers, "
                 f"not {backup_workers}"
             )
-        mode = Mode(
+        return Mode(
             "backup-worker",
-            repeats=cluster.workers,
-            capacity=cluster.workers - backup_workers,
+            repeats=workers,
+            capacity=workers - backup_workers,
             gate="step",
             drop_late=True,
             uses_buffers=True,
         )
-        super().__init__(cluster, mode, worker_timeout, local_batch_size)
 
 
 class BoundedStalenessStrategy(GroupStrategy):
@@ -308,9 +406,25 @@ class BoundedStalenessStrategy(GroupStrategy):
         worker_timeout: float = _WORKER_TIMEOUT,
     ):
         check_cluster("BoundedStalenessStrategy", cluster)
-        check_at_least("staleness_bound", staleness_bound, 0)
-        mode = Mode("bounded-staleness", gate="clock", clock_bound=staleness_bound)
+        mode = self.mode_for(cluster.workers, staleness_bound)
         super().__init__(cluster, mode, worker_timeout, local_batch_size)
+
+    @staticmethod
+    def mode_for(workers: int, staleness_bound: int) -> Mode:
+        """The mode with these arguments on so many workers, without a cluster.
+
+        Checks the arguments as the strategy does, before any server is started.
+
+        Args:
+            workers: of the cluster, an int of at least 1.
+            staleness_bound: as in the strategy.
+
+        Raises:
+            ValueError: if an argument is wrong.
+        """
+        check_at_least("workers", workers, 1)
+        check_at_least("staleness_bound", staleness_bound, 0)
+        return Mode("bounded-staleness", gate="clock", clock_bound=staleness_bound)
 
 
 def _decay(tolerance: int | None, decay: str | staleness.Policy) -> staleness.Policy:
