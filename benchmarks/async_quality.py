@@ -72,7 +72,7 @@ class Variant:
         name: in tables.
         workers: how many.
         optimizer: makes it.
-        mode: "async" or "GBA".
+        mode: "async" or "gba".
         local_batch: examples of a step; None for `--batch_size`.
         normalization: whether the model has MeanNormalization.
     """
@@ -256,13 +256,13 @@ def global_batch(laboratory: Laboratory) -> list[dict[str, Any]]:
     middle = numbers()[len(numbers()) // 2]
     size = middle * FLAGS.batch_size
     variants = [
-        Variant(f"{n} x {size // n} = {size}", n, adagrad(), "GBA", size // n) for n in numbers()
+        Variant(f"{n} x {size // n} = {size}", n, adagrad(), "gba", size // n) for n in numbers()
     ]
     # First the one that all are compared with.
     variants.sort(key=lambda variant: variant.workers != middle)
     for local in (FLAGS.batch_size // 4, FLAGS.batch_size * 4):
         name = f"{middle} x {local} = {middle * local}"
-        variants.append(Variant(name, middle, adagrad(), "GBA", local))
+        variants.append(Variant(name, middle, adagrad(), "gba", local))
     return compare(laboratory, "global_batch", variants, FLAGS.days, speed=True)
 
 
@@ -291,7 +291,7 @@ def compare(
             "variant": variant.name,
             "workers": variant.workers,
             "local_batch": variant.batch_size,
-            "global_batch": variant.batch_size * (variant.workers if variant.mode == "GBA" else 1),
+            "global_batch": variant.batch_size * (variant.workers if variant.mode == "gba" else 1),
             "seeds": FLAGS.seeds,
             "auc": np.round(auc.mean(axis=0), 5).tolist(),
             "last_auc": continual.Mean.of(auc[:, -1]).as_list(),

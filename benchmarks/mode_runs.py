@@ -31,7 +31,8 @@ from wide_deep_model import build_wide_deep
 import tf_recsync as recsync
 from tf_recsync.strategies.group_strategy import GroupStrategy
 
-MODES = ("async", "sync", "BSP", "GBA", "backup-worker", "bounded-staleness")
+# Named as by the examples' --strategy.
+MODES = ("async", "sync", "bsp", "gba", "backup_workers", "bounded_staleness")
 SERVER_BYTES = 400 << 20  # About what a server's process needs.
 _SAMPLE_SECONDS = 0.02
 
@@ -101,15 +102,15 @@ class Options:
             return recsync.AsyncStrategy(cluster, local_batch_size=local)
         if mode == "sync":
             return recsync.SyncStrategy(cluster, **sizes)
-        if mode == "BSP":
+        if mode == "bsp":
             return recsync.BSPStrategy(cluster, **sizes)
-        if mode == "GBA":
+        if mode == "gba":
             return recsync.GBAStrategy(cluster, **sizes, staleness_tolerance=self.iota)
-        if mode == "backup-worker":
+        if mode == "backup_workers":
             return recsync.BackupWorkersStrategy(
                 cluster, self.backup_workers, local_batch_size=local
             )
-        if mode == "bounded-staleness":
+        if mode == "bounded_staleness":
             return recsync.BoundedStalenessStrategy(
                 cluster, self.staleness_bound, local_batch_size=local
             )

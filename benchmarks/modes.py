@@ -21,7 +21,10 @@ without a tolerance, trains on the cluster with stragglers for a while, and iota
 of 100 of its gradients do not exceed (the 0.99 quantile of the staleness in global steps, less 1).
 Backup workers are as many as there are slow ones.
 
-Columns (and keys of the JSON list, one object for each mode and cluster):
+`--json=modes.json` gets the even cluster and that with stragglers: one object for each `mode`
+(named as by the examples' --strategy) and `stragglers` (true or false: whether every fourth worker
+is slow all the time). The changing cluster's objects go into `modes_changing.json` beside it.
+Columns and keys:
 
 - `queries_per_second`: examples that all workers together went through, the median of the rounds;
   `deviation` is that between windows of four of the slowest steps. With backup workers and GBA
@@ -109,11 +112,11 @@ def slowdown_of(cluster: str) -> Slowdown | None:
 
 def ideal_speed(mode: str, cluster: str) -> float | None:
     """Steps per second if nothing but the artificial time took any; None if that is not known."""
-    if cluster == "changing" or mode == "backup-worker":
+    if cluster == "changing" or mode == "backup_workers":
         return None
     workers, seconds = FLAGS.workers, FLAGS.compute_seconds
     slow = len(slow_workers()) if cluster == "stragglers" else 0
-    if mode in ("sync", "bounded-staleness"):
+    if mode in ("sync", "bounded_staleness"):
         return workers / (seconds * (FLAGS.slow if slow else 1.0))
     return (workers - slow + slow / FLAGS.slow) / seconds
 
@@ -143,8 +146,8 @@ def make_systems(modes: list[str]) -> tuple[dict[str, mode_runs.System], tf.data
         return mode_runs.System(mode, cluster, options, build)
 
     iota = FLAGS.iota
-    if iota is None and "GBA" in modes:
-        bsp = make("BSP", None)
+    if iota is None and "gba" in modes:
+        bsp = make("bsp", None)
         set_cluster(bsp, "stragglers")
         steps = max(FLAGS.steps // 2, 8 * FLAGS.workers)
         iota = mode_runs.choose_iota(bsp, batches, steps)
@@ -190,7 +193,7 @@ def row(
     staleness = recsync.staleness.Statistics.sum([turn.staleness for turn in mine])
     excluded = sum(turn.excluded for turn in mine)
     batches = sum(turn.batches for turn in mine)
-    pushes_at_once = mode in ("async", "bounded-staleness")
+    pushes_at_once = mode in ("async", "bounded_staleness")
     ideal = ideal_speed(mode, cluster)
 
     def relative_to(other: str) -> float | None:
@@ -203,8 +206,7 @@ def row(
         "benchmark": "modes",
         "mode": mode,
         "cluster": cluster,
-        # A changing cluster is neither with nor without.
-        "stragglers": {"even": False, "stragglers": True}.get(cluster),
+        "stragglers": cluster == "stragglers",
         "workers": FLAGS.workers,
         "queries_per_second": round(examples * speed, 1),
         "deviation": round(examples * float(windows.std()), 1),
@@ -221,7 +223,7 @@ def row(
         ),
         "excluded": round(excluded, 1),
         "batches": batches,
-        "iota": system.options.iota if mode == "GBA" else None,
+        "iota": system.options.iota if mode == "gba" else None,
         "of_ideal": None if ideal is None else round(speed / ideal, 3),
         "cpu_share": round(statistics.median(turn.cpu_share for turn in mine), 2),
         "queries_per_second_of_rounds": [round(examples * turn.speed, 1) for turn in mine],
@@ -320,6 +322,18 @@ def plot_day(axis: Any, day: dict[str, list[mode_runs.Turn]]) -> None:
     busy.legend(lines + areas, names + others, fontsize=8, ncols=2, loc="upper center")
 
 
+def write(rows: list[dict[str, Any]], path: str | None) -> None:
+    """Writes the objects; those of the changing cluster into a file of their own."""
+    if path is None:
+        return
+    changing = [r for r in rows if r["cluster"] == "changing"]
+    steady = [r for r in rows if r["cluster"] != "changing"]
+    one = pathlib.Path(path)
+    for mine, where in ((steady, one), (changing, one.with_stem(f"{one.stem}_changing"))):
+        if mine:
+            mode_runs.write_json(str(where), mine)
+
+
 def check_flags(argv: list[str]) -> None:
     """Refuses command lines that would be ignored."""
     if len(argv) > 1:
@@ -343,7 +357,7 @@ def main(argv: list[str]) -> None:
         mine = [row(system, cluster, turns) for system in systems.values()]
         show(cluster, mine)
         rows += mine
-        mode_runs.write_json(FLAGS.json, rows)
+        write(rows, FLAGS.json)
         png = mode_runs.png_path(FLAGS.png, FLAGS.json)
         if png is not None:
             plot(rows, day, png)

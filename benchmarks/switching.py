@@ -14,11 +14,14 @@ same seed; given are their means and 95 % confidence intervals over the seeds. T
 control: it stops and goes on as the others do.
 
 The tolerance iota of GBA is chosen as in modes.py. Columns (and keys of the JSON list, one object
-for each mode; AUC and loss are those of the next day):
+for each `mode`, named as by the examples' --strategy). AUC and loss are those of the next day, for
+the first day, the last day and all days of a phase, as in appendix C of the paper:
 
 - `at_switch`: difference of the AUC after the first day in the mode; `loss_at_switch` of the loss;
+- `last_in_mode`: of the AUC after the last day in the mode;
 - `in_mode`: of the mean AUC of all days in the mode; `absolute_in_mode` is its absolute value;
-- `at_return`, `after_return`: of the first day, and the mean of all days, back in synchronous mode;
+- `at_return`, `last_after_return`, `after_return`: of the first and the last day, and the mean of
+  all days, back in synchronous mode;
 - `auc`: the mean AUC of each day; `auc_of_seeds` those of each seed; `sync_auc` and
   `sync_auc_of_seeds` of staying synchronous.
 
@@ -99,8 +102,8 @@ class Experiment:
         }
         self._slowdown = recsync.testing.SlowWorkers(FLAGS.slow, slow)
         iota = FLAGS.iota
-        if iota is None and "GBA" in FLAGS.modes:
-            bsp = self._system("BSP", None)
+        if iota is None and "gba" in FLAGS.modes:
+            bsp = self._system("bsp", None)
             steps = max(16 * FLAGS.workers, min(400, first.steps))
             iota = mode_runs.choose_iota(bsp, first.train(0).repeat(), steps)
         # The one that stays synchronous is not slowed: stragglers change nothing but its speed.
@@ -182,11 +185,13 @@ def summarize(mode: str, seeds: list[dict[str, list[continual.Score]]], iota: in
         "data": "adult" if FLAGS.data_location else "synthetic",
         "at_switch": mean(gain[:, switch]),
         "loss_at_switch": mean(worse[:, switch]),
+        "last_in_mode": mean(gain[:, back - 1]),
         "in_mode": mean(gain[:, switch:back].mean(axis=1)),
         "absolute_in_mode": round(abs(float(gain[:, switch:back].mean())), 6),
         "at_return": mean(gain[:, back]),
+        "last_after_return": mean(gain[:, -1]),
         "after_return": mean(gain[:, back:].mean(axis=1)),
-        "iota": iota if mode == "GBA" else None,
+        "iota": iota if mode == "gba" else None,
         "workers": FLAGS.workers,
         "seeds": len(seeds),
         "auc": np.round(auc[mode].mean(axis=0), 5).tolist(),
@@ -205,8 +210,10 @@ def show(rows: list[dict[str, Any]]) -> None:
 
     keys = {
         "at_switch": "at the switch",
+        "last_in_mode": "last day in the mode",
         "in_mode": "all days in the mode",
         "at_return": "at the return",
+        "last_after_return": "last day after",
         "after_return": "all days after",
     }
     mode_runs.print_table(
