@@ -1,10 +1,11 @@
 """What asynchronous training does to a model's quality, and what helps: five small experiments.
 
 Those of Liu and Zhao 2021, "Asynchronous Stochastic Gradient Descent for Extreme-Scale
-Recommender Systems", and one of the GBA paper (Su et al. 2022), with as many workers as a machine
-has memory for. A small model trains on days of synthetic clicks, with an artificial compute time
+Recommender Systems", and one of the GBA paper (Su et al. 2022), with up to 32 workers, which share
+a few processes. A small model trains on days of synthetic clicks, with an artificial compute time
 (of which every fourth worker needs `--slow` times as much), and after each day is tested on the
-next day's clicks.
+next day's clicks. The compute time is the shorter the fewer workers there are, so that all their
+steps together come as fast: what counts here is in which order gradients arrive.
 
 - staleness (figure 3): its distribution for some numbers of equal workers.
 - weights (figure 5): stale gradients counted in full, weighed by 1 / tau (linear), and by
@@ -14,14 +15,19 @@ next day's clicks.
   gradients weighed as in "normalized" above.
 - swap (figure 7): Adagrad, SWAP with a period of a fifth of a day, and Adagrad whose accumulators
   decay at each step, as much in a period as with SWAP. Clicks drift from day to day.
-- global_batch (figure 8 of the GBA paper): GBA with some numbers of workers at the same global
-  batch, their local batches and compute times the smaller the more there are; then with the same
-  number of workers and other local batches, and so other global batches.
+- global_batch (figure 8 of the GBA paper): a model trains synchronously for `--sync_days`; from
+  that checkpoint it goes on for `--days`, on clicks that drift, synchronously and with GBA: with
+  some numbers of workers at the same global batch, their local batches the smaller the more there
+  are; then with the same number of workers and other local batches, and so other global batches.
+  All hyper-parameters stay. The speed is that of equal workers whose compute time is in proportion
+  to their local batch.
 
 Differences are those to the first line of each experiment with the same seed (clicks and initial
 weights); given are means and 95 % confidence intervals over the seeds.
 
-    python benchmarks/async_quality.py --workers=2,4,8,16 --seeds=5 --json=async_quality.json
+With its defaults it takes about a quarter of an hour on two cores; for narrower intervals:
+
+    python benchmarks/async_quality.py --workers=2,4,8,16,32 --seeds=5 --json=async_quality.json
 """
 
 from __future__ import annotations
@@ -48,15 +54,22 @@ mode_runs.define_flags()
 flags.adopt_module_key_flags(mode_runs)  # So that --help has them.
 EXPERIMENTS = ("staleness", "weights", "normalization", "swap", "global_batch")
 flags.DEFINE_list("experiments", list(EXPERIMENTS), "Those to run.")
-flags.DEFINE_list("workers", ["2", "4", "8"], "Numbers of workers.")
+FLAGS.set_default("processes", 4)
+flags.DEFINE_list("workers", ["2", "8", "32"], "Numbers of workers.")
 flags.DEFINE_integer("seeds", 3, "How often each model is trained.", lower_bound=1)
-flags.DEFINE_integer("days", 4, "Days of clicks.", lower_bound=1)
-flags.DEFINE_integer("swap_days", 10, "Days of clicks of the experiment swap.", lower_bound=1)
-flags.DEFINE_integer("rows", 40_960, "Clicks of a day.", lower_bound=1)
-flags.DEFINE_float("drift", 0.04, "Of the clicks in the experiment swap, per day.", lower_bound=0)
+flags.DEFINE_integer("days", 3, "Days of clicks.", lower_bound=1)
+flags.DEFINE_integer("swap_days", 6, "Days of clicks of the experiment swap.", lower_bound=1)
+flags.DEFINE_integer("sync_days", 2, "Days before the switch in global_batch.", lower_bound=1)
+flags.DEFINE_integer("rows", 16_384, "Clicks of a day.", lower_bound=1)
+flags.DEFINE_float("drift", 0.04, "Of clicks in swap and global_batch, per day.", lower_bound=0)
 flags.DEFINE_float("learning_rate", 0.2, "Of Adagrad.", lower_bound=0)
-flags.DEFINE_float("compute_seconds", 0.05, "Artificial compute time of a step.", lower_bound=0.001)
-flags.DEFINE_integer("steps", 600, "Steps in which staleness and speed are measured.")
+flags.DEFINE_float(
+    "compute_seconds",
+    0.2,
+    "Artificial compute time of a step with the most workers.",
+    lower_bound=0.001,
+)
+flags.DEFINE_integer("steps", 600, "Steps in which staleness is measured.")
 flags.DEFINE_integer("iota", 3, "Of GBA.", lower_bound=0)
 
 SIZES = (5000, 1000, 200, 100, 50, 20, 10)  # Ids of the categorical features.
@@ -72,7 +85,7 @@ class Variant:
         name: in tables.
         workers: how many.
         optimizer: makes it.
-        mode: "async" or "gba".
+        mode: "async", "sync" or "gba".
         local_batch: examples of a step; None for `--batch_size`.
         normalization: whether the model has MeanNormalization.
     """
@@ -89,6 +102,11 @@ class Variant:
         """Examples of a step."""
         return self.local_batch or FLAGS.batch_size
 
+    @property
+    def global_batch(self) -> int:
+        """Examples that are applied together."""
+        return self.batch_size * (1 if self.mode == "async" else self.workers)
+
 
 class Laboratory:
     """Runs variants, on one cluster at a time."""
@@ -96,6 +114,7 @@ class Laboratory:
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
         self._cluster: recsync.LocalCluster | None = None
+        self._judges: dict[bool, continual.Judge] = {}  # With normalization and without.
 
     def cluster(self, workers: int) -> recsync.LocalCluster:
         """A cluster; an earlier one of another size is closed."""
@@ -113,44 +132,101 @@ class Laboratory:
             self._cluster.close()
         self._cluster = None
 
-    def system(self, variant: Variant, seed: int, *, stragglers: bool) -> mode_runs.System:
-        """A variant, ready to train with a seed's initial weights."""
+    def system(self, variant: Variant) -> mode_runs.System:
+        """A variant, ready to train, with the initial weights of the first seed."""
         options = mode_runs.Options(variant.batch_size, variant.workers, FLAGS.iota)
-
-        def build() -> keras.Model:
-            model = self._model(variant, seed)
-            model.compile(variant.optimizer(), "binary_crossentropy")
-            return model
-
-        system = mode_runs.System(variant.mode, self.cluster(variant.workers), options, build)
-        # A step of fewer examples takes the less time.
-        seconds = FLAGS.compute_seconds * variant.batch_size / FLAGS.batch_size
-        slow = range(min(3, variant.workers - 1), variant.workers, 4)
-        slowdown = recsync.testing.SlowWorkers(FLAGS.slow, slow) if stragglers else None
-        recsync.testing.set_compute_time(system.strategy, seconds, slowdown)
+        cluster = self.cluster(variant.workers)
+        system = mode_runs.System(variant.mode, cluster, options, lambda: self._build(variant, 0))
+        system.strategy.attach(system.model)
         return system
 
-    def train(self, variant: Variant, seed: int, count: int, drift: float) -> list[float]:
-        """The AUC on the next day after each day."""
-        system = self.system(variant, seed, stragglers=True)
-        judge = continual.Judge(self._model(variant, seed), self._folder)
-        days = make_days(count, drift, seed, variant.batch_size)
+    def train(
+        self,
+        system: mode_runs.System,
+        variant: Variant,
+        seed: int,
+        clicks: continual.Days,
+        days: range,
+        start: pathlib.Path | None = None,
+    ) -> list[float]:
+        """The AUC on the next day after each of some days.
+
+        Args:
+            system: of the variant.
+            variant: what trains.
+            seed: of the initial weights.
+            clicks: of all days.
+            days: those to train on.
+            start: a checkpoint to go on from; None for initial weights.
+        """
+        if start is None:
+            path = self._folder / "initial.weights.h5"
+            system.restart(lambda: self._build(variant, seed), path)
+        else:
+            system.model.load_weights(start)
+        slow = range(min(3, variant.workers - 1), variant.workers, 4)
+        # Stragglers change nothing in synchronous training but its speed.
+        slowdown = recsync.testing.SlowWorkers(FLAGS.slow, slow) if variant.mode != "sync" else None
+        set_compute_time(system, slowdown=slowdown)
+        judge = self._judge(variant)
         scores = []
-        for day in range(count):
-            system.model.fit(days.train(day), verbose=0, shuffle=False)
-            scores.append(judge.score(system.model, days, day + 1).auc)
+        for day in days:
+            system.model.fit(clicks.train(day), verbose=0, shuffle=False)
+            scores.append(judge.score(system.model, clicks, day + 1).auc)
         return scores
 
-    def measure(self, variant: Variant, *, stragglers: bool) -> mode_runs.Turn:
-        """Staleness and speed of a variant."""
-        system = self.system(variant, 0, stragglers=stragglers)
-        days = make_days(1, 0.0, 0, variant.batch_size)
-        return system.turn(days.train(0).repeat(), 4 * variant.workers, FLAGS.steps)
+    def save(self, system: mode_runs.System, name: str) -> pathlib.Path:
+        """A checkpoint of what has been trained."""
+        path = self._folder / f"{name}.weights.h5"
+        system.model.save_weights(path)
+        return path
+
+    def measure_staleness(self, variant: Variant) -> recsync.staleness.Statistics:
+        """That of equal workers."""
+        system = self.system(variant)
+        set_compute_time(system)
+        clicks = make_days(1, 0.0, 0, variant.batch_size)
+        turn = system.turn(clicks.train(0).repeat(), 4 * variant.workers, FLAGS.steps)
+        return turn.staleness
+
+    def measure_speed(self, system: mode_runs.System, variant: Variant, smallest: int) -> float:
+        """Examples per second of equal workers.
+
+        Args:
+            system: of the variant.
+            variant: what is measured.
+            smallest: the local batch whose step takes `--compute_seconds`; others take the longer
+                the larger they are.
+        """
+        seconds = FLAGS.compute_seconds * variant.batch_size / smallest
+        recsync.testing.set_compute_time(system.strategy, seconds)
+        clicks = make_days(1, 0.0, 0, variant.batch_size)
+        turn = system.turn(clicks.train(0).repeat(), variant.workers, 4 * variant.workers)
+        return turn.speed * variant.batch_size
+
+    def _judge(self, variant: Variant) -> continual.Judge:
+        kind = variant.normalization
+        if kind not in self._judges:
+            self._judges[kind] = continual.Judge(self._model(variant, 0), self._folder)
+        return self._judges[kind]
+
+    def _build(self, variant: Variant, seed: int) -> keras.Model:
+        model = self._model(variant, seed)
+        model.compile(variant.optimizer(), "binary_crossentropy")
+        return model
 
     def _model(self, variant: Variant, seed: int) -> keras.Model:
         spec = make_days(1, 0.0, 0, FLAGS.batch_size).spec
         layer = recsync.layers.MeanNormalization if variant.normalization else None
         return mode_runs.small_model(spec, common.SEED + seed, normalization=layer)
+
+
+def set_compute_time(
+    system: mode_runs.System, slowdown: recsync.testing.Slowdown | None = None
+) -> None:
+    """The shorter the fewer workers there are, so that all their steps together come as fast."""
+    seconds = FLAGS.compute_seconds * system.strategy.cluster.workers / numbers()[-1]
+    recsync.testing.set_compute_time(system.strategy, seconds, slowdown)
 
 
 @functools.lru_cache(maxsize=8)
@@ -181,7 +257,7 @@ def staleness(laboratory: Laboratory) -> list[dict[str, Any]]:
     rows = []
     for workers in numbers():
         variant = Variant(f"{workers} workers", workers, adagrad())
-        measured = laboratory.measure(variant, stragglers=False).staleness
+        measured = laboratory.measure_staleness(variant)
         rows.append(
             {
                 "benchmark": "async_quality",
@@ -252,18 +328,35 @@ def swap(laboratory: Laboratory) -> list[dict[str, Any]]:
 
 
 def global_batch(laboratory: Laboratory) -> list[dict[str, Any]]:
-    """Local and global batches of GBA."""
+    """Local and global batches of GBA, after synchronous training."""
     middle = numbers()[len(numbers()) // 2]
     size = middle * FLAGS.batch_size
+    sync = Variant(f"sync, {middle} x {FLAGS.batch_size} = {size}", middle, adagrad(), "sync")
     variants = [
         Variant(f"{n} x {size // n} = {size}", n, adagrad(), "gba", size // n) for n in numbers()
     ]
-    # First the one that all are compared with.
-    variants.sort(key=lambda variant: variant.workers != middle)
     for local in (FLAGS.batch_size // 4, FLAGS.batch_size * 4):
         name = f"{middle} x {local} = {middle * local}"
         variants.append(Variant(name, middle, adagrad(), "gba", local))
-    return compare(laboratory, "global_batch", variants, FLAGS.days, speed=True)
+    # Those on one cluster after each other, that of the first synchronous days first.
+    variants.sort(key=lambda variant: (variant.workers != middle, variant.workers))
+    system = laboratory.system(sync)
+    starts = []
+    for seed in range(FLAGS.seeds):
+        clicks = make_days(FLAGS.sync_days + FLAGS.days, FLAGS.drift, seed, sync.batch_size)
+        laboratory.train(system, sync, seed, clicks, range(FLAGS.sync_days))
+        starts.append(laboratory.save(system, f"switch_{seed}"))
+    smallest = min(variant.batch_size for variant in variants)
+    return compare(
+        laboratory,
+        "global_batch",
+        [sync, *variants],
+        FLAGS.days,
+        FLAGS.drift,
+        starts=starts,
+        first_day=FLAGS.sync_days,
+        smallest=smallest,
+    )
 
 
 def compare(
@@ -273,14 +366,31 @@ def compare(
     days: int,
     drift: float = 0.0,
     *,
-    speed: bool = False,
+    starts: Sequence[pathlib.Path] | None = None,
+    first_day: int = 0,
+    smallest: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Trains variants with all seeds; the objects of an experiment."""
+    """Trains variants with all seeds; the objects of an experiment.
+
+    Args:
+        laboratory: where they are trained.
+        experiment: its name.
+        variants: the first is what others are compared with.
+        days: how many each is trained on.
+        drift: of the clicks.
+        starts: for each seed a checkpoint to go on from; None for initial weights.
+        first_day: of those trained on.
+        smallest: the smallest local batch, to measure speeds too; None for no speeds.
+    """
     rows: list[dict[str, Any]] = []
+    which = range(first_day, first_day + days)
     for variant in variants:
+        system = laboratory.system(variant)
         runs = []
         for seed in range(FLAGS.seeds):
-            runs.append(laboratory.train(variant, seed, days, drift))
+            clicks = make_days(which.stop, drift, seed, variant.batch_size)
+            start = None if starts is None else starts[seed]
+            runs.append(laboratory.train(system, variant, seed, clicks, which, start))
             aucs = " ".join(f"{auc:.4f}" for auc in runs[-1])
             print(f"{experiment}, {variant.name}, seed {seed + 1}: {aucs}", file=sys.stderr)
         auc = np.array(runs)
@@ -289,19 +399,21 @@ def compare(
             "benchmark": "async_quality",
             "experiment": experiment,
             "variant": variant.name,
+            "mode": variant.mode,
             "workers": variant.workers,
             "local_batch": variant.batch_size,
-            "global_batch": variant.batch_size * (variant.workers if variant.mode == "gba" else 1),
+            "global_batch": variant.global_batch,
             "seeds": FLAGS.seeds,
             "auc": np.round(auc.mean(axis=0), 5).tolist(),
             "last_auc": continual.Mean.of(auc[:, -1]).as_list(),
+            "mean_auc": continual.Mean.of(auc.mean(axis=1)).as_list(),
             "difference": continual.Mean.of(auc[:, -1] - first[:, -1]).as_list(),
             "mean_difference": continual.Mean.of((auc - first).mean(axis=1)).as_list(),
             "auc_of_seeds": np.round(auc, 6).tolist(),
         }
-        if speed:
-            turn = laboratory.measure(variant, stragglers=True)
-            row["queries_per_second"] = round(turn.speed * variant.batch_size, 1)
+        if smallest is not None:
+            speed = laboratory.measure_speed(system, variant, smallest)
+            row["queries_per_second"] = round(speed, 1)
         rows.append(row)
     return rows
 
@@ -401,7 +513,7 @@ def plot_batches(axis: Any, rows: list[dict[str, Any]]) -> None:
     axis.set_xticks(places, [row["variant"] for row in order], rotation=25, ha="right", fontsize=8)
     axis.set_xlabel("workers x local batch = global batch")
     auc = axis.twinx()
-    means = [continual.Mean(*[*row["last_auc"], None][:2]) for row in order]
+    means = [continual.Mean(*[*row["mean_auc"], None][:2]) for row in order]
     auc.errorbar(
         places,
         [mean.mean for mean in means],
@@ -411,7 +523,8 @@ def plot_batches(axis: Any, rows: list[dict[str, Any]]) -> None:
         color="tab:blue",
         label="AUC",
     )
-    auc.set_ylabel("AUC of the day after the last", color="tab:blue")
+    auc.axhline(rows[0]["mean_auc"][0], color="tab:blue", linestyle="--", linewidth=1)  # Of sync.
+    auc.set_ylabel("mean AUC of the days after the switch", color="tab:blue")
     auc.margins(y=0.3)
 
 

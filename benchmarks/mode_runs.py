@@ -170,6 +170,19 @@ class System:
         )
         return watch.turn(steps)
 
+    def restart(self, build: Callable[[], keras.Model], path: pathlib.Path) -> None:
+        """Gives the model initial weights and a new optimizer's state; it need not be traced anew.
+
+        Args:
+            build: makes another such model, of whose weights these are.
+            path: of a file for weights on their way.
+        """
+        with self.strategy.scope():
+            model = build()
+        self.strategy.attach(model)
+        model.save_weights(path)
+        self.model.load_weights(path)
+
     def counters(self) -> Counters:
         """What the servers have counted so far."""
         return Counters(

@@ -115,7 +115,7 @@ class Experiment:
         """The scores of each day and mode, and of staying synchronous ("")."""
         days = make_days(seed)
         return_day = FLAGS.sync_days + FLAGS.mode_days
-        self._initialize(seed)
+        self._sync.restart(lambda: self._build(seed), self._folder / "initial.weights.h5")
         before = self._train(self._sync, days, range(FLAGS.sync_days))
         switch = self._save(self._sync, "switch")
         stay = self._train(self._sync, days, range(FLAGS.sync_days, day_count()))
@@ -142,15 +142,6 @@ class Experiment:
         model = mode_runs.small_model(self._spec, common.SEED + seed)
         model.compile(recsync.optimizers.Adagrad(FLAGS.learning_rate), "binary_crossentropy")
         return model
-
-    def _initialize(self, seed: int) -> None:
-        """Gives the synchronous model initial weights and a new optimizer's state."""
-        with self._sync.strategy.scope():
-            model = self._build(seed)
-        self._sync.strategy.attach(model)
-        path = self._folder / "initial.weights.h5"
-        model.save_weights(path)
-        self._sync.model.load_weights(path)
 
     def _save(self, system: mode_runs.System, name: str) -> pathlib.Path:
         path = self._folder / f"{name}.weights.h5"
