@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import LOSS, OwnStep, clicks, compiled, dataset, functional
-from test_mode_simulation import ROWS
+from simulated_modes import ROWS
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
@@ -17,7 +17,7 @@ def three(clusters):
 
 
 def test_the_modes_are_the_rows_of_the_table(three):
-    assert recsync.AsyncStrategy(three).mode.uses_tokens is False
+    assert recsync.AsyncStrategy(three).mode == ROWS["async"]
     assert recsync.SyncStrategy(three).mode == ROWS["sync"]
     sync = recsync.SyncStrategy(three, global_batch_size=8, local_batch_size=4)
     assert sync.mode == ROWS["sync, two batches"]

@@ -1,279 +1,176 @@
 """Each row of the table of modes against a simulation in numpy of the same interleaving."""
 
-import contextlib
-import dataclasses
-import threading
-
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from simulated_modes import (
+    RATE,
+    ROWS,
+    ROWS_OF_TABLE,
+    SIZE,
+    WIDTH,
+    WORKERS,
+    Batch,
+    Gradient,
+    Pieces,
+    Simulation,
+    Work,
+)
 
 from tf_recsync import staleness
-from tf_recsync.optimizers import SGD
-from tf_recsync.synchronization.aggregation import Aggregation
+from tf_recsync.optimizers import SGD, Adagrad
 from tf_recsync.synchronization.modes import Mode
 
-RATE = 0.1
-WORKERS = 3
-TOLERANCE = 1
-
-# As the strategies make them for three workers; `test_mode_inputs` holds them to it.
-ROWS = {
-    "BSP": Mode("BSP", repeats=4, capacity=4, uses_buffers=True),
-    "GBA": Mode(
-        "GBA", repeats=3, capacity=3, weight=staleness.Threshold(TOLERANCE), uses_buffers=True
-    ),
-    "GBA, decayed": Mode(
-        "GBA",
-        repeats=2,
-        capacity=2,
-        weight=staleness.InversePower(k=2, baseline=TOLERANCE + 1),
-        uses_buffers=True,
-    ),
-    "async as a buffer of one": Mode("GBA", uses_buffers=True),
-    "sync": Mode("sync", repeats=3, capacity=3, gate="step", drop_late=True, uses_buffers=True),
-    "sync, two batches": Mode(
-        "sync", repeats=2, capacity=2, gate="step", drop_late=True, uses_buffers=True
-    ),
-    "backup workers": Mode(
-        "backup-worker", repeats=3, capacity=2, gate="step", drop_late=True, uses_buffers=True
-    ),
-    "bounded staleness": Mode("bounded-staleness", gate="clock", clock_bound=1),
-}
+# No strategy makes it: buffers of one push, whose weight is that of BSP.
+ROWS_AND_MORE = {**ROWS, "a buffer of one": Mode("BSP", uses_buffers=True)}
 
 
-@dataclasses.dataclass
-class Work:
-    """What a worker has in its hands."""
-
-    index: int
-    value: int
-    step: int  # When it pulled.
-    version: int
-    gradient: np.ndarray
-
-
-class Simulation:
-    """Servers and token list, in numpy."""
-
-    def __init__(self, mode: Mode, size: int):
-        self.mode = mode
-        self.weights = np.zeros(size)
-        self.step = self.version = self.next_index = 0
-        self.clocks = [0] * WORKERS
-        self.waiting: list[int] = []
-        self.pending: list[np.ndarray] = []
-        self.taken: set[int] = set()
-        self.included = self.decayed = self.excluded = self.late = 0
-        self.ages: list[int] = []
-        self.stalenesses: list[int] = []
-
-    def _is_open(self, worker: int) -> bool:
-        if self.mode.gate == "step":
-            return self.next_index // self.mode.repeats <= self.step
-        if self.mode.gate == "clock":
-            return self.clocks[worker] - min(self.clocks) <= self.mode.clock_bound
-        return True
-
-    def ask(self, worker: int) -> list[tuple[int, int, int]]:
-        """A worker asks for a token; who gets one now, as (worker, index, value)."""
-        self.waiting.append(worker)
-        return self._serve()
-
-    def _serve(self) -> list[tuple[int, int, int]]:
-        if self.mode.gate == "step":  # Tokens of steps that are over are of no use.
-            self.next_index = max(self.next_index, self.step * self.mode.repeats)
-        served = []
-        while True:
-            ready = [worker for worker in self.waiting if self._is_open(worker)]
-            if not ready:
-                return served
-            worker = ready[0]
-            self.waiting.remove(worker)
-            self.clocks[worker] += 1
-            served.append((worker, self.next_index, self.next_index // self.mode.repeats))
-            self.next_index += 1
-
-    def weight(self, age: int) -> float:
-        if isinstance(self.mode.weight, staleness.Threshold):
-            return float(age <= TOLERANCE)
-        if isinstance(self.mode.weight, staleness.InversePower):
-            return min(1.0, ((TOLERANCE + 1) / (age + 1)) ** 2)
-        return 1.0
-
-    def push(self, work: Work) -> list[tuple[int, int, int]]:
-        """A push arrives; who gets a token because of it."""
-        if not self.mode.uses_buffers:
-            tau = self.version - work.version + 1
-            self.stalenesses.append(tau)
-            self.weights -= RATE * min(1.0, 1 / tau) * work.gradient  # SGD's own policy.
-            self.version += 1
-            return self._serve()
-        if self.mode.drop_late and work.value < self.step:
-            self.late += 1
-            return self._serve()
-        age = max(self.step - work.value, 0)
-        weight = self.weight(age)
-        self.included += weight > 0
-        self.decayed += 0 < weight < 1
-        self.excluded += weight == 0
-        self.ages.append(age)
-        self.stalenesses.append(self.step - work.step + 1)
-        self.pending.append(weight * work.gradient)
-        if len(self.pending) == self.mode.capacity:
-            self.weights -= RATE * np.sum(self.pending, axis=0) / self.mode.capacity
-            self.pending = []
-            self.step += 1
-            self.version += 1
-        return self._serve()
-
-
-class Pieces:
-    """The same interface on the package's pieces: token list, buffer, optimizer."""
-
-    def __init__(self, mode: Mode, size: int):
-        self.mode = mode
-        self.variable = keras.Variable(np.zeros(size), dtype="float32", name="w")
-        self.optimizer = SGD(
-            RATE, staleness=staleness.InversePower(k=1, baseline=1), name="simulated"
-        )
-        self.optimizer.build([self.variable])
-        self.state = self.optimizer.states[0]
-        self.device = self.variable._value.device
-        self.aggregation = Aggregation(mode, [self.optimizer], WORKERS, self.device)
-        self.aggregation.begin()
-        self.asked: dict[int, tuple[threading.Thread, list]] = {}
-
-    def ask(self, worker: int) -> None:
-        found: list = []
-
-        def take():
-            with contextlib.suppress(tf.errors.CancelledError):  # Released at the end.
-                start = self.aggregation.start(tf.constant(worker, tf.int64), [self.device])
-                found.append(start[self.device])
-
-        thread = threading.Thread(target=take, daemon=True)
-        thread.start()
-        # So that they come in this order.
-        while thread.is_alive() and not self._is_waiting(worker):
-            thread.join(0.001)
-        self.asked[worker] = thread, found
-
-    def _is_waiting(self, worker: int) -> bool:
-        return worker in dict(self.aggregation._tokens.state().waiting)
-
-    def taken(self, worker: int):
-        """The token that a worker has got."""
-        thread, found = self.asked.pop(worker)
-        thread.join(10)
-        assert found, f"worker {worker} waits for a token that it should have"
-        return found[0]
-
-    def pull(self, worker: int, inputs, label):
-        token = self.taken(worker)
-        weights = self.variable.numpy()
-        version = int(self.state.versions.numpy())
-        gradient = (weights @ inputs - label) * inputs
-        buffers = self.aggregation.buffers_of(self.device)
-        step = int(buffers[0].buffer.step().applied) if buffers else 0
-        return Work(int(token.index), int(token.value), step, version, gradient)
-
-    def push(self, work: Work) -> None:
-        gradient = tf.constant(work.gradient, tf.float32)
-        versions = tf.constant([work.version], tf.int64)
-        if not self.mode.uses_buffers:
-            step = self.state.versions._value + 1
-            self.optimizer.apply_dense([self.state], gradient, versions, tf.constant(RATE), step)
-            return
-        buffer = self.aggregation.buffer(self.device, self.optimizer)
-        aggregate = buffer.buffer.push(
-            work.index, work.value, work.step, dense=gradient, dense_versions=versions
-        )
-        applied = buffer.apply(self.optimizer, aggregate, tf.constant(RATE))
-        self.aggregation.report_step(buffer, applied)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("row", ROWS)
-def test_a_mode_does_what_its_row_says(row, seed):
-    mode, size = ROWS[row], 3
-    rng = np.random.default_rng(seed)
-    simulation, pieces = Simulation(mode, size), Pieces(mode, size)
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("row", ROWS_AND_MORE)
+def test_a_mode_does_what_its_row_says(row, servers):
+    mode = ROWS_AND_MORE[row]
+    rng = np.random.default_rng(servers)
+    simulation, pieces = Simulation(mode, servers), Pieces(mode, servers)
     # One worker is slow: it is chosen less often.
     speeds = np.array([0.45, 0.45, 0.1])
-    working: dict[int, tuple[Work, Work]] = {}
+    # A worker's work, twice, and the servers that it has yet to push to.
+    working: dict[int, tuple[Work, Work, list[int]]] = {}
     most_ahead = 0
 
     def start(served):
         for worker, index, value in served:
-            inputs, label = rng.normal(size=size), rng.normal()
-            gradient = (simulation.weights @ inputs - label) * inputs
-            mine = Work(index, value, simulation.step, simulation.version, gradient)
-            theirs = pieces.pull(worker, inputs, label)
-            assert (theirs.index, theirs.value) == (index, value)
-            assert (theirs.step, theirs.version) == (
-                mine.step if mode.uses_buffers else 0,
-                mine.version,
-            )
-            working[worker] = mine, theirs
+            batch = Batch(rng, servers)
+            mine, theirs = simulation.pull(index, value, batch), pieces.pull(worker, batch)
+            if mode.uses_tokens:
+                assert (theirs.index, theirs.value) == (index, value)
+            for one, other in zip(mine.pulled, theirs.pulled, strict=True):
+                assert one[:2] == other[:2]
+                if not mode.uses_buffers:
+                    np.testing.assert_array_equal(one[2], other[2])
+            working[worker] = mine, theirs, rng.permutation(servers).tolist()
 
-    for _ in range(150):
+    for _ in range(120 * servers):
         worker = int(rng.choice(WORKERS, p=speeds))
         if worker in simulation.waiting:
-            assert pieces._is_waiting(worker)
+            assert pieces.is_waiting(worker)
             continue
         if worker in working:
-            mine, theirs = working.pop(worker)
-            pieces.push(theirs)
-            start(simulation.push(mine))
+            mine, theirs, places = working[worker]
+            place = places.pop()
+            if not places:
+                del working[worker]
+            pieces.push(theirs, place)
+            start(simulation.push(mine, place))
         else:
             pieces.ask(worker)
             start(simulation.ask(worker))
-        np.testing.assert_allclose(pieces.variable.numpy(), simulation.weights, 1e-4, 1e-5)
+        pieces.check_parameters(
+            [server.weights for server in simulation.servers],
+            [server.table for server in simulation.servers],
+        )
         most_ahead = max(most_ahead, max(simulation.clocks) - min(simulation.clocks))
 
-    report = pieces.aggregation.report()
-    for name in ("included", "decayed", "excluded", "late"):
-        assert getattr(report, name) == getattr(simulation, name), name
-    assert report.global_step == simulation.step
+    stalenesses = simulation.all_of("stalenesses")
+    if mode.uses_tokens:
+        report = pieces.aggregation.report()
+        for name in ("included", "decayed", "excluded", "late"):
+            assert getattr(report, name) == sum(getattr(s, name) for s in simulation.servers), name
+        assert report.global_step == max(server.step for server in simulation.servers)
+        pieces.aggregation.release()
     if mode.uses_buffers:
-        assert report.age_max == max(simulation.ages)
-        np.testing.assert_allclose(report.age_mean, np.mean(simulation.ages))
-        measured = report.staleness
+        ages = simulation.all_of("ages")
+        assert report.age_max == max(ages)
+        np.testing.assert_allclose(report.age_mean, np.mean(ages))
+        check_statistics(report.staleness, stalenesses)
     else:
-        measured = staleness.Statistics.from_counters([self_counters(pieces)])
-    assert measured.count == len(simulation.stalenesses)
-    assert measured.max == max(simulation.stalenesses)
-    np.testing.assert_allclose(measured.mean, np.mean(simulation.stalenesses))
+        dense, rows = (
+            staleness.Statistics.from_counters([s.counters.numpy() for s in states])
+            for states in zip(*pieces.states, strict=True)
+        )
+        check_statistics(dense, stalenesses)
+        check_statistics(rows, simulation.all_of("row_stalenesses"))
     # What makes the row differ from others has happened.
-    assert (simulation.excluded > 0) == (row == "GBA")
-    assert (simulation.decayed > 0) == (row == "GBA, decayed")
-    assert (simulation.late > 0) == (row == "backup workers")
-    assert (max(simulation.stalenesses) > 1) == (mode.gate != "step")
+    excluded, decayed, late = (
+        sum(getattr(server, name) for server in simulation.servers)
+        for name in ("excluded", "decayed", "late")
+    )
+    assert (excluded > 0) == (row == "GBA")
+    assert (decayed > 0) == (row == "GBA, decayed")
+    assert (late > 0) == (row == "backup workers")
+    assert (max(stalenesses) > 1) == (mode.gate != "step")
     if mode.gate == "clock":
         assert most_ahead == mode.clock_bound + 1
-    pieces.aggregation.release()
 
 
-def self_counters(pieces: Pieces) -> np.ndarray:
-    return pieces.state.counters.numpy()
+def check_statistics(measured: staleness.Statistics, expected: list[int]) -> None:
+    assert (measured.count, measured.max) == (len(expected), max(expected))
+    np.testing.assert_allclose(measured.mean, np.mean(expected))
+
+
+def sgd_in_numpy(parameters: list, gradients: list, slots: list) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter -= RATE * gradient
+
+
+def adagrad_in_numpy(parameters: list, gradients: list, slots: list) -> None:
+    if not slots:
+        slots += [np.full(p.shape, 0.1) for p in parameters]  # Keras's default.
+    for parameter, gradient, slot in zip(parameters, gradients, slots, strict=True):
+        slot += gradient**2
+        parameter -= RATE * gradient / np.sqrt(slot + 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [(lambda: SGD(RATE), sgd_in_numpy), (lambda: Adagrad(RATE), adagrad_in_numpy)],
+    ids=["SGD", "Adagrad"],
+)
+def test_gba_is_training_on_global_batches_if_every_pull_follows_the_apply_before_it(make, rule):
+    servers, rng = 2, np.random.default_rng(4)
+    pieces = Pieces(ROWS["GBA"], servers, make)
+    weights = [np.zeros(SIZE) for _ in range(servers)]
+    tables = [np.zeros((ROWS_OF_TABLE, WIDTH)) for _ in range(servers)]
+    slots: list = []
+    for step in range(12):
+        batches = [Batch(rng, servers, examples=4) for _ in range(WORKERS)]
+        works = []
+        for worker, batch in enumerate(batches):
+            pieces.ask(worker)
+            works.append(pieces.pull(worker, batch))
+        # The pushes of the three come in another order each time and on each server.
+        arrivals = [(w, server) for w in range(WORKERS) for server in range(servers)]
+        for worker, server in rng.permutation(arrivals).tolist():
+            pieces.push(works[worker], server)
+        whole = Batch.together(batches).gradients(weights, tables)
+        gradients = [*(g.dense for g in whole), *(g.dense_rows() for g in whole)]
+        rule([*weights, *tables], gradients, slots)
+        pieces.check_parameters(weights, tables)
+        assert [work.value for work in works] == [step] * WORKERS
+    report = pieces.aggregation.report()
+    assert (report.global_step, report.included, report.age_max) == (12, 12 * 3 * 2, 0)
+
+
+def of_ones(index: int, value: int, dense=(1.0, 1.0, 1.0)) -> Work:
+    """Work of gradients that are given, pulled at the beginning."""
+    rows = np.zeros((0, WIDTH))
+    pulled = (0, 0, np.zeros(ROWS_OF_TABLE, int))
+    return Work(index, value, [pulled], [Gradient(np.array(dense), np.zeros(0, int), rows)])
 
 
 def test_a_flush_is_a_step_of_what_is_there_and_all_go_on_from_it():
-    mode = ROWS["sync"]
-    pieces = Pieces(mode, 2)
-    for worker, gradient in enumerate(([1.0, 2.0], [3.0, 4.0])):
+    pieces = Pieces(ROWS["sync"])
+    (variable,), (optimizer,) = pieces.variables, pieces.optimizers
+    for worker, gradient in enumerate(([1.0, 2.0, 0.0], [3.0, 4.0, 0.0])):
         pieces.ask(worker)
         token = pieces.taken(worker)
         assert (int(token.index), int(token.value)) == (worker, 0)
-        pieces.push(Work(worker, 0, 0, 0, np.array(gradient)))
-    np.testing.assert_array_equal(pieces.variable.numpy(), [0.0, 0.0])
+        pieces.push(of_ones(worker, 0, gradient))
+    np.testing.assert_array_equal(variable.numpy(), [0.0, 0.0, 0.0])
     pieces.aggregation.flush()
-    np.testing.assert_allclose(pieces.variable.numpy(), [-RATE * 2, -RATE * 3], 1e-6)
-    assert int(pieces.optimizer.iterations.numpy()) == 1
+    np.testing.assert_allclose(variable.numpy(), [-RATE * 2, -RATE * 3, 0.0], 1e-6)
+    assert int(optimizer.iterations.numpy()) == 1
     pieces.aggregation.flush()
-    assert int(pieces.optimizer.iterations.numpy()) == 1
+    assert int(optimizer.iterations.numpy()) == 1
     # The next token is the first of the next step.
     pieces.ask(0)
     token = pieces.taken(0)
@@ -283,50 +180,48 @@ def test_a_flush_is_a_step_of_what_is_there_and_all_go_on_from_it():
 @pytest.mark.parametrize("row", ["sync", "BSP"])
 def test_a_step_that_a_lost_worker_was_to_apply_does_not_stop_the_others(row):
     mode = ROWS[row]
-    pieces = Pieces(mode, 2)
-    buffer = pieces.aggregation.buffer(pieces.device, pieces.optimizer)
+    pieces = Pieces(mode)
+    buffer = pieces.buffer(0)
     for number in range(mode.capacity):
         worker = number % WORKERS
         pieces.ask(worker)
         token = pieces.taken(worker)
-        aggregate = buffer.buffer.push(
-            token.index, token.value, 0, tf.ones([2]), tf.zeros([1], tf.int64)
-        )
+        aggregate = pieces.collect(of_ones(int(token.index), int(token.value)))
     assert bool(aggregate.ready)  # And nobody applies it.
     others = [w for w in range(WORKERS) if w != worker]
     pieces.ask(others[0])
-    assert pieces._is_waiting(others[0]) == (row == "sync")
+    assert pieces.is_waiting(others[0]) == (row == "sync")
     pieces.aggregation.lose(worker)
     token = pieces.taken(others[0])
     if row == "sync":
         # It gets the lost worker's token, whose step is over on the server.
         assert (int(token.index), int(token.value)) == (mode.capacity - 1, 0)
-        buffer.buffer.push(token.index, 0, 0, tf.ones([2]), tf.zeros([1], tf.int64))
+        pieces.collect(of_ones(int(token.index), 0))
         pieces.ask(others[0])
         token = pieces.taken(others[0])
     assert int(token.value) == 1
     state = buffer.state()
     assert (state.step, state.applied) == (1, 1)
     # If it is applied after all, that is no error.
-    applied = buffer.apply(pieces.optimizer, aggregate, tf.constant(RATE))
+    applied = buffer.apply(pieces.optimizers[0], aggregate, tf.constant(RATE))
     assert int(applied) == 1
 
 
 def test_tokens_of_a_lost_worker_are_pushed_by_others_and_count_once():
-    pieces = Pieces(ROWS["sync"], 1)
+    pieces = Pieces(ROWS["sync"])
     work = {}
     for worker in range(WORKERS):
         pieces.ask(worker)
         token = pieces.taken(worker)
-        work[worker] = Work(int(token.index), int(token.value), 0, 0, np.ones(1))
+        work[worker] = of_ones(int(token.index), int(token.value))
     pieces.push(work[2])
     pieces.push(work[0])
     pieces.aggregation.lose(2)  # Its push has arrived, but who knows.
     pieces.ask(0)
     assert int(pieces.taken(0).index) == 2
     pieces.push(work[2])
-    assert pieces.variable.numpy() == 0
+    np.testing.assert_array_equal(pieces.variables[0].numpy(), [0.0, 0.0, 0.0])
     pieces.push(work[1])
-    np.testing.assert_allclose(pieces.variable.numpy(), [-RATE], 1e-6)
+    np.testing.assert_allclose(pieces.variables[0].numpy(), [-RATE] * SIZE, 1e-6)
     report = pieces.aggregation.report()
     assert (report.duplicates, report.reissued, report.included) == (1, 1, 3)
