@@ -32,6 +32,7 @@ import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import common  # noqa: F401  Finds the package and the examples.
@@ -168,6 +169,7 @@ class Run:
         curve = Curve()
         pids = mode_runs.server_pids(self._cluster)
         began, cpu = time.monotonic(), machine.cpu_seconds(pids)
+        recording = None if sync else self.strategy.record_events(model)
         model.fit(self._data, steps_per_epoch=steps, verbose=0, callbacks=[curve])
         seconds = time.monotonic() - began
         self.cpu_shares.append((machine.cpu_seconds(pids) - cpu) / seconds / machine.cores())
@@ -175,8 +177,9 @@ class Run:
         if sync:
             self.iteration_seconds.append(_seconds_per_batch(curve.points) * FLAGS.workers)
             return
+        recording.stop()
         self.reports = self.strategy.workers(model)
-        self.iteration_seconds.append(_entered_seconds(self.strategy.events(model)))
+        self.iteration_seconds.append(_entered_seconds(recording.events()))
 
     def ideal_seconds(self) -> float | None:
         """The mean iteration of the same protocol if communication were free."""
@@ -211,7 +214,7 @@ def _seconds_per_batch(points: list[tuple[float, int, float]]) -> float:
     return (half[-1][0] - half[0][0]) / (half[-1][1] - half[0][1])
 
 
-def _entered_seconds(events: list[tuple[int, ...]]) -> float:
+def _entered_seconds(events: Iterable[tuple[int, ...]]) -> float:
     """The mean iteration of all workers, by when they entered the iterations of the last epoch."""
     entered: dict[int, list[tuple[int, float]]] = {}
     for worker, span, begin, _, iteration, _ in events:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from tf_recsync.ops import hop
 from tf_recsync.staleness import Statistics
+from tf_recsync.synchronization.hop_events import Recording
 
 
 class TrainingReport(keras.callbacks.Callback):
@@ -165,11 +168,19 @@ class HopTimeline(keras.callbacks.Callback):
     """Writes what the workers of a `HopStrategy` did when, at the end of training.
 
     The file opens in https://ui.perfetto.dev and chrome://tracing: a process for each worker,
-    with rows for computing and waiting, for what it sends, and for what it receives.
+    with rows for what it computes and waits for, for what it sends, and for what it receives.
+    They are three, as a worker computes, sends and receives at the same time, and the
+    viewers can't show spans in a row that overlap without containing each other.
+
+    It is also written if training fails, before `fit` raises the error; but not if another
+    callback raises one, as Keras tells callbacks nothing of it.
 
     Args:
         strategy: the `HopStrategy` that the model trains on.
         path: of the file, a `.json`. Its folder must exist.
+        limit: how many events are kept, the latest ones; default 1,000,000. If there were
+            more, a log entry says how many are missing, and so does `lost_events` in the
+            file. See `HopStrategy.record_events`.
 
     Example:
 
@@ -178,39 +189,71 @@ class HopTimeline(keras.callbacks.Callback):
     ```
     """
 
-    def __init__(self, strategy, path: str | os.PathLike[str]):
+    def __init__(self, strategy, path: str | os.PathLike[str], limit: int = 1_000_000):
         super().__init__()
         self._strategy = strategy
         self._path = path
+        self._limit = limit
+        self._recording: Recording | None = None
+
+    def on_train_begin(self, logs=None):
+        if self._recording is not None:
+            self._recording.stop()  # Of a call of `fit` that another callback ended.
+        self._recording = self._strategy.record_events(self.model, self._limit, self._write_failed)
 
     def on_train_end(self, logs=None):
-        events = self._strategy.events(self.model)
-        trace = []
+        self._write()
+
+    def _write_failed(self) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            # What training failed of is more important.
+            logging.error("The timeline %s could not be written: %s", self._path, error)
+
+    def _write(self) -> None:
+        recording, self._recording = self._recording, None
+        recording.stop()
+        if recording.lost > 0:
+            logging.warning(
+                "The timeline %s is not complete: %d events were lost, as more than limit=%d "
+                "came, or too many at once.",
+                self._path,
+                recording.lost,
+                recording.limit,
+            )
+        with open(self._path, "w") as file:
+            file.write('{"displayTimeUnit": "ms",\n')
+            file.write(f'"otherData": {{"lost_events": {recording.lost}}},\n"traceEvents": [')
+            for number, event in enumerate(self._trace(recording)):
+                # One by one: there may be a great many.
+                file.write(",\n" if number else "\n")
+                json.dump(event, file)
+            file.write("\n]}\n")
+
+    def _trace(self, recording: Recording) -> Iterator[dict]:
+        """The events in the form of Chrome's traces."""
         for worker in range(self._strategy.topology.size):
-            trace.append(_named("process_name", worker, 0, f"worker {worker}"))
+            yield _named("process_name", worker, 0, f"worker {worker}")
             for row, name in enumerate(("step", "send", "receive")):
-                trace.append(_named("thread_name", worker, row, name))
-        first = min((event[2] for event in events), default=0)
-        for worker, span, begin, end, iteration, neighbor in events:
+                yield _named("thread_name", worker, row, name)
+        first = min((event[2] for event in recording.events()), default=0)
+        for worker, span, begin, end, iteration, neighbor in recording.events():
             name = hop.SPANS[span]
             about = {"iteration": iteration}
             if neighbor >= 0:
                 about["neighbor"] = neighbor
-            trace.append(
-                {
-                    "name": name,
-                    "cat": "hop",
-                    "ph": "X",
-                    "ts": begin - first,
-                    # What takes no time would not be seen.
-                    "dur": max(end - begin, 1),
-                    "pid": worker,
-                    "tid": {"send": 1, "receive": 2}.get(name, 0),
-                    "args": about,
-                }
-            )
-        with open(self._path, "w") as file:
-            json.dump({"traceEvents": trace, "displayTimeUnit": "ms"}, file)
+            yield {
+                "name": name,
+                "cat": "hop",
+                "ph": "X",
+                "ts": begin - first,
+                # What takes no time would not be seen.
+                "dur": max(end - begin, 1),
+                "pid": worker,
+                "tid": {"send": 1, "receive": 2}.get(name, 0),
+                "args": about,
+            }
 
 
 def _named(kind: str, process: int, row: int, name: str) -> dict:

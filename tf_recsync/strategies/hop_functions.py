@@ -17,6 +17,7 @@ from tf_recsync.strategies.worker_run import Crew, WorkerRun
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop import HopGroup, Protocol
 from tf_recsync.synchronization.hop_edges import device_of
+from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.remote_values import packed
 
@@ -63,8 +64,8 @@ class HopTrainFunction(Steps):
     Args:
         model: a model that was built in the strategy's scope.
         settings: of the strategy.
-        make_group: makes the group of workers, of what they have copies of and the type of
-            the parameters.
+        make_group: makes the group of workers, of what they have copies of, the type of the
+            parameters, and what gets the events.
         protocol: how workers exchange.
         read: what users see of the copies, see `Copies`.
     """
@@ -75,12 +76,13 @@ class HopTrainFunction(Steps):
         self,
         model: keras.Model,
         settings: Settings,
-        make_group: Callable[[Copies, tf.DType], HopGroup],
+        make_group: Callable[[Copies, tf.DType, EventLog], HopGroup],
         protocol: Protocol,
         read: str | int,
     ):
         super().__init__(model, settings)
         self.group: HopGroup | None = None
+        self.events = EventLog()
         self._is_open = False  # Between an epoch's begin and its end.
         self._make_group = make_group
         self._protocol = protocol
@@ -94,6 +96,7 @@ class HopTrainFunction(Steps):
         except BaseException:
             if self.group is not None:
                 self.group.release()
+            self.events.fail()
             raise
 
     def _optimizers(self) -> list:
@@ -136,8 +139,13 @@ class HopTrainFunction(Steps):
                 self._settings.cluster.dispatch_scope,
                 self._read,
             )
-            self.group = self._make_group(copies, exchange_dtype(self._model))
+            self.group = self._make_group(copies, exchange_dtype(self._model), self.events)
         return self.group
+
+    def collect_events(self) -> None:
+        """Has the workers tell what they have done up to now."""
+        if self.group is not None:
+            self.group.reports()
 
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
         run = super()._start(iterator)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import keras
@@ -18,6 +18,7 @@ from tf_recsync.synchronization import hop
 from tf_recsync.synchronization.copies import CopiedVariable
 from tf_recsync.synchronization.hop import HopGroup, Protocol, Skip, WorkerReport
 from tf_recsync.synchronization.hop_edges import device_of
+from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.worker_states import WorkerStates
 from tf_recsync.topology import Topology
@@ -170,18 +171,42 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             return [WorkerReport()] * self.topology.size
         return group.reports()
 
-    def events(self, model: keras.Model) -> list[tuple[int, ...]]:
-        """What workers did when; `tf_recsync.callbacks.HopTimeline` makes a file of it.
+    def record_events(
+        self,
+        model: keras.Model,
+        limit: int = 1_000_000,
+        failed: Callable[[], object] | None = None,
+    ) -> Recording:
+        """Records what workers do from now on; `callbacks.HopTimeline` makes a file of it.
+
+        Nothing is kept while nobody records.
 
         Args:
             model: a model that was compiled in this strategy's scope.
+            limit: how many events are kept, the latest ones, at 48 bytes each; an int of at
+                least 1. A worker's iteration is 3 of them, and 2 for each of its neighbors.
+            failed: is called when training fails, before `fit` raises the error; default
+                None. What it raises takes the error's place.
 
         Returns:
-            (worker, what, begin, end, iteration, neighbor or -1): `what` is an index into
-            `tf_recsync.ops.hop.SPANS`, times are microseconds since the Unix epoch.
+            A recording, to be stopped when it is enough; also a context manager.
+
+        Raises:
+            ValueError: if `limit` is wrong, or the model is from elsewhere.
+
+        Example:
+
+        ```python
+        with strategy.record_events(model) as recording:
+            model.fit(dataset)
+        for worker, what, begin, end, iteration, neighbor in recording.events():
+            ...
+        ```
         """
-        group = self._group(model)
-        return [] if group is None else group.events()
+        check_at_least("limit", limit, 1)
+        self.attach(model)
+        function = model.train_function
+        return function.events.record(limit, function.collect_events, failed)
 
     def copies(self, model: keras.Model) -> list[list[np.ndarray]]:
         """The parameters of each worker.
@@ -242,13 +267,14 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         model.train_function = hop_functions.HopTrainFunction(
             model,
             self._settings,
-            lambda copies, dtype: HopGroup(
+            lambda copies, dtype, events: HopGroup(
                 self._protocol,
                 self._cluster,
                 copies,
                 dtype,
                 self._stall_seconds,
                 self._settings.bandwidths,
+                events,
             ),
             self._protocol,
             self._read,

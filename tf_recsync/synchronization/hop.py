@@ -23,6 +23,7 @@ from tf_recsync.cluster import Cluster
 from tf_recsync.ops import hop
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop_edges import Edges, at
+from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 from tf_recsync.topology import Topology, gap_bounds
 
@@ -179,6 +180,7 @@ class HopGroup:
         dtype: of the parameters.
         stall_seconds: after which somebody's wait is logged.
         bandwidths: returns artificial bandwidths, in bytes per second by worker's device.
+        events: gets what workers did.
     """
 
     def __init__(
@@ -189,6 +191,7 @@ class HopGroup:
         dtype: tf.DType,
         stall_seconds: float,
         bandwidths: Callable[[], dict[str, float]],
+        events: EventLog,
     ):
         self.copies = copies
         self.fail: Callable[[Exception], None] = _raise  # Ends the pass with an error.
@@ -212,7 +215,7 @@ class HopGroup:
         )
         self._monitor: threading.Thread | None = None
         self._stop_monitor = threading.Event()
-        self._events: list[tuple[int, ...]] = []
+        self._events = events
         self._reports: dict[int, WorkerReport] = {}
         self._asking = threading.Lock()
         # The latest question to each worker, and the handle that it was about.
@@ -393,21 +396,13 @@ class HopGroup:
         self._observe()
         return [self._reports.get(worker, WorkerReport()) for worker in range(self._topology.size)]
 
-    def events(self) -> list[tuple[int, ...]]:
-        """What workers did, for a timeline: (worker, span, begin, end, iteration, neighbor).
-
-        Times are microseconds since the Unix epoch; spans index `tf_recsync.ops.hop.SPANS`.
-        """
-        self._observe()
-        with self._lock:
-            return list(self._events)
-
     # Inside.
 
     def _make(self, worker: int, first: int) -> None:
         handle = self._protocol.make(worker)
         hop.begin(handle, first)
         with self._lock:
+            self._events.restarted(worker)
             self._handles[worker] = handle
             self._deleters[worker] = ResourceDeleter(handle, handle.device)
 
@@ -499,7 +494,9 @@ class HopGroup:
             )
             senders = self._topology.in_neighbors(worker)
             with self._lock:
-                self._events += [(worker, *row) for row in parts[-1].reshape(-1, 5).tolist()]
+                if self._handles.get(worker) is not handle:
+                    return  # It was lost, and is back as another.
+                self._events.add(worker, parts[-1].reshape(-1, 5), counts[-1])
                 found[worker] = _State(
                     iteration=iteration[0],
                     phase=hop.PHASES[phase[0]],
