@@ -1,16 +1,18 @@
 """What decentralized training tells of itself: recordings, timelines, reports."""
 
+import dataclasses
 import json
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import AtBatch
+from helpers import AtBatch, events
 
 import tf_recsync as recsync
 from tf_recsync import topology
 from tf_recsync.ops import hop
+from tf_recsync.synchronization.hop import WorkerReport
 from tf_recsync.synchronization.hop_events import EventLog
 
 WORKERS, BATCH, WIDTH = 4, 4, 3
@@ -134,3 +136,92 @@ def test_a_timeline_is_there_when_training_has_failed(cluster, tmp_path):
     model.fit(dataset(), verbose=0, callbacks=[timeline])
     trace = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert sum(event["name"] == "compute" for event in trace) == 40
+
+
+# Reports.
+
+SUMS = {
+    *("iterations_per_second", "waiting", "updates_used", "sends_saved", "stale_updates"),
+    "jumps",
+}
+FIELDS = {
+    *("iteration", "waited_for_updates", "waited_for_tokens", "waiting_seconds"),
+    *("updates_used", "stale_updates_dropped", "superseded_updates_dropped", "sends_saved"),
+    *("updates_sent", "jumps", "iterations_skipped"),
+}
+PER_WORKER = {f"worker_{worker}/{field}" for worker in range(WORKERS) for field in FIELDS}
+EPOCHS = 2
+
+
+class Reports(keras.callbacks.Callback):
+    """Notes what the strategy reports at the ends of epochs."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        self._strategy = strategy
+        self.ends = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.ends.append(self._strategy.workers(self.model))
+
+
+def test_history_and_tensorboard_have_what_each_worker_did_in_each_epoch(cluster, tmp_path):
+    strategy = recsync.HopStrategy(
+        cluster, topology.ring(WORKERS), 4, backup_workers=1, skip=recsync.Skip(5)
+    )
+    slow = recsync.testing.SlowWorkers(8.0, [1])
+    recsync.testing.set_compute_time(strategy, 0.02, slow)
+    model = make_model(strategy)
+    reports = Reports(strategy)
+    callbacks = [
+        recsync.callbacks.HopReport(strategy, str(tmp_path), per_worker=True),
+        reports,
+    ]
+    history = model.fit(dataset(60), epochs=EPOCHS, verbose=0, callbacks=callbacks).history
+    assert set(history) == {"loss"} | SUMS | PER_WORKER
+    before = [WorkerReport()] * WORKERS
+    for epoch, ends in enumerate(reports.ends):
+        found = {name: values[epoch] for name, values in history.items()}
+        for worker, (then, now) in enumerate(zip(before, ends, strict=True)):
+            for field in FIELDS - {"iteration", "waiting_seconds"}:
+                gained = getattr(now, field) - getattr(then, field)
+                assert found[f"worker_{worker}/{field}"] == pytest.approx(gained), field
+            assert found[f"worker_{worker}/iteration"] == now.iteration
+            waited = found[f"worker_{worker}/waited_for_updates"]
+            waited += found[f"worker_{worker}/waited_for_tokens"]
+            assert found[f"worker_{worker}/waiting_seconds"] == pytest.approx(waited)
+        before = ends
+        assert found["updates_used"] == sum(
+            found[f"worker_{worker}/updates_used"] for worker in range(WORKERS)
+        )
+        assert 0 < found["waiting"] < 1
+    # The slow one skips.
+    assert sum(history["worker_1/jumps"]) > 0
+    assert sum(history["worker_1/iterations_skipped"]) >= sum(history["worker_1/jumps"])
+
+    scalars = events(tmp_path)
+    assert {tag for plugin, tag in scalars if plugin == "scalars"} == PER_WORKER | {
+        f"recsync/{name}" for name in SUMS
+    }
+    for name in PER_WORKER:
+        np.testing.assert_allclose(scalars["scalars", name], history[name], rtol=1e-5)
+    for name in SUMS:
+        np.testing.assert_allclose(scalars["scalars", f"recsync/{name}"], history[name], rtol=1e-5)
+
+
+def test_by_default_history_has_the_sums_alone(cluster):
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
+    model = make_model(strategy)
+    report = recsync.callbacks.HopReport(strategy)
+    history = model.fit(dataset(), verbose=0, callbacks=[report]).history
+    assert set(history) == {"loss"} | SUMS
+    # Each has two in-neighbors; until the first has no more data, all wait for all.
+    assert 0 < history["updates_used"][0] <= 2 * 40
+    with pytest.raises(ValueError, match="per_worker must be a bool, not 1"):
+        recsync.callbacks.HopReport(strategy, per_worker=1)
+
+
+def test_a_report_has_every_field():
+    assert {field.name for field in dataclasses.fields(WorkerReport)} == FIELDS - {
+        "waiting_seconds"
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -13,6 +14,7 @@ from absl import logging
 
 from tf_recsync.ops import hop
 from tf_recsync.staleness import Statistics
+from tf_recsync.synchronization.hop import WorkerReport
 from tf_recsync.synchronization.hop_events import Recording
 
 
@@ -95,28 +97,41 @@ class HopReport(keras.callbacks.Callback):
 
     To the progress bar and `History` it adds, over all workers: `iterations_per_second` (the
     mean of a worker's), `waiting` (the share of their time that they waited for neighbors),
-    `sends_saved`, `stale_updates` (that came too late), and `jumps`; with a `log_dir`,
-    TensorBoard gets the same, and each worker's iteration and waiting seconds. Put it before
-    callbacks that read those logs.
+    `updates_used`, `sends_saved`, `stale_updates` (that came too late), and `jumps`. Put it
+    before callbacks that read those logs.
+
+    With a `log_dir`, TensorBoard gets the same as `recsync/...`, and every field of each
+    worker's `WorkerReport` as `worker_0/updates_used` and so on: what it did in the epoch, but
+    for `iteration`, where it stands. `worker_0/waiting_seconds` is the sum of both waits.
 
     Args:
         strategy: the `HopStrategy` that the model trains on.
         log_dir: a folder for TensorBoard, or None (the default).
+        per_worker: whether the progress bar and `History` get each worker's values, too,
+            under the same names as in TensorBoard. Default False.
+
+    Raises:
+        ValueError: if `per_worker` is no bool.
 
     Example:
 
     ```python
-    model.fit(dataset, callbacks=[recsync.callbacks.HopReport(strategy, "logs")])
+    report = recsync.callbacks.HopReport(strategy, "logs", per_worker=True)
+    history = model.fit(dataset, callbacks=[report]).history
+    history["worker_3/waiting_seconds"]  # A value for each epoch.
     ```
     """
 
-    def __init__(self, strategy, log_dir: str | None = None):
+    def __init__(self, strategy, log_dir: str | None = None, per_worker: bool = False):
         super().__init__()
+        if not isinstance(per_worker, bool):
+            raise ValueError(f"per_worker must be a bool, not {per_worker!r}")
         self._strategy = strategy
         self._writer = tf.summary.create_file_writer(log_dir) if log_dir else None
+        self._per_worker = per_worker
         self._started = 0.0
         self._ended: float | None = None
-        self._before = []
+        self._before: list[WorkerReport] = []
 
     def on_epoch_begin(self, epoch, logs=None):
         self._started = time.monotonic()
@@ -130,38 +145,47 @@ class HopReport(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         seconds = (self._ended or time.monotonic()) - self._started
-        workers = self._strategy.workers(self.model)
+        now = self._strategy.workers(self.model)
+        done = [_gained(then, report) for then, report in zip(self._before, now, strict=True)]
 
-        def gained(name: str) -> list[float]:
-            pairs = zip(workers, self._before, strict=True)
-            return [getattr(now, name) - getattr(then, name) for now, then in pairs]
+        def total(name: str) -> float:
+            return sum(worker[name] for worker in done)
 
-        waited = [
-            a + b
-            for a, b in zip(gained("waited_for_updates"), gained("waited_for_tokens"), strict=True)
-        ]
         report = {
-            "iterations_per_second": sum(gained("iteration")) / len(workers) / seconds,
-            "waiting": sum(waited) / len(workers) / seconds,
-            "sends_saved": sum(gained("sends_saved")),
-            "stale_updates": sum(gained("stale_updates_dropped")),
-            "jumps": sum(gained("jumps")),
+            "iterations_per_second": total("iteration") / len(done) / seconds,
+            "waiting": total("waiting_seconds") / len(done) / seconds,
+            "updates_used": total("updates_used"),
+            "sends_saved": total("sends_saved"),
+            "stale_updates": total("stale_updates_dropped"),
+            "jumps": total("jumps"),
+        }
+        workers = {
+            f"worker_{worker}/{name}": now[worker].iteration if name == "iteration" else value
+            for worker, values in enumerate(done)
+            for name, value in values.items()
         }
         if logs is not None:
-            logs.update(report)
+            logs.update(report, **(workers if self._per_worker else {}))
         if self._writer is None:
             return
         with self._writer.as_default(step=epoch):
             for name, value in report.items():
                 tf.summary.scalar(f"recsync/{name}", value)
-            for worker, (now, waiting) in enumerate(zip(workers, waited, strict=True)):
-                tf.summary.scalar(f"recsync/worker_{worker}/iteration", now.iteration)
-                tf.summary.scalar(f"recsync/worker_{worker}/waiting_seconds", waiting)
+            for name, value in workers.items():
+                tf.summary.scalar(name, value)
         self._writer.flush()
 
     def on_train_end(self, logs=None):
         if self._writer is not None:
             self._writer.close()
+
+
+def _gained(then: WorkerReport, now: WorkerReport) -> dict[str, float]:
+    """What a worker has done between two reports, by the names of the fields."""
+    fields = [field.name for field in dataclasses.fields(WorkerReport)]
+    gained = {name: getattr(now, name) - getattr(then, name) for name in fields}
+    waited = gained["waited_for_updates"] + gained["waited_for_tokens"]
+    return {**gained, "waiting_seconds": waited}
 
 
 class HopTimeline(keras.callbacks.Callback):
