@@ -61,9 +61,13 @@ def regression(batches, seed=0):
     return x, y, dataset
 
 
-def simulate(topo, x, y, batches, start, steps, serial=False):
-    """Decentralized SGD as figures 1 and 2 of the paper have it; `start` of each or of all."""
+def simulate(topo, x, y, batches, start, steps, serial=False, momentum=0.0):
+    """Decentralized SGD as figures 1 and 2 of the paper have it; `start` of each or of all.
+
+    Everybody has a momentum of its own, which is not averaged.
+    """
     parameters = np.broadcast_to(start.astype(np.float64), (topo.size, WIDTH))
+    step = np.zeros_like(parameters)
     histories = []
     for k in range(steps):
         histories.append(parameters)
@@ -72,7 +76,7 @@ def simulate(topo, x, y, batches, start, steps, serial=False):
             data, target = x[batches[worker][k]], y[batches[worker][k]][:, 0]
             error = data @ parameters[worker] - target
             gradients.append(2 * data.T @ error / len(target))
-        step = RATE * np.array(gradients)
+        step = momentum * step + RATE * np.array(gradients)
         if serial:
             parameters = topo.weights.T @ (parameters - step)
         else:
@@ -91,23 +95,29 @@ def recorded(strategy, model):
 
 
 @pytest.mark.parametrize(
-    ("topo", "options"),
+    ("topo", "options", "momentum"),
     [
-        (topology.ring_based(8), {}),
-        (topology.ring_based(8), {"order": "serial"}),
-        (topology.exponential(8), {"max_iteration_gap": 2}),
-        (topology.star(8), {"max_iteration_gap": None}),
-        (topology.ring(8), {"protocol": "notify_ack"}),
+        (topology.ring_based(8), {}, 0.0),
+        (topology.ring_based(8), {"order": "serial"}, 0.0),
+        (topology.ring_based(8), {}, 0.9),
+        (topology.ring_based(8), {"order": "serial"}, 0.9),
+        (topology.exponential(8), {"max_iteration_gap": 2}, 0.0),
+        (topology.star(8), {"max_iteration_gap": None}, 0.0),
+        (topology.ring(8), {"protocol": "notify_ack"}, 0.0),
     ],
-    ids=["parallel", "serial", "directed", "without tokens", "notify_ack"],
+    ids=[
+        *("parallel", "serial", "parallel with momentum", "serial with momentum", "directed"),
+        *("without tokens", "notify_ack"),
+    ],
 )
-def test_standard_training_is_decentralized_sgd_step_by_step(cluster, topo, options):
+def test_standard_training_is_decentralized_sgd_step_by_step(cluster, topo, options, momentum):
     batches = WORKERS * 10
     x, y, dataset = regression(batches)
     strategy = recsync.HopStrategy(cluster, topo, check_invariants=True, **options)
     with strategy.scope():
         model = Recording()
-        model.compile(keras.optimizers.SGD(RATE), "mse", steps_per_execution=3)
+        optimizer = keras.optimizers.SGD(RATE, momentum=momentum)
+        model.compile(optimizer, "mse", steps_per_execution=3)
         model((np.zeros(1, np.int64), np.zeros((1, WIDTH), np.float32)))
     start = model.dense.kernel.numpy()[:, 0]
     model.fit(dataset, verbose=0)
@@ -118,8 +128,9 @@ def test_standard_training_is_decentralized_sgd_step_by_step(cluster, topo, opti
     assert collections.Counter(used.tolist()) == collections.Counter(range(batches))
     # Until the first one ran out of data, all were there.
     steps = min(at)
-    assert steps >= 2
-    expected = simulate(topo, x, y, numbers, start, steps, options.get("order") == "serial")
+    assert steps >= 3
+    serial = options.get("order") == "serial"
+    expected = simulate(topo, x, y, numbers, start, steps, serial, momentum)
     for worker in range(WORKERS):
         np.testing.assert_allclose(
             histories[worker][:steps], expected[:, worker], rtol=2e-5, atol=2e-5
@@ -453,6 +464,30 @@ def test_an_optimizer_from_elsewhere_is_refused(cluster):
     model.compile(elsewhere, "binary_crossentropy")
     with pytest.raises(ValueError, match="not made inside this strategy's scope"):
         model.fit(x, y, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.Ftrl(0.1),
+        lambda: recsync.optimizers.Ftrl(0.1),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Ftrl(0.1)),
+        lambda: keras.optimizers.MultiOptimizer(
+            keras.optimizers.OptimizerMap(
+                keras.optimizers.SGD(0.1), {".*bias": recsync.optimizers.Ftrl(0.1)}
+            )
+        ),
+    ],
+    ids=["of Keras", "of this package", "inside of another", "of some variables"],
+)
+def test_an_optimizer_that_undoes_the_average_is_refused(cluster, make):
+    x, y = labelled(32)
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
+    with strategy.scope():
+        model = classifier(make())
+    with pytest.raises(ValueError, match="must not be Ftrl under HopStrategy.* not .*Ftrl"):
+        model.fit(x, y, verbose=0)
+    assert strategy._group(model) is None  # Nobody has begun.
 
 
 def test_an_error_of_a_worker_ends_training_with_it(cluster):

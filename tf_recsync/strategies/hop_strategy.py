@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync import ops
+from tf_recsync import ops, optimizers
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import hop_functions, model_functions
 from tf_recsync.strategies.fit_strategy import FitStrategy, check_at_least, check_is_cluster
@@ -28,7 +28,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
     """Decentralized training that tolerates slow workers (Hop).
 
     Every worker holds its own copy of the parameters, and trains it with any Keras
-    optimizer on its own batches. In each iteration it sends its parameters to its
+    optimizer but Ftrl on its own batches. In each iteration it sends its parameters to its
     out-neighbors, and averages those of its in-neighbors into its own. There are no
     parameter servers.
 
@@ -284,6 +284,14 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
 
     def _check_optimizer(self, model: keras.Model) -> None:
         optimizer = getattr(model, "optimizer", None)
+        for one in _with_inner(optimizer):
+            if isinstance(one, (keras.optimizers.Ftrl, optimizers.Ftrl)):
+                raise ValueError(
+                    "optimizer must not be Ftrl under HopStrategy, which computes parameters from "
+                    "its own state alone and so undoes their average with the neighbors'; use "
+                    f"another one, as SGD, Adagrad or Adam, not {type(one).__module__}."
+                    f"{type(one).__name__} ({one.name})"
+                )
         if optimizer is None or not hasattr(optimizer, "_distribution_strategy"):
             return
         if optimizer._distribution_strategy is not self:
@@ -357,6 +365,18 @@ class _Extended(tf.distribute.StrategyExtended):
     def colocate_vars_with(self, colocate_with_variable):
         del colocate_with_variable  # All that a worker has lies on one device.
         yield
+
+
+def _with_inner(optimizer: keras.optimizers.Optimizer | None) -> Iterator[Any]:
+    """An optimizer and those that it wraps."""
+    if optimizer is None:
+        return
+    yield optimizer
+    inner = getattr(optimizer, "optimizers", ())  # Of a MultiOptimizer.
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        inner = (optimizer.inner_optimizer,)
+    for one in inner:
+        yield from _with_inner(one)
 
 
 def _checked_protocol(
