@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_recsync import ops, optimizers
 from tf_recsync.cluster import Cluster
+from tf_recsync.layers import EmbeddingCollection
 from tf_recsync.strategies import hop_functions, model_functions
 from tf_recsync.strategies.fit_strategy import FitStrategy, check_at_least, check_is_cluster
 from tf_recsync.synchronization import hop
@@ -51,7 +52,8 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
 
     Args:
         cluster: a `LocalCluster`, or what `cluster_from_tf_config` returned, with as many
-            workers as the topology. It needs no parameter servers.
+            workers as the topology. It needs no parameter servers, and must have none for
+            models with an `EmbeddingCollection`, whose tables every worker has a copy of.
         topology: who sends to whom, with which weights: see `tf_recsync.topology`.
         max_iteration_gap: how many iterations a worker may be ahead of an out-neighbor, an
             int of at least 1. None: without token queues; the topology bounds the gap.
@@ -264,6 +266,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         return getattr(model.train_function, "group", None)
 
     def _put_functions(self, model: keras.Model) -> None:
+        self._check_tables(model)
         model.train_function = hop_functions.HopTrainFunction(
             model,
             self._settings,
@@ -281,6 +284,20 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         )
         model.test_function = hop_functions.HopTestFunction(model, self._settings)
         model.predict_function = hop_functions.HopPredictFunction(model, self._settings)
+
+    def _check_tables(self, model: keras.Model) -> None:
+        """Raises a ValueError if tables would be copied that belong on parameter servers."""
+        if self._cluster.ps == 0:
+            return
+        for layer in model._flatten_layers():
+            if isinstance(layer, EmbeddingCollection):
+                raise ValueError(
+                    f"{type(layer).__name__} {layer.name} can't be used under HopStrategy on a "
+                    f"cluster with parameter servers, ps={self._cluster.ps}: every worker would "
+                    "have a copy of its tables, and the servers none. Use a cluster with ps=0, "
+                    "where they are parameters like any other, or a strategy whose tables lie on "
+                    "the servers, as AsyncStrategy"
+                )
 
     def _check_optimizer(self, model: keras.Model) -> None:
         optimizer = getattr(model, "optimizer", None)
