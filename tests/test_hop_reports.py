@@ -12,8 +12,8 @@ from helpers import AtBatch, events
 import tf_recsync as recsync
 from tf_recsync import topology
 from tf_recsync.ops import hop
-from tf_recsync.synchronization.hop import WorkerReport
 from tf_recsync.synchronization.hop_events import EventLog
+from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport
 
 WORKERS, BATCH, WIDTH = 4, 4, 3
 
@@ -153,7 +153,7 @@ PER_WORKER = {f"worker_{worker}/{field}" for worker in range(WORKERS) for field 
 EPOCHS = 2
 
 
-class Reports(keras.callbacks.Callback):
+class AtEpochEnds(keras.callbacks.Callback):
     """Notes what the strategy reports at the ends of epochs."""
 
     def __init__(self, strategy):
@@ -172,7 +172,7 @@ def test_history_and_tensorboard_have_what_each_worker_did_in_each_epoch(cluster
     slow = recsync.testing.SlowWorkers(8.0, [1])
     recsync.testing.set_compute_time(strategy, 0.02, slow)
     model = make_model(strategy)
-    reports = Reports(strategy)
+    reports = AtEpochEnds(strategy)
     callbacks = [
         recsync.callbacks.HopReport(strategy, str(tmp_path), per_worker=True),
         reports,
@@ -225,3 +225,37 @@ def test_a_report_has_every_field():
     assert {field.name for field in dataclasses.fields(WorkerReport)} == FIELDS - {
         "waiting_seconds"
     }
+
+
+def state(iteration, declined=(0, 0), **counts):
+    """A worker's, with these of its counts."""
+    names = ("entered", "used", "jumps", "skipped", "sent", "replaced", "updates", "tokens")
+    told = [counts.get(name, 0) for name in (*names, "late", "superseded", "queued", "lost")]
+    return State(iteration, "idle", 0.0, (), (), declined, tuple(told))
+
+
+def test_reports_of_a_worker_go_on_where_they_were_when_it_is_back():
+    ring = [[2, 1], [0, 2], [1, 0]]
+    reports = Reports(ring)
+    reports.update(1, state(7, (3, 4), used=5, sent=9, replaced=1, updates=2_000_000, jumps=1))
+    reports.restarted(1)
+    assert reports.all()[1].updates_used == 5
+    reports.update(1, state(-1))
+    report = reports.all()[1]
+    assert (report.iteration, report.updates_used, report.jumps) == (7, 5, 1)
+    assert report.waited_for_updates == pytest.approx(2.0)
+    reports.update(1, state(12, (1, 0), used=2, sent=3, replaced=2, updates=500_000, late=6))
+    report = reports.all()[1]
+    assert (report.iteration, report.updates_used, report.jumps) == (12, 7, 1)
+    assert (report.updates_sent, report.sends_saved) == (12, 3)
+    assert report.waited_for_updates == pytest.approx(2.5)
+    assert report.stale_updates_dropped == 6
+    # What it declined, its senders did not send, before and after.
+    assert [reports.all()[sender].sends_saved for sender in (0, 2)] == [3 + 1, 4]
+    reports.update(0, state(12, sent=20))
+    assert reports.all()[0].updates_sent == 20 - 4
+    # A receiver that has told already what the sender will tell.
+    reports.update(1, state(13, (2, 0)))
+    assert reports.all()[0].updates_sent == 20 - 4
+    reports.restore([1, 2, 3])
+    assert [report.iteration for report in reports.all()] == [1, 2, 3]

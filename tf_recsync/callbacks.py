@@ -14,8 +14,8 @@ from absl import logging
 
 from tf_recsync.ops import hop
 from tf_recsync.staleness import Statistics
-from tf_recsync.synchronization.hop import WorkerReport
 from tf_recsync.synchronization.hop_events import Recording
+from tf_recsync.synchronization.hop_reports import WorkerReport
 
 
 class TrainingReport(keras.callbacks.Callback):

@@ -17,9 +17,10 @@ from tf_recsync.strategies import hop_functions, model_functions
 from tf_recsync.strategies.fit_strategy import FitStrategy, check_at_least, check_is_cluster
 from tf_recsync.synchronization import hop
 from tf_recsync.synchronization.copies import CopiedVariable
-from tf_recsync.synchronization.hop import HopGroup, Protocol, Skip, WorkerReport
+from tf_recsync.synchronization.hop import HopGroup, Protocol, Skip
 from tf_recsync.synchronization.hop_edges import device_of
 from tf_recsync.synchronization.hop_events import Recording
+from tf_recsync.synchronization.hop_reports import WorkerReport
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.worker_states import WorkerStates
 from tf_recsync.topology import Topology

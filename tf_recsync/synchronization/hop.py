@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import time
 import uuid
@@ -24,6 +23,7 @@ from tf_recsync.ops import hop
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop_edges import Edges, at
 from tf_recsync.synchronization.hop_events import EventLog
+from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport, look, parse
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 from tf_recsync.topology import Topology, gap_bounds
 
@@ -126,48 +126,6 @@ class Protocol:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class WorkerReport:
-    """What a worker has done since training began.
-
-    Attributes:
-        iteration: the one that it is in, or was in last; -1 before the first.
-        waited_for_updates: seconds.
-        waited_for_tokens: seconds; for acknowledgements with notify_ack.
-        updates_used: that it has averaged, its own apart.
-        stale_updates_dropped: that came too late to be used.
-        superseded_updates_dropped: that were there when a newer one of the same sender came.
-        sends_saved: updates that it did not send, as they were of no use any more.
-        updates_sent: that it did.
-        jumps: how often it has skipped iterations.
-        iterations_skipped: how many.
-    """
-
-    iteration: int = -1
-    waited_for_updates: float = 0.0
-    waited_for_tokens: float = 0.0
-    updates_used: int = 0
-    stale_updates_dropped: int = 0
-    superseded_updates_dropped: int = 0
-    sends_saved: int = 0
-    updates_sent: int = 0
-    jumps: int = 0
-    iterations_skipped: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """Where a worker stands; see the op's documentation."""
-
-    iteration: int
-    phase: str
-    seconds: float
-    missing: tuple[int, ...]
-    tokens: tuple[int, ...]
-    declined: dict[int, int]  # By the sender.
-    counts: tuple[int, ...]
-
-
 class HopGroup:
     """The workers of a model in decentralized training, while it trains.
 
@@ -216,7 +174,8 @@ class HopGroup:
         self._monitor: threading.Thread | None = None
         self._stop_monitor = threading.Event()
         self._events = events
-        self._reports: dict[int, WorkerReport] = {}
+        workers = range(protocol.topology.size)
+        self._reports = Reports([protocol.topology.in_neighbors(worker) for worker in workers])
         self._asking = threading.Lock()
         # The latest question to each worker, and the handle that it was about.
         self._asked: dict[int, tuple[tf.Tensor, threading.Thread]] = {}
@@ -298,7 +257,7 @@ class HopGroup:
         """Who waits for whom, in words."""
         return self._describe(self._states())
 
-    def _describe(self, states: dict[int, _State]) -> str:
+    def _describe(self, states: dict[int, State]) -> str:
         parts = []
         for worker, _ in self._living():
             if worker not in states:
@@ -324,7 +283,7 @@ class HopGroup:
             if self._restored is not None:
                 known, self._restored = [self._restored], None
             else:
-                known += [report.iteration for report in self._reports.values()]
+                known += [report.iteration for report in self._reports.all()]
             self._first = max([-1, *known]) + 1
             for worker, handle in self._living():
                 with at(self._cluster, worker):
@@ -358,7 +317,7 @@ class HopGroup:
         if self._monitor is not None:
             self._monitor.join(max(0.0, deadline - time.monotonic()))
         self._monitor = None
-        self._observe()
+        self._states()
 
     @property
     def size(self) -> int:
@@ -387,14 +346,12 @@ class HopGroup:
         self.copies.load(values)
         with self._lock:
             self._restored = max(iterations)
-            for worker, iteration in enumerate(iterations):
-                report = self._reports.get(worker, WorkerReport())
-                self._reports[worker] = dataclasses.replace(report, iteration=iteration)
+            self._reports.restore(iterations)
 
     def reports(self) -> list[WorkerReport]:
         """What each worker has done; of one that is lost, as far as it was known."""
-        self._observe()
-        return [self._reports.get(worker, WorkerReport()) for worker in range(self._topology.size)]
+        self._states()
+        return self._reports.all()
 
     # Inside.
 
@@ -403,6 +360,7 @@ class HopGroup:
         hop.begin(handle, first)
         with self._lock:
             self._events.restarted(worker)
+            self._reports.restarted(worker)
             self._handles[worker] = handle
             self._deleters[worker] = ResourceDeleter(handle, handle.device)
 
@@ -477,35 +435,22 @@ class HopGroup:
         with self._lock:
             return [(w, h) for w, h in sorted(self._handles.items()) if w not in self._lost]
 
-    def _states(self) -> dict[int, _State]:
+    def _states(self) -> dict[int, State]:
         """The states of the workers that answer in time; takes what they have done along."""
-        found: dict[int, _State] = {}
+        found: dict[int, State] = {}
 
         def ask(worker: int, handle: tf.Tensor) -> None:
             try:
                 with at(self._cluster, worker):
-                    told = np.asarray(_look()(handle))
+                    state, events = parse(np.asarray(look()(handle)))
             except tf.errors.OpError:
                 return  # It is lost, which its own thread finds out.
-            ends = np.cumsum([_PARTS, *told[:_PARTS]])
-            parts = np.split(told, ends)[1:-1]
-            iteration, phase, micros, missing, tokens, declined, counts = (
-                part.tolist() for part in parts[:-1]
-            )
-            senders = self._topology.in_neighbors(worker)
             with self._lock:
                 if self._handles.get(worker) is not handle:
                     return  # It was lost, and is back as another.
-                self._events.add(worker, parts[-1].reshape(-1, 5), counts[-1])
-                found[worker] = _State(
-                    iteration=iteration[0],
-                    phase=hop.PHASES[phase[0]],
-                    seconds=micros[0] * 1e-6,
-                    missing=tuple(missing),
-                    tokens=tuple(tokens),
-                    declined=dict(zip(senders, declined, strict=True)),
-                    counts=tuple(counts),
-                )
+                self._events.add(worker, events, state.lost_events)
+                self._reports.update(worker, state)
+                found[worker] = state
 
         # A worker that stands still shall not keep us from asking the others.
         with self._asking:
@@ -529,7 +474,7 @@ class HopGroup:
         while not self._stop_monitor.wait(_WATCH_SECONDS):
             try:
                 before = self._states() if self._protocol.check_invariants else {}
-                states = self._observe()
+                states = self._states()
                 self._check(before, states)
             except Exception as error:
                 self.fail(error)
@@ -540,29 +485,7 @@ class HopGroup:
                 logged = now
                 logging.warning("Decentralized training stalls: %s", self._describe(states))
 
-    def _observe(self) -> dict[int, _State]:
-        states = self._states()
-        declined = dict.fromkeys(range(self._topology.size), 0)
-        for state in states.values():
-            for sender, count in state.declined.items():
-                declined[sender] += count
-        for worker, state in states.items():
-            counts = state.counts
-            self._reports[worker] = WorkerReport(
-                iteration=state.iteration,
-                waited_for_updates=counts[6] * 1e-6,
-                waited_for_tokens=counts[7] * 1e-6,
-                updates_used=counts[1],
-                stale_updates_dropped=counts[8],
-                superseded_updates_dropped=counts[9],
-                sends_saved=declined[worker] + counts[5],
-                updates_sent=counts[4] - declined[worker],
-                jumps=counts[2],
-                iterations_skipped=counts[3],
-            )
-        return states
-
-    def _check(self, before: dict[int, _State], after: dict[int, _State]) -> None:
+    def _check(self, before: dict[int, State], after: dict[int, State]) -> None:
         """Compares iterations with the bounds.
 
         Iterations only rise: a worker that was read before another one is ahead of it by at
@@ -591,33 +514,6 @@ class HopGroup:
                         f"worker {worker} has {tokens} tokens of worker {neighbor}, more than "
                         f"{most:g}, which is a bug"
                     )
-
-
-_PARTS = 8  # Of what a worker tells, each with its length in front.
-
-
-@functools.cache
-def _look() -> Callable[[tf.Tensor], tf.Tensor]:
-    """Tells where a worker stands and what it has done, in one tensor: an answer is one message.
-
-    It is traced once, not for each worker's device.
-    """
-
-    def look(handle):
-        state = hop.state(handle)
-        with tf.control_dependencies([state.iteration]):
-            events = hop.events(handle)
-        parts = [
-            *(state.iteration, state.phase, state.seconds * 1e6),
-            *(state.missing, state.tokens, state.declined, state.counts, events),
-        ]
-        flat = [tf.reshape(tf.cast(part, tf.int64), [-1]) for part in parts]
-        return tf.concat([tf.stack([tf.size(part, tf.int64) for part in flat]), *flat], 0)
-
-    with tf.device(None):
-        return tf.function(look, autograph=False).get_concrete_function(
-            tf.TensorSpec([], tf.resource)
-        )
 
 
 def threads_needed(topology: Topology, worker: int) -> int:

@@ -1,0 +1,187 @@
+"""What workers of decentralized training tell of themselves (Hop)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tf_recsync.ops import hop
+
+_PARTS = 8  # Of what a worker tells, each with its length in front.
+_COUNTS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerReport:
+    """What a worker has done since training began.
+
+    It goes on where it was when a worker that was lost is back, as far as it was known.
+
+    Attributes:
+        iteration: the one that it is in, or was in last; -1 before the first.
+        waited_for_updates: seconds.
+        waited_for_tokens: seconds; for acknowledgements with notify_ack.
+        updates_used: that it has averaged, its own apart.
+        stale_updates_dropped: that came too late to be used.
+        superseded_updates_dropped: that were there when a newer one of the same sender came.
+        sends_saved: updates that it did not send, as they were of no use any more.
+        updates_sent: that it did.
+        jumps: how often it has skipped iterations.
+        iterations_skipped: how many.
+    """
+
+    iteration: int = -1
+    waited_for_updates: float = 0.0
+    waited_for_tokens: float = 0.0
+    updates_used: int = 0
+    stale_updates_dropped: int = 0
+    superseded_updates_dropped: int = 0
+    sends_saved: int = 0
+    updates_sent: int = 0
+    jumps: int = 0
+    iterations_skipped: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Where a worker stands; see the documentation of `RecsyncHopState`.
+
+    Attributes:
+        iteration: -1 before the first one of an epoch.
+        phase: of `hop.PHASES`.
+        seconds: in this phase.
+        missing: the neighbors that it waits for.
+        tokens: how many it has of each out-neighbor.
+        declined: updates that it did not want, by in-neighbor.
+        counts: what it has done since it was made.
+    """
+
+    iteration: int
+    phase: str
+    seconds: float
+    missing: tuple[int, ...]
+    tokens: tuple[int, ...]
+    declined: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def lost_events(self) -> int:
+        """How many events it could not keep since it was made."""
+        return self.counts[-1]
+
+
+@functools.cache
+def look() -> Callable[[tf.Tensor], tf.Tensor]:
+    """Tells where a worker stands and what it has done, in one tensor: an answer is one message.
+
+    It is traced once, not for each worker's device. `parse` reads the answer.
+    """
+
+    def look(handle):
+        state = hop.state(handle)
+        with tf.control_dependencies([state.iteration]):
+            events = hop.events(handle)
+        parts = [
+            *(state.iteration, state.phase, state.seconds * 1e6),
+            *(state.missing, state.tokens, state.declined, state.counts, events),
+        ]
+        flat = [tf.reshape(tf.cast(part, tf.int64), [-1]) for part in parts]
+        return tf.concat([tf.stack([tf.size(part, tf.int64) for part in flat]), *flat], 0)
+
+    with tf.device(None):
+        return tf.function(look, autograph=False).get_concrete_function(
+            tf.TensorSpec([], tf.resource)
+        )
+
+
+def parse(told: np.ndarray) -> tuple[State, np.ndarray]:
+    """A worker's state, and its events since the last look, [events, 5]."""
+    ends = np.cumsum([_PARTS, *told[:_PARTS]])
+    parts = np.split(told, ends)[1:-1]
+    iteration, phase, micros, missing, tokens, declined, counts = (
+        tuple(part.tolist()) for part in parts[:-1]
+    )
+    state = State(
+        iteration=iteration[0],
+        phase=hop.PHASES[phase[0]],
+        seconds=micros[0] * 1e-6,
+        missing=missing,
+        tokens=tokens,
+        declined=declined,
+        counts=counts,
+    )
+    return state, parts[-1].reshape(-1, 5)
+
+
+class Reports:
+    """The reports of all workers, which outlast the workers.
+
+    Nothing in them goes back, but for an iteration that is restored. Thread-safe.
+
+    Args:
+        in_neighbors: of each worker.
+    """
+
+    def __init__(self, in_neighbors: Sequence[Sequence[int]]):
+        self._senders = [list(senders) for senders in in_neighbors]
+        size = len(self._senders)
+        self._lock = threading.Lock()
+        self._reports = [WorkerReport()] * size
+        # The counts of each, and which updates it declined, by sender: up to when it began to
+        # count from 0 again, and by now.
+        self._counts_before = np.zeros((size, _COUNTS), np.int64)
+        self._counts = np.zeros((size, _COUNTS), np.int64)
+        self._declined_before = np.zeros((size, size), np.int64)
+        self._declined = np.zeros((size, size), np.int64)
+
+    def all(self) -> list[WorkerReport]:
+        """The reports by worker."""
+        with self._lock:
+            return list(self._reports)
+
+    def restarted(self, worker: int) -> None:
+        """A worker was made anew, and counts from 0."""
+        with self._lock:
+            self._counts_before[worker] = self._counts[worker]
+            self._declined_before[worker] = self._declined[worker]
+
+    def restore(self, iterations: Sequence[int]) -> None:
+        """The workers have gone to these iterations."""
+        with self._lock:
+            self._reports = [
+                dataclasses.replace(report, iteration=iteration)
+                for report, iteration in zip(self._reports, iterations, strict=True)
+            ]
+
+    def update(self, worker: int, state: State) -> None:
+        """Takes over what a worker has told."""
+        with self._lock:
+            senders = self._senders[worker]
+            self._counts[worker] = self._counts_before[worker] + state.counts
+            self._declined[worker, senders] = (
+                self._declined_before[worker, senders] + state.declined
+            )
+            iteration = state.iteration
+            if iteration < 0:  # It has not begun with this epoch.
+                iteration = self._reports[worker].iteration
+            for one in {worker, *senders}:
+                counts, last = self._counts[one].tolist(), self._reports[one]
+                declined = int(self._declined[:, one].sum())
+                self._reports[one] = WorkerReport(
+                    iteration=iteration if one == worker else last.iteration,
+                    waited_for_updates=counts[6] * 1e-6,
+                    waited_for_tokens=counts[7] * 1e-6,
+                    updates_used=counts[1],
+                    stale_updates_dropped=counts[8],
+                    superseded_updates_dropped=counts[9],
+                    sends_saved=declined + counts[5],
+                    # The receivers tell what they declined before the sender tells that it sent.
+                    updates_sent=max(last.updates_sent, counts[4] - declined),
+                    jumps=counts[2],
+                    iterations_skipped=counts[3],
+                )
