@@ -70,9 +70,9 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             when all out-neighbors have used what it sent before.
         read: what reading a variable gives: "mean" (the default) of the workers' copies, or
             the index of a worker.
-        check_invariants: whether iterations are compared with the bounds of the paper's
-            table 1 while training runs; a violation, which would be a bug, ends it with an
-            error. Defaults to False.
+        check_invariants: whether iterations and tokens are compared with the bounds of the
+            paper's table 1 while training runs, up to 20 times a second; a violation, which
+            would be a bug, ends it with an error. Defaults to False.
         stall_seconds: after how many seconds of waiting a log entry names the worker and
             whom it waits for. Defaults to 60.
         worker_timeout: seconds without any reachable worker after which training fails.

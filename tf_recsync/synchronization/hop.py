@@ -23,6 +23,7 @@ from tf_recsync.ops import hop
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop_edges import Edges, at
 from tf_recsync.synchronization.hop_events import EventLog
+from tf_recsync.synchronization.hop_invariants import Invariants
 from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport, look, parse
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 from tf_recsync.topology import Topology, gap_bounds
@@ -30,6 +31,8 @@ from tf_recsync.topology import Topology, gap_bounds
 _JOIN_SECONDS = 60.0
 _ANSWER_SECONDS = 2.0
 _WATCH_SECONDS = 1.0  # Between two looks at all workers.
+_CHECK_SECONDS = 0.05  # When the bounds are checked, at least.
+_CHECK_REST = 4.0  # And so many times as long as it took: a fifth of a thread's time at most.
 _MARGIN = 2  # Iterations until a worker that is back can take part, at least.
 
 
@@ -155,7 +158,9 @@ class HopGroup:
         self.fail: Callable[[Exception], None] = _raise  # Ends the pass with an error.
         self._protocol = protocol
         self._topology = protocol.topology
-        self._bounds = protocol.bounds()
+        self._invariants = Invariants(
+            protocol.topology, protocol.bounds(), protocol.max_iteration_gap
+        )
         self._cluster = cluster
         self._stall_seconds = stall_seconds
         self._dtype = dtype
@@ -471,11 +476,17 @@ class HopGroup:
     def _watch(self) -> None:
         """Logs long waits, collects events, and checks the bounds if they are to be checked."""
         logged = -self._stall_seconds
-        while not self._stop_monitor.wait(_WATCH_SECONDS):
+        checks = self._protocol.check_invariants
+        pause = _CHECK_SECONDS if checks else _WATCH_SECONDS
+        while not self._stop_monitor.wait(pause):
+            began = time.monotonic()
             try:
-                before = self._states() if self._protocol.check_invariants else {}
+                before = self._states() if checks else {}
                 states = self._states()
-                self._check(before, states)
+                if checks:
+                    self._check(before, states)
+                    took = time.monotonic() - began
+                    pause = min(max(_CHECK_SECONDS, _CHECK_REST * took), _WATCH_SECONDS)
             except Exception as error:
                 self.fail(error)
                 return
@@ -486,34 +497,11 @@ class HopGroup:
                 logging.warning("Decentralized training stalls: %s", self._describe(states))
 
     def _check(self, before: dict[int, State], after: dict[int, State]) -> None:
-        """Compares iterations with the bounds.
-
-        Iterations only rise: a worker that was read before another one is ahead of it by at
-        least as much as it seems, and there are no false alarms.
-        """
-        if not self._all_there or not self._protocol.check_invariants:
-            return
-        for ahead, state in before.items():
-            for behind, other in after.items():
-                gap = state.iteration - max(other.iteration, self._first)
-                if gap > self._bounds[ahead, behind] and self._all_there:
-                    raise RuntimeError(
-                        f"worker {ahead} is in iteration {state.iteration} and worker {behind} in "
-                        f"{other.iteration}: further apart than "
-                        f"{self._bounds[ahead, behind]:g}, which is a bug"
-                    )
-        # Tokens of a worker, those on their way not counted, are never more than these.
-        gap = self._protocol.max_iteration_gap
-        for worker, state in after.items():
-            for neighbor, tokens in zip(
-                self._topology.out_neighbors(worker), state.tokens, strict=True
-            ):
-                most = self._bounds[neighbor, worker] + (gap or 0)
-                if gap and tokens > most and self._all_there:
-                    raise RuntimeError(
-                        f"worker {worker} has {tokens} tokens of worker {neighbor}, more than "
-                        f"{most:g}, which is a bug"
-                    )
+        """Raises a RuntimeError if what workers told in two rounds breaks the bounds."""
+        found = self._invariants.violation(before, after, self._first)
+        # Bounds hold while nobody has left; who leaves is noted before anybody is told.
+        if found is not None and self._all_there:
+            raise RuntimeError(f"{found}, which is a bug")
 
 
 def threads_needed(topology: Topology, worker: int) -> int:
