@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, Literal
 
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tf_recsync import ops, optimizers
 from tf_recsync.cluster import Cluster
@@ -63,7 +65,9 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             worker, itself included. Defaults to 0.
         staleness_bound: an int of at least 0, or None (the default): updates must be of the
             receiver's iteration.
-        skip: a `Skip`, by which a slow worker skips iterations; or None (the default).
+        skip: a `Skip`, by which a slow worker skips iterations; or None (the default). It
+            needs backup workers or a staleness bound: without, a worker is at most one
+            iteration behind, and a log entry says that nobody will skip any.
         order: "parallel" (the default): a worker sends the parameters that it computes
             gradients on, meanwhile. "serial": it computes and applies them first.
         protocol: "token_queue" (the default), or "notify_ack", in which a worker sends only
@@ -122,7 +126,8 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
                 f"topology must have as many workers as the cluster, {cluster.workers}, "
                 f"not {topology.size}"
             )
-        if read != "mean" and (isinstance(read, bool) or read not in range(cluster.workers)):
+        is_worker = isinstance(read, Integral) and not isinstance(read, bool)
+        if read != "mean" and not (is_worker and read in range(cluster.workers)):
             raise ValueError(
                 f'read must be "mean" or from 0 to {cluster.workers - 1}, not {read!r}'
             )
@@ -139,7 +144,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             protocol,
             check_invariants,
         )
-        self._read = read
+        self._read = int(read) if is_worker else read
         self._stall_seconds = float(stall_seconds)
         cluster.connect()
         _check_threads(cluster, topology)
@@ -423,14 +428,7 @@ def _checked_protocol(
             )
     if staleness_bound is not None:
         check_at_least("staleness_bound", staleness_bound, 0)
-    backups = backup_workers
-    if isinstance(backups, int):
-        backups = [backups] * topology.size
-    if len(backups) != topology.size:
-        raise ValueError(
-            f"backup_workers must be an int or one for each of the {topology.size} workers, not "
-            f"{len(backups)}"
-        )
+    backups = _each(topology.size, backup_workers)
     for worker, backup in enumerate(backups):
         check_at_least("backup_workers", backup, 0)
         senders = len(topology.in_neighbors(worker)) + 1
@@ -455,16 +453,58 @@ def _checked_protocol(
             raise ValueError("skip needs token queues: max_iteration_gap must not be None")
     if not isinstance(check_invariants, bool):
         raise ValueError(f"check_invariants must be a bool, not {check_invariants!r}")
-    return Protocol(
+    made = Protocol(
         topology=topology,
         max_iteration_gap=max_iteration_gap,
-        backup_workers=tuple(int(backup) for backup in backups),
+        backup_workers=tuple(backups),
         staleness_bound=staleness_bound,
         skip=skip,
         is_serial=order == "serial",
         notify_ack=notify_ack,
         check_invariants=check_invariants,
     )
+    if skip is not None:
+        _warn_if_nobody_skips(made)
+    return made
+
+
+def _each(workers: int, backup_workers: Any) -> list[int]:
+    """A number for each worker, of what may be one for all."""
+    numbers = backup_workers
+    if isinstance(numbers, Integral) and not isinstance(numbers, bool):
+        numbers = [numbers] * workers
+    if not isinstance(numbers, (Sequence, np.ndarray)) or isinstance(numbers, (str, bytes)):
+        raise ValueError(
+            f"backup_workers must be an int or one for each of the {workers} workers, not "
+            f"{backup_workers!r}"
+        )
+    if len(numbers) != workers:
+        raise ValueError(
+            f"backup_workers must be an int or one for each of the {workers} workers, not "
+            f"{len(numbers)}"
+        )
+    # Numpy's integers are no ints.
+    is_integer = [isinstance(n, Integral) and not isinstance(n, bool) for n in numbers]
+    return [int(n) if good else n for n, good in zip(numbers, is_integer, strict=True)]
+
+
+def _warn_if_nobody_skips(protocol: Protocol) -> None:
+    """Logs a warning if no worker can get as far behind as `skip` asks for."""
+    topology, bounds = protocol.topology, protocol.bounds()
+    behind = [
+        min((bounds[j, worker] for j in topology.out_neighbors(worker)), default=0.0)
+        for worker in range(topology.size)
+    ]
+    needed = max(2, protocol.skip.trigger + 1)
+    if max(behind) < needed:
+        logging.warning(
+            "%r has no effect: to skip iterations a worker has to be %d behind all its "
+            "out-neighbors, and in this mode none can be more than %g. Backup workers or a "
+            "staleness bound let others go ahead.",
+            protocol.skip,
+            needed,
+            max(behind),
+        )
 
 
 def _check_threads(cluster: Cluster, topology: Topology) -> None:
