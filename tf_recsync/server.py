@@ -49,7 +49,8 @@ def _define_flags() -> None:
         "inter_op_threads",
         None,
         "Threads that run ops, for each task; every remote call that waits in an op holds one. "
-        "Default: twice the number of cores, at least 16.",
+        "Default: twice the number of cores, at least 16, and at least 4 more than twice the "
+        "number of workers.",
         lower_bound=1,
     )
     flags.DEFINE_integer(
@@ -209,7 +210,9 @@ def main(argv: list[str]) -> int:
             ", ".join(map(_name_of, configs)),
             ", ".join(str(tf_config.split_address(c.own_address)[1]) for c in configs),
         )
-    inter_op_threads = args.inter_op_threads or max(16, 2 * (os.cpu_count() or 1))
+    inter_op_threads = args.inter_op_threads or hosted_servers.default_threads(
+        len(configs[0].cluster.get("worker", []))
+    )
     servers = []  # Keeps them referenced.
     for config in configs:
         name = _name_of(config)

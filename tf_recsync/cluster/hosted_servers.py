@@ -21,6 +21,17 @@ _THREADS_PER_TASK = 8
 _lock = threading.RLock()  # Held by `HostedServers` when a failed start releases.
 
 
+def default_threads(workers: int) -> int:
+    """Threads that run ops, for each server of a cluster that is told no other number.
+
+    Args:
+      workers: Of the cluster. In decentralized training each may wait for all others, and
+        they for it: a call that carries what it has to tell, one that carries what it is
+        told, and a few that do not wait.
+    """
+    return max(16, 2 * (os.cpu_count() or 1), 2 * workers + 4)
+
+
 def start_server(
     cluster: Mapping[str, Sequence[str]],
     task: Task,

@@ -78,8 +78,8 @@ class LocalCluster(connection.Cluster):
             servers and workers have their own.
           inter_op_threads: Threads of each server that run ops; a remote call that waits in
             an op holds one. Servers of a process share theirs. Default None: twice the
-            number of cores, at least 16; without parameter servers also enough for workers
-            that all wait for each other. Not for servers in this process.
+            number of cores, at least 16, and enough for workers that all wait for each
+            other, twice their number and 4. Not for servers in this process.
           intra_op_threads: Threads of each server's process that one op may use. Default None:
             the number of cores. Not for servers in this process.
           start_timeout: Seconds to wait for the servers to be ready; default 60.
@@ -128,8 +128,6 @@ class LocalCluster(connection.Cluster):
         self._owner = os.getpid()
         self._start_timeout = float(start_timeout)
         self._flags = [f"--bind_address={_HOST}"]
-        if inter_op_threads is None and ps == 0:
-            inter_op_threads = max(16, 2 * (os.cpu_count() or 1), 2 * workers + 4)
         if inter_op_threads is not None:
             self._flags.append(f"--inter_op_threads={inter_op_threads}")
         if intra_op_threads is not None:

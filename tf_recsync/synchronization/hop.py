@@ -226,13 +226,13 @@ class HopGroup:
             if receiver not in self._lost and len(gone) > backups:
                 raise RuntimeError(
                     f"worker {worker} was lost, and worker {receiver} can't go on without "
-                    f"{_listed(gone)}: its in-neighbors are {_listed(senders)}, and it has "
+                    f"{listed(gone)}: its in-neighbors are {listed(senders)}, and it has "
                     f"backup_workers={backups}"
                 )
         logging.warning(
             "Worker %d was lost; %s go on without it.",
             worker,
-            _listed(self._topology.out_neighbors(worker)),
+            listed(self._topology.out_neighbors(worker)),
         )
 
     def leave(self, worker: int) -> None:
@@ -271,7 +271,7 @@ class HopGroup:
             if state.missing:
                 parts.append(
                     f"worker {worker} (iteration {state.iteration}) has been "
-                    f"{state.phase} for {state.seconds:.1f} s, of {_listed(state.missing)}"
+                    f"{state.phase} for {state.seconds:.1f} s, of {listed(state.missing)}"
                 )
         return "; ".join(parts) or "no worker waits for a neighbor"
 
@@ -405,7 +405,7 @@ class HopGroup:
             "Worker %d goes on from iteration %d with the mean parameters of %s.",
             worker,
             first,
-            _listed(source),
+            listed(source),
         )
         self.carry_on()
 
@@ -514,8 +514,8 @@ def threads_needed(topology: Topology, worker: int) -> int:
     return 2 * len(neighbors) + 4
 
 
-def _listed(workers: Sequence[int]) -> str:
-    """ "workers 1, 2 and 5"."""
+def listed(workers: Sequence[int]) -> str:
+    """Workers in words: "workers 1, 2 and 5"."""
     names = [str(worker) for worker in workers]
     if len(names) == 1:
         return f"worker {names[0]}"

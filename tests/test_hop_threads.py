@@ -1,0 +1,46 @@
+"""Threads for calls that wait for neighbors: every server has enough, or the strategy says so."""
+
+import pytest
+
+import tf_recsync as recsync
+from tf_recsync import ops, topology
+from tf_recsync.cluster import hosted_servers
+from tf_recsync.synchronization import hop
+from tf_recsync.synchronization.hop_edges import at
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 16, 33])
+def test_the_default_is_enough_for_any_graph(workers):
+    graph = topology.complete(workers) if workers > 1 else topology.from_edges(1, [])
+    needed = max(hop.threads_needed(graph, worker) for worker in range(workers))
+    assert hosted_servers.default_threads(workers) >= needed
+
+
+def test_all_may_wait_for_all_beside_a_parameter_server():
+    graph = topology.complete(16)
+    # Eight workers in each of two processes, which share its threads.
+    with recsync.LocalCluster(workers=16, ps=1, processes=3) as cluster:
+        recsync.HopStrategy(cluster, graph)
+        for worker in (0, 15):
+            with at(cluster, worker):
+                assert int(ops.server_threads(1)) >= 8 * hop.threads_needed(graph, worker)
+
+
+def test_too_few_threads_are_refused_and_named():
+    with (
+        recsync.LocalCluster(workers=8, processes=2, inter_op_threads=17) as cluster,
+        pytest.raises(
+            ValueError,
+            match="the process of workers 0, 1, 2 and 3 has 68 threads, and up to 72 calls may "
+            "wait in it for neighbors; start the servers with inter_op_threads=18 or more",
+        ),
+    ):
+        recsync.HopStrategy(cluster, topology.complete(8))
+
+
+def test_servers_that_share_a_process_share_its_threads():
+    with recsync.LocalCluster(workers=16, processes=0) as cluster:
+        cluster.connect()
+        recsync.HopStrategy(cluster, topology.ring_based(16))
+        with pytest.raises(ValueError, match="has 256 threads, and up to 544 calls .* processes=1"):
+            recsync.HopStrategy(cluster, topology.complete(16))
