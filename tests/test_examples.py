@@ -201,3 +201,27 @@ def test_it_goes_on_in_another_mode_from_what_an_earlier_run_saved(tmp_path):
     # Each of the 40 batches reaches both servers.
     assert figures["included"] + figures["excluded"] == 80
     assert figures["auc"] > 0.55 and "excluded" in printed
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        (["--strategy=bsp", "--global_batch_size=400"], [10]),
+        # Of the two batches of a step, one may be dropped.
+        (["--strategy=backup_workers"], range(10, 21)),
+        (["--strategy=bounded_staleness", "--staleness_bound=1"], [20]),
+    ],
+)
+def test_it_trains_in_the_other_modes(example, tmp_path, arguments, steps):
+    out = tmp_path / "metrics.json"
+    with flagsaver.flagsaver():
+        # In this process, as far as it can be: that saves starting another one.
+        small = [*SMALL, "--steps_per_execution=1"]
+        flags.FLAGS(["wide_deep_ctr.py", f"--metrics_json={out}", *arguments, *small])
+        example.main(["wide_deep_ctr.py"])
+    figures = json.loads(out.read_text())
+    assert f"--strategy={figures['strategy']}" == arguments[0]
+    assert figures["steps"] in steps
+    assert (figures["workers"], figures["examples"]) == (2, 4000)
+    assert 0.5 < figures["auc"] < 1 and figures["staleness_mean"] >= 1

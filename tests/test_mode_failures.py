@@ -14,6 +14,7 @@ from tf_recsync.optimizers import SGD
 
 MAKERS = {
     "sync": recsync.SyncStrategy,
+    "BSP": lambda c, **k: recsync.BSPStrategy(c, 4, 2, **k),
     "backup workers": lambda c, **k: recsync.BackupWorkersStrategy(c, 1, **k),
     "bounded staleness": lambda c, **k: recsync.BoundedStalenessStrategy(c, 1, **k),
     "GBA": lambda c, **k: recsync.GBAStrategy(c, 4, 2, 1, **k),
@@ -91,7 +92,7 @@ def test_the_others_go_on_when_a_worker_is_killed(mortal, mode, caplog):
     assert f"{losses.batches} batches of the epoch were lost" in caplog.text
     m = strategy.mode.capacity
     # With buffers a lost push may have reached one server and not the other.
-    check_slopes(model, excluded=mode in ("GBA", "bounded staleness"))
+    check_slopes(model, excluded=mode in ("BSP", "GBA", "bounded staleness"))
     if mode == "backup workers":  # A step takes one or two batches.
         assert 30 - LOST <= steps_of(model) <= 60
     else:
@@ -139,7 +140,7 @@ def test_a_worker_that_comes_back_takes_part_again(mortal, mode, caplog):
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("mode", ["sync", "GBA"])
+@pytest.mark.parametrize("mode", MAKERS)
 def test_training_fails_when_no_worker_is_left(mortal, mode):
     strategy = MAKERS[mode](mortal, worker_timeout=2.0)
     killed = []

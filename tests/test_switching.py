@@ -67,6 +67,9 @@ STRATEGIES = {
     "GBA": lambda cluster: recsync.GBAStrategy(cluster, 64, LOCAL, staleness_tolerance=3),
     "GBA of 32": lambda cluster: recsync.GBAStrategy(cluster, 32, LOCAL, staleness_tolerance=3),
     "async": lambda cluster: recsync.AsyncStrategy(cluster),
+    "BSP": lambda cluster: recsync.BSPStrategy(cluster, 64, LOCAL),
+    "backup workers": lambda cluster: recsync.BackupWorkersStrategy(cluster, 1),
+    "bounded staleness": lambda cluster: recsync.BoundedStalenessStrategy(cluster, 2),
 }
 
 
@@ -138,6 +141,51 @@ def test_a_chain_of_switches_keeps_everything(clusters, tmp_path, warnings):
         report = strategy.aggregation(model)
         assert (report is None) == (mode == "async")
         assert report is None or report.global_step == after
+    assert warnings == []
+
+
+def test_the_other_modes_go_on_from_synchronous_training_and_it_from_theirs(
+    clusters, tmp_path, warnings
+):
+    _, model = start(clusters, "sync", 2, 1)
+    model.fit(data(), verbose=0)
+    model.save_weights(tmp_path / "sync.weights.h5")
+    before = logical(model)
+    # The examples of a step, its number and SWAP's period on arrival, by hand: 12 steps of 32
+    # examples; and the steps that 24 batches make. A step of 3 workers with a backup is two of
+    # their batches, and at most one more that is dropped.
+    modes = {
+        "BSP": ((64, 6, 4), (6, 6)),
+        "backup workers": ((32, 12, 8), (8, 12)),
+        "bounded staleness": ((16, 24, 16), (24, 24)),
+    }
+    saved = {}
+    for mode, (arrival, steps) in modes.items():
+        strategy, model = start(clusters, mode, 3, 2)
+        with strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+        model.load_weights(tmp_path / "sync.weights.h5")
+        assert_same(logical(model), before, but=("0",))
+        model.optimizer.count_steps_of(arrival[0])
+        state = model.optimizer.step_state
+        assert (state.examples, steps_of(model), state.swap_period) == arrival
+        model.fit(data(seed=9), verbose=0)
+        done = steps_of(model) - arrival[1]
+        assert steps[0] <= done <= steps[1]
+        versions = {k: v for k, v in logical(model).items() if ":version:" in k}
+        assert versions
+        for name, values in versions.items():
+            assert (values >= before[name]).all() and (values <= before[name] + done).all()
+        model.save_weights(tmp_path / f"{mode}.weights.h5")
+        saved[mode] = logical(model), steps_of(model) * arrival[0]
+    for mode, (expected, examples) in saved.items():
+        strategy, model = start(clusters, "sync", 2, 1)
+        with strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+        model.load_weights(tmp_path / f"{mode}.weights.h5")
+        assert_same(logical(model), expected, but=("0",))
+        model.fit(data(4), verbose=0)
+        assert (steps_of(model), model.optimizer.step_state.swap_period) == (examples // 32 + 2, 8)
     assert warnings == []
 
 
