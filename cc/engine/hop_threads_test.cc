@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <future>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -72,7 +73,9 @@ void Train(Worker* worker, int64_t iterations, std::atomic<int64_t>* used) {
   }
 }
 
-int64_t TrainAll(HopOptions options, int64_t iterations) {
+// The last worker may leave before the others come to their ends.
+int64_t TrainAll(HopOptions options, int64_t iterations,
+                 std::optional<int64_t> last_leaves_after = std::nullopt) {
   constexpr int64_t kWorkers = 4;  // everybody to everybody
   std::vector<std::unique_ptr<Worker>> workers;
   for (int64_t i = 0; i < kWorkers; ++i) {
@@ -96,7 +99,16 @@ int64_t TrainAll(HopOptions options, int64_t iterations) {
   }
   std::vector<std::thread> trainers;
   for (const auto& worker : workers) {
-    trainers.emplace_back(Train, worker.get(), iterations, &used);
+    const bool leaves = worker == workers.back() && last_leaves_after;
+    const int64_t own = leaves ? *last_leaves_after : iterations;
+    trainers.emplace_back([&, own, leaves] {
+      Train(worker.get(), own, &used);
+      for (const auto& other : workers) {
+        if (leaves && other != worker) {
+          other->SetNeighbor(kWorkers - 1, 0, /*until=*/own - 1);
+        }
+      }
+    });
   }
   for (std::thread& trainer : trainers) trainer.join();
   for (const auto& worker : workers) worker->CloseOutboxes();
@@ -119,6 +131,13 @@ TEST(HopThreadsTest, BackupWorkersStalenessAndSkippingComeToTheEnd) {
   EXPECT_GT(TrainAll(options, 500), 0);
   options.max_jump = 4;
   EXPECT_GT(TrainAll(options, 500), 0);
+}
+
+TEST(HopThreadsTest, EverythingOfOneThatLeavesIsUsed) {
+  HopOptions options;
+  options.max_iteration_gap = 3;
+  EXPECT_EQ(TrainAll(options, 500, /*last_leaves_after=*/250),
+            3 * (500 * 2 + 250) + 250 * 3);
 }
 
 TEST(HopThreadsTest, AnInterruptEndsTheWaitAndNothingElse) {

@@ -409,41 +409,43 @@ class HopWorker {
     Note(Span::kSend, begin, Now(), iteration, neighbor);
   }
 
-  // A neighbor takes part from iteration `since` on, and until `until` at most:
+  // A worker takes part from iteration `since` on, and until `until` at most:
   // one that has left ends with the last iteration that it entered, one that is
-  // lost at once (-1). Returns this worker's iteration.
+  // lost at once (-1). `since` counts for one that is back; what was known of
+  // one that goes stays. Returns this worker's iteration. Whatever the number
+  // is, a neighbor's or not, bounds by paths over others are void from now on.
   int64_t SetNeighbor(int64_t neighbor, int64_t since, int64_t until)
       ABSL_LOCKS_EXCLUDED(mu_) {
     const bool live = until == std::numeric_limits<int64_t>::max();
+    const auto box = outboxes_.find(neighbor);
     int64_t iteration;
-    int64_t taken;
     {
       MutexLock lock(&mu_);
       iteration = iteration_;
-      taken = std::max(iteration_, first_);
       all_live_ = false;
+      // With the lock: what is sent in later iterations is not thrown away.
+      if (live && box != outboxes_.end()) box->second->Reset();
       const auto found = senders_.find(neighbor);
       if (found != senders_.end()) {
-        found->second.since = since;
         found->second.until = until;
-        if (live) found->second.last = since - 1;
+        if (live) {
+          found->second.since = since;
+          found->second.last = since - 1;
+        }
       }
     }
     updates_.Change([&](Entries* entries) {
       if (live) entries->Forget(neighbor);
+      // Neither tokens nor acknowledgements: nothing but paths was a bound.
+      if (Allowance() == 0) entries->Unlimit();
     });
-    const auto box = outboxes_.find(neighbor);
     if (box == outboxes_.end()) return iteration;
-    if (live) {
-      box->second->Reset();
-    } else {
-      box->second->Discard(true);
-    }
+    if (!live) box->second->Discard(true);
     for (size_t i = 0; i < tokens_.size(); ++i) {
       if (options_.out_neighbors[i] != neighbor) continue;
       if (live) {
         const int64_t granted = options_.notify_ack ? iteration : since;
-        tokens_[i]->Reset(granted + Allowance(), taken);
+        tokens_[i]->Restore(granted + Allowance());
       } else {
         tokens_[i]->Lift(true);
       }

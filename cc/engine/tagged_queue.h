@@ -12,7 +12,8 @@
 // dropped, and counted, when the floor rises or they come. With `newest_only`
 // so are all of a sender but its newest. The capacity counts what is left;
 // whoever sizes it by the protocol's bounds sees it exceeded only by a bug, and
-// Enqueue says so instead of dropping or waiting.
+// Enqueue says so instead of dropping or waiting. Unlimit is for the time when
+// the protocol has no bounds.
 //
 // Thread safe. Nothing blocks: a wait ends by a callback, which is called
 // without a lock by the thread whose call ended it. Callbacks may call the
@@ -139,11 +140,15 @@ class TaggedQueue {
       }
     }
 
+    // From now on, until Reset, the capacity is no limit.
+    void Unlimit() { limited_ = false; }
+
     // Empties the queue and sets its floor, up or down.
     void Reset(int64_t floor) {
       for (std::vector<Entry>& slot : slots_) slot.clear();
       size_ = 0;
       floor_ = floor;
+      limited_ = true;
     }
 
    private:
@@ -171,7 +176,7 @@ class TaggedQueue {
         }
         Forget(tag.sender);
       }
-      if (size_ == options_.capacity) return Enqueued::kFull;
+      if (limited_ && size_ >= options_.capacity) return Enqueued::kFull;
       slots_[tag.iteration % options_.slots].push_back(
           {tag, next_number_++, std::move(update)});
       ++size_;
@@ -199,6 +204,7 @@ class TaggedQueue {
     const TaggedQueueOptions options_;
     std::vector<std::vector<Entry>> slots_;
     int64_t size_ = 0;
+    bool limited_ = true;
     int64_t floor_ = 0;
     int64_t next_number_ = 0;
     TaggedQueueCounts counts_;

@@ -122,6 +122,18 @@ TEST(TaggedQueueTest, TheCapacityCountsWhatIsLeft) {
   EXPECT_EQ(queue.Enqueue("2", {2, 0}), Queue::Enqueued::kQueued);
 }
 
+TEST(TaggedQueueTest, UnlimitLastsUntilReset) {
+  Queue queue({2, 1});
+  queue.Change([](Queue::Entries* entries) { entries->Unlimit(); });
+  for (const int64_t iteration : {0, 1, 2, 3}) {
+    EXPECT_EQ(queue.Enqueue("x", {iteration, 0}), Queue::Enqueued::kQueued);
+  }
+  EXPECT_EQ(queue.Size({2, kAny}), 1);
+  queue.Change([](Queue::Entries* entries) { entries->Reset(0); });
+  EXPECT_EQ(queue.Enqueue("x", {0, 0}), Queue::Enqueued::kQueued);
+  EXPECT_EQ(queue.Enqueue("x", {1, 0}), Queue::Enqueued::kFull);
+}
+
 TEST(TaggedQueueTest, ACancelledWaitIsNeverCalledAndTakesNothing) {
   Queue queue({1, 1});
   Outcome outcome;

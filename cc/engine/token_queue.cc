@@ -82,6 +82,17 @@ bool TokenQueue::lifted() {
   return lifted_;
 }
 
+void TokenQueue::Restore(int64_t granted) {
+  std::vector<Callback> served;
+  {
+    MutexLock lock(&mu_);
+    lifted_ = false;
+    granted_ = granted;
+    Serve(&served);
+  }
+  Send(served, Answer::kTokens);
+}
+
 void TokenQueue::Reset(int64_t granted, int64_t taken) {
   std::vector<Callback> served;
   {

@@ -57,6 +57,10 @@ class TokenQueue {
   void Lift(bool lifted) ABSL_LOCKS_EXCLUDED(mu_);
   bool lifted() ABSL_LOCKS_EXCLUDED(mu_);
 
+  // The neighbor is back: no longer lifted, with so many granted since the
+  // start. What was taken, while lifted too, stays so. Waits go on.
+  void Restore(int64_t granted) ABSL_LOCKS_EXCLUDED(mu_);
+
   // As a new queue with so many tokens granted and taken, and not lifted. Waits
   // go on.
   void Reset(int64_t granted, int64_t taken) ABSL_LOCKS_EXCLUDED(mu_);

@@ -58,6 +58,21 @@ TEST(TokenQueueTest, ALiftedQueueGivesAtOnceAndResetCountsAnew) {
   EXPECT_EQ(queue.size(), 2);
 }
 
+TEST(TokenQueueTest, WhatWasTakenWhileLiftedStaysTaken) {
+  TokenQueue queue(4);
+  queue.Lift(true);
+  queue.Acquire(6, [](Answer) {});
+  bool acquired = false;
+  queue.Restore(7);
+  EXPECT_FALSE(queue.lifted());
+  EXPECT_EQ(queue.size(), 1);
+  queue.Acquire(2,
+                [&](Answer answer) { acquired = answer == Answer::kTokens; });
+  EXPECT_FALSE(acquired);
+  queue.GrantUpTo(8);
+  EXPECT_TRUE(acquired);
+}
+
 TEST(TokenQueueTest, ACancelledWaitTakesNoTokens) {
   TokenQueue queue(0);
   const auto ticket = queue.Acquire(1, [](Answer) { FAIL(); });

@@ -273,9 +273,12 @@ REGISTER_OP("RecsyncHopSetNeighbor")
     .Doc(R"doc(
 Tells a worker that a neighbor has left, was lost, or is back.
 
+From then on, until RecsyncHopBegin, the bounds that hold by paths over others are
+void, whatever the number is: tell those that are no neighbors, too, and first.
+
 worker: A scalar, the worker.
 neighbor: A scalar, the neighbor's number.
-since: A scalar, the first iteration in which it takes part.
+since: A scalar, the first iteration in which it takes part, if it is back.
 until: A scalar, the last one: -1 for a neighbor that is lost, the iteration that
   one that has left was in, the largest int64 for one that takes part.
 iteration: A scalar, the worker's own at this moment, -1 before the first.

@@ -1,0 +1,277 @@
+// One worker of decentralized training by itself: when it jumps, and how it
+// gets on without a neighbor that leaves, is lost, or is back.
+
+#include "cc/engine/hop_worker.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace recsync {
+namespace {
+
+constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
+
+using Worker = HopWorker<int64_t>;  // An update is 100 * sender + iteration.
+using Answer = Worker::Answer;
+
+// Worker 0, which two neighbors send to and receive from.
+HopOptions Two() {
+  HopOptions options;
+  options.in_neighbors = {1, 2};
+  options.weights = {0.25, 0.25};
+  options.out_neighbors = {1, 2};
+  options.max_iteration_gap = 2;
+  options.slots = 3;
+  options.capacity = 9;
+  return options;
+}
+
+// What a call came to, once it has.
+struct Outcome {
+  std::optional<Answer> answer;
+  std::vector<int64_t> updates;
+
+  Worker::Done Done() {
+    return [this](Answer given) { answer = given; };
+  }
+  Worker::ReceiveDone ReceiveDone() {
+    return [this](Answer given, std::vector<Worker::Received> received) {
+      answer = given;
+      for (const auto& item : received) updates.push_back(item.update);
+    };
+  }
+  bool ok() const { return answer == Answer::kOk; }
+};
+
+// Enters an iteration, if there are tokens for it; else takes the wait back.
+bool Go(Worker* worker, int64_t iteration) {
+  Outcome tokens, entered;
+  worker->AcquireTokens(iteration, tokens.Done());
+  if (!tokens.answer.has_value()) {
+    worker->Interrupt();
+    return false;
+  }
+  worker->Enter(iteration, iteration, entered.Done());
+  return entered.ok();
+}
+
+void Deliver(Worker* worker, int64_t sender, int64_t iteration) {
+  EXPECT_EQ(worker->Deliver(sender, iteration, 100 * sender + iteration),
+            Worker::Delivered::kQueued);
+}
+
+// What there is for a neighbor.
+Worker::Parcel Collect(Worker* worker, int64_t neighbor) {
+  Worker::Parcel parcel;
+  EXPECT_TRUE(worker->Collect(
+      neighbor,
+      [&parcel](Answer, Worker::Parcel given) { parcel = std::move(given); }));
+  worker->CancelCollect(neighbor);
+  return parcel;
+}
+
+using Updates = std::vector<int64_t>;
+
+TEST(HopWorkerTest, AWorkerJumpsOnlyIfItIsFurtherBehindThanTheTrigger) {
+  HopOptions options = Two();
+  options.max_iteration_gap = 5;
+  options.max_jump = 10;
+  options.jump_trigger = 2;
+  Worker worker(options);
+  ASSERT_TRUE(Go(&worker, 0));
+  worker.Announce(1, 2);
+  worker.Announce(2, 9);
+  EXPECT_EQ(worker.PlanNext(), 1);  // Of worker 1 by two only.
+  worker.Announce(1, 3);
+  EXPECT_EQ(worker.PlanNext(), 3);
+  EXPECT_TRUE(worker.IsJump(3));
+  ASSERT_TRUE(Go(&worker, 3));
+  EXPECT_EQ(worker.PlanNext(), 4);
+  worker.Announce(1, 7);
+  EXPECT_EQ(worker.PlanNext(), 7);
+  EXPECT_EQ(worker.GetState().counts.jumps, 1);
+  EXPECT_EQ(worker.GetState().counts.skipped, 2);
+}
+
+TEST(HopWorkerTest, AJumpHasItsLimit) {
+  HopOptions options = Two();
+  options.max_iteration_gap = 5;
+  options.max_jump = 3;
+  Worker worker(options);
+  EXPECT_EQ(worker.PlanNext(), 0);  // Nobody jumps before the start.
+  ASSERT_TRUE(Go(&worker, 0));
+  worker.Announce(1, 6);
+  worker.Announce(2, 9);
+  EXPECT_EQ(worker.PlanNext(), 3);
+}
+
+TEST(HopWorkerTest, UpdatesOfOneThatHasLeftAreWaitedForUpToItsLast) {
+  Worker worker(Two());
+  ASSERT_TRUE(Go(&worker, 0));
+  EXPECT_EQ(worker.SetNeighbor(1, 0, /*until=*/1), 0);
+  Deliver(&worker, 2, 0);
+  Outcome zero, one, two;
+  worker.Receive(0, zero.ReceiveDone());
+  EXPECT_FALSE(zero.answer.has_value());
+  Deliver(&worker, 1, 0);
+  EXPECT_EQ(zero.updates, (Updates{200, 100}));
+  worker.Reduced();
+  // It grants no more tokens, and needs to grant none.
+  worker.Announce(2, 2);
+  ASSERT_TRUE(Go(&worker, 1));
+  Deliver(&worker, 1, 1);
+  Deliver(&worker, 2, 1);
+  worker.Receive(1, one.ReceiveDone());
+  EXPECT_EQ(one.updates, (Updates{101, 201}));
+  ASSERT_TRUE(Go(&worker, 2));
+  Deliver(&worker, 2, 2);
+  worker.Receive(2, two.ReceiveDone());
+  EXPECT_EQ(two.updates, (Updates{202}));
+}
+
+TEST(HopWorkerTest, ANeighborThatIsLostEndsTheWaitForIt) {
+  Worker worker(Two());
+  ASSERT_TRUE(Go(&worker, 0));
+  Deliver(&worker, 2, 0);
+  Outcome received, tokens;
+  worker.Receive(0, received.ReceiveDone());
+  EXPECT_EQ(worker.GetState().missing, (Updates{1}));
+  worker.SetNeighbor(1, 0, -1);
+  EXPECT_EQ(received.updates, (Updates{200}));
+  // Tokens of the other one count as before.
+  worker.Announce(2, 5);
+  for (const int64_t k : {1, 2, 3, 4, 5, 6, 7}) EXPECT_TRUE(Go(&worker, k));
+  EXPECT_FALSE(Go(&worker, 8));
+}
+
+TEST(HopWorkerTest, ANeighborThatIsLostEndsTheWaitForItsTokens) {
+  Worker worker(Two());
+  ASSERT_TRUE(Go(&worker, 0));
+  ASSERT_TRUE(Go(&worker, 1));
+  worker.Announce(2, 5);
+  Outcome tokens;
+  worker.AcquireTokens(2, tokens.Done());
+  EXPECT_FALSE(tokens.answer.has_value());
+  EXPECT_EQ(worker.GetState().missing, (Updates{1}));
+  worker.SetNeighbor(1, 0, -1);
+  EXPECT_TRUE(tokens.ok());
+}
+
+TEST(HopWorkerTest, OneThatIsBackTakesPartFromItsIterationOn) {
+  Worker worker(Two());
+  worker.Announce(2, 9);
+  ASSERT_TRUE(Go(&worker, 0));
+  Deliver(&worker, 1, 1);  // From its life before.
+  worker.SetNeighbor(1, 0, -1);
+  EXPECT_EQ(Collect(&worker, 1).iteration, -1) << "kept for one that is lost";
+  ASSERT_TRUE(Go(&worker, 1));
+  EXPECT_EQ(worker.SetNeighbor(1, /*since=*/3, kForever), 1);
+  // It is told at once how far this worker is.
+  const Worker::Parcel parcel = Collect(&worker, 1);
+  EXPECT_EQ(parcel.progress, 1);
+  EXPECT_FALSE(parcel.update.has_value());
+  Outcome one, three;
+  Deliver(&worker, 2, 1);
+  worker.Receive(1, one.ReceiveDone());
+  EXPECT_EQ(one.updates, (Updates{201})) << "without what it sent before";
+  ASSERT_TRUE(Go(&worker, 2));
+  EXPECT_EQ(Collect(&worker, 1).iteration, 2);
+  ASSERT_TRUE(Go(&worker, 3));
+  Deliver(&worker, 2, 3);
+  worker.Receive(3, three.ReceiveDone());
+  EXPECT_FALSE(three.answer.has_value());
+  EXPECT_EQ(worker.GetState().missing, (Updates{1}));
+  Deliver(&worker, 1, 3);
+  EXPECT_EQ(three.updates, (Updates{203, 103}));
+}
+
+TEST(HopWorkerTest, TokensTakenWhileOneWasGoneStayTaken) {
+  Worker worker(Two());
+  worker.Announce(2, 20);
+  ASSERT_TRUE(Go(&worker, 0));
+  worker.SetNeighbor(1, 0, -1);
+  Outcome tokens, entered;
+  worker.AcquireTokens(1, tokens.Done());
+  ASSERT_TRUE(tokens.ok());
+  // It is back between the tokens and the iteration that they are for.
+  worker.SetNeighbor(1, /*since=*/2, kForever);
+  worker.Enter(1, 1, entered.Done());
+  EXPECT_EQ(worker.GetState().tokens, (Updates{3, 21}));  // 2 - 1 + 2
+  for (const int64_t k : {2, 3, 4}) EXPECT_TRUE(Go(&worker, k)) << k;
+  EXPECT_FALSE(Go(&worker, 5)) << "more than 2 ahead of one that is at 2";
+  worker.Announce(1, 3);
+  EXPECT_TRUE(Go(&worker, 5));
+}
+
+TEST(HopWorkerTest, OneThatLeavesAfterItWasBackOwesNothingFromBefore) {
+  Worker worker(Two());
+  ASSERT_TRUE(Go(&worker, 0));
+  worker.SetNeighbor(1, 0, -1);
+  worker.SetNeighbor(1, /*since=*/2, kForever);
+  worker.SetNeighbor(1, 0, /*until=*/4);
+  Deliver(&worker, 2, 0);
+  Outcome received;
+  worker.Receive(0, received.ReceiveDone());
+  EXPECT_EQ(received.updates, (Updates{200}));
+}
+
+TEST(HopWorkerTest, AWorkerThatIsBackItselfTakesItsNeighborsAsTheyAre) {
+  Worker worker(Two());
+  worker.Begin(6);
+  worker.SetNeighbor(1, /*since=*/5, kForever);
+  worker.SetNeighbor(2, 0, -1);
+  EXPECT_EQ(worker.PlanNext(), 6);
+  ASSERT_TRUE(Go(&worker, 6));
+  EXPECT_TRUE(worker.Wanted(1, 6));
+  EXPECT_FALSE(worker.Wanted(1, 5));
+  Deliver(&worker, 1, 6);
+  Outcome received;
+  worker.Receive(6, received.ReceiveDone());
+  EXPECT_EQ(received.updates, (Updates{106}));
+  // Worker 1 is at 5.
+  EXPECT_TRUE(Go(&worker, 7));
+  EXPECT_FALSE(Go(&worker, 8));
+}
+
+TEST(HopWorkerTest, WithBackupsALostNeighborIsOneOfThoseThatMayBeMissing) {
+  HopOptions options = Two();
+  options.in_neighbors = options.out_neighbors = {1, 2, 3};
+  options.weights = {0.25, 0.25, 0.25};
+  options.backup_workers = 1;
+  Worker worker(options);
+  ASSERT_TRUE(Go(&worker, 0));
+  worker.SetNeighbor(1, 0, -1);
+  Deliver(&worker, 2, 0);
+  Outcome received;
+  worker.Receive(0, received.ReceiveDone());
+  EXPECT_FALSE(received.answer.has_value()) << "two lost ones are too many";
+  Deliver(&worker, 3, 0);
+  EXPECT_EQ(received.updates, (Updates{200, 300}));
+}
+
+TEST(HopWorkerTest, WhenSomebodyIsGoneTheQueueOfPathsHasNoLimit) {
+  HopOptions options = Two();
+  options.max_iteration_gap = 0;
+  options.capacity = 1;
+  options.gap_bounds = {1, 1};
+  Worker worker(options);
+  ASSERT_TRUE(Go(&worker, 0));
+  Deliver(&worker, 1, 1);
+  EXPECT_EQ(worker.Deliver(1, 1, 0), Worker::Delivered::kFull);
+  EXPECT_EQ(worker.Deliver(1, 2, 0), Worker::Delivered::kTooFar);
+  worker.SetNeighbor(/*neighbor=*/7, 0, -1);  // A stranger.
+  for (const int64_t k : {2, 3, 4}) Deliver(&worker, 1, k);
+  worker.Begin(0);
+  ASSERT_TRUE(Go(&worker, 0));
+  EXPECT_EQ(worker.Deliver(1, 4, 0), Worker::Delivered::kTooFar);
+  Deliver(&worker, 1, 1);
+  EXPECT_EQ(worker.Deliver(1, 1, 0), Worker::Delivered::kFull);
+}
+
+}  // namespace
+}  // namespace recsync
