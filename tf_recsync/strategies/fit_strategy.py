@@ -12,7 +12,7 @@ from tensorflow.python.data.experimental.ops import distribute
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import model_functions, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedDataset
-from tf_recsync.strategies.worker_run import Losses
+from tf_recsync.strategies.slots import Losses
 
 
 class FitStrategy:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tf_recsync import staleness
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies import model_functions, worker_run
+from tf_recsync.strategies import model_functions, predict_function, worker_run
 from tf_recsync.strategies.fit_strategy import FitStrategy, check_at_least
 from tf_recsync.synchronization import aggregation
 from tf_recsync.synchronization.modes import Mode
@@ -143,7 +143,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
     def _put_functions(self, model: keras.Model) -> None:
         model.train_function = model_functions.TrainFunction(model, self._settings)
         model.test_function = model_functions.TestFunction(model, self._settings)
-        model.predict_function = model_functions.PredictFunction(model, self._settings)
+        model.predict_function = predict_function.PredictFunction(model, self._settings)
 
     def _check_optimizer(self, model: keras.Model) -> None:
         for optimizer in model_functions.optimizers_of(model):

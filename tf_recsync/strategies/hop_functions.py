@@ -12,8 +12,11 @@ from tf_recsync import ops
 from tf_recsync.ops import hop
 from tf_recsync.strategies import model_functions, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
-from tf_recsync.strategies.model_functions import Settings, Steps, WorkerState
-from tf_recsync.strategies.worker_run import Crew, WorkerRun
+from tf_recsync.strategies.model_functions import Settings, Steps
+from tf_recsync.strategies.predict_function import PredictFunction
+from tf_recsync.strategies.slots import Crew
+from tf_recsync.strategies.worker_run import WorkerRun
+from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop import HopGroup, Protocol
 from tf_recsync.synchronization.hop_edges import device_of
@@ -180,7 +183,7 @@ class HopTestFunction(model_functions.TestFunction):
         return _snapshot_layout(self._model)
 
 
-class HopPredictFunction(model_functions.PredictFunction):
+class HopPredictFunction(PredictFunction):
     """`model.predict_function` under a `HopStrategy`."""
 
     def _layout(self) -> Layout:

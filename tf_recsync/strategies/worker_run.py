@@ -8,98 +8,23 @@ is back; the others go on.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster, Probe, is_reachable
-from tf_recsync.strategies.silence_watch import Server, SilenceWatch, device_of
+from tf_recsync.strategies.silence_watch import Server, SilenceWatch
+from tf_recsync.strategies.slots import Crew, Losses, Slot
 
 _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _SUSPICIOUS_SECONDS = 3.0  # After which a worker in a call is asked for signs of life.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _READMIT_SECONDS = 20.0  # For an attempt, once its server is up.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
-
-
-@dataclasses.dataclass(frozen=True)
-class Losses:
-    """What was lost with workers while a model trained.
-
-    Attributes:
-        workers: how often a worker was lost, killed or silent.
-        steps: the steps that they had in flight. None of them counts as done, though servers
-            may have got some of their pushes.
-        batches: batches that no step that counts was done on: those of the steps in flight,
-            and those that a worker had fetched ahead. Known, and counted, at the end of an
-            epoch whose number of batches is known; with `steps_per_epoch` others do the steps
-            on later batches, and none are counted.
-    """
-
-    workers: int = 0
-    steps: int = 0
-    batches: int = 0
-
-    def __add__(self, other: Losses) -> Losses:
-        return Losses(
-            self.workers + other.workers, self.steps + other.steps, self.batches + other.batches
-        )
-
-
-class State(Protocol):
-    """What lives on a worker during a pass."""
-
-    def close(self) -> None:
-        """The pass has ended for the worker: lets go of its part of the data."""
-
-
-class Slot:
-    """A worker as the run sees it; its thread writes, the coordinator reads.
-
-    Attributes:
-        index: the worker's task index.
-        device: its device name.
-        state: what `open_worker` returned and the calls then updated.
-        busy_since: when its call in flight began (time.monotonic), or None.
-        lost: whether it is gone at the moment.
-        silent: whether it was given up because it did not answer.
-        running: whether its thread is still at work.
-        pass_began: when the workers began together (time.time()).
-    """
-
-    def __init__(self, index: int):
-        self.index = index
-        self.device = device_of(("worker", index))
-        self.state: State | None = None
-        self.busy_since: float | None = None
-        self.lost = False
-        self.silent = False
-        self.running = True
-        self.pass_began = 0.0
-
-
-class Crew(Protocol):
-    """Workers that may wait for each other."""
-
-    def lose(self, worker: int) -> None:
-        """A worker is gone, and its step with it."""
-
-    def leave(self, worker: int) -> None:
-        """A worker has nothing to do at the moment."""
-
-    def release(self) -> None:
-        """Ends all waits of workers, with errors."""
-
-    def pause(self) -> contextlib.AbstractContextManager:
-        """Inside, no worker calls another."""
-
-    def describe(self) -> str:
-        """Who waits for whom, in words."""
 
 
 class WorkerRun:

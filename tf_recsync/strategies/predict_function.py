@@ -1,0 +1,92 @@
+"""What Keras calls in place of its own predict function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_recsync.strategies import worker_functions
+from tf_recsync.strategies.distributed_dataset import DistributedIterator
+from tf_recsync.strategies.model_functions import Settings, optimizers_of
+from tf_recsync.strategies.slots import Slot
+from tf_recsync.strategies.worker_run import WorkerRun
+from tf_recsync.strategies.worker_state import WorkerState
+from tf_recsync.synchronization import links
+from tf_recsync.synchronization.pull_push import Layout
+
+
+class PredictFunction:
+    """`model.predict_function` under a parameter-server strategy.
+
+    The iterator that Keras takes its batches from gives predictions already, in
+    the order of the data; here they are only put together.
+    """
+
+    def __init__(self, model: keras.Model, settings: Settings):
+        self._model = model
+        self._settings = settings
+
+    def __call__(self, batches: list[Any]) -> Any:
+        outputs = [
+            batch.outputs
+            if isinstance(batch, Predicted)
+            else self._model.predict_step(batch)  # predict_on_batch
+            for batch in batches
+        ]
+        if len(outputs) == 1:
+            return outputs[0]
+        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+    def _layout(self) -> Layout:
+        """Where a step finds the model's variables."""
+        return Layout.of(self._model, optimizers_of(self._model))
+
+    def start(self, iterator: DistributedIterator) -> WorkerRun:
+        """Starts the workers on a pass; called by the iterator."""
+        registered = iterator.distributed.registered()
+        layout = self._layout()
+        with links.limited(self._settings.bandwidths()):
+            function = worker_functions.trace_predict(self._model, layout, registered.element_spec)
+        job = registered.new_job()
+        initial = [np.asarray(v._value.read_value()) for v in layout.private]
+
+        def open_worker(slot: Slot):
+            slot.state = WorkerState(slot.index, registered.iterator(job), initial)
+            return slot.state
+
+        def call(slot: Slot, n: int):
+            del n
+            try:
+                number, outputs = function(slot.state.iterator, *slot.state.inputs)
+            except tf.errors.OutOfRangeError:
+                return 0, True, None
+            outputs = keras.tree.map_structure(np.asarray, outputs)
+            return 1, False, (int(number), Predicted(outputs))
+
+        run = WorkerRun(
+            self._settings.cluster,
+            open_worker,
+            call,
+            1,
+            lambda: bool(getattr(self._model, "stop_predicting", False)),
+            self._settings.worker_timeout,
+        )
+        steps = iterator.distributed.steps_per_epoch
+        run.grant(float("inf") if steps is None else steps)
+        return run
+
+
+class Predicted:
+    """The outputs of one batch."""
+
+    def __init__(self, arrays: Any):
+        self._arrays = arrays
+
+    @property
+    def outputs(self) -> Any:
+        """The outputs as tensors of this process."""
+        with tf.device("/CPU:0"):
+            return keras.tree.map_structure(tf.constant, self._arrays)

@@ -1,0 +1,117 @@
+"""What workers hold during a pass, and what becomes of their metrics."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_recsync.synchronization.remote_values import on_worker
+
+
+class WorkerState:
+    """What lives on a worker during a pass; make it in the worker's device scope.
+
+    Args:
+        worker: the worker's index.
+        iterator: its iterator.
+        private: the initial values of the variables that it keeps for itself.
+        steps: how many steps it did earlier in the pass, before it was lost.
+
+    Attributes:
+        iterator: as above; None from `close` on.
+        steps: how many steps it has done in the pass, as far as known.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        iterator: tf.data.Iterator,
+        private: list[np.ndarray],
+        steps: int = 0,
+    ):
+        self.iterator: tf.data.Iterator | None = iterator
+        self.reset_metrics = False
+        self.steps = steps
+        self._worker = on_worker(np.int64(worker))
+        self._began = on_worker(np.float64(0))
+        self._has_begun = False
+        self._steps = tf.Variable(on_worker(np.int64(steps)), trainable=False)
+        self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
+
+    def close(self) -> None:
+        """Leaves the data; the pipeline of a pass that all workers have left is ended."""
+        self.iterator = None
+
+    @property
+    def inputs(self) -> list[tf.Tensor]:
+        """What its functions take after an iterator (see `worker_functions.trace_steps`)."""
+        handles = [variable.handle for variable in (self._steps, *self._variables)]
+        return [self._worker, self._began, *handles]
+
+    def begin(self, time: float) -> None:
+        """Tells the worker, once, when the pass began, in seconds of the Unix epoch."""
+        if not self._has_begun:
+            self._began = on_worker(np.float64(time))
+            self._has_begun = True
+
+    def assign(self, values: list[np.ndarray]) -> None:
+        """Sets the first of the worker's variables."""
+        for variable, value in zip(self._variables, values, strict=False):
+            variable.assign(value)
+
+    def handles(self, count: int) -> list[tf.Tensor]:
+        """The handles of the first `count` of the worker's variables."""
+        return [variable.handle for variable in self._variables[:count]]
+
+    def read_steps(self) -> int:
+        """The steps that the worker has done."""
+        return int(np.asarray(self._steps.read_value()))
+
+
+class MetricsMerger:
+    """Merges metric variables that workers accumulated apart.
+
+    A variable is merged by its Keras aggregation: "sum" adds what each worker
+    added to the initial value, "mean" averages, "only_first_replica" takes the
+    first worker's.
+
+    Args:
+        variables: the model's metric variables.
+    """
+
+    def __init__(self, variables: list[keras.Variable]):
+        self._variables = variables
+        self._initial = [np.asarray(v._value.read_value()) for v in variables]
+        self._current: dict[int, list[np.ndarray]] = {}
+        self._kept: list[list[np.ndarray]] = []
+
+    def update(self, worker: int, values: list[np.ndarray]) -> None:
+        """Sets what a worker has accumulated."""
+        self._current[worker] = values
+
+    def keep(self, worker: int) -> None:
+        """Keeps what was last known of a worker that starts anew."""
+        if worker in self._current:
+            self._kept.append(self._current.pop(worker))
+
+    def merged(self) -> list[np.ndarray]:
+        """The merged values, one for each variable."""
+        parts = [*self._kept, *(self._current[w] for w in sorted(self._current))]
+        merged = []
+        for i, (variable, initial) in enumerate(zip(self._variables, self._initial, strict=True)):
+            values = [part[i] for part in parts]
+            if not values:
+                merged.append(initial)
+            elif variable.aggregation == "mean":
+                merged.append(np.mean(values, axis=0).astype(initial.dtype))
+            elif variable.aggregation == "only_first_replica":
+                merged.append(values[0])
+            else:
+                merged.append(initial + np.sum([v - initial for v in values], axis=0))
+        return merged
+
+    def assign(self) -> None:
+        """Writes the merged values into the variables."""
+        for variable, value in zip(self._variables, self.merged(), strict=True):
+            variable.assign(value)
