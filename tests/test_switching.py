@@ -1,5 +1,6 @@
 """Checkpoints go on in other modes, with other numbers of workers and servers."""
 
+import contextlib
 import pathlib
 import re
 
@@ -424,6 +425,46 @@ def test_a_tensorflow_checkpoint_is_converted_at_fit(clusters, tmp_path):
     status.assert_existing_objects_matched()
     model.fit(rows, verbose=0)
     assert (steps_of(model), model.optimizer.step_state.swap_period) == (12 + 4, 32)
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("servers", [None, 2])
+def test_a_tensorflow_checkpoint_of_another_optimizer_or_model_is_an_error(
+    clusters, tmp_path, servers, built
+):
+    def dense(units=1):
+        inputs = keras.Input((2,))
+        return keras.Model(inputs, keras.layers.Dense(units, "sigmoid", name="out")(inputs))
+
+    def compiled_here(units, optimizer, build=True):
+        scope = strategy.scope() if strategy else contextlib.nullcontext()
+        with scope:
+            model = dense(units)
+            model.compile(optimizer(0.1), "mse", jit_compile=False)
+            if build:
+                model.optimizer.build(model.trainable_variables)
+        return model
+
+    strategy = STRATEGIES["async"](clusters.get(1, servers)) if servers else None
+    path = str(tmp_path / "checkpoint")
+    tf.train.Checkpoint(model=compiled_here(1, recsync.optimizers.Adagrad)).write(path)
+    for other in (recsync.optimizers.SGD, recsync.optimizers.Adam, recsync.optimizers.Ftrl):
+        model = compiled_here(1, other, built)
+        # Else at the first use.
+        with pytest.raises(tf.errors.InvalidArgumentError, match="of another model or optimizer"):
+            tf.train.Checkpoint(model=model).read(path)
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                model.optimizer.build(model.trainable_variables)
+    model = compiled_here(2, recsync.optimizers.Adagrad, built)
+    # In one process TensorFlow finds out first.
+    error = tf.errors.InvalidArgumentError if strategy else ValueError
+    shapes = r"shapes \[2, 2\], \[2\][^$]*shapes \[2, 1\], \[1\]" if strategy else r"shape \(2, 1\)"
+    with pytest.raises(error, match=shapes):
+        tf.train.Checkpoint(model=model).read(path)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model.optimizer.build(model.trainable_variables)
+    same = compiled_here(1, recsync.optimizers.Adagrad, built)
+    tf.train.Checkpoint(model=same).read(path).assert_existing_objects_matched()
 
 
 def test_the_documents_example_runs(clusters, tmp_path, monkeypatch):

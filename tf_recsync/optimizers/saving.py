@@ -28,6 +28,7 @@ from tf_recsync.embedding.physical_tables import (
 _COUNTERS = "staleness"
 _STEPS = "step_state"
 _SIGNATURE = "signature"
+_KEPT = "kept"
 
 
 def save_variables(optimizer: Any, store: Any) -> None:
@@ -131,15 +132,20 @@ def _signature(optimizer: Any) -> dict:
             name = f"{state.variable.collection}/{piece.table}"
             rows = tables.get(name, [0])[0] + piece.rows
             tables[name] = [rows, physical.dimension]
-    kept = [*optimizer.accumulator_names]
-    if optimizer.states:
-        kept += [slot for slot in _slots(list(optimizer.states[:1])) if "accumulator_" not in slot]
     return {
         "optimizer": type(optimizer).__name__,
-        "kept": kept,
+        "kept": _kept(optimizer),
         "variables": variables,
         "tables": tables,
     }
+
+
+def _kept(optimizer: Any) -> list[str]:
+    """What an optimizer keeps of each variable, by name."""
+    kept = [*optimizer.accumulator_names]
+    if optimizer.states:
+        kept += [slot for slot in _slots(list(optimizer.states[:1])) if "accumulator_" not in slot]
+    return kept
 
 
 def _check_signature(optimizer: Any, saved: dict) -> None:
@@ -175,12 +181,20 @@ def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -
             its checkpoint was read before.
     """
     collections = _collections(optimizer)
+    group._track_trackable(_SavedKept(optimizer), _KEPT)
     # Converted at the next fit, if another strategy saved it.
     group._track_trackable(optimizer.step_variable, _STEPS)
+    # By what they are, so that another optimizer's are not taken for them.
+    slots = {
+        id(variable): f"{slot}_{number}"
+        for number, state in enumerate(optimizer.states)
+        for slot, variables in zip(_kept(optimizer), _slots([state]).values(), strict=True)
+        for variable in variables
+    }
     for i, variable in enumerate(_others(optimizer, collections)):
-        group._track_trackable(variable, f"variable_{i}")
+        group._track_trackable(variable, slots.get(id(variable), f"variable_{i}"))
     # A model's layers save what is in their attributes only.
-    dense = [s.variable for s in optimizer.states if not hasattr(s.variable, "physical_table")]
+    dense = [s.variable for s in optimizer.states if _is_saved_whole(s)]
     for i, variable in enumerate(dense):
         group._track_trackable(variable, f"trained_{i}")
     for number, states in enumerate(collections.values()):
@@ -195,6 +209,44 @@ def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -
                 label = f"the {slot} of table {table!r}"
                 rows = SavedRows(label, shards, variables[0].dtype)
                 group._track_trackable(rows, f"{name}_{table}")
+
+
+class _SavedKept(tf.__internal__.tracking.Trackable):
+    """What an optimizer keeps of which variables, in checkpoints; restoring others is an error.
+
+    TensorFlow itself leaves out what it finds no match for, and gives variables on servers the
+    shape of what was saved.
+
+    Args:
+        optimizer: a built optimizer of this package.
+    """
+
+    def __init__(self, optimizer: Any):
+        self._name = optimizer.name
+        shapes = [s.variable.shape for s in optimizer.states if _is_saved_whole(s)]
+        self._kept = (
+            f"{', '.join(_kept(optimizer))} of variables of the shapes "
+            f"{', '.join(str(list(shape)) for shape in shapes)}"
+        )
+        self._device = optimizer.step_variable._value.device  # Of a task that saves other things.
+
+    def _serialize_to_tensors(self):
+        with tf.init_scope(), tf.device(self._device):
+            return {_KEPT: tf.constant([self._kept])}
+
+    def _restore_from_tensors(self, restored_tensors):
+        tf.debugging.assert_equal(
+            restored_tensors[_KEPT],
+            tf.constant([self._kept]),
+            f"the checkpoint is of another model or optimizer than {self._name}'s, which keeps "
+            f"{self._kept}",
+        )
+        return []
+
+
+def _is_saved_whole(state: Any) -> bool:
+    """Whether a variable is none of a collection's, whose shapes depend on the placement."""
+    return not hasattr(state.variable, "physical_table")
 
 
 def _collections(optimizer: Any) -> dict[str, list]:
