@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 import time
 
@@ -186,17 +187,28 @@ def test_without_backup_workers_training_ends_with_an_error_that_names_who_waits
     assert np.isfinite(history["loss"][0])
 
 
-def test_a_worker_that_stands_still_is_named(cluster, caplog):
-    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), 2, stall_seconds=1.0)
+# What a log entry of a stall says of a worker that waits for worker 6.
+WAITS = re.compile(
+    r"worker [57] \(iteration (\d+)\) has been waiting for "
+    r"(?:updates of iteration (\d+)|tokens to enter iteration (\d+), given in iteration (\d+),) "
+    r"for [\d.]+ s, of (?:worker 6|workers \d and 6|workers 6 and \d)"
+)
+
+
+def test_a_worker_that_stands_still_is_named_with_what_is_awaited_of_it(cluster, caplog):
+    gap = 2
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), gap, stall_seconds=1.0)
     model = make_model(strategy)
+    stood_at = []
 
     def stalls():
         # The first lines may be of the others alone: on a busy machine they, too, wait for long.
         lines = [record.message for record in caplog.records if "stalls" in record.message]
-        named = [line for line in lines if "worker 6 does not answer" in line]
-        return [line for line in named if "of worker 6" in line or "and 6" in line]
+        return [line for line in lines if "worker 6 does not answer" in line and WAITS.search(line)]
 
     def pause():
+        stood_at.append(strategy.workers(model)[6].iteration)
+        caplog.clear()
         pid = cluster.pid("worker", 6)
         os.kill(pid, signal.SIGSTOP)
         wait_for(stalls)
@@ -206,6 +218,15 @@ def test_a_worker_that_stands_still_is_named(cluster, caplog):
     # More than is done before all wait for the worker.
     model.fit(dataset(8000), verbose=0, callbacks=[Once(8, pause)])
     assert stalls(), caplog.text
+    for line in stalls():
+        for found in WAITS.finditer(line):
+            own, updates, entered, given = (n and int(n) for n in found.groups())
+            # Before it, they had sent what it needed to get there.
+            assert own >= stood_at[0] - 1
+            if updates is not None:
+                assert updates == own
+            else:
+                assert (entered, given) == (own + 1, own + 1 - gap)
 
 
 def test_training_fails_when_no_worker_is_left(cluster):

@@ -77,8 +77,8 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         check_invariants: whether iterations and tokens are compared with the bounds of the
             paper's table 1 while training runs, up to 20 times a second; a violation, which
             would be a bug, ends it with an error. Defaults to False.
-        stall_seconds: after how many seconds of waiting a log entry names the worker and
-            whom it waits for. Defaults to 60.
+        stall_seconds: after how many seconds of waiting a log entry names the worker, whom it
+            waits for and for which iteration. Defaults to 60.
         worker_timeout: seconds without any reachable worker after which training fails.
             Defaults to 600.
 

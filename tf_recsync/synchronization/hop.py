@@ -270,10 +270,27 @@ class HopGroup:
         for worker, state in states.items():
             if state.missing:
                 parts.append(
-                    f"worker {worker} (iteration {state.iteration}) has been "
-                    f"{state.phase} for {state.seconds:.1f} s, of {listed(state.missing)}"
+                    f"worker {worker} (iteration {state.iteration}) has been {state.phase} "
+                    f"{self._awaited(state)} for {state.seconds:.1f} s, of {listed(state.missing)}"
                 )
         return "; ".join(parts) or "no worker waits for a neighbor"
+
+    def _awaited(self, state: State) -> str:
+        """Which iteration's updates, tokens or acknowledgements a worker waits for."""
+        protocol = self._protocol
+        # Who skips iterations may wait for one of a later iteration.
+        later = " or later" if protocol.skip is not None else ""
+        iteration = max(state.iteration, self._first)
+        if state.phase == "waiting for updates":
+            if protocol.staleness_bound:
+                oldest = max(iteration - protocol.staleness_bound, 0)
+                return f"of iteration {oldest} or later"
+            return f"of iteration {iteration}{later}"
+        if state.phase == "waiting for acks":
+            # Of what it sent last.
+            return f"of iteration {iteration - 1}"
+        given = iteration + 1 - (protocol.max_iteration_gap or 0)
+        return f"to enter iteration {iteration + 1}{later}, given in iteration {given}{later},"
 
     # An epoch.
 
