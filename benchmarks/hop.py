@@ -19,8 +19,9 @@ a part of the simulation's. Settings of an experiment take turns, `--rounds` tim
 Keys of the JSON list, an object for each setting: experiment, graph, setting, iteration_seconds
 (the mean of a worker's, median of the rounds), ideal_seconds, speedup (over the experiment's first
 setting on this graph), ideal_speedup, of_ideal_speedup, slowdown (over the undisturbed compute
-time), loss (at the end), seconds_to_loss (when the loss first got to `--target_loss`), jumps,
-sends_saved, cpu_share.
+time), loss (at the end), seconds_to_loss and steps_to_loss (when the loss first got to
+`--target_loss`: median of the rounds, null if one did not; steps are a worker's, on average), curve
+(of the last round: [[seconds, steps, loss], ...]), jumps, sends_saved, cpu_share.
 
     python benchmarks/hop.py --json=hop.json
 """
@@ -231,6 +232,17 @@ def _entered_seconds(events: Iterable[tuple[int, ...]]) -> float:
     return statistics.mean(means)
 
 
+def _to_loss(
+    curves: list[list[tuple[float, float, float]]],
+) -> tuple[float | None, float | None]:
+    """After how many seconds and steps the loss got to the target, as medians of the curves."""
+    reached = [next((p for p in curve if p[2] <= FLAGS.target_loss), None) for curve in curves]
+    if None in reached:
+        return None, None
+    seconds, steps, _ = zip(*reached, strict=True)
+    return round(statistics.median(seconds), 2), round(statistics.median(steps), 2)
+
+
 def rows(runs: list[Run]) -> list[dict[str, Any]]:
     """The objects of all settings."""
     first: dict[tuple[str, str], dict[str, Any]] = {}
@@ -239,10 +251,11 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
         setting = run.setting
         measured = statistics.median(run.iteration_seconds)
         ideal = run.ideal_seconds()
-        to_loss = [
-            next((at for at, _, loss in curve if loss <= FLAGS.target_loss), None)
+        curves = [
+            [(seconds, batches / FLAGS.workers, loss) for seconds, batches, loss in curve]
             for curve in run.curves
         ]
+        seconds_to_loss, steps_to_loss = _to_loss(curves)
         row = {
             "benchmark": "hop",
             "experiment": setting.experiment,
@@ -255,7 +268,9 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
             "ideal_seconds": None if ideal is None else round(ideal, 4),
             "slowdown": round(measured / FLAGS.compute_seconds, 3),
             "loss": round(run.curves[-1][-1][2], 4),
-            "seconds_to_loss": None if None in to_loss else round(statistics.median(to_loss), 2),
+            "seconds_to_loss": seconds_to_loss,
+            "steps_to_loss": steps_to_loss,
+            "curve": [[round(at, 3), round(step, 2), round(x, 5)] for at, step, x in curves[-1]],
             "cpu_share": round(statistics.median(run.cpu_shares), 2),
         }
         if setting.options is not None:

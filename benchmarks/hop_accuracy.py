@@ -50,6 +50,11 @@ SETTINGS: list[tuple[str, list[str]]] = [
         "skip at most 10, slow",
         ["--backup_workers=1", "--max_jump=10", "--max_iteration_gap=10", *_SLOW],
     ),
+    ("staleness 5, slow", ["--staleness_bound=5", *_SLOW]),
+    (
+        "hybrid: 1 backup worker, staleness 5, slow",
+        ["--backup_workers=1", "--staleness_bound=5", *_SLOW],
+    ),
 ]
 
 
