@@ -353,7 +353,7 @@ class HopSimulation {
       auto& announced = members_[from].announced;
       announced.try_emplace(to, -1);
       announced[to] = std::max(announced[to], parcel.progress);
-      workers_[to]->Announce(from, parcel.progress);
+      ASSERT_TRUE(workers_[to]->Announce(from, parcel.progress));
     }
     if (!parcel.update.has_value()) return;
     ASSERT_EQ(parcel.iteration, parcel.update->iteration);

@@ -38,9 +38,11 @@ void RunEdge(Worker* from, Worker* to, int64_t sender, int64_t receiver) {
       });
     });
     if (answer != Worker::Answer::kOk) return;
-    to->Announce(sender, parcel.progress);
+    EXPECT_TRUE(to->Announce(sender, parcel.progress));
     if (parcel.iteration >= 0 && to->Wanted(sender, parcel.iteration)) {
-      to->Deliver(sender, parcel.iteration, std::move(*parcel.update));
+      EXPECT_NE(
+          to->Deliver(sender, parcel.iteration, std::move(*parcel.update)),
+          Worker::Delivered::kBroken);
     }
   }
 }
@@ -119,6 +121,7 @@ int64_t TrainAll(HopOptions options, int64_t iterations,
 TEST(HopThreadsTest, StandardTrainingUsesEveryUpdate) {
   HopOptions options;
   options.max_iteration_gap = 3;
+  options.gap_bounds = {1, 1, 1};
   EXPECT_EQ(TrainAll(options, 500), 500 * 4 * 3);
 }
 
@@ -126,6 +129,7 @@ TEST(HopThreadsTest, BackupWorkersStalenessAndSkippingComeToTheEnd) {
   HopOptions options;
   options.max_iteration_gap = 4;
   options.backup_workers = 1;
+  options.gap_bounds = {4, 4, 4};
   EXPECT_GT(TrainAll(options, 500), 0);
   options.staleness_bound = 2;
   EXPECT_GT(TrainAll(options, 500), 0);

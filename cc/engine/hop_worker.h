@@ -72,15 +72,17 @@ struct HopOptions {
   int64_t max_jump = 1;                // iterations; 1: never skips any
   int64_t jump_trigger = 0;            // jumps when further behind than this
   bool notify_ack = false;             // then without token queues
-  // Of in_neighbors: how far each may be ahead. Empty: not checked.
+  // Of in_neighbors: how far each may be ahead, -1 for no bound. With them the
+  // worker checks what it can see of the protocol's invariants; empty: it does
+  // not.
   std::vector<int64_t> gap_bounds;
 };
 
 template <typename Update>
 class HopWorker {
  public:
-  enum class Answer { kOk, kCancelled, kClosed };
-  enum class Delivered { kQueued, kDropped, kFull, kTooFar, kClosed };
+  enum class Answer { kOk, kCancelled, kClosed, kBroken };
+  enum class Delivered { kQueued, kDropped, kBroken, kClosed };
   enum class Phase { kIdle, kComputing, kUpdates, kTokens, kAcknowledgements };
   enum class Span { kCompute, kUpdates, kTokens, kSend, kReceive, kJump };
 
@@ -99,6 +101,22 @@ class HopWorker {
     int64_t end;
     int64_t iteration;
     int64_t neighbor;  // -1 where there is none
+  };
+
+  // An invariant of the protocol that turned out not to hold, which is a bug.
+  struct Violation {
+    enum class Rule {
+      kGap,       // `found` iterations ahead is the neighbor, at most `bound`
+      kTokens,    // `found` tokens of the neighbor are there, not `bound`
+      kUpdates,   // `found` updates of the neighbor wait, at most `bound`
+      kCapacity,  // `found` updates of all wait as the neighbor's comes
+    };
+    Rule rule;
+    int64_t neighbor;
+    int64_t iteration;  // of this worker
+    int64_t progress;   // of the neighbor, as far as it is known here
+    int64_t found;
+    int64_t bound;
   };
 
   struct Counts {
@@ -157,6 +175,8 @@ class HopWorker {
       iteration_ = first - 1;
       first_ = first;
       all_live_ = true;
+      violation_.reset();
+      announced_.assign(tokens_.size(), first - 1);
       for (auto& item : senders_) {
         const int64_t declined = item.second.declined;
         item.second = Sender();
@@ -212,9 +232,20 @@ class HopWorker {
   }
 
   // The worker enters an iteration. With its parameters it sends them, and
-  // `done` is called when they are on their way.
+  // `done` is called when they are on their way. The answer is kBroken, and it
+  // does not enter, if an invariant was found not to hold, here or before.
   void Enter(int64_t iteration, std::optional<Update> update, Done done)
       ABSL_LOCKS_EXCLUDED(mu_) {
+    bool broken;
+    {
+      MutexLock lock(&mu_);
+      CheckTokens(iteration);
+      broken = violation_.has_value();
+    }
+    if (broken) {
+      done(Answer::kBroken);
+      return;
+    }
     {
       MutexLock lock(&mu_);
       if (iteration > iteration_ + 1) {
@@ -325,13 +356,25 @@ class HopWorker {
     if (cancel != nullptr) cancel();
   }
 
-  // An out-neighbor's progress: the iteration that it has entered, or of which
-  // it has used the updates (notify_ack).
-  void Announce(int64_t neighbor, int64_t progress) {
+  // A neighbor's progress: the iteration that it has entered, or of which it
+  // has used the updates (notify_ack). An out-neighbor grants tokens by it.
+  // False if it is further ahead than it may be.
+  bool Announce(int64_t neighbor, int64_t progress) ABSL_LOCKS_EXCLUDED(mu_) {
+    {
+      MutexLock lock(&mu_);
+      ++granting_;
+      for (size_t i = 0; i < tokens_.size(); ++i) {
+        if (options_.out_neighbors[i] != neighbor) continue;
+        announced_[i] = std::max(announced_[i], progress);
+      }
+    }
     for (size_t i = 0; i < tokens_.size(); ++i) {
       if (options_.out_neighbors[i] != neighbor) continue;
       if (Allowance() > 0) tokens_[i]->GrantUpTo(progress + Allowance());
     }
+    MutexLock lock(&mu_);
+    --granting_;
+    return CheckGap(neighbor, progress);
   }
 
   // Whether an in-neighbor's update would be of any use.
@@ -353,28 +396,31 @@ class HopWorker {
       MutexLock lock(&mu_);
       const int64_t now = Now();
       Note(Span::kReceive, now, now, iteration, neighbor);
-      for (size_t i = 0; i < options_.gap_bounds.size(); ++i) {
-        if (options_.in_neighbors[i] != neighbor) continue;
-        const int64_t bound = options_.gap_bounds[i];
-        // Gone neighbors lift bounds, those of others too.
-        if (bound >= 0 && all_live_ && iteration - iteration_ > bound &&
-            iteration_ >= first_) {
-          return Delivered::kTooFar;
-        }
-      }
+      if (!CheckGap(neighbor, iteration)) return Delivered::kBroken;
     }
     switch (updates_.Enqueue(std::move(update), {iteration, neighbor})) {
       case TaggedQueue<Update>::Enqueued::kQueued:
-        return Delivered::kQueued;
+        break;
       case TaggedQueue<Update>::Enqueued::kUnusable:
       case TaggedQueue<Update>::Enqueued::kSuperseded:
         return Delivered::kDropped;
-      case TaggedQueue<Update>::Enqueued::kFull:
-        return Delivered::kFull;
+      case TaggedQueue<Update>::Enqueued::kFull: {
+        MutexLock lock(&mu_);
+        Break({Violation::Rule::kCapacity, neighbor, iteration_, iteration,
+               options_.capacity + 1, options_.capacity});
+        return Delivered::kBroken;
+      }
       case TaggedQueue<Update>::Enqueued::kClosed:
         return Delivered::kClosed;
     }
-    return Delivered::kClosed;
+    return CheckUpdates(neighbor, iteration) ? Delivered::kQueued
+                                             : Delivered::kBroken;
+  }
+
+  // The first violation since Begin, if there was one.
+  std::optional<Violation> violation() ABSL_LOCKS_EXCLUDED(mu_) {
+    MutexLock lock(&mu_);
+    return violation_;
   }
 
   // Waits until there is something for a neighbor. Only one may wait for each;
@@ -423,6 +469,7 @@ class HopWorker {
       MutexLock lock(&mu_);
       iteration = iteration_;
       all_live_ = false;
+      ++granting_;
       // With the lock: what is sent in later iterations is not thrown away.
       if (live && box != outboxes_.end()) box->second->Reset();
       const auto found = senders_.find(neighbor);
@@ -439,18 +486,23 @@ class HopWorker {
       // Neither tokens nor acknowledgements: nothing but paths was a bound.
       if (Allowance() == 0) entries->Unlimit();
     });
-    if (box == outboxes_.end()) return iteration;
-    if (!live) box->second->Discard(true);
+    if (!live && box != outboxes_.end()) box->second->Discard(true);
     for (size_t i = 0; i < tokens_.size(); ++i) {
       if (options_.out_neighbors[i] != neighbor) continue;
       if (live) {
-        const int64_t granted = options_.notify_ack ? iteration : since;
-        tokens_[i]->Restore(granted + Allowance());
+        const int64_t announced = options_.notify_ack ? iteration : since;
+        {
+          MutexLock lock(&mu_);
+          announced_[i] = announced;
+        }
+        tokens_[i]->Restore(announced + Allowance());
       } else {
         tokens_[i]->Lift(true);
       }
     }
-    if (live) box->second->Tell(progress_.load());
+    if (live && box != outboxes_.end()) box->second->Tell(progress_.load());
+    MutexLock lock(&mu_);
+    --granting_;
     return iteration;
   }
 
@@ -698,6 +750,64 @@ class HopWorker {
     }
   }
 
+  // Notes what does not hold, unless something did not before.
+  void Break(const Violation& violation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (!violation_.has_value()) violation_ = violation;
+  }
+
+  // How far a neighbor may be ahead; none if that is not known, or not checked,
+  // or not so while somebody is gone, whose neighbors, and theirs, go on.
+  std::optional<int64_t> GapBound(int64_t neighbor)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (!all_live_) return std::nullopt;
+    for (size_t i = 0; i < options_.gap_bounds.size(); ++i) {
+      if (options_.in_neighbors[i] != neighbor) continue;
+      const int64_t bound = options_.gap_bounds[i];
+      return bound >= 0 ? std::optional(bound) : std::nullopt;
+    }
+    return std::nullopt;
+  }
+
+  // Table 1 of the paper. Before its first iteration a worker is in it already.
+  bool CheckGap(int64_t neighbor, int64_t progress)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const std::optional<int64_t> bound = GapBound(neighbor);
+    const int64_t gap = progress - std::max(iteration_, first_);
+    if (!bound.has_value() || gap <= *bound) return true;
+    Break({Violation::Rule::kGap, neighbor, iteration_, progress, gap, *bound});
+    return false;
+  }
+
+  // Of each iteration that a neighbor can be in there is one update at most.
+  bool CheckUpdates(int64_t neighbor, int64_t iteration)
+      ABSL_LOCKS_EXCLUDED(mu_) {
+    if (options_.gap_bounds.empty()) return true;
+    const int64_t found = updates_.Size({kAny, neighbor});
+    MutexLock lock(&mu_);
+    const std::optional<int64_t> bound = GapBound(neighbor);
+    if (!bound.has_value() || found <= *bound + 1) return true;
+    Break({Violation::Rule::kUpdates, neighbor, iteration_, iteration, found,
+           *bound + 1});
+    return false;
+  }
+
+  // Those of an out-neighbor j when iteration k is entered: Iter(j) - k +
+  // max_iteration_gap (theorem 2), where Iter(j) is what j has announced; the
+  // tokens since then are on their way.
+  void CheckTokens(int64_t iteration) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (options_.gap_bounds.empty() || Allowance() == 0) return;
+    for (size_t i = 0; i < tokens_.size(); ++i) {
+      const TokenQueue::Totals totals = tokens_[i]->totals();
+      if (totals.lifted) continue;
+      const int64_t expected = announced_[i] + Allowance();
+      // While somebody grants, what was announced may not have come there.
+      const int64_t granted = granting_ > 0 ? expected : totals.granted;
+      if (granted - totals.taken == expected - iteration) continue;
+      Break({Violation::Rule::kTokens, options_.out_neighbors[i], iteration,
+             announced_[i], granted - totals.taken, expected - iteration});
+    }
+  }
+
   void SetPhase(Phase phase, int64_t neighbor)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     phase_ = phase;
@@ -726,6 +836,9 @@ class HopWorker {
   int64_t receiving_ ABSL_GUARDED_BY(mu_) = -1;
   std::map<int64_t, Sender> senders_ ABSL_GUARDED_BY(mu_);
   bool all_live_ ABSL_GUARDED_BY(mu_) = true;
+  std::vector<int64_t> announced_ ABSL_GUARDED_BY(mu_);  // by out-neighbor
+  int64_t granting_ ABSL_GUARDED_BY(mu_) = 0;  // calls that change tokens
+  std::optional<Violation> violation_ ABSL_GUARDED_BY(mu_);
   Phase phase_ ABSL_GUARDED_BY(mu_) = Phase::kIdle;
   int64_t phase_neighbor_ ABSL_GUARDED_BY(mu_) = -1;
   int64_t phase_began_ ABSL_GUARDED_BY(mu_) = 0;

@@ -1,5 +1,6 @@
 // One worker of decentralized training by itself: when it jumps, and how it
-// gets on without a neighbor that leaves, is lost, or is back.
+// gets on without a neighbor that leaves, is lost, or is back, and which broken
+// rules of the protocol it finds.
 
 #include "cc/engine/hop_worker.h"
 
@@ -254,23 +255,155 @@ TEST(HopWorkerTest, WithBackupsALostNeighborIsOneOfThoseThatMayBeMissing) {
   EXPECT_EQ(received.updates, (Updates{200, 300}));
 }
 
-TEST(HopWorkerTest, WhenSomebodyIsGoneTheQueueOfPathsHasNoLimit) {
+// A worker that checks, and what it finds.
+HopOptions Checking() {
   HopOptions options = Two();
-  options.max_iteration_gap = 0;
-  options.capacity = 1;
   options.gap_bounds = {1, 1};
+  return options;
+}
+
+using Rule = Worker::Violation::Rule;
+
+void ExpectBroken(Worker* worker, Rule rule, int64_t neighbor,
+                  int64_t iteration, int64_t progress, int64_t found,
+                  int64_t bound) {
+  ASSERT_TRUE(worker->violation().has_value());
+  const Worker::Violation violation = *worker->violation();
+  EXPECT_EQ(violation.rule, rule);
+  EXPECT_EQ(violation.neighbor, neighbor);
+  EXPECT_EQ(violation.iteration, iteration);
+  EXPECT_EQ(violation.progress, progress);
+  EXPECT_EQ(violation.found, found);
+  EXPECT_EQ(violation.bound, bound);
+}
+
+Answer Enter(Worker* worker, int64_t iteration) {
+  Outcome entered;
+  worker->Enter(iteration, iteration, entered.Done());
+  return *entered.answer;
+}
+
+TEST(HopWorkerTest, AnUpdateFromFurtherAheadThanTheBoundIsRefused) {
+  Worker worker(Checking());
+  Deliver(&worker, 1, 1);  // Before its first iteration it counts as in it.
+  ASSERT_TRUE(Go(&worker, 0));
+  EXPECT_EQ(worker.Deliver(2, 2, 202), Worker::Delivered::kBroken);
+  ExpectBroken(&worker, Rule::kGap, 2, 0, 2, 2, 1);
+  EXPECT_EQ(Enter(&worker, 1), Answer::kBroken);
+  EXPECT_EQ(worker.iteration(), 0);
+  worker.Begin(0);
+  EXPECT_FALSE(worker.violation().has_value());
+  EXPECT_TRUE(Go(&worker, 0));
+}
+
+TEST(HopWorkerTest, ANeighborThatAnnouncesMoreThanItsBoundIsFound) {
+  Worker worker(Checking());
+  ASSERT_TRUE(Go(&worker, 0));
+  EXPECT_TRUE(worker.Announce(1, 1));
+  EXPECT_FALSE(worker.Announce(1, 2));
+  ExpectBroken(&worker, Rule::kGap, 1, 0, 2, 2, 1);
+  EXPECT_EQ(Enter(&worker, 1), Answer::kBroken);
+}
+
+TEST(HopWorkerTest, WithoutBoundsNothingIsChecked) {
+  Worker worker(Two());
+  ASSERT_TRUE(Go(&worker, 0));
+  EXPECT_TRUE(worker.Announce(1, 9));
+  EXPECT_EQ(Enter(&worker, 3), Answer::kOk);  // Without tokens.
+  for (int i = 0; i < 5; ++i) Deliver(&worker, 1, 9);
+  EXPECT_FALSE(worker.violation().has_value());
+}
+
+TEST(HopWorkerTest, ANeighborWithoutABoundIsNotCompared) {
+  HopOptions options = Checking();
+  options.gap_bounds = {-1, 1};
+  Worker worker(options);
+  ASSERT_TRUE(Go(&worker, 0));
+  EXPECT_TRUE(worker.Announce(1, 9));
+  for (int i = 0; i < 5; ++i) Deliver(&worker, 1, 9);
+}
+
+TEST(HopWorkerTest, EnteringWithoutTokensIsFound) {
+  Worker worker(Checking());
+  ASSERT_TRUE(Go(&worker, 0));
+  EXPECT_TRUE(worker.Announce(1, 0));
+  EXPECT_EQ(Enter(&worker, 1), Answer::kBroken);
+  // One announced 0, so 2 more than that may be entered; none were taken.
+  ExpectBroken(&worker, Rule::kTokens, 1, 1, 0, 2, 1);
+}
+
+TEST(HopWorkerTest, AJumpThatTakesTooFewTokensIsFound) {
+  HopOptions options = Checking();
+  options.gap_bounds = {9, 9};
+  Worker worker(options);
+  ASSERT_TRUE(Go(&worker, 0));
+  worker.Announce(1, 4);
+  worker.Announce(2, 4);
+  Outcome tokens;
+  worker.AcquireTokens(3, tokens.Done());
+  ASSERT_TRUE(tokens.ok());
+  EXPECT_EQ(Enter(&worker, 4), Answer::kBroken);
+  ExpectBroken(&worker, Rule::kTokens, 1, 4, 4, 3, 2);
+}
+
+TEST(HopWorkerTest, AnIterationThatWasNotSentIsFoundByItsAcknowledgements) {
+  HopOptions options = Checking();
+  options.max_iteration_gap = 0;
+  options.notify_ack = true;
+  options.gap_bounds = {1, 1};
+  Worker worker(options);
+  EXPECT_EQ(Enter(&worker, 0), Answer::kOk);
+  // It took one acknowledgement, for iteration 0, and needs two to be here.
+  EXPECT_EQ(Enter(&worker, 2), Answer::kBroken);
+  ExpectBroken(&worker, Rule::kTokens, 1, 2, -1, 0, -1);
+}
+
+TEST(HopWorkerTest, MoreUpdatesThanIterationsOfANeighborAreFound) {
+  Worker worker(Checking());
+  ASSERT_TRUE(Go(&worker, 0));
+  Deliver(&worker, 1, 0);
+  Deliver(&worker, 1, 1);
+  Deliver(&worker, 2, 1);
+  EXPECT_EQ(worker.Deliver(1, 1, 101), Worker::Delivered::kBroken);
+  ExpectBroken(&worker, Rule::kUpdates, 1, 0, 1, 3, 2);
+}
+
+TEST(HopWorkerTest, AFullQueueIsFoundWithoutBoundsToo) {
+  HopOptions options = Two();
+  options.capacity = 2;
   Worker worker(options);
   ASSERT_TRUE(Go(&worker, 0));
   Deliver(&worker, 1, 1);
-  EXPECT_EQ(worker.Deliver(1, 1, 0), Worker::Delivered::kFull);
-  EXPECT_EQ(worker.Deliver(1, 2, 0), Worker::Delivered::kTooFar);
+  Deliver(&worker, 1, 2);
+  EXPECT_EQ(worker.Deliver(2, 1, 201), Worker::Delivered::kBroken);
+  ExpectBroken(&worker, Rule::kCapacity, 2, 0, 1, 3, 2);
+}
+
+TEST(HopWorkerTest, WhenSomebodyIsGoneBoundsByPathsAreVoid) {
+  HopOptions options = Checking();
+  options.max_iteration_gap = 0;
+  options.capacity = 1;
+  Worker worker(options);
+  ASSERT_TRUE(Go(&worker, 0));
   worker.SetNeighbor(/*neighbor=*/7, 0, -1);  // A stranger.
-  for (const int64_t k : {2, 3, 4}) Deliver(&worker, 1, k);
+  for (const int64_t k : {1, 2, 3, 4}) Deliver(&worker, 1, k);
+  EXPECT_TRUE(worker.Announce(1, 4));
   worker.Begin(0);
   ASSERT_TRUE(Go(&worker, 0));
-  EXPECT_EQ(worker.Deliver(1, 4, 0), Worker::Delivered::kTooFar);
   Deliver(&worker, 1, 1);
-  EXPECT_EQ(worker.Deliver(1, 1, 0), Worker::Delivered::kFull);
+  EXPECT_EQ(worker.Deliver(1, 1, 101), Worker::Delivered::kBroken);
+}
+
+TEST(HopWorkerTest, TokensAreCheckedWhenANeighborIsBackToo) {
+  Worker worker(Checking());
+  worker.Announce(2, 1);
+  ASSERT_TRUE(Go(&worker, 0));
+  worker.SetNeighbor(1, 0, -1);
+  ASSERT_TRUE(Go(&worker, 1));
+  worker.SetNeighbor(1, /*since=*/3, kForever);
+  ASSERT_TRUE(Go(&worker, 2));
+  EXPECT_EQ(Enter(&worker, 3), Answer::kBroken);
+  ExpectBroken(&worker, Rule::kTokens, 1, 3, 3, 3, 2);
 }
 
 }  // namespace

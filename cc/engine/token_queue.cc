@@ -18,6 +18,11 @@ int64_t TokenQueue::size() {
   return granted_ - taken_;
 }
 
+TokenQueue::Totals TokenQueue::totals() {
+  MutexLock lock(&mu_);
+  return {granted_, taken_, lifted_};
+}
+
 void TokenQueue::Insert(int64_t tokens) {
   std::vector<Callback> served;
   {

@@ -37,8 +37,17 @@ class TokenQueue {
   TokenQueue(const TokenQueue&) = delete;
   TokenQueue& operator=(const TokenQueue&) = delete;
 
+  struct Totals {
+    int64_t granted;
+    int64_t taken;
+    bool lifted;
+  };
+
   // The tokens that are there; below 0 only after a Lift.
   int64_t size() ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Since the start.
+  Totals totals() ABSL_LOCKS_EXCLUDED(mu_);
 
   // Adds `tokens`, at least 0.
   void Insert(int64_t tokens) ABSL_LOCKS_EXCLUDED(mu_);

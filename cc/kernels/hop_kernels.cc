@@ -21,6 +21,7 @@
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/util/device_name_utils.h"
 #include "tensorflow/core/util/work_sharder.h"
 
 namespace recsync {
@@ -106,6 +107,42 @@ absl::Status SetVector(OpKernelContext* ctx, int i,
   return absl::OkStatus();
 }
 
+// The error that an invariant of the protocol does not hold.
+absl::Status Broken(OpKernelContext* ctx, Worker* worker) {
+  const auto violation = worker->violation();
+  if (!violation.has_value()) {
+    return absl::InternalError("an invariant of the protocol did not hold");
+  }
+  // Workers are numbered like the tasks that they run on.
+  tensorflow::DeviceNameUtils::ParsedName device;
+  tensorflow::DeviceNameUtils::ParseFullName(ctx->device()->name(), &device);
+  const auto& [rule, neighbor, iteration, progress, found, bound] = *violation;
+  const std::string where =
+      absl::StrCat("worker ", device.task, ", in iteration ", iteration, ", ");
+  const std::string whose = absl::StrCat("of worker ", neighbor,
+                                         ", which is in iteration ", progress);
+  using Rule = Worker::Violation::Rule;
+  switch (rule) {
+    case Rule::kGap:
+      return absl::InternalError(absl::StrCat(
+          where, "hears ", whose, ": ", found, " iterations ahead, and ", bound,
+          " is the bound, which is a bug"));
+    case Rule::kTokens:
+      return absl::InternalError(absl::StrCat(
+          where, "has ", found, " tokens ", whose, " as far as it was told; ",
+          bound, " would be right, which is a bug"));
+    case Rule::kUpdates:
+      return absl::InternalError(
+          absl::StrCat(where, "has ", found, " updates in its queue ", whose,
+                       "; ", bound, " is the bound, which is a bug"));
+    case Rule::kCapacity:
+      return absl::ResourceExhaustedError(absl::StrCat(
+          where, "has a full queue: ", bound, " updates wait when that ", whose,
+          ", comes; the protocol's bounds are broken, which is a bug"));
+  }
+  return absl::InternalError("unknown invariant of the protocol");
+}
+
 // The error of a wait that ended without what it was for.
 absl::Status Ended(Worker::Answer answer) {
   switch (answer) {
@@ -117,6 +154,8 @@ absl::Status Ended(Worker::Answer answer) {
           "cancelled");
     case Worker::Answer::kClosed:
       return absl::CancelledError("the worker's queues were destroyed");
+    case Worker::Answer::kBroken:
+      return absl::InternalError("an invariant of the protocol did not hold");
   }
   return absl::InternalError("unknown answer of a worker");
 }
@@ -405,8 +444,10 @@ class HopEnterOp : public TrainerOp {
     std::optional<Tensor> update;
     if (send_) update = ctx->input(2);
     worker->Enter(iteration, std::move(update),
-                  [ctx, done](Worker::Answer answer) {
-                    ctx->SetStatus(Ended(answer));
+                  [ctx, worker, done](Worker::Answer answer) {
+                    ctx->SetStatus(answer == Worker::Answer::kBroken
+                                       ? Broken(ctx, worker.get())
+                                       : Ended(answer));
                     done();
                   });
   }
@@ -541,7 +582,8 @@ class HopAskOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, 1, "neighbor", 0, &neighbor));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, 2, "progress", -1, &progress));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, 3, "iteration", -1, &iteration));
-    if (progress >= 0) worker->Announce(neighbor, progress);
+    OP_REQUIRES(ctx, progress < 0 || worker->Announce(neighbor, progress),
+                Broken(ctx, worker.get()));
     Tensor* wanted;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &wanted));
     wanted->scalar<bool>()() =
@@ -567,19 +609,8 @@ class HopDeliverOp : public OpKernel {
       case Worker::Delivered::kQueued:
       case Worker::Delivered::kDropped:
         break;
-      case Worker::Delivered::kFull:
-        ctx->SetStatus(absl::ResourceExhaustedError(absl::StrCat(
-            "the update queue is full: ", worker->options().capacity,
-            " updates wait when that of worker ", neighbor, ", iteration ",
-            iteration,
-            ", comes; the protocol's bounds are broken, which is a "
-            "bug")));
-        return;
-      case Worker::Delivered::kTooFar:
-        ctx->SetStatus(absl::InternalError(
-            absl::StrCat("worker ", neighbor, " is at iteration ", iteration,
-                         ", further ahead of iteration ", worker->iteration(),
-                         " than the protocol allows, which is a bug")));
+      case Worker::Delivered::kBroken:
+        ctx->SetStatus(Broken(ctx, worker.get()));
         return;
       case Worker::Delivered::kClosed:
         ctx->SetStatus(Ended(Worker::Answer::kClosed));

@@ -76,7 +76,11 @@ jump_trigger: It skips only if it is further behind than this.
 notify_ack: Whether it waits, before it sends, until all out-neighbors have
   used what it sent before.
 gap_bounds: How far each in-neighbor may be ahead by the protocol, -1 for no
-  bound; a delivery beyond is an error. Empty: nothing is checked.
+  bound. With them it is checked: when a neighbor announces its progress or
+  delivers, that bound, and that no more of its updates wait than it can have made;
+  when the worker enters an iteration, that it has the tokens that belong to the
+  iterations of its out-neighbors. What does not hold is an Internal error. Empty:
+  nothing is checked.
 )doc");
 
 REGISTER_OP("RecsyncHopBegin")
@@ -125,6 +129,9 @@ REGISTER_OP("RecsyncHopEnter")
     .SetShapeFn(Scalars<2>)
     .Doc(R"doc(
 The worker enters an iteration, which gives its in-neighbors tokens.
+
+Fails with Internal if the worker checks the protocol (gap_bounds) and something
+does not hold.
 
 worker: A scalar, the worker.
 iteration: A scalar, from RecsyncHopNext.
@@ -216,6 +223,8 @@ REGISTER_OP("RecsyncHopAsk")
     .Doc(R"doc(
 Tells a worker how far a neighbor is, and asks whether it wants that one's update.
 
+Fails with Internal if the neighbor is further ahead than gap_bounds allow.
+
 worker: A scalar, the receiver.
 neighbor: A scalar, the sender's number.
 progress: A scalar, as from RecsyncHopCollect.
@@ -237,7 +246,7 @@ Puts a neighbor's update into a worker's queue.
 
 One that can no longer be used is dropped and counted. Fails with
 ResourceExhausted if the queue is full, and with Internal if the neighbor is
-further ahead than the protocol allows: both are bugs.
+further ahead, or has more updates there, than gap_bounds allow: both are bugs.
 
 worker: A scalar, the receiver.
 neighbor: A scalar, the sender's number, an in-neighbor.
