@@ -1,5 +1,8 @@
 """What the ops of decentralized training refuse."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -153,6 +156,64 @@ def test_a_queue_that_is_too_full_says_that_this_is_a_bug():
     tf.raw_ops.DestroyResourceOp(resource=handle)
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda w: hop.deliver(w, 2, 3, UPDATE),
+            "worker 0, in iteration 0, hears of worker 2, which is in iteration 3: "
+            "3 iterations ahead, and 1 is the bound",
+        ),
+        (lambda w: hop.ask(w, 1, 2, -1), "hears of worker 1, .* 2 iterations ahead, and 1 is"),
+        (
+            lambda w: [hop.deliver(w, 1, 1, UPDATE) for _ in range(3)],
+            "worker 0, in iteration 0, has 3 updates in its queue of worker 1, .* 2 is the bound",
+        ),
+        (
+            lambda w: hop.enter(w, 2, UPDATE, send=True),
+            "worker 0, in iteration 2, has 2 tokens of worker 1, which is in iteration -1 as far "
+            "as it was told; 0 would be right",
+        ),
+    ],
+    ids=["an update from too far", "an announcement", "updates sent twice", "no tokens taken"],
+)
+def test_broken_invariants_are_found_where_they_are_checked(call, message):
+    handle = worker("broken", gap_bounds=[1, 1])
+    hop.begin(handle, 0)
+    hop.enter(handle, 0, UPDATE, send=True)
+    with pytest.raises(tf.errors.InternalError, match=message + ".* which is a bug"):
+        call(handle)
+    # The trainer goes no further.
+    with pytest.raises(tf.errors.InternalError, match="which is a bug"):
+        hop.enter(handle, 1, UPDATE, send=True)
+    tf.raw_ops.DestroyResourceOp(resource=handle)
+
+
+def test_the_state_names_the_iteration_that_is_waited_for():
+    handle = worker("waits", staleness_bound=1)
+    hop.begin(handle, 4)
+    hop.enter(handle, 4, UPDATE, send=True)
+    assert hop.state(handle).counts[-1] == -1
+    v = variable()
+    cancelled = []
+
+    def wait():
+        with pytest.raises(tf.errors.CancelledError):
+            hop.receive(handle, 5, UPDATE, [v.handle], relative=True)
+        cancelled.append(True)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    while hop.state(handle).phase != hop.PHASES.index("waiting for updates"):
+        time.sleep(0.01)
+    state = hop.state(handle)
+    assert (state.missing.numpy().tolist(), int(state.counts[-1])) == ([1, 2], 4)
+    hop.interrupt(handle)
+    waiting.join()
+    assert cancelled
+    tf.raw_ops.DestroyResourceOp(resource=handle)
+
+
 def test_what_was_destroyed_is_not_found():
     handle = worker("gone")
     tf.raw_ops.DestroyResourceOp(resource=handle)
@@ -169,4 +230,4 @@ def test_shapes_are_checked_while_tracing():
     with pytest.raises(ValueError, match="rank 0"):
         tf.function(two_at_once).get_concrete_function(handle)
     state = tf.function(hop.state).get_concrete_function(handle)
-    assert state.output_shapes.iteration == [] and state.output_shapes.counts == [12]
+    assert state.output_shapes.iteration == [] and state.output_shapes.counts == [13]

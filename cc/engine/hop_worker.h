@@ -133,8 +133,9 @@ class HopWorker {
   struct State {
     int64_t iteration;  // -1 before the first
     Phase phase;
-    double seconds;                 // in this phase
-    std::vector<int64_t> missing;   // neighbors it waits for
+    double seconds;                // in this phase
+    std::vector<int64_t> missing;  // neighbors it waits for
+    int64_t awaited;  // the iteration that they have to come to, or -1
     std::vector<int64_t> tokens;    // by out-neighbor
     std::vector<int64_t> declined;  // by in-neighbor, updates not wanted
     Counts counts;
@@ -304,6 +305,7 @@ class HopWorker {
       }
       receiving_ = iteration;
       SetPhase(Phase::kUpdates, -1);
+      awaited_ = Floor(iteration);
     }
     const int64_t wait = NextWait();
     auto shared = std::make_shared<ReceiveDone>(std::move(done));
@@ -382,11 +384,16 @@ class HopWorker {
     bool wanted = true;
     updates_.Change(
         [&](Entries* entries) { wanted = iteration >= entries->floor(); });
-    if (wanted) return true;
     MutexLock lock(&mu_);
     const auto found = senders_.find(neighbor);
-    if (found != senders_.end()) ++found->second.declined;
-    return false;
+    if (found == senders_.end()) return wanted;
+    if (wanted) {
+      found->second.wanted = iteration;
+      found->second.wanted_at = Now();
+    } else {
+      ++found->second.declined;
+    }
+    return wanted;
   }
 
   // An in-neighbor's update has come.
@@ -395,7 +402,12 @@ class HopWorker {
     {
       MutexLock lock(&mu_);
       const int64_t now = Now();
-      Note(Span::kReceive, now, now, iteration, neighbor);
+      const auto found = senders_.find(neighbor);
+      // It was on its way since it was asked for.
+      const bool was_asked =
+          found != senders_.end() && found->second.wanted == iteration;
+      Note(Span::kReceive, was_asked ? found->second.wanted_at : now, now,
+           iteration, neighbor);
       if (!CheckGap(neighbor, iteration)) return Delivered::kBroken;
     }
     switch (updates_.Enqueue(std::move(update), {iteration, neighbor})) {
@@ -518,6 +530,7 @@ class HopWorker {
       state.counts = counts_;
       state.lost_events = lost_events_;
       if (phase_neighbor_ >= 0) state.missing.push_back(phase_neighbor_);
+      state.awaited = awaited_;
       receiving = receiving_;
       senders = senders_;
     }
@@ -585,6 +598,8 @@ class HopWorker {
     int64_t until = std::numeric_limits<int64_t>::max();
     int64_t last = -1;  // the iteration of its last update that was taken
     int64_t declined = 0;
+    int64_t wanted = -1;    // the iteration of the update that may come next
+    int64_t wanted_at = 0;  // since when
     bool Expected(int64_t iteration) const {
       return since <= iteration && iteration <= until;
     }
@@ -697,6 +712,7 @@ class HopWorker {
     {
       MutexLock lock(&mu_);
       SetPhase(phase, options_.out_neighbors[i]);
+      awaited_ = tokens_[i]->totals().taken + tokens - Allowance();
     }
     const int64_t wait = NextWait();
     const auto ticket = tokens_[i]->Acquire(
@@ -811,6 +827,7 @@ class HopWorker {
   void SetPhase(Phase phase, int64_t neighbor)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     phase_ = phase;
+    awaited_ = -1;
     phase_neighbor_ = neighbor;
     phase_began_ = Now();
   }
@@ -841,6 +858,7 @@ class HopWorker {
   std::optional<Violation> violation_ ABSL_GUARDED_BY(mu_);
   Phase phase_ ABSL_GUARDED_BY(mu_) = Phase::kIdle;
   int64_t phase_neighbor_ ABSL_GUARDED_BY(mu_) = -1;
+  int64_t awaited_ ABSL_GUARDED_BY(mu_) = -1;
   int64_t phase_began_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t waits_ ABSL_GUARDED_BY(mu_) = 0;
   bool interrupted_ ABSL_GUARDED_BY(mu_) = false;

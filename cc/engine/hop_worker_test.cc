@@ -6,9 +6,11 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -253,6 +255,68 @@ TEST(HopWorkerTest, WithBackupsALostNeighborIsOneOfThoseThatMayBeMissing) {
   EXPECT_FALSE(received.answer.has_value()) << "two lost ones are too many";
   Deliver(&worker, 3, 0);
   EXPECT_EQ(received.updates, (Updates{200, 300}));
+}
+
+TEST(HopWorkerTest, TheStateNamesTheIterationThatIsWaitedFor) {
+  HopOptions options = Two();
+  Worker worker(options);
+  EXPECT_EQ(worker.GetState().awaited, -1);
+  ASSERT_TRUE(Go(&worker, 0));
+  ASSERT_TRUE(Go(&worker, 1));
+  EXPECT_EQ(worker.GetState().awaited, -1);
+  Outcome received, tokens;
+  worker.Receive(1, received.ReceiveDone());
+  EXPECT_EQ(worker.GetState().missing, (Updates{1, 2}));
+  EXPECT_EQ(worker.GetState().awaited, 1);
+  Deliver(&worker, 1, 1);
+  Deliver(&worker, 2, 1);
+  EXPECT_TRUE(received.ok());
+  EXPECT_EQ(worker.GetState().awaited, -1);
+  worker.Announce(1, 1);
+  // Two ahead of one that has not begun is one too many.
+  worker.AcquireTokens(2, tokens.Done());
+  EXPECT_EQ(worker.GetState().missing, (Updates{2}));
+  EXPECT_EQ(worker.GetState().awaited, 0);
+  worker.Announce(2, 0);
+  EXPECT_TRUE(tokens.ok());
+  EXPECT_EQ(worker.GetState().awaited, -1);
+}
+
+TEST(HopWorkerTest, WithStalenessAnOlderIterationIsWaitedFor) {
+  HopOptions options = Two();
+  options.staleness_bound = 2;
+  Worker worker(options);
+  Outcome received;
+  worker.Receive(7, received.ReceiveDone());
+  EXPECT_EQ(worker.GetState().awaited, 5);
+}
+
+TEST(HopWorkerTest, AnAcknowledgementIsWaitedForOfTheIterationBefore) {
+  HopOptions options = Two();
+  options.max_iteration_gap = 0;
+  options.notify_ack = true;
+  Worker worker(options);
+  Outcome first, second;
+  worker.Enter(0, 0, first.Done());
+  ASSERT_TRUE(first.ok());
+  worker.Enter(1, 1, second.Done());
+  EXPECT_EQ(worker.GetState().missing, (Updates{1}));
+  EXPECT_EQ(worker.GetState().awaited, 0);
+}
+
+TEST(HopWorkerTest, AnUpdateIsReceivedFromWhenItWasAskedForUntilItIsThere) {
+  Worker worker(Two());
+  worker.TakeEvents();
+  EXPECT_TRUE(worker.Wanted(1, 0));
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  Deliver(&worker, 1, 0);
+  Deliver(&worker, 2, 0);  // Nobody asked.
+  const std::vector<Worker::Event> events = worker.TakeEvents();
+  ASSERT_EQ(events.size(), 2);
+  EXPECT_EQ(events[0].span, Worker::Span::kReceive);
+  EXPECT_EQ(events[0].neighbor, 1);
+  EXPECT_GE(events[0].end - events[0].begin, 4000);
+  EXPECT_EQ(events[1].end, events[1].begin);
 }
 
 // A worker that checks, and what it finds.

@@ -712,12 +712,12 @@ class HopStateOp : public OpKernel {
     OP_REQUIRES_OK(ctx, SetVector(ctx, 4, state.tokens));
     OP_REQUIRES_OK(ctx, SetVector(ctx, 5, state.declined));
     OP_REQUIRES_OK(
-        ctx,
-        SetVector(ctx, 6,
-                  {counts.iterations, counts.used, counts.jumps, counts.skipped,
-                   counts.sent, counts.replaced, counts.waiting_for_updates,
-                   counts.waiting_for_tokens, state.updates.unusable,
-                   state.updates.superseded, state.queued, state.lost_events}));
+        ctx, SetVector(ctx, 6,
+                       {counts.iterations, counts.used, counts.jumps,
+                        counts.skipped, counts.sent, counts.replaced,
+                        counts.waiting_for_updates, counts.waiting_for_tokens,
+                        state.updates.unusable, state.updates.superseded,
+                        state.queued, state.lost_events, state.awaited}));
   }
 };
 

@@ -344,7 +344,7 @@ REGISTER_OP("RecsyncHopState")
       for (int i = 3; i < 6; ++i) {
         c->set_output(i, c->Vector(InferenceContext::kUnknownDim));
       }
-      c->set_output(6, c->Vector(12));
+      c->set_output(6, c->Vector(13));
       return absl::OkStatus();
     })
     .Doc(R"doc(
@@ -361,7 +361,10 @@ declined: By in-neighbor, how many of its updates were not wanted.
 counts: Iterations entered, updates used, jumps, iterations skipped, updates
   sent, updates replaced by newer ones before they were sent, microseconds of
   waiting for updates, and for tokens or acknowledgements, updates dropped as too
-  old, and as superseded, updates in the queue, events lost.
+  old, and as superseded, updates in the queue, events lost; and, last, the
+  iteration that the missing neighbors have to come to, -1 if it waits for none:
+  to send an update of it or a later one, to enter it, or to have used the
+  updates of it.
 )doc");
 
 REGISTER_OP("RecsyncHopEvents")
@@ -379,7 +382,8 @@ Takes what a worker has done since the last call, for a timeline.
 worker: A scalar, the worker.
 events: [events, 5]: what (0 compute, waiting for 1 updates or 2 tokens, 3 send,
   4 receive, 5 jump), its begin and end in microseconds since the Unix epoch, the
-  iteration, the neighbor or -1.
+  iteration, the neighbor or -1. An update is received from when RecsyncHopAsk
+  answers that it is wanted until RecsyncHopDeliver has it.
 )doc");
 
 }  // namespace recsync
