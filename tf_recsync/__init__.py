@@ -28,7 +28,7 @@ from tf_recsync.strategies import (  # noqa: E402
     SyncStrategy,
 )
 from tf_recsync.swap import Swap  # noqa: E402
-from tf_recsync.synchronization.hop import Skip  # noqa: E402
+from tf_recsync.synchronization.hop_protocol import Skip  # noqa: E402
 
 __version__ = "0.1.0"
 

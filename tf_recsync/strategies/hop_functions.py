@@ -18,9 +18,10 @@ from tf_recsync.strategies.slots import Crew
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization.copies import Copies
-from tf_recsync.synchronization.hop import HopGroup, Protocol
+from tf_recsync.synchronization.hop import HopGroup
 from tf_recsync.synchronization.hop_edges import device_of
 from tf_recsync.synchronization.hop_events import EventLog
+from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.remote_values import packed
 

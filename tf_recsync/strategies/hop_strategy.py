@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any, Literal
+from typing import Literal
 
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
-from tf_recsync import ops, optimizers
-from tf_recsync.cluster import Cluster, LocalCluster
-from tf_recsync.layers import EmbeddingCollection
-from tf_recsync.strategies import hop_functions, model_functions
+from tf_recsync.cluster import Cluster
+from tf_recsync.strategies import hop_checks, hop_functions, model_functions
 from tf_recsync.strategies.fit_strategy import FitStrategy, check_at_least, check_is_cluster
-from tf_recsync.synchronization import hop
 from tf_recsync.synchronization.copies import CopiedVariable
-from tf_recsync.synchronization.hop import HopGroup, Protocol, Skip
-from tf_recsync.synchronization.hop_edges import device_of
+from tf_recsync.synchronization.hop import HopGroup
 from tf_recsync.synchronization.hop_events import Recording
+from tf_recsync.synchronization.hop_protocol import Skip
 from tf_recsync.synchronization.hop_reports import WorkerReport
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.worker_states import WorkerStates
@@ -134,7 +130,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         for name, value in (("stall_seconds", stall_seconds), ("worker_timeout", worker_timeout)):
             if not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"{name} must be positive, in seconds, not {value!r}")
-        self._protocol = _checked_protocol(
+        self._protocol = hop_checks.checked_protocol(
             topology,
             max_iteration_gap,
             backup_workers,
@@ -147,7 +143,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         self._read = int(read) if is_worker else read
         self._stall_seconds = float(stall_seconds)
         cluster.connect()
-        _check_threads(cluster, topology)
+        hop_checks.check_threads(cluster, topology)
         super().__init__(_Extended(self))
         self._init_fit(cluster, None)
         self._settings = model_functions.Settings(
@@ -272,7 +268,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         return getattr(model.train_function, "group", None)
 
     def _put_functions(self, model: keras.Model) -> None:
-        self._check_tables(model)
+        hop_checks.check_tables(model, self._cluster)
         model.train_function = hop_functions.HopTrainFunction(
             model,
             self._settings,
@@ -291,36 +287,8 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         model.test_function = hop_functions.HopTestFunction(model, self._settings)
         model.predict_function = hop_functions.HopPredictFunction(model, self._settings)
 
-    def _check_tables(self, model: keras.Model) -> None:
-        """Raises a ValueError if tables would be copied that belong on parameter servers."""
-        if self._cluster.ps == 0:
-            return
-        for layer in model._flatten_layers():
-            if isinstance(layer, EmbeddingCollection):
-                raise ValueError(
-                    f"{type(layer).__name__} {layer.name} can't be used under HopStrategy on a "
-                    f"cluster with parameter servers, ps={self._cluster.ps}: every worker would "
-                    "have a copy of its tables, and the servers none. Use a cluster with ps=0, "
-                    "where they are parameters like any other, or a strategy whose tables lie on "
-                    "the servers, as AsyncStrategy"
-                )
-
     def _check_optimizer(self, model: keras.Model) -> None:
-        optimizer = getattr(model, "optimizer", None)
-        for one in _with_inner(optimizer):
-            if isinstance(one, (keras.optimizers.Ftrl, optimizers.Ftrl)):
-                raise ValueError(
-                    "optimizer must not be Ftrl under HopStrategy, which computes parameters from "
-                    "its own state alone and so undoes their average with the neighbors'; use "
-                    f"another one, as SGD, Adagrad or Adam, not {type(one).__module__}."
-                    f"{type(one).__name__} ({one.name})"
-                )
-        if optimizer is None or not hasattr(optimizer, "_distribution_strategy"):
-            return
-        if optimizer._distribution_strategy is not self:
-            raise ValueError(
-                f"optimizer {optimizer.name} was not made inside this strategy's scope()"
-            )
+        hop_checks.check_optimizer(getattr(model, "optimizer", None), self)
 
 
 class _Extended(tf.distribute.StrategyExtended):
@@ -388,140 +356,3 @@ class _Extended(tf.distribute.StrategyExtended):
     def colocate_vars_with(self, colocate_with_variable):
         del colocate_with_variable  # All that a worker has lies on one device.
         yield
-
-
-def _with_inner(optimizer: keras.optimizers.Optimizer | None) -> Iterator[Any]:
-    """An optimizer and those that it wraps."""
-    if optimizer is None:
-        return
-    yield optimizer
-    inner = getattr(optimizer, "optimizers", ())  # Of a MultiOptimizer.
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        inner = (optimizer.inner_optimizer,)
-    for one in inner:
-        yield from _with_inner(one)
-
-
-def _checked_protocol(
-    topology: Topology,
-    max_iteration_gap: Any,
-    backup_workers: Any,
-    staleness_bound: Any,
-    skip: Any,
-    order: Any,
-    protocol: Any,
-    check_invariants: Any,
-) -> Protocol:
-    """The protocol, if the arguments of `HopStrategy` go together; else a ValueError."""
-    if order not in ("parallel", "serial"):
-        raise ValueError(f'order must be "parallel" or "serial", not {order!r}')
-    if protocol not in ("token_queue", "notify_ack"):
-        raise ValueError(f'protocol must be "token_queue" or "notify_ack", not {protocol!r}')
-    notify_ack = protocol == "notify_ack"
-    if max_iteration_gap == "default":
-        max_iteration_gap = None if notify_ack else 5
-    if max_iteration_gap is not None:
-        check_at_least("max_iteration_gap", max_iteration_gap, 1)
-        if notify_ack:
-            raise ValueError(
-                f"max_iteration_gap is of token queues, not of notify_ack: {max_iteration_gap}"
-            )
-    if staleness_bound is not None:
-        check_at_least("staleness_bound", staleness_bound, 0)
-    backups = _each(topology.size, backup_workers)
-    for worker, backup in enumerate(backups):
-        check_at_least("backup_workers", backup, 0)
-        senders = len(topology.in_neighbors(worker)) + 1
-        if backup >= senders:
-            raise ValueError(
-                f"backup_workers must be less than the in-neighbors, itself included: worker "
-                f"{worker} has {senders}, and {backup} backup workers"
-            )
-    if any(backups) and notify_ack:
-        raise ValueError(f"notify_ack excludes backup workers, got {backup_workers!r}")
-    if any(backups) and max_iteration_gap is None:
-        raise ValueError(
-            "backup_workers needs token queues, which bound the iteration gap: max_iteration_gap "
-            "must not be None"
-        )
-    if notify_ack and staleness_bound is not None and staleness_bound > 1:
-        raise ValueError(f"notify_ack excludes a staleness_bound above 1, got {staleness_bound}")
-    if skip is not None:
-        if not isinstance(skip, Skip):
-            raise ValueError(f"skip must be a Skip or None, not {skip!r}")
-        if max_iteration_gap is None:
-            raise ValueError("skip needs token queues: max_iteration_gap must not be None")
-    if not isinstance(check_invariants, bool):
-        raise ValueError(f"check_invariants must be a bool, not {check_invariants!r}")
-    made = Protocol(
-        topology=topology,
-        max_iteration_gap=max_iteration_gap,
-        backup_workers=tuple(backups),
-        staleness_bound=staleness_bound,
-        skip=skip,
-        is_serial=order == "serial",
-        notify_ack=notify_ack,
-        check_invariants=check_invariants,
-    )
-    if skip is not None:
-        _warn_if_nobody_skips(made)
-    return made
-
-
-def _each(workers: int, backup_workers: Any) -> list[int]:
-    """A number for each worker, of what may be one for all."""
-    numbers = backup_workers
-    if isinstance(numbers, Integral) and not isinstance(numbers, bool):
-        numbers = [numbers] * workers
-    if not isinstance(numbers, (Sequence, np.ndarray)) or isinstance(numbers, (str, bytes)):
-        raise ValueError(
-            f"backup_workers must be an int or one for each of the {workers} workers, not "
-            f"{backup_workers!r}"
-        )
-    if len(numbers) != workers:
-        raise ValueError(
-            f"backup_workers must be an int or one for each of the {workers} workers, not "
-            f"{len(numbers)}"
-        )
-    # Numpy's integers are no ints.
-    is_integer = [isinstance(n, Integral) and not isinstance(n, bool) for n in numbers]
-    return [int(n) if good else n for n, good in zip(numbers, is_integer, strict=True)]
-
-
-def _warn_if_nobody_skips(protocol: Protocol) -> None:
-    """Logs a warning if no worker can get as far behind as `skip` asks for."""
-    topology, bounds = protocol.topology, protocol.bounds()
-    behind = [
-        min((bounds[j, worker] for j in topology.out_neighbors(worker)), default=0.0)
-        for worker in range(topology.size)
-    ]
-    needed = max(2, protocol.skip.trigger + 1)
-    if max(behind) < needed:
-        logging.warning(
-            "%r has no effect: to skip iterations a worker has to be %d behind all its "
-            "out-neighbors, and in this mode none can be more than %g. Backup workers or a "
-            "staleness bound let others go ahead.",
-            protocol.skip,
-            needed,
-            max(behind),
-        )
-
-
-def _check_threads(cluster: Cluster, topology: Topology) -> None:
-    """Raises a ValueError if calls that wait could take all threads of a server's process."""
-    processes: dict[int, list[int]] = {}  # The workers that share threads, as far as is known.
-    for worker in range(topology.size):
-        is_local = isinstance(cluster, LocalCluster)
-        process = cluster.pid("worker", worker) if is_local else -1 - worker
-        processes.setdefault(process, []).append(worker)
-    for workers in processes.values():
-        needed = sum(hop.threads_needed(topology, worker) for worker in workers)
-        with tf.device(device_of(workers[0])):
-            threads = int(ops.server_threads(needed))
-        if threads < needed:
-            each = max(hop.threads_needed(topology, worker) for worker in workers)
-            raise ValueError(
-                f"the process of {hop.listed(workers)} has {threads} threads, and up to {needed} "
-                f"calls may wait in it for neighbors; start the servers with "
-                f"inter_op_threads={each} or more (a LocalCluster with processes=1 or more)"
-            )

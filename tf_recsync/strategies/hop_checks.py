@@ -1,0 +1,190 @@
+"""What a `HopStrategy` refuses: arguments, clusters and models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from numbers import Integral
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync import ops, optimizers
+from tf_recsync.cluster import Cluster, LocalCluster
+from tf_recsync.layers import EmbeddingCollection
+from tf_recsync.strategies.fit_strategy import check_at_least
+from tf_recsync.synchronization import hop
+from tf_recsync.synchronization.hop_edges import device_of
+from tf_recsync.synchronization.hop_protocol import Protocol, Skip
+from tf_recsync.topology import Topology
+
+
+def check_tables(model: keras.Model, cluster: Cluster) -> None:
+    """Raises a ValueError if tables would be copied that belong on parameter servers."""
+    if cluster.ps == 0:
+        return
+    for layer in model._flatten_layers():
+        if isinstance(layer, EmbeddingCollection):
+            raise ValueError(
+                f"{type(layer).__name__} {layer.name} can't be used under HopStrategy on a "
+                f"cluster with parameter servers, ps={cluster.ps}: every worker would have a "
+                "copy of its tables, and the servers none. Use a cluster with ps=0, where they "
+                "are parameters like any other, or a strategy whose tables lie on the servers, "
+                "as AsyncStrategy"
+            )
+
+
+def check_optimizer(
+    optimizer: keras.optimizers.Optimizer | None, strategy: tf.distribute.Strategy
+) -> None:
+    """Raises a ValueError if an optimizer can't train the copies, or is from elsewhere."""
+    for one in _with_inner(optimizer):
+        if isinstance(one, (keras.optimizers.Ftrl, optimizers.Ftrl)):
+            raise ValueError(
+                "optimizer must not be Ftrl under HopStrategy, which computes parameters from "
+                "its own state alone and so undoes their average with the neighbors'; use "
+                f"another one, as SGD, Adagrad or Adam, not {type(one).__module__}."
+                f"{type(one).__name__} ({one.name})"
+            )
+    made_in = getattr(optimizer, "_distribution_strategy", strategy)
+    if optimizer is not None and made_in is not strategy:
+        raise ValueError(f"optimizer {optimizer.name} was not made inside this strategy's scope()")
+
+
+def _with_inner(optimizer: keras.optimizers.Optimizer | None) -> Iterator[Any]:
+    """An optimizer and those that it wraps."""
+    if optimizer is None:
+        return
+    yield optimizer
+    inner = getattr(optimizer, "optimizers", ())  # Of a MultiOptimizer.
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        inner = (optimizer.inner_optimizer,)
+    for one in inner:
+        yield from _with_inner(one)
+
+
+def checked_protocol(
+    topology: Topology,
+    max_iteration_gap: Any,
+    backup_workers: Any,
+    staleness_bound: Any,
+    skip: Any,
+    order: Any,
+    protocol: Any,
+    check_invariants: Any,
+) -> Protocol:
+    """The protocol, if the arguments of `HopStrategy` go together; else a ValueError."""
+    if order not in ("parallel", "serial"):
+        raise ValueError(f'order must be "parallel" or "serial", not {order!r}')
+    if protocol not in ("token_queue", "notify_ack"):
+        raise ValueError(f'protocol must be "token_queue" or "notify_ack", not {protocol!r}')
+    notify_ack = protocol == "notify_ack"
+    if max_iteration_gap == "default":
+        max_iteration_gap = None if notify_ack else 5
+    if max_iteration_gap is not None:
+        check_at_least("max_iteration_gap", max_iteration_gap, 1)
+        if notify_ack:
+            raise ValueError(
+                f"max_iteration_gap is of token queues, not of notify_ack: {max_iteration_gap}"
+            )
+    if staleness_bound is not None:
+        check_at_least("staleness_bound", staleness_bound, 0)
+    backups = _each(topology.size, backup_workers)
+    for worker, backup in enumerate(backups):
+        check_at_least("backup_workers", backup, 0)
+        senders = len(topology.in_neighbors(worker)) + 1
+        if backup >= senders:
+            raise ValueError(
+                f"backup_workers must be less than the in-neighbors, itself included: worker "
+                f"{worker} has {senders}, and {backup} backup workers"
+            )
+    if any(backups) and notify_ack:
+        raise ValueError(f"notify_ack excludes backup workers, got {backup_workers!r}")
+    if any(backups) and max_iteration_gap is None:
+        raise ValueError(
+            "backup_workers needs token queues, which bound the iteration gap: max_iteration_gap "
+            "must not be None"
+        )
+    if notify_ack and staleness_bound is not None and staleness_bound > 1:
+        raise ValueError(f"notify_ack excludes a staleness_bound above 1, got {staleness_bound}")
+    if skip is not None:
+        if not isinstance(skip, Skip):
+            raise ValueError(f"skip must be a Skip or None, not {skip!r}")
+        if max_iteration_gap is None:
+            raise ValueError("skip needs token queues: max_iteration_gap must not be None")
+    if not isinstance(check_invariants, bool):
+        raise ValueError(f"check_invariants must be a bool, not {check_invariants!r}")
+    made = Protocol(
+        topology=topology,
+        max_iteration_gap=max_iteration_gap,
+        backup_workers=tuple(backups),
+        staleness_bound=staleness_bound,
+        skip=skip,
+        is_serial=order == "serial",
+        notify_ack=notify_ack,
+        check_invariants=check_invariants,
+    )
+    if skip is not None:
+        _warn_if_nobody_skips(made)
+    return made
+
+
+def _each(workers: int, backup_workers: Any) -> list[int]:
+    """A number for each worker, of what may be one for all."""
+    numbers = backup_workers
+    if isinstance(numbers, Integral) and not isinstance(numbers, bool):
+        numbers = [numbers] * workers
+    if not isinstance(numbers, (Sequence, np.ndarray)) or isinstance(numbers, (str, bytes)):
+        raise ValueError(
+            f"backup_workers must be an int or one for each of the {workers} workers, not "
+            f"{backup_workers!r}"
+        )
+    if len(numbers) != workers:
+        raise ValueError(
+            f"backup_workers must be an int or one for each of the {workers} workers, not "
+            f"{len(numbers)}"
+        )
+    # Numpy's integers are no ints.
+    is_integer = [isinstance(n, Integral) and not isinstance(n, bool) for n in numbers]
+    return [int(n) if good else n for n, good in zip(numbers, is_integer, strict=True)]
+
+
+def _warn_if_nobody_skips(protocol: Protocol) -> None:
+    """Logs a warning if no worker can get as far behind as `skip` asks for."""
+    topology, bounds = protocol.topology, protocol.bounds()
+    behind = [
+        min((bounds[j, worker] for j in topology.out_neighbors(worker)), default=0.0)
+        for worker in range(topology.size)
+    ]
+    needed = max(2, protocol.skip.trigger + 1)
+    if max(behind) < needed:
+        logging.warning(
+            "%r has no effect: to skip iterations a worker has to be %d behind all its "
+            "out-neighbors, and in this mode none can be more than %g. Backup workers or a "
+            "staleness bound let others go ahead.",
+            protocol.skip,
+            needed,
+            max(behind),
+        )
+
+
+def check_threads(cluster: Cluster, topology: Topology) -> None:
+    """Raises a ValueError if calls that wait could take all threads of a server's process."""
+    processes: dict[int, list[int]] = {}  # The workers that share threads, as far as is known.
+    for worker in range(topology.size):
+        is_local = isinstance(cluster, LocalCluster)
+        process = cluster.pid("worker", worker) if is_local else -1 - worker
+        processes.setdefault(process, []).append(worker)
+    for workers in processes.values():
+        needed = sum(hop.threads_needed(topology, worker) for worker in workers)
+        with tf.device(device_of(workers[0])):
+            threads = int(ops.server_threads(needed))
+        if threads < needed:
+            each = max(hop.threads_needed(topology, worker) for worker in workers)
+            raise ValueError(
+                f"the process of {hop.listed(workers)} has {threads} threads, and up to {needed} "
+                f"calls may wait in it for neighbors; start the servers with "
+                f"inter_op_threads={each} or more (a LocalCluster with processes=1 or more)"
+            )

@@ -1,0 +1,105 @@
+"""How workers of decentralized training exchange parameters (Hop)."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+
+import numpy as np
+import tensorflow as tf
+
+from tf_recsync.ops import hop
+from tf_recsync.topology import Topology, gap_bounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Skip:
+    """When a slow worker skips iterations (Hop, section 5).
+
+    A worker that is behind all its out-neighbors goes forward to the slowest of them, at
+    most; it first averages what its in-neighbors have sent.
+
+    Attributes:
+        max_jump: how many iterations it goes forward at a time at most, at least 2; 1
+            would be the next iteration.
+        trigger: it jumps only if it is behind by more iterations than this, at least 0.
+            Default 0.
+
+    Raises:
+        ValueError: if an attribute is wrong.
+
+    >>> from tf_recsync.synchronization.hop_protocol import Skip
+    >>> Skip(max_jump=10)
+    Skip(max_jump=10, trigger=0)
+    """
+
+    max_jump: int
+    trigger: int = 0
+
+    def __post_init__(self):
+        for name, least in (("max_jump", 2), ("trigger", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How workers exchange parameters; checked by `HopStrategy`.
+
+    Attributes:
+        topology: who sends to whom.
+        max_iteration_gap: of the token queues, or None without.
+        backup_workers: of each worker.
+        staleness_bound: or None if updates must be of the receiver's own iteration.
+        skip: or None if nobody skips iterations.
+        is_serial: whether a worker sends what it has computed, instead of what it computes
+            on.
+        notify_ack: whether acknowledgements take the place of token queues.
+        check_invariants: whether iterations are compared with the bounds while they run.
+    """
+
+    topology: Topology
+    max_iteration_gap: int | None
+    backup_workers: tuple[int, ...]
+    staleness_bound: int | None
+    skip: Skip | None
+    is_serial: bool
+    notify_ack: bool
+    check_invariants: bool
+
+    def bounds(self) -> np.ndarray:
+        """[n, n]: how far worker i can be ahead of worker j."""
+        return gap_bounds(
+            self.topology,
+            self.max_iteration_gap,
+            backup_workers=self.backup_workers,
+            staleness_bound=self.staleness_bound,
+            notify_ack=self.notify_ack,
+        )
+
+    def make(self, worker: int) -> tf.Tensor:
+        """Makes what a worker keeps beside its parameters, on the device of the scope."""
+        topology, bounds = self.topology, self.bounds()
+        senders = topology.in_neighbors(worker)
+        ahead = [bounds[sender, worker] for sender in senders]
+        # How many iterations may be in the queue: with token queues as in section 4.2, else
+        # as far as a sender can be ahead (section 4.1).
+        gap = self.max_iteration_gap or int(max([1.0, *ahead]))
+        return hop.worker(
+            shared_name=f"recsync_hop_{uuid.uuid4().hex}",
+            in_neighbors=senders,
+            weights=[topology.weights[sender, worker] for sender in senders],
+            out_neighbors=topology.out_neighbors(worker),
+            max_iteration_gap=self.max_iteration_gap or 0,
+            slots=gap + 1,
+            capacity=(gap + 1) * (len(senders) + 1),
+            backup_workers=self.backup_workers[worker],
+            staleness_bound=-1 if self.staleness_bound is None else self.staleness_bound,
+            max_jump=1 if self.skip is None else self.skip.max_jump,
+            jump_trigger=0 if self.skip is None else self.skip.trigger,
+            notify_ack=self.notify_ack,
+            gap_bounds=[int(a) if np.isfinite(a) else -1 for a in ahead]
+            if self.check_invariants
+            else [],
+        )
