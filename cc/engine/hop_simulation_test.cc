@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cc/engine/hop_setting_testing.h"
 #include "cc/engine/hop_simulation_testing.h"
 
 namespace recsync {
