@@ -183,20 +183,12 @@ class HopGroup:
 
     def _awaited(self, state: State) -> str:
         """Which iteration's updates, tokens or acknowledgements a worker waits for."""
-        protocol = self._protocol
-        # Who skips iterations may wait for one of a later iteration.
-        later = " or later" if protocol.skip is not None else ""
-        iteration = max(state.iteration, self._first)
-        if state.phase == "waiting for updates":
-            if protocol.staleness_bound:
-                oldest = max(iteration - protocol.staleness_bound, 0)
-                return f"of iteration {oldest} or later"
-            return f"of iteration {iteration}{later}"
-        if state.phase == "waiting for acks":
-            # Of what it sent last.
-            return f"of iteration {iteration - 1}"
-        given = iteration + 1 - (protocol.max_iteration_gap or 0)
-        return f"to enter iteration {iteration + 1}{later}, given in iteration {given}{later},"
+        # Who skips iterations, or takes older updates, may be served by one of a later iteration.
+        later = " or later" if self._protocol.skip or self._protocol.staleness_bound else ""
+        if state.phase != "waiting for tokens":
+            return f"of iteration {state.awaited}{later}"
+        entered = max(state.iteration, self._first) + 1
+        return f"to enter iteration {entered}{later}, given in iteration {state.awaited}{later},"
 
     # An epoch.
 

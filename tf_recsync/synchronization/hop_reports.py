@@ -59,6 +59,8 @@ class State:
         tokens: how many it has of each out-neighbor.
         declined: updates that it did not want, by in-neighbor.
         counts: what it has done since it was made.
+        awaited: the iteration that the missing neighbors have to come to: to send an update
+            of it or a later one, to enter it, or to have used the updates of it.
     """
 
     iteration: int
@@ -68,6 +70,7 @@ class State:
     tokens: tuple[int, ...]
     declined: tuple[int, ...]
     counts: tuple[int, ...]
+    awaited: int = -1
 
     @property
     def lost_events(self) -> int:
@@ -113,7 +116,8 @@ def parse(told: np.ndarray) -> tuple[State, np.ndarray]:
         missing=missing,
         tokens=tokens,
         declined=declined,
-        counts=counts,
+        counts=counts[:_COUNTS],
+        awaited=counts[_COUNTS],
     )
     return state, parts[-1].reshape(-1, 5)
 
