@@ -187,7 +187,7 @@ def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -
     # By what they are, so that another optimizer's are not taken for them.
     slots = {
         id(variable): f"{slot}_{number}"
-        for number, state in enumerate(optimizer.states)
+        for number, state in enumerate(filter(_is_saved_whole, optimizer.states))
         for slot, variables in zip(_kept(optimizer), _slots([state]).values(), strict=True)
         for variable in variables
     }
