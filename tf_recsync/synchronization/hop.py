@@ -124,6 +124,7 @@ class HopGroup:
             deleter = self._deleters.pop(worker, None)
             if deleter is not None:
                 deleter.forget()
+        self._void_bounds()
         self._tell_neighbors(worker, 0, -1)
         for receiver in self._topology.out_neighbors(worker):
             senders = self._topology.in_neighbors(receiver)
@@ -149,6 +150,7 @@ class HopGroup:
             iteration = self._iteration(worker)
             self._left[worker] = iteration
             self._all_there = False
+        self._void_bounds()
         self._tell_neighbors(worker, 0, iteration)
 
     def release(self) -> None:
@@ -208,6 +210,8 @@ class HopGroup:
             for worker, handle in self._living():
                 with at(self._cluster, worker):
                     hop.begin(handle, self._first)
+        if self._lost:
+            self._void_bounds()
         for worker in sorted(self._lost):
             self._tell_neighbors(worker, 0, -1)
 
@@ -339,6 +343,16 @@ class HopGroup:
                 handle = self.handle(neighbor)
                 iterations[neighbor] = int(hop.set_neighbor(handle, worker, since, until))
         return iterations
+
+    def _void_bounds(self) -> None:
+        """Has all workers forget bounds that hold as long as nobody is gone.
+
+        Such bounds follow from paths over others, so it comes before neighbors of the one that is
+        gone go on without it.
+        """
+        for worker, handle in self._living():
+            with at(self._cluster, worker), contextlib.suppress(tf.errors.OpError):
+                hop.set_neighbor(handle, worker, 0, -1)  # Itself: it is no neighbor of its own.
 
     def _neighbors(self, worker: int) -> list[int]:
         topology = self._topology
