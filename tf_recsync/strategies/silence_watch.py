@@ -25,8 +25,7 @@ class SilenceWatch(threading.Thread):
 
     Args:
         cluster: the connected cluster.
-        suspects: the servers to ask at the moment, or None when there is nothing more
-            to watch, which ends the thread.
+        suspects: the servers to ask at the moment.
         give_up: `give_up(server, seconds)`, called when a server has not answered for
             so long; called again if it then goes on to be silent.
         worker_timeout: the strategy's. A server may be silent for as long, but for a
@@ -36,7 +35,7 @@ class SilenceWatch(threading.Thread):
     def __init__(
         self,
         cluster: Cluster,
-        suspects: Callable[[], Iterable[Server] | None],
+        suspects: Callable[[], Iterable[Server]],
         give_up: Callable[[Server, float], None],
         worker_timeout: float,
     ):
@@ -51,7 +50,7 @@ class SilenceWatch(threading.Thread):
         self.start()
 
     def end(self) -> None:
-        """Watches no longer."""
+        """Watches no longer, and soon refers to nobody."""
         self._ended.set()
 
     def run(self) -> None:
@@ -61,10 +60,7 @@ class SilenceWatch(threading.Thread):
             now = time.monotonic()
             # If this process stood still itself, that says nothing about servers.
             passed, last = min(now - last, 2 * period), now
-            suspects = self._suspects()
-            if suspects is None:
-                return
-            self._ask(set(suspects), passed)
+            self._ask(set(self._suspects()), passed)
 
     def _ask(self, suspects: set[Server], passed: float) -> None:
         for server in [s for s in self._silent if s not in suspects]:

@@ -84,9 +84,9 @@ class WorkerRun:
             )
             for slot in self.slots
         ]
+        self._watch = SilenceWatch(cluster, self._suspects, self._give_up, worker_timeout)
         for thread in self._threads:
             thread.start()
-        self._watch = SilenceWatch(cluster, self._suspects, self._give_up, worker_timeout)
 
     # The coordinator's side.
 
@@ -209,11 +209,9 @@ class WorkerRun:
 
     # The watch's side.
 
-    def _suspects(self) -> list[Server] | None:
+    def _suspects(self) -> list[Server]:
         """The servers that may be silent: workers in long calls, and whom these may wait for."""
         with self._changed:
-            if self._live == 0:
-                return None
             now = time.monotonic()
             # As its thread sets it at any time, it is read once.
             busy = [(slot.index, slot.busy_since) for slot in self.slots]
@@ -256,6 +254,8 @@ class WorkerRun:
         finally:
             with self._changed:
                 self._live -= 1
+                if self._live == 0:
+                    self._watch.end()
                 slot.running = False
                 slot.busy_since = None
                 self._changed.notify_all()
