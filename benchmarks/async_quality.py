@@ -187,6 +187,12 @@ class Laboratory:
         set_compute_time(system)
         clicks = make_days(1, 0.0, 0, variant.batch_size)
         turn = system.turn(clicks.train(0).repeat(), 4 * variant.workers, FLAGS.steps)
+        # Callbacks, which tell when to begin, lag behind workers that are short of nothing else.
+        if turn.staleness.count < FLAGS.steps / 2:
+            raise RuntimeError(
+                f"of {FLAGS.steps} steps of {variant.name}, {turn.staleness.count} were measured: "
+                "the machine is too busy, or --compute_seconds too short"
+            )
         return turn.staleness
 
     def measure_speed(self, system: mode_runs.System, variant: Variant, smallest: int) -> float:
