@@ -31,6 +31,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import tf_recsync as recsync
+from tf_recsync.cluster import device_of
 from tf_recsync.ops import hop
 from tf_recsync.synchronization import hop_edges
 
@@ -87,7 +88,8 @@ def averaging(update: tf.Tensor, senders: int, iterations: int) -> Callable[[], 
         last = hop.enter(handle, iteration, nothing, send=False)
         for sender in range(1, 1 + senders):
             with tf.control_dependencies([last]):
-                last = hop.deliver(handle, tf.constant(sender, tf.int64), iteration, update)
+                neighbor = tf.constant(sender, tf.int64)
+                last = hop.deliver(handle, neighbor, iteration + 1, iteration, update)
         with tf.control_dependencies([last]):
             return hop.receive(handle, iteration, nothing, [variable.handle], relative=False)
 
@@ -234,7 +236,7 @@ def carried(cluster: recsync.Cluster) -> Callable[[], None]:
 
 def passed_on(cluster: recsync.Cluster) -> Callable[[], None]:
     """A variable of worker 0 is read and passed on to worker 1, as often."""
-    devices = [hop_edges.device_of(worker) for worker in (0, 1)]
+    devices = [device_of("worker", worker) for worker in (0, 1)]
     with tf.device(devices[0]):
         variable = tf.Variable(model())
 

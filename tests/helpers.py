@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import re
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -274,3 +275,20 @@ class AtBatch(keras.callbacks.Callback):
         if self._action is not None and batch >= self._batch:
             action, self._action = self._action, None
             action()
+
+
+def end_of(device: str) -> str:
+    """Who has a device: a server's number, or "worker"."""
+    return device.partition("/job:ps/replica:0/task:")[2][:1] or "worker"
+
+
+def live_operations(last: Sequence[tf.Operation]) -> set[tf.Operation]:
+    """The operations of a graph that `last` depends on, and these."""
+    live: set[tf.Operation] = set()
+    pending = list(last)
+    while pending:
+        op = pending.pop()
+        if op not in live:
+            live.add(op)
+            pending += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+    return live

@@ -136,6 +136,8 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
     seen = {}
 
     def kill():
+        # The others can come this far without it.
+        wait_for(lambda: strategy.workers(model)[5].updates_used > 0)
         seen["used"] = strategy.workers(model)[5].updates_used
         cluster.kill("worker", 5)
 

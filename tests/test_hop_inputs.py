@@ -62,19 +62,28 @@ WRONG_INPUTS = {
         lambda w: hop.receive(w, -1, UPDATE, [variable().handle], relative=True),
         "iteration must be from 0",
     ),
-    "tell nobody": (lambda w: hop.ask(w, -1, 0, 0), "neighbor must be from 0"),
-    "tell too much": (lambda w: hop.ask(w, 1, HUGE, 0), "progress must be from -1"),
-    "ask too much": (lambda w: hop.ask(w, 1, 0, HUGE), "iteration must be from -1"),
-    "deliver of nobody": (lambda w: hop.deliver(w, -1, 0, UPDATE), "neighbor must be from 0"),
-    "deliver of a stranger": (lambda w: hop.deliver(w, 7, 0, UPDATE), "7 is not an in-neighbor"),
-    "deliver the past": (lambda w: hop.deliver(w, 1, -1, UPDATE), "iteration must be from 0"),
-    "deliver the future": (lambda w: hop.deliver(w, 1, HUGE, UPDATE), "iteration must be from 0"),
+    "tell nobody": (lambda w: hop.ask(w, -1, 1, 0, 0), "neighbor must be from 0"),
+    "tell too much": (lambda w: hop.ask(w, 1, 1, HUGE, 0), "progress must be from -1"),
+    "ask too much": (lambda w: hop.ask(w, 1, 1, 0, HUGE), "iteration must be from -1"),
+    "deliver of nobody": (lambda w: hop.deliver(w, -1, 1, 0, UPDATE), "neighbor must be from 0"),
+    "deliver of a stranger": (lambda w: hop.deliver(w, 7, 1, 0, UPDATE), "7 is not an in-neighbor"),
+    "deliver the past": (lambda w: hop.deliver(w, 1, 1, -1, UPDATE), "iteration must be from 0"),
+    "deliver the future": (
+        lambda w: hop.deliver(w, 1, 1, HUGE, UPDATE),
+        "iteration must be from 0",
+    ),
     "collect for a stranger": (
         lambda w: hop.collect(w, tf.constant(7, tf.int64), tf.float32),
         "worker 7 is no neighbor",
     ),
-    "carry nothing": (lambda w: hop.carried(w, -2, 0, 0), "neighbor must be from -1"),
-    "carry since ever": (lambda w: hop.carried(w, 1, 0, -1), "began must be from 0"),
+    "ask before the first": (lambda w: hop.ask(w, 1, -1, 0, 0), "number must be from 0"),
+    "deliver before the first": (
+        lambda w: hop.deliver(w, 1, 0, 0, UPDATE),
+        "number must be from 1",
+    ),
+    "carry before the first": (lambda w: hop.carried(w, 1, -1, 0, 0), "number must be from 0"),
+    "carry nothing": (lambda w: hop.carried(w, -2, 1, 0, 0), "neighbor must be from -1"),
+    "carry since ever": (lambda w: hop.carried(w, 1, 1, 0, -1), "began must be from 0"),
     "set nobody": (lambda w: hop.set_neighbor(w, -1, 0, 0), "neighbor must be from 0"),
     "set before 0": (lambda w: hop.set_neighbor(w, 1, -1, 0), "since must be from 0"),
     "set for less than nothing": (lambda w: hop.set_neighbor(w, 1, 0, -2), "until must be from -1"),
@@ -104,7 +113,7 @@ def received(updates, variables, base=UPDATE, **changes):
         hop.next_iteration(handle, [v.handle for v in variables], tf.float32)
         hop.enter(handle, 0, UPDATE, send=True)
         for sender, update in zip((1, 2), updates, strict=True):
-            hop.deliver(handle, sender, 0, update)
+            hop.deliver(handle, sender, 1, 0, update)
         hop.receive(handle, 0, base, [v.handle for v in variables], relative=True)
     finally:
         tf.raw_ops.DestroyResourceOp(resource=handle)
@@ -150,9 +159,9 @@ def test_updates_that_do_not_fit_are_refused_and_change_nothing(updates, make, b
 def test_a_queue_that_is_too_full_says_that_this_is_a_bug():
     handle = worker("full", capacity=1)
     hop.begin(handle, 0)
-    hop.deliver(handle, 1, 0, UPDATE)
+    hop.deliver(handle, 1, 1, 0, UPDATE)
     with pytest.raises(tf.errors.ResourceExhaustedError, match="1 updates wait .* which is a bug"):
-        hop.deliver(handle, 2, 0, UPDATE)
+        hop.deliver(handle, 2, 1, 0, UPDATE)
     tf.raw_ops.DestroyResourceOp(resource=handle)
 
 
@@ -160,13 +169,13 @@ def test_a_queue_that_is_too_full_says_that_this_is_a_bug():
     ("call", "message"),
     [
         (
-            lambda w: hop.deliver(w, 2, 3, UPDATE),
+            lambda w: hop.deliver(w, 2, 1, 3, UPDATE),
             "worker 0, in iteration 0, hears of worker 2, which is in iteration 3: "
             "3 iterations ahead, and 1 is the bound",
         ),
-        (lambda w: hop.ask(w, 1, 2, -1), "hears of worker 1, .* 2 iterations ahead, and 1 is"),
+        (lambda w: hop.ask(w, 1, 1, 2, -1), "hears of worker 1, .* 2 iterations ahead, and 1 is"),
         (
-            lambda w: [hop.deliver(w, 1, 1, UPDATE) for _ in range(3)],
+            lambda w: [hop.deliver(w, 1, number, 1, UPDATE) for number in (1, 2, 3)],
             "worker 0, in iteration 0, has 3 updates in its queue of worker 1, .* 2 is the bound",
         ),
         (
@@ -175,16 +184,21 @@ def test_a_queue_that_is_too_full_says_that_this_is_a_bug():
             "as it was told; 0 would be right",
         ),
     ],
-    ids=["an update from too far", "an announcement", "updates sent twice", "no tokens taken"],
+    ids=[
+        "an update from too far",
+        "an announcement",
+        "two updates of an iteration",
+        "no tokens taken",
+    ],
 )
 def test_broken_invariants_are_found_where_they_are_checked(call, message):
     handle = worker("broken", gap_bounds=[1, 1])
     hop.begin(handle, 0)
     hop.enter(handle, 0, UPDATE, send=True)
-    with pytest.raises(tf.errors.InternalError, match=message + ".* which is a bug"):
+    with pytest.raises(tf.errors.FailedPreconditionError, match=message + ".* which is a bug"):
         call(handle)
     # The trainer goes no further.
-    with pytest.raises(tf.errors.InternalError, match="which is a bug"):
+    with pytest.raises(tf.errors.FailedPreconditionError, match="which is a bug"):
         hop.enter(handle, 1, UPDATE, send=True)
     tf.raw_ops.DestroyResourceOp(resource=handle)
 
@@ -225,7 +239,7 @@ def test_shapes_are_checked_while_tracing():
     handle = tf.TensorSpec([], tf.resource)
 
     def two_at_once(worker):
-        return hop.ask(worker, [1, 2], tf.constant(0, tf.int64), tf.constant(0, tf.int64))
+        return hop.ask(worker, [1, 2], *[tf.constant(0, tf.int64)] * 3)
 
     with pytest.raises(ValueError, match="rank 0"):
         tf.function(two_at_once).get_concrete_function(handle)

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from decentralized_sgd import BATCH, RATE, WIDTH, Recording, recorded, regression, simulate
 
 import tf_recsync as recsync
 from tf_recsync import topology
@@ -15,8 +16,7 @@ from tf_recsync.ops import hop
 from tf_recsync.ops.hop import SPANS
 from tf_recsync.synchronization.hop_edges import at
 
-WORKERS, BATCH, WIDTH, HISTORY = 8, 4, 3, 64
-RATE = 0.1
+WORKERS = 8
 
 
 @pytest.fixture(scope="module")
@@ -24,78 +24,6 @@ def cluster():
     with recsync.LocalCluster(workers=WORKERS, processes=4, inter_op_threads=24) as cluster:
         cluster.connect()  # Before datasets are made.
         yield cluster
-
-
-class Recording(keras.Model):
-    """A linear model that notes, for each of its iterations, its parameters and its batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1, use_bias=False)
-        self.at = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False)
-        self.batches = self.add_weight(
-            shape=(HISTORY,), dtype="int64", initializer="zeros", trainable=False
-        )
-        self.passed = self.add_weight(shape=(HISTORY, WIDTH), initializer="zeros", trainable=False)
-
-    def call(self, inputs):
-        return self.dense(inputs[1])
-
-    def train_step(self, data):
-        number = data[0][0]
-        at = self.at._value
-        rows = tf.reshape(at.read_value(), [1, 1])
-        before = tf.reshape(self.dense.kernel._value.read_value(), [1, WIDTH])
-        history = self.passed._value.read_value()
-        self.passed._value.assign(tf.tensor_scatter_nd_update(history, rows, before))
-        batches = self.batches._value.read_value()
-        noted = tf.tensor_scatter_nd_update(batches, rows, number[:1])
-        self.batches._value.assign(noted)
-        at.assign_add(tf.ones([], tf.int64))
-        return super().train_step(data)
-
-
-def regression(batches, seed=0):
-    random = np.random.default_rng(seed)
-    x = random.normal(size=(batches, BATCH, WIDTH)).astype(np.float32)
-    y = (x @ np.arange(1.0, WIDTH + 1) + random.normal(size=(batches, BATCH)))[..., None]
-    y = y.astype(np.float32)
-    numbers = np.repeat(np.arange(batches)[:, None], BATCH, 1)
-    dataset = tf.data.Dataset.from_tensor_slices(((numbers, x), y))
-    return x, y, dataset
-
-
-def simulate(topo, x, y, batches, start, steps, serial=False, momentum=0.0):
-    """Decentralized SGD as figures 1 and 2 of the paper have it; `start` of each or of all.
-
-    Everybody has a momentum of its own, which is not averaged.
-    """
-    parameters = np.broadcast_to(start.astype(np.float64), (topo.size, WIDTH))
-    step = np.zeros_like(parameters)
-    histories = []
-    for k in range(steps):
-        histories.append(parameters)
-        gradients = []
-        for worker in range(topo.size):
-            data, target = x[batches[worker][k]], y[batches[worker][k]][:, 0]
-            error = data @ parameters[worker] - target
-            gradients.append(2 * data.T @ error / len(target))
-        step = momentum * step + RATE * np.array(gradients)
-        if serial:
-            parameters = topo.weights.T @ (parameters - step)
-        else:
-            parameters = topo.weights.T @ parameters - step
-    return np.array(histories)
-
-
-def recorded(strategy, model):
-    """By worker: its iterations, and the numbers of its batches and its parameters in each."""
-    group = strategy._group(model)
-    index = {id(v): i for i, v in enumerate(group.copies.variables)}
-    places = [index[id(v._value)] for v in (model.at, model.batches, model.passed)]
-    values = [group.copies.values(worker) for worker in range(WORKERS)]
-    at, numbers, histories = ([own[place] for own in values] for place in places)
-    return [int(a) for a in at], numbers, histories
 
 
 @pytest.mark.parametrize(
@@ -351,15 +279,33 @@ def test_steps_per_epoch_splits_a_run_and_iterations_go_on(cluster):
     assert 120 <= entered <= 120 + 3 * WORKERS * 5
 
 
-SLOW = recsync.testing.SlowWorkers(6.0, [2])
-
-
-def largest_gaps(recording, slow):
-    """How far each worker was ahead of the slow one at most, while all were there."""
+def entries(recording):
+    """When each worker entered which iteration, in microseconds."""
     entered = collections.defaultdict(list)
     for worker, span, begin, _, iteration, _ in recording.events():
         if SPANS[span] == "compute":
             entered[worker].append((begin, iteration))
+    return entered
+
+
+def slow_down_worker_2(strategy, model, dataset):
+    """Steps of 0.05 s, but of worker 2 at least six times that, and five iterations of the others.
+
+    On a busy machine all take long; a slow worker is one that takes longer than the others.
+    """
+    recsync.testing.set_compute_time(strategy, 0.05)
+    model.fit(dataset.take(2 * WORKERS), verbose=0)  # Is traced, too.
+    with strategy.record_events(model) as recording:
+        model.fit(dataset.take(5 * WORKERS), verbose=0)
+    begins = [np.diff([begin for begin, _ in times]) for times in entries(recording).values()]
+    iteration = np.median(np.concatenate(begins)) / 1e6
+    slow = recsync.testing.SlowWorkers(max(6.0, 5 * iteration / 0.05), [2])
+    recsync.testing.set_compute_time(strategy, 0.05, slow)
+
+
+def largest_gaps(recording, slow):
+    """How far each worker was ahead of the slow one at most, while all were there."""
+    entered = entries(recording)
     assert len(entered) == WORKERS
     # All clocks are this machine's. A worker leaves after it has entered its last iteration.
     until = min(max(begins) for begins in entered.values())[0]
@@ -395,10 +341,10 @@ def test_a_slow_worker_is_tolerated_as_the_mode_says(cluster, options, expected)
     strategy = recsync.HopStrategy(
         cluster, topology.ring_based(WORKERS), check_invariants=True, **options
     )
-    recsync.testing.set_compute_time(strategy, 0.05, SLOW)
     with strategy.scope():
         model = classifier(keras.optimizers.SGD(0.05), steps_per_execution=2)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    slow_down_worker_2(strategy, model, dataset)
     with strategy.record_events(model) as recording:
         history = model.fit(dataset, verbose=0).history
     assert np.isfinite(history["loss"][0])

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_close
+from helpers import assert_close, end_of, live_operations
 from test_interactions import (
     DIMENSION,
     FEATURES,
@@ -256,11 +256,6 @@ def wide_model(beside: bool) -> keras.Model:
     return model
 
 
-def _end(device: str) -> str:
-    """A server's number, or the worker."""
-    return device.partition("/job:ps/replica:0/task:")[2][:1] or "worker"
-
-
 def traffic(model, batch) -> dict[tuple[str, str], dict[str, list[int]]]:
     """The sizes in bytes of all tensors that go from one device to another in a step.
 
@@ -278,16 +273,10 @@ def traffic(model, batch) -> dict[tuple[str, str], dict[str, list[int]]]:
         with step.computing():
             model.train_step(batch)
         _, operations = step.finish()
-        live, pending = set(), list(operations)
-        while pending:
-            op = pending.pop()
-            if op not in live:
-                live.add(op)
-                pending += [*(t.op for t in op.inputs), *op.control_inputs]
         sizes = {}
-        for op in live:
+        for op in live_operations(operations):
             for tensor in op.inputs:
-                ends = (_end(tensor.device), _end(op.device))
+                ends = (end_of(tensor.device), end_of(op.device))
                 if ends[0] != ends[1] and tensor.op.type not in ("Placeholder", "Const"):
                     with tf.device(tensor.device):
                         size = tf.size(tensor, out_type=tf.int64) * tensor.dtype.size
@@ -319,13 +308,13 @@ def test_only_results_and_their_gradients_travel(clusters):
         there, back = sizes[beside]["worker", tables], sizes[beside][tables, "worker"]
         vectors = EXAMPLES * KINDS * WIDE * 4
         results = EXAMPLES * KINDS * (KINDS - 1) // 2 * 4
-        # Rows, or results; and one push of their gradients with a learning rate and what
-        # there is of the dense layer.
-        assert (results if beside else vectors) in back["float32"]
-        assert (vectors if beside else results) not in back["float32"]
+        # One answer with rows, or results, and one push of their gradients; both with what
+        # there is of the dense layer, and a learning rate.
+        (answered,) = back["float32"]
         (pushed,) = there["float32"]
-        dense = pushed - (results if beside else vectors)
-        assert 4 <= dense <= 4 * (1 + 6 + 1)
+        for message, least in ((answered, 0), (pushed, 4)):
+            dense = message - (results if beside else vectors)
+            assert least <= dense <= 4 * (1 + 6 + 1)
         # The ids, in one message; the worker gets no ids, versions or splits back.
         (asked,) = there["int64"]
         assert 8 * EXAMPLES * KINDS <= asked <= 8 * (EXAMPLES * KINDS + 16)

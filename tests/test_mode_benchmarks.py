@@ -141,6 +141,62 @@ def test_the_summary_of_switching_has_the_first_the_last_and_all_days(tmp_path):
     check_picture(tmp_path / "switching.png")
 
 
+# Two seeds, of which each variant trains two days after one.
+QUALITY = """
+from mode_runs import plot_module
+from quality_laboratory import Variant
+
+scores = {
+    "sync": {"seed 0": [0.70, 0.72], "seed 1": [0.60, 0.61]},
+    "gba": {"seed 0": [0.71, 0.72], "seed 1": [0.61, 0.63]},
+}
+
+class Laboratory:
+    def starts(self, first, days, clicks_days, drift):
+        assert (first.name, days, clicks_days, drift) == ("sync", 1, 3, 0.5)
+        return ["seed 0", "seed 1"]
+
+    def system(self, variant):
+        return None
+
+    def train(self, system, variant, seed, clicks, days, start):
+        assert start == f"seed {seed}" and days == range(1, 3)
+        return scores[variant.name][start]
+
+    def measure_speed(self, system, variant, smallest):
+        return 1000.0 * variant.workers
+
+sync = Variant("sync", 2, benchmark.adagrad(), "sync")
+variants = [sync, Variant("gba", 4, benchmark.adagrad(), "gba", 8)]
+rows = benchmark.compare(
+    Laboratory(), "global_batch", variants, 2, lambda variant: sync, drift=0.5, smallest=8
+)
+staleness = {"variant": "4 workers", "mean": 33.0, "deviation": 1.0, "quantile_99": 33, "max": 33}
+staleness["histogram"] = [[31, 5], [35, 7]]
+results = {"staleness": [staleness], "swap": rows, "global_batch": rows}
+for name, part in results.items():
+    benchmark.show(name, part)
+if plot_module() is not None:
+    benchmark.plot(results, out / "quality.png")
+(out / "result.json").write_text(json.dumps(rows))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_differences_of_quality_are_those_of_pairs_that_go_on_from_the_same_checkpoint(tmp_path):
+    arguments = ("--workers=2,4", "--rows=64", "--batch_size=16")
+    sync, gba = run("async_quality", tmp_path, QUALITY, *arguments)
+    assert gba["auc"] == pytest.approx([0.66, 0.675])
+    assert gba["auc_of_seeds"] == [[0.71, 0.72], [0.61, 0.63]]
+    # The last days differ by 0 and 0.02, the means of both days by 0.005 and 0.015.
+    assert gba["difference"] == pytest.approx([0.01, 12.71 * 0.01], abs=1e-6)
+    assert gba["mean_difference"] == pytest.approx([0.01, 12.71 * 0.005], abs=1e-6)
+    assert sync["difference"] == sync["mean_difference"] == [0.0, 0.0]
+    assert (sync["global_batch"], gba["global_batch"], gba["local_batch"]) == (32, 32, 8)
+    assert (sync["queries_per_second"], gba["queries_per_second"]) == (2000.0, 4000.0)
+    check_picture(tmp_path / "quality.png")
+
+
 def check_picture(path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     content = path.read_bytes()

@@ -28,9 +28,10 @@ struct Setting {
   int64_t jump_trigger = 0;
   bool notify_ack = false;
   bool serial = false;
-  int64_t slow = -1;   // a worker that computes for long
-  int64_t losses = 0;  // how many workers are lost at most; some return
-  int64_t leaves = 0;  // how many leave at most
+  int64_t slow = -1;          // a worker that computes for long
+  int64_t losses = 0;         // how many workers are lost at most; some return
+  int64_t leaves = 0;         // how many leave at most
+  int64_t failing_calls = 0;  // of 100 that carry parcels, about
 
   Setting(std::string name, Graph graph)
       : name(std::move(name)),
@@ -67,6 +68,10 @@ struct Setting {
   }
   Setting Slow(int64_t worker) && {
     slow = worker;
+    return std::move(*this);
+  }
+  Setting FailingCalls(int64_t percent) && {
+    failing_calls = percent;
     return std::move(*this);
   }
   Setting Departures(int64_t lost, int64_t left) && {

@@ -29,6 +29,7 @@ TEST_P(HopSimulationTest, EveryInterleavingKeepsTheBoundsAndComesToItsEnd) {
   int64_t lost = 0;
   int64_t returned = 0;
   int64_t left = 0;
+  int64_t repeated = 0;
   for (uint32_t seed = 0; seed < kInterleavings && !HasFailure(); ++seed) {
     SCOPED_TRACE(testing::Message() << setting << ", seed " << seed);
     HopSimulation simulation(setting, seed);
@@ -39,12 +40,14 @@ TEST_P(HopSimulationTest, EveryInterleavingKeepsTheBoundsAndComesToItsEnd) {
     lost += simulation.lost();
     returned += simulation.returned();
     left += simulation.left();
+    repeated += simulation.repeated();
   }
   // The simulation is worth something only if it gets where it should.
   EXPECT_EQ(jumps > 0, setting.max_jump > 1);
   EXPECT_EQ(lost > 0, setting.losses > 0);
   EXPECT_EQ(returned > 0, setting.losses > 0);
   EXPECT_EQ(left > 0, setting.leaves > 0);
+  EXPECT_EQ(repeated > 0, setting.failing_calls > 0);
   if (*std::max_element(setting.backup_workers.begin(),
                         setting.backup_workers.end()) > 0) {
     EXPECT_GT(declined, 0);
@@ -149,6 +152,31 @@ INSTANTIATE_TEST_SUITE_P(
             .Skip(3)
             .Slow(1)
             .Departures(3, 1)),
+    kName);
+
+INSTANTIATE_TEST_SUITE_P(
+    FailingCalls, HopSimulationTest,
+    testing::Values(
+        Setting("fail_without_tokens", Ring(5)).FailingCalls(20),
+        Setting("fail_one_way", OneWay(5)).Gap(2).FailingCalls(20),
+        Setting("fail_backup", RingBased(6))
+            .Gap(3)
+            .Backups(1)
+            .Slow(2)
+            .FailingCalls(20),
+        Setting("fail_skip_hybrid", RingBased(6))
+            .Gap(4)
+            .Backups(1)
+            .Staleness(2)
+            .Skip(3)
+            .Slow(0)
+            .FailingCalls(20),
+        Setting("fail_notify_ack", Ring(5)).NotifyAck().FailingCalls(20),
+        Setting("fail_lose_backup", RingBased(6))
+            .Gap(3)
+            .Backups(1)
+            .Departures(3, 1)
+            .FailingCalls(20)),
     kName);
 
 }  // namespace

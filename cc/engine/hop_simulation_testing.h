@@ -63,6 +63,7 @@ class HopSimulation {
           << workers_[i]->iteration();
       EXPECT_GE(workers_[i]->iteration(), iterations - 1);
     }
+    if (!has_departed_) CheckCounts();
   }
 
   int64_t jumps() const {
@@ -82,6 +83,7 @@ class HopSimulation {
   int64_t lost() const { return lost_; }
   int64_t returned() const { return returned_; }
   int64_t left() const { return left_; }
+  int64_t repeated() const { return repeated_; }
 
  private:
   // An update is known by who made it and when.
@@ -111,9 +113,10 @@ class HopSimulation {
     bool leaving = false;  // instead of its next iteration
     bool between = false;  // tokens are taken, the iteration is not entered
     int64_t reduced = -1;  // the iteration whose updates came last
-    std::map<int64_t, int64_t> announced;  // by in-neighbor that was told
-    std::map<int64_t, int64_t> received;   // newest iteration by sender
-    std::map<int64_t, Span> told;          // when a neighbor takes part
+    std::map<int64_t, int64_t> announced;       // by in-neighbor that was told
+    std::map<int64_t, int64_t> received;        // newest iteration by sender
+    std::map<int64_t, Span> told;               // when a neighbor takes part
+    std::map<int64_t, std::set<int64_t>> come;  // parcels' numbers by sender
   };
 
   HopOptions Options(int64_t i) const {
@@ -236,10 +239,22 @@ class HopSimulation {
             const bool alive = this_->members_[from].life == sender_life;
             if (!alive && (!this_->IsLost(from) || this_->random_() % 2))
               return;
-            this_->Carry(from, to, *shared);
-            if (alive) this_->Collect(from, to);
+            // A call may fail before it gets there, or after that.
+            const bool arrives = !this_->Fails();
+            if (arrives) this_->Carry(from, to, *shared);
+            if (!alive) return;
+            if (arrives && !this_->Fails()) {
+              this_->workers_[from]->Carried(to, shared->number,
+                                             shared->iteration, 0);
+            }
+            this_->Collect(from, to);
           });
         });
+  }
+
+  bool Fails() {
+    return setting_.failing_calls > 0 &&
+           static_cast<int64_t>(random_() % 100) < setting_.failing_calls;
   }
 
   void Carry(int64_t from, int64_t to, const Worker::Parcel& parcel) {
@@ -251,13 +266,16 @@ class HopSimulation {
     }
     if (!parcel.update.has_value()) return;
     ASSERT_EQ(parcel.iteration, parcel.update->iteration);
-    if (workers_[to]->Wanted(from, parcel.iteration)) {
-      const auto delivered =
-          workers_[to]->Deliver(from, parcel.iteration, *parcel.update);
+    repeated_ += parcel.repeated;
+    const bool is_new = members_[to].come[from].insert(parcel.number).second;
+    if (workers_[to]->Wanted(from, parcel.number, parcel.iteration)) {
+      ASSERT_TRUE(is_new);
+      const auto delivered = workers_[to]->Deliver(
+          from, parcel.number, parcel.iteration, *parcel.update);
       ASSERT_TRUE(delivered == Worker::Delivered::kQueued ||
                   delivered == Worker::Delivered::kDropped)
           << static_cast<int>(delivered) << " from " << from << " to " << to;
-    } else {
+    } else if (is_new) {
       // Only what nobody can use stays away.
       ASSERT_LE(parcel.iteration + Ahead() - 1, members_[to].reduced);
     }
@@ -472,6 +490,7 @@ class HopSimulation {
     if (span.until == kForever) {
       member.told[about].since = span.since;
       member.received[about] = span.since - 1;
+      member.come[about].clear();
       members_[about].announced[other] = span.since;
     }
     return workers_[other]->SetNeighbor(about, span.since, span.until);
@@ -569,6 +588,19 @@ class HopSimulation {
     }
   }
 
+  // Every update that was sent came once.
+  void CheckCounts() {
+    int64_t sent = 0;
+    int64_t come = 0;
+    for (const auto& worker : workers_) {
+      const auto state = worker->GetState();
+      sent += state.counts.sent;
+      come += state.updates.enqueued;
+      for (const int64_t count : state.declined) come += count;
+    }
+    EXPECT_EQ(come, sent);
+  }
+
   // Before the first iteration of all, tokens are one less than the paper says.
   bool IsNew(int64_t i) {
     return members_[i].life == 0 && workers_[i]->iteration() < 0;
@@ -587,6 +619,7 @@ class HopSimulation {
   int64_t lost_ = 0;
   int64_t returned_ = 0;
   int64_t left_ = 0;
+  int64_t repeated_ = 0;       // parcels with updates that came, perhaps again
   bool is_disturbed_ = false;  // somebody is about to be gone, or back
   bool has_departed_ = false;
   std::vector<std::vector<int64_t>> lengths_;  // of shortest paths

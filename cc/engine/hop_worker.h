@@ -17,7 +17,9 @@
 //   worker.Reduced();
 //
 // For every neighbor somebody carries parcels: Collect here, Announce and (if
-// Wanted) Deliver there. Neighbors are named by their numbers.
+// Wanted) Deliver there, Carried here. If something fails on the way he begins
+// again: he gets the same parcel, and what has come by then counts once.
+// Neighbors are named by their numbers.
 //
 // What Receive waits for and with which weights it averages:
 //   standard           an update of this iteration from every in-neighbor; the
@@ -82,7 +84,7 @@ template <typename Update>
 class HopWorker {
  public:
   enum class Answer { kOk, kCancelled, kClosed, kBroken };
-  enum class Delivered { kQueued, kDropped, kBroken, kClosed };
+  enum class Delivered { kQueued, kDropped, kRepeated, kBroken, kClosed };
   enum class Phase { kIdle, kComputing, kUpdates, kTokens, kAcknowledgements };
   enum class Span { kCompute, kUpdates, kTokens, kSend, kReceive, kJump };
 
@@ -379,30 +381,39 @@ class HopWorker {
     return CheckGap(neighbor, progress);
   }
 
-  // Whether an in-neighbor's update would be of any use.
-  bool Wanted(int64_t neighbor, int64_t iteration) ABSL_LOCKS_EXCLUDED(mu_) {
+  // Whether an in-neighbor's update, in its parcel of this number, would be of
+  // any use. One that has come is not.
+  bool Wanted(int64_t neighbor, int64_t number, int64_t iteration)
+      ABSL_LOCKS_EXCLUDED(mu_) {
     bool wanted = true;
     updates_.Change(
         [&](Entries* entries) { wanted = iteration >= entries->floor(); });
     MutexLock lock(&mu_);
     const auto found = senders_.find(neighbor);
     if (found == senders_.end()) return wanted;
+    if (number <= found->second.settled) return false;
     if (wanted) {
       found->second.wanted = iteration;
       found->second.wanted_at = Now();
     } else {
       ++found->second.declined;
+      found->second.settled = number;
     }
     return wanted;
   }
 
-  // An in-neighbor's update has come.
-  Delivered Deliver(int64_t neighbor, int64_t iteration, Update update)
-      ABSL_LOCKS_EXCLUDED(mu_) {
+  // An in-neighbor's update has come, in its parcel of this number. kRepeated,
+  // and nothing happens, if that has come before.
+  Delivered Deliver(int64_t neighbor, int64_t number, int64_t iteration,
+                    Update update) ABSL_LOCKS_EXCLUDED(mu_) {
     {
       MutexLock lock(&mu_);
       const int64_t now = Now();
       const auto found = senders_.find(neighbor);
+      if (found != senders_.end()) {
+        if (number <= found->second.settled) return Delivered::kRepeated;
+        found->second.settled = number;
+      }
       // It was on its way since it was asked for.
       const bool was_asked =
           found != senders_.end() && found->second.wanted == iteration;
@@ -435,8 +446,9 @@ class HopWorker {
     return violation_;
   }
 
-  // Waits until there is something for a neighbor. Only one may wait for each;
-  // false, and nothing happens, if somebody does or it is no neighbor.
+  // Waits until there is something for a neighbor; until it was Carried it is
+  // the same. Only one may wait for each; false, and nothing happens, if
+  // somebody does or it is no neighbor.
   bool Collect(int64_t neighbor, Collected done) {
     const auto found = outboxes_.find(neighbor);
     if (found == outboxes_.end()) return false;
@@ -446,7 +458,7 @@ class HopWorker {
             done(Answer::kClosed, std::move(parcel));
             return;
           }
-          if (parcel.update.has_value()) {
+          if (parcel.update.has_value() && !parcel.repeated) {
             MutexLock lock(&mu_);
             ++counts_.sent;
           }
@@ -460,9 +472,13 @@ class HopWorker {
     return found != outboxes_.end() && found->second->Cancel();
   }
 
-  // A parcel has been carried, since `begin`.
-  void Carried(int64_t neighbor, int64_t iteration, int64_t begin)
-      ABSL_LOCKS_EXCLUDED(mu_) {
+  // A parcel has been carried, since `begin`, with the update of an iteration
+  // or without (-1).
+  void Carried(int64_t neighbor, int64_t number, int64_t iteration,
+               int64_t begin) ABSL_LOCKS_EXCLUDED(mu_) {
+    const auto found = outboxes_.find(neighbor);
+    if (found != outboxes_.end()) found->second->Acknowledge(number);
+    if (iteration < 0) return;
     MutexLock lock(&mu_);
     Note(Span::kSend, begin, Now(), iteration, neighbor);
   }
@@ -490,6 +506,7 @@ class HopWorker {
         if (live) {
           found->second.since = since;
           found->second.last = since - 1;
+          found->second.settled = 0;
         }
       }
     }
@@ -598,6 +615,8 @@ class HopWorker {
     int64_t until = std::numeric_limits<int64_t>::max();
     int64_t last = -1;  // the iteration of its last update that was taken
     int64_t declined = 0;
+    int64_t settled = 0;    // the number of its last parcel that came, or was
+                            // declined
     int64_t wanted = -1;    // the iteration of the update that may come next
     int64_t wanted_at = 0;  // since when
     bool Expected(int64_t iteration) const {
@@ -613,8 +632,9 @@ class HopWorker {
   void AddOutbox(int64_t neighbor) {
     auto& box = outboxes_[neighbor];
     if (box != nullptr) return;
+    // Its numbers are above those of this worker's life before.
     box = std::make_unique<Outbox<Update>>(
-        /*newest_only=*/options_.staleness_bound >= 0);
+        /*newest_only=*/options_.staleness_bound >= 0, /*first_number=*/Now());
   }
 
   // How far the worker may be ahead of what an out-neighbor has announced.

@@ -63,9 +63,19 @@ bool Go(Worker* worker, int64_t iteration) {
   return entered.ok();
 }
 
+int64_t NextNumber() {
+  static int64_t number = 0;
+  return ++number;
+}
+
+// An update in a parcel of its own.
+Worker::Delivered Delivered(Worker* worker, int64_t sender, int64_t iteration) {
+  return worker->Deliver(sender, NextNumber(), iteration,
+                         100 * sender + iteration);
+}
+
 void Deliver(Worker* worker, int64_t sender, int64_t iteration) {
-  EXPECT_EQ(worker->Deliver(sender, iteration, 100 * sender + iteration),
-            Worker::Delivered::kQueued);
+  EXPECT_EQ(Delivered(worker, sender, iteration), Worker::Delivered::kQueued);
 }
 
 // What there is for a neighbor.
@@ -75,6 +85,7 @@ Worker::Parcel Collect(Worker* worker, int64_t neighbor) {
       neighbor,
       [&parcel](Answer, Worker::Parcel given) { parcel = std::move(given); }));
   worker->CancelCollect(neighbor);
+  worker->Carried(neighbor, parcel.number, parcel.iteration, 0);
   return parcel;
 }
 
@@ -230,8 +241,8 @@ TEST(HopWorkerTest, AWorkerThatIsBackItselfTakesItsNeighborsAsTheyAre) {
   worker.SetNeighbor(2, 0, -1);
   EXPECT_EQ(worker.PlanNext(), 6);
   ASSERT_TRUE(Go(&worker, 6));
-  EXPECT_TRUE(worker.Wanted(1, 6));
-  EXPECT_FALSE(worker.Wanted(1, 5));
+  EXPECT_TRUE(worker.Wanted(1, NextNumber(), 6));
+  EXPECT_FALSE(worker.Wanted(1, NextNumber(), 5));
   Deliver(&worker, 1, 6);
   Outcome received;
   worker.Receive(6, received.ReceiveDone());
@@ -307,7 +318,7 @@ TEST(HopWorkerTest, AnAcknowledgementIsWaitedForOfTheIterationBefore) {
 TEST(HopWorkerTest, AnUpdateIsReceivedFromWhenItWasAskedForUntilItIsThere) {
   Worker worker(Two());
   worker.TakeEvents();
-  EXPECT_TRUE(worker.Wanted(1, 0));
+  EXPECT_TRUE(worker.Wanted(1, NextNumber(), 0));
   std::this_thread::sleep_for(std::chrono::milliseconds(5));
   Deliver(&worker, 1, 0);
   Deliver(&worker, 2, 0);  // Nobody asked.
@@ -317,6 +328,84 @@ TEST(HopWorkerTest, AnUpdateIsReceivedFromWhenItWasAskedForUntilItIsThere) {
   EXPECT_EQ(events[0].neighbor, 1);
   EXPECT_GE(events[0].end - events[0].begin, 4000);
   EXPECT_EQ(events[1].end, events[1].begin);
+}
+
+TEST(HopWorkerTest, AParcelThatComesTwiceCountsOnce) {
+  Worker worker(Two());
+  ASSERT_TRUE(Go(&worker, 0));
+  const int64_t zero = NextNumber(), one = NextNumber();
+  EXPECT_TRUE(worker.Wanted(1, zero, 0));
+  EXPECT_EQ(worker.Deliver(1, zero, 0, 100), Worker::Delivered::kQueued);
+  EXPECT_FALSE(worker.Wanted(1, zero, 0));
+  EXPECT_EQ(worker.Deliver(1, zero, 0, 100), Worker::Delivered::kRepeated);
+  EXPECT_TRUE(worker.Wanted(1, one, 1));
+  EXPECT_EQ(worker.Deliver(1, one, 1, 101), Worker::Delivered::kQueued);
+  // A call that was given up comes to its end after the next one.
+  EXPECT_EQ(worker.Deliver(1, zero, 0, 100), Worker::Delivered::kRepeated);
+  Deliver(&worker, 2, 0);
+  Outcome received;
+  worker.Receive(0, received.ReceiveDone());
+  EXPECT_EQ(received.updates, (Updates{100, 200}));
+  EXPECT_EQ(worker.GetState().queued, 1);
+  EXPECT_EQ(worker.GetState().updates.enqueued, 3);
+  EXPECT_EQ(worker.GetState().declined, (Updates{0, 0}));
+  int64_t receptions = 0;
+  for (const Worker::Event& event : worker.TakeEvents()) {
+    receptions += event.span == Worker::Span::kReceive;
+  }
+  EXPECT_EQ(receptions, 3);
+}
+
+TEST(HopWorkerTest, AnUpdateThatIsDeclinedTwiceCountsOnce) {
+  Worker worker(Two());
+  worker.Begin(4);
+  const int64_t number = NextNumber();
+  EXPECT_FALSE(worker.Wanted(1, number, 3));
+  EXPECT_FALSE(worker.Wanted(1, number, 3));
+  EXPECT_EQ(worker.GetState().declined, (Updates{1, 0}));
+}
+
+TEST(HopWorkerTest, AParcelThatIsCollectedTwiceIsSentOnce) {
+  Worker worker(Two());
+  ASSERT_TRUE(Go(&worker, 0));
+  std::vector<Worker::Parcel> parcels;
+  for (int i = 0; i < 2; ++i) {
+    worker.Collect(1, [&](Answer, Worker::Parcel parcel) {
+      parcels.push_back(std::move(parcel));
+    });
+  }
+  ASSERT_EQ(parcels.size(), 2);
+  EXPECT_EQ(parcels[1].number, parcels[0].number);
+  EXPECT_EQ(parcels[1].iteration, 0);
+  EXPECT_EQ(parcels[1].update, 0);
+  EXPECT_EQ(parcels[1].progress, 0);
+  EXPECT_EQ(worker.GetState().counts.sent, 1);
+  worker.Carried(1, parcels[1].number, 0, 0);
+  EXPECT_EQ(Collect(&worker, 1).iteration, -1);
+}
+
+TEST(HopWorkerTest, OneThatIsBackMayNumberItsParcelsAnewAndBeginEarlier) {
+  Worker worker(Two());
+  ASSERT_TRUE(Go(&worker, 0));
+  EXPECT_EQ(worker.Deliver(1, /*number=*/50, 5, 105),
+            Worker::Delivered::kQueued);
+  worker.SetNeighbor(1, 0, -1);
+  worker.SetNeighbor(1, /*since=*/1, kForever);
+  EXPECT_EQ(worker.Deliver(1, /*number=*/1, 1, 101),
+            Worker::Delivered::kQueued);
+  EXPECT_EQ(worker.Deliver(1, /*number=*/1, 1, 101),
+            Worker::Delivered::kRepeated);
+}
+
+TEST(HopWorkerTest, TheParcelsOfALaterLifeHaveHigherNumbers) {
+  const auto number = [] {
+    Worker worker(Two());
+    EXPECT_TRUE(Go(&worker, 0));
+    return Collect(&worker, 1).number;
+  };
+  const int64_t before = number();
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  EXPECT_GT(number(), before);
 }
 
 // A worker that checks, and what it finds.
@@ -351,7 +440,7 @@ TEST(HopWorkerTest, AnUpdateFromFurtherAheadThanTheBoundIsRefused) {
   Worker worker(Checking());
   Deliver(&worker, 1, 1);  // Before its first iteration it counts as in it.
   ASSERT_TRUE(Go(&worker, 0));
-  EXPECT_EQ(worker.Deliver(2, 2, 202), Worker::Delivered::kBroken);
+  EXPECT_EQ(Delivered(&worker, 2, 2), Worker::Delivered::kBroken);
   ExpectBroken(&worker, Rule::kGap, 2, 0, 2, 2, 1);
   EXPECT_EQ(Enter(&worker, 1), Answer::kBroken);
   EXPECT_EQ(worker.iteration(), 0);
@@ -428,7 +517,7 @@ TEST(HopWorkerTest, MoreUpdatesThanIterationsOfANeighborAreFound) {
   Deliver(&worker, 1, 0);
   Deliver(&worker, 1, 1);
   Deliver(&worker, 2, 1);
-  EXPECT_EQ(worker.Deliver(1, 1, 101), Worker::Delivered::kBroken);
+  EXPECT_EQ(Delivered(&worker, 1, 1), Worker::Delivered::kBroken);
   ExpectBroken(&worker, Rule::kUpdates, 1, 0, 1, 3, 2);
 }
 
@@ -439,7 +528,7 @@ TEST(HopWorkerTest, AFullQueueIsFoundWithoutBoundsToo) {
   ASSERT_TRUE(Go(&worker, 0));
   Deliver(&worker, 1, 1);
   Deliver(&worker, 1, 2);
-  EXPECT_EQ(worker.Deliver(2, 1, 201), Worker::Delivered::kBroken);
+  EXPECT_EQ(Delivered(&worker, 2, 1), Worker::Delivered::kBroken);
   ExpectBroken(&worker, Rule::kCapacity, 2, 0, 1, 3, 2);
 }
 
@@ -455,7 +544,7 @@ TEST(HopWorkerTest, WhenSomebodyIsGoneBoundsByPathsAreVoid) {
   worker.Begin(0);
   ASSERT_TRUE(Go(&worker, 0));
   Deliver(&worker, 1, 1);
-  EXPECT_EQ(worker.Deliver(1, 1, 101), Worker::Delivered::kBroken);
+  EXPECT_EQ(Delivered(&worker, 1, 1), Worker::Delivered::kBroken);
 }
 
 TEST(HopWorkerTest, TokensAreCheckedWhenANeighborIsBackToo) {

@@ -2,12 +2,17 @@
 // has got (Hop, section 4). A loop of the edge's own takes it from here, so
 // that a slow or dead neighbor holds up nobody but that loop.
 //
-//   Outbox<std::string> outbox;
+//   Outbox<std::string> outbox(/*newest_only=*/false);
 //   outbox.Put(3, "x", /*progress=*/3);
 //   outbox.Collect([](auto answer, auto parcel) { ... });
+//   outbox.Acknowledge(parcel.number);
 //
 // Progress is a number that only rises, so the last one stands for all before;
 // updates are kept in their order, or only the newest (`newest_only`).
+//
+// A parcel is handed out by every Collect until it is acknowledged, as a call
+// that was to carry it may fail. Its number tells the receiver whether it has
+// got it already.
 //
 // Thread safe. Nothing blocks: a wait ends by a callback, which is called
 // without a lock by the thread whose call ended it. The destructor closes the
@@ -32,19 +37,24 @@ template <typename Update>
 class Outbox {
  public:
   struct Parcel {
+    int64_t number = 0;      // rises from one to the next; 0: nothing is told
     int64_t progress = -1;   // the last one that was put
     int64_t iteration = -1;  // of the update, -1 without one
     std::optional<Update> update;
+    bool repeated = false;  // it has been handed out before
   };
   enum class Answer { kParcel, kClosed };
   using Callback = std::function<void(Answer, Parcel)>;
 
-  explicit Outbox(bool newest_only) : newest_only_(newest_only) {}
+  // `first_number`, at least 1, is that of the first parcel.
+  explicit Outbox(bool newest_only, int64_t first_number = 1)
+      : newest_only_(newest_only), next_number_(first_number) {}
   ~Outbox() { Close(); }
   Outbox(const Outbox&) = delete;
   Outbox& operator=(const Outbox&) = delete;
 
-  // Iterations rise. Returns how many updates this one replaced.
+  // Iterations rise. Returns how many updates this one replaced; one that was
+  // handed out stays.
   int64_t Put(int64_t iteration, Update update, int64_t progress)
       ABSL_LOCKS_EXCLUDED(mu_) {
     Reply reply;
@@ -90,6 +100,15 @@ class Outbox {
     return true;
   }
 
+  // The parcel of this number is not handed out again; without effect if it is
+  // not the one that was handed out last.
+  void Acknowledge(int64_t number) ABSL_LOCKS_EXCLUDED(mu_) {
+    std::optional<Parcel> dropped;  // Destroyed without the lock.
+    MutexLock lock(&mu_);
+    if (!handed_.has_value() || handed_->number != number) return;
+    handed_.swap(dropped);
+  }
+
   // Takes the wait back: true if its callback was not called and never will be.
   bool Cancel() ABSL_LOCKS_EXCLUDED(mu_) {
     Callback dropped;  // Destroyed without the lock.
@@ -117,7 +136,8 @@ class Outbox {
     Send(&reply);
   }
 
-  // As a new outbox, with nothing to tell; a wait goes on.
+  // As a new outbox, with nothing to tell, but for the numbers, which rise on;
+  // a wait goes on.
   void Reset() ABSL_LOCKS_EXCLUDED(mu_) {
     MutexLock lock(&mu_);
     discarding_ = false;
@@ -125,12 +145,14 @@ class Outbox {
     Clear();
   }
 
+  // The updates that were not handed out yet.
   int64_t size() ABSL_LOCKS_EXCLUDED(mu_) {
     MutexLock lock(&mu_);
     return updates_.size();
   }
 
-  // Ends the wait, and every later one, with kClosed once all is told.
+  // Ends the wait, and every later one, with kClosed once all is told and
+  // acknowledged.
   void Close() ABSL_LOCKS_EXCLUDED(mu_) {
     Reply reply;
     {
@@ -167,8 +189,22 @@ class Outbox {
 
   void Clear() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     updates_.clear();
+    handed_.reset();
     progress_ = -1;
     news_ = false;
+  }
+
+  // Makes the next parcel, if there is something to tell.
+  void Pack() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (updates_.empty() && !news_) return;
+    handed_.emplace();
+    handed_->number = next_number_++;
+    handed_->progress = progress_;
+    news_ = false;
+    if (updates_.empty()) return;
+    handed_->iteration = updates_.front().first;
+    handed_->update = std::move(updates_.front().second);
+    updates_.pop_front();
   }
 
   void Serve(Reply* reply) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
@@ -177,17 +213,14 @@ class Outbox {
       reply->done = std::exchange(waiting_, nullptr);
       return;
     }
-    if (updates_.empty() && !news_) {
-      if (!closed_) return;
+    if (!handed_.has_value()) Pack();
+    if (handed_.has_value()) {
+      reply->parcel = *handed_;
+      handed_->repeated = true;
+    } else if (closed_) {
       reply->answer = Answer::kClosed;
     } else {
-      reply->parcel.progress = progress_;
-      news_ = false;
-      if (!updates_.empty()) {
-        reply->parcel.iteration = updates_.front().first;
-        reply->parcel.update = std::move(updates_.front().second);
-        updates_.pop_front();
-      }
+      return;
     }
     reply->done = std::exchange(waiting_, nullptr);
   }
@@ -200,6 +233,8 @@ class Outbox {
   std::deque<std::pair<int64_t, Update>> updates_ ABSL_GUARDED_BY(mu_);
   int64_t progress_ ABSL_GUARDED_BY(mu_) = -1;
   bool news_ ABSL_GUARDED_BY(mu_) = false;  // progress_ was not told yet
+  std::optional<Parcel> handed_ ABSL_GUARDED_BY(mu_);  // not acknowledged
+  int64_t next_number_ ABSL_GUARDED_BY(mu_);
   Callback waiting_ ABSL_GUARDED_BY(mu_);
 };
 

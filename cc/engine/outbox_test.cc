@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -13,9 +14,10 @@ namespace {
 using Box = Outbox<std::string>;
 
 // The parcel as a word: "progress/iteration/update", or "closed".
-std::string Collected(Box* box) {
+std::string HandedOut(Box* box, int64_t* number = nullptr) {
   std::string word = "nothing";
   box->Collect([&](Box::Answer answer, Box::Parcel parcel) {
+    if (number != nullptr) *number = parcel.number;
     word = answer == Box::Answer::kClosed
                ? "closed"
                : std::to_string(parcel.progress) + "/" +
@@ -23,6 +25,14 @@ std::string Collected(Box* box) {
                      parcel.update.value_or("none");
   });
   box->Cancel();
+  return word;
+}
+
+// The same of one that has got where it should.
+std::string Collected(Box* box) {
+  int64_t number = 0;
+  const std::string word = HandedOut(box, &number);
+  box->Acknowledge(number);
   return word;
 }
 
@@ -118,6 +128,105 @@ TEST(OutboxTest, NothingIsKeptForANeighborThatIsGone) {
   box.Reset();
   box.Put(3, "c", 3);
   EXPECT_EQ(Collected(&box), "3/3/c");
+}
+
+TEST(OutboxTest, AParcelIsHandedOutUntilItIsAcknowledged) {
+  Box box(false);
+  int64_t first = 0, again = 0, second = 0;
+  box.Put(1, "a", 1);
+  EXPECT_EQ(HandedOut(&box, &first), "1/1/a");
+  box.Put(2, "b", 2);
+  EXPECT_EQ(HandedOut(&box, &again), "1/1/a");
+  EXPECT_EQ(again, first);
+  EXPECT_EQ(box.size(), 1) << "b alone was not handed out";
+  box.Acknowledge(first);
+  EXPECT_EQ(HandedOut(&box, &second), "2/2/b");
+  EXPECT_GT(second, first);
+  box.Acknowledge(first);  // A call that was given up ends late.
+  EXPECT_EQ(HandedOut(&box), "2/2/b");
+  box.Acknowledge(second);
+  EXPECT_EQ(HandedOut(&box), "nothing");
+}
+
+TEST(OutboxTest, AParcelSaysWhetherItWasHandedOutBefore) {
+  Box box(false);
+  std::vector<bool> repeated;
+  const auto collect = [&] {
+    box.Collect([&](Box::Answer, Box::Parcel parcel) {
+      repeated.push_back(parcel.repeated);
+      if (repeated.size() == 3) box.Acknowledge(parcel.number);
+    });
+  };
+  box.Put(1, "a", 1);
+  for (int i = 0; i < 3; ++i) collect();
+  box.Put(2, "b", 2);
+  collect();
+  EXPECT_EQ(repeated, (std::vector<bool>{false, true, true, false}));
+}
+
+TEST(OutboxTest, ProgressAloneIsHandedOutUntilItIsAcknowledgedToo) {
+  Box box(false);
+  box.Tell(4);
+  EXPECT_EQ(HandedOut(&box), "4/-1/none");
+  EXPECT_EQ(Collected(&box), "4/-1/none");
+  EXPECT_EQ(Collected(&box), "nothing");
+}
+
+TEST(OutboxTest, ANewerUpdateDoesNotReplaceOneThatIsOnItsWay) {
+  Box box(/*newest_only=*/true);
+  box.Put(1, "a", 1);
+  EXPECT_EQ(HandedOut(&box), "1/1/a");
+  EXPECT_EQ(box.Put(2, "b", 2), 0);
+  EXPECT_EQ(box.Put(3, "c", 3), 1);
+  EXPECT_EQ(Collected(&box), "1/1/a");
+  EXPECT_EQ(Collected(&box), "3/3/c");
+}
+
+TEST(OutboxTest, WhileHeldNothingIsHandedOutAgain) {
+  Box box(false);
+  int64_t number = -1;
+  box.Put(1, "a", 1);
+  HandedOut(&box);
+  box.Hold(true);
+  EXPECT_EQ(HandedOut(&box, &number), "-1/-1/none");
+  EXPECT_EQ(number, 0);
+  box.Acknowledge(number);
+  box.Hold(false);
+  EXPECT_EQ(Collected(&box), "1/1/a");
+}
+
+TEST(OutboxTest, AnOutboxIsClosedWhenAllIsAcknowledged) {
+  Box box(false);
+  box.Put(1, "a", 1);
+  box.Close();
+  EXPECT_EQ(HandedOut(&box), "1/1/a");
+  EXPECT_EQ(Collected(&box), "1/1/a");
+  EXPECT_EQ(HandedOut(&box), "closed");
+}
+
+TEST(OutboxTest, WhatIsOnItsWayToANeighborThatIsGoneIsForgotten) {
+  Box box(false);
+  int64_t before = 0, after = 0;
+  box.Put(1, "a", 1);
+  EXPECT_EQ(HandedOut(&box, &before), "1/1/a");
+  box.Discard(true);
+  EXPECT_EQ(HandedOut(&box), "nothing");
+  box.Reset();
+  box.Put(3, "c", 3);
+  EXPECT_EQ(HandedOut(&box, &after), "3/3/c");
+  EXPECT_GT(after, before);
+  box.Reset();
+  EXPECT_EQ(HandedOut(&box), "nothing");
+}
+
+TEST(OutboxTest, ACallThatIsCancelledTakesNothingAlong) {
+  Box box(false);
+  EXPECT_TRUE(box.Collect([](Box::Answer, Box::Parcel) { FAIL(); }));
+  EXPECT_TRUE(box.Cancel());
+  box.Put(1, "a", 1);
+  EXPECT_EQ(HandedOut(&box), "1/1/a");
+  EXPECT_FALSE(box.Cancel()) << "too late, and it is handed out again";
+  EXPECT_EQ(Collected(&box), "1/1/a");
 }
 
 }  // namespace

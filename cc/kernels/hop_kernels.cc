@@ -107,11 +107,13 @@ absl::Status SetVector(OpKernelContext* ctx, int i,
   return absl::OkStatus();
 }
 
-// The error that an invariant of the protocol does not hold.
+// The error that an invariant of the protocol does not hold. Not Internal, as
+// TensorFlow's own errors between workers: calls with those are made again.
 absl::Status Broken(OpKernelContext* ctx, Worker* worker) {
   const auto violation = worker->violation();
   if (!violation.has_value()) {
-    return absl::InternalError("an invariant of the protocol did not hold");
+    return absl::FailedPreconditionError(
+        "an invariant of the protocol did not hold");
   }
   // Workers are numbered like the tasks that they run on.
   tensorflow::DeviceNameUtils::ParsedName device;
@@ -124,15 +126,15 @@ absl::Status Broken(OpKernelContext* ctx, Worker* worker) {
   using Rule = Worker::Violation::Rule;
   switch (rule) {
     case Rule::kGap:
-      return absl::InternalError(absl::StrCat(
+      return absl::FailedPreconditionError(absl::StrCat(
           where, "hears ", whose, ": ", found, " iterations ahead, and ", bound,
           " is the bound, which is a bug"));
     case Rule::kTokens:
-      return absl::InternalError(absl::StrCat(
+      return absl::FailedPreconditionError(absl::StrCat(
           where, "has ", found, " tokens ", whose, " as far as it was told; ",
           bound, " would be right, which is a bug"));
     case Rule::kUpdates:
-      return absl::InternalError(
+      return absl::FailedPreconditionError(
           absl::StrCat(where, "has ", found, " updates in its queue ", whose,
                        "; ", bound, " is the bound, which is a bug"));
     case Rule::kCapacity:
@@ -155,7 +157,8 @@ absl::Status Ended(Worker::Answer answer) {
     case Worker::Answer::kClosed:
       return absl::CancelledError("the worker's queues were destroyed");
     case Worker::Answer::kBroken:
-      return absl::InternalError("an invariant of the protocol did not hold");
+      return absl::FailedPreconditionError(
+          "an invariant of the protocol did not hold");
   }
   return absl::InternalError("unknown answer of a worker");
 }
@@ -563,7 +566,7 @@ class HopCollectOp : public AsyncOpKernel {
     Tensor* open;
     TF_RETURN_IF_ERROR(ctx->allocate_output(3, TensorShape({}), &open));
     open->scalar<bool>()() = answer == Worker::Answer::kOk;
-    return absl::OkStatus();
+    return SetScalar(ctx, 4, parcel.number);
   }
 
   tensorflow::DataType dtype_;
@@ -576,18 +579,20 @@ class HopAskOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     WorkerPtr worker;
     int64_t neighbor;
+    int64_t number;
     int64_t progress;
     int64_t iteration;
     OP_REQUIRES_OK(ctx, LookupWorker(ctx, &worker));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, 1, "neighbor", 0, &neighbor));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 2, "progress", -1, &progress));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 3, "iteration", -1, &iteration));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 2, "number", 0, &number));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 3, "progress", -1, &progress));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 4, "iteration", -1, &iteration));
     OP_REQUIRES(ctx, progress < 0 || worker->Announce(neighbor, progress),
                 Broken(ctx, worker.get()));
     Tensor* wanted;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &wanted));
     wanted->scalar<bool>()() =
-        iteration >= 0 && worker->Wanted(neighbor, iteration);
+        iteration >= 0 && worker->Wanted(neighbor, number, iteration);
   }
 };
 
@@ -598,16 +603,19 @@ class HopDeliverOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     WorkerPtr worker;
     int64_t neighbor;
+    int64_t number;
     int64_t iteration;
     OP_REQUIRES_OK(ctx, LookupWorker(ctx, &worker));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, 1, "neighbor", 0, &neighbor));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 2, "iteration", 0, &iteration));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 2, "number", 1, &number));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 3, "iteration", 0, &iteration));
     OP_REQUIRES(ctx, IsNeighbor(worker->options().in_neighbors, neighbor),
                 absl::InvalidArgumentError(absl::StrCat(
                     "neighbor ", neighbor, " is not an in-neighbor")));
-    switch (worker->Deliver(neighbor, iteration, ctx->input(3))) {
+    switch (worker->Deliver(neighbor, number, iteration, ctx->input(4))) {
       case Worker::Delivered::kQueued:
       case Worker::Delivered::kDropped:
+      case Worker::Delivered::kRepeated:
         break;
       case Worker::Delivered::kBroken:
         ctx->SetStatus(Broken(ctx, worker.get()));
@@ -627,13 +635,15 @@ class HopCarriedOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     WorkerPtr worker;
     int64_t neighbor;
+    int64_t number;
     int64_t iteration;
     int64_t began;
     OP_REQUIRES_OK(ctx, LookupWorker(ctx, &worker));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, 1, "neighbor", -1, &neighbor));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 2, "iteration", -1, &iteration));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 3, "began", 0, &began));
-    if (iteration >= 0) worker->Carried(neighbor, iteration, began);
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 2, "number", 0, &number));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 3, "iteration", -1, &iteration));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 4, "began", 0, &began));
+    worker->Carried(neighbor, number, iteration, began);
   }
 };
 

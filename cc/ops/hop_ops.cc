@@ -79,8 +79,8 @@ gap_bounds: How far each in-neighbor may be ahead by the protocol, -1 for no
   bound. With them it is checked: when a neighbor announces its progress or
   delivers, that bound, and that no more of its updates wait than it can have made;
   when the worker enters an iteration, that it has the tokens that belong to the
-  iterations of its out-neighbors. What does not hold is an Internal error. Empty:
-  nothing is checked.
+  iterations of its out-neighbors. What does not hold is a
+  FailedPrecondition error. Empty: nothing is checked.
 )doc");
 
 REGISTER_OP("RecsyncHopBegin")
@@ -130,8 +130,8 @@ REGISTER_OP("RecsyncHopEnter")
     .Doc(R"doc(
 The worker enters an iteration, which gives its in-neighbors tokens.
 
-Fails with Internal if the worker checks the protocol (gap_bounds) and something
-does not hold.
+Fails with FailedPrecondition if the worker checks the protocol (gap_bounds) and
+something does not hold.
 
 worker: A scalar, the worker.
 iteration: A scalar, from RecsyncHopNext.
@@ -187,6 +187,7 @@ REGISTER_OP("RecsyncHopCollect")
     .Output("iteration: int64")
     .Output("update: T")
     .Output("open: bool")
+    .Output("number: int64")
     .Attr("T: {float, double}")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
@@ -195,12 +196,14 @@ REGISTER_OP("RecsyncHopCollect")
       c->set_output(1, c->Scalar());
       c->set_output(2, c->Vector(InferenceContext::kUnknownDim));
       c->set_output(3, c->Scalar());
+      c->set_output(4, c->Scalar());
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Waits until the worker has something to tell a neighbor, and takes it.
+Waits until the worker has something to tell a neighbor.
 
-Holds no thread while it waits; fails with Cancelled when the step is cancelled.
+Gives the same again until RecsyncHopCarried has acknowledged it. Holds no
+thread while it waits; fails with Cancelled when the step is cancelled.
 
 worker: A scalar, the worker.
 neighbor: A scalar, the neighbor's number. Only one op at a time may collect for
@@ -210,46 +213,54 @@ progress: A scalar: the iteration that the worker has entered, or (notify_ack) o
 iteration: A scalar: the update's iteration, -1 without an update.
 update: [elements], packed parameters; empty without.
 open: A scalar, False when the outboxes are closed and all is told.
+number: A scalar, the parcel's, above those of all before it; 0 without a parcel.
 )doc");
 
 REGISTER_OP("RecsyncHopAsk")
     .Input("worker: resource")
     .Input("neighbor: int64")
+    .Input("number: int64")
     .Input("progress: int64")
     .Input("iteration: int64")
     .Output("wanted: bool")
     .SetIsStateful()
-    .SetShapeFn(Scalars<4>)
+    .SetShapeFn(Scalars<5>)
     .Doc(R"doc(
 Tells a worker how far a neighbor is, and asks whether it wants that one's update.
 
-Fails with Internal if the neighbor is further ahead than gap_bounds allow.
+Fails with FailedPrecondition if the neighbor is further ahead than gap_bounds
+allow, which is a bug.
 
 worker: A scalar, the receiver.
 neighbor: A scalar, the sender's number.
+number: A scalar of at least 0, as from RecsyncHopCollect.
 progress: A scalar, as from RecsyncHopCollect.
 iteration: A scalar, as from RecsyncHopCollect.
-wanted: A scalar: whether there is an update, and the receiver can still use it.
+wanted: A scalar: whether there is an update, it has not come before, and the
+  receiver can still use it.
 )doc");
 
 REGISTER_OP("RecsyncHopDeliver")
     .Input("worker: resource")
     .Input("neighbor: int64")
+    .Input("number: int64")
     .Input("iteration: int64")
     .Input("update: T")
     .Output("delivered: int64")
     .Attr("T: {float, double}")
     .SetIsStateful()
-    .SetShapeFn(Scalars<3>)
+    .SetShapeFn(Scalars<4>)
     .Doc(R"doc(
 Puts a neighbor's update into a worker's queue.
 
-One that can no longer be used is dropped and counted. Fails with
-ResourceExhausted if the queue is full, and with Internal if the neighbor is
-further ahead, or has more updates there, than gap_bounds allow: both are bugs.
+One that can no longer be used is dropped and counted; nothing happens if the
+parcel has come before. Fails with ResourceExhausted if the queue is full, and
+with FailedPrecondition if the neighbor is further ahead, or has more updates
+there, than gap_bounds allow: both are bugs.
 
 worker: A scalar, the receiver.
 neighbor: A scalar, the sender's number, an in-neighbor.
+number: A scalar of at least 1, the parcel's; those of a sender rise.
 iteration: A scalar, the iteration in which the update was made.
 update: [elements], packed parameters; kept by reference.
 delivered: A scalar, the iteration.
@@ -258,15 +269,18 @@ delivered: A scalar, the iteration.
 REGISTER_OP("RecsyncHopCarried")
     .Input("worker: resource")
     .Input("neighbor: int64")
+    .Input("number: int64")
     .Input("iteration: int64")
     .Input("began: int64")
     .SetIsStateful()
-    .SetShapeFn(Scalars<4>)
+    .SetShapeFn(Scalars<5>)
     .Doc(R"doc(
-Notes for the timeline that an update has got to a neighbor.
+Acknowledges a parcel, and notes for the timeline that its update has got to a
+neighbor.
 
 worker: A scalar, the sender.
 neighbor: A scalar, the receiver's number.
+number: A scalar of at least 0, the parcel's, as from RecsyncHopCollect.
 iteration: A scalar, the update's; -1 to note nothing.
 began: A scalar, when it was collected, microseconds since the Unix epoch.
 )doc");

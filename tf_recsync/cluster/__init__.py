@@ -2,6 +2,13 @@
 
 from tf_recsync.cluster.connection import Cluster, cluster_from_tf_config
 from tf_recsync.cluster.local_cluster import LocalCluster
-from tf_recsync.cluster.signs_of_life import Probe, is_reachable
+from tf_recsync.cluster.signs_of_life import Probe, device_of, is_reachable
 
-__all__ = ["Cluster", "LocalCluster", "Probe", "cluster_from_tf_config", "is_reachable"]
+__all__ = [
+    "Cluster",
+    "LocalCluster",
+    "Probe",
+    "cluster_from_tf_config",
+    "device_of",
+    "is_reachable",
+]

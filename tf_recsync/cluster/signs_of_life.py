@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from tf_recsync.cluster.connection import Cluster
 
 
+def device_of(job: str, index: int) -> str:
+    """The name of a server, as TensorFlow's devices begin with it.
+
+    Args:
+      job: "worker", "ps" or "chief".
+      index: Its number in the job, from 0.
+    """
+    return f"/job:{job}/replica:0/task:{index}"
+
+
 def is_reachable(device: str) -> bool:
     """Whether a server runs an op for us; one that was restarted does not, until readmitted.
 

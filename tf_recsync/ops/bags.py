@@ -223,7 +223,7 @@ class PackedBags:
             sizes = [own, *(tf.size(tensor, out_type=tf.int64) for tensor in integers)]
             parts = [tf.stack(sizes), *parts, *integers]
         message = tf.concat(parts, 0)
-        with tf.device(device):
+        with tf.control_dependencies(None), tf.device(device):
             message = receive(message)
             arrived = []
             if more:

@@ -46,6 +46,7 @@ class Parcel(NamedTuple):
     iteration: tf.Tensor
     update: tf.Tensor
     open: tf.Tensor
+    number: tf.Tensor
 
 
 class RawState(NamedTuple):
@@ -91,7 +92,7 @@ def receive(
 
 
 def collect(handle: tf.Tensor, neighbor: tf.Tensor, dtype: tf.DType) -> Parcel:
-    """Waits until the worker has something to tell a neighbor, and takes it."""
+    """Waits until the worker has something to tell a neighbor; the same until carried."""
     return Parcel(*library.recsync_hop_collect(handle, neighbor, T=dtype))
 
 

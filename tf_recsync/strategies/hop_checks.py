@@ -12,11 +12,10 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync import ops, optimizers
-from tf_recsync.cluster import Cluster, LocalCluster
+from tf_recsync.cluster import Cluster, LocalCluster, device_of
 from tf_recsync.layers import EmbeddingCollection
 from tf_recsync.strategies.fit_strategy import check_at_least
 from tf_recsync.synchronization import hop
-from tf_recsync.synchronization.hop_edges import device_of
 from tf_recsync.synchronization.hop_protocol import Protocol, Skip
 from tf_recsync.topology import Topology
 
@@ -179,7 +178,7 @@ def check_threads(cluster: Cluster, topology: Topology) -> None:
         processes.setdefault(process, []).append(worker)
     for workers in processes.values():
         needed = sum(hop.threads_needed(topology, worker) for worker in workers)
-        with tf.device(device_of(workers[0])):
+        with tf.device(device_of("worker", workers[0])):
             threads = int(ops.server_threads(needed))
         if threads < needed:
             each = max(hop.threads_needed(topology, worker) for worker in workers)

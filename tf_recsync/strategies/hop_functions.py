@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync import ops
+from tf_recsync.cluster import device_of
 from tf_recsync.ops import hop
 from tf_recsync.strategies import model_functions, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
@@ -19,7 +20,6 @@ from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop import HopGroup
-from tf_recsync.synchronization.hop_edges import device_of
 from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.pull_push import Layout, is_seed
@@ -136,7 +136,7 @@ class HopTrainFunction(Steps):
         """The workers; made at the first call, when the model and its optimizer are built."""
         if self.group is None:
             workers = range(self._settings.cluster.workers)
-            devices = [device_of(worker) for worker in workers]
+            devices = [device_of("worker", worker) for worker in workers]
             copies = Copies(
                 variables_of(self._model),
                 devices,

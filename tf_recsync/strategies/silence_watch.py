@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from tf_recsync.cluster import Cluster, Probe
+from tf_recsync.cluster import Cluster, Probe, device_of
 
 # A short limit would take a server for silent that is only busy.
 _SHORTEST_SECONDS = 10.0
@@ -69,15 +69,9 @@ class SilenceWatch(threading.Thread):
             probe = self._probes.get(server)
             if probe is None or probe.answered is not None:
                 self._silent[server] = 0.0
-                self._probes[server] = Probe(self._cluster, device_of(server))
+                self._probes[server] = Probe(self._cluster, device_of(*server))
                 continue
             self._silent[server] = self._silent.get(server, 0.0) + passed
             if self._silent[server] >= self._limit:
                 self._give_up(server, self._silent.pop(server))
                 del self._probes[server]
-
-
-def device_of(server: Server) -> str:
-    """The name of a server's first device."""
-    job, index = server
-    return f"/job:{job}/replica:0/task:{index}"

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from typing import Protocol
 
-from tf_recsync.strategies.silence_watch import device_of
+from tf_recsync.cluster import device_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Slot:
 
     def __init__(self, index: int):
         self.index = index
-        self.device = device_of(("worker", index))
+        self.device = device_of("worker", index)
         self.state: State | None = None
         self.busy_since: float | None = None
         self.lost = False

@@ -13,7 +13,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_recsync.strategies.distributed_dataset import empty_batch
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Ahead, Layout, Step
@@ -64,13 +63,11 @@ def trace_steps(
     known = {*model.get_metrics_result(), *(metric.name for metric in model.metrics)}
     lookups = find_lookups(model, layout, method, element_spec)
 
-    def run_step(batch, worker, seconds, handles, following) -> list[tf.Operation]:
+    def pull(batch, worker, handles, before) -> Step:
         private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
-        data, ahead = batch.data, batch.ahead
-        step = Step(layout, private, lookups, data, worker, seconds, aggregation, ahead)
-        if following is not None:
-            # Traced before this step's updates, so that it does not wait for them.
-            following.ahead = Ahead(layout, lookups, following.data)
+        return Step(layout, private, lookups, batch.data, worker, aggregation, batch.ahead, before)
+
+    def compute(step, data, seconds, handles) -> list[tf.Operation]:
         with step.computing():
             logs = getattr(model, method)(data)
         check_logs(model, method, logs, known)
@@ -79,35 +76,53 @@ def trace_steps(
                 f"{type(model).__name__}.train_step applied no gradients; it has to call "
                 "self.optimizer.apply_gradients or self.optimizer.apply"
             )
-        kept, operations = step.finish()
-        for handle, old, new in zip(handles, private, kept, strict=True):
+        kept, operations = step.finish(seconds)
+        for handle, old, new in zip(handles, step.private, kept, strict=True):
             if new is not old:
                 operations.append(tf.raw_ops.AssignVariableOp(resource=handle, value=new))
         return operations
 
+    def add_to(count, done) -> list[tf.Operation]:
+        """Counts a step when it is done."""
+        # In a group, one message from each server says so.
+        with tf.control_dependencies([tf.group(*done)]):
+            one = tf.ones([], tf.int64)
+            return [tf.raw_ops.AssignAddVariableOp(resource=count, value=one)]
+
     def steps(iterator, worker, began, count, *handles):
-        operations: list[tf.Operation] = []
-        following: Batch | None = None
+        counted: list[tf.Operation] = []  # The steps before.
+        operations: list[tf.Operation] = []  # What is left to do of the last step.
+        following: BatchAhead | None = None
         for i in range(steps_per_call):
-            # The next step pulls when this one's pushes are applied, its lookups apart.
-            with tf.control_dependencies(operations):
+            step = None
+            if following is not None and aggregation is None:
+                # A server answers the pull when the last step is done there, and so says that
+                # it is. Of a step that takes a token, the pull has to wait for the token.
+                step = pull(following, worker, handles, _by_device(operations))
+                heard = step.arrived
+                operations = [o for o in operations if o.device not in heard]
+                operations += [tensor.op for tensor in heard.values()]
+            if i:
+                counted = add_to(count, operations)
+            with tf.control_dependencies(counted):
                 batch = Batch(iterator.get_next()) if following is None else following.checked()
-            following = None
             # Without a batch nothing may happen, not even what needs none of it.
             with tf.control_dependencies(batch.evidence):
-                if prefetch_lookups and i + 1 < steps_per_call:
-                    following = BatchAhead(iterator, element_spec)
+                if step is None:
+                    step = pull(batch, worker, handles, {})
+                following = None
+                if i + 1 < steps_per_call and (aggregation is None or prefetch_lookups):
+                    following = BatchAhead(iterator, batch.data)
+                if following is not None and prefetch_lookups:
+                    # Traced before this step's updates, so that it does not wait for them.
+                    following.ahead = Ahead(layout, lookups, following.data)
                 seconds = None
                 if is_training and compute_time is not None:
                     done = tf.raw_ops.ReadVariableOp(resource=count, dtype=tf.int64)
                     done = tf.ensure_shape(done, [])
                     seconds = compute_time(worker, done, lambda: tf.timestamp() - began)
-                # One message from each server says that all is done there.
-                operations = [tf.group(*run_step(batch, worker, seconds, handles, following))]
-            with tf.control_dependencies(operations):
-                one = tf.ones([], tf.int64)
-                operations = [tf.raw_ops.AssignAddVariableOp(resource=count, value=one)]
-        with tf.control_dependencies(operations):
+                operations = compute(step, batch.data, seconds, handles)
+        with tf.control_dependencies(add_to(count, operations)):
             tf.no_op()
 
     return tf.function(steps, autograph=False).get_concrete_function(
@@ -137,23 +152,24 @@ class BatchAhead:
 
     Args:
         iterator: the worker's iterator.
-        element_spec: the type spec of its batches.
+        last: the batch before.
 
     Attributes:
-        data: the batch, or at the end of the data an empty one.
-        ahead: the lookups pulled for it.
+        data: the batch; at the end of the data the one before, as any model can look up its
+            rows.
+        ahead: the lookups pulled for it, or None.
     """
 
-    def __init__(self, iterator: tf.data.Iterator, element_spec: Any):
+    def __init__(self, iterator: tf.data.Iterator, last: Any):
         optional = iterator.get_next_as_optional()
         self._iterator = iterator
         self._exists = optional.has_value()
         flat = tf.cond(
             self._exists,
             lambda: tf.nest.flatten(optional.get_value(), expand_composites=True),
-            lambda: tf.nest.flatten(empty_batch(element_spec), expand_composites=True),
+            lambda: tf.nest.flatten(last, expand_composites=True),
         )
-        self.data = tf.nest.pack_sequence_as(element_spec, flat, expand_composites=True)
+        self.data = tf.nest.pack_sequence_as(last, flat, expand_composites=True)
         self.ahead: Ahead | None = None
 
     def checked(self) -> Batch:
@@ -167,7 +183,7 @@ class BatchAhead:
                 return tf.constant(False)
 
         batch = Batch(self.data, self.ahead)
-        batch.evidence = [*batch.evidence, tf.cond(self._exists, lambda: tf.constant(True), end)]
+        batch.evidence = [tf.cond(self._exists, lambda: tf.constant(True), end)]
         return batch
 
 
@@ -193,6 +209,14 @@ def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Call
     return tf.function(predict, autograph=False).get_concrete_function(
         tf.data.IteratorSpec(element_spec), *_worker_specs(layout)
     )
+
+
+def _by_device(operations: list[tf.Operation]) -> dict[str, list[tf.Operation]]:
+    """Operations, by the device that they run on."""
+    found: dict[str, list[tf.Operation]] = {}
+    for operation in operations:
+        found.setdefault(operation.device, []).append(operation)
+    return found
 
 
 def _worker_specs(layout: Layout) -> list[tf.TensorSpec]:

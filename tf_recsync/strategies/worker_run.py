@@ -16,8 +16,8 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, Probe, is_reachable
-from tf_recsync.strategies.silence_watch import Server, SilenceWatch, device_of
+from tf_recsync.cluster import Cluster, Probe, device_of, is_reachable
+from tf_recsync.strategies.silence_watch import Server, SilenceWatch
 from tf_recsync.strategies.slots import Crew, Losses, Slot
 
 _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
@@ -439,7 +439,7 @@ class WorkerRun:
 def check_parameter_servers(cluster: Cluster, error: Exception) -> None:
     """Raises a RuntimeError that names a parameter server that is lost, if one is."""
     for i in range(cluster.ps):
-        if not is_reachable(device_of(("ps", i))):
+        if not is_reachable(device_of("ps", i)):
             raise RuntimeError(
                 f"parameter server ps:{i} was lost, and its parameters with it; start it "
                 "again and load a checkpoint into a new model"

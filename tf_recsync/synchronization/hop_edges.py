@@ -1,7 +1,9 @@
 """Carries what workers of decentralized training tell their neighbors (Hop).
 
 Every edge has a loop of its own, in a thread of this process, that calls for a parcel at one
-worker and has it delivered at the other; the parcels go from worker to worker.
+worker and has it delivered at the other; the parcels go from worker to worker. A call that fails
+is made again: the worker gives out the same parcel until it hears that it was carried, and the
+other one takes it once.
 """
 
 from __future__ import annotations
@@ -17,12 +19,26 @@ from absl import logging
 from tensorflow.python.framework import ops as framework_ops
 
 from tf_recsync import ops
-from tf_recsync.cluster import Cluster, is_reachable
+from tf_recsync.cluster import Cluster, device_of, is_reachable
 from tf_recsync.ops import hop
 
 PARCELS_PER_CALL = 3
 NO_LIMIT = 1e15  # Bytes per second.
 _PAUSE_SECONDS = 10.0  # How long calls that are under way may take to end.
+_ATTEMPTS = 4  # At a call, the first one included.
+_RETRY_SECONDS = 0.5  # Between two of them.
+
+# What the network, or TensorFlow's own calls from worker to worker, may fail with once. All
+# others would come again.
+_PASSING = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,  # One part of a call, because the other one failed.
+    tf.errors.DataLossError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+    tf.errors.UnavailableError,
+    tf.errors.UnknownError,
+)
 
 _building = threading.Lock()
 
@@ -94,7 +110,7 @@ class Edges:
         """Inside, no worker calls another; what they have to tell waits.
 
         While TensorFlow takes a server into the cluster again, servers refuse each other's
-        calls now and then, and what such a call carried would be lost.
+        calls now and then.
         """
         with self._pausing:
             try:
@@ -151,10 +167,13 @@ class Edges:
             ends = tf.constant(sender, tf.int64), tf.constant(receiver, tf.int64)
             carry = carry_function(self._dtype, bool(self._limits))
             limits = [
-                tf.constant(self._limits.get(f"{device_of(w)}/device:CPU:0", NO_LIMIT), tf.float64)
+                tf.constant(
+                    self._limits.get(device_of("worker", w) + "/device:CPU:0", NO_LIMIT), tf.float64
+                )
                 for w in (sender, receiver)
             ]
             is_new = True
+            failures = 0  # In a row.
             while True:
                 living = self._living()
                 if not {sender, receiver} <= living.keys():
@@ -172,13 +191,35 @@ class Edges:
                         is_open = bool(carry(source, ends[0], target, ends[1], *limits))
                     if not is_open:
                         return
+                    failures = 0
                 except tf.errors.OpError as error:
-                    if self._ending or not {sender, receiver} <= self._living().keys():
+                    failures += 1
+                    if not self._may_try_again(sender, receiver, error, failures):
                         return
-                    # One that is gone is found out by the thread that drives it.
-                    if all(is_reachable(device_of(worker)) for worker in (sender, receiver)):
-                        self._fail(error)
-                    return
+
+    def _may_try_again(
+        self, sender: int, receiver: int, error: tf.errors.OpError, failures: int
+    ) -> bool:
+        """Whether a call that failed, for so many times in a row, is to be made again, now."""
+        if self._ending or not {sender, receiver} <= self._living().keys():
+            return False
+        # One that is gone is found out by the thread that drives it.
+        if not all(is_reachable(device_of("worker", worker)) for worker in (sender, receiver)):
+            return False
+        if failures >= _ATTEMPTS or not isinstance(error, _PASSING):
+            self._fail(error)
+            return False
+        logging.warning(
+            "A call from worker %d to worker %d failed and is made again (%d of %d): %s",
+            sender,
+            receiver,
+            failures,
+            _ATTEMPTS - 1,
+            error.message.partition("\n")[0],
+        )
+        with self._changed:
+            self._changed.wait_for(lambda: self._ending, _RETRY_SECONDS)
+        return not self._ending
 
 
 @functools.cache
@@ -200,18 +241,19 @@ def carry_function(dtype: tf.DType, is_limited: bool) -> Callable:
             parcel = hop.collect(source, receiver, dtype)
             with tf.control_dependencies([parcel.iteration]):
                 began = tf.cast(tf.timestamp() * 1e6, tf.int64)
-            wanted = hop.ask(target, sender, parcel.progress, parcel.iteration)
+            wanted = hop.ask(target, sender, parcel.number, parcel.progress, parcel.iteration)
             delivered = tf.cond(
                 wanted,
                 lambda p=parcel: hop.deliver(
                     target,
                     sender,
+                    p.number,
                     p.iteration,
                     passed(passed(p.update, source, sending), target, receiving),
                 ),
                 lambda: tf.constant(-1, tf.int64),
             )
-            hop.carried(source, receiver, delivered, began)
+            hop.carried(source, receiver, parcel.number, delivered, began)
         return parcel.open
 
     handle, number = tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)
@@ -221,13 +263,8 @@ def carry_function(dtype: tf.DType, is_limited: bool) -> Callable:
     )
 
 
-def device_of(worker: int) -> str:
-    """The name of a worker's device."""
-    return f"/job:worker/replica:0/task:{worker}"
-
-
 @contextlib.contextmanager
 def at(cluster: Cluster, worker: int) -> Iterator[None]:
     """Inside, this thread calls on a worker, and hinders no other thread."""
-    with cluster.dispatch_scope(), tf.device(device_of(worker)):
+    with cluster.dispatch_scope(), tf.device(device_of("worker", worker)):
         yield

@@ -1,6 +1,6 @@
 """What travels between a worker and one server in a step.
 
-There: what to look up. Back: dense values and pooled vectors, packed. There
+There: what to look up. Back: dense values and pooled vectors, packed in one. There
 again: their gradients, packed. Versions and row ids stay on the server, which
 has them since the pull; they travel only if the worker asks for them. So do
 vectors of which the worker only wants something computed: the result travels.
@@ -11,6 +11,7 @@ On the server's side messages pass its artificial link (`links.passed`), if it h
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -46,6 +47,8 @@ class ServerPull:
         lookups: the lookups of each table.
         sizes: int64, the elements of the vectors of each lookup, table by table; None
             if nothing was computed from any.
+        arrived: what exists on the worker when the server's answer is there; None
+            without any.
     """
 
     dense: list[base.VariableState] = dataclasses.field(default_factory=list)
@@ -55,6 +58,7 @@ class ServerPull:
     row_versions: tf.Tensor | None = None
     lookups: list[list[PulledLookup]] = dataclasses.field(default_factory=list)
     sizes: tf.Tensor | None = None
+    arrived: tf.Tensor | None = None
 
 
 class PullPlan:
@@ -80,7 +84,7 @@ class PullPlan:
         device: str,
         values: dict,
         found: dict[int, PulledRequest],
-        after: tf.Tensor | None = None,
+        after: Sequence[tf.Tensor | tf.Operation] = (),
     ) -> ServerPull:
         """Pulls; adds to `values` by the variables' ids, and to `found` by number.
 
@@ -88,34 +92,44 @@ class PullPlan:
             device: the server.
             values: gets the values of variables.
             found: gets what was looked up.
-            after: a tensor on the server that must be there before; None for none.
+            after: what must be there, or have happened, on the server before.
         """
         pull = ServerPull()
-        self.pull_fixed(device, pull, values, after)
-        self.pull_rows(device, pull, found, after)
+        # Variables are read with the rows, and not before the request is there.
+        rows = self._read_rows(device, pull, found, after)
+        if rows is not None:
+            after = [*after, pull.rows.ids]
+        fixed = self._read_variables(device, pull, values, after)
+        _answer(device, pull, [part for part in (fixed, rows) if part is not None])
         return pull
 
-    def pull_fixed(
-        self, device: str, pull: ServerPull, values: dict, after: tf.Tensor | None = None
+    def pull_variables(
+        self,
+        device: str,
+        pull: ServerPull,
+        values: dict,
+        after: Sequence[tf.Tensor | tf.Operation] = (),
     ) -> None:
-        """Pulls the variables; see `pull`."""
-        pull.dense = self.dense
-        self._pull_fixed(device, pull, values, [] if after is None else [after])
+        """Pulls the variables, which may be done before or after the rows; see `pull`."""
+        fixed = self._read_variables(device, pull, values, after)
+        if fixed is not None:
+            _answer(device, pull, [fixed])
 
-    def pull_rows(
-        self, device: str, pull: ServerPull, found: dict, after: tf.Tensor | None = None
-    ) -> None:
+    def pull_rows(self, device: str, pull: ServerPull, found: dict) -> None:
         """Pulls what was looked up; see `pull`."""
-        if self._tables:
-            self._pull_rows(device, pull, found, [] if after is None else [after])
+        rows = self._read_rows(device, pull, found, [])
+        if rows is not None:
+            _answer(device, pull, [rows])
 
-    def _pull_fixed(self, device: str, pull: ServerPull, values: dict, after: list) -> None:
-        """Pulls what is pulled whatever the batch is.
+    def _read_variables(
+        self, device: str, pull: ServerPull, values: dict, after: Sequence
+    ) -> _Part | None:
+        """Reads on the server what is read whatever the batch is.
 
         It waits for nothing but `after` and the last update of the same variables,
-        which tf.function sees to: not for the batch, and not for the worker to hear
-        of that update. So without a token a pull follows the push before it at once.
+        which tf.function sees to: not for the worker to hear of that update.
         """
+        pull.dense = self.dense
         others = [v for v in self.unversioned if v.dtype != "float32"]
         scalars = [v for v in self.unversioned if v.dtype == "float32"]
         floats: list[tf.Tensor] = []
@@ -127,21 +141,25 @@ class PullPlan:
                 )
                 floats.append(dense)
             floats += [tf.reshape(v._value.read_value(), [-1]) for v in scalars]
-            message = links.passed(tf.concat(floats, 0)) if floats else None
             direct = [links.passed(v._value.read_value()) for v in others]
         # What follows runs on the worker.
         values.update((id(v), tf.identity(t)) for v, t in zip(others, direct, strict=True))
-        if message is None:
-            return
+        if not floats:
+            return None
         fixed = [*(s.variable for s in self.dense), *scalars]
-        pieces = tf.split(message, [v.shape.num_elements() for v in fixed])
-        for variable, piece in zip(fixed, pieces, strict=True):
-            values[id(variable)] = tf.reshape(piece, tuple(variable.shape))
 
-    def _pull_rows(
-        self, device: str, pull: ServerPull, found: dict[int, PulledRequest], after: list
-    ) -> None:
-        """Looks up rows of all tables: a message there, and one back."""
+        def take(pieces: list[tf.Tensor]) -> None:
+            for variable, piece in zip(fixed, pieces, strict=True):
+                values[id(variable)] = tf.reshape(piece, tuple(variable.shape))
+
+        return _Part(floats, [v.shape.num_elements() for v in fixed], take)
+
+    def _read_rows(
+        self, device: str, pull: ServerPull, found: dict[int, PulledRequest], after: Sequence
+    ) -> _Part | None:
+        """Asks for rows of all tables, in one message, and looks them up on the server."""
+        if not self._tables:
+            return None
         states = pull.tables = [state for state, _ in self._tables.values()]
         asked = [entries for _, entries in self._tables.values()]
         packed = PackedBags.pack([merge([bags for _, bags in entries]) for entries in asked])
@@ -159,42 +177,74 @@ class PullPlan:
         more = [tf.stack(list(sizes.values()))] if computations else []
         more += [tensor for computation in computations.values() for tensor in computation.inputs]
         pull.rows, arrived = packed.sent(device, more, links.received)
-        # The request's arrival, and the token's, is all there is to wait for.
+        # The request's arrival, and `after`, is all there is to wait for.
         with tf.control_dependencies(None), tf.control_dependencies(after), tf.device(device):
-            answer, pull.row_versions = ops.gather_rows(
+            gathered, pull.row_versions = ops.gather_rows(
                 base.handles([s.variable for s in states]),
                 base.handles([s.versions for s in states]),
                 pull.rows.ids,
                 pull.rows.counts,
                 **pull.rows.inputs(),
             )
-            kept, results = {}, {}
+            floats, kept, results = [gathered], {}, {}
             if computations:
                 pull.sizes, *inputs = arrived
-                pieces = _pieces(answer, pull.sizes, list(rows.values()))
+                pieces = _pieces(gathered, pull.sizes, list(rows.values()))
                 there = dict(zip(rows, pieces, strict=True))
                 kept = {key: piece for key, piece in there.items() if key[0] in computations}
                 results = _compute(device, computations, kept, inputs)
                 sent = [piece for key, piece in there.items() if key not in kept]
                 sent += [computed.result for computed in results.values()]
-                answer = tf.concat([tf.reshape(piece, [-1]) for piece in sent], 0)
-            answer = links.passed(answer)
+                floats = [tf.reshape(piece, [-1]) for piece in sent]
         # What follows runs on the worker.
         keys = [key for key in rows if key not in kept]
         shapes = [rows[key] for key in keys] + [[c.width] for c in computations.values()]
         own = [sizes[key] for key in keys] + [c.count * c.width for c in computations.values()]
-        pieces = _pieces(answer, tf.stack(own), shapes)
-        values = {**kept, **dict(zip(keys, pieces, strict=False))}
-        for computed, piece in zip(results.values(), pieces[len(keys) :], strict=True):
-            computed.values = piece
-        lookups: dict[_Key, PulledLookup] = {}
-        for i, entries in enumerate(asked):
-            for j, (key, bags) in enumerate(entries):
-                lookups[key] = PulledLookup(bags, values[key], _VersionsOf(pull, i, j), pull)
-            pull.lookups.append([lookups[key] for key, _ in entries])
-        for number, request in self._requests.items():
-            own = [lookups[number, place] for place in range(len(request.bags))]
-            found[number] = PulledRequest(own, results.get(number))
+
+        def take(pieces: list[tf.Tensor]) -> None:
+            pieces = _shaped(pieces, shapes)
+            values = {**kept, **dict(zip(keys, pieces, strict=False))}
+            for computed, piece in zip(results.values(), pieces[len(keys) :], strict=True):
+                computed.values = piece
+            lookups: dict[_Key, PulledLookup] = {}
+            for i, entries in enumerate(asked):
+                for j, (key, bags) in enumerate(entries):
+                    lookups[key] = PulledLookup(bags, values[key], _VersionsOf(pull, i, j), pull)
+                pull.lookups.append([lookups[key] for key, _ in entries])
+            for number, request in self._requests.items():
+                bags_of = [lookups[number, place] for place in range(len(request.bags))]
+                found[number] = PulledRequest(bags_of, results.get(number))
+
+        return _Part(floats, own, take)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A part of what a server answers.
+
+    Attributes:
+        floats: what is sent, vectors on the server.
+        sizes: the elements of the pieces that the worker takes it apart into.
+        take: takes the pieces, on the worker.
+    """
+
+    floats: list[tf.Tensor]
+    sizes: list[int | tf.Tensor]
+    take: Callable[[list[tf.Tensor]], None]
+
+
+def _answer(device: str, pull: ServerPull, parts: list[_Part]) -> None:
+    """Sends what a server answers, in one message, and hands it out on the worker."""
+    floats = [tensor for part in parts for tensor in part.floats]
+    with tf.control_dependencies(None), tf.device(device):
+        message = links.passed(tf.concat(floats, 0) if len(floats) > 1 else floats[0])
+    # What follows runs on the worker.
+    pull.arrived = message = tf.identity(message)
+    sizes = [size for part in parts for size in part.sizes]
+    pieces = _cut(message, sizes, len(sizes))
+    for part in parts:
+        part.take(pieces[: len(part.sizes)])
+        pieces = pieces[len(part.sizes) :]
 
 
 def _compute(
@@ -224,8 +274,17 @@ def _compute(
 
 def _pieces(packed: tf.Tensor, sizes: tf.Tensor, shapes: list[list[int]]) -> list[tf.Tensor]:
     """Takes apart what was packed: pieces of so many elements, [any, *shape] each."""
-    parts = tf.split(packed, sizes, num=len(shapes)) if len(shapes) > 1 else [packed]
-    return [tf.reshape(part, [-1, *shape]) for part, shape in zip(parts, shapes, strict=True)]
+    return _shaped(_cut(packed, sizes, len(shapes)), shapes)
+
+
+def _cut(packed: tf.Tensor, sizes: tf.Tensor | list, count: int) -> list[tf.Tensor]:
+    """Cuts a vector into `count` pieces of so many elements."""
+    return tf.split(packed, tf.convert_to_tensor(sizes), num=count) if count > 1 else [packed]
+
+
+def _shaped(pieces: list[tf.Tensor], shapes: list[list[int]]) -> list[tf.Tensor]:
+    """Pieces of vectors as [any, *shape] each."""
+    return [tf.reshape(piece, [-1, *shape]) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,7 +460,7 @@ class PushPlan:
         direct = [part for part in self._parts() if part.source is None]
         sizes = [self._pull.sizes[numbers[id(part.lookup)]] for part in direct]
         sizes += [tf.size(computed.result, out_type=tf.int64) for computed, _ in sources.values()]
-        pieces = tf.split(sent, tf.stack(sizes), num=len(sizes)) if len(sizes) > 1 else [sent]
+        pieces = _cut(sent, sizes, len(sizes))
         values = {id(part): piece for part, piece in zip(direct, pieces, strict=False)}
         pulled_back = {
             key: computed.pull_back(tf.reshape(piece, tf.shape(computed.result)))

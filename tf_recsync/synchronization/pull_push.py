@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -127,11 +127,14 @@ class Step:
         lookups: the lookups to pull at the start.
         batch: the step's batch.
         worker: the worker's index, an int64 scalar on the worker.
-        compute_time: artificial compute time to add before the push, in seconds,
-            a float32 scalar; or None.
         aggregation: where the step gets its token, and what collects its pushes;
             None if the servers apply each push at once.
         ahead: the step's lookups if they were pulled already, else None.
+        before: what must have happened on a server before the step pulls from it, by
+            the server's device.
+
+    Attributes:
+        private: the values of `layout.private`.
     """
 
     is_dry = False
@@ -143,16 +146,17 @@ class Step:
         lookups: Lookups,
         batch: Any,
         worker: tf.Tensor,
-        compute_time: tf.Tensor | None = None,
         aggregation: Aggregation | None = None,
         ahead: Ahead | None = None,
+        before: Mapping[str, Sequence[tf.Operation]] | None = None,
     ):
         self._layout = layout
         self._aggregation = aggregation
+        self._before = before or {}
         self._reached: dict[str, Token] = {}  # The token, on each server.
         self._pulled_steps: dict[int, tf.Tensor] = {}  # By the buffer's number.
         self.worker = worker
-        self._compute_time = compute_time
+        self.private = list(private)
         self._pulls: dict[str, ServerPull] = {}
         self._pushes: list[tuple[base.Optimizer, dict[str, PushPlan]]] = []
         self._decays: list[tuple[keras.Variable, tf.Tensor]] = []
@@ -183,6 +187,7 @@ class Step:
                 *zip(layout.private, private, strict=True),
                 *zip(layout.shared, self._shared, strict=True),
                 *((v, pulled[id(v)]) for o in layout.optimizers for v in schedule_variables(o)),
+                *_read_where_used([o._iterations for o in layout.optimizers], pulled),
             ],
         )
 
@@ -208,12 +213,20 @@ class Step:
         if self._aggregation is not None:
             self._start(self._aggregation, plans)
         for device, plan in plans.items():
+            after = [*self._after(device), *self._before.get(device, [])]
             if ahead is not None and device in ahead.pulls:
-                self._pulls[device] = ahead.pulls[device]
-                plan.pull_fixed(device, self._pulls[device], values, self._after(device))
+                pull = self._pulls[device] = ahead.pulls[device]
+                pull.arrived = None  # It came before what the step waits for.
+                plan.pull_variables(device, pull, values, after)
             else:
-                self._pulls[device] = plan.pull(device, values, found, self._after(device))
+                self._pulls[device] = plan.pull(device, values, found, after)
         return values, dict(sorted(found.items()))
+
+    @property
+    def arrived(self) -> dict[str, tf.Tensor]:
+        """What is on the worker when a server has answered the pull, by the server's device."""
+        pulls = {device: pull.arrived for device, pull in self._pulls.items()}
+        return {device: tensor for device, tensor in pulls.items() if tensor is not None}
 
     def _start(self, aggregation: Aggregation, devices: Iterable[str]) -> None:
         """Takes the step's token, and notes how far the servers are before it pulls."""
@@ -226,9 +239,9 @@ class Step:
                 for buffer in aggregation.buffers_of(device):
                     self._pulled_steps[buffer.number] = buffer.buffer.step().applied
 
-    def _after(self, device: str) -> tf.Tensor | None:
+    def _after(self, device: str) -> list[tf.Tensor]:
         """What pulls from a server must wait for there: the step's token, if it takes one."""
-        return self._reached[device].value if device in self._reached else None
+        return [self._reached[device].value] if device in self._reached else []
 
     def _pull_request(self, states: list[base.VariableState], request: Request) -> PulledRequest:
         """Pulls what one request needs by itself."""
@@ -252,12 +265,23 @@ class Step:
         """Whether an optimizer has pushed gradients."""
         return bool(self._pushes)
 
-    def finish(self) -> tuple[list[tf.Tensor], list[tf.Operation]]:
-        """What the worker keeps (new values of `layout.private`), and the pushes."""
+    def finish(
+        self, compute_time: tf.Tensor | None = None
+    ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
+        """Has the step end with its pushes.
+
+        Args:
+            compute_time: artificial compute time to add before the push, in seconds, a
+                float32 scalar; or None.
+
+        Returns:
+            What the worker keeps (new values of `layout.private`), and the operations that
+            are the step's end.
+        """
         for table in self._tables.values():
             table.check()
-        if self._compute_time is not None and self._pushes:
-            self._delay(self._compute_time)
+        if compute_time is not None and self._pushes:
+            self._delay(compute_time)
         operations: list[tf.Operation] = []
         for variable, old in zip(self._layout.shared, self._shared, strict=True):
             new = self._scope.get_current_value(variable)
@@ -266,7 +290,8 @@ class Step:
             if variable.dtype != "bool":
                 # What this step added: others may have added meanwhile.
                 new = tf.cast(new, old.dtype) - old
-            with tf.device(device_of(variable)):
+            new = tf.identity(new)  # Only if there is a batch.
+            with tf.control_dependencies(None), tf.device(device_of(variable)):
                 if variable.dtype == "bool":
                     update = variable._value.assign(new, read_value=False)
                 else:
@@ -276,9 +301,11 @@ class Step:
             self._check_pushes()  # Weights decay when a step is applied.
         else:
             operations += [_decay(variable, rate) for variable, rate in self._decays]
-        for optimizer, plans in self._pushes:
-            arrived = {device: plan.send(device) for device, plan in plans.items()}
-            operations += self._apply(optimizer, plans, arrived)
+        # Servers wait for what they are sent, and need not be told of the batch besides.
+        with tf.control_dependencies(None):
+            for optimizer, plans in self._pushes:
+                arrived = {device: plan.send(device) for device, plan in plans.items()}
+                operations += self._apply(optimizer, plans, arrived)
         return [self._scope.get_current_value(v) for v in self._layout.private], operations
 
     def _delay(self, seconds: float) -> None:
@@ -396,6 +423,18 @@ class Step:
         if self._pulled_steps:
             return  # Buffers decay weights when they apply a step.
         self._decays += [(variable, tf.convert_to_tensor(rate)) for variable in variables]
+
+
+def _read_where_used(
+    variables: Sequence[keras.Variable], pulled: Mapping[int, tf.Tensor]
+) -> list[tuple[keras.Variable, tf.Tensor]]:
+    """(variable, its value) of those that are not pulled; they travel only if a step uses them."""
+    values = []
+    for variable in variables:
+        if id(variable) not in pulled:
+            with tf.control_dependencies(None), tf.device(device_of(variable)):
+                values.append((variable, variable._value.read_value()))
+    return values
 
 
 def _decay(variable: keras.Variable, rate: tf.Tensor) -> tf.Operation:

@@ -205,8 +205,8 @@ class PulledTable(TableStandIn):
         state: the optimizer's state of the table.
         pull: `pull(states, request)` pulls a `PulledRequest`.
         whole: whether the step uses the table otherwise than for lookups.
-        after: `after(device)` gives a tensor that what is pulled from a server must
-            wait for, or None.
+        after: `after(device)` gives what must be there before anything is pulled from a
+            server, tensors on it.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class PulledTable(TableStandIn):
         state: VariableState,
         pull: Callable,
         whole: bool,
-        after: Callable[[str], tf.Tensor | None],
+        after: Callable[[str], list[tf.Tensor]],
     ):
         super().__init__(state)
         self._pull = pull
@@ -254,9 +254,10 @@ class PulledTable(TableStandIn):
             self._stand_ins.append(tf.zeros(self.shape, dtype or self.dtype))
             return self._stand_ins[-1]
         variable, versions = self._state.variable._value, self._state.versions._value
-        after = self._after(variable.device)
-        after = [] if after is None else [after]
-        with tf.control_dependencies(after), tf.device(variable.device):
+        with (
+            tf.control_dependencies(self._after(variable.device)),
+            tf.device(variable.device),
+        ):
             values, pulled = ops.pull_table(variable.handle, versions.handle, shape=self.shape)
         bags = Bags(tf.range(self.shape[0], dtype=tf.int64))
         lookup = PulledLookup(bags, values, lambda: tf.identity(pulled))

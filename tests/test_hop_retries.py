@@ -1,0 +1,173 @@
+"""Calls from worker to worker that fail: they are made again, and training is as without."""
+
+import collections
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from decentralized_sgd import RATE, WIDTH, Recording, recorded, regression, simulate
+
+import tf_recsync as recsync
+from tf_recsync import topology
+from tf_recsync.ops import hop
+from tf_recsync.synchronization import hop_edges
+
+WORKERS = 4
+GARBLED = tf.errors.InternalError(None, None, "Unable to parse request\nof some worker")
+
+# What `RecsyncHopState` counts.
+COUNTS = (
+    *("iterations", "used", "jumps", "skipped", "sent", "replaced"),
+    *("waiting_for_updates", "waiting_for_tokens"),
+    *("unusable", "superseded", "queued", "lost_events", "awaited"),
+)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with recsync.LocalCluster(workers=WORKERS, processes=0) as cluster:
+        cluster.connect()
+        yield cluster
+
+
+class Failing:
+    """Calls along edges of which some fail, in several places one after the other.
+
+    Args:
+        places: where an edge's calls fail in turn: at "once", when the parcel was "collected", when
+            its update was "delivered", when the call has "ended", or not at all (None).
+        edges: the (sender, receiver) whose calls fail; None for all.
+        error: what they fail with.
+    """
+
+    def __init__(self, monkeypatch, places, edges=None, error=GARBLED):
+        self.calls = collections.Counter()  # By edge, without those that build.
+        self.failed = collections.Counter()  # By place.
+        self._places = places
+        self._edges = edges
+        self._error = error
+        self._lock = threading.Lock()
+        make = hop_edges.carry_function
+        monkeypatch.setattr(
+            hop_edges, "carry_function", lambda *args: lambda *call: self._call(make(*args), *call)
+        )
+
+    def _call(self, carry, source, sender, target, receiver, *limits):
+        edge = int(sender), int(receiver)
+        if edge[1] < 0:
+            return carry(source, sender, target, receiver, *limits)
+        with self._lock:
+            place = self._places[self.calls[edge] % len(self._places)]
+            self.calls[edge] += 1
+        if place is None or (self._edges is not None and edge not in self._edges):
+            return carry(source, sender, target, receiver, *limits)
+        if place == "ended" and not carry(source, sender, target, receiver, *limits):
+            return False
+        if place in ("collected", "delivered"):
+            parcel = hop.collect(source, receiver, tf.float32)
+            if not parcel.open:
+                return False
+            if place == "delivered":
+                number, iteration = parcel.number, parcel.iteration
+                if hop.ask(target, sender, number, parcel.progress, iteration):
+                    hop.deliver(target, sender, number, iteration, parcel.update)
+        with self._lock:
+            self.failed[place] += 1
+        raise self._error
+
+
+def trained(cluster, topo, **options):
+    """A strategy and a model after some iterations, its data, and how it began."""
+    x, y, dataset = regression(WORKERS * 12)
+    strategy = recsync.HopStrategy(cluster, topo, check_invariants=True, **options)
+    with strategy.scope():
+        model = Recording()
+        model.compile(keras.optimizers.SGD(RATE), "mse", steps_per_execution=2)
+        model((np.zeros(1, np.int64), np.zeros((1, WIDTH), np.float32)))
+    start = model.dense.kernel.numpy()[:, 0]
+    model.fit(dataset, verbose=0)
+    return strategy, model, x, y, start
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"order": "serial"}, {"max_iteration_gap": 2}, {"protocol": "notify_ack"}],
+    ids=["parallel", "serial", "with tokens", "notify_ack"],
+)
+def test_with_calls_that_fail_training_is_decentralized_sgd_step_by_step(
+    cluster, monkeypatch, caplog, options
+):
+    # Three in a row, and one by one.
+    places = ["collected", "delivered", "once", None, "ended", None, None, "delivered", None]
+    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.01)
+    failing = Failing(monkeypatch, places)
+    topo = topology.ring(WORKERS)
+    strategy, model, x, y, start = trained(cluster, topo, **options)
+    assert min(failing.failed[place] for place in places if place) >= WORKERS
+    warning = (
+        "A call from worker 1 to worker 2 failed and is made again (3 of 3): "
+        "Unable to parse request"
+    )
+    assert warning in [record.message for record in caplog.records]
+    at, numbers, histories = recorded(strategy, model)
+    steps = min(at)
+    assert steps >= 3
+    expected = simulate(topo, x, y, numbers, start, steps, options.get("order") == "serial")
+    for worker in range(WORKERS):
+        np.testing.assert_allclose(
+            histories[worker][:steps], expected[:, worker], rtol=2e-5, atol=2e-5
+        )
+
+
+@pytest.mark.parametrize("options", [{"staleness_bound": 2}, {"backup_workers": 1}])
+def test_with_calls_that_fail_every_update_counts_once(cluster, monkeypatch, options):
+    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.01)
+    places = ["delivered", "collected", "ended", None]
+    failing = Failing(monkeypatch, places)
+    strategy, model, *_ = trained(cluster, topology.ring(WORKERS), max_iteration_gap=4, **options)
+    assert min(failing.failed[place] for place in places if place) >= WORKERS
+    sent = come = 0
+    for worker in range(WORKERS):
+        with hop_edges.at(cluster, worker):
+            state = hop.state(strategy._group(model).handle(worker))
+        counts = dict(zip(COUNTS, state.counts.numpy().tolist(), strict=True))
+        # Each was sent to two neighbors, once.
+        assert 0 < counts["sent"] + counts["replaced"] <= 2 * counts["iterations"]
+        sent += counts["sent"]
+        come += sum(counts[name] for name in ("used", "unusable", "superseded", "queued"))
+        come += int(tf.reduce_sum(state.declined))
+    # The very last ones may not have got there.
+    assert sent - 2 * WORKERS <= come <= sent
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts"),
+    [
+        (GARBLED, 4),
+        (tf.errors.UnavailableError(None, None, "Connection reset"), 4),
+        (tf.errors.InvalidArgumentError(None, None, "It does not fit"), 1),
+        (tf.errors.FailedPreconditionError(None, None, "Further apart than it may be"), 1),
+        (tf.errors.ResourceExhaustedError(None, None, "Too many"), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_call_that_fails_again_and_again_ends_training_with_its_error(
+    cluster, monkeypatch, error, attempts
+):
+    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.01)
+    failing = Failing(monkeypatch, ["collected"], edges=[(1, 2)], error=error)
+    with pytest.raises(type(error), match=error.message.partition("\n")[0]):
+        trained(cluster, topology.ring(WORKERS))
+    assert failing.calls[1, 2] == attempts
+
+
+def test_the_wait_for_the_next_attempt_ends_with_training(cluster, monkeypatch):
+    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 600.0)
+    # Without tokens nobody waits for what the receiver of an edge tells its sender.
+    one_way = topology.from_edges(WORKERS, [(i, (i + 1) % WORKERS) for i in range(WORKERS)])
+    failing = Failing(monkeypatch, ["once"], edges=[(1, 0)])
+    trained(cluster, one_way, max_iteration_gap=None)
+    assert failing.calls[1, 0] == 1
+    assert "recsync_hop_1_0" not in [thread.name for thread in threading.enumerate()]
