@@ -140,31 +140,58 @@ class Cluster:
             _connected = self
         logging.info("Connected to %s.", self)
 
-    def readmit(self, timeout: float = 60.0) -> None:
+    def readmit(self, timeout: float = 60.0, anew: Sequence[tuple[str, int]] = ()) -> None:
         """Makes servers usable again that were killed and have been started again.
 
         Resources on the other servers stay; those of a restarted server are lost and have to
         be made anew. Calls of other threads go on meanwhile, if they were dispatched in a
         `dispatch_scope`; TensorFlow waits for the end of those that were not.
 
+        A server that was up all the time can lack functions ("neither a type of a primitive
+        operation nor a name of a function registered") that were traced while the connection to
+        it was broken: TensorFlow does not send them again. Readmit such a server anew.
+
         Args:
           timeout: Seconds to wait for all servers to be up and readmitted; default 60.
+          anew: Servers, as ("worker" or "ps", index), that are treated as if they had been
+            restarted: their resources are lost, and they get all functions again; default none.
 
         Raises:
           RuntimeError: The cluster is not connected, or a server was not up in time.
+          ValueError: `timeout` is wrong, or `anew` names no server of the cluster.
           tf.errors.OpError: A server failed meanwhile; try again.
         """
         _check_timeout(timeout)
+        without = self._without(anew)
         with _lock:
             if _connected is not self:
                 raise RuntimeError("readmit needs a connected cluster; call connect() first")
             deadline = time.monotonic() + timeout
             self.wait_for_servers(timeout)
+
+            def update() -> None:
+                if anew:
+                    # What is left out by the first is new to the second.
+                    reduced = _make_server_def(without, self._chief_address)
+                    context.context().update_server_def(reduced)
+                context.context().update_server_def(_own_server_def)
+
             _run_with_limit(
-                lambda: context.context().update_server_def(_own_server_def),
+                update,
                 deadline,
                 "readmitting servers (a call outside of dispatch_scope() may be in flight)",
             )
+
+    def _without(self, servers: Sequence[tuple[str, int]]) -> dict[str, dict[int, str]]:
+        """The addresses of all other servers, by job and index."""
+        rest = {job: dict(enumerate(addresses)) for job, addresses in self._addresses.items()}
+        for job, index in servers:
+            if job == _CHIEF or rest.get(job, {}).pop(index, None) is None:
+                raise ValueError(
+                    f"anew must name servers of {self}, each once, as in ('worker', 0), got "
+                    f"{(job, index)!r}"
+                )
+        return rest
 
     def cut_off(self, job: str, index: int) -> None:
         """Ends this process's connections to a server that does not answer.
@@ -390,7 +417,7 @@ def _run_with_limit(change: Callable[[], None], deadline: float, what: str) -> N
 
 
 def _make_server_def(
-    servers: Mapping[str, Sequence[str]], chief_address: str
+    servers: Mapping[str, Sequence[str] | Mapping[int, str]], chief_address: str
 ) -> tensorflow_server_pb2.ServerDef:
     session_config = copy.deepcopy(context.context().config)
     if "worker" in servers:  # As tf.config.experimental_connect_to_cluster does.

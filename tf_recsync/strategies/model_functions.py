@@ -215,10 +215,12 @@ class Steps:
                 steps = slot.state.steps
             iterator = registered.iterator(job)
             state = self._open(slot.index, iterator, private_values(slot), steps)
-            # Has the servers build their parts of the graph, without taking a step.
+            # Has the servers build their parts of the graph, without taking a step, and shows
+            # whether the worker has all functions.
             for function in self._current.values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
                     function(registered.empty_iterator(), *state.inputs)
+            self._reader(state.handles(metrics), slot.device)
             slot.state = state
             return state
 

@@ -50,6 +50,8 @@ class Slot:
         busy_since: when its call in flight began (time.monotonic), or None.
         lost: whether it is gone at the moment.
         silent: whether it was given up because it did not answer.
+        breaks: how often its connection broke while it lived, since it last finished a call.
+        forgotten: whether it lacks functions, and has to be taken into the cluster anew.
         running: whether its thread is still at work.
         pass_began: when the workers began together (time.time()).
     """
@@ -61,6 +63,8 @@ class Slot:
         self.busy_since: float | None = None
         self.lost = False
         self.silent = False
+        self.breaks = 0
+        self.forgotten = False
         self.running = True
         self.pass_began = 0.0
 

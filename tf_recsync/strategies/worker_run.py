@@ -25,6 +25,7 @@ _SUSPICIOUS_SECONDS = 3.0  # After which a worker in a call is asked for signs o
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _READMIT_SECONDS = 20.0  # For an attempt, once its server is up.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
+_MOST_BREAKS = 5  # Connections to a living worker that break without a call in between.
 
 
 class WorkerRun:
@@ -308,6 +309,7 @@ class WorkerRun:
                 continue
             done, ended, result = outcome[0]
             self._account(n, done, result)
+            slot.breaks = 0
             if ended:
                 self._leave(slot)
                 with self._changed:
@@ -367,7 +369,12 @@ class WorkerRun:
         """Returns if the worker is lost; else raises what really is wrong."""
         check_parameter_servers(self._cluster, error)
         if not slot.silent and is_reachable(slot.device):
-            raise error
+            forgotten = _is_unknown_function(error)
+            broken = forgotten or isinstance(error, tf.errors.UnavailableError)
+            if not broken or slot.breaks == _MOST_BREAKS:
+                raise error
+            slot.breaks += 1
+            slot.forgotten = forgotten
         logging.warning(
             "worker:%d was lost in the middle of a pass (%s: %s); the batches in its hands are "
             "lost, the others go on.",
@@ -415,8 +422,10 @@ class WorkerRun:
         try:
             self._cluster.wait_for_servers(timeout=_RETRY_SECONDS)
             pause = contextlib.nullcontext() if self._crew is None else self._crew.pause()
+            anew = [("worker", slot.index)] if slot.forgotten else []
             with pause:
-                self._cluster.readmit(timeout=_READMIT_SECONDS)
+                self._cluster.readmit(timeout=_READMIT_SECONDS, anew=anew)
+            slot.forgotten = False
         except (RuntimeError, tf.errors.OpError) as error:
             logging.log_every_n_seconds(
                 logging.INFO, "worker:%d is not back yet: %s", 30, slot.index, error
@@ -429,11 +438,17 @@ class WorkerRun:
         probe = Probe(self._cluster, slot.device)
         deadline = time.monotonic() + _READMIT_SECONDS
         with self._changed:
-            while probe.is_alive() and time.monotonic() < deadline and not self._is_over():
+            while probe.is_alive() and not self._is_over():
+                if time.monotonic() >= deadline:
+                    self._cluster.cut_off("worker", slot.index)
+                    break
                 self._changed.wait(timeout=0.1)
-        if probe.is_alive():
-            self._cluster.cut_off("worker", slot.index)
         return probe
+
+
+def _is_unknown_function(error: tf.errors.OpError) -> bool:
+    """Whether a server has not got a function: it was traced while the connection was broken."""
+    return isinstance(error, tf.errors.NotFoundError) and "name of a function" in error.message
 
 
 def check_parameter_servers(cluster: Cluster, error: Exception) -> None:

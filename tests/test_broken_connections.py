@@ -1,0 +1,124 @@
+"""Connections to workers that break while the workers live."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+import tensorflow as tf
+from helpers import compiled, compute_time, mean_output, slope_model
+
+import tf_recsync as recsync
+from tf_recsync.cluster import device_of, is_reachable
+from tf_recsync.optimizers import SGD
+from tf_recsync.strategies import worker_functions, worker_run
+
+STEPS = 20
+
+
+@pytest.fixture
+def two(clusters):
+    cluster = clusters.get(workers=2, ps=1)
+    yield cluster
+    cluster.resume("worker", 1)
+
+
+@contextlib.contextmanager
+def cutting(cluster, period: float, seconds: float):
+    """Ends the connections to worker 1 again and again, for so long."""
+
+    def cut():
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            cluster.cut_off("worker", 1)
+            time.sleep(period)
+        cluster.resume("worker", 1)
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    yield
+    thread.join()
+
+
+def train(strategy) -> float:
+    """Returns the weight: each step of a batch takes 1 off."""
+    model = compiled(strategy, slope_model, lambda: SGD(1.0), mean_output)
+    ones = tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1]))).repeat(STEPS)
+    with compute_time(strategy, 0.1):  # For the other one to leave something over.
+        model.fit(ones, verbose=0)
+    return float(model.get_weights()[0].item())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("make,updates", [(recsync.AsyncStrategy, 20), (recsync.SyncStrategy, 10)])
+def test_training_goes_on_whenever_a_connection_breaks(two, caplog, make, updates):
+    strategy = make(two)
+    for _ in range(5):
+        with cutting(two, period=0.002, seconds=0.6):
+            weight = train(strategy)
+        # A lost worker's steps in flight are lost with their batches, or only the news of them.
+        assert -updates <= weight <= -updates + 6
+    assert "worker:1 was lost" in caplog.text
+    assert caplog.text.count("worker:1 was lost") >= caplog.text.count("worker:1 is back")
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_gets_functions_that_were_traced_while_it_could_not_be_reached(
+    two, caplog, monkeypatch
+):
+    trace_steps = worker_functions.trace_steps
+
+    def trace_meanwhile(*arguments):
+        two.pause("worker", 1)
+        with cutting(two, period=0.1, seconds=2.0):
+            functions = trace_steps(*arguments)
+        while not is_reachable(device_of("worker", 1)):
+            time.sleep(0.1)
+        return functions
+
+    monkeypatch.setattr(worker_functions, "trace_steps", trace_meanwhile)
+    strategy = recsync.AsyncStrategy(two)
+    assert train(strategy) == -STEPS
+    assert "name of a function registered" in caplog.text
+    assert "worker:1 is back" in caplog.text
+
+
+@pytest.mark.timeout(60)
+def test_a_connection_that_breaks_all_the_time_ends_the_run(two, caplog):
+    calls = []
+
+    def call(slot, steps):
+        calls.append(slot.index)
+        if slot.index == 0:
+            return steps, False, None
+        raise tf.errors.UnavailableError(None, None, "the network is down")
+
+    run = worker_run.WorkerRun(two, lambda slot: None, call, 1, lambda: False, worker_timeout=60.0)
+    run.grant(float("inf"))
+    with pytest.raises(tf.errors.UnavailableError, match="the network is down"):
+        run.wait(float("inf"))
+    run.stop()
+    assert calls.count(1) == 1 + caplog.text.count("worker:1 is back") == 6
+
+
+def test_what_was_on_a_server_that_is_readmitted_anew_is_gone_and_all_else_stays(two):
+    variables = {}
+    for job in ("worker", "ps"):
+        with tf.device(device_of(job, 0)):
+            variables[job] = tf.Variable(7.0)
+    add = tf.function(lambda x: x + 1.0).get_concrete_function(tf.TensorSpec([]))
+    two.readmit(anew=[("worker", 0)])
+    with pytest.raises(tf.errors.OpError):
+        variables["worker"].numpy()
+    assert variables["ps"].numpy() == 7.0
+    for index in range(2):
+        with tf.device(device_of("worker", index)):
+            assert add(tf.constant(1.0)).numpy() == 2.0
+
+
+@pytest.mark.parametrize("wrong", [("worker", 2), ("chief", 0), ("ps", -1), ("evaluator", 0)])
+def test_only_servers_of_the_cluster_are_readmitted_anew(two, wrong):
+    with pytest.raises(ValueError, match="anew must name servers"):
+        two.readmit(anew=[wrong])
+    with pytest.raises(ValueError, match="each once"):
+        two.readmit(anew=[("ps", 0), ("ps", 0)])
