@@ -23,7 +23,10 @@ from tf_recsync.optimizers.base import Optimizer, no_versions
 
 Call = Callable[[], object]
 
-_PASSES = 12  # Measurements, of which the fastest one counts, as others were disturbed.
+# What else runs on a core slows it down to the half, for milliseconds or for seconds. So all tables
+# are measured by turns, and what slows them all down hardly changes their proportions.
+_ROUNDS = 8
+_PASSES = 4  # Measurements in a round, of which the fastest one counts.
 
 
 def profile_costs(
@@ -40,8 +43,8 @@ def profile_costs(
     The first batches of the data are looked up in each table by the kernels that parameter servers
     run, gathering and pooling, in this process; with an `optimizer`, the table is updated too. What
     is measured is the time of one processor, which depends little on what else the machine does;
-    the fastest of several measurements counts. Finding the rows that ids belong to is the workers'
-    task, and is not measured, nor is the network.
+    tables are measured by turns, several times, and the mean counts. Finding the rows that ids
+    belong to is the workers' task, and is not measured, nor is the network.
 
     Tables are not allocated in full: a stand-in of zeros has the rows that the batches name and no
     others, in random order, and lives only while it is measured.
@@ -104,12 +107,17 @@ def profile_costs(
             _check_ids(batch, feature.name, number)
     if lookup is not None:
         return _time_lookup(tables, features, taken, lookup)
-    costs = {}
+    bags = {}
+    seconds = {table.name: 0.0 for table in tables}
     with tf.device("/CPU:0"), _one_thread():
         for table in tables:
             own = [feature for feature in features if feature.table == table.name]
-            costs[table.name] = _time_kernels(table, _bags(table, own, taken), optimizer)
-    return costs
+            bags[table.name] = _bags(table, own, taken)
+        for _ in range(_ROUNDS):
+            for table in tables:
+                seconds[table.name] += _time_kernels(table, bags[table.name], optimizer)
+    # Were the requests too small to be seen, the difference could be below 0.
+    return {name: max(total, 0.0) / (_ROUNDS * len(taken)) for name, total in seconds.items()}
 
 
 def _features_of(batch: Any) -> Mapping[str, Any]:
@@ -181,7 +189,7 @@ def _unsplit(table: TableConfig) -> TableConfig:
 
 
 def _time_kernels(table: TableConfig, batches: list[Bags], optimizer: Optimizer | None) -> float:
-    """Seconds per batch of the lookups in a table and, with an optimizer, of its updates."""
+    """Seconds of the lookups in a table and, with an optimizer, of its updates."""
     rows = 1 + max((int(tf.reduce_max(b.ids)) for b in batches if b.ids.shape[0]), default=0)
     variable = keras.Variable(np.zeros((rows, table.dimension)), dtype=table.dtype, name=table.name)
     seconds = _time_gather(variable, batches)
@@ -190,7 +198,7 @@ def _time_kernels(table: TableConfig, batches: list[Bags], optimizer: Optimizer 
         own = type(optimizer).from_config(config)
         own.build([variable])
         seconds += _time_updates(own, batches)
-    return seconds / len(batches)
+    return seconds
 
 
 def _time_gather(variable: keras.Variable, requests: list[Bags]) -> float:
@@ -245,5 +253,4 @@ def _fastest(prepare: Callable[[PackedBags], Call], requests: list[Bags]) -> flo
     times = np.array(
         [[(measure(call), measure(nothing)) for call in calls] for _ in range(_PASSES)]
     ).min(0)
-    # Were the requests too small to be seen, the difference could be below 0.
-    return max(float((times[:, 0] - times[:, 1]).sum()), 0.0)
+    return float((times[:, 0] - times[:, 1]).sum())
