@@ -172,6 +172,31 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
     assert min(report.iteration for report in strategy.workers(model)) > max(iterations)
 
 
+def test_a_worker_whose_connection_breaks_comes_back_though_it_lived(cluster, caplog):
+    strategy = recsync.HopStrategy(
+        cluster, topology.ring_based(WORKERS), 4, backup_workers=1, check_invariants=True
+    )
+    model = make_model(strategy)
+    seen = {}
+
+    def cut():
+        cluster.cut_off("worker", 5)
+        wait_for(lambda: "worker:5 is back and takes part again" in caplog.text)
+        seen["back at"] = max(report.iteration for report in strategy.workers(model))
+
+    def finish():
+        wait_for(lambda: strategy.workers(model)[5].iteration > seen["back at"] + 20)
+        model.stop_training = True
+
+    model.fit(dataset(100_000), verbose=0, callbacks=[Once(60, cut), Once(64, finish)])
+    assert "Worker 5 was lost; workers 1, 4 and 6 go on without it" in caplog.text
+    iterations = [report.iteration for report in strategy.workers(model)]
+    assert min(iterations) > seen["back at"]
+    assert max(iterations) - min(iterations) <= 4 * WORKERS // 2
+    assert len(strategy.copies(model)) == WORKERS
+    assert all(cluster.is_alive("worker", worker) for worker in range(WORKERS))
+
+
 def test_without_backup_workers_training_ends_with_an_error_that_names_who_waits(cluster):
     strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
     model = make_model(strategy)
