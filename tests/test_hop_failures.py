@@ -172,7 +172,17 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
     assert min(report.iteration for report in strategy.workers(model)) > max(iterations)
 
 
-def test_a_worker_whose_connection_breaks_comes_back_though_it_lived(cluster, caplog):
+@pytest.mark.parametrize("seconds", [0.0, 2.0], ids=["lost at once", "calls made again before"])
+def test_a_worker_whose_connection_breaks_comes_back_though_it_lived(
+    cluster, caplog, monkeypatch, seconds
+):
+    lose = HopGroup.lose
+
+    def lose_late(group, worker):
+        time.sleep(seconds)  # The loops of its edges call on it meanwhile, and it answers.
+        lose(group, worker)
+
+    monkeypatch.setattr(HopGroup, "lose", lose_late)
     strategy = recsync.HopStrategy(
         cluster, topology.ring_based(WORKERS), 4, backup_workers=1, check_invariants=True
     )

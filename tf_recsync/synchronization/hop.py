@@ -124,6 +124,7 @@ class HopGroup:
             deleter = self._deleters.pop(worker, None)
             if deleter is not None:
                 deleter.forget()
+                self._edges.leave(worker, self._handles[worker])
         self._void_bounds()
         self._tell_neighbors(worker, 0, -1)
         for receiver in self._topology.out_neighbors(worker):
@@ -294,6 +295,7 @@ class HopGroup:
         source = senders or [w for w, _ in self._living() if w != worker]
         if not source:
             raise RuntimeError(f"worker {worker} is back, but no worker has parameters for it")
+        self._edges.renew(worker)
         taken = [self.copies.values(w) for w in source]
         values = []
         for variable, parts in zip(self.copies.variables, zip(*taken, strict=True), strict=True):

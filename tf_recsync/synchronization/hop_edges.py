@@ -101,9 +101,36 @@ class Edges:
 
     def join(self, deadline: float) -> None:
         """Waits for the ends of the loops, until a time (time.monotonic())."""
-        for thread in self._threads.values():
+        for thread in list(self._threads.values()):
             thread.join(max(0.0, deadline - time.monotonic()))
         self._threads.clear()
+
+    def leave(self, worker: int, handle: tf.Tensor) -> None:
+        """Destroys what a lost worker kept, if it lives and only the connection broke.
+
+        Calls may have reached it that nobody else would end. Does not wait for it.
+
+        Args:
+            worker: it is none of the living any more.
+            handle: of what it kept.
+        """
+
+        def end_waits() -> None:
+            with at(self._cluster, worker), contextlib.suppress(tf.errors.OpError):
+                hop.hold(handle, True)
+                hop.interrupt(handle)
+                tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
+
+        threading.Thread(target=end_waits, name="recsync_hop_leave", daemon=True).start()
+
+    def renew(self, worker: int) -> None:
+        """Lets new loops start from and to a worker that is back, before it is a living one.
+
+        Calls of old ones end: they might carry something to what it kept before.
+        """
+        with self.pause():
+            for pair in [pair for pair in self._threads if worker in pair]:
+                del self._threads[pair]
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -172,24 +199,27 @@ class Edges:
                 )
                 for w in (sender, receiver)
             ]
+
+            def call(taker: tf.Tensor) -> bool:
+                """Whether there will be more to carry, by this loop."""
+                with self._travel():
+                    living = self._living()
+                    if not self._is_in_charge(sender, receiver, living):
+                        return False
+                    source, target = living[sender], living[receiver]
+                    return bool(carry(source, ends[0], target, taker, *limits))
+
             is_new = True
             failures = 0  # In a row.
             while True:
-                living = self._living()
-                if not {sender, receiver} <= living.keys():
-                    return
-                source, target = living[sender], living[receiver]
                 try:
                     if is_new:
                         # Servers build their parts of the graph, one pair after the other:
                         # side by side, TensorFlow's requests were garbled once in a while.
-                        with _building, self._travel():
-                            nobody = tf.constant(-1, tf.int64)
-                            carry(source, ends[0], target, nobody, *limits)
+                        with _building:
+                            call(tf.constant(-1, tf.int64))
                         is_new = False
-                    with self._travel():
-                        is_open = bool(carry(source, ends[0], target, ends[1], *limits))
-                    if not is_open:
+                    if not call(ends[1]):
                         return
                     failures = 0
                 except tf.errors.OpError as error:
@@ -197,11 +227,16 @@ class Edges:
                     if not self._may_try_again(sender, receiver, error, failures):
                         return
 
+    def _is_in_charge(self, sender: int, receiver: int, living: Mapping[int, tf.Tensor]) -> bool:
+        """Whether this thread is the edge's loop still, and both its ends are there."""
+        loop = self._threads.get((sender, receiver))
+        return loop is threading.current_thread() and {sender, receiver} <= living.keys()
+
     def _may_try_again(
         self, sender: int, receiver: int, error: tf.errors.OpError, failures: int
     ) -> bool:
         """Whether a call that failed, for so many times in a row, is to be made again, now."""
-        if self._ending or not {sender, receiver} <= self._living().keys():
+        if self._ending or not self._is_in_charge(sender, receiver, self._living()):
             return False
         # One that is gone is found out by the thread that drives it.
         if not all(is_reachable(device_of("worker", worker)) for worker in (sender, receiver)):
