@@ -20,14 +20,24 @@ STRATEGIES = {
     "backup_workers": recsync.BackupWorkersStrategy,
     "bounded_staleness": recsync.BoundedStalenessStrategy,
 }
-CLUSTER_STRATEGIES = [*STRATEGIES, "hop"]
+# In the background, and in the foreground.
+SHADOW = ["shadow_easgd", "shadow_ma", "shadow_bmuf"]
+FOREGROUND = ["fr_easgd", "fr_ma", "fr_bmuf"]
+SHADOW_SYNC = [*SHADOW, *FOREGROUND]
+WITH_SYNC_PS = ["shadow_easgd", "fr_easgd"]
+CLUSTER_STRATEGIES = [*STRATEGIES, "hop", *SHADOW_SYNC]
 TOPOLOGIES = {
     name: getattr(recsync.topology, name)
     for name in ("ring", "ring_based", "double_ring", "complete", "star", "exponential")
 }
 flags.DEFINE_enum("strategy", "async", ["local", *CLUSTER_STRATEGIES], "How to train.")
 flags.DEFINE_integer("workers", 2, "Workers of the local cluster.", lower_bound=1)
-flags.DEFINE_integer("ps", 1, "Parameter servers of the local cluster.", lower_bound=1)
+flags.DEFINE_integer(
+    "ps",
+    1,
+    "Parameter servers of the local cluster; shadow_*, fr_*: the embedding PSs.",
+    lower_bound=1,
+)
 flags.DEFINE_integer("batch_size", 128, "Examples per step of a worker.", lower_bound=1)
 flags.DEFINE_integer(
     "global_batch_size",
@@ -73,6 +83,25 @@ flags.DEFINE_enum(
 flags.DEFINE_enum(
     "protocol", "token_queue", ["token_queue", "notify_ack"], "hop: what bounds the gap."
 )
+flags.DEFINE_float("alpha", 0.3, "shadow_*, fr_*: the elastic parameter, in (0, 1].")
+flags.DEFINE_float("eta", 1.0, "shadow_bmuf, fr_bmuf: the step size of the global parameters.")
+flags.DEFINE_integer(
+    "sync_gap", None, "fr_*: a synchronization after so many steps of a thread.", lower_bound=1
+)
+flags.DEFINE_float(
+    "sync_per_minute",
+    None,
+    "fr_*: or so many a minute. Default: a gap of 5 for fr_easgd, 1 a minute for the others.",
+)
+flags.DEFINE_integer(
+    "sync_ps",
+    1,
+    "shadow_easgd, fr_easgd: servers for the central copy; with TF_CONFIG the last ones.",
+    lower_bound=1,
+)
+flags.DEFINE_integer(
+    "threads", 1, "shadow_*, fr_*: threads that train a worker's copy.", lower_bound=1
+)
 flags.DEFINE_float(
     "compute_seconds", None, "On a cluster: artificial compute time per step.", lower_bound=0
 )
@@ -85,7 +114,13 @@ flags.DEFINE_string(
 # Flags that mean nothing unless another flag has one of some values.
 APPLIES: dict[str, tuple[str, list[Any]]] = {
     "workers": ("strategy", CLUSTER_STRATEGIES),
-    "ps": ("strategy", [*STRATEGIES]),
+    "ps": ("strategy", [*STRATEGIES, *SHADOW_SYNC]),
+    "alpha": ("strategy", SHADOW_SYNC),
+    "eta": ("strategy", ["shadow_bmuf", "fr_bmuf"]),
+    "sync_gap": ("strategy", FOREGROUND),
+    "sync_per_minute": ("strategy", FOREGROUND),
+    "sync_ps": ("strategy", WITH_SYNC_PS),
+    "threads": ("strategy", SHADOW_SYNC),
     "compute_seconds": ("strategy", CLUSTER_STRATEGIES),
     "slow_workers": ("strategy", CLUSTER_STRATEGIES),
     "slow_factor": ("strategy", CLUSTER_STRATEGIES),
@@ -125,6 +160,8 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
     ):
         if FLAGS.strategy == strategy and FLAGS[name].value is None:
             raise app.UsageError(f"--strategy={strategy} needs --{name}")
+    if FLAGS.sync_gap is not None and FLAGS.sync_per_minute is not None:
+        raise app.UsageError("--sync_gap and --sync_per_minute exclude each other")
     if FLAGS.slow_workers > FLAGS.workers and "TF_CONFIG" not in os.environ:
         raise app.UsageError(
             f"--slow_workers must be at most --workers={FLAGS.workers}, not {FLAGS.slow_workers}"
@@ -143,6 +180,8 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
         raise app.UsageError("--bind_address applies only with TF_CONFIG set")
     with usage_errors():
         _slowdown(FLAGS.workers)
+        if FLAGS.strategy in SHADOW_SYNC:
+            _shadow_options()
         # With TF_CONFIG only the cluster tells how many workers there are.
         if FLAGS.strategy in STRATEGIES and "TF_CONFIG" not in os.environ:
             STRATEGIES[FLAGS.strategy].mode_for(FLAGS.workers, **_mode_options())
@@ -185,10 +224,22 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
         cluster = recsync.cluster_from_tf_config(bind_address=FLAGS.bind_address)
     else:
         ps = 0 if FLAGS.strategy == "hop" else FLAGS.ps
+        ps += FLAGS.sync_ps if FLAGS.strategy in WITH_SYNC_PS else 0
         cluster = recsync.LocalCluster(workers=FLAGS.workers, ps=ps)
     stack.enter_context(cluster)
     if FLAGS.strategy == "hop":
         strategy = _make_hop(cluster)
+    elif FLAGS.strategy in SHADOW_SYNC:
+        algorithm, mode = _shadow_options()
+        with usage_errors():
+            strategy = recsync.ShadowSyncStrategy(
+                cluster,
+                algorithm,
+                mode,
+                threads_per_trainer=FLAGS.threads,
+                sync_ps=FLAGS.sync_ps if FLAGS.strategy in WITH_SYNC_PS else 0,
+                local_batch_size=FLAGS.batch_size,
+            )
     else:
         options = {"local_batch_size": FLAGS.batch_size, **_mode_options()}
         with usage_errors():
@@ -212,6 +263,44 @@ def _make_hop(cluster: recsync.Cluster) -> recsync.HopStrategy:
             order=FLAGS.order,
             protocol=FLAGS.protocol,
         )
+
+
+def _shadow_options() -> tuple[recsync.Algorithm, recsync.Shadow | recsync.Foreground]:
+    """How and when trainers synchronize."""
+    kind = FLAGS.strategy.partition("_")[2]
+    if kind == "easgd":
+        algorithm = recsync.EASGD(FLAGS.alpha)
+    elif kind == "ma":
+        algorithm = recsync.ModelAveraging(FLAGS.alpha)
+    else:
+        algorithm = recsync.BMUF(FLAGS.alpha, FLAGS.eta)
+    if FLAGS.strategy in SHADOW:
+        return algorithm, recsync.Shadow()
+    if FLAGS.sync_gap is None and FLAGS.sync_per_minute is None:
+        default = {"gap": 5} if kind == "easgd" else {"per_minute": 1}
+        return algorithm, recsync.Foreground(**default)
+    return algorithm, recsync.Foreground(gap=FLAGS.sync_gap, per_minute=FLAGS.sync_per_minute)
+
+
+def shadow_figures(strategy: recsync.ShadowSyncStrategy, model: Any) -> dict[str, Any]:
+    """What synchronization has done, for a report."""
+    report = strategy.sync_report(model)
+    return {
+        "syncs": report.syncs,
+        "syncs_per_second": report.syncs_per_second,
+        "average_sync_gap": strategy.average_sync_gap(model),
+        "average_sync_gap_by_bytes": strategy.average_sync_gap(model, by="bytes"),
+        "sync_ps_bytes": report.sync_ps_bytes,
+    }
+
+
+def describe_shadow(figures: dict[str, Any]) -> str:
+    """Those figures, for people."""
+    return (
+        f"  synchronizations         {min(figures['syncs']):,} to {max(figures['syncs']):,} a "
+        f"trainer, {figures['syncs_per_second']:.1f} per second; average sync gap "
+        f"{figures['average_sync_gap']:.1f} steps"
+    )
 
 
 def hop_figures(workers: list[Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ On this machine alone, or on a cluster of servers on it:
         --workers=4 --ps=2 --optimizer=swap_adagrad --staleness=inverse_power
     python examples/wide_deep_ctr.py --strategy=gba --workers=4 --ps=2 \
         --global_batch_size=512 --batch_size=128 --staleness_tolerance=2
+    python examples/wide_deep_ctr.py --strategy=shadow_easgd --workers=4 --ps=2 --sync_ps=1 \
+        --threads=2 --alpha=0.3
 
 On a real cluster, start `python -m tf_recsync.server` on its machines and run
 this script, with TF_CONFIG set, as the coordinator (see docs/cluster.md).
@@ -14,113 +16,33 @@ this script, with TF_CONFIG set, as the coordinator (see docs/cluster.md).
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # Warnings and errors of TensorFlow only.
 
+import click_training
 import keras
-import strategy_flags
-import tensorflow as tf
-from absl import app, flags, logging
+from absl import app, flags
 from wide_deep_model import WIDE_VARIABLES, build_wide_deep
 
 import tf_recsync as recsync
 
 FLAGS = flags.FLAGS
-flags.adopt_module_key_flags(strategy_flags)  # So that --help has them.
-flags.DEFINE_enum("dataset", "synthetic", ["synthetic", "criteo", "adult"], "What to train on.")
-flags.DEFINE_string("data_location", None, "criteo: a file, glob or folder; adult: a folder.")
-flags.DEFINE_string(
-    "test_location", None, "criteo: the test files. Default: the last tenth of the rows."
-)
-flags.DEFINE_integer("rows", 500_000, "synthetic: the number of training rows.", lower_bound=1)
-flags.DEFINE_integer("epochs", 1, "Passes over the training data.", lower_bound=1)
-flags.DEFINE_integer("steps", None, "Steps per epoch. Default: all of the data.", lower_bound=1)
-flags.DEFINE_integer(
-    "steps_per_execution", 4, "Steps per call to a worker; more save round trips.", lower_bound=1
-)
-flags.DEFINE_enum("optimizer", "adagrad", ["adagrad", "swap_adagrad", "sgd"], "The optimizer.")
-flags.DEFINE_float("deep_learning_rate", 0.1, "Of the deep part.", lower_bound=0)
+flags.adopt_module_key_flags(click_training)  # So that --help has them.
 flags.DEFINE_float("linear_learning_rate", 0.1, "Of the wide part.", lower_bound=0)
-flags.DEFINE_integer("swap_period", 10_000, "swap_adagrad: the period in steps.", lower_bound=1)
-flags.DEFINE_float("swap_decay", 0.8, "swap_adagrad: the accumulators' factor per period.")
-flags.DEFINE_enum(
-    "staleness", "constant", ["constant", "inverse_power"], "async: the weight of stale gradients."
-)
-flags.DEFINE_float("staleness_power", 2.0, "inverse_power: k.")
-flags.DEFINE_float("staleness_baseline", 1.0, "inverse_power: the staleness that counts in full.")
-flags.DEFINE_float("update_sensitivity", None, "inverse_power: lambda of the paper's Eq. 6.")
 flags.DEFINE_bool("mean_normalization", False, "Local mean-normalization in the deep part.")
-flags.DEFINE_string("output_dir", None, "Gets TensorBoard logs, weights and a SavedModel.")
-flags.DEFINE_string(
-    "restore_from",
-    None,
-    "Weights and training state to go on from: the --output_dir of an earlier run, on whatever "
-    "strategy.",
-)
-flags.DEFINE_integer("seed", 1, "Of initial weights, shuffling and synthetic data.")
 flags.DEFINE_bool("tf", False, "Use stock TensorFlow and Keras only, for comparison (local).")
-flags.DEFINE_string("metrics_json", None, "Gets the final figures.")
-
-# Flags that mean nothing unless another flag has one of some values.
-_APPLIES = {
-    "data_location": ("dataset", ["criteo", "adult"]),
-    "test_location": ("dataset", ["criteo"]),
-    "rows": ("dataset", ["synthetic"]),
-    "staleness": ("strategy", ["async", "bounded_staleness"]),
-    "staleness_power": ("staleness", ["inverse_power"]),
-    "staleness_baseline": ("staleness", ["inverse_power"]),
-    "update_sensitivity": ("staleness", ["inverse_power"]),
-    "swap_period": ("optimizer", ["swap_adagrad"]),
-    "swap_decay": ("optimizer", ["swap_adagrad"]),
-}
-_WEIGHTS = "model.weights.h5"
 
 
 def check_flags() -> None:
     """Refuses flags that would be ignored."""
-    strategy_flags.check_flags(_APPLIES)
-    if FLAGS.dataset != "synthetic" and not FLAGS.data_location:
-        raise app.UsageError(f"--dataset={FLAGS.dataset} needs --data_location")
+    click_training.check_flags()
     if FLAGS.tf and FLAGS.strategy != "local":
         raise app.UsageError("--tf needs --strategy=local: stock Keras has no model.fit on servers")
     if FLAGS.tf and FLAGS.optimizer == "swap_adagrad":
         raise app.UsageError("--tf has no --optimizer=swap_adagrad: it is not part of stock Keras")
     if FLAGS.tf and FLAGS.mean_normalization:
         raise app.UsageError("--tf has no --mean_normalization: it is not part of stock Keras")
-    if FLAGS.restore_from and not os.path.exists(os.path.join(FLAGS.restore_from, _WEIGHTS)):
-        raise app.UsageError(f"--restore_from={FLAGS.restore_from} has no {_WEIGHTS}")
-    with strategy_flags.usage_errors():
-        make_staleness()
-        make_swap()
-
-
-def make_data() -> recsync.data.ClickData:
-    """The data set that the flags name."""
-    if FLAGS.dataset == "synthetic":
-        return recsync.data.Synthetic(FLAGS.rows, seed=FLAGS.seed)
-    if FLAGS.dataset == "adult":
-        return recsync.data.adult(FLAGS.data_location)
-    return recsync.data.Criteo(FLAGS.data_location, test_path=FLAGS.test_location)
-
-
-def make_staleness() -> recsync.staleness.Policy:
-    """The weight of stale gradients."""
-    if FLAGS.staleness == "constant":
-        return recsync.staleness.Constant()
-    return recsync.staleness.InversePower(
-        k=FLAGS.staleness_power,
-        baseline=FLAGS.staleness_baseline,
-        update_sensitivity=FLAGS.update_sensitivity,
-    )
-
-
-def make_swap() -> recsync.Swap:
-    """The decay of swap_adagrad's accumulators."""
-    return recsync.Swap(period=FLAGS.swap_period, decay=FLAGS.swap_decay)
 
 
 def make_optimizer(learning_rate: float) -> keras.optimizers.Optimizer:
@@ -128,17 +50,11 @@ def make_optimizer(learning_rate: float) -> keras.optimizers.Optimizer:
     if FLAGS.tf:
         stock = {"adagrad": keras.optimizers.Adagrad, "sgd": keras.optimizers.SGD}
         return stock[FLAGS.optimizer](learning_rate)
-    staleness = make_staleness()
-    if FLAGS.optimizer == "sgd":
-        return recsync.optimizers.SGD(learning_rate, staleness=staleness)
-    if FLAGS.optimizer == "adagrad":
-        return recsync.optimizers.Adagrad(learning_rate, staleness=staleness)
-    return recsync.optimizers.SwapAdagrad(learning_rate, swap=make_swap(), staleness=staleness)
+    return click_training.make_optimizer(learning_rate)
 
 
 def make_model(spec: recsync.data.FeatureSpec) -> keras.Model:
     """Builds and compiles the model; under a strategy, call it in its scope."""
-    keras.utils.set_random_seed(FLAGS.seed)
     normalization = recsync.layers.MeanNormalization if FLAGS.mean_normalization else None
     # With --tf, what anyone writes without this package.
     model = build_wide_deep(spec, normalization=normalization, collections=not FLAGS.tf)
@@ -149,160 +65,16 @@ def make_model(spec: recsync.data.FeatureSpec) -> keras.Model:
                 optimizer, {WIDE_VARIABLES: make_optimizer(FLAGS.linear_learning_rate)}
             )
         )
-    model.compile(
-        optimizer=optimizer,
-        loss="binary_crossentropy",
-        metrics=[
-            keras.metrics.AUC(num_thresholds=1000, name="auc"),
-            recsync.metrics.NormalizedEntropy(),
-        ],
-        steps_per_execution=FLAGS.steps_per_execution,
-    )
+    click_training.compile_model(model, optimizer)
     return model
-
-
-def count_steps(optimizer: keras.optimizers.Optimizer) -> int:
-    """The steps taken; the parts of a MultiOptimizer count alike."""
-    part = getattr(optimizer, "optimizers", [optimizer])[0]
-    return int(part.iterations.numpy())
-
-
-def save(model: keras.Model, data: recsync.data.ClickData) -> None:
-    """Writes what later runs and serving need."""
-    model.save_weights(os.path.join(FLAGS.output_dir, _WEIGHTS))
-    signature = [data.spec.input_signature()[0]]
-    model.export(
-        os.path.join(FLAGS.output_dir, "saved_model"), input_signature=signature, verbose=False
-    )
-    print(f"saved to {FLAGS.output_dir}: {_WEIGHTS}, saved_model, TensorBoard logs")
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     check_flags()
-    data = make_data()
-    with contextlib.ExitStack() as stack:
-        strategy = strategy_flags.make_strategy(stack)
-        with strategy.scope() if strategy else contextlib.nullcontext():
-            model = make_model(data.spec)
-            if FLAGS.restore_from:
-                model.optimizer.build(model.trainable_variables)
-                model.load_weights(os.path.join(FLAGS.restore_from, _WEIGHTS))
-        train(model, data, strategy)
-
-
-def train(model, data, strategy) -> None:
-    """Trains, evaluates and reports."""
-    dataset = data.train(FLAGS.batch_size, shuffle=50_000, seed=FLAGS.seed)
-    if FLAGS.steps:
-        dataset = dataset.repeat()
-    callbacks = []
-    is_hop = FLAGS.strategy == "hop"
-    if is_hop:
-        callbacks.append(recsync.callbacks.HopReport(strategy, FLAGS.output_dir))
-    elif strategy is not None:
-        callbacks.append(recsync.callbacks.TrainingReport(strategy, FLAGS.output_dir))
-    if FLAGS.output_dir:
-        callbacks.append(keras.callbacks.TensorBoard(FLAGS.output_dir, write_graph=False))
-    global_steps = count_steps(model.optimizer)
-    start = time.monotonic()
-    model.fit(
-        dataset,
-        epochs=FLAGS.epochs,
-        steps_per_epoch=FLAGS.steps,
-        callbacks=callbacks,
-        shuffle=False,  # The dataset shuffles itself.
-    )
-    wall_seconds = time.monotonic() - start
-    global_steps = count_steps(model.optimizer) - global_steps
-    examples = data.train_rows * FLAGS.epochs
-    if FLAGS.steps:
-        examples = FLAGS.steps * FLAGS.epochs * FLAGS.batch_size
-    tested = model.evaluate(data.test(FLAGS.batch_size), return_dict=True, verbose=0)
-    # Where workers have their own parameters no gradient is stale.
-    staleness = None if strategy is None or is_hop else strategy.staleness(model)
-    figures = {
-        "strategy": "stock" if FLAGS.tf else FLAGS.strategy,
-        "dataset": FLAGS.dataset,
-        "workers": strategy.cluster.workers if strategy else 1,
-        "ps": strategy.cluster.ps if strategy else 0,
-        "examples": examples,
-        "steps": global_steps,
-        "wall_seconds": wall_seconds,
-        "examples_per_second": examples / wall_seconds,
-        "auc": tested["auc"],
-        "log_loss": tested["loss"],
-        "normalized_entropy": tested["normalized_entropy"],
-        # Without a cluster every gradient is fresh.
-        "staleness_mean": staleness.dense.mean if staleness else 1.0,
-        "staleness_p99": staleness.dense.quantile(0.99) if staleness else 1,
-        "staleness_max": staleness.dense.max if staleness else 1,
-        "row_staleness_mean": staleness.rows.mean if staleness else 1.0,
-    }
-    if strategy is not None:
-        losses = strategy.losses(model)
-        figures.update(
-            lost_workers=losses.workers, lost_steps=losses.steps, lost_batches=losses.batches
-        )
-    pushes = strategy.aggregation(model) if strategy and not is_hop else None
-    if pushes is not None:
-        figures.update(
-            included=pushes.included,
-            excluded=pushes.excluded,
-            late=pushes.late,
-            lost_tokens=pushes.lost,
-            reissued_tokens=pushes.reissued,
-            token_age_mean=pushes.age_mean,
-            token_age_max=pushes.age_max,
-        )
-    if is_hop:
-        figures.update(strategy_flags.hop_figures(strategy.workers(model)))
-    report(figures, data)
-    if FLAGS.metrics_json:
-        with open(FLAGS.metrics_json, "w") as file:
-            json.dump(figures, file, indent=2)
-            file.write("\n")
-    if FLAGS.output_dir:
-        save(model, data)
-
-
-def report(figures: dict, data: recsync.data.ClickData) -> None:
-    """Prints the figures for people."""
-    print(
-        f"\nWide & Deep on {figures['dataset']}, {figures['strategy']}: "
-        f"{figures['workers']} workers, {figures['ps']} ps, {figures['steps']} steps"
-    )
-    best = ""
-    if isinstance(data, recsync.data.Synthetic):
-        best = f"   (the best possible: {data.best_auc():.4f})"
-    print(f"  test AUC                 {figures['auc']:.4f}{best}")
-    if best:
-        best = f"   (the best possible: {data.best_normalized_entropy():.4f})"
-    print(f"  test normalized entropy  {figures['normalized_entropy']:.4f}{best}")
-    print(f"  test log loss            {figures['log_loss']:.4f}")
-    print(f"  examples per second      {figures['examples_per_second']:,.0f}")
-    print(
-        f"  staleness                mean {figures['staleness_mean']:.2f}, "
-        f"p99 {figures['staleness_p99']}, max {figures['staleness_max']} (dense); "
-        f"mean {figures['row_staleness_mean']:.2f} (embedding rows)"
-    )
-    if figures.get("lost_workers"):
-        print(
-            f"  lost                     workers {figures['lost_workers']} times, with "
-            f"{figures['lost_steps']:,} steps and {figures['lost_batches']:,} batches"
-        )
-    if "iterations" in figures:
-        print(strategy_flags.describe_hop(figures))
-    if figures.get("included"):
-        print(
-            f"  gradients                {figures['included']:,} applied, "
-            f"{figures['excluded']:,} excluded, {figures['late']:,} dropped; "
-            f"age mean {figures['token_age_mean']:.2f}, max {figures['token_age_max']}"
-        )
+    click_training.run("Wide & Deep", make_model)
 
 
 if __name__ == "__main__":
-    logging.set_verbosity(logging.WARNING)
-    tf.get_logger().setLevel("WARNING")
-    app.run(main)
+    click_training.start(main)

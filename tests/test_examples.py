@@ -1,4 +1,4 @@
-"""The Wide & Deep example: its flags and what it writes."""
+"""The Wide & Deep example, its flags and what it writes; and DLRM."""
 
 import importlib
 import json
@@ -8,9 +8,13 @@ import pathlib
 import subprocess
 import sys
 
+import keras
+import numpy as np
 import pytest
 from absl import app, flags
 from absl.testing import flagsaver
+
+import tf_recsync as recsync
 
 EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
 KEYS = {
@@ -53,6 +57,14 @@ def example():
         (["--tf", "--strategy=local", "--optimizer=swap_adagrad"], "--tf has no --optimizer"),
         (["--tf", "--strategy=local", "--mean_normalization"], "--tf has no --mean_norm"),
         (["--bind_address=127.0.0.1"], "--bind_address applies only with TF_CONFIG"),
+        (["--alpha=0.5"], "--alpha applies only with --strategy=shadow_easgd or"),
+        (["--strategy=shadow_easgd", "--alpha=0"], r"alpha must be in \(0, 1\], not 0.0"),
+        (["--strategy=shadow_ma", "--sync_ps=1"], "--sync_ps applies only with"),
+        (["--strategy=shadow_ma", "--eta=0.5"], "--eta applies only with"),
+        (["--strategy=shadow_ma", "--sync_gap=5"], "--sync_gap applies only with"),
+        (["--strategy=fr_bmuf", "--eta=-1"], "eta must be positive, not -1.0"),
+        (["--strategy=fr_ma", "--sync_per_minute=0"], "per_minute must be a positive number"),
+        (["--strategy=fr_ma", "--sync_gap=5", "--sync_per_minute=1"], "exclude each other"),
         (["--global_batch_size=256"], "--global_batch_size applies only with --strategy=sync or"),
         (["--strategy=gba", "--staleness_tolerance=1"], "--strategy=gba needs --global_batch"),
         (["--strategy=gba", "--global_batch_size=256"], "--strategy=gba needs --staleness_tol"),
@@ -108,6 +120,8 @@ def test_flags_that_would_be_ignored_or_refused_later_are_errors(example, argume
         ["--strategy=backup_workers", "--workers=4", "--backup_workers=3"],
         ["--strategy=bounded_staleness", "--staleness_bound=0"],
         ["--strategy=hop", "--workers=4", "--backup_workers=4"],
+        ["--strategy=shadow_easgd", "--alpha=1", "--sync_ps=2", "--threads=4"],
+        ["--strategy=fr_bmuf", "--eta=0.9", "--sync_per_minute=2"],
     ],
 )
 def test_flags_that_go_together_pass(example, arguments):
@@ -124,9 +138,9 @@ def test_with_tf_config_the_number_of_workers_is_not_checked_beforehand(example,
         example.check_flags()
 
 
-def run(tmp_path, *arguments):
+def run(tmp_path, *arguments, program="wide_deep_ctr.py"):
     out = tmp_path / "metrics.json"
-    command = [sys.executable, "wide_deep_ctr.py", f"--metrics_json={out}", *arguments]
+    command = [sys.executable, program, f"--metrics_json={out}", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
     done = subprocess.run(
         command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=240
@@ -211,6 +225,8 @@ def test_it_goes_on_in_another_mode_from_what_an_earlier_run_saved(tmp_path):
         # Of the two batches of a step, one may be dropped.
         (["--strategy=backup_workers"], range(10, 21)),
         (["--strategy=bounded_staleness", "--staleness_bound=1"], [20]),
+        (["--strategy=shadow_easgd", "--threads=2"], [20]),
+        (["--strategy=fr_ma", "--sync_gap=2"], [20]),
     ],
 )
 def test_it_trains_in_the_other_modes(example, tmp_path, arguments, steps):
@@ -225,3 +241,43 @@ def test_it_trains_in_the_other_modes(example, tmp_path, arguments, steps):
     assert figures["steps"] in steps
     assert (figures["workers"], figures["examples"]) == (2, 4000)
     assert 0.5 < figures["auc"] < 1 and figures["staleness_mean"] >= 1
+
+
+@pytest.mark.timeout(300)
+def test_dlrm_trains_with_trainers_that_synchronize_in_the_background(tmp_path):
+    figures, printed = run(
+        tmp_path,
+        *("--strategy=shadow_easgd", "--workers=2", "--threads=2", "--sync_ps=2", "--epochs=2"),
+        *SMALL,
+        program="dlrm_ctr.py",
+    )
+    assert "DLRM on synthetic, shadow_easgd: 2 workers, 3 ps, 40 steps" in printed
+    assert figures["auc"] > 0.5
+    # Counted by the coordinator and, in bytes, by the sync PSs.
+    assert figures["average_sync_gap"] == figures["average_sync_gap_by_bytes"]
+    assert f"average sync gap {figures['average_sync_gap']:.1f} steps" in printed
+
+
+def test_dlrm_is_the_papers_formula():
+    """The dot products of all pairs of vectors, each pair once, and the dense vector."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        dlrm_model = importlib.import_module("dlrm_model")
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    spec = recsync.data.Synthetic(10, seed=1).spec
+    model = dlrm_model.build_dlrm(spec, embedding_dimension=4)
+    batch = 3
+    random = np.random.default_rng(0)
+    inputs = {"numeric": random.normal(size=(batch, len(spec.numeric))).astype(np.float32)}
+    inputs |= {n: random.integers(0, size, batch) for n, size in spec.categorical.items()}
+    inner = keras.Model(
+        model.input,
+        [model.get_layer(n).output for n in ("bottom_2", "embeddings", "top_inputs")],
+    )
+    dense, embedded, found = [np.asarray(t) for t in inner(inputs)]
+    vectors = np.concatenate([dense, embedded], 1).reshape(batch, -1, 4)
+    pairs = [(i, j) for i in range(vectors.shape[1]) for j in range(i)]
+    expected = [[v[i] @ v[j] for i, j in pairs] for v in vectors]
+    np.testing.assert_allclose(found[:, 4:], expected, atol=1e-5)
+    np.testing.assert_array_equal(found[:, :4], dense)

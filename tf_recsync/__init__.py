@@ -25,26 +25,43 @@ from tf_recsync.strategies import (  # noqa: E402
     BSPStrategy,
     GBAStrategy,
     HopStrategy,
+    ShadowSyncStrategy,
     SyncStrategy,
 )
 from tf_recsync.swap import Swap  # noqa: E402
 from tf_recsync.synchronization.hop_protocol import Skip  # noqa: E402
+from tf_recsync.synchronization.shadow_algorithms import (  # noqa: E402
+    BMUF,
+    EASGD,
+    Algorithm,
+    ModelAveraging,
+    all_reduce_mean,
+)
+from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow  # noqa: E402
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Algorithm",
     "AsyncStrategy",
+    "BMUF",
     "BSPStrategy",
     "BackupWorkersStrategy",
     "BoundedStalenessStrategy",
     "Cluster",
+    "EASGD",
+    "Foreground",
     "GBAStrategy",
     "HopStrategy",
     "LocalCluster",
+    "ModelAveraging",
     "PlacementPlan",
+    "Shadow",
+    "ShadowSyncStrategy",
     "Skip",
     "Swap",
     "SyncStrategy",
+    "all_reduce_mean",
     "callbacks",
     "cluster_from_tf_config",
     "data",

@@ -69,6 +69,7 @@ class TrainingReport(keras.callbacks.Callback):
             "staleness_p99": measured.quantile(0.99),
             "staleness_max": measured.max,
             "lost_steps": self._strategy.losses(self.model).steps - self._lost_steps,
+            **self._more(seconds),
         }
         if logs is not None:
             logs.update(report)
@@ -85,11 +86,56 @@ class TrainingReport(keras.callbacks.Callback):
         if self._writer is not None:
             self._writer.close()
 
+    def _more(self, seconds: float) -> dict[str, float]:
+        """What else there is to report of an epoch of so many seconds."""
+        del seconds
+        return {}
+
     def _step_count(self) -> int:
         # A MultiOptimizer counts in its parts only.
         optimizer = self.model.optimizer
         parts = getattr(optimizer, "optimizers", [optimizer])
         return max(int(part.iterations.numpy()) for part in parts)
+
+
+class ShadowReport(TrainingReport):
+    """Adds what trainers of a `ShadowSyncStrategy` did in each epoch to its logs.
+
+    To the progress bar and `History`, and with a `log_dir` to TensorBoard, it adds what
+    `TrainingReport` does, of all threads of all trainers, where `staleness` is that among the
+    threads of a trainer; and `syncs_per_second` (of all trainers), `average_sync_gap` (the steps
+    of a trainer from one synchronization to the next; infinite if there was none),
+    `sync_seconds` (the mean duration of one) and `sync_ps_bytes` (received and sent by the sync
+    PSs).
+
+    Args:
+        strategy: the `ShadowSyncStrategy` that the model trains on.
+        log_dir: a folder for TensorBoard, or None (the default).
+
+    Example:
+
+    ```python
+    model.fit(dataset, callbacks=[recsync.callbacks.ShadowReport(strategy, "logs")])
+    ```
+    """
+
+    def on_epoch_begin(self, epoch, logs=None):
+        super().on_epoch_begin(epoch, logs)
+        self._synced = self._strategy.sync_report(self.model)
+
+    def _more(self, seconds: float) -> dict[str, float]:
+        now, then = self._strategy.sync_report(self.model), self._synced
+        syncs = sum(now.syncs) - sum(then.syncs)
+        return {
+            "syncs_per_second": syncs / seconds,
+            "average_sync_gap": (now.steps - then.steps) / syncs if syncs else float("inf"),
+            "sync_seconds": (sum(now.seconds) - sum(then.seconds)) / syncs if syncs else 0.0,
+            "sync_ps_bytes": now.sync_ps_bytes - then.sync_ps_bytes,
+        }
+
+    def _step_count(self) -> int:
+        # The optimizer's count is that of one trainer.
+        return self._strategy.sync_report(self.model).steps
 
 
 class HopReport(keras.callbacks.Callback):

@@ -7,12 +7,15 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "cc/engine/hogwild.h"
 #include "cc/engine/mutex.h"
 #include "cc/engine/nonfinite.h"
+#include "cc/engine/row_locks.h"
 #include "cc/engine/span_update.h"
 #include "cc/engine/staleness_counters.h"
 #include "cc/engine/update_rules.h"
 #include "cc/kernels/update_op.h"
+#include "cc/kernels/write_session.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
 #include "tensorflow/core/util/work_sharder.h"
@@ -27,7 +30,10 @@ using tensorflow::Var;
 template <typename Rule, typename T>
 class DenseUpdateOp : public UpdateOp<Rule> {
  public:
-  using UpdateOp<Rule>::UpdateOp;
+  explicit DenseUpdateOp(tensorflow::OpKernelConstruction* ctx)
+      : UpdateOp<Rule>(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("hogwild", &hogwild_));
+  }
 
   void Compute(OpKernelContext* ctx) override {
     std::vector<VariablePtr> held;
@@ -61,9 +67,11 @@ class DenseUpdateOp : public UpdateOp<Rule> {
     // All is checked before anything is written, so that a push is not applied
     // by halves.
     for (int64_t i = 0; i < n; ++i) {
-      const ExclusiveLocks locks(targets[i].All());
-      OP_REQUIRES_OK(ctx, PrepareDense(ctx, targets[i]));
+      const WriteLocks locks(ctx, targets[i].All(), hogwild_);
+      OP_REQUIRES_OK(ctx, locks.status());
+      OP_REQUIRES_OK(ctx, CheckDense(targets[i]));
       if (pulled->NumElements() > 0) {
+        const RowLock lock(LockOf(targets[i]));
         OP_REQUIRES_OK(ctx,
                        this->CheckPulled(pulled->flat<int64_t>()(i),
                                          *Data<int64_t>(targets[i].versions)));
@@ -83,6 +91,12 @@ class DenseUpdateOp : public UpdateOp<Rule> {
   }
 
  private:
+  // Of what is counted for a variable, which Hogwild's updates share.
+  static SpinLock* LockOf(const Target& target) {
+    // Pulls take it, too.
+    return &RowLocks::Global().Of(target.versions, 0);
+  }
+
   // Refuses a gradient that is not finite, naming its variable.
   static absl::Status CheckFinite(const std::vector<Target>& targets,
                                   const T* g, int64_t total) {
@@ -105,8 +119,9 @@ class DenseUpdateOp : public UpdateOp<Rule> {
   absl::Status UpdateOne(OpKernelContext* ctx, const Rule& rule,
                          int64_t global_step, const int64_t* pulled, const T* g,
                          int64_t total, const Target& target, int64_t* offset) {
-    ExclusiveLocks locks(target.All());
-    TF_RETURN_IF_ERROR(PrepareDense(ctx, target));
+    const WriteLocks locks(ctx, target.All(), hogwild_);
+    TF_RETURN_IF_ERROR(locks.status());
+    TF_RETURN_IF_ERROR(CheckDense(target));
     const int64_t size = target.variable->tensor()->NumElements();
     // The sizes were added up under another lock: a variable may have been
     // assigned a value of another shape since.
@@ -115,37 +130,43 @@ class DenseUpdateOp : public UpdateOp<Rule> {
           "a variable changed its shape while it was updated");
     }
     int64_t* version = Data<int64_t>(target.versions);
-    if (pulled != nullptr) {
-      TF_RETURN_IF_ERROR(this->CheckPulled(*pulled, *version));
-    }
+    float* last_update = Data<float>(target.last_updates);
     StalenessCounters counters(Data<int64_t>(target.counters));
-    if (this->options_.nonfinite == Nonfinite::kSkip &&
-        !AllFinite(g + *offset, size)) {
-      counters.AddSkipped();
-      *offset += size;
-      return absl::OkStatus();
-    }
-    const int64_t tau = pulled == nullptr ? 1 : *version - *pulled + 1;
+    const bool is_skipped = this->options_.nonfinite == Nonfinite::kSkip &&
+                            !AllFinite(g + *offset, size);
     const StalenessWeight& weight = this->options_.weight;
     const bool measure = weight.uses_last_update();
-    float* last_update = Data<float>(target.last_updates);
-    const float rho = static_cast<float>(
-        weight.Of(static_cast<double>(tau), measure ? *last_update : 0.0,
-                  weight.rescales() ? std::sqrt(counters.Variance()) : 0.0,
-                  counters.Mean()));
-    const float decay =
-        this->options_.swap.enabled()
-            ? this->options_.swap.DecaySince(Data<int64_t>(target.last_periods),
-                                             global_step)
-            : 1.0f;
+    int64_t tau = 1;
+    float rho = 1.0f;
+    float decay = 1.0f;
+    Rule own = rule;
+    {
+      const RowLock lock(LockOf(target));
+      if (pulled != nullptr) {
+        TF_RETURN_IF_ERROR(this->CheckPulled(*pulled, *version));
+        tau = *version - *pulled + 1;
+      }
+      if (is_skipped) {
+        counters.AddSkipped();
+        *offset += size;
+        return absl::OkStatus();
+      }
+      rho = static_cast<float>(
+          weight.Of(static_cast<double>(tau), measure ? *last_update : 0.0,
+                    weight.rescales() ? std::sqrt(counters.Variance()) : 0.0,
+                    counters.Mean()));
+      if (this->options_.swap.enabled()) {
+        decay = this->options_.swap.DecaySince(
+            Data<int64_t>(target.last_periods), global_step);
+      }
+      if constexpr (Rule::kKeepsSteps) {
+        own = rule.At(global_step, Data<int64_t>(target.last_steps));
+      }
+    }
     float* w = Data<float>(target.variable);
     std::vector<float*> accumulators;
     for (Var* accumulator : target.accumulators) {
       accumulators.push_back(Data<float>(accumulator));
-    }
-    Rule own = rule;
-    if constexpr (Rule::kKeepsSteps) {
-      own = rule.At(global_step, Data<int64_t>(target.last_steps));
     }
     const SpanUpdate<Rule> apply = measure ? ChooseSpanUpdate<Rule, true>()
                                            : ChooseSpanUpdate<Rule, false>();
@@ -159,7 +180,10 @@ class DenseUpdateOp : public UpdateOp<Rule> {
       const float* piece =
           AsFloat(g + *offset + begin, end - begin, &converted);
       const double part =
-          apply(own, w + begin, slots.data(), piece, end - begin, rho, decay);
+          hogwild_ ? UpdateHogwild<Rule>(apply, own, w + begin, slots.data(),
+                                         piece, end - begin, rho, decay)
+                   : apply(own, w + begin, slots.data(), piece, end - begin,
+                           rho, decay);
       if (measure) {
         MutexLock lock(&mu);
         squares += part;
@@ -169,6 +193,7 @@ class DenseUpdateOp : public UpdateOp<Rule> {
     const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
     tensorflow::Shard(workers->num_threads, workers->workers, size,
                       kCyclesPerElement, update);
+    const RowLock lock(LockOf(target));
     if (measure) *last_update = static_cast<float>(std::sqrt(squares));
     counters.Add(tau);
     ++*version;
@@ -189,6 +214,8 @@ class DenseUpdateOp : public UpdateOp<Rule> {
     }
     return converted->data();
   }
+
+  bool hogwild_;
 };
 
 #define REGISTER_DENSE(name, Rule, T)                         \

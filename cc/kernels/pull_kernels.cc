@@ -7,7 +7,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "cc/engine/bags.h"
+#include "cc/engine/hogwild.h"
 #include "cc/engine/row_gather.h"
+#include "cc/engine/row_locks.h"
 #include "cc/kernels/packed_rows.h"
 #include "cc/kernels/variable_access.h"
 #include "cc/kernels/write_session.h"
@@ -26,6 +28,16 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 using tensorflow::tf_shared_lock;
 using tensorflow::Var;
+
+// Copies a variable's values, which Hogwild's updates may write meanwhile.
+void CopyValues(const Tensor& value, const ReadSession& session, float* to) {
+  const float* from = value.flat<float>().data();
+  if (session.needs_row_locks()) {
+    LoadHogwild(from, value.NumElements(), to);
+  } else {
+    std::copy_n(from, value.NumElements(), to);
+  }
+}
 
 class PullDenseOp : public OpKernel {
  public:
@@ -53,8 +65,7 @@ class PullDenseOp : public OpKernel {
     float* out = packed->flat<float>().data();
     for (int64_t i = 0; i < n; ++i) {
       // The update ops take both locks in this order too.
-      tf_shared_lock lock(*variables[i]->mu());
-      tf_shared_lock version_lock(*versions[i]->mu());
+      const ReadSession session({variables[i].get(), versions[i].get()});
       const Tensor& value = *variables[i]->tensor();
       OP_REQUIRES(ctx, value.NumElements() == sizes[i],
                   absl::InvalidArgumentError(
@@ -66,8 +77,12 @@ class PullDenseOp : public OpKernel {
                   absl::InvalidArgumentError(
                       absl::StrCat("versions[", i, "] must be a scalar, not ",
                                    version.shape().DebugString())));
-      std::copy_n(value.flat<float>().data(), sizes[i], out);
-      pulled->flat<int64_t>()(i) = version.flat<int64_t>()(0);
+      {
+        // Before the values: they may be newer than their version says.
+        const RowLock lock(&RowLocks::Global().Of(versions[i].get(), 0));
+        pulled->flat<int64_t>()(i) = version.flat<int64_t>()(0);
+      }
+      CopyValues(value, session, out);
       out += sizes[i];
     }
   }

@@ -136,17 +136,12 @@ inline absl::Status CheckBeside(const Target& target,
   return absl::OkStatus();
 }
 
-// Checks a locked dense variable and makes its buffers writable.
-// Lock: the target's, exclusive.
-inline absl::Status PrepareDense(tensorflow::OpKernelContext* ctx,
-                                 const Target& target) {
+// Checks a dense variable and what lives beside it.
+// Lock: the target's, exclusive or by a session.
+inline absl::Status CheckDense(const Target& target) {
   TF_RETURN_IF_ERROR(
       CheckVariable(*target.variable, "variable", tensorflow::DT_FLOAT));
-  TF_RETURN_IF_ERROR(CheckBeside(target, tensorflow::TensorShape({})));
-  for (tensorflow::Var* variable : target.All()) {
-    TF_RETURN_IF_ERROR(MakeWritable(ctx, variable));
-  }
-  return absl::OkStatus();
+  return CheckBeside(target, tensorflow::TensorShape({}));
 }
 
 template <typename V>

@@ -37,6 +37,17 @@ WriteSession::~WriteSession() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   }
 }
 
+WriteLocks::WriteLocks(tensorflow::OpKernelContext* ctx,
+                       const std::vector<Var*>& variables, bool hogwild) {
+  if (hogwild) {
+    session_.emplace(ctx, variables);
+    status_ = session_->status();
+    return;
+  }
+  locks_.emplace(variables);
+  for (Var* variable : variables) status_.Update(MakeWritable(ctx, variable));
+}
+
 ReadSession::ReadSession(const std::vector<Var*>& variables)
     ABSL_NO_THREAD_SAFETY_ANALYSIS {
   for (Var* variable : variables) {

@@ -3,6 +3,7 @@
 #ifndef TF_RECSYNC_CC_KERNELS_WRITE_SESSION_H_
 #define TF_RECSYNC_CC_KERNELS_WRITE_SESSION_H_
 
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -36,6 +37,22 @@ class WriteSession {
 
  private:
   std::vector<std::pair<tensorflow::Var*, bool>> entered_;  // and if it leads
+  absl::Status status_;
+};
+
+// Keeps stock ops out of variables, and makes them writable; other updates too,
+// unless both are Hogwild's. Order and blocking as above.
+class WriteLocks {
+ public:
+  WriteLocks(tensorflow::OpKernelContext* ctx,
+             const std::vector<tensorflow::Var*>& variables, bool hogwild);
+
+  // An error where a buffer could not be copied: then nothing may be written.
+  const absl::Status& status() const { return status_; }
+
+ private:
+  std::optional<ExclusiveLocks> locks_;
+  std::optional<WriteSession> session_;
   absl::Status status_;
 };
 

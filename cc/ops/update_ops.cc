@@ -100,7 +100,9 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "gradient: A vector: the variables' gradients, flattened, one after the "   \
   "other; or empty: nothing is updated or counted, and no version rises.\n"   \
   "pulled_versions: [N], or empty for gradients of the current values (tau "  \
-  "is 1)."
+  "is 1).\n"                                                                  \
+  "hogwild: Updates side by side, each element without a lock: two that "     \
+  "write the same element at once may lose one of the updates."
 
 #define RECSYNC_ROWS_DOC                                                      \
   "\n"                                                                        \
@@ -140,6 +142,7 @@ REGISTER_OP("RecsyncSgdDense")
     .Input("learning_rate: float")
     .Input("global_step: int64")
     .Attr("N: int >= 1")
+    .Attr("hogwild: bool = false")
     .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
     .SetShapeFn(DenseUpdateShape)
     .Doc(
@@ -181,6 +184,7 @@ REGISTER_OP("RecsyncAdagradDense")
     .Input("global_step: int64")
     .Attr("N: int >= 1")
     .Attr("epsilon: float = 1e-7")
+    .Attr("hogwild: bool = false")
     .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
     .SetShapeFn(DenseUpdateShape)
     .Doc(
@@ -233,6 +237,7 @@ REGISTER_OP("RecsyncAdamDense")
     .Attr("beta_1: float = 0.9")
     .Attr("beta_2: float = 0.999")
     .Attr("epsilon: float = 1e-7")
+    .Attr("hogwild: bool = false")
     .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
     .SetShapeFn(DenseUpdateShape)
     .Doc(
@@ -299,6 +304,7 @@ REGISTER_OP("RecsyncFtrlDense")
     .Attr("l1: float = 0.0")
     .Attr("l2: float = 0.0")
     .Attr("beta: float = 0.0")
+    .Attr("hogwild: bool = false")
     .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
     .SetShapeFn(DenseUpdateShape)
     .Doc(

@@ -167,12 +167,16 @@ class EmbeddingCollection(keras.layers.Layer):
             return
         strategy = tf.distribute.get_strategy()
         # Only where there are servers to put tables on.
-        cluster = strategy.cluster if hasattr(strategy, "placed_on") else None
-        servers = cluster.ps if cluster is not None else 1
+        on_servers = hasattr(strategy, "placed_on")
+        servers = len(strategy.embedding_ps) if on_servers else 1
+        if not servers:
+            raise ValueError(
+                f"layer {self.name} needs an embedding PS for its tables, and the strategy has none"
+            )
         plan = self._given_placement
         if plan is None or (self._placement_is_restored and plan.ps != servers):
             tables = self._table_configs
-            if cluster is None:  # One process, whatever the shards.
+            if not on_servers:  # One process, whatever the shards.
                 tables = [dataclasses.replace(table, shards=None) for table in tables]
             together = [tables_of(i, self._feature_configs) for i, _ in self._interactions]
             plan = plan_placement(
@@ -196,7 +200,7 @@ class EmbeddingCollection(keras.layers.Layer):
             check_memory(self.name, self._physical, self._memory_limit, *self._row_memory.values())
         for physical in self._physical:
             initializer = PhysicalInitializer(physical, self._initializers, self._by_name)
-            with strategy.placed_on(physical.ps) if cluster else contextlib.nullcontext():
+            with strategy.placed_on(physical.ps) if on_servers else contextlib.nullcontext():
                 variable = self.add_weight(
                     shape=(physical.rows, physical.dimension),
                     dtype=physical.dtype,

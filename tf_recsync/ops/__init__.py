@@ -24,13 +24,15 @@ library = tf.load_op_library(str(_LIBRARY))
 
 # Ops that only read their resources: tf.function may run them side by side and
 # leave out the ones whose result nobody uses.
-for _name in ("RecsyncPullDense", "RecsyncGatherRows", "RecsyncPullTable"):
+for _name in ("RecsyncPullDense", "RecsyncGatherRows", "RecsyncPullTable", "RecsyncSnapshot"):
     if _name not in auto_control_deps_utils.RESOURCE_READ_OPS:
         auto_control_deps_utils.register_read_only_resource_op(_name)
 
 pull_dense = library.recsync_pull_dense
 pull_table = library.recsync_pull_table
 next_global_step = library.recsync_next_global_step
+snapshot = library.recsync_snapshot
+interpolate = library.recsync_interpolate
 sgd_dense = library.recsync_sgd_dense
 adagrad_dense = library.recsync_adagrad_dense
 adam_dense = library.recsync_adam_dense
@@ -74,6 +76,8 @@ for _name in (
     "RecsyncPullDense",
     "RecsyncPullTable",
     "RecsyncNextGlobalStep",
+    "RecsyncSnapshot",
+    "RecsyncInterpolate",
     "RecsyncSgdDense",
     "RecsyncSgdRows",
     "RecsyncAdagradDense",

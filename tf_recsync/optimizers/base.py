@@ -322,7 +322,15 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             self.apply_dense([state], gradient, no_versions(), learning_rate, step)
 
     def apply_dense(
-        self, states, gradient, pulled_versions, learning_rate, global_step, *, weighted=True
+        self,
+        states,
+        gradient,
+        pulled_versions,
+        learning_rate,
+        global_step,
+        *,
+        weighted=True,
+        hogwild=False,
     ):
         """Applies packed gradients to dense variables of one server.
 
@@ -334,12 +342,15 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             global_step: an int64 scalar, counted from 1.
             weighted: False if the gradients are weighted already: then staleness is
                 counted, but the policy is not used.
+            hogwild: whether updates of the same variables may run side by side, without
+                locks.
 
         Returns:
             The update's operation.
         """
         return self.dense_op(
             gradient=gradient,
+            hogwild=hogwild,
             **self._arguments(states, pulled_versions, learning_rate, global_step, weighted),
         )
 

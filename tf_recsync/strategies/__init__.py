@@ -9,6 +9,7 @@ from tf_recsync.strategies.presets import (
     GBAStrategy,
     SyncStrategy,
 )
+from tf_recsync.strategies.shadow_strategy import ShadowSyncStrategy
 
 __all__ = [
     "AsyncStrategy",
@@ -17,5 +18,6 @@ __all__ = [
     "BoundedStalenessStrategy",
     "GBAStrategy",
     "HopStrategy",
+    "ShadowSyncStrategy",
     "SyncStrategy",
 ]

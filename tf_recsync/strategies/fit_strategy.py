@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 
 import keras
@@ -13,6 +14,7 @@ from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import model_functions, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedDataset
 from tf_recsync.strategies.slots import Losses
+from tf_recsync.synchronization.modes import Mode
 
 
 class FitStrategy:
@@ -25,12 +27,38 @@ class FitStrategy:
 
     linked_job = "ps"  # Whose links carry what a step sends.
 
-    def _init_fit(self, cluster: Cluster, local_batch_size: int | None) -> None:
-        """To be called once the cluster is connected; None if the size is not known."""
+    def _init_fit(
+        self,
+        cluster: Cluster,
+        local_batch_size: int | None,
+        worker_timeout: float,
+        mode: Mode,
+        home: str = "",
+        prefetch_lookups: bool = False,
+    ) -> None:
+        """To be called once the cluster is connected.
+
+        Args:
+            cluster: the cluster.
+            local_batch_size: examples of a batch, or None if that is not known.
+            worker_timeout: see `model_functions.Settings`, like the rest.
+            mode: as above.
+            home: as above.
+            prefetch_lookups: as above.
+        """
         self._cluster = cluster
         self._local_batch_size = local_batch_size
         self._compute_time: worker_functions.ComputeTime | None = None
         self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
+        self._settings = model_functions.Settings(
+            cluster=cluster,
+            worker_timeout=worker_timeout,
+            compute_time=lambda: self._compute_time,
+            bandwidths=lambda: dict(self._bandwidths),
+            mode=mode,
+            home=home,
+            prefetch_lookups=prefetch_lookups,
+        )
 
     @property
     def cluster(self) -> Cluster:
@@ -166,6 +194,28 @@ def check_cluster(strategy: str, cluster: Cluster, workers: int = 1) -> None:
             f"{strategy} needs at least {number} and one ps, the cluster has "
             f"workers={cluster.workers} and ps={cluster.ps}"
         )
+
+
+def check_seconds(name: str, value: float) -> None:
+    """Raises a ValueError if an argument is no positive number."""
+    if not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{name} must be positive, in seconds, not {value!r}")
+
+
+def check_optimizers(strategy: FitStrategy, model: keras.Model) -> None:
+    """Raises a ValueError if an optimizer is none of this package, or was not made in the scope."""
+    for optimizer in model_functions.optimizers_of(model):
+        if optimizer._distribution_strategy is not strategy:
+            raise ValueError(
+                f"optimizer {optimizer.name} was not made inside this strategy's scope()"
+            )
+
+
+def near(what) -> contextlib.AbstractContextManager:
+    """A context in which a strategy makes variables where something lies, by its `device`."""
+    return tf.variable_creator_scope(
+        lambda create, **kwargs: create(**{**kwargs, "colocate_with": what})
+    )
 
 
 def check_at_least(name: str, value: int, least: int) -> None:

@@ -9,7 +9,13 @@ import tensorflow as tf
 from tf_recsync import staleness
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import model_functions, predict_function, worker_run
-from tf_recsync.strategies.fit_strategy import FitStrategy, check_at_least
+from tf_recsync.strategies.fit_strategy import (
+    FitStrategy,
+    check_at_least,
+    check_optimizers,
+    check_seconds,
+    near,
+)
 from tf_recsync.synchronization import aggregation
 from tf_recsync.synchronization.modes import Mode
 
@@ -48,24 +54,21 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
     ):
         if not isinstance(prefetch_lookups, bool):
             raise ValueError(f"prefetch_lookups must be a bool, not {prefetch_lookups!r}")
-        if not isinstance(worker_timeout, (int, float)) or not worker_timeout > 0:
-            raise ValueError(f"worker_timeout must be positive, in seconds, not {worker_timeout!r}")
+        check_seconds("worker_timeout", worker_timeout)
         if local_batch_size is not None:
             check_at_least("local_batch_size", local_batch_size, 1)
         self._cluster = cluster
         self._mode = mode
         super().__init__(cluster.resolver)
-        self._init_fit(cluster, local_batch_size)
         # What variables are colocated with that shall be on a certain server.
         self._anchors = [self._anchor(i) for i in range(cluster.ps)]
-        self._settings = model_functions.Settings(
-            cluster=cluster,
-            worker_timeout=worker_timeout,
-            compute_time=lambda: self._compute_time,
-            bandwidths=lambda: dict(self._bandwidths),
-            mode=mode,
-            home=self._anchors[0].device,
-            prefetch_lookups=prefetch_lookups,
+        self._init_fit(
+            cluster,
+            local_batch_size,
+            worker_timeout,
+            mode,
+            self._anchors[0].device,
+            prefetch_lookups,
         )
 
     @property
@@ -78,6 +81,11 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         """The examples of a global step, or None if `local_batch_size` was not given."""
         size = self._local_batch_size
         return None if size is None else size * self._mode.capacity
+
+    @property
+    def embedding_ps(self) -> tuple[int, ...]:
+        """The task indices of the servers that embedding tables are placed on: all."""
+        return tuple(range(self._cluster.ps))
 
     def _anchor(self, ps: int) -> tf.Variable:
         with tf.device(f"/job:ps/replica:0/task:{ps}/device:CPU:0"):
@@ -94,10 +102,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         """
         if not 0 <= ps < self._cluster.ps:
             raise ValueError(f"ps must be from 0 to {self._cluster.ps - 1}, not {ps!r}")
-        anchor = self._anchors[ps]
-        return tf.variable_creator_scope(
-            lambda create, **kwargs: create(**{**kwargs, "colocate_with": anchor})
-        )
+        return near(self._anchors[ps])
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         # Without the base class's device filters, which hide workers from each
@@ -146,11 +151,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         model.predict_function = predict_function.PredictFunction(model, self._settings)
 
     def _check_optimizer(self, model: keras.Model) -> None:
-        for optimizer in model_functions.optimizers_of(model):
-            if optimizer._distribution_strategy is not self:
-                raise ValueError(
-                    f"optimizer {optimizer.name} was not made inside this strategy's scope()"
-                )
+        check_optimizers(self, model)
 
     def aggregation(self, model: keras.Model) -> aggregation.Report | None:
         """What became of the workers' pushes since the model began to train.

@@ -11,11 +11,10 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync import ops, optimizers
-from tf_recsync.cluster import Cluster, LocalCluster, device_of
+from tf_recsync import optimizers
+from tf_recsync.cluster import Cluster
 from tf_recsync.layers import EmbeddingCollection
 from tf_recsync.strategies.fit_strategy import check_at_least
-from tf_recsync.synchronization import hop
 from tf_recsync.synchronization.hop_protocol import Protocol, Skip
 from tf_recsync.topology import Topology
 
@@ -167,23 +166,3 @@ def _warn_if_nobody_skips(protocol: Protocol) -> None:
             needed,
             max(behind),
         )
-
-
-def check_threads(cluster: Cluster, topology: Topology) -> None:
-    """Raises a ValueError if calls that wait could take all threads of a server's process."""
-    processes: dict[int, list[int]] = {}  # The workers that share threads, as far as is known.
-    for worker in range(topology.size):
-        is_local = isinstance(cluster, LocalCluster)
-        process = cluster.pid("worker", worker) if is_local else -1 - worker
-        processes.setdefault(process, []).append(worker)
-    for workers in processes.values():
-        needed = sum(hop.threads_needed(topology, worker) for worker in workers)
-        with tf.device(device_of("worker", workers[0])):
-            threads = int(ops.server_threads(needed))
-        if threads < needed:
-            each = max(hop.threads_needed(topology, worker) for worker in workers)
-            raise ValueError(
-                f"the process of {hop.listed(workers)} has {threads} threads, and up to {needed} "
-                f"calls may wait in it for neighbors; start the servers with "
-                f"inter_op_threads={each} or more (a LocalCluster with processes=1 or more)"
-            )

@@ -1,42 +1,29 @@
-"""What Keras calls to train, test and predict where every worker has its own parameters."""
+"""What Keras calls to train under a `HopStrategy`: a step with the exchange around it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.cluster import device_of
 from tf_recsync.ops import hop
-from tf_recsync.strategies import model_functions, worker_functions
-from tf_recsync.strategies.distributed_dataset import DistributedIterator
-from tf_recsync.strategies.model_functions import Settings, Steps
-from tf_recsync.strategies.predict_function import PredictFunction
-from tf_recsync.strategies.slots import Crew
-from tf_recsync.strategies.worker_run import WorkerRun
-from tf_recsync.strategies.worker_state import WorkerState
+from tf_recsync.strategies import worker_functions
+from tf_recsync.strategies.copied_functions import (
+    CopiedTrainFunction,
+    OnCopies,
+    private_variables,
+    variables_of,
+)
+from tf_recsync.strategies.model_functions import Settings
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop import HopGroup
 from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.hop_protocol import Protocol
-from tf_recsync.synchronization.pull_push import Layout, is_seed
+from tf_recsync.synchronization.pull_push import Layout
 from tf_recsync.synchronization.remote_values import packed
-
-
-def variables_of(model: keras.Model) -> list[tf.Variable]:
-    """What every worker has a copy of: the parameters first, then what belongs to them.
-
-    Metrics and the states of random generators are apart: they begin anew in each pass.
-    """
-    apart = {id(v) for v in _private(model)}
-    found = [*model.trainable_variables, *model.non_trainable_variables]
-    if model.optimizer is not None:
-        found += model.optimizer.variables
-    unique = {id(v): v for v in found if id(v) not in apart}
-    return [v._value for v in unique.values()]
 
 
 def exchange_dtype(model: keras.Model) -> tf.DType:
@@ -62,7 +49,7 @@ def exchange_dtype(model: keras.Model) -> tf.DType:
     return tf.as_dtype(*dtypes)
 
 
-class HopTrainFunction(Steps):
+class HopTrainFunction(CopiedTrainFunction):
     """`model.train_function` under a `HopStrategy`.
 
     Args:
@@ -74,8 +61,6 @@ class HopTrainFunction(Steps):
         read: what users see of the copies, see `Copies`.
     """
 
-    method = "train_step"
-
     def __init__(
         self,
         model: keras.Model,
@@ -84,146 +69,31 @@ class HopTrainFunction(Steps):
         protocol: Protocol,
         read: str | int,
     ):
-        super().__init__(model, settings)
-        self.group: HopGroup | None = None
+        super().__init__(model, settings, read)
         self.events = EventLog()
-        self._is_open = False  # Between an epoch's begin and its end.
-        self._make_group = make_group
+        self._make = make_group
         self._protocol = protocol
-        self._read = read
 
-    def __call__(self, iterator: Any) -> dict[str, Any]:
-        try:
-            return super().__call__(iterator)
-        except StopIteration:
-            raise
-        except BaseException:
-            if self.group is not None:
-                self.group.release()
-            self.events.fail()
-            raise
+    def _failed(self) -> None:
+        super()._failed()
+        self.events.fail()
+
+    def _make_group(self, copies: Copies) -> HopGroup:
+        return self._make(copies, exchange_dtype(self._model), self.events)
 
     def _optimizers(self) -> list:
         return []  # It is applied by each worker to its own copy.
 
     def _layout(self) -> Layout:
-        return Layout((), {}, [], [], _private(self._model))
-
-    def _crew(self) -> Crew:
-        return self.group
-
-    def _flush(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self.group.end()
-            self.group.copies.settled()
-
-    def _should_stop(self) -> bool:
-        return bool(self._model.stop_training)
-
-    def _continue(self, iterator: DistributedIterator) -> Layout:
-        if iterator.run is None and self._run is not None:
-            self._run.stop()  # It may have been left early.
-            self._flush()
-        layout = super()._continue(iterator)
-        self.ensure_group()
-        self.group.copies.begin()
-        self.group.begin()
-        self._is_open = True
-        return layout
-
-    def ensure_group(self) -> HopGroup:
-        """The workers; made at the first call, when the model and its optimizer are built."""
-        if self.group is None:
-            workers = range(self._settings.cluster.workers)
-            devices = [device_of("worker", worker) for worker in workers]
-            copies = Copies(
-                variables_of(self._model),
-                devices,
-                self._settings.cluster.dispatch_scope,
-                self._read,
-            )
-            self.group = self._make_group(copies, exchange_dtype(self._model), self.events)
-        return self.group
+        return Layout((), {}, [], [], private_variables(self._model))
 
     def collect_events(self) -> None:
         """Has the workers tell what they have done up to now."""
         if self.group is not None:
             self.group.reports()
 
-    def _start(self, iterator: DistributedIterator) -> WorkerRun:
-        run = super()._start(iterator)
-        self.group.fail = run.fail
-        return run
-
-    def _open(self, worker: int, iterator: tf.data.Iterator, private, steps: int) -> WorkerState:
-        self.group.open(worker)
-        return _HopState(self.group, worker, iterator, private, steps)
-
-    def _traced(self, iterator, lengths) -> tuple[dict[int, Callable], Layout]:
-        spec = iterator.distributed.element_spec
-        compute_time = self._settings.compute_time()
-        key = (repr(spec), lengths, compute_time)
-        if key not in self._functions:
-            layout = self._layout()
-            functions = {
-                steps: _trace(self._model, layout, self._protocol, spec, steps, compute_time)
-                for steps in lengths
-            }
-            self._functions = {key: (functions, layout)}
-        return self._functions[key]
-
-
-class HopTestFunction(model_functions.TestFunction):
-    """`model.test_function` under a `HopStrategy`: workers test what users see of the model."""
-
-    def _optimizers(self) -> list:
-        return []
-
-    def _layout(self) -> Layout:
-        return _snapshot_layout(self._model)
-
-
-class HopPredictFunction(PredictFunction):
-    """`model.predict_function` under a `HopStrategy`."""
-
-    def _layout(self) -> Layout:
-        return _snapshot_layout(self._model)
-
-
-class _HopState(WorkerState):
-    """What lives on a worker during a pass."""
-
-    def __init__(self, group: HopGroup, worker: int, iterator, private, steps: int):
-        super().__init__(worker, iterator, private, steps)
-        self._group = group
-        self._handles = [group.handle(worker), *group.copies.handles(worker)]
-
-    @property
-    def inputs(self) -> list[tf.Tensor]:
-        return [*super().inputs, *self._handles]
-
-    def begin(self, time: float) -> None:
-        if not self._has_begun:
-            self._group.copies.touched()
-        # All workers are open by now.
-        self._group.carry_on()
-        super().begin(time)
-
-
-def _private(model: keras.Model) -> list[keras.Variable]:
-    metrics = list(model.metrics_variables)
-    known = {id(variable) for variable in metrics}
-    seeds = [v for v in model.variables if is_seed(v) and id(v) not in known]
-    return metrics + seeds
-
-
-def _snapshot_layout(model: keras.Model) -> Layout:
-    """Every worker gets all variables as they are when a pass begins."""
-    metrics = list(model.metrics_variables)
-    known = {id(variable) for variable in metrics}
-    others = [v for v in model.variables if id(v) not in known]
-    return Layout((), {}, [], [], metrics + others)
+    def _trace(self, layout: Layout, element_spec, steps, compute_time) -> Callable:
+        return _trace(self._model, layout, self._protocol, element_spec, steps, compute_time)
 
 
 def _trace(
@@ -301,34 +171,13 @@ def _trace(
             tf.TensorSpec([], tf.resource),
             tf.TensorSpec([], tf.resource),
         )
-    own = [variable._value for variable in layout.private], variables_of(model)
-    return _OnCopies(concrete, *own)
+    private = [variable._value for variable in layout.private]
+    copied = variables_of(model)
 
+    def call(iterator, worker, began, count, *rest):
+        # The worker's own variables, what it keeps beside its parameters, its copies.
+        own, (hop_handle, *copies) = rest[: len(private)], rest[len(private) :]
+        function(iterator, worker, began, count, hop_handle, *own, *copies)
 
-class _OnCopies:
-    """A function of variables, called with other variables in their place.
-
-    Args:
-        concrete: a concrete function of (iterator, worker, began, count, hop).
-        private: the variables whose replacements come after `count`.
-        copied: those whose replacements come after `hop`.
-    """
-
-    def __init__(self, concrete, private: Sequence[tf.Variable], copied: Sequence[tf.Variable]):
-        self._concrete = concrete
-        self._private = len(private)
-        place = {id(variable.handle): i for i, variable in enumerate([*private, *copied])}
-        self._captures = [
-            (place.get(id(captured)), captured) for captured in concrete.captured_inputs
-        ]
-
-    def __call__(self, iterator: tf.data.Iterator, worker, began, count, *rest) -> None:
-        private, hop_handle, copied = (
-            rest[: self._private],
-            rest[self._private],
-            rest[self._private + 1 :],
-        )
-        replacements = [*private, *copied]
-        captured = [c if i is None else replacements[i] for i, c in self._captures]
-        flat = tf.nest.flatten((iterator, worker, began, count, hop_handle), True)
-        self._concrete._call_flat(flat, captured)
+    function = OnCopies(concrete, 4, [*private, *copied])
+    return call

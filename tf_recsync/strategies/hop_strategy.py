@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Literal
@@ -12,10 +11,16 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies import hop_checks, hop_functions, model_functions
-from tf_recsync.strategies.fit_strategy import FitStrategy, check_at_least, check_is_cluster
-from tf_recsync.synchronization.copies import CopiedVariable
-from tf_recsync.synchronization.hop import HopGroup
+from tf_recsync.strategies import copied_functions, hop_checks, hop_functions
+from tf_recsync.strategies.copies_extended import CopiesExtended
+from tf_recsync.strategies.fit_strategy import (
+    FitStrategy,
+    check_at_least,
+    check_is_cluster,
+    check_seconds,
+)
+from tf_recsync.strategies.server_threads import check_threads
+from tf_recsync.synchronization.hop import HopGroup, threads_needed
 from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_protocol import Skip
 from tf_recsync.synchronization.hop_reports import WorkerReport
@@ -128,8 +133,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
                 f'read must be "mean" or from 0 to {cluster.workers - 1}, not {read!r}'
             )
         for name, value in (("stall_seconds", stall_seconds), ("worker_timeout", worker_timeout)):
-            if not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"{name} must be positive, in seconds, not {value!r}")
+            check_seconds(name, value)
         self._protocol = hop_checks.checked_protocol(
             topology,
             max_iteration_gap,
@@ -143,18 +147,10 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         self._read = int(read) if is_worker else read
         self._stall_seconds = float(stall_seconds)
         cluster.connect()
-        hop_checks.check_threads(cluster, topology)
-        super().__init__(_Extended(self))
-        self._init_fit(cluster, None)
-        self._settings = model_functions.Settings(
-            cluster=cluster,
-            worker_timeout=worker_timeout,
-            compute_time=lambda: self._compute_time,
-            bandwidths=lambda: dict(self._bandwidths),
-            mode=Mode("hop"),
-            home="",
-            prefetch_lookups=False,
-        )
+        needed = [threads_needed(topology, worker) for worker in range(topology.size)]
+        check_threads(cluster, needed, "for neighbors")
+        super().__init__(CopiesExtended(self))
+        self._init_fit(cluster, None, worker_timeout, Mode("hop"))
 
     @property
     def topology(self) -> Topology:
@@ -254,15 +250,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         checkpoint.restore(tf.train.latest_checkpoint("checkpoints")).assert_consumed()
         ```
         """
-        if not model.built or model.optimizer is None:
-            raise ValueError(f"model {model.name} must be built and compiled")
-
-        def group() -> HopGroup:
-            self.attach(model)
-            return model.train_function.ensure_group()
-
-        group()
-        return WorkerStates(group)
+        return copied_functions.worker_states(self, model)
 
     def _group(self, model: keras.Model) -> HopGroup | None:
         return getattr(model.train_function, "group", None)
@@ -284,75 +272,8 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             self._protocol,
             self._read,
         )
-        model.test_function = hop_functions.HopTestFunction(model, self._settings)
-        model.predict_function = hop_functions.HopPredictFunction(model, self._settings)
+        model.test_function = copied_functions.CopiedTestFunction(model, self._settings)
+        model.predict_function = copied_functions.CopiedPredictFunction(model, self._settings)
 
     def _check_optimizer(self, model: keras.Model) -> None:
         hop_checks.check_optimizer(getattr(model, "optimizer", None), self)
-
-
-class _Extended(tf.distribute.StrategyExtended):
-    """One replica as far as Keras can see: each worker runs its own."""
-
-    def _create_variable(self, next_creator, **kwargs):
-        del next_creator
-        names = (
-            *("initial_value", "trainable", "validate_shape", "name", "dtype", "constraint"),
-            *("synchronization", "aggregation", "shape"),
-        )
-        with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
-            return CopiedVariable(**{name: kwargs[name] for name in names if name in kwargs})
-
-    def _call_for_each_replica(self, fn, args, kwargs):
-        with tf.distribute.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
-            return fn(*args, **kwargs)
-
-    def call_for_each_replica(self, fn, args=(), kwargs=None):
-        return self._call_for_each_replica(fn, args, kwargs or {})
-
-    def _use_merge_call(self) -> bool:
-        return False
-
-    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
-        del reduce_op, options
-        return value
-
-    def _replica_ctx_update(self, var, fn, args=(), kwargs=None, group=True):
-        return self._update(var, fn, args, kwargs or {}, group)
-
-    def _update(self, var, fn, args, kwargs, group):
-        result = fn(var, *args, **kwargs)
-        return tf.group(result) if group else result
-
-    def _reduce_to(self, reduce_op, value, destinations, options):
-        del reduce_op, destinations, options
-        return value
-
-    def _get_local_replica_id(self, replica_id_in_sync_group):
-        return replica_id_in_sync_group
-
-    def _local_results(self, val):
-        return (val,)
-
-    def value_container(self, value):
-        return value
-
-    @property
-    def _num_replicas_in_sync(self) -> int:
-        return 1
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        return ("/job:chief/replica:0/task:0/device:CPU:0",)
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        return self.worker_devices
-
-    def _in_multi_worker_mode(self) -> bool:
-        return False
-
-    @contextlib.contextmanager
-    def colocate_vars_with(self, colocate_with_variable):
-        del colocate_with_variable  # All that a worker has lies on one device.
-        yield

@@ -87,6 +87,7 @@ class Steps:
     """Trains or evaluates: runs workers, and merges their metrics."""
 
     method = ""
+    threads = 1  # That call each worker.
     # Only training has one, in modes that use tokens.
     aggregation: Aggregation | None = None
 
@@ -156,8 +157,11 @@ class Steps:
         """The steps that each worker has finished in the pass that runs, or ran last."""
         if self._run is None:
             return [0] * self._settings.cluster.workers
-        # A worker's thread fills its slot when it has opened its iterator.
-        return [0 if slot.state is None else slot.state.steps for slot in self._run.slots]
+        steps = [0] * self._settings.cluster.workers
+        for slot in self._run.slots:
+            # A worker's thread fills its slot when it has opened its iterator.
+            steps[slot.index] += 0 if slot.state is None else slot.state.steps
+        return steps
 
     @property
     def losses(self) -> Losses:
@@ -205,13 +209,13 @@ class Steps:
             values = [np.array(value) for value in initial]
             for variable, value in zip(layout.private, values, strict=True):
                 if is_seed(variable):
-                    value[0] += 7919 * (slot.index + 1)  # Another one for each worker.
+                    value[0] += 7919 * (slot.number + 1)  # Another one for each worker.
             return values
 
         def open_worker(slot: Slot):
             steps = 0
             if slot.state is not None:
-                self._merger.keep(slot.index)
+                self._merger.keep(slot.number)
                 steps = slot.state.steps
             iterator = registered.iterator(job)
             state = self._open(slot.index, iterator, private_values(slot), steps)
@@ -230,22 +234,8 @@ class Steps:
             if state.reset_metrics:
                 state.assign(private_values(slot)[:metrics])
                 state.reset_metrics = False
-            if n == steps_per_call > 1:
-                before = state.steps
-                try:
-                    self._current[n](state.iterator, *state.inputs)
-                except tf.errors.OutOfRangeError:
-                    state.steps = state.read_steps()
-                    return state.steps - before, True, None
-                state.steps += n
-                return n, False, None
-            for done in range(n):
-                try:
-                    self._current[1](state.iterator, *state.inputs)
-                except tf.errors.OutOfRangeError:
-                    return done, True, None
-                state.steps += 1
-            return n, False, None
+            done, ended = self._run_steps(slot, n)
+            return done, ended, None
 
         self._losses = self.losses
         self._run = WorkerRun(
@@ -256,8 +246,29 @@ class Steps:
             self._should_stop,
             self._settings.worker_timeout,
             self._crew(),
+            self.threads,
         )
         return self._run
+
+    def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
+        """Has a worker's thread run at most n steps; (those done, whether the data has ended)."""
+        state = slot.state
+        if n > 1 and n in self._current:
+            before = state.steps
+            try:
+                self._current[n](state.iterator, *state.inputs)
+            except tf.errors.OutOfRangeError:
+                state.steps = state.read_steps()
+                return state.steps - before, True
+            state.steps += n
+            return n, False
+        for done in range(n):
+            try:
+                self._current[1](state.iterator, *state.inputs)
+            except tf.errors.OutOfRangeError:
+                return done, True
+            state.steps += 1
+        return n, False
 
     def _layout(self) -> Layout:
         """Where a step finds the model's variables."""
@@ -276,11 +287,16 @@ class Steps:
 
     def _continue(self, iterator: DistributedIterator) -> Layout:
         """Makes ready to go on where the model stands; nobody may be in a step."""
+        lengths = self._lengths(iterator)
+        self._current, layout = self._traced(iterator, tuple(sorted(lengths)))
+        return layout
+
+    def _lengths(self, iterator: DistributedIterator) -> set[int]:
+        """How many steps a call may run."""
         lengths = {self._model.steps_per_execution}
         if iterator.distributed.steps_per_epoch is not None:
             lengths.add(1)  # What remains of a number of steps need not fill a call.
-        self._current, layout = self._traced(iterator, tuple(sorted(lengths)))
-        return layout
+        return lengths
 
     def _traced(self, iterator, lengths) -> tuple[dict[int, Callable], Layout]:
         """The functions of so many steps, by their number, and the layout."""
@@ -292,20 +308,29 @@ class Steps:
             layout = self._layout()
             with links.limited(bandwidths):
                 functions = {
-                    steps: worker_functions.trace_steps(
-                        self._model,
-                        layout,
-                        self.method,
-                        spec,
-                        steps,
-                        compute_time,
-                        self._aggregation_of(layout),
-                        self.method == "train_step" and self._settings.prefetch_lookups,
-                    )
-                    for steps in lengths
+                    steps: self._trace(layout, spec, steps, compute_time) for steps in lengths
                 }
             self._functions = {key: (functions, layout)}
         return self._functions[key]
+
+    def _trace(
+        self,
+        layout: Layout,
+        element_spec: Any,
+        steps: int,
+        compute_time: worker_functions.ComputeTime | None,
+    ) -> Callable:
+        """Traces a function of so many steps; see `worker_functions.trace_steps`."""
+        return worker_functions.trace_steps(
+            self._model,
+            layout,
+            self.method,
+            element_spec,
+            steps,
+            compute_time,
+            self._aggregation_of(layout),
+            self.method == "train_step" and self._settings.prefetch_lookups,
+        )
 
     def _aggregation_of(self, layout: Layout) -> Aggregation | None:
         """What collects the pushes of the model's steps; None where nothing does."""
@@ -322,7 +347,7 @@ class Steps:
                 values = self._reader(state.handles(metrics), slot.device)
             except tf.errors.OpError:
                 continue  # Its thread finds out that the worker is lost.
-            self._merger.update(slot.index, values)
+            self._merger.update(slot.number, values)
         self._merger.assign()
         # As numbers: Keras converts them at each step, and on a server that takes a call each.
         self._logs = keras.tree.map_structure(np.asarray, self._model.get_metrics_result())

@@ -41,10 +41,15 @@ class State(Protocol):
 
 
 class Slot:
-    """A worker as the run sees it; its thread writes, the coordinator reads.
+    """A worker's thread as the run sees it; the thread writes, the coordinator reads.
+
+    Args:
+        number: counts the threads of all workers.
+        index: the worker's task index.
 
     Attributes:
-        index: the worker's task index.
+        number: as above.
+        index: as above.
         device: its device name.
         state: what `open_worker` returned and the calls then updated.
         busy_since: when its call in flight began (time.monotonic), or None.
@@ -56,7 +61,8 @@ class Slot:
         pass_began: when the workers began together (time.time()).
     """
 
-    def __init__(self, index: int):
+    def __init__(self, number: int, index: int):
+        self.number = number
         self.index = index
         self.device = device_of("worker", index)
         self.state: State | None = None
@@ -75,14 +81,17 @@ class Crew(Protocol):
     def lose(self, worker: int) -> None:
         """A worker is gone, and its step with it."""
 
-    def leave(self, worker: int) -> None:
-        """A worker has nothing to do at the moment."""
+    def leave(self, thread: int) -> None:
+        """A worker's thread has nothing to do at the moment; its slot's number."""
 
     def release(self) -> None:
         """Ends all waits of workers, with errors."""
 
     def pause(self) -> contextlib.AbstractContextManager:
         """Inside, no worker calls another."""
+
+    def waits_for(self, seconds: float) -> list[tuple[str, int]]:
+        """The servers, job and index, that calls besides the steps have waited for so long."""
 
     def describe(self) -> str:
         """Who waits for whom, in words."""

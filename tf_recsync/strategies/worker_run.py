@@ -1,4 +1,4 @@
-"""Drives the workers through one pass over a dataset, a thread for each.
+"""Drives the workers through one pass over a dataset, by one thread or more for each.
 
 A thread calls its worker again and again with as many steps as fit one call.
 A worker that is lost takes its batches with it and is admitted again when it
@@ -44,6 +44,7 @@ class WorkerRun:
         crew: is told which workers are lost or have nothing to do, so that the
             others don't wait for them, and can say who waits for whom; None if no
             worker ever waits for another.
+        threads: how many threads call each worker, each with a slot of its own.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class WorkerRun:
         should_stop: Callable[[], bool],
         worker_timeout: float,
         crew: Crew | None = None,
+        threads: int = 1,
     ):
         self._cluster = cluster
         self._crew = crew
@@ -72,16 +74,17 @@ class WorkerRun:
         self._error: Exception | None = None
         self._opened = 0
         self._began: float | None = None  # When all were open.
-        self._finished_parts = 0  # Workers that have seen the end of the dataset.
-        self._live = cluster.workers  # Threads that have not finished.
+        self._finished_parts = 0  # Threads that have seen the end of the dataset.
+        self._live = cluster.workers * threads  # Threads that have not finished.
         self._losses = Losses()
         self._results: dict[int, Any] = {}
         self._next_result = 0
         self._without_worker_since: float | None = None
-        self.slots = [Slot(i) for i in range(cluster.workers)]
+        self._opening = [threading.Lock() for _ in range(cluster.workers)]
+        self.slots = [Slot(i, i // threads) for i in range(cluster.workers * threads)]
         self._threads = [
             threading.Thread(
-                target=self._drive, args=(slot,), name=f"recsync_worker_{slot.index}", daemon=True
+                target=self._drive, args=(slot,), name=f"recsync_worker_{slot.number}", daemon=True
             )
             for slot in self.slots
         ]
@@ -221,7 +224,9 @@ class WorkerRun:
                 for index, since in busy
                 if since is not None and now - since > _SUSPICIOUS_SECONDS
             ]
-        return workers + [("ps", i) for i in range(self._cluster.ps)] if workers else []
+        servers = [("ps", i) for i in range(self._cluster.ps)] if workers else []
+        others = [] if self._crew is None else self._crew.waits_for(_SUSPICIOUS_SECONDS)
+        return [*workers, *servers, *others]
 
     def _give_up(self, server: Server, seconds: float) -> None:
         """Has the calls fail that wait for a server that does not answer."""
@@ -234,7 +239,9 @@ class WorkerRun:
                 )
             )
         else:
-            self.slots[index].silent = True
+            for slot in self.slots:
+                if slot.index == index:
+                    slot.silent = True
             logging.warning("worker:%d has not answered for %.0f s.", index, seconds)
         self._cluster.cut_off(job, index)
 
@@ -279,7 +286,7 @@ class WorkerRun:
                 self._changed.wait_for(lambda: self._live == 0, timeout=_RETRY_SECONDS)
 
     def _drive_in_scope(self, slot: Slot) -> None:
-        opened = self._guarded(slot, lambda: self._open_worker(slot)) is not None
+        opened = self._guarded(slot, lambda: self._open(slot)) is not None
         with self._changed:
             # All start together, so that the first to be ready does not run alone.
             self._opened += 1
@@ -316,9 +323,15 @@ class WorkerRun:
                     self._finished_parts += 1
                 return  # Its own part has ended; others may hold batches still.
 
+    def _open(self, slot: Slot) -> None:
+        # Tensors of Python's numbers TensorFlow caches: of two threads that send the same one
+        # to a worker, one would use it there before the other has sent it.
+        with self._opening[slot.index]:
+            self._open_worker(slot)
+
     def _leave(self, slot: Slot) -> None:
         if self._crew is not None:
-            self._guarded(slot, lambda: self._crew.leave(slot.index))
+            self._guarded(slot, lambda: self._crew.leave(slot.number))
 
     def _take(self, wait: bool = True) -> int | None:
         """Takes steps to run; 0 when the pass is over.
@@ -382,13 +395,21 @@ class WorkerRun:
             type(error).__name__,
             error.message.partition("\n")[0],
         )
-        slot.lost = True
+        with self._changed:
+            slot.lost = True
+            # The worker is lost when the last of its threads has noticed.
+            if self._has_live_thread(slot.index):
+                return
         if self._crew is not None:
             self._crew.lose(slot.index)
         with self._changed:
             self._losses += Losses(workers=1)
             if all(s.lost for s in self.slots) and self._without_worker_since is None:
                 self._without_worker_since = time.monotonic()
+
+    def _has_live_thread(self, worker: int) -> bool:
+        """Whether a thread of a worker is at work, and has not found it lost."""
+        return any(s.index == worker and s.running and not s.lost for s in self.slots)
 
     def _readmit(self, slot: Slot) -> bool:
         """Waits until a lost worker is back, and opens it; False when the pass is over."""
@@ -402,7 +423,7 @@ class WorkerRun:
             slot.lost = slot.silent = False
             with self._changed:
                 self._without_worker_since = None
-            if self._guarded(slot, lambda: self._open_worker(slot)) is not None:
+            if self._guarded(slot, lambda: self._open(slot)) is not None:
                 logging.warning("worker:%d is back and takes part again.", slot.index)
                 return True
 
@@ -419,6 +440,9 @@ class WorkerRun:
             if probe.reachable or not probe.answered:
                 return probe.reachable
             # It answers that it doesn't know us: it was started again.
+        if self._has_live_thread(slot.index):
+            # Another one has readmitted it, or will find out that it is lost, too.
+            return self._ask(slot).reachable
         try:
             self._cluster.wait_for_servers(timeout=_RETRY_SECONDS)
             pause = contextlib.nullcontext() if self._crew is None else self._crew.pause()

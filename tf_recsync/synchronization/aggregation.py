@@ -253,6 +253,11 @@ class Aggregation:
         """Workers call parameter servers only, which stay where they are."""
         return contextlib.nullcontext()
 
+    def waits_for(self, seconds: float) -> list[tuple[str, int]]:
+        """None: there are no calls besides the steps."""
+        del seconds
+        return []
+
     def describe(self) -> str:
         """Who waits for whom, in words."""
         try:

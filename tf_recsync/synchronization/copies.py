@@ -57,6 +57,8 @@ class Copies:
         # What workers begin with that have none yet, if it is not what users see.
         self._loaded: dict[int, list[np.ndarray]] = {}
         self._shown: list[np.ndarray] = []  # What users see, as far as is known.
+        # Of each variable, whether users had assigned it when copies last took that over.
+        self.assigned: list[bool] = []
         self._stale = False
         self._reader = PackedReader(self.variables)
 
@@ -65,6 +67,11 @@ class Copies:
         """Those that have copies."""
         with self._lock:
             return sorted(self._copies)
+
+    @property
+    def shown(self) -> list[np.ndarray]:
+        """What users see, as far as is known."""
+        return list(self._shown)
 
     def handles(self, worker: int) -> list[tf.Tensor]:
         """The handles of a worker's copies."""
@@ -100,11 +107,13 @@ class Copies:
         """Has the copies take over what users have assigned; nobody may train them."""
         shown = self._current()
         with self._lock:
+            self.assigned = [False] * len(shown)
             if self._copies or self._loaded:
                 assigned = [
                     new if not np.array_equal(new, old) else None
                     for new, old in zip(shown, self._shown, strict=True)
                 ]
+                self.assigned = [value is not None for value in assigned]
                 for worker in self._copies:
                     self._assign(worker, assigned)
                 for values in self._loaded.values():

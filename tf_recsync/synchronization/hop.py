@@ -38,7 +38,7 @@ _MARGIN = 2  # Iterations until a worker that is back can take part, at least.
 class HopGroup:
     """The workers of a model in decentralized training, while it trains.
 
-    A `Crew`: the threads that drive the workers tell it who is lost or has left.
+    A `Synchronizer`: the threads that drive the workers tell it who is lost or has left.
 
     Args:
         protocol: how they exchange.
@@ -96,6 +96,10 @@ class HopGroup:
         """The handle of what a worker keeps beside its parameters."""
         with self._lock:
             return self._handles[worker]
+
+    def handles(self, worker: int) -> list[tf.Tensor]:
+        """What a worker's steps take: what it keeps beside its parameters, and these."""
+        return [self.handle(worker), *self.copies.handles(worker)]
 
     # A worker's life. The threads that drive the workers call these.
 
@@ -166,6 +170,11 @@ class HopGroup:
     def pause(self) -> contextlib.AbstractContextManager:
         """Inside, no worker calls another, while a server is taken into the cluster again."""
         return self._edges.pause()
+
+    def waits_for(self, seconds: float) -> list[tuple[str, int]]:
+        """None: who stands still shows in the steps of its neighbors."""
+        del seconds
+        return []
 
     def describe(self) -> str:
         """Who waits for whom, in words."""
@@ -249,15 +258,21 @@ class HopGroup:
         """The number of workers."""
         return self._topology.size
 
+    def extras(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps besides the copies: the iterations."""
+        return {"iterations": np.array([r.iteration for r in self.reports()], np.int64)}
+
     def restore(
-        self, values: Mapping[int, Sequence[np.ndarray]], iterations: Sequence[int]
+        self, values: Mapping[int, Sequence[np.ndarray]], extras: Mapping[str, np.ndarray]
     ) -> None:
         """Workers go on with these copies and from these iterations; nobody may be at work.
 
         Args:
             values: by worker.
-            iterations: of all workers. If there were more or fewer, all begin with the mean.
+            extras: the iterations of all workers. If there were more or fewer, all begin with
+                the mean.
         """
+        iterations = extras["iterations"].tolist()
         if len(iterations) != self.size:
             logging.warning(
                 "The checkpoint holds the parameters of %d workers, and there are %d: all of them "

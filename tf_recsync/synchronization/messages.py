@@ -364,13 +364,21 @@ class PushPlan:
         self._floats, self._integers = sent if self._rows else (*sent, None)
         return self._floats
 
-    def apply(self, optimizer: base.Optimizer, step) -> list[tf.Operation]:
-        """Applies what was sent; call it under the server's device scope."""
+    def apply(self, optimizer: base.Optimizer, step, hogwild: bool) -> list[tf.Operation]:
+        """Applies what was sent; call it under the server's device scope.
+
+        Args:
+            optimizer: whose rule it is.
+            step: the global step.
+            hogwild: whether dense variables are updated without locks.
+        """
         learning_rate, operations = self.learning_rate, []
         dense, pooled, rows = self._split()
         if self._dense:
             states, versions = self._dense_versions()
-            operations.append(optimizer.apply_dense(states, dense, versions, learning_rate, step))
+            operations.append(
+                optimizer.apply_dense(states, dense, versions, learning_rate, step, hogwild=hogwild)
+            )
         for states, values, bags, versions in self._updates_of_rows(pooled, rows):
             operations.append(
                 optimizer.apply_rows(states, values, bags, versions, learning_rate, step)

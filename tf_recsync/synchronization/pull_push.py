@@ -20,14 +20,19 @@ from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import context
 from tf_recsync.synchronization.aggregation import Aggregation
+from tf_recsync.synchronization.copies import CopiedVariable
 from tf_recsync.synchronization.lookups import Lookups
 from tf_recsync.synchronization.messages import PullPlan, PushPlan, ServerPull
 from tf_recsync.synchronization.pulled import PulledRequest, PulledScope, PulledTable
 
+# The device of what every worker has a copy of: where its step runs.
+LOCAL = ""
+
 
 def device_of(variable: keras.Variable) -> str:
     """The device that holds a variable, whatever scope Keras is in."""
-    return variable._value.device
+    value = variable._value
+    return LOCAL if isinstance(value, CopiedVariable) else value.device
 
 
 def is_seed(variable: keras.Variable) -> bool:
@@ -332,7 +337,8 @@ class Step:
             with tf.device(device):
                 # Where nobody asks for it, nobody waits for its owner.
                 number = step if optimizer.uses_global_step else tf.ones([], tf.int64)
-                operations += plan.apply(optimizer, number)
+                # A worker's own threads share its copy.
+                operations += plan.apply(optimizer, number, hogwild=device == LOCAL)
         return operations
 
     def _check_pushes(self) -> None:

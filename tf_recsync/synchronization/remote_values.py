@@ -65,5 +65,8 @@ def on_worker(value: np.ndarray) -> tf.Tensor:
     and with it the threads that drive the other workers.
     """
     with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
-        local = tf.constant(value)
+        # Tensors of Python's numbers TensorFlow caches, np.float64 among them: two threads that
+        # send the same one to a worker would share one copy there, which one of them may use
+        # before the other has sent it.
+        local = tf.constant(np.asarray(value))
     return tf.identity(local)

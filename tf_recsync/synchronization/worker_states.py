@@ -1,4 +1,4 @@
-"""Every worker's parameters and iteration, in a checkpoint."""
+"""Every worker's parameters, and what synchronizes them, in a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync.synchronization.hop import HopGroup
+from tf_recsync.synchronization.synchronizer import Synchronizer
 
 _FORMAT = 1
 
@@ -20,18 +20,18 @@ class WorkerStates(tf.train.experimental.PythonState):
         group: gives the workers.
     """
 
-    def __init__(self, group: Callable[[], HopGroup]):
+    def __init__(self, group: Callable[[], Synchronizer]):
         self._group = group
 
     def serialize(self) -> bytes:
-        """All copies and iterations; `tf.train.Checkpoint` calls this."""
+        """All copies, and what belongs to them; `tf.train.Checkpoint` calls this."""
         group = self._group()
-        iterations = [report.iteration for report in group.reports()]
+        extras = group.extras()
         values = group.copies.all_values()
         arrays = {
             "format": np.int64(_FORMAT),
             "workers": np.array(sorted(values), np.int64),
-            "iterations": np.array(iterations, np.int64),
+            **extras,
         }
         for worker, copies in values.items():
             for i, copy in enumerate(copies):
@@ -56,8 +56,9 @@ class WorkerStates(tf.train.experimental.PythonState):
                     f"workers' states have the format {int(arrays['format'])}, not {_FORMAT}"
                 )
             workers = arrays["workers"].tolist()
-            iterations = arrays["iterations"].tolist()
-            count = len(arrays.files) - 3
+            copies = [name for name in arrays.files if "/" in name]
+            count = len(copies)
+            extras = {name: arrays[name] for name in arrays.files if name not in copies}
             if count != len(workers) * len(variables):
                 raise ValueError(
                     f"the checkpoint holds {count} copies of {len(workers)} workers; the model "
@@ -68,7 +69,7 @@ class WorkerStates(tf.train.experimental.PythonState):
                 values[worker] = [
                     _read(arrays[f"{worker}/{i}"], variable) for i, variable in enumerate(variables)
                 ]
-        group.restore(values, iterations)
+        group.restore(values, extras)
 
 
 def _read(serialized: np.ndarray, variable: tf.Variable) -> np.ndarray:

@@ -1,0 +1,36 @@
+// Moves parameters towards others, in place and in one pass over memory: what
+// ShadowSync's synchronization comes to (Zheng et al. 2021, algorithms 2 to 4).
+
+#ifndef TF_RECSYNC_CC_ENGINE_INTERPOLATION_H_
+#define TF_RECSYNC_CC_ENGINE_INTERPOLATION_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cc/engine/hogwild.h"
+
+namespace recsync {
+
+// own <- (1 - alpha) own + alpha target, elementwise over `size`, of what `own`
+// is at that time: what other threads have made of it since `target` was
+// computed is kept, times 1 - alpha. Each element as in hogwild.h.
+//
+// `after`, unless null, gets the new values. No two may overlap.
+inline void Interpolate(const float* target, float alpha, int64_t size,
+                        float* own, float* after) {
+  const float rest = 1.0f - alpha;
+  float block[kHogwildBlock];
+  for (int64_t begin = 0; begin < size; begin += kHogwildBlock) {
+    const int64_t n = std::min(kHogwildBlock, size - begin);
+    LoadHogwild(own + begin, n, block);
+    for (int64_t i = 0; i < n; ++i) {
+      block[i] = rest * block[i] + alpha * target[begin + i];
+    }
+    StoreHogwild(block, n, own + begin);
+    if (after != nullptr) std::copy_n(block, n, after + begin);
+  }
+}
+
+}  // namespace recsync
+
+#endif  // TF_RECSYNC_CC_ENGINE_INTERPOLATION_H_

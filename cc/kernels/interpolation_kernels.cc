@@ -1,0 +1,130 @@
+// Kernels that copy parameters and move them towards others.
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "cc/engine/interpolation.h"
+#include "cc/kernels/update_op.h"
+#include "cc/kernels/variable_access.h"
+#include "cc/kernels/write_session.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/util/work_sharder.h"
+
+namespace recsync {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+
+// The elements of variables, which are checked to be float.
+absl::Status ReadSizes(const std::vector<VariablePtr>& variables,
+                       std::vector<int64_t>* sizes, int64_t* total) {
+  *total = 0;
+  for (const VariablePtr& variable : variables) {
+    const ReadSession session({variable.get()});
+    TF_RETURN_IF_ERROR(
+        CheckVariable(*variable, "variables", tensorflow::DT_FLOAT));
+    sizes->push_back(variable->tensor()->NumElements());
+    *total += sizes->back();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckSize(const VariablePtr& variable, int64_t size) {
+  if (variable->tensor()->NumElements() == size) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      "a variable changed its shape while it was synchronized");
+}
+
+class SnapshotOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* ctx) override {
+    std::vector<VariablePtr> variables;
+    OP_REQUIRES_OK(ctx, LookupVariables(ctx, "variables", &variables));
+    std::vector<int64_t> sizes;
+    int64_t total;
+    OP_REQUIRES_OK(ctx, ReadSizes(variables, &sizes, &total));
+    Tensor* packed;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({total}), &packed));
+    float* to = packed->flat<float>().data();
+    for (size_t i = 0; i < variables.size(); ++i) {
+      const ReadSession session({variables[i].get()});
+      OP_REQUIRES_OK(ctx, CheckSize(variables[i], sizes[i]));
+      LoadHogwild(Data<float>(variables[i].get()), sizes[i], to);
+      to += sizes[i];
+    }
+  }
+};
+
+class InterpolateOp : public OpKernel {
+ public:
+  explicit InterpolateOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("hogwild", &hogwild_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("answer", &answer_));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    std::vector<VariablePtr> variables;
+    OP_REQUIRES_OK(ctx, LookupVariables(ctx, "variables", &variables));
+    const Tensor* target;
+    OP_REQUIRES_OK(ctx, ReadVector(ctx, "target", &target));
+    float alpha;
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "alpha", &alpha));
+    OP_REQUIRES(ctx, alpha >= 0.0f && alpha <= 1.0f,
+                absl::InvalidArgumentError(
+                    absl::StrCat("alpha must be in [0, 1], not ", alpha)));
+    std::vector<int64_t> sizes;
+    int64_t total;
+    OP_REQUIRES_OK(ctx, ReadSizes(variables, &sizes, &total));
+    OP_REQUIRES(ctx, target->NumElements() == total,
+                absl::InvalidArgumentError(
+                    absl::StrCat("target must hold the variables' ", total,
+                                 " elements, not ", target->NumElements())));
+    Tensor* after;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(
+                            0, TensorShape({answer_ ? total : 0}), &after));
+    const float* from = target->flat<float>().data();
+    float* to = answer_ ? after->flat<float>().data() : nullptr;
+    for (size_t i = 0; i < variables.size(); ++i) {
+      OP_REQUIRES_OK(ctx, Move(ctx, variables[i], sizes[i], alpha, from, to));
+      from += sizes[i];
+      if (answer_) to += sizes[i];
+    }
+  }
+
+ private:
+  absl::Status Move(OpKernelContext* ctx, const VariablePtr& variable,
+                    int64_t size, float alpha, const float* from, float* to) {
+    const WriteLocks locks(ctx, {variable.get()}, hogwild_);
+    TF_RETURN_IF_ERROR(locks.status());
+    TF_RETURN_IF_ERROR(CheckSize(variable, size));
+    float* own = Data<float>(variable.get());
+    constexpr int64_t kCyclesPerElement = 3;
+    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
+    tensorflow::Shard(workers->num_threads, workers->workers, size,
+                      kCyclesPerElement, [&](int64_t begin, int64_t end) {
+                        Interpolate(from + begin, alpha, end - begin,
+                                    own + begin,
+                                    to == nullptr ? nullptr : to + begin);
+                      });
+    return absl::OkStatus();
+  }
+
+  bool hogwild_;
+  bool answer_;
+};
+
+REGISTER_KERNEL_BUILDER(Name("RecsyncSnapshot").Device(tensorflow::DEVICE_CPU),
+                        SnapshotOp);
+REGISTER_KERNEL_BUILDER(
+    Name("RecsyncInterpolate").Device(tensorflow::DEVICE_CPU), InterpolateOp);
+
+}  // namespace
+}  // namespace recsync

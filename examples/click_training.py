@@ -1,0 +1,292 @@
+"""Training, testing and reporting of click models; what the programs for them share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+
+import keras
+import strategy_flags
+import tensorflow as tf
+from absl import app, flags, logging
+
+import tf_recsync as recsync
+
+FLAGS = flags.FLAGS
+flags.adopt_module_key_flags(strategy_flags)  # So that --help has them.
+flags.DEFINE_enum("dataset", "synthetic", ["synthetic", "criteo", "adult"], "What to train on.")
+flags.DEFINE_string("data_location", None, "criteo: a file, glob or folder; adult: a folder.")
+flags.DEFINE_string(
+    "test_location", None, "criteo: the test files. Default: the last tenth of the rows."
+)
+flags.DEFINE_integer("rows", 500_000, "synthetic: the number of training rows.", lower_bound=1)
+flags.DEFINE_integer("epochs", 1, "Passes over the training data.", lower_bound=1)
+flags.DEFINE_integer("steps", None, "Steps per epoch. Default: all of the data.", lower_bound=1)
+flags.DEFINE_integer(
+    "steps_per_execution", 4, "Steps per call to a worker; more save round trips.", lower_bound=1
+)
+flags.DEFINE_enum("optimizer", "adagrad", ["adagrad", "swap_adagrad", "sgd"], "The optimizer.")
+flags.DEFINE_float("deep_learning_rate", 0.1, "Of all but linear parts.", lower_bound=0)
+flags.DEFINE_integer("swap_period", 10_000, "swap_adagrad: the period in steps.", lower_bound=1)
+flags.DEFINE_float("swap_decay", 0.8, "swap_adagrad: the accumulators' factor per period.")
+flags.DEFINE_enum(
+    "staleness", "constant", ["constant", "inverse_power"], "async: the weight of stale gradients."
+)
+flags.DEFINE_float("staleness_power", 2.0, "inverse_power: k.")
+flags.DEFINE_float("staleness_baseline", 1.0, "inverse_power: the staleness that counts in full.")
+flags.DEFINE_float("update_sensitivity", None, "inverse_power: lambda of the paper's Eq. 6.")
+flags.DEFINE_string("output_dir", None, "Gets TensorBoard logs, weights and a SavedModel.")
+flags.DEFINE_string(
+    "restore_from",
+    None,
+    "Weights and training state to go on from: the --output_dir of an earlier run, on whatever "
+    "strategy.",
+)
+flags.DEFINE_integer("seed", 1, "Of initial weights, shuffling and synthetic data.")
+flags.DEFINE_string("metrics_json", None, "Gets the final figures.")
+
+# Flags that mean nothing unless another flag has one of some values.
+_APPLIES = {
+    "data_location": ("dataset", ["criteo", "adult"]),
+    "test_location": ("dataset", ["criteo"]),
+    "rows": ("dataset", ["synthetic"]),
+    "staleness": ("strategy", ["async", "bounded_staleness"]),
+    "staleness_power": ("staleness", ["inverse_power"]),
+    "staleness_baseline": ("staleness", ["inverse_power"]),
+    "update_sensitivity": ("staleness", ["inverse_power"]),
+    "swap_period": ("optimizer", ["swap_adagrad"]),
+    "swap_decay": ("optimizer", ["swap_adagrad"]),
+}
+_WEIGHTS = "model.weights.h5"
+
+
+def check_flags() -> None:
+    """Refuses flags that would be ignored."""
+    strategy_flags.check_flags(_APPLIES)
+    if FLAGS.dataset != "synthetic" and not FLAGS.data_location:
+        raise app.UsageError(f"--dataset={FLAGS.dataset} needs --data_location")
+    if FLAGS.restore_from and not os.path.exists(os.path.join(FLAGS.restore_from, _WEIGHTS)):
+        raise app.UsageError(f"--restore_from={FLAGS.restore_from} has no {_WEIGHTS}")
+    with strategy_flags.usage_errors():
+        make_staleness()
+        make_swap()
+
+
+def make_data() -> recsync.data.ClickData:
+    """The data set that the flags name."""
+    if FLAGS.dataset == "synthetic":
+        return recsync.data.Synthetic(FLAGS.rows, seed=FLAGS.seed)
+    if FLAGS.dataset == "adult":
+        return recsync.data.adult(FLAGS.data_location)
+    return recsync.data.Criteo(FLAGS.data_location, test_path=FLAGS.test_location)
+
+
+def make_staleness() -> recsync.staleness.Policy:
+    """The weight of stale gradients."""
+    if FLAGS.staleness == "constant":
+        return recsync.staleness.Constant()
+    return recsync.staleness.InversePower(
+        k=FLAGS.staleness_power,
+        baseline=FLAGS.staleness_baseline,
+        update_sensitivity=FLAGS.update_sensitivity,
+    )
+
+
+def make_swap() -> recsync.Swap:
+    """The decay of swap_adagrad's accumulators."""
+    return recsync.Swap(period=FLAGS.swap_period, decay=FLAGS.swap_decay)
+
+
+def make_optimizer(learning_rate: float) -> keras.optimizers.Optimizer:
+    """One optimizer; parts of a model may have different ones."""
+    staleness = make_staleness()
+    if FLAGS.optimizer == "sgd":
+        return recsync.optimizers.SGD(learning_rate, staleness=staleness)
+    if FLAGS.optimizer == "adagrad":
+        return recsync.optimizers.Adagrad(learning_rate, staleness=staleness)
+    return recsync.optimizers.SwapAdagrad(learning_rate, swap=make_swap(), staleness=staleness)
+
+
+def compile_model(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
+    """Compiles a model from features to the click probability."""
+    model.compile(
+        optimizer=optimizer,
+        loss="binary_crossentropy",
+        metrics=[
+            keras.metrics.AUC(num_thresholds=1000, name="auc"),
+            recsync.metrics.NormalizedEntropy(),
+        ],
+        steps_per_execution=FLAGS.steps_per_execution,
+    )
+
+
+def uses_package(model: keras.Model) -> bool:
+    """Whether a model trains with this package, or with stock Keras for comparison."""
+    part = getattr(model.optimizer, "optimizers", [model.optimizer])[0]
+    return type(part).__module__.startswith("tf_recsync")
+
+
+def count_steps(optimizer: keras.optimizers.Optimizer) -> int:
+    """The steps taken; the parts of a MultiOptimizer count alike."""
+    part = getattr(optimizer, "optimizers", [optimizer])[0]
+    return int(part.iterations.numpy())
+
+
+def save(model: keras.Model, data: recsync.data.ClickData) -> None:
+    """Writes what later runs and serving need."""
+    model.save_weights(os.path.join(FLAGS.output_dir, _WEIGHTS))
+    signature = [data.spec.input_signature()[0]]
+    model.export(
+        os.path.join(FLAGS.output_dir, "saved_model"), input_signature=signature, verbose=False
+    )
+    print(f"saved to {FLAGS.output_dir}: {_WEIGHTS}, saved_model, TensorBoard logs")
+
+
+def run(title: str, make_model: Callable[[recsync.data.FeatureSpec], keras.Model]) -> None:
+    """Trains a model as the flags say.
+
+    Args:
+        title: the model's name, for the report.
+        make_model: builds and compiles it; called in the strategy's scope.
+    """
+    data = make_data()
+    with contextlib.ExitStack() as stack:
+        strategy = strategy_flags.make_strategy(stack)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            keras.utils.set_random_seed(FLAGS.seed)
+            model = make_model(data.spec)
+            if FLAGS.restore_from:
+                model.optimizer.build(model.trainable_variables)
+                model.load_weights(os.path.join(FLAGS.restore_from, _WEIGHTS))
+        train(title, model, data, strategy)
+
+
+def train(title, model, data, strategy) -> None:
+    """Trains, evaluates and reports."""
+    dataset = data.train(FLAGS.batch_size, shuffle=50_000, seed=FLAGS.seed)
+    if FLAGS.steps:
+        dataset = dataset.repeat()
+    callbacks = []
+    is_hop = FLAGS.strategy == "hop"
+    is_shadow = FLAGS.strategy in strategy_flags.SHADOW_SYNC
+    if is_hop:
+        callbacks.append(recsync.callbacks.HopReport(strategy, FLAGS.output_dir))
+    elif is_shadow:
+        callbacks.append(recsync.callbacks.ShadowReport(strategy, FLAGS.output_dir))
+    elif strategy is not None:
+        callbacks.append(recsync.callbacks.TrainingReport(strategy, FLAGS.output_dir))
+    if FLAGS.output_dir:
+        callbacks.append(keras.callbacks.TensorBoard(FLAGS.output_dir, write_graph=False))
+    global_steps = count_steps(model.optimizer)
+    start = time.monotonic()
+    model.fit(
+        dataset,
+        epochs=FLAGS.epochs,
+        steps_per_epoch=FLAGS.steps,
+        callbacks=callbacks,
+        shuffle=False,  # The dataset shuffles itself.
+    )
+    wall_seconds = time.monotonic() - start
+    global_steps = count_steps(model.optimizer) - global_steps
+    if is_shadow:
+        # The optimizer's count is that of one trainer.
+        global_steps = strategy.sync_report(model).steps
+    examples = data.train_rows * FLAGS.epochs
+    if FLAGS.steps:
+        examples = FLAGS.steps * FLAGS.epochs * FLAGS.batch_size
+    tested = model.evaluate(data.test(FLAGS.batch_size), return_dict=True, verbose=0)
+    # Where workers have their own parameters no gradient is stale.
+    staleness = None if strategy is None or is_hop else strategy.staleness(model)
+    figures = {
+        "strategy": FLAGS.strategy if uses_package(model) else "stock",
+        "dataset": FLAGS.dataset,
+        "workers": strategy.cluster.workers if strategy else 1,
+        "ps": strategy.cluster.ps if strategy else 0,
+        "examples": examples,
+        "steps": global_steps,
+        "wall_seconds": wall_seconds,
+        "examples_per_second": examples / wall_seconds,
+        "auc": tested["auc"],
+        "log_loss": tested["loss"],
+        "normalized_entropy": tested["normalized_entropy"],
+        # Without a cluster every gradient is fresh.
+        "staleness_mean": staleness.dense.mean if staleness else 1.0,
+        "staleness_p99": staleness.dense.quantile(0.99) if staleness else 1,
+        "staleness_max": staleness.dense.max if staleness else 1,
+        "row_staleness_mean": staleness.rows.mean if staleness else 1.0,
+    }
+    if strategy is not None:
+        losses = strategy.losses(model)
+        figures.update(
+            lost_workers=losses.workers, lost_steps=losses.steps, lost_batches=losses.batches
+        )
+    copied = is_hop or is_shadow
+    pushes = strategy.aggregation(model) if strategy and not copied else None
+    if pushes is not None:
+        figures.update(
+            included=pushes.included,
+            excluded=pushes.excluded,
+            late=pushes.late,
+            lost_tokens=pushes.lost,
+            reissued_tokens=pushes.reissued,
+            token_age_mean=pushes.age_mean,
+            token_age_max=pushes.age_max,
+        )
+    if is_hop:
+        figures.update(strategy_flags.hop_figures(strategy.workers(model)))
+    if is_shadow:
+        figures.update(strategy_flags.shadow_figures(strategy, model))
+    report(title, figures, data)
+    if FLAGS.metrics_json:
+        with open(FLAGS.metrics_json, "w") as file:
+            json.dump(figures, file, indent=2)
+            file.write("\n")
+    if FLAGS.output_dir:
+        save(model, data)
+
+
+def report(title: str, figures: dict, data: recsync.data.ClickData) -> None:
+    """Prints the figures for people."""
+    print(
+        f"\n{title} on {figures['dataset']}, {figures['strategy']}: "
+        f"{figures['workers']} workers, {figures['ps']} ps, {figures['steps']} steps"
+    )
+    best = ""
+    if isinstance(data, recsync.data.Synthetic):
+        best = f"   (the best possible: {data.best_auc():.4f})"
+    print(f"  test AUC                 {figures['auc']:.4f}{best}")
+    if best:
+        best = f"   (the best possible: {data.best_normalized_entropy():.4f})"
+    print(f"  test normalized entropy  {figures['normalized_entropy']:.4f}{best}")
+    print(f"  test log loss            {figures['log_loss']:.4f}")
+    print(f"  examples per second      {figures['examples_per_second']:,.0f}")
+    print(
+        f"  staleness                mean {figures['staleness_mean']:.2f}, "
+        f"p99 {figures['staleness_p99']}, max {figures['staleness_max']} (dense); "
+        f"mean {figures['row_staleness_mean']:.2f} (embedding rows)"
+    )
+    if figures.get("lost_workers"):
+        print(
+            f"  lost                     workers {figures['lost_workers']} times, with "
+            f"{figures['lost_steps']:,} steps and {figures['lost_batches']:,} batches"
+        )
+    if "iterations" in figures:
+        print(strategy_flags.describe_hop(figures))
+    if "syncs" in figures:
+        print(strategy_flags.describe_shadow(figures))
+    if figures.get("included"):
+        print(
+            f"  gradients                {figures['included']:,} applied, "
+            f"{figures['excluded']:,} excluded, {figures['late']:,} dropped; "
+            f"age mean {figures['token_age_mean']:.2f}, max {figures['token_age_max']}"
+        )
+
+
+def start(main: Callable[[list[str]], None]) -> None:
+    """Runs a program with little noise in its log."""
+    logging.set_verbosity(logging.WARNING)
+    tf.get_logger().setLevel("WARNING")
+    app.run(main)

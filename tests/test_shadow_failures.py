@@ -1,0 +1,188 @@
+"""ShadowSync's servers that are killed, and a whole run that is replayed in numpy."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import AtBatch
+
+import tf_recsync as recsync
+from tf_recsync.strategies import silence_watch
+
+WIDTH = 4
+
+
+@pytest.fixture
+def cluster():
+    with recsync.LocalCluster(workers=3, ps=2) as cluster:
+        cluster.connect()
+        yield cluster
+
+
+def make_model(strategy, rows=40):
+    recsync.testing.set_compute_time(strategy, 0.02)
+    with strategy.scope():
+        ids = keras.Input((), dtype="int64", name="id")
+        vector = recsync.layers.EmbeddingCollection(
+            [recsync.layers.TableConfig("table", rows, 8)],
+            [recsync.layers.FeatureConfig("id", table="table")],
+            concatenate=True,
+        )({"id": ids})
+        model = keras.Model({"id": ids}, keras.layers.Dense(1, "sigmoid")(vector))
+        model.compile(recsync.optimizers.Adagrad(0.1), "binary_crossentropy", steps_per_execution=2)
+    return model
+
+
+def dataset(batches=400):
+    ids = np.random.default_rng(1).integers(0, 40, batches * 8)
+    y = (ids % 2).astype(np.float32)[:, np.newaxis]
+    return tf.data.Dataset.from_tensor_slices(({"id": ids}, y)).batch(8)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "mode"),
+    [
+        (recsync.EASGD(0.3), "shadow"),
+        (recsync.EASGD(0.3), recsync.Foreground(gap=3)),
+        (recsync.ModelAveraging(0.3), "shadow"),
+        (recsync.ModelAveraging(0.3), recsync.Foreground(gap=3)),
+        (recsync.BMUF(0.3, 1.0), recsync.Foreground(per_minute=300)),
+    ],
+    ids=["S-EASGD", "FR-EASGD", "S-MA", "FR-MA", "FR-BMUF"],
+)
+def test_a_killed_trainer_is_done_without_and_comes_back(cluster, algorithm, mode):
+    strategy = recsync.ShadowSyncStrategy(cluster, algorithm, mode, threads_per_trainer=2)
+    model = make_model(strategy)
+    syncs = []
+
+    def note():
+        syncs.append(strategy.sync_report(model).syncs)
+
+    class UntilBack(keras.callbacks.Callback):
+        """Ends training when the trainer that was lost has synchronized again."""
+
+        def on_train_batch_end(self, batch, logs=None):
+            if len(syncs) == 2 and strategy.sync_report(model).syncs[1] > syncs[1][1]:
+                self.model.stop_training = True
+
+    model.fit(
+        dataset(100_000),
+        verbose=0,
+        callbacks=[
+            AtBatch(40, lambda: cluster.kill("worker", 1)),
+            AtBatch(100, note),
+            AtBatch(200, note),
+            AtBatch(210, lambda: cluster.restart("worker", 1)),
+            UntilBack(),
+        ],
+    )
+    note()
+    # Both threads were lost with their trainer, and it counts once.
+    losses = strategy.losses(model)
+    assert losses.workers == 1
+    assert losses.steps <= 4
+    # The others went on to synchronize; so did all of them at the end.
+    before, later, end = syncs
+    assert later[0] > before[0]
+    assert later[1] == before[1]
+    assert end[1] > later[1]
+    assert strategy.worker_steps(model)[1] > 0
+    assert len(strategy.copies(model)) == 3
+    model.fit(dataset(60), verbose=0)
+    assert strategy.losses(model).workers == 1
+
+
+@pytest.mark.parametrize("mode", ["shadow", recsync.Foreground(gap=3)], ids=["shadow", "gap"])
+@pytest.mark.parametrize(("ps", "what"), [(1, "sync PS|parameter server"), (0, "parameter server")])
+def test_a_killed_server_ends_training_with_an_error_that_names_it(cluster, mode, ps, what):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), mode)
+    model = make_model(strategy)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"({what}) ps:{ps} was lost"):
+        model.fit(dataset(2000), verbose=0, callbacks=[AtBatch(40, lambda: cluster.kill("ps", ps))])
+    assert time.monotonic() - began < 60
+
+
+def test_one_thread_with_synchronization_in_the_foreground_is_numpys_sequence():
+    """Of a linear model, gradient steps with an exchange after every third one."""
+    alpha, rate, batches, gap = 0.4, 0.05, 20, 3
+    random = np.random.default_rng(1)
+    x = random.normal(size=(batches, 8, WIDTH)).astype(np.float32)
+    y = random.normal(size=(batches, 8, 1)).astype(np.float32)
+    results = []
+    with recsync.LocalCluster(workers=1, ps=1) as cluster:
+        for _ in range(2):
+            strategy = recsync.ShadowSyncStrategy(
+                cluster, recsync.EASGD(alpha), recsync.Foreground(gap=gap)
+            )
+            with strategy.scope():
+                model = keras.Sequential(
+                    [keras.Input((WIDTH,)), keras.layers.Dense(1, use_bias=False)]
+                )
+                model.compile(recsync.optimizers.SGD(rate), "mse", steps_per_execution=4)
+            model.layers[0].kernel.assign(np.ones((WIDTH, 1)))
+            data = tf.data.Dataset.from_tensor_slices((x, y))
+            model.fit(data, verbose=0)
+            results.append(model.layers[0].kernel.numpy())
+    w, center = np.ones((WIDTH, 1)), np.ones((WIDTH, 1))
+    for i in range(batches):
+        w -= rate * 2 * x[i].T @ (x[i] @ w - y[i]) / 8
+        if (i + 1) % gap == 0:
+            center = (1 - alpha) * center + alpha * w
+            w = (1 - alpha) * w + alpha * center
+    np.testing.assert_allclose(results[0], w, atol=1e-5)
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    "mode", ["shadow", recsync.Foreground(gap=3)], ids=["shadow", "foreground"]
+)
+def test_the_others_average_on_when_a_trainer_stands_still(cluster, mode, monkeypatch):
+    monkeypatch.setattr(silence_watch, "_SHORTEST_SECONDS", 5.0)
+    strategy = recsync.ShadowSyncStrategy(
+        cluster, recsync.ModelAveraging(0.3), mode, worker_timeout=5.0
+    )
+    model = make_model(strategy)
+
+    class Watch(keras.callbacks.Callback):
+        """Ends training some time after the others have synchronized without it."""
+
+        before = after = None
+
+        def on_train_batch_end(self, batch, logs=None):
+            syncs = strategy.sync_report(model).syncs
+            if batch >= 40 and self.before is None:
+                cluster.pause("worker", 1)
+                self.before = syncs
+            if strategy.losses(model).workers and self.after is None:
+                self.after = syncs
+            if self.after is not None and syncs[0] > self.after[0] + 5:
+                self.model.stop_training = True
+
+    watch = Watch()
+    try:
+        model.fit(dataset(100_000), verbose=0, callbacks=[watch])
+    finally:
+        cluster.resume("worker", 1)
+    syncs = strategy.sync_report(model).syncs
+    assert syncs[0] == syncs[2] > watch.after[0]
+    assert syncs[1] <= watch.after[1] + 1
+
+
+@pytest.mark.timeout(150)
+def test_a_sync_server_that_stands_still_ends_training_though_no_step_waits_for_it(
+    cluster, monkeypatch
+):
+    monkeypatch.setattr(silence_watch, "_SHORTEST_SECONDS", 5.0)
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), worker_timeout=5.0)
+    model = make_model(strategy)
+    try:
+        with pytest.raises(RuntimeError, match="parameter server ps:1 has not answered for"):
+            model.fit(
+                dataset(100_000), verbose=0, callbacks=[AtBatch(40, lambda: cluster.pause("ps", 1))]
+            )
+    finally:
+        cluster.resume("ps", 1)

@@ -1,0 +1,267 @@
+"""ShadowSync with `model.fit`: three trainers, two embedding PSs, one or two sync PSs."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import events
+
+import tf_recsync as recsync
+
+ROWS, WIDTH, EXAMPLES = 50, 4, 6000
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with recsync.LocalCluster(workers=3, ps=4) as cluster:
+        cluster.connect()
+        yield cluster
+
+
+def clicks():
+    random = np.random.default_rng(0)
+    ids = random.integers(0, ROWS, [EXAMPLES])
+    x = random.normal(size=[EXAMPLES, WIDTH]).astype(np.float32)
+    logit = 2 * random.normal(size=ROWS)[ids] + x[:, 0]
+    y = (random.random(EXAMPLES) < 1 / (1 + np.exp(-logit))).astype(np.float32)
+    return {"id": ids, "x": x}, y[:, np.newaxis]
+
+
+def dataset(batch=32):
+    return tf.data.Dataset.from_tensor_slices(clicks()).batch(batch)
+
+
+def adagrad():
+    return recsync.optimizers.Adagrad(0.1)
+
+
+def dense_of(model):
+    """The trainable variables of which there is a copy on each trainer."""
+    return [v for v in model.trainable_variables if "/job:ps" not in v._value.device]
+
+
+def click_model(strategy, optimizer=adagrad, steps_per_execution=4, collection=True):
+    with strategy.scope():
+        ids = keras.Input((), dtype="int64", name="id")
+        x = keras.Input((WIDTH,), name="x")
+        if collection:
+            vector = recsync.layers.EmbeddingCollection(
+                [recsync.layers.TableConfig("table", ROWS, 8)],
+                [recsync.layers.FeatureConfig("id", table="table")],
+                concatenate=True,
+            )({"id": ids})
+        else:
+            vector = keras.layers.Embedding(ROWS, 8)(ids)
+        hidden = keras.layers.Dense(16, "relu")(keras.layers.Concatenate()([vector, x]))
+        model = keras.Model({"id": ids, "x": x}, keras.layers.Dense(1, "sigmoid")(hidden))
+        model.compile(
+            optimizer(),
+            "binary_crossentropy",
+            metrics=["AUC"],
+            steps_per_execution=steps_per_execution,
+        )
+    return model
+
+
+MODES = {
+    "S-EASGD": (recsync.EASGD(0.3), "shadow"),
+    "S-MA": (recsync.ModelAveraging(0.3), "shadow"),
+    "S-BMUF": (recsync.BMUF(0.3, 1.0, momentum=0.2), "shadow"),
+    "FR-EASGD-5": (recsync.EASGD(0.3), recsync.Foreground(gap=5)),
+    "FR-EASGD by time": (recsync.EASGD(0.3), recsync.Foreground(per_minute=600)),
+    "FR-MA-5": (recsync.ModelAveraging(0.3), recsync.Foreground(gap=5)),
+    "FR-BMUF by time": (recsync.BMUF(0.3, 1.0), recsync.Foreground(per_minute=600)),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_algorithm_trains_and_keeps_the_copies_together(cluster, name):
+    algorithm, mode = MODES[name]
+    strategy = recsync.ShadowSyncStrategy(
+        cluster, algorithm, mode, threads_per_trainer=2, sync_ps=2 if algorithm.is_central else 0
+    )
+    recsync.testing.set_compute_time(strategy, 0.01)
+    model = click_model(strategy)
+    start = model.trainable_variables[-1].numpy()
+    history = model.fit(dataset(), epochs=2, verbose=0).history
+    assert history["AUC"][-1] > 0.75
+    steps = EXAMPLES // 32 + 1
+    report = strategy.sync_report(model)
+    assert report.elements == 12 * 16 + 16 + 16 + 1
+    assert all(syncs > 0 for syncs in report.syncs)
+    if name == "FR-EASGD-5":
+        # Each thread for itself, every five of its own iterations of an epoch.
+        assert 2 * (steps - 6 * 5) / 5 <= sum(report.syncs) <= 2 * steps / 5
+    elif not algorithm.is_central:
+        assert len(set(report.syncs)) == 1  # All together.
+    # The server counts what it sends and receives, the coordinator what it has it do.
+    expected = sum(report.syncs) * 8 * report.elements if algorithm.is_central else 0
+    assert report.sync_ps_bytes == expected
+    copies = strategy.copies(model)
+    assert len(copies) == 3
+    # All threads of all trainers have counted, and every update is in some trainer's version.
+    staleness = strategy.staleness(model)
+    assert staleness.dense.count == 2 * steps * 4
+    assert staleness.dense.max >= 2  # Two threads on a copy.
+    # What users see is the first trainer's copy.
+    for variable, copy in zip(dense_of(model), copies[0], strict=True):
+        np.testing.assert_array_equal(variable.numpy(), copy)
+    assert not np.array_equal(model.trainable_variables[-1].numpy(), start)
+    loss, auc = model.evaluate(dataset(), verbose=0)
+    predicted = model.predict(dataset(), verbose=0)
+    y = clicks()[1]
+    expected = -np.mean(y * np.log(predicted) + (1 - y) * np.log(1 - predicted))
+    np.testing.assert_allclose(loss, expected, rtol=1e-4)
+    assert auc > 0.75
+
+
+def test_tables_are_on_embedding_servers_and_the_rest_is_copied(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), sync_ps=[0, 2])
+    assert strategy.sync_ps == (0, 2)
+    assert strategy.embedding_ps == (1, 3)
+    for collection in (True, False):
+        model = click_model(strategy, collection=collection)
+        model.fit(dataset(), verbose=0)
+        assert [v.path.split("/")[-1] for v in dense_of(model)] == ["kernel", "bias"] * 2
+        tables = [state for state in model.optimizer.states if state.is_table]
+        places = [state.variable._value.device for state in tables]
+        # The collection's table is sharded; a layer's is whole.
+        assert {place.split("task:")[1][0] for place in places} <= {"1", "3"}
+        assert len(places) == (2 if collection else 1)
+        for state, place in zip(tables, places, strict=True):
+            beside = [*state.accumulators, state.versions, state.counters]
+            assert {v._value.device for v in beside} == {place}
+        assert strategy.staleness(model).rows.count > 0
+
+
+def test_the_output_is_the_mean_on_request(cluster):
+    strategy = recsync.ShadowSyncStrategy(
+        cluster, recsync.EASGD(0.01), recsync.Foreground(gap=50), output="mean"
+    )
+    model = click_model(strategy)
+    model.fit(dataset(), verbose=0)
+    copies = strategy.copies(model)
+    assert not np.array_equal(copies[0][0], copies[1][0])
+    for i, variable in enumerate(dense_of(model)):
+        mean = np.mean([copy[i] for copy in copies], axis=0)
+        np.testing.assert_allclose(variable.numpy(), mean, atol=1e-6)
+
+
+def test_assigned_parameters_are_taken_over_by_all_copies_and_the_center(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.5))
+    model = click_model(strategy, lambda: recsync.optimizers.SGD(0.0))
+    model.fit(dataset(), verbose=0)
+    kernel = model.layers[-1].kernel
+    kernel.assign(np.full(kernel.shape, 7.0))
+    model.fit(dataset(), verbose=0)
+    # Nothing is learned: a center or a copy that was elsewhere would have moved the others.
+    for copy in strategy.copies(model):
+        np.testing.assert_allclose(copy[-2], 7.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("easgd",), "algorithm must be EASGD"),
+        ((recsync.EASGD(0.3), "sometimes"), 'mode must be "shadow"'),
+        ((recsync.EASGD(0.3), "shadow", {"threads_per_trainer": 0}), "threads_per_trainer must"),
+        ((recsync.EASGD(0.3), "shadow", {"sync_ps": 0}), "EASGD needs at least one sync PS"),
+        ((recsync.EASGD(0.3), "shadow", {"sync_ps": 5}), "sync_ps=5 needs as many"),
+        ((recsync.EASGD(0.3), "shadow", {"sync_ps": [4]}), "sync_ps names ps:4"),
+        ((recsync.EASGD(0.3), "shadow", {"sync_ps": [1, 1]}), "each server once"),
+        ((recsync.EASGD(0.3), "shadow", {"sync_ps": "1"}), "a number or task indices"),
+        ((recsync.ModelAveraging(0.3), "shadow", {"sync_ps": 1}), "has no use for sync PSs"),
+        ((recsync.EASGD(0.3), "shadow", {"output": "last"}), 'output must be "first" or "mean"'),
+        ((recsync.EASGD(0.3), "shadow", {"worker_timeout": 0}), "worker_timeout must be positive"),
+        ((recsync.EASGD(0.3), "shadow", {"local_batch_size": 0}), "local_batch_size must"),
+    ],
+)
+def test_wrong_arguments_are_named(cluster, arguments, message):
+    *positional, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
+    with pytest.raises(ValueError, match=message):
+        recsync.ShadowSyncStrategy(cluster, *positional, **options)
+
+
+def test_a_collection_without_an_embedding_server_is_an_error(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), sync_ps=4)
+    with pytest.raises(ValueError, match="needs an embedding PS for its tables"):
+        click_model(strategy)
+
+
+def test_stock_optimizers_are_refused(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
+    model = click_model(strategy, lambda: keras.optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match="optimizer must be one of tf_recsync.optimizers"):
+        model.fit(dataset(), verbose=0)
+
+
+def test_reports_of_an_epoch_are_in_the_history_and_in_tensorboard(cluster, tmp_path):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), recsync.Foreground(gap=4))
+    model = click_model(strategy)
+    report = recsync.callbacks.ShadowReport(strategy, str(tmp_path))
+    assert strategy.average_sync_gap(model) == float("inf")
+    history = model.fit(dataset(), epochs=2, verbose=0, callbacks=[report]).history
+    steps, done = EXAMPLES // 32 + 1, strategy.sync_report(model)
+    assert done.steps == 2 * steps
+    assert sum(strategy.worker_steps(model)) == steps
+    gaps = history["average_sync_gap"]
+    assert all(4.0 <= gap < 4.5 for gap in gaps)
+    assert sum(history["sync_ps_bytes"]) == done.sync_ps_bytes == sum(done.syncs) * 8 * 225
+    for by in ("counters", "bytes"):
+        assert min(gaps) <= strategy.average_sync_gap(model, by=by) <= max(gaps)
+    with pytest.raises(ValueError, match='by must be "counters" or "bytes"'):
+        strategy.average_sync_gap(model, by="time")
+    names = {tag for _, tag in events(tmp_path)}
+    assert {"recsync/average_sync_gap", "recsync/syncs_per_second"} <= names
+
+
+def test_more_threads_than_a_server_can_run_are_an_error_and_no_hang(cluster):
+    with pytest.raises(ValueError, match="up to 1002 calls may wait in it for other servers"):
+        recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), threads_per_trainer=1000)
+
+
+@pytest.mark.parametrize("sync_ps", [1, 2])
+def test_a_checkpoint_has_all_trainers_and_the_center_go_on_as_they_were(
+    cluster, tmp_path, sync_ps
+):
+    """Also on another number of sync PSs."""
+    copies, centers = [], []
+    for servers, epochs in ((1, 1), (sync_ps, 0)):
+        strategy = recsync.ShadowSyncStrategy(
+            cluster, recsync.EASGD(0.3), recsync.Foreground(gap=1000), sync_ps=servers
+        )
+        model = click_model(strategy, lambda: recsync.optimizers.SGD(0.05))
+        checkpoint = tf.train.Checkpoint(model=model, trainers=strategy.worker_states(model))
+        if epochs:
+            model.fit(dataset(), verbose=0)
+            checkpoint.save(str(tmp_path / "clicks"))
+        else:
+            checkpoint.restore(tf.train.latest_checkpoint(str(tmp_path))).assert_consumed()
+            model.optimizer.learning_rate = 0.0
+            model.fit(dataset(), verbose=0)  # It learns nothing, and never synchronizes.
+        copies.append(strategy.copies(model))
+        centers.append(model.train_function.group.extras()["center"])
+    assert not np.array_equal(copies[0][0][0], copies[0][1][0])
+    for before, after in zip(*copies, strict=True):
+        for a, b in zip(before, after, strict=True):
+            np.testing.assert_allclose(b, a, rtol=1e-6)
+    np.testing.assert_array_equal(*centers)
+
+
+def test_bmufs_global_parameters_are_in_the_checkpoint(cluster, tmp_path):
+    found = []
+    for trains in (True, False):
+        strategy = recsync.ShadowSyncStrategy(cluster, recsync.BMUF(0.3, 0.5, momentum=0.5))
+        model = click_model(strategy)
+        checkpoint = tf.train.Checkpoint(model=model, trainers=strategy.worker_states(model))
+        if trains:
+            model.fit(dataset(), verbose=0)
+            checkpoint.save(str(tmp_path / "clicks"))
+        else:
+            checkpoint.restore(tf.train.latest_checkpoint(str(tmp_path))).assert_consumed()
+            model.train_function.group.begin()
+        extras = model.train_function.group.extras()
+        found.append([extras["state_global"], extras["state_update"]])
+    assert np.any(found[0][1])
+    for before, after in zip(*found, strict=True):
+        np.testing.assert_array_equal(before, after)

@@ -1,0 +1,223 @@
+"""What Keras calls to train, test and predict where every worker has its own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_recsync.cluster import device_of
+from tf_recsync.strategies import model_functions
+from tf_recsync.strategies.distributed_dataset import DistributedIterator
+from tf_recsync.strategies.fit_strategy import FitStrategy
+from tf_recsync.strategies.model_functions import Settings, Steps, optimizers_of
+from tf_recsync.strategies.predict_function import PredictFunction
+from tf_recsync.strategies.slots import Crew
+from tf_recsync.strategies.worker_run import WorkerRun
+from tf_recsync.strategies.worker_state import WorkerState
+from tf_recsync.synchronization import pull_push
+from tf_recsync.synchronization.copies import CopiedVariable, Copies
+from tf_recsync.synchronization.pull_push import LOCAL, Layout, is_seed
+from tf_recsync.synchronization.synchronizer import Synchronizer
+from tf_recsync.synchronization.worker_states import WorkerStates
+
+
+def variables_of(model: keras.Model) -> list[CopiedVariable]:
+    """What every worker has a copy of: the parameters first, then what belongs to them.
+
+    Metrics and the states of random generators are apart: they begin anew in each pass. So is
+    what lies on parameter servers.
+    """
+    apart = {id(v) for v in private_variables(model)}
+    found = [*model.trainable_variables, *model.non_trainable_variables]
+    if model.optimizer is not None:
+        found += model.optimizer.variables
+    unique = {id(v): v for v in found if id(v) not in apart}
+    return [v._value for v in unique.values() if isinstance(v._value, CopiedVariable)]
+
+
+def private_variables(model: keras.Model) -> list[keras.Variable]:
+    """What begins anew in each pass of each worker."""
+    metrics = list(model.metrics_variables)
+    known = {id(variable) for variable in metrics}
+    seeds = [v for v in model.variables if is_seed(v) and id(v) not in known]
+    return metrics + seeds
+
+
+def shown_layout(model: keras.Model) -> Layout:
+    """Every worker gets the copied variables as users see them when a pass begins.
+
+    Tables on parameter servers stay there.
+    """
+    tables = []
+    if any(pull_push.device_of(v) != LOCAL for v in model.variables):
+        tables = Layout.of(model, optimizers_of(model)).tables
+    metrics = list(model.metrics_variables)
+    known = {id(variable) for variable in [*metrics, *(state.variable for state in tables)]}
+    others = [v for v in model.variables if id(v) not in known]
+    return Layout((), {}, tables, [], metrics + others)
+
+
+class CopiedTrainFunction(Steps):
+    """`model.train_function` where every worker trains a copy of its own.
+
+    Args:
+        model: a model that was built in the strategy's scope.
+        settings: of the strategy.
+        read: what users see of the copies, see `Copies`.
+    """
+
+    method = "train_step"
+
+    def __init__(self, model: keras.Model, settings: Settings, read: str | int):
+        super().__init__(model, settings)
+        self.group: Synchronizer | None = None
+        self._is_open = False  # Between an epoch's begin and its end.
+        self._read = read
+
+    def __call__(self, iterator: Any) -> dict[str, Any]:
+        try:
+            return super().__call__(iterator)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._failed()
+            raise
+
+    def _failed(self) -> None:
+        """Training has failed; the error is raised next."""
+        if self.group is not None:
+            self.group.release()
+
+    def _make_group(self, copies: Copies) -> Synchronizer:
+        """Makes what synchronizes the workers' copies."""
+        raise NotImplementedError
+
+    def _crew(self) -> Crew:
+        return self.group
+
+    def _flush(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.group.end()
+            self.group.copies.settled()
+
+    def _should_stop(self) -> bool:
+        return bool(self._model.stop_training)
+
+    def _continue(self, iterator: DistributedIterator) -> Layout:
+        if iterator.run is None and self._run is not None:
+            self._run.stop()  # It may have been left early.
+            self._flush()
+        layout = super()._continue(iterator)
+        self.ensure_group()
+        self.group.copies.begin()
+        self.group.begin()
+        self._is_open = True
+        return layout
+
+    def ensure_group(self) -> Synchronizer:
+        """The workers; made at the first call, when the model and its optimizer are built."""
+        if self.group is None:
+            workers = range(self._settings.cluster.workers)
+            copies = Copies(
+                variables_of(self._model),
+                [device_of("worker", worker) for worker in workers],
+                self._settings.cluster.dispatch_scope,
+                self._read,
+            )
+            self.group = self._make_group(copies)
+        return self.group
+
+    def _start(self, iterator: DistributedIterator) -> WorkerRun:
+        run = super()._start(iterator)
+        self.group.fail = run.fail
+        return run
+
+    def _open(self, worker: int, iterator: tf.data.Iterator, private, steps: int) -> WorkerState:
+        self.group.open(worker)
+        return _State(self.group, worker, iterator, private, steps)
+
+
+class CopiedTestFunction(model_functions.TestFunction):
+    """`model.test_function`: workers test what users see of the model."""
+
+    def _optimizers(self) -> list:
+        return []
+
+    def _layout(self) -> Layout:
+        return shown_layout(self._model)
+
+
+class CopiedPredictFunction(PredictFunction):
+    """`model.predict_function`: workers predict by what users see of the model."""
+
+    def _layout(self) -> Layout:
+        return shown_layout(self._model)
+
+
+class _State(WorkerState):
+    """What lives on a worker during a pass."""
+
+    def __init__(self, group: Synchronizer, worker: int, iterator, private, steps: int):
+        super().__init__(worker, iterator, private, steps)
+        self._group = group
+        self._handles = group.handles(worker)
+
+    @property
+    def inputs(self) -> list[tf.Tensor]:
+        return [*super().inputs, *self._handles]
+
+    def begin(self, time: float) -> None:
+        if not self._has_begun:
+            self._group.copies.touched()
+        # All workers are open by now.
+        self._group.carry_on()
+        super().begin(time)
+
+
+def worker_states(strategy: FitStrategy, model: keras.Model) -> WorkerStates:
+    """What a checkpoint keeps of the workers of a model.
+
+    Args:
+        strategy: whose train function is a `CopiedTrainFunction`.
+        model: a built model that was compiled in its scope.
+
+    Raises:
+        ValueError: if the model is not built, or from elsewhere.
+    """
+    if not model.built or model.optimizer is None:
+        raise ValueError(f"model {model.name} must be built and compiled")
+
+    def group() -> Synchronizer:
+        strategy.attach(model)
+        return model.train_function.ensure_group()
+
+    group()
+    return WorkerStates(group)
+
+
+class OnCopies:
+    """A function of variables, called with others in their place.
+
+    Args:
+        concrete: a concrete function of (iterator, *arguments), all of them tensors.
+        arguments: how many there are.
+        replaced: the variables whose replacements, as handles, come after the arguments.
+    """
+
+    def __init__(self, concrete: Callable, arguments: int, replaced: Sequence[tf.Variable]):
+        self._concrete = concrete
+        self._arguments = arguments
+        place = {id(variable.handle): i for i, variable in enumerate(replaced)}
+        self._captures = [
+            (place.get(id(captured)), captured) for captured in concrete.captured_inputs
+        ]
+
+    def __call__(self, iterator: tf.data.Iterator, *rest) -> None:
+        arguments, replacements = rest[: self._arguments], rest[self._arguments :]
+        captured = [c if i is None else replacements[i] for i, c in self._captures]
+        flat = tf.nest.flatten((iterator, *arguments), True)
+        self._concrete._call_flat(flat, captured)

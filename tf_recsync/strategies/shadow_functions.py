@@ -1,0 +1,80 @@
+"""What Keras calls to train under a `ShadowSyncStrategy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+
+from tf_recsync.strategies.copied_functions import (
+    CopiedTrainFunction,
+    OnCopies,
+    variables_of,
+)
+from tf_recsync.strategies.distributed_dataset import DistributedIterator
+from tf_recsync.strategies.model_functions import Settings, optimizers_of
+from tf_recsync.strategies.slots import Slot
+from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.pull_push import LOCAL, Layout, device_of
+from tf_recsync.synchronization.shadow import ShadowGroup
+
+
+class ShadowTrainFunction(CopiedTrainFunction):
+    """`model.train_function`: steps pull and push a copy of the worker's own, and tables.
+
+    Args:
+        model: a model that was built in the strategy's scope.
+        settings: of the strategy.
+        make_group: makes the group of trainers, of what they have copies of and how many of
+            those are parameters.
+        threads: of each trainer.
+        counts_steps: whether synchronization is due after a number of steps.
+        read: what users see of the copies, see `Copies`.
+    """
+
+    group: ShadowGroup | None
+
+    def __init__(
+        self,
+        model: keras.Model,
+        settings: Settings,
+        make_group: Callable[[Copies, int], ShadowGroup],
+        threads: int,
+        counts_steps: bool,
+        read: str | int,
+    ):
+        super().__init__(model, settings, read)
+        self.threads = threads
+        self._make = make_group
+        self._counts_steps = counts_steps
+
+    def _make_group(self, copies: Copies) -> ShadowGroup:
+        dense = [v for v in self._model.trainable_variables if device_of(v) == LOCAL]
+        return self._make(copies, len(dense))
+
+    def _continue(self, iterator: DistributedIterator) -> Layout:
+        for optimizer in optimizers_of(self._model):
+            optimizer.count_steps_of(iterator.distributed.batch_size)
+        return super()._continue(iterator)
+
+    def _lengths(self, iterator: DistributedIterator) -> set[int]:
+        lengths = super()._lengths(iterator)
+        # A call ends where a synchronization is due.
+        return lengths | {1} if self._counts_steps else lengths
+
+    def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
+        done, group = 0, self.group
+        while done < n:
+            left = group.steps_until_sync(slot.number)
+            part = n - done if left is None else min(n - done, left)
+            with group.training(slot.number):
+                steps, ended = super()._run_steps(slot, part)
+            done += steps
+            group.trained(slot.number, steps)
+            if ended:
+                return done, True
+        return done, False
+
+    def _trace(self, layout: Layout, element_spec, steps, compute_time) -> Callable:
+        concrete = super()._trace(layout, element_spec, steps, compute_time)
+        return OnCopies(concrete, 3 + len(layout.private), variables_of(self._model))

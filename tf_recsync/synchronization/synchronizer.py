@@ -1,0 +1,69 @@
+"""What keeps the copies of several groups of trainers together, whatever the algorithm."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tf_recsync.synchronization.copies import Copies
+
+
+class Synchronizer(Protocol):
+    """Workers with parameters of their own, while they train.
+
+    It makes what workers need, mixes their copies, and is told who is gone. The threads that
+    drive the workers call `open`, `lose`, `leave`, `pause`, `describe` and `release`, see
+    `slots.Crew`.
+
+    Attributes:
+        copies: the workers' parameters and what belongs to them.
+        fail: ends the pass with an error.
+    """
+
+    copies: Copies
+    fail: Callable[[Exception], None]
+
+    def open(self, worker: int) -> None:
+        """Makes what a worker needs, in its device scope: at the start, or when it is back."""
+
+    def handles(self, worker: int) -> list[tf.Tensor]:
+        """What its steps take, besides what every worker's do."""
+
+    def begin(self) -> None:
+        """An epoch begins; nobody is at work."""
+
+    def carry_on(self) -> None:
+        """All workers are open, and one of them is about to train."""
+
+    def end(self) -> None:
+        """The epoch's steps are done."""
+
+    def extras(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps besides the copies, under names without a slash."""
+
+    def restore(
+        self, values: Mapping[int, Sequence[np.ndarray]], extras: Mapping[str, np.ndarray]
+    ) -> None:
+        """Workers go on with these copies, by worker, and extras; nobody may be at work."""
+
+    def lose(self, worker: int) -> None:
+        """A worker is gone, and its step with it."""
+
+    def leave(self, thread: int) -> None:
+        """A worker's thread has nothing to do at the moment."""
+
+    def release(self) -> None:
+        """Ends all waits of workers, with errors."""
+
+    def pause(self) -> contextlib.AbstractContextManager:
+        """Inside, no worker calls another."""
+
+    def waits_for(self, seconds: float) -> list[tuple[str, int]]:
+        """The servers, job and index, that calls besides the steps have waited for so long."""
+
+    def describe(self) -> str:
+        """Who waits for whom, in words."""
