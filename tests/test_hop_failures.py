@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 import signal
+import threading
 import time
 
 import keras
@@ -177,8 +178,10 @@ def test_a_worker_whose_connection_breaks_comes_back_though_it_lived(
     cluster, caplog, monkeypatch, seconds
 ):
     lose = HopGroup.lose
+    noticed = threading.Event()
 
     def lose_late(group, worker):
+        noticed.set()
         time.sleep(seconds)  # The loops of its edges call on it meanwhile, and it answers.
         lose(group, worker)
 
@@ -190,7 +193,10 @@ def test_a_worker_whose_connection_breaks_comes_back_though_it_lived(
     seen = {}
 
     def cut():
-        cluster.cut_off("worker", 5)
+        # Between two calls of its steps the worker is not missed: it goes on by a new connection.
+        while not noticed.is_set():
+            cluster.cut_off("worker", 5)
+            noticed.wait(0.1)
         wait_for(lambda: "worker:5 is back and takes part again" in caplog.text)
         seen["back at"] = max(report.iteration for report in strategy.workers(model))
 
