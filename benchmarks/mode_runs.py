@@ -143,7 +143,7 @@ class System:
         self.mode = mode
         self.options = options
         self.strategy = options.strategy(mode, cluster)
-        self._pids = server_pids(cluster)
+        self.pids = server_pids(cluster)
         with self.strategy.scope():
             self.model = build()
 
@@ -188,10 +188,6 @@ class System:
         return Counters(
             self.strategy.staleness(self.model).dense, self.strategy.aggregation(self.model)
         )
-
-    def cpu_seconds(self) -> float:
-        """The processor time so far of this process and the servers."""
-        return machine.cpu_seconds(self._pids)
 
 
 def choose_iota(bsp: System, data: tf.data.Dataset, steps: int) -> int:
@@ -268,12 +264,20 @@ class Turn:
         return np.diff(totals) / np.diff(edges)
 
 
-class _Watch(keras.callbacks.Callback):
-    """Reads the workers' steps while a turn runs."""
+class StepWatch(keras.callbacks.Callback):
+    """Reads the workers' steps while `fit` runs, from the end of the warm-up on.
 
-    def __init__(self, system: System, warm_up: int, seconds: float | None):
+    Args:
+        strategy: whose workers they are.
+        pids: of the servers' processes.
+        warm_up: steps of all workers together before the timed part.
+        seconds: how long the timed part takes at most; None for no limit.
+    """
+
+    def __init__(self, strategy: Any, pids: list[int], warm_up: int, seconds: float | None = None):
         super().__init__()
-        self._system = system
+        self._strategy = strategy
+        self._pids = pids
         self._warm_up = warm_up
         self._seconds = seconds
         self._samples: list[tuple[float, list[int]]] = []
@@ -281,10 +285,11 @@ class _Watch(keras.callbacks.Callback):
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch == max(self._warm_up, 1) - 1:
+        # Keras tells of several steps at once, if they are executed at once.
+        if self._thread.ident is None and batch >= max(self._warm_up, 1) - 1:
             self._thread.start()
-            self._cpu = self._system.cpu_seconds(), time.perf_counter()
-            self._before = self._system.counters()
+            self._cpu = machine.cpu_seconds(self._pids), time.perf_counter()
+            self.before()
         if self._seconds is not None and self._samples:
             elapsed = time.perf_counter() - self._samples[0][0]
             self.model.stop_training = elapsed > self._seconds
@@ -293,10 +298,26 @@ class _Watch(keras.callbacks.Callback):
         self._ended.set()
         self._thread.join()
         seconds = time.perf_counter() - self._cpu[1]
-        self._share = (self._system.cpu_seconds() - self._cpu[0]) / seconds / machine.cores()
-        self._after = self._system.counters()
+        used = machine.cpu_seconds(self._pids) - self._cpu[0]
+        self.cpu_share = used / seconds / machine.cores()
+        self.after()
 
-    def turn(self, steps: int) -> Turn:
+    def before(self) -> None:
+        """The timed part begins."""
+
+    def after(self) -> None:
+        """Training has ended."""
+
+    def readings(self, steps: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """What was read in the timed part.
+
+        Args:
+            steps: its length, of all workers together.
+
+        Returns:
+            Seconds since its beginning, [times]; the steps of each worker by then, [times,
+            workers]; and those of all workers in it and after it.
+        """
         times = np.array([time for time, _ in self._samples])
         counts = np.array([steps for _, steps in self._samples])
         times, counts = times - times[0], counts - counts[0]
@@ -304,13 +325,38 @@ class _Watch(keras.callbacks.Callback):
         length = int(np.searchsorted(counts.sum(axis=1), steps)) + 1
         if self._seconds is not None:
             length = min(length, int(np.searchsorted(times, self._seconds)) + 1)
+        return times[:length], counts[:length], int(counts[-1].sum())
+
+    def _sample(self) -> None:
+        ended = False
+        while not ended:
+            ended = self._ended.wait(_SAMPLE_SECONDS) if self._samples else False
+            steps = self._strategy.worker_steps(self.model)
+            self._samples.append((time.perf_counter(), steps))
+
+
+class _Watch(StepWatch):
+    """And the servers' counters."""
+
+    def __init__(self, system: System, warm_up: int, seconds: float | None):
+        super().__init__(system.strategy, system.pids, warm_up, seconds)
+        self._system = system
+
+    def before(self) -> None:
+        self._before = self._system.counters()
+
+    def after(self) -> None:
+        self._after = self._system.counters()
+
+    def turn(self, steps: int) -> Turn:
+        times, counts, batches = self.readings(steps)
         return Turn(
-            times=times[:length],
-            steps=counts[:length],
+            times=times,
+            steps=counts,
             staleness=self._staleness(),
-            batches=int(counts[-1].sum()),
+            batches=batches,
             excluded=self._excluded(),
-            cpu_share=self._share,
+            cpu_share=self.cpu_share,
         )
 
     def _staleness(self) -> recsync.staleness.Statistics:
@@ -325,13 +371,6 @@ class _Watch(keras.callbacks.Callback):
             return 0.0
         lost = after.excluded + after.late - before.excluded - before.late
         return lost / self._system.strategy.cluster.ps
-
-    def _sample(self) -> None:
-        ended = False
-        while not ended:
-            ended = self._ended.wait(_SAMPLE_SECONDS) if self._samples else False
-            steps = self._system.strategy.worker_steps(self.model)
-            self._samples.append((time.perf_counter(), steps))
 
 
 def memory_of(data: recsync.data.ClickData, batch_size: int) -> tf.data.Dataset:

@@ -24,9 +24,7 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 
@@ -36,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
+import plain_loop  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from absl import app, flags  # noqa: E402
 
@@ -131,12 +130,7 @@ def stock_round(batches: Batches) -> Callable[[], float]:
 
 
 def loop_round(batches: Batches) -> Callable[[], float]:
-    with tempfile.TemporaryDirectory() as folder:
-        library = pathlib.Path(folder) / "plain_loop.so"
-        source = pathlib.Path(__file__).with_name("plain_loop.cc")
-        flags_ = ["-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC", "-pthread"]
-        subprocess.check_call(["g++", "-std=c++17", *flags_, str(source), "-o", str(library)])
-        run = ctypes.CDLL(str(library)).PlainLoop
+    run = plain_loop.load().PlainLoop
     table = np.ones((FLAGS.rows, FLAGS.dimension), np.float32)
     accumulator = np.full_like(table, 0.1)
     versions, periods = np.zeros(FLAGS.rows, np.int64), np.zeros(FLAGS.rows, np.int64)

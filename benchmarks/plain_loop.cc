@@ -1,7 +1,10 @@
-// The bound of benchmarks/optimizers.py: row-wise Adagrad with a staleness
-// weight and SWAP as a plain loop over rows, in `threads` threads that take
-// equal parts of the rows. No locks, no checks, no search for rows that are
-// named twice, no counters: only the traffic that the update can't do without.
+// The bounds of benchmarks, as plain loops in `threads` threads that take equal
+// parts. No locks, no checks, no counters: only the traffic that the work can't
+// do without.
+//
+// PlainLoop is that of benchmarks/optimizers.py: row-wise Adagrad with a
+// staleness weight and SWAP, without a search for rows that are named twice.
+// PlainInterpolation is that of benchmarks/interpolation.py.
 
 #include <cmath>
 #include <cstdint>
@@ -42,6 +45,17 @@ void Update(const Table& table, const int64_t* ids, const int64_t* pulled,
   }
 }
 
+// Calls `part` of [0, n) in equal parts, each in a thread.
+template <typename Part>
+void InThreads(int64_t n, int threads, Part part) {
+  std::vector<std::thread> others;
+  for (int t = 1; t < threads; ++t) {
+    others.emplace_back(part, n * t / threads, n * (t + 1) / threads);
+  }
+  part(0, n / threads);
+  for (std::thread& other : others) other.join();
+}
+
 }  // namespace
 
 extern "C" void PlainLoop(float* values, float* accumulators, int64_t* versions,
@@ -51,14 +65,18 @@ extern "C" void PlainLoop(float* values, float* accumulators, int64_t* versions,
                           float epsilon, int64_t step, int64_t period,
                           float decay, int threads) {
   const Table table = {values, accumulators, versions, last_periods, width};
-  std::vector<std::thread> others;
-  for (int t = 1; t < threads; ++t) {
-    others.emplace_back([=] {
-      Update(table, ids, pulled, gradient, n * t / threads,
-             n * (t + 1) / threads, lr, epsilon, step, period, decay);
-    });
-  }
-  Update(table, ids, pulled, gradient, 0, n / threads, lr, epsilon, step,
-         period, decay);
-  for (std::thread& other : others) other.join();
+  InThreads(n, threads, [=](int64_t begin, int64_t end) {
+    Update(table, ids, pulled, gradient, begin, end, lr, epsilon, step, period,
+           decay);
+  });
+}
+
+// own <- (1 - alpha) own + alpha target.
+extern "C" void PlainInterpolation(float* own, const float* target, int64_t n,
+                                   float alpha, int threads) {
+  InThreads(n, threads, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      own[i] = (1.0f - alpha) * own[i] + alpha * target[i];
+    }
+  });
 }

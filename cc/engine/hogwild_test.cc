@@ -63,7 +63,7 @@ TEST(HogwildTest, OneThreadsUpdateIsThePlainRules) {
 // Without losing more than races of single elements: threads that each own a
 // part of the elements lose none.
 TEST(HogwildTest, ThreadsOnElementsOfTheirOwnLoseNothing) {
-  constexpr int64_t kPart = 500;
+  constexpr int64_t kPart = 501;  // Odd: parts begin anywhere.
   constexpr int kThreads = 4, kSteps = 50;
   std::vector<float> w(kThreads * kPart, 0.0f);
   const std::vector<float> g(kPart, 1.0f);

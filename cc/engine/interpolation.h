@@ -4,8 +4,8 @@
 #ifndef TF_RECSYNC_CC_ENGINE_INTERPOLATION_H_
 #define TF_RECSYNC_CC_ENGINE_INTERPOLATION_H_
 
-#include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "cc/engine/hogwild.h"
 
@@ -19,16 +19,13 @@ namespace recsync {
 inline void Interpolate(const float* target, float alpha, int64_t size,
                         float* own, float* after) {
   const float rest = 1.0f - alpha;
-  float block[kHogwildBlock];
-  for (int64_t begin = 0; begin < size; begin += kHogwildBlock) {
-    const int64_t n = std::min(kHogwildBlock, size - begin);
-    LoadHogwild(own + begin, n, block);
-    for (int64_t i = 0; i < n; ++i) {
-      block[i] = rest * block[i] + alpha * target[begin + i];
-    }
-    StoreHogwild(block, n, own + begin);
-    if (after != nullptr) std::copy_n(block, n, after + begin);
-  }
+  ChangeHogwild(own, size, [=](auto value, int64_t i) {
+    decltype(value) other;  // A float, or a pair of them.
+    std::memcpy(&other, target + i, sizeof(other));
+    value = rest * value + alpha * other;
+    if (after != nullptr) std::memcpy(after + i, &value, sizeof(value));
+    return value;
+  });
 }
 
 }  // namespace recsync

@@ -22,17 +22,24 @@ std::vector<float> Random(int64_t size, int seed) {
   return values;
 }
 
-TEST(InterpolationTest, IsTheFormulaForAnySize) {
-  for (const int64_t size : {0, 1, 255, 256, 257, 5000}) {
-    const auto target = Random(size, 1);
-    const auto before = Random(size, 2);
-    auto own = before;
-    std::vector<float> after(size, -7.0f);
-    Interpolate(target.data(), 0.3f, size, own.data(), after.data());
-    for (int64_t i = 0; i < size; ++i) {
-      ASSERT_NEAR(own[i], 0.7 * before[i] + 0.3 * target[i], 1e-6) << size;
+TEST(InterpolationTest, IsTheFormulaForAnySizeAndPlace) {
+  for (const int64_t size : {0, 1, 2, 3, 255, 256, 257, 5000}) {
+    for (const int64_t start : {0, 1}) {
+      const auto target = Random(size, 1);
+      const auto before = Random(start + size + 1, 2);
+      auto own = before;
+      std::vector<float> after(size, -7.0f);
+      Interpolate(target.data(), 0.3f, size, own.data() + start, after.data());
+      for (int64_t i = 0; i < size; ++i) {
+        const float value = own[start + i];
+        ASSERT_NEAR(value, 0.7 * before[start + i] + 0.3 * target[i], 1e-6);
+        EXPECT_EQ(after[i], value);
+      }
+      if (start > 0) {
+        EXPECT_EQ(own[0], before[0]);
+      }
+      EXPECT_EQ(own.back(), before.back());
     }
-    EXPECT_EQ(after, own);
   }
 }
 
