@@ -37,12 +37,16 @@ class Failing:
 
     Args:
         places: where an edge's calls fail in turn: at "once", when the parcel was "collected", when
-            its update was "delivered", when the call has "ended", or not at all (None).
+            its update was "delivered", when the call has "ended", or not at all (None); or it is
+            "given up", and goes on to wait for a parcel all the same.
         edges: the (sender, receiver) whose calls fail; None for all.
         error: what they fail with.
+        cluster: needed for calls that are given up.
     """
 
-    def __init__(self, monkeypatch, places, edges=None, error=GARBLED):
+    def __init__(self, monkeypatch, places, edges=None, error=GARBLED, cluster=None):
+        self.waits_ended = []  # Of calls that were given up, with which error.
+        self._cluster = cluster
         self.calls = collections.Counter()  # By edge, without those that build.
         self.failed = collections.Counter()  # By place.
         self._places = places
@@ -73,15 +77,26 @@ class Failing:
                 number, iteration = parcel.number, parcel.iteration
                 if hop.ask(target, sender, number, parcel.progress, iteration):
                     hop.deliver(target, sender, number, iteration, parcel.update)
+        if place == "given up":
+            threading.Thread(target=self._wait, args=(source, edge[0], receiver)).start()
         with self._lock:
             self.failed[place] += 1
         raise self._error
 
+    def _wait(self, source, sender, receiver):
+        with hop_edges.at(self._cluster, sender):
+            try:
+                hop.collect(source, receiver, tf.float32)
+            except tf.errors.CancelledError as error:
+                with self._lock:
+                    self.waits_ended.append(error.message)
 
-def trained(cluster, topo, **options):
+
+def trained(cluster, topo, seconds=None, **options):
     """A strategy and a model after some iterations, its data, and how it began."""
     x, y, dataset = regression(WORKERS * 12)
     strategy = recsync.HopStrategy(cluster, topo, check_invariants=True, **options)
+    recsync.testing.set_compute_time(strategy, seconds)
     with strategy.scope():
         model = Recording()
         model.compile(keras.optimizers.SGD(RATE), "mse", steps_per_execution=2)
@@ -118,6 +133,23 @@ def test_with_calls_that_fail_training_is_decentralized_sgd_step_by_step(
     for worker in range(WORKERS):
         np.testing.assert_allclose(
             histories[worker][:steps], expected[:, worker], rtol=2e-5, atol=2e-5
+        )
+
+
+def test_a_call_that_was_given_up_and_waits_still_hinders_nobody(cluster, monkeypatch):
+    # As when a connection breaks, and the worker does not hear of it.
+    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.01)
+    failing = Failing(monkeypatch, ["given up", None, None], cluster=cluster)
+    topo = topology.ring(WORKERS)
+    # Long enough for loops to wait for something to carry.
+    strategy, model, x, y, start = trained(cluster, topo, seconds=0.1)
+    assert failing.failed["given up"] >= WORKERS
+    assert any("was cancelled" in message for message in failing.waits_ended)
+    at, numbers, histories = recorded(strategy, model)
+    expected = simulate(topo, x, y, numbers, start, min(at), False)
+    for worker in range(WORKERS):
+        np.testing.assert_allclose(
+            histories[worker][: min(at)], expected[:, worker], rtol=2e-5, atol=2e-5
         )
 
 

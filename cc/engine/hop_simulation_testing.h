@@ -228,6 +228,8 @@ class HopSimulation {
   void Collect(int64_t from, int64_t to) {
     const int64_t sender_life = members_[from].life;
     const int64_t receiver_life = members_[to].life;
+    // A call that was given up may be waiting still.
+    if (Fails()) workers_[from]->Collect(to, [](auto, auto) {});
     workers_[from]->Collect(
         to, [=, this_ = this](Worker::Answer answer, Worker::Parcel parcel) {
           if (answer != Worker::Answer::kOk) return;

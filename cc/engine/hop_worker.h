@@ -447,15 +447,18 @@ class HopWorker {
   }
 
   // Waits until there is something for a neighbor; until it was Carried it is
-  // the same. Only one may wait for each; false, and nothing happens, if
-  // somebody does or it is no neighbor.
-  bool Collect(int64_t neighbor, Collected done) {
+  // the same. Only one may wait for each: whoever did is answered kCancelled.
+  // `caller` names the wait, for CancelCollect. False, and nothing happens, if
+  // it is no neighbor.
+  bool Collect(int64_t neighbor, Collected done, int64_t caller = 0) {
     const auto found = outboxes_.find(neighbor);
     if (found == outboxes_.end()) return false;
-    return found->second->Collect(
-        [this, done = std::move(done)](auto answer, Parcel parcel) {
-          if (answer == Outbox<Update>::Answer::kClosed) {
-            done(Answer::kClosed, std::move(parcel));
+    using Told = typename Outbox<Update>::Answer;
+    found->second->Collect(
+        [this, done = std::move(done)](Told answer, Parcel parcel) {
+          if (answer != Told::kParcel) {
+            done(answer == Told::kClosed ? Answer::kClosed : Answer::kCancelled,
+                 std::move(parcel));
             return;
           }
           if (parcel.update.has_value() && !parcel.repeated) {
@@ -463,13 +466,16 @@ class HopWorker {
             ++counts_.sent;
           }
           done(Answer::kOk, std::move(parcel));
-        });
+        },
+        caller);
+    return true;
   }
 
-  // Takes a Collect back: true if its callback was not called and never will.
-  bool CancelCollect(int64_t neighbor) {
+  // Takes a caller's Collect back: true if its callback was not called and
+  // never will.
+  bool CancelCollect(int64_t neighbor, int64_t caller = 0) {
     const auto found = outboxes_.find(neighbor);
-    return found != outboxes_.end() && found->second->Cancel();
+    return found != outboxes_.end() && found->second->Cancel(caller);
   }
 
   // A parcel has been carried, since `begin`, with the update of an iteration

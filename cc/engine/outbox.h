@@ -12,7 +12,8 @@
 //
 // A parcel is handed out by every Collect until it is acknowledged, as a call
 // that was to carry it may fail. Its number tells the receiver whether it has
-// got it already.
+// got it already. A call that was given up may wait here still: the next one
+// takes its place.
 //
 // Thread safe. Nothing blocks: a wait ends by a callback, which is called
 // without a lock by the thread whose call ended it. The destructor closes the
@@ -43,7 +44,7 @@ class Outbox {
     std::optional<Update> update;
     bool repeated = false;  // it has been handed out before
   };
-  enum class Answer { kParcel, kClosed };
+  enum class Answer { kParcel, kClosed, kReplaced };
   using Callback = std::function<void(Answer, Parcel)>;
 
   // `first_number`, at least 1, is that of the first parcel.
@@ -86,18 +87,19 @@ class Outbox {
   }
 
   // Calls `done` once, as soon as there is something to tell, perhaps before
-  // Collect returns. Only one may wait; false, and nothing happens, if somebody
-  // does.
-  bool Collect(Callback done) ABSL_LOCKS_EXCLUDED(mu_) {
-    Reply reply;
+  // Collect returns. Whoever waits already is answered kReplaced. `caller`
+  // names the wait, for Cancel.
+  void Collect(Callback done, int64_t caller = 0) ABSL_LOCKS_EXCLUDED(mu_) {
+    Reply replaced, reply;
     {
       MutexLock lock(&mu_);
-      if (waiting_ != nullptr) return false;
-      waiting_ = std::move(done);
+      replaced.answer = Answer::kReplaced;
+      replaced.done = std::exchange(waiting_, std::move(done));
+      caller_ = caller;
       Serve(&reply);
     }
+    Send(&replaced);
     Send(&reply);
-    return true;
   }
 
   // The parcel of this number is not handed out again; without effect if it is
@@ -109,10 +111,12 @@ class Outbox {
     handed_.swap(dropped);
   }
 
-  // Takes the wait back: true if its callback was not called and never will be.
-  bool Cancel() ABSL_LOCKS_EXCLUDED(mu_) {
+  // Takes a caller's wait back: true if its callback was not called and never
+  // will be.
+  bool Cancel(int64_t caller = 0) ABSL_LOCKS_EXCLUDED(mu_) {
     Callback dropped;  // Destroyed without the lock.
     MutexLock lock(&mu_);
+    if (caller != caller_) return false;
     dropped = std::exchange(waiting_, nullptr);
     return dropped != nullptr;
   }
@@ -236,6 +240,7 @@ class Outbox {
   std::optional<Parcel> handed_ ABSL_GUARDED_BY(mu_);  // not acknowledged
   int64_t next_number_ ABSL_GUARDED_BY(mu_);
   Callback waiting_ ABSL_GUARDED_BY(mu_);
+  int64_t caller_ ABSL_GUARDED_BY(mu_) = 0;  // whose wait it is
 };
 
 }  // namespace recsync

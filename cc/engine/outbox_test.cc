@@ -98,11 +98,28 @@ TEST(OutboxTest, NewestOnlyReplacesWhatWaits) {
 TEST(OutboxTest, AWaitIsEndedByWhatComes) {
   Box box(false);
   std::string got;
-  EXPECT_TRUE(box.Collect(
-      [&](Box::Answer, Box::Parcel parcel) { got = *parcel.update; }));
-  EXPECT_FALSE(box.Collect([](Box::Answer, Box::Parcel) { FAIL(); }));
+  box.Collect([&](Box::Answer, Box::Parcel parcel) { got = *parcel.update; });
   box.Put(1, "a", 1);
   EXPECT_EQ(got, "a");
+}
+
+TEST(OutboxTest, TheNextCallTakesThePlaceOfOneThatWaits) {
+  Box box(false);
+  std::vector<Box::Answer> answers;
+  const auto note = [&](Box::Answer answer, Box::Parcel) {
+    answers.push_back(answer);
+  };
+  box.Collect(note, /*caller=*/1);
+  std::string got;
+  box.Collect([&](Box::Answer, Box::Parcel parcel) { got = *parcel.update; },
+              /*caller=*/2);
+  EXPECT_EQ(answers, std::vector<Box::Answer>({Box::Answer::kReplaced}));
+  EXPECT_FALSE(box.Cancel(1)) << "it is the other one's turn";
+  box.Put(1, "a", 1);
+  EXPECT_EQ(got, "a");
+  // And one that was handed a parcel is handed it again.
+  box.Collect(note, 3);
+  EXPECT_EQ(answers.back(), Box::Answer::kParcel);
 }
 
 TEST(OutboxTest, CloseLetsEverythingBeToldFirst) {
@@ -221,7 +238,7 @@ TEST(OutboxTest, WhatIsOnItsWayToANeighborThatIsGoneIsForgotten) {
 
 TEST(OutboxTest, ACallThatIsCancelledTakesNothingAlong) {
   Box box(false);
-  EXPECT_TRUE(box.Collect([](Box::Answer, Box::Parcel) { FAIL(); }));
+  box.Collect([](Box::Answer, Box::Parcel) { FAIL(); });
   EXPECT_TRUE(box.Cancel());
   box.Put(1, "a", 1);
   EXPECT_EQ(HandedOut(&box), "1/1/a");

@@ -2,6 +2,7 @@
 // parameters, which its own steps and the loops of its edges use.
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -523,31 +524,40 @@ class HopCollectOp : public AsyncOpKernel {
       done();
       return;
     }
+    static std::atomic<int64_t> callers{0};
+    const int64_t caller = ++callers;
+    const auto is_cancelled = std::make_shared<std::atomic<bool>>(false);
+    const auto cancel = [ctx, worker, neighbor, caller, is_cancelled, done] {
+      is_cancelled->store(true);
+      if (!worker->CancelCollect(neighbor, caller)) return;
+      ctx->SetStatus(Ended(Worker::Answer::kCancelled));
+      done();
+    };
     tensorflow::CancellationManager* manager = ctx->cancellation_manager();
     tensorflow::CancellationToken token = 0;
     if (manager != nullptr) {
       token = manager->get_cancellation_token();
-      const bool registered =
-          manager->RegisterCallback(token, [ctx, worker, neighbor, done] {
-            if (!worker->CancelCollect(neighbor)) return;
-            ctx->SetStatus(Ended(Worker::Answer::kCancelled));
-            done();
-          });
-      OP_REQUIRES_ASYNC(ctx, registered, Ended(Worker::Answer::kCancelled),
-                        done);
+      OP_REQUIRES_ASYNC(ctx, manager->RegisterCallback(token, cancel),
+                        Ended(Worker::Answer::kCancelled), done);
     }
-    const bool waits = worker->Collect(
-        neighbor, [this, ctx, manager, token, done](Worker::Answer answer,
-                                                    Worker::Parcel parcel) {
+    const bool is_neighbor = worker->Collect(
+        neighbor,
+        [this, ctx, manager, token, done](Worker::Answer answer,
+                                          Worker::Parcel parcel) {
           if (manager != nullptr) manager->TryDeregisterCallback(token);
           ctx->SetStatus(Output(ctx, answer, std::move(parcel)));
           done();
-        });
-    if (waits) return;
+        },
+        caller);
+    if (is_neighbor) {
+      // It may have been cancelled before it waited. The op may be over, too,
+      // and ctx gone; then there is nothing to cancel.
+      if (is_cancelled->load()) cancel();
+      return;
+    }
     if (manager != nullptr) manager->TryDeregisterCallback(token);
     ctx->SetStatus(absl::InvalidArgumentError(
-        absl::StrCat("worker ", neighbor,
-                     " is no neighbor, or its parcels are collected already")));
+        absl::StrCat("worker ", neighbor, " is no neighbor")));
     done();
   }
 
