@@ -203,11 +203,11 @@ REGISTER_OP("RecsyncHopCollect")
 Waits until the worker has something to tell a neighbor.
 
 Gives the same again until RecsyncHopCarried has acknowledged it. Holds no
-thread while it waits; fails with Cancelled when the step is cancelled.
+thread while it waits; fails with Cancelled when the step is cancelled, or when
+another op collects for the same neighbor, which takes its place.
 
 worker: A scalar, the worker.
-neighbor: A scalar, the neighbor's number. Only one op at a time may collect for
-  it. With -1 nothing is waited for and nothing taken.
+neighbor: A scalar, the neighbor's number. With -1 nothing is waited for and nothing taken.
 progress: A scalar: the iteration that the worker has entered, or (notify_ack) of
   which it has used the updates; -1 if there is nothing new.
 iteration: A scalar: the update's iteration, -1 without an update.
