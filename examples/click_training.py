@@ -33,7 +33,10 @@ flags.DEFINE_float("deep_learning_rate", 0.1, "Of all but linear parts.", lower_
 flags.DEFINE_integer("swap_period", 10_000, "swap_adagrad: the period in steps.", lower_bound=1)
 flags.DEFINE_float("swap_decay", 0.8, "swap_adagrad: the accumulators' factor per period.")
 flags.DEFINE_enum(
-    "staleness", "constant", ["constant", "inverse_power"], "async: the weight of stale gradients."
+    "staleness",
+    "constant",
+    ["constant", "inverse_power"],
+    "async, bounded_staleness, shadow_*, fr_*: the weight of stale gradients.",
 )
 flags.DEFINE_float("staleness_power", 2.0, "inverse_power: k.")
 flags.DEFINE_float("staleness_baseline", 1.0, "inverse_power: the staleness that counts in full.")
@@ -53,7 +56,7 @@ _APPLIES = {
     "data_location": ("dataset", ["criteo", "adult"]),
     "test_location": ("dataset", ["criteo"]),
     "rows": ("dataset", ["synthetic"]),
-    "staleness": ("strategy", ["async", "bounded_staleness"]),
+    "staleness": ("strategy", ["async", "bounded_staleness", *strategy_flags.SHADOW_SYNC]),
     "staleness_power": ("staleness", ["inverse_power"]),
     "staleness_baseline": ("staleness", ["inverse_power"]),
     "update_sensitivity": ("staleness", ["inverse_power"]),

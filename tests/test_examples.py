@@ -225,7 +225,7 @@ def test_it_goes_on_in_another_mode_from_what_an_earlier_run_saved(tmp_path):
         # Of the two batches of a step, one may be dropped.
         (["--strategy=backup_workers"], range(10, 21)),
         (["--strategy=bounded_staleness", "--staleness_bound=1"], [20]),
-        (["--strategy=shadow_easgd", "--threads=2"], [20]),
+        (["--strategy=shadow_easgd", "--threads=2", "--staleness=inverse_power"], [20]),
         (["--strategy=fr_ma", "--sync_gap=2"], [20]),
     ],
 )
