@@ -29,11 +29,13 @@ DEMO := examples/wide_deep_ctr.py --dataset=synthetic --rows=300000 --batch_size
 
 # What makes a benchmark small; one without a line here runs with its defaults.
 # BENCH_FLAGS, if set, takes the place of these.
+SMALL_all_reduce := --elements=1000,1000000 --rounds=5
 SMALL_async_quality := --workers=2,4 --processes=3 --seeds=1 --days=1 --swap_days=2 --rows=4096 \
   --steps=100 --compute_seconds=0.03 --speed_seconds=2 --sync_days=1
 SMALL_hop := --workers=8 --processes=4 --iterations=24 --compute_seconds=0.15
 SMALL_hop_accuracy := --workers=4 --epochs=1 --settings=2,7,8,12
 SMALL_hop_queues := --rounds=3
+SMALL_interpolation := --rounds=7
 SMALL_local_adagrad := --rounds=3 --steps=30
 SMALL_local_throughput := --batch_size=512 --rounds=3 --round_seconds=1
 SMALL_metrics_cost := --batch_size=512 --rounds=15 --round_seconds=0.3
