@@ -1,8 +1,10 @@
 """Fixtures of more than one test module."""
 
 import gc
+import random
 
 import keras
+import numpy as np
 import pytest
 from helpers import Clusters
 
@@ -52,5 +54,11 @@ def leave_nothing_behind():
 
 @pytest.fixture(autouse=True)
 def start_alike():
-    """Each test begins with the same random numbers: with some weights models learn slowly."""
-    keras.utils.set_random_seed(1)
+    """Each test begins with the same weights: with some, models learn slowly.
+
+    Keras draws the seeds of initializers from `random`. Not `keras.utils.set_random_seed`: it has
+    TensorFlow wait for calls of other threads, with Python's lock held, and a test that ended with
+    an error may have left some.
+    """
+    random.seed(1)
+    np.random.seed(1)
