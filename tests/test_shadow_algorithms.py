@@ -302,7 +302,9 @@ def test_a_closed_gate_waits_for_those_inside_and_keeps_others_out():
         gate.enter(1)
         log.append("entered")
 
-    closing.join(0.2)
+    deadline = time.monotonic() + 30
+    while not gate._is_closed and time.monotonic() < deadline:
+        time.sleep(0.01)
     other = threading.Thread(target=enter)
     other.start()
     other.join(0.2)

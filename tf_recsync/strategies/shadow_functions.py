@@ -25,8 +25,8 @@ class ShadowTrainFunction(CopiedTrainFunction):
     Args:
         model: a model that was built in the strategy's scope.
         settings: of the strategy.
-        make_group: makes the group of trainers, of what they have copies of and how many of
-            those are parameters.
+        make_group: makes the group of trainers, of what they have copies of, how many of
+            those are parameters, and which of them count the staleness of dense variables.
         threads: of each trainer.
         counts_steps: whether synchronization is due after a number of steps.
         read: what users see of the copies, see `Copies`.
@@ -38,7 +38,7 @@ class ShadowTrainFunction(CopiedTrainFunction):
         self,
         model: keras.Model,
         settings: Settings,
-        make_group: Callable[[Copies, int], ShadowGroup],
+        make_group: Callable[[Copies, int, list[int]], ShadowGroup],
         threads: int,
         counts_steps: bool,
         read: str | int,
@@ -50,7 +50,9 @@ class ShadowTrainFunction(CopiedTrainFunction):
 
     def _make_group(self, copies: Copies) -> ShadowGroup:
         dense = [v for v in self._model.trainable_variables if device_of(v) == LOCAL]
-        return self._make(copies, len(dense))
+        places = {id(v): i for i, v in enumerate(copies.variables)}
+        states = [s for o in optimizers_of(self._model) for s in o.states if not s.is_table]
+        return self._make(copies, len(dense), [places[id(s.counters._value)] for s in states])
 
     def _continue(self, iterator: DistributedIterator) -> Layout:
         for optimizer in optimizers_of(self._model):

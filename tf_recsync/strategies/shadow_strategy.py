@@ -151,7 +151,9 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
         Raises:
             ValueError: if there is no such server.
         """
-        if not 0 <= ps < len(self._embedding_ps):
+        if not self._embedding_ps:
+            raise ValueError(f"ps must be an embedding PS, not {ps!r}: there are none")
+        if ps not in range(len(self._embedding_ps)):
             raise ValueError(
                 f"ps must be from 0 to {len(self._embedding_ps) - 1}, not {ps!r}: there are "
                 f"{len(self._embedding_ps)} embedding PSs"
@@ -266,15 +268,12 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
         for state in states:
             if state.is_table or group is None:
                 found[state.variable.path] = [np.asarray(state.counters._value.read_value())]
+        dense = [state for state in states if not state.is_table]
         if group is not None:
-            places = {id(v): i for i, v in enumerate(group.copies.variables)}
-            for worker in group.copies.workers:
-                values = group.copies.values(worker)
-                for state in states:
-                    if not state.is_table:
-                        counters = values[places[id(state.counters._value)]]
-                        found.setdefault(state.variable.path, []).append(counters)
-        dense = [c for s in states if not s.is_table for c in found.get(s.variable.path, [])]
+            for counted in group.counted():
+                for state, counters in zip(dense, counted, strict=True):
+                    found.setdefault(state.variable.path, []).append(counters)
+        dense = [c for s in dense for c in found.get(s.variable.path, [])]
         rows = [c for s in states if s.is_table for c in found[s.variable.path]]
         return staleness.Report(
             dense=of(dense),
@@ -298,13 +297,14 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
         model.test_function = copied_functions.CopiedTestFunction(model, self._settings)
         model.predict_function = copied_functions.CopiedPredictFunction(model, self._settings)
 
-    def _make_group(self, copies, parameters: int) -> ShadowGroup:
+    def _make_group(self, copies, parameters: int, counters: list[int]) -> ShadowGroup:
         return ShadowGroup(
             self._algorithm,
             self._schedule,
             self._cluster,
             copies,
             parameters,
+            counters,
             self._sync_ps,
             self._threads,
             self._settings.bandwidths,

@@ -71,6 +71,7 @@ class ShadowGroup:
         cluster: the connected cluster.
         copies: the trainers' parameters, and what belongs to them.
         parameters: how many of the copied variables are parameters: the first ones.
+        counters: which of the copied variables count the staleness of updates.
         sync_ps: the task indices of the sync PSs.
         threads: of each trainer.
         bandwidths: returns artificial bandwidths, in bytes per second by server's device.
@@ -83,6 +84,7 @@ class ShadowGroup:
         cluster: Cluster,
         copies: Copies,
         parameters: int,
+        counters: Sequence[int],
         sync_ps: Sequence[int],
         threads: int,
         bandwidths: Callable[[], dict[str, float]],
@@ -97,14 +99,22 @@ class ShadowGroup:
         self._bandwidths = bandwidths
         self._parameters = parameters
         self._sizes = [v.shape.num_elements() for v in copies.variables[:parameters]]
+        self._counters = list(counters)
+        # What each trainer had counted when it was last asked, and those that were lost.
+        self._counted: dict[int, list[np.ndarray]] = {}
+        self._counted_before: list[list[np.ndarray]] = []
         self._lock = threading.RLock()
         # Of each trainer that is not lost: the algorithm's vectors, by name.
         self._there: dict[int, dict[str, tf.Variable]] = {}
         self._lost: set[int] = set()
         # Those of them that gave no sign of life, and when they were last asked for one.
         self._absent: dict[int, float] = {}
+        self._has_begun = False
+        # The algorithm's vectors of trainers while there is no other trainer to have them from.
         self._first_states: dict[str, np.ndarray] = {}
         self._restored: dict[str, np.ndarray] | None = None  # The extras of a checkpoint.
+        # The copies of a checkpoint of other trainers, and their mean.
+        self._merged: tuple[list[list[np.ndarray]], list[np.ndarray]] | None = None
         self._parts: list[tf.Variable] = []  # Of the center.
         self._traffic: list[tf.Variable] = []
         self._functions: dict[tuple[int, ...], Callable] = {}
@@ -113,9 +123,11 @@ class ShadowGroup:
         self._gate = Gate()
         self._since: dict[int, int] = {}  # Iterations since the last synchronization, by thread.
         self._due: dict[int, float] = {}  # When a trainer's next one is due, or all trainers'.
+        self._pausing = threading.Lock()  # One pause at a time.
         self._changed = threading.Condition()
         # Guarded by _changed.
         self._ending = True
+        self._away: set[int] = set()  # Threads that have nothing to do.
         self._is_paused = False
         # When each synchronization under way began, and of whom; by its thread.
         self._calls: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -159,12 +171,19 @@ class ShadowGroup:
             self._absent.pop(worker, None)
             self._lost.add(worker)
             self.copies.drop(worker)
+            # The next one's server has to build its parts of functions again.
+            self._called.clear()
+            if worker in self._counted:
+                self._counted_before.append(self._counted.pop(worker))
         for thread in range(worker * self._threads, (worker + 1) * self._threads):
-            self._gate.leave(thread)
+            self.leave(thread)
 
     def leave(self, thread: int) -> None:
-        """A thread has nothing to do at the moment; a trainer's copy is synchronized on."""
+        """A thread has nothing to do at the moment; loops end with the last one."""
         self._gate.leave(thread)
+        with self._changed:
+            self._away.add(thread)
+            self._changed.notify_all()
 
     def release(self) -> None:
         """Ends all waits."""
@@ -176,15 +195,20 @@ class ShadowGroup:
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Inside, no trainer calls another server to synchronize."""
-        with self._changed:
-            self._is_paused = True
-            self._changed.wait_for(lambda: not self._calls, _PAUSE_SECONDS)
-        try:
-            yield
-        finally:
+        with self._pausing:
             with self._changed:
-                self._is_paused = False
-                self._changed.notify_all()
+                self._is_paused = True
+                if not self._changed.wait_for(lambda: not self._calls, _PAUSE_SECONDS):
+                    logging.warning(
+                        "Synchronizations did not end within %g s.",
+                        _PAUSE_SECONDS,
+                    )
+            try:
+                yield
+            finally:
+                with self._changed:
+                    self._is_paused = False
+                    self._changed.notify_all()
 
     def waits_for(self, seconds: float) -> list[tuple[str, int]]:
         """The servers, job and index, that synchronizations have waited for so long."""
@@ -214,9 +238,9 @@ class ShadowGroup:
             self._limits = limits
             self._follow_users()
         self._gate.begin()
-        self._since.clear()
         with self._changed:
             self._ending = False
+            self._away.clear()
 
     def carry_on(self) -> None:
         """Starts the loops, if they do not run."""
@@ -225,6 +249,8 @@ class ShadowGroup:
                 return
             if self._began is None:
                 self._began = time.monotonic()
+            if not self._parameters:
+                return
             if isinstance(self._schedule, Foreground) and (
                 self._algorithm.is_central or self._schedule.gap is not None
             ):
@@ -262,8 +288,27 @@ class ShadowGroup:
             sync_ps_bytes=sum(int(np.asarray(v.read_value())) for v in self._traffic),
         )
 
+    def counted(self) -> list[list[np.ndarray]]:
+        """What each trainer has counted of the staleness of updates, those that were lost included.
+
+        Returns:
+            For each of them, an array for each of the counters; of a trainer that does not
+            answer, and of one that was lost, what is known.
+        """
+        for worker in self.copies.workers:
+            # One that is lost its own threads find out.
+            with contextlib.suppress(tf.errors.OpError, KeyError):
+                values = self.copies.values(worker)
+                with self._lock:
+                    if worker not in self._lost:
+                        self._counted[worker] = [values[i] for i in self._counters]
+        with self._lock:
+            return [*self._counted_before, *self._counted.values()]
+
     def extras(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps besides the copies: the center, and the algorithm's vectors."""
+        if self._restored is not None:
+            return dict(self._restored)  # Nobody has trained since.
         kept = {f"state_{name}": value for name, value in self._current_states().items()}
         if self._parts:
             kept["center"] = self._center()
@@ -279,7 +324,7 @@ class ShadowGroup:
             extras: as above; those of another algorithm are left out.
         """
         workers = range(self._cluster.workers)
-        if len(values) != len(workers):
+        if values and set(values) != set(workers):
             logging.warning(
                 "The checkpoint holds the parameters of %d trainers, and there are %d: all of "
                 "them begin with the mean.",
@@ -287,10 +332,16 @@ class ShadowGroup:
                 len(workers),
             )
             mean = self.copies.mean(list(values.values()))
+            self._merged = [list(copy) for copy in values.values()], mean
             values = dict.fromkeys(workers, mean)
-        self.copies.load(values)
+        if values:
+            self.copies.load(values)
         with self._lock:
-            self._restored = dict(extras)
+            self._restored = {
+                name: value
+                for name, value in extras.items()
+                if name == "center" or name.startswith("state_")
+            }
 
     # In the foreground: the trainers' threads call these.
 
@@ -302,20 +353,25 @@ class ShadowGroup:
     @contextlib.contextmanager
     def training(self, thread: int) -> Iterator[None]:
         """Inside, a thread trains."""
+        with self._changed:
+            self._away.discard(thread)
         if isinstance(self._schedule, Shadow) or self._algorithm.is_central:
             yield
             return
         self._gate.enter(thread)
         try:
             yield
-        finally:
-            self._gate.exit(thread)
+        except BaseException:
+            # Nobody shall wait for it, also as long as its trainer's other threads live.
+            self._gate.leave(thread)
+            raise
+        self._gate.exit(thread)
 
     def trained(self, thread: int, steps: int) -> None:
         """A thread has done so many iterations: synchronizes if it is time."""
         with self._changed:
             self._steps += steps
-        if isinstance(self._schedule, Shadow):
+        if isinstance(self._schedule, Shadow) or not self._parameters:
             return
         worker = thread // self._threads
         if self._schedule.gap is not None:
@@ -337,7 +393,9 @@ class ShadowGroup:
             due = self._due.setdefault(worker, now + self._schedule.interval)
             if now < due:
                 return False
-            self._due[worker] = max(due + self._schedule.interval, now)
+            # After a break, as between epochs, none are made up for.
+            late = now - due > self._schedule.interval
+            self._due[worker] = (now if late else due) + self._schedule.interval
             return True
 
     # Inside.
@@ -354,38 +412,50 @@ class ShadowGroup:
             is_foreground = isinstance(self._schedule, Foreground)
             if key not in self._due:
                 self._due[key] = time.monotonic() + (interval if is_foreground else 0.0)
-            while True:
-                with self._changed:
-                    rest = max(0.0, self._due[key] - time.monotonic())
-                    self._changed.wait_for(lambda: self._ending, rest)
-                    if self._ending:
+            try:
+                while self._wait_until_due(key):
+                    self._due[key] = time.monotonic() + interval
+                    if key >= 0 and key not in self._there:
                         return
-                self._due[key] = time.monotonic() + interval
-                if key >= 0 and key not in self._there:
-                    return
-                try:
                     if is_foreground:
                         self._gate.close_for(lambda: self._sync_surely(key))
                     else:
                         self._sync_surely(key)
-                except tf.errors.OpError as error:
-                    # Said, or the trainer's own threads find out.
-                    logging.debug("A loop of synchronizations ends: %s", error)
-                    return
+            except tf.errors.OpError as error:
+                # Said, or the trainer's own threads find out.
+                logging.debug("A loop of synchronizations ends: %s", error)
+            except Exception as error:
+                # As of an algorithm that can't be traced.
+                self.fail(error)
+
+    def _wait_until_due(self, key: int) -> bool:
+        """Whether a loop's next synchronization is due; False if it is to end."""
+
+        def is_over() -> bool:
+            everybody = self._cluster.workers * self._threads
+            return self._ending or len(self._away) == everybody
+
+        with self._changed:
+            rest = max(0.0, self._due[key] - time.monotonic())
+            self._changed.wait_for(is_over, min(rest, threading.TIMEOUT_MAX))
+            return not is_over()
 
     def _may_try_again(self, key: int, error: tf.errors.OpError, failures: int) -> bool:
         """Whether a synchronization that failed, for so many times in a row, is made again."""
         if self._ending:
             return False
-        lost_ps = [i for i in self._sync_ps if not self._answers("ps", i)]
-        if lost_ps:
-            self.fail(
-                RuntimeError(
-                    f"sync PS ps:{lost_ps[0]} was lost, and its part of the central copy with it; "
-                    "start it again and load a checkpoint into a new model"
+        asked = [Probe(self._cluster, device_of("ps", ps)) for ps in self._sync_ps]
+        _wait_for_answers(asked)
+        for ps, probe in zip(self._sync_ps, asked, strict=True):
+            # One that only is silent may be busy: that is the silence watch's to judge.
+            if not probe.is_alive() and not probe.reachable:
+                self.fail(
+                    RuntimeError(
+                        f"sync PS ps:{ps} was lost, and its part of the central copy with it; "
+                        "start it again and load a checkpoint into a new model"
+                    )
                 )
-            )
-            return False
+                return False
         members = [key] if key >= 0 else self._members()
         gone = [worker for worker in members if not self._answers("worker", worker)]
         if gone and key >= 0:
@@ -402,14 +472,18 @@ class ShadowGroup:
                 _ATTEMPTS - 1,
                 error.message.partition("\n")[0],
             )
+        self._rest()
+        return not self._ending
+
+    def _rest(self) -> None:
+        """Waits for a moment."""
         with self._changed:
             self._changed.wait_for(lambda: self._ending, _RETRY_SECONDS)
-        return not self._ending
 
     def _answers(self, job: str, index: int) -> bool:
         """Whether a server gives a sign of life soon."""
         probe = Probe(self._cluster, device_of(job, index))
-        probe.join(_ANSWER_SECONDS)
+        _wait_for_answers([probe])
         return probe.reachable
 
     def _members(self) -> list[int]:
@@ -428,6 +502,8 @@ class ShadowGroup:
             # Called here, for a call ends when the connection to any of the members does.
             with tf.device(_CHIEF):
                 self._sync(members)
+        else:
+            self._rest()  # Until one is back.
 
     def _sync_surely(self, key: int) -> None:
         """Synchronizes one trainer, or with a key of -1 all that are left, if need be again."""
@@ -440,9 +516,12 @@ class ShadowGroup:
                     self._sync_all()
                 return
             except tf.errors.OpError as error:
+                absent = len(self._absent)
                 failures += 1
                 if not self._may_try_again(key, error, failures):
                     raise
+                if len(self._absent) > absent:
+                    failures = 0  # That was why.
 
     def _sync(self, members: Sequence[int]) -> None:
         """Synchronizes once, from this thread, in the device scope of the first member."""
@@ -508,39 +587,80 @@ class ShadowGroup:
 
         What came from a checkpoint takes the place of both.
         """
+        if not self._parameters:
+            return
+        if self._merged is not None:
+            self._begin_with_merged()
         self._follow_assignments()
         if self._restored is None:
             return
         restored, self._restored = self._restored, None
-        center = restored.get("center")
-        if center is not None and self._parts:
-            for part, (first, last) in zip(self._parts, self._ranges(), strict=True):
-                part.assign(center[first:last])
-        for name, value in self._first_states.items():
+        # A checkpoint of another algorithm has no center, or other vectors.
+        start = self._packed()
+        center = restored.get("center", start)
+        for part, (first, last) in zip(self._parts, self._ranges(), strict=True):
+            part.assign(center[first:last])
+        for name, value in self._checked_states(start).items():
             self._first_states[name] = restored.get(f"state_{name}", value)
             for worker, states in self._there.items():
                 with self._cluster.dispatch_scope(), tf.device(device_of("worker", worker)):
                     states[name].assign(on_worker(self._first_states[name]))
 
-    def _follow_assignments(self) -> None:
+    def _begin_with_merged(self) -> None:
+        """All trainers begin with the mean of a checkpoint's.
+
+        What users see is that of one of its trainers, perhaps: the checkpoint of the model
+        writes that after the trainers' states were read. What they have assigned themselves
+        stays.
+        """
+        (copies, mean), self._merged = self._merged, None
+        values = []
+        for i, shown in enumerate(self.copies.shown):
+            is_of_checkpoint = any(np.array_equal(shown, copy[i]) for copy in copies)
+            values.append(mean[i] if is_of_checkpoint else shown)
+        self.copies.load(dict.fromkeys(range(self._cluster.workers), values))
+
+    def _packed(self) -> np.ndarray:
+        """The parameters as users see them, one after the other."""
         shown = self.copies.shown[: self._parameters]
-        start = np.concatenate([np.ravel(value) for value in shown]).astype(np.float32)
+        return np.concatenate([np.ravel(value) for value in shown]).astype(np.float32)
+
+    def _checked_states(self, start: np.ndarray) -> dict[str, np.ndarray]:
+        """The algorithm's vectors for a trainer that begins with these parameters."""
+        states = self._algorithm.states(start)
+        for name, value in states.items():
+            if "/" in name:
+                raise ValueError(
+                    f"{type(self._algorithm).__name__}.states must give names without a slash, "
+                    f"not {name!r}"
+                )
+            if np.shape(value) != start.shape or np.asarray(value).dtype != np.float32:
+                raise ValueError(
+                    f"{type(self._algorithm).__name__}.states must give float32 arrays of "
+                    f"{start.size} elements; {name!r} has the shape {np.shape(value)} and the "
+                    f"type {np.asarray(value).dtype}"
+                )
+        return states
+
+    def _follow_assignments(self) -> None:
+        start = self._packed()
+        is_assigned = any(self.copies.assigned[: self._parameters])
         if not self._parts and self._algorithm.is_central:
             for ps, (first, last) in zip(self._sync_ps, self._ranges(), strict=True):
                 with tf.device(device_of("ps", ps) + "/device:CPU:0"):
                     # Not a variable of the strategy, in whose scope this may be.
                     self._parts.append(ResourceVariable(start[first:last], trainable=False))
                     self._traffic.append(ResourceVariable(np.int64(0), trainable=False))
-            self._first_states = self._algorithm.states(start)
-        elif not self._there:
-            self._first_states = self._algorithm.states(start)
-        elif any(self.copies.assigned[: self._parameters]):
+            self._first_states = self._checked_states(start)
+        elif is_assigned or not self._has_begun:
+            self._first_states = self._checked_states(start)
             for part, (first, last) in zip(self._parts, self._ranges(), strict=True):
                 part.assign(start[first:last])
             for worker, states in self._there.items():
                 with self._cluster.dispatch_scope(), tf.device(device_of("worker", worker)):
-                    for name, value in self._algorithm.states(start).items():
+                    for name, value in self._first_states.items():
                         states[name].assign(on_worker(value))
+        self._has_begun = True
 
     def _center(self) -> np.ndarray:
         """The sync PSs' copy."""
@@ -549,6 +669,8 @@ class ShadowGroup:
     def _ranges(self) -> list[tuple[int, int]]:
         """Which elements each sync PS has."""
         total, count = sum(self._sizes), len(self._sync_ps)
+        if not count:
+            return []
         bounds = [total * i // count for i in range(count + 1)]
         return list(zip(bounds, bounds[1:], strict=False))
 
@@ -557,27 +679,46 @@ class ShadowGroup:
         with self._lock:
             others = list(self._there.items())
         for worker, states in others:
-            with self._cluster.dispatch_scope(), tf.device(device_of("worker", worker)):
-                return {name: np.asarray(v.read_value()) for name, v in states.items()}
+            # One that is lost its own threads find out.
+            with (
+                contextlib.suppress(tf.errors.OpError),
+                self._cluster.dispatch_scope(),
+                tf.device(device_of("worker", worker)),
+            ):
+                self._first_states = {n: np.asarray(v.read_value()) for n, v in states.items()}
+                break
         return self._first_states
 
     def _come_back(self, worker: int) -> None:
         """A lost trainer begins with the mean of the others, or with what users see."""
         with self._lock:
             others = list(self._there)
-        taken = [self.copies.values(other) for other in others]
+        taken = []
+        for other in others:
+            # One that is lost its own threads find out.
+            with contextlib.suppress(tf.errors.OpError, KeyError):
+                taken.append(self.copies.values(other))
         values = self.copies.mean(taken) if taken else list(self.copies.shown)
         if self._parts:
             # The center has what the lost one had learned, too.
             pieces = np.split(self._center(), np.cumsum(self._sizes)[:-1])
             for i, piece in enumerate(pieces):
                 values[i] = piece.reshape(self.copies.variables[i].shape)
+        for i in self._counters:
+            values[i] = np.zeros_like(values[i])
         self.copies.make(worker, values)
         logging.warning(
             "Worker %d goes on with the parameters of %s.",
             worker,
             "the sync PSs" if self._parts else "the other trainers",
         )
+
+
+def _wait_for_answers(probes: Sequence[Probe]) -> None:
+    """Waits for servers that were asked for a sign of life, not for long."""
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    for probe in probes:
+        probe.join(max(0.0, deadline - time.monotonic()))
 
 
 def _raise(error: Exception) -> None:

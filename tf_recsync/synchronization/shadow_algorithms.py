@@ -9,6 +9,7 @@ import abc
 import contextlib
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -197,7 +198,7 @@ class Algorithm(abc.ABC):
 
 
 def _check_fraction(name: str, value: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 < value <= 1:
         raise ValueError(f"{name} must be in (0, 1], not {value!r}")
 
@@ -277,7 +278,7 @@ class BMUF(Algorithm):
     def __post_init__(self):
         _check_fraction("alpha", self.alpha)
         for name, value in (("eta", self.eta), ("momentum", self.momentum)):
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
+            if not isinstance(value, numbers.Real) or isinstance(value, bool):
                 raise ValueError(f"{name} must be a number, not {value!r}")
         if not (self.eta > 0 and math.isfinite(self.eta)):
             raise ValueError(f"eta must be positive, not {self.eta!r}")
