@@ -457,7 +457,7 @@ class ShadowGroup:
                 )
                 return False
         members = [key] if key >= 0 else self._members()
-        gone = [worker for worker in members if not self._answers("worker", worker)]
+        gone = [worker for worker in members if not self._answers(worker)]
         if gone and key >= 0:
             return False  # The trainer's own threads find out.
         # With all-reduce they may wait for this very synchronization: the others go on without.
@@ -480,9 +480,9 @@ class ShadowGroup:
         with self._changed:
             self._changed.wait_for(lambda: self._ending, _RETRY_SECONDS)
 
-    def _answers(self, job: str, index: int) -> bool:
-        """Whether a server gives a sign of life soon."""
-        probe = Probe(self._cluster, device_of(job, index))
+    def _answers(self, worker: int) -> bool:
+        """Whether a trainer gives a sign of life soon."""
+        probe = Probe(self._cluster, device_of("worker", worker))
         _wait_for_answers([probe])
         return probe.reachable
 
@@ -490,7 +490,7 @@ class ShadowGroup:
         """The trainers that are there and give signs of life."""
         for worker, asked in list(self._absent.items()):
             if time.monotonic() - asked > _ASK_AGAIN_SECONDS:
-                if self._answers("worker", worker):
+                if self._answers(worker):
                     self._absent.pop(worker, None)
                 else:
                     self._absent[worker] = time.monotonic()
@@ -597,14 +597,11 @@ class ShadowGroup:
         restored, self._restored = self._restored, None
         # A checkpoint of another algorithm has no center, or other vectors.
         start = self._packed()
-        center = restored.get("center", start)
-        for part, (first, last) in zip(self._parts, self._ranges(), strict=True):
-            part.assign(center[first:last])
-        for name, value in self._checked_states(start).items():
-            self._first_states[name] = restored.get(f"state_{name}", value)
-            for worker, states in self._there.items():
-                with self._cluster.dispatch_scope(), tf.device(device_of("worker", worker)):
-                    states[name].assign(on_worker(self._first_states[name]))
+        states = {
+            name: restored.get(f"state_{name}", value)
+            for name, value in self._checked_states(start).items()
+        }
+        self._set(restored.get("center", start), states)
 
     def _begin_with_merged(self) -> None:
         """All trainers begin with the mean of a checkpoint's.
@@ -651,16 +648,19 @@ class ShadowGroup:
                     # Not a variable of the strategy, in whose scope this may be.
                     self._parts.append(ResourceVariable(start[first:last], trainable=False))
                     self._traffic.append(ResourceVariable(np.int64(0), trainable=False))
-            self._first_states = self._checked_states(start)
-        elif is_assigned or not self._has_begun:
-            self._first_states = self._checked_states(start)
-            for part, (first, last) in zip(self._parts, self._ranges(), strict=True):
-                part.assign(start[first:last])
-            for worker, states in self._there.items():
-                with self._cluster.dispatch_scope(), tf.device(device_of("worker", worker)):
-                    for name, value in self._first_states.items():
-                        states[name].assign(on_worker(value))
+        if is_assigned or not self._has_begun:
+            self._set(start, self._checked_states(start))
         self._has_begun = True
+
+    def _set(self, center: np.ndarray, states: dict[str, np.ndarray]) -> None:
+        """Sets the sync PSs' copy, if there is one, and the vectors of every trainer."""
+        self._first_states = states
+        for part, (first, last) in zip(self._parts, self._ranges(), strict=True):
+            part.assign(center[first:last])
+        for worker, own in self._there.items():
+            with self._cluster.dispatch_scope(), tf.device(device_of("worker", worker)):
+                for name, value in states.items():
+                    own[name].assign(on_worker(value))
 
     def _center(self) -> np.ndarray:
         """The sync PSs' copy."""
