@@ -223,6 +223,8 @@ def train(title, model, data, strategy) -> None:
     }
     if strategy is not None:
         losses = strategy.losses(model)
+        waits = strategy.data_wait(model)
+        figures["data_wait"] = sum(waits) / len(waits) / wall_seconds
         figures.update(
             lost_workers=losses.workers, lost_steps=losses.steps, lost_batches=losses.batches
         )
@@ -271,6 +273,8 @@ def report(title: str, figures: dict, data: recsync.data.ClickData) -> None:
         f"p99 {figures['staleness_p99']}, max {figures['staleness_max']} (dense); "
         f"mean {figures['row_staleness_mean']:.2f} (embedding rows)"
     )
+    if "data_wait" in figures:
+        print(f"  waiting for data         {100 * figures['data_wait']:.1f} % of the workers' time")
     if figures.get("lost_workers"):
         print(
             f"  lost                     workers {figures['lost_workers']} times, with "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import re
+import time
 from collections.abc import Sequence
 
 import keras
@@ -195,6 +196,19 @@ def compiled(
 def dataset(n: int = 320, batch: int = BATCH) -> tf.data.Dataset:
     """`clicks` in batches."""
     return tf.data.Dataset.from_tensor_slices(clicks(n)).batch(batch)
+
+
+def slow_batches(number: int, seconds: float) -> tf.data.Dataset:
+    """Batches of a single 1, each of which takes so long to make, one after the other."""
+
+    def make(_):
+        tf.py_function(lambda: time.sleep(seconds), [], [])
+        return tf.ones([1, 1]), tf.ones([1, 1])
+
+    shapes = tf.TensorShape([1, 1])
+    return tf.data.Dataset.range(number).map(
+        lambda number: tuple(tf.ensure_shape(part, shapes) for part in make(number))
+    )
 
 
 def numbered(kind: str):

@@ -4,8 +4,14 @@ import time
 
 import keras
 import pytest
-import tensorflow as tf
-from helpers import compiled, compute_time, mean_output, slope_model, steps_of
+from helpers import (
+    compiled,
+    compute_time,
+    mean_output,
+    slope_model,
+    slow_batches,
+    steps_of,
+)
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
@@ -20,19 +26,6 @@ def strategy():
         yield recsync.AsyncStrategy(cluster)
 
 
-def slow_batches(seconds: float) -> tf.data.Dataset:
-    """Batches each of which takes so long to make, one after the other."""
-
-    def make(number):
-        tf.py_function(lambda: time.sleep(seconds), [], [])
-        return tf.ones([1, 1]), tf.ones([1, 1])
-
-    shapes = tf.TensorShape([1, 1])
-    return tf.data.Dataset.range(STEPS).map(
-        lambda number: tuple(tf.ensure_shape(part, shapes) for part in make(number))
-    )
-
-
 def seconds_of(strategy, making: float, computing: float) -> float:
     """How long the steps after the first two of an epoch take."""
     model = compiled(strategy, slope_model, lambda: SGD(1.0), mean_output)
@@ -41,7 +34,7 @@ def seconds_of(strategy, making: float, computing: float) -> float:
         on_train_batch_end=lambda batch, logs: times.append((time.perf_counter(), batch))
     )
     with compute_time(strategy, computing):
-        model.fit(slow_batches(making), callbacks=[note], verbose=0)
+        model.fit(slow_batches(STEPS, making), callbacks=[note], verbose=0)
     assert steps_of(model) == STEPS
     (begin, first), *_, (end, last) = times
     return (end - begin) * STEPS / (last - first)

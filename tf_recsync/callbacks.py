@@ -23,7 +23,8 @@ class TrainingReport(keras.callbacks.Callback):
 
     To the progress bar and `History` it adds `steps_per_second`, `staleness`
     (the mean over dense variables in this epoch), `staleness_p99`,
-    `staleness_max` and `lost_steps` (in flight when a worker was lost); with a
+    `staleness_max`, `data_wait` (the share of the epoch that workers waited for
+    batches, 0 to 1) and `lost_steps` (in flight when a worker was lost); with a
     `log_dir`, TensorBoard gets the same scalars and a histogram of the epoch's
     staleness. Put it before callbacks that read those logs.
 
@@ -47,12 +48,14 @@ class TrainingReport(keras.callbacks.Callback):
         self._before: Statistics | None = None
         self._steps = 0
         self._lost_steps = 0
+        self._data_wait = 0.0
 
     def on_epoch_begin(self, epoch, logs=None):
         self._started = time.monotonic()
         self._lost_steps = self._strategy.losses(self.model).steps
         self._before = self._strategy.staleness(self.model).dense
         self._steps = self._step_count()
+        self._data_wait = _data_wait(self._strategy, self.model)
         self._ended = None
 
     def on_test_begin(self, logs=None):
@@ -68,6 +71,7 @@ class TrainingReport(keras.callbacks.Callback):
             "staleness": measured.mean,
             "staleness_p99": measured.quantile(0.99),
             "staleness_max": measured.max,
+            "data_wait": (_data_wait(self._strategy, self.model) - self._data_wait) / seconds,
             "lost_steps": self._strategy.losses(self.model).steps - self._lost_steps,
             **self._more(seconds),
         }
@@ -143,8 +147,8 @@ class HopReport(keras.callbacks.Callback):
 
     To the progress bar and `History` it adds, over all workers: `iterations_per_second` (the
     mean of a worker's), `waiting` (the share of their time that they waited for neighbors),
-    `updates_used`, `sends_saved`, `stale_updates` (that came too late), and `jumps`. Put it
-    before callbacks that read those logs.
+    `data_wait` (the same for batches), `updates_used`, `sends_saved`, `stale_updates` (that
+    came too late), and `jumps`. Put it before callbacks that read those logs.
 
     With a `log_dir`, TensorBoard gets the same as `recsync/...`, and every field of each
     worker's `WorkerReport` as `worker_0/updates_used` and so on: what it did in the epoch, but
@@ -178,9 +182,11 @@ class HopReport(keras.callbacks.Callback):
         self._started = 0.0
         self._ended: float | None = None
         self._before: list[WorkerReport] = []
+        self._data_wait = 0.0
 
     def on_epoch_begin(self, epoch, logs=None):
         self._started = time.monotonic()
+        self._data_wait = _data_wait(self._strategy, self.model)
         self._before = self._strategy.workers(self.model)
         self._ended = None
 
@@ -200,6 +206,7 @@ class HopReport(keras.callbacks.Callback):
         report = {
             "iterations_per_second": total("iteration") / len(done) / seconds,
             "waiting": total("waiting_seconds") / len(done) / seconds,
+            "data_wait": (_data_wait(self._strategy, self.model) - self._data_wait) / seconds,
             "updates_used": total("updates_used"),
             "sends_saved": total("sends_saved"),
             "stale_updates": total("stale_updates_dropped"),
@@ -224,6 +231,12 @@ class HopReport(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         if self._writer is not None:
             self._writer.close()
+
+
+def _data_wait(strategy, model: keras.Model) -> float:
+    """The seconds that a worker has waited for batches, on average."""
+    waits = strategy.data_wait(model)
+    return sum(waits) / len(waits)
 
 
 def _gained(then: WorkerReport, now: WorkerReport) -> dict[str, float]:

@@ -136,9 +136,11 @@ class CopiedTrainFunction(Steps):
         self.group.fail = run.fail
         return run
 
-    def _open(self, worker: int, iterator: tf.data.Iterator, private, steps: int) -> WorkerState:
+    def _open(
+        self, worker: int, iterator: tf.data.Iterator, private, before: WorkerState | None
+    ) -> WorkerState:
         self.group.open(worker)
-        return _State(self.group, worker, iterator, private, steps)
+        return _State(self.group, worker, iterator, private, before)
 
 
 class CopiedTestFunction(model_functions.TestFunction):
@@ -161,8 +163,8 @@ class CopiedPredictFunction(PredictFunction):
 class _State(WorkerState):
     """What lives on a worker during a pass."""
 
-    def __init__(self, group: Synchronizer, worker: int, iterator, private, steps: int):
-        super().__init__(worker, iterator, private, steps)
+    def __init__(self, group: Synchronizer, worker: int, iterator, private, before):
+        super().__init__(worker, iterator, private, before)
         self._group = group
         self._handles = group.handles(worker)
 

@@ -147,6 +147,32 @@ class FitStrategy:
             return [0] * self._cluster.workers
         return model.train_function.worker_steps()
 
+    def data_wait(self, model: keras.Model) -> list[float]:
+        """How long workers have waited for data, to see whether it comes fast enough.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            For each worker, by its index, the seconds that its training steps have waited for
+            their batches, in all calls of `fit` so far; with several threads for a worker, the
+            mean of theirs. Known at the end of an epoch, and about half a second old before;
+            what a worker had waited since then is lost with it.
+
+        Example:
+
+        ```python
+        before = sum(strategy.data_wait(model))
+        started = time.monotonic()
+        model.fit(dataset)
+        share = (sum(strategy.data_wait(model)) - before) / cluster.workers
+        share /= time.monotonic() - started  # Of the workers' time.
+        ```
+        """
+        if not isinstance(model.train_function, model_functions.Steps):
+            return [0.0] * self._cluster.workers
+        return model.train_function.data_wait()
+
     def losses(self, model: keras.Model) -> Losses:
         """What was lost with workers that died or fell silent while the model trained.
 

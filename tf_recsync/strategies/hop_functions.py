@@ -18,6 +18,7 @@ from tf_recsync.strategies.copied_functions import (
     variables_of,
 )
 from tf_recsync.strategies.model_functions import Settings
+from tf_recsync.strategies.step_counts import DataWait, add_step, read_steps
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop import HopGroup
 from tf_recsync.synchronization.hop_events import EventLog
@@ -123,7 +124,7 @@ def _trace(
         worker_functions.check_logs(model, "train_step", logs, known)
         return logs
 
-    def run_step(data, worker, began, count, hop_handle):
+    def run_step(data, waited, worker, began, count, hop_handle):
         iteration = hop.next_iteration(hop_handle, handles, dtype)
         # What a worker sends in parallel order is also what the average takes the place of.
         with tf.control_dependencies([iteration]):
@@ -132,8 +133,7 @@ def _trace(
         logs = compute(data)
         done = [entered, *tf.nest.flatten(logs)]
         if compute_time is not None:
-            steps = tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=count, dtype=tf.int64), [])
-            seconds = compute_time(worker, steps, lambda: tf.timestamp() - began)
+            seconds = compute_time(worker, read_steps(count), lambda: tf.timestamp() - began)
             with tf.control_dependencies(done):
                 done = [ops.delay(seconds)]
         with tf.control_dependencies(done):
@@ -145,15 +145,16 @@ def _trace(
         with tf.control_dependencies([received]):
             for variable in constrained:
                 variable._value.assign(variable.constraint(variable._value.read_value()))
-            one = tf.ones([], tf.int64)
-            return tf.raw_ops.AssignAddVariableOp(resource=count, value=one)
+            add_step(count, [received], waited)
 
     def steps(iterator, worker, began, count, hop_handle):
         def one_step(i):
+            wait = DataWait([i])
             data = iterator.get_next()
+            evidence = tf.nest.flatten(data, expand_composites=True)
             # Without a batch nothing may happen, not even what needs none of it.
-            with tf.control_dependencies(tf.nest.flatten(data, expand_composites=True)):
-                run_step(data, worker, began, count, hop_handle)
+            with tf.control_dependencies(evidence):
+                run_step(data, wait.until(evidence), worker, began, count, hop_handle)
             return i + 1
 
         if steps_per_call == 1:

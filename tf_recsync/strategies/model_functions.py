@@ -18,6 +18,7 @@ from tf_recsync.optimizers import base
 from tf_recsync.strategies import worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.slots import Crew, Losses, Slot
+from tf_recsync.strategies.step_counts import COUNTS
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState
 from tf_recsync.synchronization import links
@@ -106,6 +107,7 @@ class Steps:
         self._target = 0.0  # Steps that Keras has asked for.
         self._epoch_end = float("inf")  # Steps at the end of the epoch, if known.
         self._losses = Losses()  # Of earlier passes, and of batches.
+        self._waited = [0.0] * settings.cluster.workers  # For batches, in earlier passes.
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         """Waits until `steps_per_execution` more steps are finished; gives the metrics."""
@@ -163,6 +165,14 @@ class Steps:
             steps[slot.index] += 0 if slot.state is None else slot.state.steps
         return steps
 
+    def data_wait(self) -> list[float]:
+        """The seconds that each worker has waited for batches in all passes."""
+        waited = list(self._waited)
+        for slot in [] if self._run is None else self._run.slots:
+            if slot.state is not None:
+                waited[slot.index] += 1e-6 * slot.state.waited / self.threads
+        return waited
+
     @property
     def losses(self) -> Losses:
         """What was lost with workers in all passes."""
@@ -201,7 +211,8 @@ class Steps:
         job = registered.new_job()
         metrics = len(self._model.metrics_variables)
         if layout is not self._read_layout:
-            self._reader = PackedReader([v._value for v in self._model.metrics_variables])
+            variables = [v._value for v in self._model.metrics_variables]
+            self._reader = PackedReader([COUNTS, *variables])
             self._read_layout = layout
         initial = [np.asarray(v._value.read_value()) for v in layout.private]
 
@@ -213,18 +224,16 @@ class Steps:
             return values
 
         def open_worker(slot: Slot):
-            steps = 0
             if slot.state is not None:
                 self._merger.keep(slot.number)
-                steps = slot.state.steps
             iterator = registered.iterator(job)
-            state = self._open(slot.index, iterator, private_values(slot), steps)
+            state = self._open(slot.index, iterator, private_values(slot), slot.state)
             # Has the servers build their parts of the graph, without taking a step, and shows
             # whether the worker has all functions.
             for function in self._current.values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
                     function(registered.empty_iterator(), *state.inputs)
-            self._reader(state.handles(metrics), slot.device)
+            state.read(self._reader, metrics, slot.device)
             slot.state = state
             return state
 
@@ -237,7 +246,7 @@ class Steps:
             done, ended = self._run_steps(slot, n)
             return done, ended, None
 
-        self._losses = self.losses
+        self._losses, self._waited = self.losses, self.data_wait()
         self._run = WorkerRun(
             self._settings.cluster,
             open_worker,
@@ -274,9 +283,11 @@ class Steps:
         """Where a step finds the model's variables."""
         return Layout.of(self._model, self._optimizers())
 
-    def _open(self, worker: int, iterator: tf.data.Iterator, private, steps: int) -> WorkerState:
+    def _open(
+        self, worker: int, iterator: tf.data.Iterator, private, before: WorkerState | None
+    ) -> WorkerState:
         """What a worker needs for a pass; made in its device scope."""
-        return WorkerState(worker, iterator, private, steps)
+        return WorkerState(worker, iterator, private, before)
 
     def _crew(self) -> Crew | None:
         """Whom workers wait for."""
@@ -344,7 +355,7 @@ class Steps:
             if state is None or slot.lost or state.reset_metrics:
                 continue
             try:
-                values = self._reader(state.handles(metrics), slot.device)
+                values = state.read(self._reader, metrics, slot.device)
             except tf.errors.OpError:
                 continue  # Its thread finds out that the worker is lost.
             self._merger.update(slot.number, values)

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_recsync.strategies.step_counts import DataWait, add_step, read_steps
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Ahead, Layout, Step
@@ -49,11 +50,11 @@ def trace_steps(
 
     Returns:
         A concrete function of (iterator, the worker's index, when the pass began,
-        handle of the worker's count of steps, *handles of the worker's private
-        variables) that runs the steps, returns nothing, and raises
-        OutOfRangeError at the end of the data; the count tells how many steps
-        it ran. The index is an int64 scalar; the beginning a float64 scalar,
-        seconds of the Unix epoch.
+        handle of the worker's counts (see step_counts.py), *handles of the
+        worker's private variables) that runs the steps, returns nothing, and
+        raises OutOfRangeError at the end of the data; the counts tell how many
+        steps it ran. The index is an int64 scalar; the beginning a float64
+        scalar, seconds of the Unix epoch.
 
     Raises:
         ValueError: if the model's own step can't be run on workers.
@@ -67,7 +68,8 @@ def trace_steps(
         private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
         return Step(layout, private, lookups, batch.data, worker, aggregation, batch.ahead, before)
 
-    def compute(step, data, seconds, handles) -> list[tf.Operation]:
+    def compute(step, data, seconds, handles) -> tuple[list[tf.Operation], list[tf.Tensor]]:
+        """The operations that are the step's end, and what the worker computes for them."""
         with step.computing():
             logs = getattr(model, method)(data)
         check_logs(model, method, logs, known)
@@ -80,22 +82,21 @@ def trace_steps(
         for handle, old, new in zip(handles, step.private, kept, strict=True):
             if new is not old:
                 operations.append(tf.raw_ops.AssignVariableOp(resource=handle, value=new))
-        return operations
-
-    def add_to(count, done) -> list[tf.Operation]:
-        """Counts a step when it is done."""
-        # In a group, one message from each server says so.
-        with tf.control_dependencies([tf.group(*done)]):
-            one = tf.ones([], tf.int64)
-            return [tf.raw_ops.AssignAddVariableOp(resource=count, value=one)]
+        return operations, [*step.computed, *kept]
 
     def steps(iterator, worker, began, count, *handles):
         counted: list[tf.Operation] = []  # The steps before.
         operations: list[tf.Operation] = []  # What is left to do of the last step.
+        computed: list[tf.Tensor] = []  # What the worker has done for it.
+        waited: tf.Tensor | None = None  # For its batch.
         following: BatchAhead | None = None
         for i in range(steps_per_call):
             step = None
+            wait: DataWait | None = None
             if following is not None and aggregation is None:
+                # The pull needs the batch, and says when the last step is done: the wait for the
+                # batch begins when the worker has computed.
+                wait = DataWait(computed)
                 # A server answers the pull when the last step is done there, and so says that
                 # it is. Of a step that takes a token, the pull has to wait for the token.
                 step = pull(following, worker, handles, _by_device(operations))
@@ -103,9 +104,11 @@ def trace_steps(
                 operations = [o for o in operations if o.device not in heard]
                 operations += [tensor.op for tensor in heard.values()]
             if i:
-                counted = add_to(count, operations)
+                counted = [add_step(count, operations, waited)]
+            wait = wait or DataWait(counted)
             with tf.control_dependencies(counted):
                 batch = Batch(iterator.get_next()) if following is None else following.checked()
+            waited = wait.until(batch.evidence)
             # Without a batch nothing may happen, not even what needs none of it.
             with tf.control_dependencies(batch.evidence):
                 if step is None:
@@ -118,11 +121,10 @@ def trace_steps(
                     following.ahead = Ahead(layout, lookups, following.data)
                 seconds = None
                 if is_training and compute_time is not None:
-                    done = tf.raw_ops.ReadVariableOp(resource=count, dtype=tf.int64)
-                    done = tf.ensure_shape(done, [])
+                    done = read_steps(count)
                     seconds = compute_time(worker, done, lambda: tf.timestamp() - began)
-                operations = compute(step, batch.data, seconds, handles)
-        with tf.control_dependencies(add_to(count, operations)):
+                operations, computed = compute(step, batch.data, seconds, handles)
+        with tf.control_dependencies([add_step(count, operations, waited)]):
             tf.no_op()
 
     return tf.function(steps, autograph=False).get_concrete_function(

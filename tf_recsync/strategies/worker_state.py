@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync.synchronization.remote_values import on_worker
+from tf_recsync.synchronization.remote_values import PackedReader, on_worker
 
 
 class WorkerState:
@@ -16,11 +16,12 @@ class WorkerState:
         worker: the worker's index.
         iterator: its iterator.
         private: the initial values of the variables that it keeps for itself.
-        steps: how many steps it did earlier in the pass, before it was lost.
+        before: its state earlier in the pass, before it was lost; or None.
 
     Attributes:
         iterator: as above; None from `close` on.
         steps: how many steps it has done in the pass, as far as known.
+        waited: how many microseconds it has waited for batches in the pass, as far as known.
     """
 
     def __init__(
@@ -28,15 +29,17 @@ class WorkerState:
         worker: int,
         iterator: tf.data.Iterator,
         private: list[np.ndarray],
-        steps: int = 0,
+        before: WorkerState | None = None,
     ):
         self.iterator: tf.data.Iterator | None = iterator
         self.reset_metrics = False
-        self.steps = steps
+        self.steps = 0 if before is None else before.steps
+        self.waited = 0 if before is None else before.waited
         self._worker = on_worker(np.int64(worker))
         self._began = on_worker(np.float64(0))
         self._has_begun = False
-        self._steps = tf.Variable(on_worker(np.int64(steps)), trainable=False)
+        counts = np.array([self.steps, self.waited])
+        self._counts = tf.Variable(on_worker(counts), trainable=False)
         self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
 
     def close(self) -> None:
@@ -46,7 +49,7 @@ class WorkerState:
     @property
     def inputs(self) -> list[tf.Tensor]:
         """What its functions take after an iterator (see `worker_functions.trace_steps`)."""
-        handles = [variable.handle for variable in (self._steps, *self._variables)]
+        handles = [variable.handle for variable in (self._counts, *self._variables)]
         return [self._worker, self._began, *handles]
 
     def begin(self, time: float) -> None:
@@ -60,13 +63,22 @@ class WorkerState:
         for variable, value in zip(self._variables, values, strict=False):
             variable.assign(value)
 
-    def handles(self, count: int) -> list[tf.Tensor]:
-        """The handles of the first `count` of the worker's variables."""
-        return [variable.handle for variable in self._variables[:count]]
+    def read(self, reader: PackedReader, count: int, device: str) -> list[np.ndarray]:
+        """Reads what the worker has counted, and the first of its variables.
+
+        Args:
+            reader: of the counts and the variables.
+            count: how many variables.
+            device: the worker's.
+        """
+        read = (self._counts, *self._variables[:count])
+        counts, *values = reader([variable.handle for variable in read], device)
+        self.waited = int(counts[1])
+        return values
 
     def read_steps(self) -> int:
         """The steps that the worker has done."""
-        return int(np.asarray(self._steps.read_value()))
+        return int(np.asarray(self._counts.read_value())[0])
 
 
 class MetricsMerger:

@@ -270,6 +270,11 @@ class Step:
         """Whether an optimizer has pushed gradients."""
         return bool(self._pushes)
 
+    @property
+    def computed(self) -> list[tf.Tensor]:
+        """What a finished step sends to servers, on the worker."""
+        return [t for _, plans in self._pushes for p in plans.values() for t in p.packed]
+
     def finish(
         self, compute_time: tf.Tensor | None = None
     ) -> tuple[list[tf.Tensor], list[tf.Operation]]:

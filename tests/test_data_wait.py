@@ -1,0 +1,70 @@
+"""What a strategy says of how long its workers have waited for data."""
+
+import keras
+import pytest
+from helpers import compute_time, mean_output, slope_model, slow_batches
+
+import tf_recsync as recsync
+
+WORKERS = 2
+BATCHES = 32
+SECONDS = 0.05  # That making a batch takes.
+
+STRATEGIES = {
+    "async": lambda cluster: recsync.AsyncStrategy(cluster),
+    "GBA": lambda cluster: recsync.GBAStrategy(
+        cluster, global_batch_size=2, local_batch_size=1, staleness_tolerance=4
+    ),
+    "Hop": lambda cluster: recsync.HopStrategy(
+        cluster, recsync.topology.complete(WORKERS), BATCHES, staleness_bound=BATCHES
+    ),
+    "ShadowSync": lambda cluster: recsync.ShadowSyncStrategy(
+        cluster, recsync.EASGD(0.5), recsync.Foreground(gap=4), threads_per_trainer=2, sync_ps=[1]
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with recsync.LocalCluster(workers=WORKERS, ps=2, processes=0) as cluster:
+        cluster.connect()
+        yield cluster
+
+
+def compiled(strategy, steps_per_execution):
+    with strategy.scope():
+        model = slope_model()
+        optimizers = keras.optimizers if is_hop(strategy) else recsync.optimizers
+        model.compile(optimizers.SGD(0.1), mean_output, steps_per_execution=steps_per_execution)
+    return model
+
+
+def is_hop(strategy):
+    return isinstance(strategy, recsync.HopStrategy)
+
+
+def report_of(strategy):
+    callbacks = recsync.callbacks
+    return (callbacks.HopReport if is_hop(strategy) else callbacks.TrainingReport)(strategy)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 4])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_workers_wait_as_long_as_their_data_take(cluster, name, steps_per_execution):
+    strategy = STRATEGIES[name](cluster)
+    model = compiled(strategy, steps_per_execution)
+    assert strategy.data_wait(model) == [0.0] * WORKERS
+    fit = dict(verbose=0, callbacks=[report_of(strategy)])
+    # Each worker does half of the steps, while all batches are made: it waits all the time.
+    history = model.fit(slow_batches(BATCHES, SECONDS), epochs=2, **fit).history
+    waits = strategy.data_wait(model)
+    made = 2 * BATCHES * SECONDS
+    assert all(0.6 * made < wait < 1.5 * made for wait in waits), waits
+    assert all(0.5 < share < 1.1 for share in history["data_wait"]), history
+    # Batches are there long before a step that takes longer is done.
+    with compute_time(strategy, 6 * SECONDS):
+        history = model.fit(slow_batches(BATCHES, SECONDS / 10), **fit).history
+    assert history["data_wait"][0] < 0.15, history
+    more = [after - before for before, after in zip(waits, strategy.data_wait(model), strict=True)]
+    # Kept from one call of fit to the next.
+    assert all(0 <= one < 0.15 * BATCHES / WORKERS * 6 * SECONDS + 0.2 for one in more), more

@@ -1,0 +1,56 @@
+"""What a worker counts during a pass: the steps it has done, and its waits for data.
+
+Both are in one variable on the worker, an int64 [2], which its calls update and the coordinator
+reads now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+COUNTS = tf.TensorSpec([2], tf.int64)  # Steps done, and microseconds of waits for batches.
+
+
+class DataWait:
+    """The time that a worker waits for the batch of a step, while the step is traced.
+
+    Args:
+        ready: what has to be done before the step, its batch apart: operations or tensors.
+    """
+
+    def __init__(self, ready: Iterable[tf.Operation | tf.Tensor] = ()):
+        with tf.control_dependencies(list(ready)):
+            self._since = tf.timestamp()
+
+    def until(self, evidence: Iterable[tf.Tensor]) -> tf.Tensor:
+        """The microseconds from then on until there is a batch, an int64 scalar.
+
+        Args:
+            evidence: tensors that are there only if the batch is.
+        """
+        with tf.control_dependencies([self._since, *evidence]):
+            seconds = tf.timestamp() - self._since
+        # A machine's clock may be set back.
+        return tf.cast(1e6 * tf.maximum(seconds, 0), tf.int64)
+
+
+def add_step(count: tf.Tensor, done: Iterable[tf.Operation], waited: tf.Tensor) -> tf.Operation:
+    """Counts a step when it is done.
+
+    Args:
+        count: the handle of the worker's counts.
+        done: what belongs to the step.
+        waited: for its batch, see `DataWait.until`.
+    """
+    # In a group, one message from each server says that it is done.
+    with tf.control_dependencies([tf.group(*done)]):
+        value = tf.stack([tf.ones([], tf.int64), waited])
+        return tf.raw_ops.AssignAddVariableOp(resource=count, value=value)
+
+
+def read_steps(count: tf.Tensor) -> tf.Tensor:
+    """The steps that a worker has done, an int64 scalar, from the handle of its counts."""
+    counts = tf.raw_ops.ReadVariableOp(resource=count, dtype=COUNTS.dtype)
+    return tf.ensure_shape(counts, COUNTS.shape)[0]
