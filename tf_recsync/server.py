@@ -1,8 +1,9 @@
 """A server of a cluster: `python -m tf_recsync.server`.
 
 Starts the TensorFlow server of one worker or parameter server, or of several with
-`--tasks`, with the ops of this package in it, and runs until it is killed. The cluster
-and the task come from the environment variable `TF_CONFIG`:
+`--tasks`, with the ops of this package in it, and runs until it is killed. A reader
+runs tf.data's service instead. The cluster and the task come from the environment
+variable `TF_CONFIG`:
 
     TF_CONFIG='{"cluster": {"chief": ["10.0.0.1:4711"], "worker": ["10.0.0.2:4711"],
                             "ps": ["10.0.0.3:4711"]},
@@ -140,7 +141,7 @@ def _read_tasks(args: flags.FlagValues) -> list[tf_config.TFConfig]:
     if any(config.task_type == "chief" for config in configs):
         raise ValueError(
             "the chief is the program that calls cluster_from_tf_config(); the task's type "
-            "must be 'worker' or 'ps', got 'chief'"
+            "must be 'worker', 'ps' or 'reader', got 'chief'"
         )
     return configs
 
@@ -159,6 +160,16 @@ def _loopback_address(configs: list[tf_config.TFConfig]) -> str | None:
             f"TF_CONFIG has {addresses}"
         )
     return found.pop()
+
+
+def _start(config: tf_config.TFConfig, pool_threads: int, intra_op_threads: int | None) -> object:
+    """Starts the server of a task, which lives as long as what is returned."""
+    from tf_recsync.cluster import data_service, hosted_servers
+
+    if config.task_type == tf_config.READER:
+        return data_service.Reader(config.cluster[tf_config.READER], config.task_index)
+    task = (config.task_type, config.task_index)
+    return hosted_servers.start_server(config.servers, task, pool_threads, intra_op_threads)
 
 
 def _name_of(config: tf_config.TFConfig) -> str:
@@ -217,14 +228,7 @@ def main(argv: list[str]) -> int:
     for config in configs:
         name = _name_of(config)
         try:
-            servers.append(
-                hosted_servers.start_server(
-                    config.cluster,
-                    (config.task_type, config.task_index),
-                    len(configs) * inter_op_threads,
-                    args.intra_op_threads,
-                )
-            )
+            servers.append(_start(config, len(configs) * inter_op_threads, args.intra_op_threads))
         except tf.errors.OpError as error:
             if _port_is_taken(config.own_address):
                 return _fail(

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ class Cluster:
       resolver: The same as a `tf.distribute.cluster_resolver.ClusterResolver`.
       workers: The number of workers.
       ps: The number of parameter servers.
+      readers: The number of readers, which run input pipelines. Without any, this process does.
       data_service: Hands the workers their data, from this process.
 
     Example:
@@ -61,17 +61,21 @@ class Cluster:
         """Describes a cluster; starts nothing.
 
         Args:
-          servers: Addresses "host:port" of the jobs "worker", "ps" and, optionally, "chief".
+          servers: Addresses "host:port" of the jobs "worker", "ps" and, optionally, "reader" and
+            "chief".
           chief_address: "host:port" at which the servers reach this process.
           bind_address: Numeric address on which TensorFlow's servers in this process listen
             from `connect` on; None leaves it to TensorFlow: all interfaces.
         """
         self._addresses = {job: list(addresses) for job, addresses in servers.items()}
+        # TensorFlow's servers are the others.
+        self._readers = self._addresses.pop(tf_config.READER, [])
         self._chief_address = chief_address
         self._bind_address = bind_address
         self._closed = False
         self.workers = len(self._addresses.get("worker", ()))
         self.ps = len(self._addresses.get("ps", ()))
+        self.readers = len(self._readers)
         self.cluster_spec = tf.train.ClusterSpec(self._addresses)
         self.data_service = data_service.DataService(self.host)
         has_chief = _CHIEF in self._addresses
@@ -86,6 +90,11 @@ class Cluster:
     def host(self) -> str:
         """The name or address by which the servers reach this process."""
         return tf_config.split_address(self._chief_address)[0]
+
+    @property
+    def reader_service(self) -> str:
+        """The address of the readers' data service, "grpc://host:port"; they have to be there."""
+        return f"grpc://{self._readers[0]}"
 
     def connect(self, timeout: float = 60.0) -> None:
         """Connects this process to the servers as job "chief".
@@ -130,7 +139,7 @@ class Cluster:
                 )
             self._confine_listeners()
             deadline = time.monotonic() + timeout
-            self.wait_for_servers(timeout)
+            _wait_until_up({**self._addresses, tf_config.READER: self._readers}, timeout)
             _engine.keep_python_running(connected=True)
             os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
             os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
@@ -204,6 +213,17 @@ class Cluster:
           index: Which of them.
         """
         signs_of_life.cut_connections(self._addresses[job][index])
+
+    def probe(self, job: str, index: int) -> signs_of_life.Probe:
+        """Asks a server for a sign of life, in a thread.
+
+        Args:
+          job: "worker", "ps" or "reader".
+          index: Which of them.
+        """
+        if job == tf_config.READER:
+            return signs_of_life.ReaderProbe(self, self._readers[index])
+        return signs_of_life.Probe(self, signs_of_life.device_of(job, index))
 
     @contextlib.contextmanager
     def dispatch_scope(self) -> Iterator[None]:
@@ -287,7 +307,8 @@ class Cluster:
         self.close()
 
     def __str__(self) -> str:
-        return f"{type(self).__name__}(workers={self.workers}, ps={self.ps})"
+        readers = f", readers={self.readers}" if self.readers else ""
+        return f"{type(self).__name__}(workers={self.workers}, ps={self.ps}{readers})"
 
     def _stop_servers(self) -> None:
         """Stops servers that this object started; called once, by `close`."""
@@ -310,7 +331,7 @@ class Cluster:
         )
 
     def wait_for_servers(self, timeout: float = 60.0) -> None:
-        """Waits until all servers accept connections.
+        """Waits until all workers and parameter servers accept connections.
 
         Args:
           timeout: Seconds to wait; default 60.
@@ -319,21 +340,7 @@ class Cluster:
           RuntimeError: A server was not up in time; the message names it.
         """
         _check_timeout(timeout)
-        deadline = time.monotonic() + timeout
-        missing = [
-            (f"{job}:{index}", address)
-            for job, addresses in self._addresses.items()
-            for index, address in enumerate(addresses)
-            if job != _CHIEF
-        ]
-        while True:
-            missing = [item for item in missing if not _accepts_connections(item[1])]
-            if not missing:
-                return
-            if time.monotonic() >= deadline:
-                names = ", ".join(f"{name} ({address})" for name, address in missing)
-                raise RuntimeError(f"servers not up within timeout={timeout:g} s: {names}")
-            time.sleep(0.1)
+        _wait_until_up(self._addresses, timeout)
 
 
 def cluster_from_tf_config(bind_address: str | None = None) -> Cluster:
@@ -454,12 +461,27 @@ def _chief_of(server_def: tensorflow_server_pb2.ServerDef) -> str:
     return tf.train.ClusterSpec(server_def.cluster).task_address(_CHIEF, 0)
 
 
-def _accepts_connections(address: str) -> bool:
-    try:
-        with socket.create_connection(tf_config.split_address(address), timeout=1.0):
-            return True
-    except OSError:
-        return False
+def _wait_until_up(addresses: Mapping[str, Sequence[str]], timeout: float) -> None:
+    """Waits until all servers but the chief accept connections.
+
+    Raises:
+      RuntimeError: A server was not up in time; the message names it.
+    """
+    deadline = time.monotonic() + timeout
+    missing = [
+        (f"{job}:{index}", address)
+        for job, of_job in addresses.items()
+        for index, address in enumerate(of_job)
+        if job != _CHIEF
+    ]
+    while True:
+        missing = [item for item in missing if not signs_of_life.accepts_connections(item[1])]
+        if not missing:
+            return
+        if time.monotonic() >= deadline:
+            names = ", ".join(f"{name} ({address})" for name, address in missing)
+            raise RuntimeError(f"servers not up within timeout={timeout:g} s: {names}")
+        time.sleep(0.1)
 
 
 def _check_timeout(timeout: float) -> None:

@@ -1,12 +1,16 @@
-"""TensorFlow's data service of a cluster, in the coordinator's process."""
+"""TensorFlow's data service of a cluster, in the coordinator's process or in readers."""
 
 from __future__ import annotations
 
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 
 import tensorflow as tf
+from absl import logging
+
+from tf_recsync.cluster import signs_of_life, tf_config
 
 _HEARTBEAT_MILLISECONDS = 1000
 # A pass that its workers have left is ended so soon, and its pipeline with it. TensorFlow's
@@ -70,23 +74,9 @@ class _Servers:
     """The two servers; starts them."""
 
     def __init__(self, host: str):
-        service = tf.data.experimental.service
-        self._dispatcher = service.DispatchServer(
-            service.DispatcherConfig(
-                port=0,
-                job_gc_check_interval_ms=_ABANDONED_CHECK_MILLISECONDS,
-                job_gc_timeout_ms=_ABANDONED_MILLISECONDS,
-            )
-        )
+        self._dispatcher = _start_dispatcher(0)
         port = self._dispatcher.target.rpartition(":")[2]
-        self._worker = service.WorkerServer(
-            service.WorkerConfig(
-                dispatcher_address=f"{host}:{port}",
-                worker_address=f"{host}:%port%",
-                port=0,
-                heartbeat_interval_ms=_HEARTBEAT_MILLISECONDS,
-            )
-        )
+        self._worker = _start_worker(f"{host}:{port}", host, 0)
         self.address = f"grpc://{host}:{port}"
 
     def tasks(self) -> int:
@@ -103,3 +93,64 @@ class _Servers:
 
 def _end(servers: _Servers) -> None:
     threading.Thread(target=servers.end, name="recsync_data_service", daemon=True).start()
+
+
+class Reader:
+    """What a task of the job "reader" runs; it starts it.
+
+    That is a worker of tf.data's service and, in the first task, the dispatcher, to which all
+    others listen: it has the address in `addresses`, and its worker a port that is free. The
+    others wait for it. None of them end before the process.
+
+    Args:
+        addresses: "host:port" of all readers.
+        index: which one this is.
+
+    Raises:
+        tf.errors.OpError: it can't listen.
+    """
+
+    def __init__(self, addresses: Sequence[str], index: int):
+        host, port = tf_config.split_address(addresses[index])
+        self._dispatcher = None
+        if index == 0:
+            self._dispatcher, port = _start_dispatcher(port), 0
+        else:
+            # TensorFlow would wait, too, but deaf to signals.
+            _wait_for_dispatcher(addresses[0])
+        self._worker = _start_worker(addresses[0], _in_address(host), port)
+
+
+def _wait_for_dispatcher(address: str) -> None:
+    while not signs_of_life.accepts_connections(address):
+        logging.log_every_n_seconds(logging.WARNING, "Waiting for reader:0 (%s).", 30, address)
+        time.sleep(0.1)
+
+
+def _in_address(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _start_dispatcher(port: int) -> tf.data.experimental.service.DispatchServer:
+    service = tf.data.experimental.service
+    return service.DispatchServer(
+        service.DispatcherConfig(
+            port=port,
+            job_gc_check_interval_ms=_ABANDONED_CHECK_MILLISECONDS,
+            job_gc_timeout_ms=_ABANDONED_MILLISECONDS,
+        )
+    )
+
+
+def _start_worker(
+    dispatcher: str, host: str, port: int
+) -> tf.data.experimental.service.WorkerServer:
+    service = tf.data.experimental.service
+    return service.WorkerServer(
+        service.WorkerConfig(
+            dispatcher_address=dispatcher,
+            worker_address=f"{host}:%port%",
+            port=port,
+            heartbeat_interval_ms=_HEARTBEAT_MILLISECONDS,
+        )
+    )

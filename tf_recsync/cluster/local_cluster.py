@@ -18,7 +18,7 @@ from absl import logging
 from tf_recsync.cluster import connection, hosted_servers, server_process
 
 _HOST = "127.0.0.1"
-_JOBS = ("worker", "ps")
+_JOBS = ("worker", "ps", "reader")
 _MAX_STARTS = 3  # Attempts, if ports are taken.
 _EXIT_PORT_TAKEN = 98  # See server.py.
 
@@ -45,7 +45,7 @@ class LocalCluster(connection.Cluster):
     Thread-safe.
 
     Attributes:
-      cluster_spec, resolver, workers, ps: See `Cluster`.
+      cluster_spec, resolver, workers, ps, readers: See `Cluster`.
       log_dir: The folder with the servers' output; None if they are in this process.
 
     Example:
@@ -62,6 +62,7 @@ class LocalCluster(connection.Cluster):
         workers: int,
         ps: int = 0,
         *,
+        readers: int = 0,
         processes: int | None = None,
         inter_op_threads: int | None = None,
         intra_op_threads: int | None = None,
@@ -73,8 +74,10 @@ class LocalCluster(connection.Cluster):
         Args:
           workers: Number of workers, at least 1.
           ps: Number of parameter servers; default 0.
-          processes: In how many processes the servers run. Default None: one for each
-            server. 0: in this process, 32 servers at most. Of two and more, parameter
+          readers: Number of readers, processes that run input pipelines. Default 0: this
+            process runs them.
+          processes: In how many processes workers and parameter servers run. Default None: one
+            for each. 0: in this process, 32 servers at most. Of two and more, parameter
             servers and workers have their own.
           inter_op_threads: Threads of each server that run ops; a remote call that waits in
             an op holds one. Servers of a process share theirs. Default None: twice the
@@ -93,6 +96,11 @@ class LocalCluster(connection.Cluster):
         """
         _check_integer("workers", workers, 1)
         _check_integer("ps", ps, 0)
+        _check_integer("readers", readers, 0)
+        if processes == 0 and readers:
+            raise ValueError(
+                f"readers must be 0 with processes=0, as they are processes, got {readers!r}"
+            )
         if processes is not None:
             _check_integer("processes", processes, 0)
             if processes > workers + ps:
@@ -135,7 +143,8 @@ class LocalCluster(connection.Cluster):
         self._ports: list[socket.socket] = []
         self._servers: dict[hosted_servers.Task, server_process.ServerProcess] = {}
         self._hosted: hosted_servers.HostedServers | None = None
-        self._sizes = {job: size for job, size in (("worker", workers), ("ps", ps)) if size}
+        sizes = zip(_JOBS, (workers, ps, readers), strict=True)
+        self._sizes = {job: size for job, size in sizes if size}
         self.log_dir: pathlib.Path | None = None
         self._temporary = log_dir is None
         if processes == 0:
@@ -179,7 +188,7 @@ class LocalCluster(connection.Cluster):
         For tests and experiments.
 
         Args:
-          job: "worker" or "ps".
+          job: "worker", "ps" or "reader".
           index: Which one.
 
         Raises:
@@ -196,7 +205,7 @@ class LocalCluster(connection.Cluster):
         killed meanwhile, the stopped one stays behind.
 
         Args:
-          job: "worker" or "ps".
+          job: "worker", "ps" or "reader".
           index: Which one.
 
         Raises:
@@ -210,7 +219,7 @@ class LocalCluster(connection.Cluster):
         """Lets a server go on that `pause` has stopped.
 
         Args:
-          job: "worker" or "ps".
+          job: "worker", "ps" or "reader".
           index: Which one.
 
         Raises:
@@ -226,7 +235,7 @@ class LocalCluster(connection.Cluster):
         Kills it first if it runs. Call `readmit` then to use it again.
 
         Args:
-          job: "worker" or "ps".
+          job: "worker", "ps" or "reader".
           index: Which one.
 
         Raises:
@@ -248,7 +257,7 @@ class LocalCluster(connection.Cluster):
         """The id of a server's process, the last one if it has ended.
 
         Args:
-          job: "worker" or "ps".
+          job: "worker", "ps" or "reader".
           index: Which one.
 
         Returns:
@@ -266,7 +275,7 @@ class LocalCluster(connection.Cluster):
         """Whether the process of a server runs.
 
         Args:
-          job: "worker" or "ps".
+          job: "worker", "ps" or "reader".
           index: Which one.
 
         Returns:
@@ -398,15 +407,17 @@ def _share_out(sizes: dict[str, int], processes: int | None) -> list[list[hosted
     """Which servers run together, in the order of their numbers, in how many processes.
 
     A worker that is killed takes no parameter server with it, if there are two processes.
+    Readers have their own.
     """
-    workers, ps = ([(job, i) for i in range(sizes.get(job, 0))] for job in _JOBS)
+    workers, ps, readers = ([(job, i) for i in range(sizes.get(job, 0))] for job in _JOBS)
+    own = [[reader] for reader in readers]
     if processes is None:
         processes = len(workers) + len(ps)
     if processes == 1 or not ps:
-        return _split([*workers, *ps], processes)
+        return _split([*workers, *ps], processes) + own
     share = round(processes * len(ps) / (len(workers) + len(ps)))
     for_ps = min(max(1, share, processes - len(workers)), len(ps), processes - 1)
-    return _split(workers, processes - for_ps) + _split(ps, for_ps)
+    return _split(workers, processes - for_ps) + _split(ps, for_ps) + own
 
 
 def _split(tasks: list[hosted_servers.Task], parts: int) -> list[list[hosted_servers.Task]]:

@@ -12,6 +12,10 @@ from absl import logging
 
 from tf_recsync.cluster import tf_config
 
+_READER_SECONDS = 1.0  # For a reader's answer.
+# What a client of HTTP/2, and so of gRPC, begins with: a fixed text and empty settings.
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
 if TYPE_CHECKING:
     from tf_recsync.cluster.connection import Cluster
 
@@ -59,6 +63,39 @@ class Probe(threading.Thread):
             error = _ask(self._device)
         self.reachable = error is None
         self.answered = not isinstance(error, tf.errors.UnavailableError)
+
+
+class ReaderProbe(Probe):
+    """The same of a reader, whose service takes no ops: it answers when it greets us in HTTP/2.
+
+    Calls to a reader that is gone do not fail but wait for it: `answered` is None then, too.
+
+    Args:
+        cluster: the cluster.
+        address: "host:port" of the reader.
+    """
+
+    def __init__(self, cluster: Cluster, address: str):
+        self._address = tf_config.split_address(address)
+        super().__init__(cluster, "")
+
+    def run(self) -> None:
+        try:
+            with socket.create_connection(self._address, timeout=_READER_SECONDS) as connection:
+                connection.sendall(_HTTP2_GREETING)
+                if connection.recv(1):
+                    self.reachable = self.answered = True
+        except OSError as error:
+            logging.debug("reader at %s does not answer: %s", self._address, error)
+
+
+def accepts_connections(address: str) -> bool:
+    """Whether something listens at an address, "host:port"."""
+    try:
+        with socket.create_connection(tf_config.split_address(address), timeout=1.0):
+            return True
+    except OSError:
+        return False
 
 
 def cut_connections(address: str) -> int:

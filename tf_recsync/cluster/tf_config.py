@@ -5,7 +5,8 @@ import ipaddress
 import json
 from collections.abc import Mapping
 
-_JOBS = ("chief", "worker", "ps")
+_JOBS = ("chief", "worker", "ps", "reader")
+READER = "reader"  # Serves data; no TensorFlow server, so it is no device.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,11 @@ class TFConfig:
     cluster: dict[str, list[str]]
     task_type: str
     task_index: int
+
+    @property
+    def servers(self) -> dict[str, list[str]]:
+        """The addresses of the tasks that run TensorFlow's servers: all but the readers."""
+        return {job: addresses for job, addresses in self.cluster.items() if job != READER}
 
     @property
     def own_address(self) -> str:

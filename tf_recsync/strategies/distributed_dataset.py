@@ -1,13 +1,13 @@
 """Hands out the batches of a tf.data.Dataset: each to exactly one worker.
 
-TensorFlow's data service runs the input pipeline in the coordinator's process
-and gives every batch to whichever worker asks next, so a faster worker takes
-more.
+TensorFlow's data service runs the input pipeline, in the coordinator's process or
+in readers, and gives every batch to whichever worker asks next, so a faster worker
+takes more.
 """
 
 from __future__ import annotations
 
-import itertools
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -18,24 +18,36 @@ from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.worker_run import WorkerRun
 
 _REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
-_epochs = itertools.count()  # Names of data service jobs; unique in the process.
 
 
-def register(cluster: Cluster, dataset: tf.data.Dataset) -> RegisteredDataset:
-    """Registers a dataset with a cluster's data service, which then runs its pipeline."""
-    address = cluster.data_service.start()
+def register(cluster: Cluster, dataset: tf.data.Dataset, readers: int) -> RegisteredDataset:
+    """Registers a dataset with a cluster's data service, which then runs its pipeline.
+
+    Args:
+        cluster: the cluster.
+        dataset: batches.
+        readers: in how many readers it runs; 0: in this process.
+    """
+    address = cluster.reader_service if readers else cluster.data_service.start()
     # The servers' names mean nothing to the service: pin nothing.
     with tf.device("/CPU:0"):
         dataset_id = tf.data.experimental.service.register_dataset(
             address, dataset, compression=None
         )
-    return RegisteredDataset(address, dataset_id, dataset.element_spec, cluster.workers)
+    return RegisteredDataset(address, dataset_id, dataset.element_spec, cluster.workers, readers)
 
 
 class RegisteredDataset:
-    """A dataset in the service; each pass over it is a job that workers share."""
+    """A dataset in the service; each pass over it is a job that workers share.
 
-    def __init__(self, address: str, dataset_id: Any, element_spec: Any, workers: int):
+    Attributes:
+        readers: in how many readers it runs; 0: in the coordinator's process.
+    """
+
+    def __init__(
+        self, address: str, dataset_id: Any, element_spec: Any, workers: int, readers: int
+    ):
+        self.readers = readers
         self._workers = workers
         self._address = address
         self._dataset_id = dataset_id
@@ -43,7 +55,8 @@ class RegisteredDataset:
 
     def new_job(self) -> str:
         """The name of a new pass over the dataset."""
-        return f"recsync_epoch_{next(_epochs)}"
+        # Readers may have served other coordinators.
+        return f"recsync_{uuid.uuid4().hex}"
 
     def empty_iterator(self) -> tf.data.Iterator:
         """An iterator of the same type without batches; call it under the worker's device."""
@@ -56,15 +69,17 @@ class RegisteredDataset:
         """Joins a pass; call it under the worker's device scope."""
         # The public from_dataset_id lacks the refresh interval, and with its
         # second every pass would end a second late.
+        policy = tf.data.experimental.service.ShardingPolicy
         dataset = data_service_ops._from_dataset_id(
-            processing_mode=tf.data.experimental.service.ShardingPolicy.OFF,
+            # Of several, each gets the next element of the source that nobody has.
+            processing_mode=policy.DYNAMIC if self.readers > 1 else policy.OFF,
             service=self._address,
             dataset_id=self._dataset_id,
             element_spec=self.element_spec,
             job_name=job,
             # Two requests overtake each other now and then; a single worker
             # shall see the order of the data, and can do with one.
-            max_outstanding_requests=1 if self._workers == 1 else 2,
+            max_outstanding_requests=1 if self._workers == 1 and self.readers < 2 else 2,
             task_refresh_interval_hint_ms=_REFRESH_MILLISECONDS,
         )
         # With autotuning, an iterator's end waits up to five seconds for the
@@ -106,6 +121,8 @@ class DistributedDataset:
         steps_per_epoch: an int, or None to run until the dataset ends.
         length: the steps of an epoch where Keras knows them, or None.
         batch_size: the examples of a batch where they are known, or None.
+        in_order: whether the dataset's elements count in its order, so that only
+            the coordinator can run it. Always with `start_predict`.
     """
 
     def __init__(
@@ -116,7 +133,9 @@ class DistributedDataset:
         steps_per_epoch: int | None,
         length: int | None,
         batch_size: int | None = None,
+        in_order: bool = False,
     ):
+        self.readers = 0 if in_order or start_predict is not None else cluster.readers
         self.dataset = dataset
         self.steps_per_epoch = steps_per_epoch
         self._length = length
@@ -132,6 +151,13 @@ class DistributedDataset:
     @property
     def length(self) -> int | None:
         """The steps of an epoch, or None if only its end will tell."""
+        if self.readers > 1 and self.steps_per_epoch is None:
+            return None  # Each may end with a batch that is not full.
+        return self.expected
+
+    @property
+    def expected(self) -> int | None:
+        """The steps of an epoch that Keras expects, or None if it leaves that to the data."""
         if self._length is not None:
             return self._length
         cardinality = int(self.dataset.cardinality())
@@ -142,7 +168,7 @@ class DistributedDataset:
         if self._registered is None:
             # Predictions go back into the order of the data by their numbers.
             dataset = self.dataset if self.start_predict is None else self.dataset.enumerate()
-            self._registered = register(self._cluster, dataset)
+            self._registered = register(self._cluster, dataset, self.readers)
         return self._registered
 
     def local(self) -> tf.data.Dataset:

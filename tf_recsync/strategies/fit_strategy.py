@@ -80,12 +80,15 @@ class FitStrategy:
         model, verb, steps, length, batch = _keras_caller()
         if model is not None:
             self.attach(model)
-        if steps is not None and verb in ("evaluate", "predict"):
+        in_order = steps is not None and verb in ("evaluate", "predict")
+        if in_order:
             # The first batches, whichever workers they go to.
             dataset, steps = dataset.take(steps), None
         batch = self._batch_size(dataset, batch) if verb == "fit" else None
         start_predict = model.predict_function.start if verb == "predict" else None
-        return DistributedDataset(self._cluster, dataset, start_predict, steps, length, batch)
+        return DistributedDataset(
+            self._cluster, dataset, start_predict, steps, length, batch, in_order
+        )
 
     def _batch_size(self, dataset: tf.data.Dataset, known: int | None) -> int | None:
         """The examples of a dataset's batches, the last one apart; None if they can't be known.

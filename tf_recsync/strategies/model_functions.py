@@ -106,6 +106,7 @@ class Steps:
         self._run: WorkerRun | None = None  # The pass that runs, or ran last.
         self._target = 0.0  # Steps that Keras has asked for.
         self._epoch_end = float("inf")  # Steps at the end of the epoch, if known.
+        self._expected = float("inf")  # Steps at its end, as Keras expects.
         self._losses = Losses()  # Of earlier passes, and of batches.
         self._waited = [0.0] * settings.cluster.workers  # For batches, in earlier passes.
 
@@ -129,8 +130,9 @@ class Steps:
             self._continue(iterator)
             self._begin_epoch(iterator)
         self._target += steps
-        target = min(self._target, self._epoch_end)
-        running = run.wait(target)
+        # The last time that Keras asks, all that there is left is done.
+        is_last = self._target >= self._expected
+        running = run.wait(self._epoch_end if is_last else min(self._target, self._epoch_end))
         done = run.completed
         finished = not running or done >= self._epoch_end
         if finished and not self._is_final:
@@ -142,7 +144,8 @@ class Steps:
         # Workers may be done long before Keras has counted their steps.
         self._is_final = finished
         # The end of data of unknown length shows when a call has no step left.
-        if not running and self._epoch_end == float("inf") and done <= target - steps:
+        is_known = self._epoch_end < float("inf") or is_last
+        if not running and not is_known and done <= self._target - steps:
             raise StopIteration
         return self._logs
 
@@ -198,6 +201,8 @@ class Steps:
         self._target = done
         length = iterator.distributed.length
         self._epoch_end = done + length if length is not None else float("inf")
+        expected = iterator.distributed.expected
+        self._expected = done + expected if expected is not None else float("inf")
         self._merger = MetricsMerger(self._model.metrics_variables)
         for slot in run.slots:
             if slot.state is not None:
@@ -256,6 +261,7 @@ class Steps:
             self._settings.worker_timeout,
             self._crew(),
             self.threads,
+            registered.readers,
         )
         return self._run
 

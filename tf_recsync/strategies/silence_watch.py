@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from tf_recsync.cluster import Cluster, Probe, device_of
+from tf_recsync.cluster import Cluster, Probe
 
 # A short limit would take a server for silent that is only busy.
 _SHORTEST_SECONDS = 10.0
@@ -69,8 +69,10 @@ class SilenceWatch(threading.Thread):
             probe = self._probes.get(server)
             if probe is None or probe.answered is not None:
                 self._silent[server] = 0.0
-                self._probes[server] = Probe(self._cluster, device_of(*server))
+                self._probes[server] = self._cluster.probe(*server)
                 continue
+            if not probe.is_alive():  # It could not ask.
+                self._probes[server] = self._cluster.probe(*server)
             self._silent[server] = self._silent.get(server, 0.0) + passed
             if self._silent[server] >= self._limit:
                 self._give_up(server, self._silent.pop(server))

@@ -45,6 +45,7 @@ class WorkerRun:
             others don't wait for them, and can say who waits for whom; None if no
             worker ever waits for another.
         threads: how many threads call each worker, each with a slot of its own.
+        readers: how many of the cluster's readers have the data.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class WorkerRun:
         worker_timeout: float,
         crew: Crew | None = None,
         threads: int = 1,
+        readers: int = 0,
     ):
+        self._readers = readers
         self._cluster = cluster
         self._crew = crew
         self._open_worker = open_worker
@@ -70,6 +73,7 @@ class WorkerRun:
         self._granted: float = 0.0
         self._taken = 0
         self._completed = 0
+        self._progressed = time.monotonic()  # When a step was done.
         self._stopped = False
         self._error: Exception | None = None
         self._opened = 0
@@ -224,13 +228,19 @@ class WorkerRun:
                 for index, since in busy
                 if since is not None and now - since > _SUSPICIOUS_SECONDS
             ]
-        servers = [("ps", i) for i in range(self._cluster.ps)] if workers else []
+        servers = []
+        if workers:
+            servers += [("ps", i) for i in range(self._cluster.ps)]
+            servers += [("reader", i) for i in range(self._readers)]
         others = [] if self._crew is None else self._crew.waits_for(_SUSPICIOUS_SECONDS)
         return [*workers, *servers, *others]
 
     def _give_up(self, server: Server, seconds: float) -> None:
         """Has the calls fail that wait for a server that does not answer."""
         job, index = server
+        if job == "reader":
+            self._give_up_reader(index, seconds)
+            return
         if job == "ps":
             self.fail(
                 RuntimeError(
@@ -244,6 +254,19 @@ class WorkerRun:
                     slot.silent = True
             logging.warning("worker:%d has not answered for %.0f s.", index, seconds)
         self._cluster.cut_off(job, index)
+
+    def _give_up_reader(self, index: int, seconds: float) -> None:
+        with self._changed:
+            # While others have batches, training goes on.
+            is_stuck = time.monotonic() - self._progressed >= seconds
+        message = (
+            f"reader:{index} has not answered for {seconds:.0f} s, and may have batches left; "
+            "start it again"
+        )
+        if is_stuck:
+            self.fail(RuntimeError(message))
+        else:
+            logging.warning("%s.", message)
 
     # The threads' side.
 
@@ -355,6 +378,7 @@ class WorkerRun:
         with self._changed:
             self._taken -= taken - done
             self._completed += done
+            self._progressed = time.monotonic()
             if result is not None:
                 number, value = result
                 self._results[number] = value
@@ -381,6 +405,8 @@ class WorkerRun:
     def _diagnose(self, slot: Slot, error: tf.errors.OpError) -> None:
         """Returns if the worker is lost; else raises what really is wrong."""
         check_parameter_servers(self._cluster, error)
+        if self._readers:
+            check_data(error)
         if not slot.silent and is_reachable(slot.device):
             forgotten = _is_unknown_function(error)
             broken = forgotten or isinstance(error, tf.errors.UnavailableError)
@@ -473,6 +499,24 @@ class WorkerRun:
 def _is_unknown_function(error: tf.errors.OpError) -> bool:
     """Whether a server has not got a function: it was traced while the connection was broken."""
     return isinstance(error, tf.errors.NotFoundError) and "name of a function" in error.message
+
+
+def check_data(error: tf.errors.OpError) -> None:
+    """Raises an error that says what is wrong with data from readers, if that is what is wrong."""
+    if "iteration client" in error.message and "dispatcher" in error.message:
+        raise RuntimeError(
+            "reader:0 was started again, and has forgotten what was trained on; call fit again"
+        ) from error
+    if "pyfunc_" in error.message:
+        raise ValueError(
+            "the dataset must not call Python (from_generator, py_function, numpy_function): "
+            "the readers that run it are other processes"
+        ) from error
+    if "split provider" in error.message:
+        raise ValueError(
+            "the dataset can't be divided among several readers, as the elements of its source "
+            f"can't be counted off; use one reader, or another source: {error.message}"
+        ) from error
 
 
 def check_parameter_servers(cluster: Cluster, error: Exception) -> None:
