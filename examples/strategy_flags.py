@@ -38,6 +38,12 @@ flags.DEFINE_integer(
     "Parameter servers of the local cluster; shadow_*, fr_*: the embedding PSs.",
     lower_bound=1,
 )
+flags.DEFINE_integer(
+    "readers",
+    0,
+    "Processes of the local cluster that run the input pipeline; 0: this process does.",
+    lower_bound=0,
+)
 flags.DEFINE_integer("batch_size", 128, "Examples per step of a worker.", lower_bound=1)
 flags.DEFINE_integer(
     "global_batch_size",
@@ -115,6 +121,7 @@ flags.DEFINE_string(
 APPLIES: dict[str, tuple[str, list[Any]]] = {
     "workers": ("strategy", CLUSTER_STRATEGIES),
     "ps": ("strategy", [*STRATEGIES, *SHADOW_SYNC]),
+    "readers": ("strategy", CLUSTER_STRATEGIES),
     "alpha": ("strategy", SHADOW_SYNC),
     "eta": ("strategy", ["shadow_bmuf", "fr_bmuf"]),
     "sync_gap": ("strategy", FOREGROUND),
@@ -173,7 +180,7 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
     if "TF_CONFIG" in os.environ:
         if FLAGS.strategy == "local":
             raise app.UsageError("--strategy=local can't be used with TF_CONFIG set")
-        for name in ("workers", "ps"):
+        for name in ("workers", "ps", "readers"):
             if FLAGS[name].present:
                 raise app.UsageError(f"--{name} can't be used with TF_CONFIG, which names them")
     elif FLAGS.bind_address:
@@ -225,7 +232,7 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
     else:
         ps = 0 if FLAGS.strategy == "hop" else FLAGS.ps
         ps += FLAGS.sync_ps if FLAGS.strategy in WITH_SYNC_PS else 0
-        cluster = recsync.LocalCluster(workers=FLAGS.workers, ps=ps)
+        cluster = recsync.LocalCluster(workers=FLAGS.workers, ps=ps, readers=FLAGS.readers)
     stack.enter_context(cluster)
     if FLAGS.strategy == "hop":
         strategy = _make_hop(cluster)

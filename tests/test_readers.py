@@ -1,25 +1,51 @@
 """Input pipelines that run in readers, processes of their own."""
 
+import contextlib
+import json
 import os
+import pathlib
+import subprocess
+import sys
 import threading
-import time
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import clicks, compiled, dataset, mean_output, slope_model, state_of, steps_of
+from helpers import clicks, compiled, dataset, functional, mean_output, slope_model, steps_of
 
 import tf_recsync as recsync
 from tf_recsync import ops
+from tf_recsync.cluster import local_cluster
 from tf_recsync.optimizers import SGD
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one reader", "two readers"])
-def cluster(request):
-    with recsync.LocalCluster(workers=2, ps=1, readers=request.param) as cluster:
-        cluster.connect()
-        yield cluster
+@pytest.fixture(scope="module")
+def clusters_of_readers():
+    """Clusters by their readers, one at a time."""
+    clusters = {}
+
+    def get(readers):
+        if readers not in clusters:
+            while clusters:
+                clusters.popitem()[1].close()
+            clusters[readers] = recsync.LocalCluster(workers=2, ps=1, readers=readers)
+            clusters[readers].connect()
+        return clusters[readers]
+
+    yield get
+    while clusters:
+        clusters.popitem()[1].close()
+
+
+@pytest.fixture(params=[1, 2], ids=["one reader", "two readers"], scope="module")
+def cluster(clusters_of_readers, request):
+    return clusters_of_readers(request.param)
+
+
+@pytest.fixture
+def two_readers(clusters_of_readers):
+    return clusters_of_readers(2)
 
 
 class Sum(keras.metrics.Metric):
@@ -67,3 +93,198 @@ def test_every_example_is_trained_on_once_in_each_epoch(cluster, steps_per_execu
     assert cluster.data_service.tasks() == 0  # The coordinator ran none of it.
     # By count: steps of one pass after another.
     model.fit(numbered(101, 8).repeat(), steps_per_epoch=7, epochs=4, verbose=0)
+
+
+def test_predictions_come_in_the_order_of_the_data(cluster):
+    model = compiled(recsync.AsyncStrategy(cluster))
+    model.fit(dataset(), verbose=0)
+    local = functional()
+    local.set_weights(model.get_weights())
+    ids, labels = clicks()
+    np.testing.assert_allclose(
+        model.predict(dataset(), verbose=0), local.predict(ids, verbose=0), rtol=1e-5
+    )
+    # So do the first batches, if only these count.
+    model = counting_model(recsync.AsyncStrategy(cluster))
+    tested = model.evaluate(numbered(101, 8), steps=3, return_dict=True, verbose=0)
+    assert tested["sum"] == 24 * 23 / 2
+    tested = model.evaluate(numbered(101, 8), return_dict=True, verbose=0)
+    assert tested["sum"] == 101 * 100 / 2
+
+
+def test_arrays_are_trained_on_as_without_readers(cluster):
+    ids, labels = clicks()
+    losses = []
+    for strategy in (recsync.AsyncStrategy(cluster), None):
+        keras.utils.set_random_seed(3)
+        model = functional() if strategy is None else compiled(strategy, make=lambda: SGD(0.0))
+        if strategy is None:
+            model.compile(SGD(0.0), "binary_crossentropy")
+        history = model.fit(ids, labels, batch_size=16, epochs=2, verbose=0).history
+        losses.append(history["loss"])
+    # Rows come in another order, on weights that stay.
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_a_dataset_that_calls_python_is_refused(cluster):
+    model = counting_model(recsync.AsyncStrategy(cluster))
+    ones = tf.TensorSpec([1, 1], tf.float32)
+    rows = tf.data.Dataset.from_generator(
+        lambda: ((np.ones([1, 1]), np.ones([1, 1])) for _ in range(8)),
+        output_signature=(ones, ones),
+    )
+    with pytest.raises(ValueError, match="dataset must not call Python .from_generator"):
+        model.fit(rows, verbose=0)
+    assert len(model.fit(numbered(40, 4), verbose=0).history["sum"]) == 1
+
+
+def asserting(count, after):
+    """A dataset that asserts its number of batches, as the readers of text files do."""
+    batches = numbered(count, 4).apply(tf.data.experimental.assert_cardinality(-(-count // 4)))
+    return after(batches.prefetch(2)).with_options(tf.data.Options())
+
+
+def test_a_dataset_that_asserts_its_cardinality_can_be_divided(cluster):
+    model = counting_model(recsync.AsyncStrategy(cluster))
+    data = asserting(101, lambda batches: batches.prefetch(1))
+    assert model.fit(data, epochs=2, verbose=0).history["sum"] == [101 * 100 / 2] * 2
+
+
+def test_what_can_not_be_divided_is_refused(two_readers, tmp_path):
+    model = counting_model(recsync.AsyncStrategy(two_readers))
+    inner = asserting(101, lambda batches: batches.map(lambda x, y: (x, y)))
+    with pytest.raises(ValueError, match="dataset asserts its cardinality"):
+        model.fit(inner, verbose=0)
+    # The rows of a file come one after the other.
+    path = tmp_path / "rows.txt"
+    path.write_text("1\n" * 40)
+    lines = tf.data.experimental.CsvDataset(str(path), [tf.int32])
+    lines = lines.batch(4).map(lambda number: (tf.ones([4, 1]),) * 2)
+    with pytest.raises(ValueError, match="dataset can't be divided among several readers"):
+        model.fit(lines, verbose=0)
+
+
+# Readers that die.
+
+
+def when(step, action):
+    """Has an action run in a thread of its own when an epoch has come to a step."""
+    return keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: (
+            threading.Thread(target=action).start() if batch == step else None
+        )
+    )
+
+
+def test_a_reader_that_is_started_again_goes_on_with_what_nobody_has_had(two_readers):
+    model = counting_model(recsync.AsyncStrategy(two_readers))
+    batches, batch = 120, 4
+
+    def kill_and_restart():
+        two_readers.kill("reader", 1)
+        two_readers.restart("reader", 1)
+
+    data = numbered(batches * batch, batch, 0.02)
+    history = model.fit(data, callbacks=[when(20, kill_and_restart)], verbose=0).history
+    everything = sum(range(batches * batch))
+    # What was in its hands is lost: at most a batch in the making, and those made ahead.
+    assert everything - 30 * batch * batches * batch <= history["sum"][0] <= everything
+    assert batches - 30 <= steps_of(model) <= batches
+    history = model.fit(data, verbose=0).history
+    assert history["sum"][0] == everything
+
+
+def test_a_reader_that_is_gone_with_its_part_of_the_data_ends_training(two_readers):
+    model = counting_model(recsync.AsyncStrategy(two_readers, worker_timeout=1.0))
+    callback = when(10, lambda: two_readers.kill("reader", 1))
+    with pytest.raises(RuntimeError, match="reader:1 has not answered for .* start it again"):
+        model.fit(numbered(160, 4, 0.05), callbacks=[callback], verbose=0)
+    two_readers.restart("reader", 1)
+    assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
+
+
+def test_the_first_reader_knows_what_was_handed_out_and_without_it_training_ends(cluster):
+    model = counting_model(recsync.AsyncStrategy(cluster))
+
+    def kill_and_restart():
+        cluster.kill("reader", 0)
+        cluster.restart("reader", 0)
+
+    with pytest.raises(RuntimeError, match="reader:0 was started again, and has forgotten"):
+        model.fit(numbered(4000, 4, 0.05), callbacks=[when(10, kill_and_restart)], verbose=0)
+    assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
+
+
+def test_a_reader_that_hangs_ends_training(cluster):
+    model = counting_model(recsync.AsyncStrategy(cluster, worker_timeout=1.0))
+    callback = when(10, lambda: cluster.pause("reader", 0))
+    with pytest.raises(RuntimeError, match="reader:0 has not answered for"):
+        model.fit(numbered(4000, 4, 0.05), callbacks=[callback], verbose=0)
+    cluster.resume("reader", 0)
+    assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
+
+
+# Clusters with readers.
+
+
+@pytest.fixture
+def server():
+    """Starts servers by hand: `server(cluster, task, index)` gives the process."""
+    with contextlib.ExitStack() as stack:
+
+        def start(cluster, job, index):
+            config = {"cluster": cluster, "task": {"type": job, "index": index}}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tf_recsync.server"],
+                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_CONFIG": json.dumps(config)},
+                cwd=pathlib.Path(__file__).parents[1],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.callback(process.stdout.close)
+            stack.callback(process.wait, 10)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def lines_of(process):
+    """What it prints, up to its end."""
+    return iter(process.stdout.readline, "")
+
+
+def test_readers_start_in_any_order_and_end_at_sigterm(server):
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(local_cluster._reserve_port()) for _ in range(2)]
+        addresses = [f"127.0.0.1:{port.getsockname()[1]}" for port in ports]
+        cluster = {"worker": ["127.0.0.1:1"], "reader": addresses}
+        waiting = server(cluster, "reader", 1)
+        assert any("Waiting for reader:0" in line for line in lines_of(waiting))
+        first = server(cluster, "reader", 0)
+        for index, process in ((0, first), (1, waiting)):
+            ready = f"tf_recsync server reader:{index} listening on {addresses[index]}\n"
+            assert ready in lines_of(process)
+        again = server(cluster, "reader", 0)
+        output, _ = again.communicate(timeout=60)
+        assert again.returncode == 98
+        assert f"reader:0 cannot listen on {addresses[0]}: another process has the port" in output
+        late = server({**cluster, "reader": ["127.0.0.1:1", "127.0.0.1:2"]}, "reader", 1)
+        assert any("Waiting for reader:0" in line for line in lines_of(late))
+        for process in (waiting, first, late):
+            process.terminate()
+            assert process.wait(5.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(readers=-1), "readers must be an integer of at least 0, got -1"),
+        (dict(readers=1.0), "readers must be an integer of at least 0, got 1.0"),
+        (dict(readers=1, processes=0), "readers must be 0 with processes=0"),
+    ],
+)
+def test_bad_numbers_of_readers_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        recsync.LocalCluster(workers=1, **arguments)

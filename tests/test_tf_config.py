@@ -9,14 +9,21 @@ from tf_recsync.cluster import tf_config
 
 
 def test_cluster_from_tf_config_is_this_process_as_chief(monkeypatch):
-    servers = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "evaluator": ["127.0.0.1:3"]}
+    servers = {
+        "chief": ["127.0.0.1:1"],
+        "worker": ["127.0.0.1:2"],
+        "evaluator": ["127.0.0.1:3"],
+        "reader": ["127.0.0.1:4", "127.0.0.1:5"],
+    }
     task = {"type": "chief", "index": "0"}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": servers, "task": task}))
     cluster = recsync_cluster.cluster_from_tf_config()
-    assert (cluster.workers, cluster.ps) == (1, 0)
+    assert (cluster.workers, cluster.ps, cluster.readers) == (1, 0, 2)
+    # Readers are no TensorFlow servers.
     assert cluster.cluster_spec.as_dict() == {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
     assert cluster.resolver.task_type == "chief"
-    with pytest.raises(RuntimeError, match=r"not up within timeout=0.1 s: worker:0 \(127.0.0.1:2"):
+    missing = r"worker:0 \(127.0.0.1:2\), reader:0 \(127.0.0.1:4\), reader:1 \(127.0.0.1:5\)"
+    with pytest.raises(RuntimeError, match=f"not up within timeout=0.1 s: {missing}"):
         cluster.connect(timeout=0.1)
     with pytest.raises(ValueError, match="timeout must be a positive number of seconds, got 0"):
         cluster.connect(timeout=0)

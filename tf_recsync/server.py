@@ -226,16 +226,17 @@ def main(argv: list[str]) -> int:
     )
     servers = []  # Keeps them referenced.
     for config in configs:
-        name = _name_of(config)
+        where = f"{_name_of(config)} cannot listen on {config.own_address}"
+        taken = (f"{where}: another process has the port", EXIT_PORT_TAKEN)
+        # tf.data's service would share the port with another one.
+        if config.task_type == tf_config.READER and _port_is_taken(config.own_address):
+            return _fail(*taken)
         try:
             servers.append(_start(config, len(configs) * inter_op_threads, args.intra_op_threads))
         except tf.errors.OpError as error:
             if _port_is_taken(config.own_address):
-                return _fail(
-                    f"{name} cannot listen on {config.own_address}: another process has the port",
-                    EXIT_PORT_TAKEN,
-                )
-            return _fail(f"{name} cannot listen on {config.own_address}: {error.message}", 1)
+                return _fail(*taken)
+            return _fail(f"{where}: {error.message}", 1)
     for config in configs:
         sys.stdout.write(
             f"tf_recsync server {_name_of(config)} listening on {config.own_address}\n"

@@ -12,12 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.experimental.ops import data_service_ops
+from tensorflow.python.data.experimental.ops import cardinality, data_service_ops
+from tensorflow.python.data.ops import dataset_ops, prefetch_op
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.worker_run import WorkerRun
 
 _REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
+# What may come after an assertion without a change to the elements.
+_TRAILING = (
+    cardinality._AssertCardinalityDataset,
+    dataset_ops._OptionsDataset,
+    prefetch_op._PrefetchDataset,
+)
 
 
 def register(cluster: Cluster, dataset: tf.data.Dataset, readers: int) -> RegisteredDataset:
@@ -29,12 +36,24 @@ def register(cluster: Cluster, dataset: tf.data.Dataset, readers: int) -> Regist
         readers: in how many readers it runs; 0: in this process.
     """
     address = cluster.reader_service if readers else cluster.data_service.start()
+    if readers > 1:
+        dataset = _without_assertions(dataset)
     # The servers' names mean nothing to the service: pin nothing.
     with tf.device("/CPU:0"):
         dataset_id = tf.data.experimental.service.register_dataset(
             address, dataset, compression=None
         )
     return RegisteredDataset(address, dataset_id, dataset.element_spec, cluster.workers, readers)
+
+
+def _without_assertions(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A dataset without what asserts its cardinality at its end: a part of it has another one."""
+    inner = dataset
+    while isinstance(inner, _TRAILING):
+        if isinstance(inner, cardinality._AssertCardinalityDataset):
+            dataset = inner._input_dataset
+        inner = inner._input_dataset
+    return dataset
 
 
 class RegisteredDataset:

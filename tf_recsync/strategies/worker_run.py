@@ -507,10 +507,16 @@ def check_data(error: tf.errors.OpError) -> None:
         raise RuntimeError(
             "reader:0 was started again, and has forgotten what was trained on; call fit again"
         ) from error
-    if "pyfunc_" in error.message:
+    if "Could not find callback" in error.message:
         raise ValueError(
             "the dataset must not call Python (from_generator, py_function, numpy_function): "
             "the readers that run it are other processes"
+        ) from error
+    if "Input dataset was expected to contain" in error.message:
+        raise ValueError(
+            "the dataset asserts its cardinality (assert_cardinality) before its last "
+            "transformations; of several readers each has a part of it: leave that out, or assert "
+            "at the end"
         ) from error
     if "split provider" in error.message:
         raise ValueError(
