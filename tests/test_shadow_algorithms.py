@@ -230,6 +230,28 @@ def test_interpolation_leaves_alone_what_was_read_before(hogwild):
     np.testing.assert_array_equal(after.numpy(), variable.numpy())
 
 
+@pytest.mark.parametrize("hogwild", [True, False])
+def test_interpolation_moves_variables_of_any_sizes_each_to_its_part(hogwild):
+    random = np.random.default_rng(0)
+    before = [random.normal(size=n).astype(np.float32) for n in (1, 7, 0, 3001, 2, 100_003)]
+    variables = [tf.Variable(value) for value in before]
+    target = random.normal(size=sum(map(len, before))).astype(np.float32)
+    handles = [variable.handle for variable in variables]
+    after = ops.interpolate(handles, target, 0.25, hogwild=hogwild, answer=True)
+    expected = 0.75 * np.concatenate(before) + 0.25 * target
+    np.testing.assert_allclose(after.numpy(), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(np.concatenate([v.numpy() for v in variables]), after.numpy())
+
+
+@pytest.mark.parametrize("hogwild", [True, False])
+def test_an_interpolation_of_one_variable_twice_is_an_error(hogwild):
+    variable = tf.Variable(np.ones(4, np.float32))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must name each variable once"):
+        ops.interpolate(
+            [variable.handle] * 2, np.zeros(8, np.float32), 0.5, hogwild=hogwild, answer=False
+        )
+
+
 @pytest.mark.parametrize(
     ("dtype", "size", "alpha", "message"),
     [

@@ -24,27 +24,55 @@ namespace recsync {
 // the first-level cache and for races to be rare, enough for wide vectors.
 inline constexpr int64_t kHogwildBlock = 256;
 
-// Two neighbors, read and written at once where they lie at a multiple of eight
-// bytes: twice as fast as one at a time, and still each of them whole.
-using HogwildPair = float __attribute__((vector_size(8)));
+// Four neighbors, read and written together where they lie at a multiple of
+// sixteen bytes: as fast as without a thought of other threads, and still each
+// of them whole. Processors with AVX even access the four as one.
+using HogwildQuad = float __attribute__((vector_size(16)));
 
 namespace hogwild_internal {
 
+#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
+
+// C++ has no such access; what an instruction does is no data race to it.
+inline HogwildQuad LoadQuad(const float* from) {
+  HogwildQuad quad;
+  asm volatile("movaps %1, %0"
+               : "=x"(quad)
+               : "m"(*reinterpret_cast<const HogwildQuad*>(from)));
+  return quad;
+}
+
+inline void StoreQuad(HogwildQuad quad, float* to) {
+  asm volatile("movaps %1, %0"
+               : "=m"(*reinterpret_cast<HogwildQuad*>(to))
+               : "x"(quad));
+}
+
+#else
+
 using Bits = uint64_t __attribute__((may_alias));
 
-inline HogwildPair LoadPair(const float* from) {
-  const uint64_t bits =
-      __atomic_load_n(reinterpret_cast<const Bits*>(from), __ATOMIC_RELAXED);
-  HogwildPair pair;
-  std::memcpy(&pair, &bits, sizeof(pair));
-  return pair;
+inline HogwildQuad LoadQuad(const float* from) {
+  const Bits* halves = reinterpret_cast<const Bits*>(from);
+  uint64_t bits[2];
+  for (int i = 0; i < 2; ++i) {
+    bits[i] = __atomic_load_n(halves + i, __ATOMIC_RELAXED);
+  }
+  HogwildQuad quad;
+  std::memcpy(&quad, bits, sizeof(quad));
+  return quad;
 }
 
-inline void StorePair(HogwildPair pair, float* to) {
-  uint64_t bits;
-  std::memcpy(&bits, &pair, sizeof(bits));
-  __atomic_store_n(reinterpret_cast<Bits*>(to), bits, __ATOMIC_RELAXED);
+inline void StoreQuad(HogwildQuad quad, float* to) {
+  Bits* halves = reinterpret_cast<Bits*>(to);
+  uint64_t bits[2];
+  std::memcpy(bits, &quad, sizeof(quad));
+  for (int i = 0; i < 2; ++i) {
+    __atomic_store_n(halves + i, bits[i], __ATOMIC_RELAXED);
+  }
 }
+
+#endif
 
 inline float LoadOne(const float* from) {
   float value;
@@ -56,53 +84,54 @@ inline void StoreOne(float value, float* to) {
   __atomic_store(to, &value, __ATOMIC_RELAXED);
 }
 
-// Calls one(i) and pair(i), of i and i + 1, for all of the n elements at
+// Calls one(i) and quad(i), of i to i + 3, for all of the n elements at
 // `shared`.
-template <typename One, typename Pair>
-void InPairs(const float* shared, int64_t n, One one, Pair pair) {
+template <typename One, typename Quad>
+void InQuads(const float* shared, int64_t n, One one, Quad quad) {
   int64_t i = 0;
-  if (n > 0 && reinterpret_cast<uintptr_t>(shared) % sizeof(HogwildPair)) {
+  while (i < n &&
+         reinterpret_cast<uintptr_t>(shared + i) % sizeof(HogwildQuad)) {
     one(i++);
   }
-  for (; i + 1 < n; i += 2) pair(i);
-  if (i < n) one(i);
+  for (; i + 3 < n; i += 4) quad(i);
+  while (i < n) one(i++);
 }
 
 }  // namespace hogwild_internal
 
 inline void LoadHogwild(const float* from, int64_t n, float* to) {
   using hogwild_internal::LoadOne;
-  using hogwild_internal::LoadPair;
-  hogwild_internal::InPairs(
+  using hogwild_internal::LoadQuad;
+  hogwild_internal::InQuads(
       from, n, [=](int64_t i) { to[i] = LoadOne(from + i); },
       [=](int64_t i) {
-        const HogwildPair pair = LoadPair(from + i);
-        std::memcpy(to + i, &pair, sizeof(pair));
+        const HogwildQuad quad = LoadQuad(from + i);
+        std::memcpy(to + i, &quad, sizeof(quad));
       });
 }
 
 inline void StoreHogwild(const float* from, int64_t n, float* to) {
   using hogwild_internal::StoreOne;
-  using hogwild_internal::StorePair;
-  hogwild_internal::InPairs(
+  using hogwild_internal::StoreQuad;
+  hogwild_internal::InQuads(
       to, n, [=](int64_t i) { StoreOne(from[i], to + i); },
       [=](int64_t i) {
-        HogwildPair pair;
-        std::memcpy(&pair, from + i, sizeof(pair));
-        StorePair(pair, to + i);
+        HogwildQuad quad;
+        std::memcpy(&quad, from + i, sizeof(quad));
+        StoreQuad(quad, to + i);
       });
 }
 
 // Replaces each of the n elements at `shared` by change(value, i), which is
-// called with single floats and with pairs, i then being the first one's place.
+// called with single floats and with quads, i then being the first one's place.
 template <typename Change>
 void ChangeHogwild(float* shared, int64_t n, Change change) {
   using namespace hogwild_internal;  // NOLINT(build/namespaces)
-  InPairs(
+  InQuads(
       shared, n,
       [=](int64_t i) { StoreOne(change(LoadOne(shared + i), i), shared + i); },
       [=](int64_t i) {
-        StorePair(change(LoadPair(shared + i), i), shared + i);
+        StoreQuad(change(LoadQuad(shared + i), i), shared + i);
       });
 }
 

@@ -20,7 +20,7 @@ inline void Interpolate(const float* target, float alpha, int64_t size,
                         float* own, float* after) {
   const float rest = 1.0f - alpha;
   ChangeHogwild(own, size, [=](auto value, int64_t i) {
-    decltype(value) other;  // A float, or a pair of them.
+    decltype(value) other;  // A float, or four of them.
     std::memcpy(&other, target + i, sizeof(other));
     value = rest * value + alpha * other;
     if (after != nullptr) std::memcpy(after + i, &value, sizeof(value));

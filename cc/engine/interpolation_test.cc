@@ -23,8 +23,8 @@ std::vector<float> Random(int64_t size, int seed) {
 }
 
 TEST(InterpolationTest, IsTheFormulaForAnySizeAndPlace) {
-  for (const int64_t size : {0, 1, 2, 3, 255, 256, 257, 5000}) {
-    for (const int64_t start : {0, 1}) {
+  for (const int64_t size : {0, 1, 2, 3, 4, 7, 255, 256, 257, 5000}) {
+    for (const int64_t start : {0, 1, 2, 3, 4}) {
       const auto target = Random(size, 1);
       const auto before = Random(start + size + 1, 2);
       auto own = before;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <set>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -90,31 +91,54 @@ class InterpolateOp : public OpKernel {
     Tensor* after;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(
                             0, TensorShape({answer_ ? total : 0}), &after));
-    const float* from = target->flat<float>().data();
-    float* to = answer_ ? after->flat<float>().data() : nullptr;
-    for (size_t i = 0; i < variables.size(); ++i) {
-      OP_REQUIRES_OK(ctx, Move(ctx, variables[i], sizes[i], alpha, from, to));
-      from += sizes[i];
-      if (answer_) to += sizes[i];
+    std::vector<tensorflow::Var*> vars;
+    for (const VariablePtr& variable : variables) {
+      vars.push_back(variable.get());
     }
+    // Whoever locks one twice waits for itself.
+    OP_REQUIRES(
+        ctx,
+        std::set<tensorflow::Var*>(vars.begin(), vars.end()).size() ==
+            vars.size(),
+        absl::InvalidArgumentError("variables must name each variable once"));
+    const WriteLocks locks(ctx, vars, hogwild_);
+    OP_REQUIRES_OK(ctx, locks.status());
+    std::vector<Part> parts;
+    int64_t first = 0;
+    for (size_t i = 0; i < variables.size(); ++i) {
+      OP_REQUIRES_OK(ctx, CheckSize(variables[i], sizes[i]));
+      parts.push_back({Data<float>(vars[i]), first, first + sizes[i]});
+      first += sizes[i];
+    }
+    Move(ctx, parts, alpha, target->flat<float>().data(),
+         answer_ ? after->flat<float>().data() : nullptr);
   }
 
  private:
-  absl::Status Move(OpKernelContext* ctx, const VariablePtr& variable,
-                    int64_t size, float alpha, const float* from, float* to) {
-    const WriteLocks locks(ctx, {variable.get()}, hogwild_);
-    TF_RETURN_IF_ERROR(locks.status());
-    TF_RETURN_IF_ERROR(CheckSize(variable, size));
-    float* own = Data<float>(variable.get());
+  // A variable, and which of the packed elements it has.
+  struct Part {
+    float* own;
+    int64_t begin;
+    int64_t end;
+  };
+
+  // All variables at once: threads meet but once.
+  static void Move(OpKernelContext* ctx, const std::vector<Part>& parts,
+                   float alpha, const float* from, float* to) {
+    const int64_t total = parts.empty() ? 0 : parts.back().end;
     constexpr int64_t kCyclesPerElement = 3;
     const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(workers->num_threads, workers->workers, size,
+    tensorflow::Shard(workers->num_threads, workers->workers, total,
                       kCyclesPerElement, [&](int64_t begin, int64_t end) {
-                        Interpolate(from + begin, alpha, end - begin,
-                                    own + begin,
-                                    to == nullptr ? nullptr : to + begin);
+                        for (const Part& part : parts) {
+                          const int64_t start = std::max(begin, part.begin);
+                          const int64_t size = std::min(end, part.end) - start;
+                          if (size <= 0) continue;
+                          Interpolate(from + start, alpha, size,
+                                      part.own + (start - part.begin),
+                                      to == nullptr ? nullptr : to + start);
+                        }
                       });
-    return absl::OkStatus();
   }
 
   bool hogwild_;
