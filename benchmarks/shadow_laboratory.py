@@ -48,7 +48,7 @@ def define_flags() -> None:
         "Synchronizations per second that a sync PS's link carries.",
         lower_bound=0.001,
     )
-    flags.DEFINE_float("speed_seconds", 12.0, "How long a speed is measured.", lower_bound=0.1)
+    flags.DEFINE_float("speed_seconds", 33.0, "How long a speed is measured.", lower_bound=0.1)
     flags.DEFINE_integer("rows", 49_152, "Clicks to train on.", lower_bound=1)
 
 

@@ -33,9 +33,15 @@ def plot(rows: list[Row], path: pathlib.Path) -> None:
 
 
 def _lines(axis, rows: list[Row], x: str, y: str, group) -> None:
-    """A line for each group, with the intervals or ranges that there are."""
-    for name in dict.fromkeys(group(row) for row in rows):
-        of = sorted((row for row in rows if group(row) == name), key=lambda row: row[x])
+    """A line for each group that has values, with the intervals or ranges that there are.
+
+    Panels of the same rows give a group the same color.
+    """
+    for number, name in enumerate(dict.fromkeys(group(row) for row in rows)):
+        of = [row for row in rows if group(row) == name and row.get(y) is not None]
+        if not of:
+            continue
+        of.sort(key=lambda row: row[x])
         values = [row[y] if isinstance(row[y], list) else [row[y]] for row in of]
         errors = None
         if all(len(value) == 2 for value in values):
@@ -49,6 +55,7 @@ def _lines(axis, rows: list[Row], x: str, y: str, group) -> None:
             [row[x] for row in of],
             [value[0] for value in values],
             yerr=errors,
+            color=f"C{number}",
             marker="o",
             markersize=4,
             capsize=3,
@@ -69,16 +76,14 @@ def _eps(axis, rows: list[Row]) -> None:
 
 
 def _relative(axis, rows: list[Row]) -> None:
-    of = [row for row in rows if row.get("relative_to_no_synchronization") is not None]
-    _lines(axis, of, "trainers", "relative_to_no_synchronization", _setting)
+    _lines(axis, rows, "trainers", "relative_to_no_synchronization", _setting)
     axis.set(ylabel="of EPS without synchronization", title="What synchronization costs")
     axis.set_ylim(0, 1.1)
 
 
 def _gaps(axis, rows: list[Row]) -> None:
     """Section 4.1.2's sync gaps."""
-    of = [row for row in rows if row["sync_gap"] is not None]
-    _lines(axis, of, "trainers", "sync_gap", _setting)
+    _lines(axis, rows, "trainers", "sync_gap", _setting)
     axis.set(ylabel="steps per synchronization", title="Average sync gap", yscale="log")
 
 
