@@ -167,6 +167,27 @@ def test_what_a_lost_trainer_has_counted_stays_in_the_reports(cluster):
     assert 2 * (steps - 30) <= count <= 2 * (steps + 4)
 
 
+def test_without_the_first_trainer_the_others_are_shown_and_saved(cluster):
+    strategy = recsync.ShadowSyncStrategy(
+        cluster, recsync.ModelAveraging(0.1), recsync.Foreground(gap=1000)
+    )
+    model = make_model(strategy)
+    model.fit(dataset(30), verbose=0)
+    first, *others = strategy.copies(model)
+    assert not np.array_equal(first[0], others[0][0])
+    group = model.train_function.group
+    # As in mid-training: what users see has to be read.
+    group.copies.touched()
+    cluster.kill("worker", 0)
+    kernel = model.layers[-1].kernel
+    np.testing.assert_allclose(kernel.numpy(), np.mean([o[0] for o in others], 0), rtol=1e-5)
+    assert sorted(group.copies.all_values()) == [1, 2]
+    for worker in (1, 2):
+        cluster.kill("worker", worker)
+    with pytest.raises(tf.errors.UnavailableError):
+        group.copies.all_values()
+
+
 def test_on_another_number_of_trainers_all_begin_with_the_mean(tmp_path):
     for workers in (2, 3):
         with recsync.LocalCluster(workers=workers, ps=2, processes=1) as cluster:

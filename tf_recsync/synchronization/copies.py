@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 from tensorflow.python.ops import resource_variable_ops
 
 from tf_recsync.synchronization.remote_values import PackedReader, on_worker
@@ -98,10 +99,25 @@ class Copies:
             return self._reader(self.handles(worker), self._devices[worker])
 
     def all_values(self) -> dict[int, list[np.ndarray]]:
-        """The copies by worker, of those that have some or will begin with some."""
+        """The copies by worker, of those that have some or will begin with some.
+
+        Those of a worker that does not answer are left out.
+
+        Raises:
+            tf.errors.OpError: if none of them answers.
+        """
         with self._lock:
-            loaded = dict(self._loaded)
-        return {**loaded, **{worker: self.values(worker) for worker in self.workers}}
+            found = dict(self._loaded)
+        failed: tf.errors.OpError | None = None
+        for worker in self.workers:
+            try:
+                found[worker] = self.values(worker)
+            except tf.errors.OpError as error:
+                logging.warning("Worker %d does not answer; its copies are left out.", worker)
+                failed = error
+        if failed is not None and not found:
+            raise failed
+        return found
 
     def begin(self) -> None:
         """Has the copies take over what users have assigned; nobody may train them."""
@@ -171,16 +187,19 @@ class Copies:
     def _combined(self) -> list[np.ndarray] | None:
         """What the copies come to; None if no worker answers."""
         workers = self.workers
-        if isinstance(self._read, int) and self._read in workers:
-            workers = [self._read]
 
-        def answers():
-            for worker in workers:
+        def answers(asked: Sequence[int]):
+            for worker in asked:
                 # One that is lost its own thread finds out.
-                with contextlib.suppress(tf.errors.OpError):
+                with contextlib.suppress(tf.errors.OpError, KeyError):
                     yield self.values(worker)
 
-        return self.mean(answers())
+        if self._read in workers:
+            found = self.mean(answers([self._read]))
+            if found is not None:
+                return found
+            workers.remove(self._read)
+        return self.mean(answers(workers))
 
     def mean(self, copies: Iterable[Sequence[np.ndarray]]) -> list[np.ndarray] | None:
         """The mean; of integers, which have none, the first. None of no copies."""
