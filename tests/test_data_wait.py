@@ -4,6 +4,7 @@ import time
 
 import keras
 import pytest
+import tensorflow as tf
 from helpers import compute_time, mean_output, slope_model, slow_batches
 
 import tf_recsync as recsync
@@ -75,3 +76,20 @@ def test_workers_wait_as_long_as_their_data_take(cluster, name, steps_per_execut
     # It is kept from one call of fit to the next.
     more = [after - before for before, after in zip(waits, strategy.data_wait(model), strict=True)]
     assert all(0 <= one < 0.3 * seconds for one in more), (more, seconds)
+
+
+def test_what_servers_take_is_no_wait_for_data(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    with strategy.scope():
+        dense = keras.layers.Dense(1000, use_bias=False)
+        model = keras.Sequential([keras.Input((1,)), dense])
+        model.compile(recsync.optimizers.SGD(0.1), mean_output, steps_per_execution=4)
+    # A push or a pull takes a tenth of a second.
+    recsync.testing.set_bandwidth(strategy, 40_000)
+    data = tf.data.Dataset.from_tensors((tf.ones([1, 1]), tf.ones([1, 1000]))).repeat(BATCHES)
+    try:
+        history = model.fit(data, verbose=0, callbacks=[report_of(strategy)]).history
+    finally:
+        recsync.testing.set_bandwidth(strategy, None)
+    assert history["steps_per_second"][0] < 20
+    assert history["data_wait"][0] < 0.15, history

@@ -18,6 +18,7 @@ import tf_recsync as recsync
 from tf_recsync import ops
 from tf_recsync.cluster import local_cluster
 from tf_recsync.optimizers import SGD
+from tf_recsync.strategies import distributed_dataset
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +154,7 @@ def test_a_dataset_that_asserts_its_cardinality_can_be_divided(cluster):
 def test_what_can_not_be_divided_is_refused(two_readers, tmp_path):
     model = counting_model(recsync.AsyncStrategy(two_readers))
     inner = asserting(101, lambda batches: batches.map(lambda x, y: (x, y)))
-    with pytest.raises(ValueError, match="dataset asserts its cardinality"):
+    with pytest.raises(ValueError, match="dataset asserts its cardinality .* use one reader"):
         model.fit(inner, verbose=0)
     # The rows of a file come one after the other.
     path = tmp_path / "rows.txt"
@@ -162,6 +163,29 @@ def test_what_can_not_be_divided_is_refused(two_readers, tmp_path):
     lines = lines.batch(4).map(lambda number: (tf.ones([4, 1]),) * 2)
     with pytest.raises(ValueError, match="dataset can't be divided among several readers"):
         model.fit(lines, verbose=0)
+
+
+def test_a_dataset_of_unknown_length_is_trained_on_whole_in_each_epoch(cluster):
+    model = counting_model(recsync.AsyncStrategy(cluster), steps_per_execution=2)
+    # How many batches there are differs from pass to pass, if each reader has a part.
+    data = numbered(101, 8).filter(lambda x, y: True)
+    fit = dict(epochs=4, verbose=0, validation_data=numbered(57, 4).filter(lambda x, y: True))
+    history = model.fit(data, **fit).history
+    assert history["sum"] == [101 * 100 / 2] * 4
+    assert history["val_sum"] == [57 * 56 / 2] * 4
+    for _ in range(2):
+        assert model.evaluate(data, return_dict=True, verbose=0)["sum"] == 101 * 100 / 2
+
+
+def test_options_stay_where_an_assertion_goes():
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 3
+    data = asserting(101, lambda batches: batches).with_options(options)
+    assert int(data.cardinality()) == 26
+    kept = distributed_dataset._without_assertions(data)
+    assert kept.options().threading.private_threadpool_size == 3
+    other = numbered(8, 4)
+    assert distributed_dataset._without_assertions(other) is other
 
 
 # Readers that die.
@@ -212,6 +236,32 @@ def test_the_first_reader_knows_what_was_handed_out_and_without_it_training_ends
 
     with pytest.raises(RuntimeError, match="reader:0 was started again, and has forgotten"):
         model.fit(numbered(4000, 4, 0.05), callbacks=[when(10, kill_and_restart)], verbose=0)
+    assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
+
+
+def test_without_its_first_reader_training_does_not_begin(cluster):
+    model = counting_model(recsync.AsyncStrategy(cluster, worker_timeout=1.0))
+    data = numbered(40, 4)
+    cluster.kill("reader", 0)
+    with pytest.raises(RuntimeError, match=r"reader:0 \(grpc://127.* has not answered for 10 s"):
+        model.fit(data, verbose=0)
+    cluster.restart("reader", 0)
+    assert model.fit(data, verbose=0).history["sum"] == [40 * 39 / 2]
+
+
+def test_a_first_reader_that_was_started_again_does_not_mistake_one_dataset_for_another(cluster):
+    model = counting_model(recsync.AsyncStrategy(cluster))
+
+    class Restart(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                cluster.kill("reader", 0)
+                cluster.restart("reader", 0)
+                # Another dataset is the first that the new one hears of.
+                model.evaluate(numbered(24, 4), verbose=0)
+
+    with pytest.raises(RuntimeError, match="reader:0 was started again, and has forgotten"):
+        model.fit(numbered(40, 4), epochs=2, callbacks=[Restart()], verbose=0)
     assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
 
 

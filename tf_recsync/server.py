@@ -225,7 +225,8 @@ def main(argv: list[str]) -> int:
         len(configs[0].cluster.get("worker", []))
     )
     servers = []  # Keeps them referenced.
-    for config in configs:
+    # Other readers wait for the first one.
+    for config in sorted(configs, key=lambda c: (c.task_type == tf_config.READER, c.task_index)):
         where = f"{_name_of(config)} cannot listen on {config.own_address}"
         taken = (f"{where}: another process has the port", EXIT_PORT_TAKEN)
         # tf.data's service would share the port with another one.

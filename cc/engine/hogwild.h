@@ -4,7 +4,8 @@
 // Each element is read and written whole, but two threads that update the same
 // element at once may lose one of the updates, and what is read of several
 // elements need not have been there at one time. That is the algorithm's; the
-// relaxed atomics say so to the compiler, and make it no data race.
+// relaxed atomics, or single instructions, say so to the compiler, and make it
+// no data race.
 //
 // Thread safe.
 

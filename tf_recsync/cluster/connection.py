@@ -29,7 +29,7 @@ _pending: threading.Thread | None = None  # A change that ran out of time. Guard
 
 
 class Cluster:
-    """The servers, `worker` and `ps`, that this process coordinates.
+    """The servers, `worker`, `ps` and `reader`, that this process coordinates.
 
     Use `LocalCluster` or `cluster_from_tf_config` to make one. One cluster at a time can be
     connected in a process; close it to connect another.

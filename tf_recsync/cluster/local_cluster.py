@@ -232,7 +232,7 @@ class LocalCluster(connection.Cluster):
     def restart(self, job: str, index: int) -> None:
         """Starts a server's process again, on the same ports, and waits until it is ready.
 
-        Kills it first if it runs. Call `readmit` then to use it again.
+        Kills it first if it runs. Call `readmit` then to use it again, unless it is a reader.
 
         Args:
           job: "worker", "ps" or "reader".

@@ -20,6 +20,7 @@ _TEST_START = 1 << 31
 _CALIBRATION_START = 3 << 30
 _CALIBRATION_ROWS = 1 << 16
 _BLOCK = 8192
+_READER_BLOCK = 1024  # Rows that several readers hand out at once.
 _MISSING_SHARE = 0.1
 _PAIR_WEIGHT = 0.5
 
@@ -277,12 +278,13 @@ class Synthetic(_spec.ClickData):
 
         if shuffle:
             # Shuffling the numbers of the rows is cheaper than shuffling the rows.
-            rows = tf.data.Dataset.range(start, start + count)
+            rows = _rows(start, count)
             rows = rows.shuffle(shuffle, seed=seed, reshuffle_each_iteration=True)
             batches = rows.batch(batch_size)
         else:
             batches = _row_numbers(start, count, batch_size)
         batches = batches.map(make, num_parallel_calls=tf.data.AUTOTUNE)
+        batches = batches.apply(tf.data.experimental.assert_cardinality(-(-count // batch_size)))
         return batches.prefetch(tf.data.AUTOTUNE)
 
     def _make(self, numbers: tf.Tensor) -> Rows:
@@ -356,6 +358,16 @@ class Synthetic(_spec.ClickData):
             values = tf.exp(tf.math.log1p(draws * spread) / power)
         ranks = tf.cast(tf.clip_by_value(values - 1.0, 0.0, sizes - 1.0), tf.int64)
         return tf.math.floormod(ranks * self._steps, np.array(self._sizes, dtype=np.int64))
+
+
+def _rows(start: int, count: int) -> tf.data.Dataset:
+    """Returns int64 scalars, consecutive numbers; several readers divide them by blocks."""
+    stop = start + count
+
+    def block(first: tf.Tensor) -> tf.data.Dataset:
+        return tf.data.Dataset.range(first, tf.minimum(first + _READER_BLOCK, stop))
+
+    return tf.data.Dataset.range(start, stop, _READER_BLOCK).flat_map(block)
 
 
 def _row_numbers(start: int, count: int, batch_size: int) -> tf.data.Dataset:

@@ -7,6 +7,7 @@ takes more.
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -27,33 +28,74 @@ _TRAILING = (
 )
 
 
-def register(cluster: Cluster, dataset: tf.data.Dataset, readers: int) -> RegisteredDataset:
+def register(
+    cluster: Cluster, dataset: tf.data.Dataset, readers: int, reader_timeout: float
+) -> RegisteredDataset:
     """Registers a dataset with a cluster's data service, which then runs its pipeline.
 
     Args:
         cluster: the cluster.
         dataset: batches.
         readers: in how many readers it runs; 0: in this process.
+        reader_timeout: seconds to wait for the first reader.
+
+    Raises:
+        RuntimeError: if the first reader does not answer.
     """
-    address = cluster.reader_service if readers else cluster.data_service.start()
+    if readers == 0:
+        return _register(cluster, dataset, cluster.data_service.start(), 0)
     if readers > 1:
         dataset = _without_assertions(dataset)
+    found: list[RegisteredDataset | Exception] = []
+
+    def register_there() -> None:
+        try:
+            with cluster.dispatch_scope():
+                found.append(_register(cluster, dataset, cluster.reader_service, readers))
+        except Exception as error:  # Raised by the one who waits.
+            found.append(error)
+
+    # TensorFlow waits for a reader that is gone, without a limit and deaf to signals.
+    thread = threading.Thread(target=register_there, name="recsync_register", daemon=True)
+    thread.start()
+    thread.join(reader_timeout)
+    if not found:
+        raise RuntimeError(
+            f"reader:0 ({cluster.reader_service}) has not answered for {reader_timeout:.0f} s; "
+            "start it again"
+        )
+    (result,) = found
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _register(
+    cluster: Cluster, dataset: tf.data.Dataset, address: str, readers: int
+) -> RegisteredDataset:
     # The servers' names mean nothing to the service: pin nothing.
     with tf.device("/CPU:0"):
         dataset_id = tf.data.experimental.service.register_dataset(
-            address, dataset, compression=None
+            # By a name of our own: a service that was started again would give a number anew.
+            address,
+            dataset,
+            compression=None,
+            dataset_id=f"recsync_{uuid.uuid4().hex}",
         )
     return RegisteredDataset(address, dataset_id, dataset.element_spec, cluster.workers, readers)
 
 
 def _without_assertions(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """A dataset without what asserts its cardinality at its end: a part of it has another one."""
-    inner = dataset
+    inner = found = dataset
     while isinstance(inner, _TRAILING):
         if isinstance(inner, cardinality._AssertCardinalityDataset):
-            dataset = inner._input_dataset
+            found = inner._input_dataset
         inner = inner._input_dataset
-    return dataset
+    if found is dataset:
+        return dataset
+    # What may have come after it.
+    return found.prefetch(tf.data.AUTOTUNE).with_options(dataset.options())
 
 
 class RegisteredDataset:
@@ -142,6 +184,7 @@ class DistributedDataset:
         batch_size: the examples of a batch where they are known, or None.
         in_order: whether the dataset's elements count in its order, so that only
             the coordinator can run it. Always with `start_predict`.
+        reader_timeout: seconds to wait for the first reader.
     """
 
     def __init__(
@@ -153,7 +196,9 @@ class DistributedDataset:
         length: int | None,
         batch_size: int | None = None,
         in_order: bool = False,
+        reader_timeout: float = 60.0,
     ):
+        self._reader_timeout = reader_timeout
         self.readers = 0 if in_order or start_predict is not None else cluster.readers
         self.dataset = dataset
         self.steps_per_epoch = steps_per_epoch
@@ -162,32 +207,43 @@ class DistributedDataset:
         self.start_predict = start_predict
         self._cluster = cluster
         self._registered: RegisteredDataset | None = None
+        self._seen: int | None = None  # The steps of the first epoch, as Keras counts.
 
     @property
     def element_spec(self) -> Any:
         return self.dataset.element_spec
 
     @property
+    def batches(self) -> int | None:
+        """The batches of an epoch as the dataset tells, or None if it does not."""
+        if self._length is not None:
+            return self._length
+        batches = int(self.dataset.cardinality())
+        return batches if batches >= 0 else None
+
+    @property
     def length(self) -> int | None:
         """The steps of an epoch, or None if only its end will tell."""
         if self.readers > 1 and self.steps_per_epoch is None:
             return None  # Each may end with a batch that is not full.
-        return self.expected
+        return self.batches
 
     @property
     def expected(self) -> int | None:
-        """The steps of an epoch that Keras expects, or None if it leaves that to the data."""
-        if self._length is not None:
-            return self._length
-        cardinality = int(self.dataset.cardinality())
-        return cardinality if cardinality >= 0 else None
+        """The steps of an epoch that Keras asks for, or None if it leaves that to the data."""
+        return self._seen if self.batches is None else self.batches
+
+    def ended(self, steps: int) -> None:
+        """The data ended when Keras had asked for so many steps: it won't ask for more again."""
+        if self._seen is None:
+            self._seen = steps
 
     def registered(self) -> RegisteredDataset:
         """The dataset in the service, registered at the first call."""
         if self._registered is None:
             # Predictions go back into the order of the data by their numbers.
             dataset = self.dataset if self.start_predict is None else self.dataset.enumerate()
-            self._registered = register(self._cluster, dataset, self.readers)
+            self._registered = register(self._cluster, dataset, self.readers, self._reader_timeout)
         return self._registered
 
     def local(self) -> tf.data.Dataset:

@@ -13,6 +13,7 @@ from tensorflow.python.data.experimental.ops import distribute
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import model_functions, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedDataset
+from tf_recsync.strategies.silence_watch import silence_limit
 from tf_recsync.strategies.slots import Losses
 from tf_recsync.synchronization.modes import Mode
 
@@ -87,7 +88,14 @@ class FitStrategy:
         batch = self._batch_size(dataset, batch) if verb == "fit" else None
         start_predict = model.predict_function.start if verb == "predict" else None
         return DistributedDataset(
-            self._cluster, dataset, start_predict, steps, length, batch, in_order
+            self._cluster,
+            dataset,
+            start_predict,
+            steps,
+            length,
+            batch,
+            in_order,
+            silence_limit(self._settings.worker_timeout),
         )
 
     def _batch_size(self, dataset: tf.data.Dataset, known: int | None) -> int | None:

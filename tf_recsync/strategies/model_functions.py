@@ -105,8 +105,10 @@ class Steps:
         self._read_layout: Layout | None = None
         self._run: WorkerRun | None = None  # The pass that runs, or ran last.
         self._target = 0.0  # Steps that Keras has asked for.
+        self._epoch_began = 0  # Steps at its beginning.
         self._epoch_end = float("inf")  # Steps at the end of the epoch, if known.
         self._expected = float("inf")  # Steps at its end, as Keras expects.
+        self._batches = float("inf")  # Of an epoch, if known; of several readers, at least.
         self._losses = Losses()  # Of earlier passes, and of batches.
         self._waited = [0.0] * settings.cluster.workers  # For batches, in earlier passes.
 
@@ -144,8 +146,11 @@ class Steps:
         # Workers may be done long before Keras has counted their steps.
         self._is_final = finished
         # The end of data of unknown length shows when a call has no step left.
-        is_known = self._epoch_end < float("inf") or is_last
-        if not running and not is_known and done <= self._target - steps:
+        # Not where Keras stops by itself, though there may have been less than it expects.
+        before = self._target - steps
+        is_asked = self._epoch_end < float("inf") or before < self._expected < float("inf")
+        if not running and not is_asked and done <= before:
+            iterator.distributed.ended(int(self._target - self._epoch_began))
             raise StopIteration
         return self._logs
 
@@ -183,7 +188,7 @@ class Steps:
 
     def _count_lost_batches(self, run: WorkerRun) -> None:
         """An epoch is over, the number of whose batches may be known."""
-        missing = self._epoch_end - run.completed
+        missing = self._epoch_began + self._batches - run.completed
         if 0 < missing < float("inf") and run.losses.workers and not self._should_stop():
             logging.warning("%d batches of the epoch were lost with workers.", missing)
             self._losses += Losses(batches=int(missing))
@@ -200,8 +205,10 @@ class Steps:
         self._is_final = False
         self._target = done
         length = iterator.distributed.length
+        self._epoch_began = done
         self._epoch_end = done + length if length is not None else float("inf")
-        expected = iterator.distributed.expected
+        batches, expected = iterator.distributed.batches, iterator.distributed.expected
+        self._batches = batches if batches is not None else float("inf")
         self._expected = done + expected if expected is not None else float("inf")
         self._merger = MetricsMerger(self._model.metrics_variables)
         for slot in run.slots:

@@ -20,6 +20,11 @@ _LONGEST_SECONDS = 60.0
 Server = tuple[str, int]  # Job and index.
 
 
+def silence_limit(worker_timeout: float) -> float:
+    """For how many seconds a server may be silent, with the `worker_timeout` of a strategy."""
+    return min(max(worker_timeout, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+
+
 class SilenceWatch(threading.Thread):
     """Asks servers on which somebody waits for a sign of life, and reports those that give none.
 
@@ -43,7 +48,7 @@ class SilenceWatch(threading.Thread):
         self._cluster = cluster
         self._suspects = suspects
         self._give_up = give_up
-        self._limit = min(max(worker_timeout, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+        self._limit = silence_limit(worker_timeout)
         self._ended = threading.Event()
         self._probes: dict[Server, Probe] = {}
         self._silent: dict[Server, float] = {}  # For how long, in seconds.

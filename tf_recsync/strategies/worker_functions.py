@@ -108,7 +108,9 @@ def trace_steps(
             wait = wait or DataWait(counted)
             with tf.control_dependencies(counted):
                 batch = Batch(iterator.get_next()) if following is None else following.checked()
-            waited = wait.until(batch.evidence)
+            # Of a batch taken ahead, evidence waits for more than the batch.
+            arrived = batch.evidence if following is None else following.arrived
+            waited = wait.until(arrived)
             # Without a batch nothing may happen, not even what needs none of it.
             with tf.control_dependencies(batch.evidence):
                 if step is None:
@@ -160,6 +162,7 @@ class BatchAhead:
         data: the batch; at the end of the data the one before, as any model can look up its
             rows.
         ahead: the lookups pulled for it, or None.
+        arrived: tensors that are there when the batch is, or the end of the data.
     """
 
     def __init__(self, iterator: tf.data.Iterator, last: Any):
@@ -173,6 +176,7 @@ class BatchAhead:
         )
         self.data = tf.nest.pack_sequence_as(last, flat, expand_composites=True)
         self.ahead: Ahead | None = None
+        self.arrived = flat
 
     def checked(self) -> Batch:
         """The batch when it is its turn; at the end of the data, its end."""

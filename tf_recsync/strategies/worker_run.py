@@ -74,6 +74,7 @@ class WorkerRun:
         self._taken = 0
         self._completed = 0
         self._progressed = time.monotonic()  # When a step was done.
+        self._longest_call = 0.0  # In seconds, of those that ended.
         self._stopped = False
         self._error: Exception | None = None
         self._opened = 0
@@ -257,14 +258,18 @@ class WorkerRun:
 
     def _give_up_reader(self, index: int, seconds: float) -> None:
         with self._changed:
-            # While others have batches, training goes on.
-            is_stuck = time.monotonic() - self._progressed >= seconds
+            # While others have batches, training goes on; a call may just be long.
+            limit = max(seconds, 2 * self._longest_call)
+            is_stuck = time.monotonic() - self._progressed >= limit
+            waiting = {slot.index for slot in self.slots if slot.busy_since is not None}
         message = (
             f"reader:{index} has not answered for {seconds:.0f} s, and may have batches left; "
             "start it again"
         )
         if is_stuck:
             self.fail(RuntimeError(message))
+            for worker in waiting:
+                self._cluster.cut_off("worker", worker)
         else:
             logging.warning("%s.", message)
 
@@ -332,13 +337,14 @@ class WorkerRun:
             if n == 0:
                 self._leave(slot)
                 return
+            called = time.monotonic()
             outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
             if outcome is None:
                 self._give_back(n)
                 opened = False
                 continue
             done, ended, result = outcome[0]
-            self._account(n, done, result)
+            self._account(n, done, result, time.monotonic() - called)
             slot.breaks = 0
             if ended:
                 self._leave(slot)
@@ -374,8 +380,9 @@ class WorkerRun:
                     return None
                 self._changed.wait(timeout=1.0)
 
-    def _account(self, taken: int, done: int, result: Any) -> None:
+    def _account(self, taken: int, done: int, result: Any, seconds: float) -> None:
         with self._changed:
+            self._longest_call = max(self._longest_call, seconds)
             self._taken -= taken - done
             self._completed += done
             self._progressed = time.monotonic()
@@ -503,7 +510,10 @@ def _is_unknown_function(error: tf.errors.OpError) -> bool:
 
 def check_data(error: tf.errors.OpError) -> None:
     """Raises an error that says what is wrong with data from readers, if that is what is wrong."""
-    if "iteration client" in error.message and "dispatcher" in error.message:
+    forgotten = ("iteration client" in error.message and "dispatcher" in error.message) or (
+        "Dataset id recsync_" in error.message and "not found" in error.message
+    )
+    if forgotten:
         raise RuntimeError(
             "reader:0 was started again, and has forgotten what was trained on; call fit again"
         ) from error
@@ -514,9 +524,9 @@ def check_data(error: tf.errors.OpError) -> None:
         ) from error
     if "Input dataset was expected to contain" in error.message:
         raise ValueError(
-            "the dataset asserts its cardinality (assert_cardinality) before its last "
-            "transformations; of several readers each has a part of it: leave that out, or assert "
-            "at the end"
+            "the dataset asserts its cardinality before its last transformations (by "
+            "assert_cardinality, or as those of tf_recsync.data do), and of several readers each "
+            "has a part of it: use one reader, or assert at the end"
         ) from error
     if "split provider" in error.message:
         raise ValueError(

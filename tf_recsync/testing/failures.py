@@ -21,7 +21,7 @@ class Failure(NamedTuple):
         when: a number of seconds or of steps, see `FailureSchedule`.
         action: "kill", "restart", "stop" (the process stays, and does not answer) or
             "continue".
-        job: "worker" or "ps".
+        job: "worker", "ps" or "reader".
         index: which of them.
     """
 
@@ -118,7 +118,7 @@ class FailureSchedule(keras.callbacks.Callback):
             raise ValueError(f"an event's time must be a number of at least 0, got {event!r}")
         if failure.action not in self._actions:
             raise ValueError(f"an event's action must be one of {[*self._actions]}, got {event!r}")
-        sizes = {"worker": cluster.workers, "ps": cluster.ps}
+        sizes = {"worker": cluster.workers, "ps": cluster.ps, "reader": cluster.readers}
         if self._unit == "steps" and failure.action in ("stop", "continue"):
             raise ValueError(
                 f"{failure.action!r} needs unit='seconds': fit counts no steps while a server is "
