@@ -196,7 +196,7 @@ ADDRESSES = {"chief": ["127.0.0.1:9"], "worker": ["127.0.0.1:9", "10.0.0.1:9"]}
         ({"tasks": ["worker:0", "worker:0"]}, "--tasks must be different tasks"),
         ({"tasks": ["worker"]}, "--tasks must be different tasks"),
         ({"tasks": [""]}, "--tasks must be different tasks"),
-        ({"tasks": ["worker:0", "chief:0"]}, "must be 'worker' or 'ps', got 'chief'"),
+        ({"tasks": ["worker:0", "chief:0"]}, "must be 'worker', 'ps' or 'reader', got 'chief'"),
         ({"tasks": ["worker:0", "worker:9"]}, "from 0 to 1 for job 'worker', got 9"),
         ({"tasks": ["worker:0"], "task_index": 0}, "--tasks can't be used with"),
         ({"tasks": ["worker:0", "worker:1"]}, "listen on one address; .* --bind_address"),

@@ -279,13 +279,13 @@ def test_a_reader_that_hangs_ends_training(cluster):
 
 @pytest.fixture
 def server():
-    """Starts servers by hand: `server(cluster, task, index)` gives the process."""
+    """Starts servers by hand: `server(cluster, job, index, *flags)` gives the process."""
     with contextlib.ExitStack() as stack:
 
-        def start(cluster, job, index):
+        def start(cluster, job, index, *flags):
             config = {"cluster": cluster, "task": {"type": job, "index": index}}
             process = subprocess.Popen(
-                [sys.executable, "-m", "tf_recsync.server"],
+                [sys.executable, "-m", "tf_recsync.server", *flags],
                 env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_CONFIG": json.dumps(config)},
                 cwd=pathlib.Path(__file__).parents[1],
                 stdout=subprocess.PIPE,
@@ -325,6 +325,16 @@ def test_readers_start_in_any_order_and_end_at_sigterm(server):
         for process in (waiting, first, late):
             process.terminate()
             assert process.wait(5.0) == 0
+
+
+def test_readers_of_one_process_do_not_wait_for_each_other(server):
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(local_cluster._reserve_port()) for _ in range(2)]
+        addresses = [f"127.0.0.1:{port.getsockname()[1]}" for port in ports]
+        both = server({"reader": addresses}, "reader", 0, "--tasks=reader:1,reader:0")
+        for index in (1, 0):
+            ready = f"tf_recsync server reader:{index} listening on {addresses[index]}\n"
+            assert ready in lines_of(both)
 
 
 @pytest.mark.parametrize(
