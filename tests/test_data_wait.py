@@ -10,8 +10,8 @@ from helpers import compute_time, mean_output, slope_model, slow_batches
 import tf_recsync as recsync
 
 WORKERS = 2
-BATCHES = 32
-SECONDS = 0.05  # That making a batch takes.
+BATCHES = 16
+SECONDS = 0.1  # That making a batch takes, or far more than computing on it does.
 
 STRATEGIES = {
     "async": lambda cluster: recsync.AsyncStrategy(cluster),
@@ -63,14 +63,14 @@ def test_workers_wait_as_long_as_their_data_take(cluster, name, steps_per_execut
     history = model.fit(slow_batches(BATCHES, SECONDS), epochs=2, **fit).history
     seconds = time.monotonic() - began
     waits = strategy.data_wait(model)
-    assert all(0.5 * 2 * BATCHES * SECONDS < wait < seconds for wait in waits), (waits, seconds)
+    assert all(0.4 * 2 * BATCHES * SECONDS < wait < seconds for wait in waits), (waits, seconds)
     # In the first epoch, steps are traced, too.
     assert all(0 < share <= 1 for share in history["data_wait"]), history
-    assert history["data_wait"][1] > 0.4, history
-    # Batches are there long before a step that takes longer is done.
+    assert history["data_wait"][1] > 0.3, history
+    # All batches are there long before a step that takes longer is done, but the first ones.
     began = time.monotonic()
-    with compute_time(strategy, 6 * SECONDS):
-        history = model.fit(slow_batches(BATCHES, SECONDS / 10), **fit).history
+    with compute_time(strategy, 3 * SECONDS):
+        history = model.fit(slow_batches(3 * BATCHES, 0.0), **fit).history
     seconds = time.monotonic() - began
     assert history["data_wait"][0] < 0.3, history
     # It is kept from one call of fit to the next.
@@ -86,10 +86,10 @@ def test_what_servers_take_is_no_wait_for_data(cluster):
         model.compile(recsync.optimizers.SGD(0.1), mean_output, steps_per_execution=4)
     # A push or a pull takes a tenth of a second.
     recsync.testing.set_bandwidth(strategy, 40_000)
-    data = tf.data.Dataset.from_tensors((tf.ones([1, 1]), tf.ones([1, 1000]))).repeat(BATCHES)
+    data = tf.data.Dataset.from_tensors((tf.ones([1, 1]), tf.ones([1, 1000]))).repeat(2 * BATCHES)
     try:
         history = model.fit(data, verbose=0, callbacks=[report_of(strategy)]).history
     finally:
         recsync.testing.set_bandwidth(strategy, None)
     assert history["steps_per_second"][0] < 20
-    assert history["data_wait"][0] < 0.15, history
+    assert history["data_wait"][0] < 0.3, history
