@@ -204,10 +204,12 @@ def test_a_reader_that_is_started_again_goes_on_with_what_nobody_has_had(two_rea
     model = counting_model(recsync.AsyncStrategy(two_readers))
     batches, batch = 120, 4
 
+    def kill_and_restart():
+        two_readers.kill("reader", 1)
+        two_readers.restart("reader", 1)
+
     data = numbered(batches * batch, batch, 0.02)
-    # It is killed first.
-    callback = when(20, lambda: two_readers.restart("reader", 1))
-    history = model.fit(data, callbacks=[callback], verbose=0).history
+    history = model.fit(data, callbacks=[when(20, kill_and_restart)], verbose=0).history
     everything = sum(range(batches * batch))
     # What was in its hands is lost: at most a batch in the making, and those made ahead.
     assert everything - 30 * batch * batches * batch <= history["sum"][0] <= everything
@@ -227,9 +229,13 @@ def test_a_reader_that_is_gone_with_its_part_of_the_data_ends_training(two_reade
 
 def test_the_first_reader_knows_what_was_handed_out_and_without_it_training_ends(cluster):
     model = counting_model(recsync.AsyncStrategy(cluster))
-    callback = when(10, lambda: cluster.restart("reader", 0))
+
+    def kill_and_restart():
+        cluster.kill("reader", 0)
+        cluster.restart("reader", 0)
+
     with pytest.raises(RuntimeError, match="reader:0 was started again, and has forgotten"):
-        model.fit(numbered(4000, 4, 0.05), callbacks=[callback], verbose=0)
+        model.fit(numbered(4000, 4, 0.05), callbacks=[when(10, kill_and_restart)], verbose=0)
     assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
 
 
@@ -249,6 +255,7 @@ def test_a_first_reader_that_was_started_again_does_not_mistake_one_dataset_for_
     class Restart(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             if epoch == 0:
+                cluster.kill("reader", 0)
                 cluster.restart("reader", 0)
                 # Another dataset is the first that the new one hears of.
                 model.evaluate(numbered(24, 4), verbose=0)

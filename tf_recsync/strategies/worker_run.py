@@ -24,7 +24,6 @@ _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _SUSPICIOUS_SECONDS = 3.0  # After which a worker in a call is asked for signs of life.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _READMIT_SECONDS = 20.0  # For an attempt, once its server is up.
-_LEAVE_SECONDS = 10.0  # How long a pass that failed waits for its threads.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
 _MOST_BREAKS = 5  # Connections to a living worker that break without a call in between.
 
@@ -128,16 +127,9 @@ class WorkerRun:
         Raises:
             Exception: what went wrong on a worker.
         """
-        try:
-            with self._changed:
-                self._wait_until(lambda: self._completed >= steps or self._idle())
-                return not self._idle()
-        except Exception:
-            if self._readers:
-                # A reader that was started again would take an iterator that is left for one of
-                # the next pass, whose batches it would get.
-                self._join(_LEAVE_SECONDS)
-            raise
+        with self._changed:
+            self._wait_until(lambda: self._completed >= steps or self._idle())
+            return not self._idle()
 
     def next_result(self) -> Any:
         """The result with the next number.
@@ -174,11 +166,7 @@ class WorkerRun:
     def stop(self) -> None:
         """Ends the pass; waits for the calls in flight, with a limit."""
         self.request_stop()
-        self._join(_STALL_SECONDS)
-
-    def _join(self, seconds: float) -> None:
-        """Waits for the threads, with a limit."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _STALL_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
