@@ -5,6 +5,7 @@ import copy
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
@@ -41,6 +42,7 @@ class Cluster:
       ps: The number of parameter servers.
       readers: The number of readers, which run input pipelines. Without any, this process does.
       data_service: Hands the workers their data, from this process.
+      reader_passes: The passes that take data from readers and have not been dropped.
 
     Example:
       ```python
@@ -76,6 +78,7 @@ class Cluster:
         self.workers = len(self._addresses.get("worker", ()))
         self.ps = len(self._addresses.get("ps", ()))
         self.readers = len(self._readers)
+        self.reader_passes: weakref.WeakSet = weakref.WeakSet()
         self.cluster_spec = tf.train.ClusterSpec(self._addresses)
         self.data_service = data_service.DataService(self.host)
         has_chief = _CHIEF in self._addresses

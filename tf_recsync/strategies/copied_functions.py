@@ -15,6 +15,7 @@ from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.strategies.model_functions import Settings, Steps, optimizers_of
 from tf_recsync.strategies.predict_function import PredictFunction
 from tf_recsync.strategies.slots import Crew
+from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization import pull_push
@@ -137,7 +138,7 @@ class CopiedTrainFunction(Steps):
         return run
 
     def _open(
-        self, worker: int, iterator: tf.data.Iterator, private, before: WorkerState | None
+        self, worker: int, iterator: PassIterator, private, before: WorkerState | None
     ) -> WorkerState:
         self.group.open(worker)
         return _State(self.group, worker, iterator, private, before)

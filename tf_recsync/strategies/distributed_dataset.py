@@ -17,6 +17,7 @@ from tensorflow.python.data.experimental.ops import cardinality, data_service_op
 from tensorflow.python.data.ops import dataset_ops, prefetch_op
 
 from tf_recsync.cluster import Cluster
+from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.worker_run import WorkerRun
 
 _REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
@@ -121,12 +122,9 @@ class RegisteredDataset:
 
     def empty_iterator(self) -> tf.data.Iterator:
         """An iterator of the same type without batches; call it under the worker's device."""
+        return iter(self._nothing())
 
-        # In stock ops, since a worker may not have what makes the real batches.
-        nothing = tf.data.Dataset.from_tensors(empty_batch(self.element_spec))
-        return iter(nothing.take(0))
-
-    def iterator(self, job: str) -> tf.data.Iterator:
+    def iterator(self, job: str) -> PassIterator:
         """Joins a pass; call it under the worker's device scope."""
         # The public from_dataset_id lacks the refresh interval, and with its
         # second every pass would end a second late.
@@ -147,7 +145,12 @@ class RegisteredDataset:
         # tuning thread to wake up, and the worker's other calls wait with it.
         options = tf.data.Options()
         options.autotune.enabled = False
-        return iter(dataset.prefetch(2).with_options(options))
+        return PassIterator(dataset.prefetch(2).with_options(options), self._nothing)
+
+    def _nothing(self) -> tf.data.Dataset:
+        """A dataset of the same type without batches."""
+        # In stock ops, since a worker may not have what makes the real batches.
+        return tf.data.Dataset.from_tensors(empty_batch(self.element_spec)).take(0)
 
 
 def empty_batch(element_spec: Any) -> Any:

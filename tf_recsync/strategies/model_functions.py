@@ -19,6 +19,7 @@ from tf_recsync.strategies import worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.slots import Crew, Losses, Slot
 from tf_recsync.strategies.step_counts import COUNTS
+from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState
 from tf_recsync.synchronization import links
@@ -297,7 +298,7 @@ class Steps:
         return Layout.of(self._model, self._optimizers())
 
     def _open(
-        self, worker: int, iterator: tf.data.Iterator, private, before: WorkerState | None
+        self, worker: int, iterator: PassIterator, private, before: WorkerState | None
     ) -> WorkerState:
         """What a worker needs for a pass; made in its device scope."""
         return WorkerState(worker, iterator, private, before)

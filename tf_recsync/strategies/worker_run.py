@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -24,6 +24,7 @@ _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _SUSPICIOUS_SECONDS = 3.0  # After which a worker in a call is asked for signs of life.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _READMIT_SECONDS = 20.0  # For an attempt, once its server is up.
+_LEAVE_SECONDS = 10.0  # For the workers to leave a pass that failed.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
 _MOST_BREAKS = 5  # Connections to a living worker that break without a call in between.
 
@@ -62,6 +63,8 @@ class WorkerRun:
     ):
         self._readers = readers
         self._cluster = cluster
+        if readers:
+            cluster.reader_passes.add(self)
         self._crew = crew
         self._open_worker = open_worker
         self._call = call
@@ -127,7 +130,7 @@ class WorkerRun:
         Raises:
             Exception: what went wrong on a worker.
         """
-        with self._changed:
+        with self._leaving(), self._changed:
             self._wait_until(lambda: self._completed >= steps or self._idle())
             return not self._idle()
 
@@ -137,7 +140,7 @@ class WorkerRun:
         Raises:
             StopIteration: when there are no more.
         """
-        with self._changed:
+        with self._leaving(), self._changed:
             self._wait_until(lambda: self._next_result in self._results or self._idle())
             if self._next_result in self._results:
                 self._next_result += 1
@@ -166,9 +169,30 @@ class WorkerRun:
     def stop(self) -> None:
         """Ends the pass; waits for the calls in flight, with a limit."""
         self.request_stop()
-        deadline = time.monotonic() + _STALL_SECONDS
+        self._join(time.monotonic() + _STALL_SECONDS)
+
+    def _join(self, deadline: float) -> None:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    @contextlib.contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """If a pass fails, the workers have left it when the error is raised, with a limit."""
+        try:
+            yield
+        except Exception as error:
+            if error is not self._error:
+                raise
+            failed = {self}
+            if isinstance(error, DataForgottenError):
+                # Others that wait for their next epoch, say around an evaluation that found it.
+                failed |= set(self._cluster.reader_passes)
+            deadline = time.monotonic() + _LEAVE_SECONDS
+            for run in failed:
+                run.fail(error)
+            for run in failed:
+                run._join(deadline)
+            raise
 
     def settle(self) -> None:
         """Waits for the calls in flight of a pass that was stopped, with a limit."""
@@ -281,8 +305,7 @@ class WorkerRun:
                 try:
                     self._drive_in_scope(slot)
                 finally:
-                    if slot.state is not None:
-                        slot.state.close()
+                    self._close(slot)
         except Exception as error:  # Handed to whoever waits.
             with self._changed:
                 if self._error is None:
@@ -356,7 +379,17 @@ class WorkerRun:
         # Tensors of Python's numbers TensorFlow caches: of two threads that send the same one
         # to a worker, one would use it there before the other has sent it.
         with self._opening[slot.index]:
+            self._close(slot)
             self._open_worker(slot)
+
+    def _close(self, slot: Slot) -> None:
+        if slot.state is None:
+            return
+        slot.busy_since = time.monotonic()
+        try:
+            slot.state.close()
+        except tf.errors.OpError as error:
+            logging.warning("worker:%d is gone, and its iterator with it: %s", slot.index, error)
 
     def _leave(self, slot: Slot) -> None:
         if self._crew is not None:
@@ -508,13 +541,17 @@ def _is_unknown_function(error: tf.errors.OpError) -> bool:
     return isinstance(error, tf.errors.NotFoundError) and "name of a function" in error.message
 
 
+class DataForgottenError(RuntimeError):
+    """The service of the readers no longer knows what was trained on."""
+
+
 def check_data(error: tf.errors.OpError) -> None:
     """Raises an error that says what is wrong with data from readers, if that is what is wrong."""
     forgotten = ("iteration client" in error.message and "dispatcher" in error.message) or (
         "Dataset id recsync_" in error.message and "not found" in error.message
     )
     if forgotten:
-        raise RuntimeError(
+        raise DataForgottenError(
             "reader:0 was started again, and has forgotten what was trained on; call fit again"
         ) from error
     if "Could not find callback" in error.message:

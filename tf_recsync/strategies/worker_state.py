@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.synchronization.remote_values import PackedReader, on_worker
 
 
@@ -27,11 +28,11 @@ class WorkerState:
     def __init__(
         self,
         worker: int,
-        iterator: tf.data.Iterator,
+        iterator: PassIterator,
         private: list[np.ndarray],
         before: WorkerState | None = None,
     ):
-        self.iterator: tf.data.Iterator | None = iterator
+        self.iterator: PassIterator | None = iterator
         self.reset_metrics = False
         self.steps = 0 if before is None else before.steps
         self.waited = 0 if before is None else before.waited
@@ -43,8 +44,14 @@ class WorkerState:
         self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
 
     def close(self) -> None:
-        """Leaves the data; the pipeline of a pass that all workers have left is ended."""
-        self.iterator = None
+        """Leaves the data; the pipeline of a pass that all workers have left is ended.
+
+        Raises:
+            tf.errors.OpError: the worker can't be reached; its iterator ends with it.
+        """
+        iterator, self.iterator = self.iterator, None
+        if iterator is not None:
+            iterator.close()
 
     @property
     def inputs(self) -> list[tf.Tensor]:
