@@ -187,7 +187,11 @@ def test_wrong_forms_are_refused(arguments, message):
         recsync.LocalCluster(workers=2, ps=1, **arguments)
 
 
-ADDRESSES = {"chief": ["127.0.0.1:9"], "worker": ["127.0.0.1:9", "10.0.0.1:9"]}
+ADDRESSES = {
+    "chief": ["127.0.0.1:9"],
+    "worker": ["127.0.0.1:9", "10.0.0.1:9"],
+    "reader": ["127.0.0.1:9"],
+}
 
 
 @pytest.mark.parametrize(
@@ -198,6 +202,7 @@ ADDRESSES = {"chief": ["127.0.0.1:9"], "worker": ["127.0.0.1:9", "10.0.0.1:9"]}
         ({"tasks": [""]}, "--tasks must be different tasks"),
         ({"tasks": ["worker:0", "chief:0"]}, "must be 'worker', 'ps' or 'reader', got 'chief'"),
         ({"tasks": ["worker:0", "worker:9"]}, "from 0 to 1 for job 'worker', got 9"),
+        ({"tasks": ["worker:0", "reader:0"]}, "--tasks must have readers among themselves"),
         ({"tasks": ["worker:0"], "task_index": 0}, "--tasks can't be used with"),
         ({"tasks": ["worker:0", "worker:1"]}, "listen on one address; .* --bind_address"),
     ],

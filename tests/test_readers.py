@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 
 import keras
 import numpy as np
@@ -26,7 +27,9 @@ def clusters_of_readers():
     """Clusters by their readers, one at a time."""
     clusters = {}
 
-    def get(readers):
+    def get(readers=None):
+        if readers is None:
+            return next(iter(clusters.values()))
         if readers not in clusters:
             while clusters:
                 clusters.popitem()[1].close()
@@ -47,6 +50,22 @@ def cluster(clusters_of_readers, request):
 @pytest.fixture
 def two_readers(clusters_of_readers):
     return clusters_of_readers(2)
+
+
+@pytest.fixture(autouse=True)
+def readers_are_there(request):
+    """Waits for readers that begin anew after a test in which the first one was started again."""
+    if not {"cluster", "two_readers"} & set(request.fixturenames):
+        return
+    cluster = request.getfixturevalue("clusters_of_readers")()
+    deadline = time.monotonic() + 60.0
+    for index in range(cluster.readers):
+        reachable = False
+        while not reachable:
+            assert time.monotonic() < deadline
+            probe = cluster.probe("reader", index)
+            probe.join()
+            reachable = probe.reachable
 
 
 class Sum(keras.metrics.Metric):
@@ -80,6 +99,27 @@ def counting_model(strategy, **kwargs):
     return compiled(
         strategy, slope_model, lambda: SGD(1.0), mean_output, metrics=lambda: [Sum()], **kwargs
     )
+
+
+def when(step, action):
+    """Has an action run in a thread of its own when an epoch has come to a step."""
+    return keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: (
+            threading.Thread(target=action).start() if batch == step else None
+        )
+    )
+
+
+# First, as the service then is new and has numbers yet that a new one gives again.
+def test_the_first_reader_knows_what_was_handed_out_and_without_it_training_ends(cluster):
+    model = counting_model(recsync.AsyncStrategy(cluster))
+    callback = when(10, lambda: cluster.restart("reader", 0))
+    for _ in range(2):
+        # What raised it is kept, and with its traceback all that it has to do with.
+        with pytest.raises(RuntimeError, match="reader:0 was started again, and has forgotten"):
+            model.fit(numbered(4000, 4, 0.05), callbacks=[callback], verbose=0)
+        for _ in range(2):
+            assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
@@ -191,25 +231,14 @@ def test_options_stay_where_an_assertion_goes():
 # Readers that die.
 
 
-def when(step, action):
-    """Has an action run in a thread of its own when an epoch has come to a step."""
-    return keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: (
-            threading.Thread(target=action).start() if batch == step else None
-        )
-    )
-
-
 def test_a_reader_that_is_started_again_goes_on_with_what_nobody_has_had(two_readers):
     model = counting_model(recsync.AsyncStrategy(two_readers))
     batches, batch = 120, 4
 
-    def kill_and_restart():
-        two_readers.kill("reader", 1)
-        two_readers.restart("reader", 1)
-
     data = numbered(batches * batch, batch, 0.02)
-    history = model.fit(data, callbacks=[when(20, kill_and_restart)], verbose=0).history
+    # It is killed first.
+    callback = when(20, lambda: two_readers.restart("reader", 1))
+    history = model.fit(data, callbacks=[callback], verbose=0).history
     everything = sum(range(batches * batch))
     # What was in its hands is lost: at most a batch in the making, and those made ahead.
     assert everything - 30 * batch * batches * batch <= history["sum"][0] <= everything
@@ -227,18 +256,6 @@ def test_a_reader_that_is_gone_with_its_part_of_the_data_ends_training(two_reade
     assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
 
 
-def test_the_first_reader_knows_what_was_handed_out_and_without_it_training_ends(cluster):
-    model = counting_model(recsync.AsyncStrategy(cluster))
-
-    def kill_and_restart():
-        cluster.kill("reader", 0)
-        cluster.restart("reader", 0)
-
-    with pytest.raises(RuntimeError, match="reader:0 was started again, and has forgotten"):
-        model.fit(numbered(4000, 4, 0.05), callbacks=[when(10, kill_and_restart)], verbose=0)
-    assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
-
-
 def test_without_its_first_reader_training_does_not_begin(cluster):
     model = counting_model(recsync.AsyncStrategy(cluster, worker_timeout=1.0))
     data = numbered(40, 4)
@@ -249,19 +266,27 @@ def test_without_its_first_reader_training_does_not_begin(cluster):
     assert model.fit(data, verbose=0).history["sum"] == [40 * 39 / 2]
 
 
-def test_a_first_reader_that_was_started_again_does_not_mistake_one_dataset_for_another(cluster):
+@pytest.mark.parametrize("is_one_pass", [False, True])
+def test_a_first_reader_that_was_started_again_does_not_mistake_one_dataset_for_another(
+    cluster, is_one_pass
+):
     model = counting_model(recsync.AsyncStrategy(cluster))
+    evaluated = []
 
     class Restart(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             if epoch == 0:
-                cluster.kill("reader", 0)
                 cluster.restart("reader", 0)
                 # Another dataset is the first that the new one hears of.
-                model.evaluate(numbered(24, 4), verbose=0)
+                result = model.evaluate(numbered(24, 4), return_dict=True, verbose=0)
+                evaluated.append(result["sum"])
 
+    # All epochs together are a pass, which goes on around the evaluation, or each is one.
+    data, steps = (numbered(40, 4).repeat(), 5) if is_one_pass else (numbered(40, 4), None)
+    fit = dict(steps_per_epoch=steps, epochs=2, verbose=0)
     with pytest.raises(RuntimeError, match="reader:0 was started again, and has forgotten"):
-        model.fit(numbered(40, 4), epochs=2, callbacks=[Restart()], verbose=0)
+        model.fit(data, callbacks=[Restart()], **fit)
+    assert evaluated == [24 * 23 / 2]
     assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
 
 
@@ -322,6 +347,11 @@ def test_readers_start_in_any_order_and_end_at_sigterm(server):
         assert f"reader:0 cannot listen on {addresses[0]}: another process has the port" in output
         late = server({**cluster, "reader": ["127.0.0.1:1", "127.0.0.1:2"]}, "reader", 1)
         assert any("Waiting for reader:0" in line for line in lines_of(late))
+        # Without the first one, the others begin anew, and have nothing left of before.
+        first.kill()
+        assert any("Waiting for reader:0" in line for line in lines_of(waiting))
+        first = server(cluster, "reader", 0)
+        assert f"tf_recsync server reader:1 listening on {addresses[1]}\n" in lines_of(waiting)
         for process in (waiting, first, late):
             process.terminate()
             assert process.wait(5.0) == 0

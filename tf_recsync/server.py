@@ -23,17 +23,20 @@ ended; 2 for bad flags or a bad TF_CONFIG; 98 if the port is taken.
 
 import errno
 import faulthandler
+import functools
 import os
 import select
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 
 from absl import app, flags, logging
 
 from tf_recsync.cluster import tf_config
 
+_MODULE = "tf_recsync.server"
 EXIT_BAD_CONFIGURATION = 2
 EXIT_PORT_TAKEN = 98
 _PARENT_POLL_SECONDS = 1.0
@@ -138,6 +141,9 @@ def _read_tasks(args: flags.FlagValues) -> list[tf_config.TFConfig]:
         tf_config.parse_tf_config(os.environ, job_name=job, task_index=index)
         for job, index in chosen
     ]
+    are_readers = [config.task_type == tf_config.READER for config in configs]
+    if any(are_readers) and not all(are_readers):
+        raise ValueError(f"--tasks must have readers among themselves, got {args.tasks}")
     if any(config.task_type == "chief" for config in configs):
         raise ValueError(
             "the chief is the program that calls cluster_from_tf_config(); the task's type "
@@ -162,12 +168,24 @@ def _loopback_address(configs: list[tf_config.TFConfig]) -> str | None:
     return found.pop()
 
 
-def _start(config: tf_config.TFConfig, pool_threads: int, intra_op_threads: int | None) -> object:
+def _begin_anew(command: list[str]) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], command)
+
+
+def _start(
+    config: tf_config.TFConfig,
+    pool_threads: int,
+    intra_op_threads: int | None,
+    begin_anew: Callable[[], None],
+) -> object:
     """Starts the server of a task, which lives as long as what is returned."""
     from tf_recsync.cluster import data_service, hosted_servers
 
     if config.task_type == tf_config.READER:
-        return data_service.Reader(config.cluster[tf_config.READER], config.task_index)
+        readers = config.cluster[tf_config.READER]
+        return data_service.Reader(readers, config.task_index, begin_anew)
     task = (config.task_type, config.task_index)
     return hosted_servers.start_server(config.servers, task, pool_threads, intra_op_threads)
 
@@ -176,11 +194,12 @@ def _name_of(config: tf_config.TFConfig) -> str:
     return f"{config.task_type}:{config.task_index}"
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], command: list[str]) -> int:
     """Runs the server; returns the exit code if it could not start.
 
     Args:
       argv: The command line's positional arguments, the program first; no others allowed.
+      command: The program and its arguments that start this server again.
 
     Returns:
       An exit code, see the module's documentation.
@@ -233,7 +252,14 @@ def main(argv: list[str]) -> int:
         if config.task_type == tf_config.READER and _port_is_taken(config.own_address):
             return _fail(*taken)
         try:
-            servers.append(_start(config, len(configs) * inter_op_threads, args.intra_op_threads))
+            servers.append(
+                _start(
+                    config,
+                    len(configs) * inter_op_threads,
+                    args.intra_op_threads,
+                    functools.partial(_begin_anew, command),
+                )
+            )
         except tf.errors.OpError as error:
             if _port_is_taken(config.own_address):
                 return _fail(*taken)
@@ -258,7 +284,11 @@ def run(argv: list[str] | None = None) -> None:
       argv: The command line, the program first. Default None: that of this process.
     """
     _define_flags()
-    app.run(main, argv=argv)
+    arguments = (sys.argv if argv is None else argv)[1:]
+    # What is told to be ready was told when the server began for the first time.
+    again = [argument for argument in arguments if not argument.startswith("--ready_fd=")]
+    command = [sys.executable, "-m", _MODULE, *again]
+    app.run(functools.partial(main, command=command), argv=argv)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 from absl import logging
@@ -17,6 +18,7 @@ _HEARTBEAT_MILLISECONDS = 1000
 # default is minutes, which pipelines of passes that were stopped would go on for.
 _ABANDONED_CHECK_MILLISECONDS = 500
 _ABANDONED_MILLISECONDS = 1000
+_KEEPALIVE_MILLISECONDS = 360_000
 _END_SECONDS = 0.5  # How often it is looked whether the last pipeline has ended.
 
 
@@ -105,20 +107,52 @@ class Reader:
     Args:
         addresses: "host:port" of all readers.
         index: which one this is.
+        begin_anew: replaces this process by a new one. Called, except in the first reader's
+            process, when the first reader has ended: a dispatcher that is started again gives
+            its numbers anew, and pipelines that are left from before would take the elements
+            of others by them.
 
     Raises:
         tf.errors.OpError: it can't listen.
     """
 
-    def __init__(self, addresses: Sequence[str], index: int):
+    def __init__(self, addresses: Sequence[str], index: int, begin_anew: Callable[[], None]):
         host, port = tf_config.split_address(addresses[index])
-        self._dispatcher = None
+        self._dispatcher = self._connection = None
         if index == 0:
             self._dispatcher, port = _start_dispatcher(port), 0
         else:
             # TensorFlow would wait, too, but deaf to signals.
             _wait_for_dispatcher(addresses[0])
+            self._connection = _Connection(addresses[0], begin_anew)
         self._worker = _start_worker(addresses[0], _in_address(host), port)
+
+
+class _Connection:
+    """A connection to the first reader, which ends with it."""
+
+    def __init__(self, address: str, lost: Callable[[], None]):
+        import grpc  # Servers are forked from a process that has not.
+
+        self._lost = lost
+        self._was_ready = False
+        self._ready = grpc.ChannelConnectivity.READY
+        options = {
+            "grpc.enable_http_proxy": 0,
+            "grpc.client_idle_timeout_ms": 2**31 - 1,  # Never.
+            # As often as servers let clients that call nothing; if the machine is gone, too.
+            "grpc.keepalive_time_ms": _KEEPALIVE_MILLISECONDS,
+            "grpc.keepalive_permit_without_calls": 1,
+        }
+        self._channel = grpc.insecure_channel(address, tuple(options.items()))
+        self._channel.subscribe(self._on_change, try_to_connect=True)
+
+    def _on_change(self, state: enum.Enum) -> None:
+        if state is self._ready:
+            self._was_ready = True
+        elif self._was_ready:
+            logging.warning("reader:0 has ended, or the connection to it; beginning anew.")
+            self._lost()
 
 
 def _wait_for_dispatcher(address: str) -> None:

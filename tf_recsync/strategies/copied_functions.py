@@ -13,9 +13,9 @@ from tf_recsync.strategies import model_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.strategies.model_functions import Settings, Steps, optimizers_of
+from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.predict_function import PredictFunction
 from tf_recsync.strategies.slots import Crew
-from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization import pull_push

@@ -14,9 +14,11 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import cardinality, data_service_ops
+from tensorflow.python.data.experimental.service import _pywrap_server_lib
 from tensorflow.python.data.ops import dataset_ops, prefetch_op
 
 from tf_recsync.cluster import Cluster
+from tf_recsync.strategies import data_errors
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.worker_run import WorkerRun
 
@@ -47,17 +49,44 @@ def register(
         return _register(cluster, dataset, cluster.data_service.start(), 0)
     if readers > 1:
         dataset = _without_assertions(dataset)
-    found: list[RegisteredDataset | Exception] = []
+    return _ask_readers(
+        cluster,
+        lambda: _register(cluster, dataset, cluster.reader_service, readers),
+        reader_timeout,
+    )
 
-    def register_there() -> None:
+
+def end_forgotten_passes(cluster: Cluster, reader_timeout: float) -> None:
+    """Ends passes over data that readers no longer know, before another one begins.
+
+    A service that was started again gives its numbers anew, and the iterators of an earlier pass
+    would take the batches of the next one that has its numbers.
+
+    Args:
+        cluster: the cluster.
+        reader_timeout: seconds to wait for the first reader.
+
+    Raises:
+        RuntimeError: if the first reader does not answer.
+    """
+    for run in [run for run in cluster.reader_passes if run.is_open]:
+        if not _ask_readers(cluster, run.registered.is_known, reader_timeout):
+            run.fail(data_errors.forgotten())
+            run.stop()
+
+
+def _ask_readers(cluster: Cluster, call: Callable[[], Any], reader_timeout: float) -> Any:
+    """Calls the data service, with a limit: TensorFlow waits without one, and deaf to signals."""
+    found: list[tuple[Any, Exception | None]] = []
+
+    def ask() -> None:
         try:
             with cluster.dispatch_scope():
-                found.append(_register(cluster, dataset, cluster.reader_service, readers))
+                found.append((call(), None))
         except Exception as error:  # Raised by the one who waits.
-            found.append(error)
+            found.append((None, error))
 
-    # TensorFlow waits for a reader that is gone, without a limit and deaf to signals.
-    thread = threading.Thread(target=register_there, name="recsync_register", daemon=True)
+    thread = threading.Thread(target=ask, name="recsync_ask_readers", daemon=True)
     thread.start()
     thread.join(reader_timeout)
     if not found:
@@ -65,9 +94,9 @@ def register(
             f"reader:0 ({cluster.reader_service}) has not answered for {reader_timeout:.0f} s; "
             "start it again"
         )
-    (result,) = found
-    if isinstance(result, Exception):
-        raise result
+    ((result, error),) = found
+    if error is not None:
+        raise error
     return result
 
 
@@ -76,14 +105,14 @@ def _register(
 ) -> RegisteredDataset:
     # The servers' names mean nothing to the service: pin nothing.
     with tf.device("/CPU:0"):
+        # By a name of our own: a service that was started again would give a number anew.
+        name = f"recsync_{uuid.uuid4().hex}"
         dataset_id = tf.data.experimental.service.register_dataset(
-            # By a name of our own: a service that was started again would give a number anew.
-            address,
-            dataset,
-            compression=None,
-            dataset_id=f"recsync_{uuid.uuid4().hex}",
+            address, dataset, compression=None, dataset_id=name
         )
-    return RegisteredDataset(address, dataset_id, dataset.element_spec, cluster.workers, readers)
+    return RegisteredDataset(
+        address, name, dataset_id, dataset.element_spec, cluster.workers, readers
+    )
 
 
 def _without_assertions(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -107,11 +136,18 @@ class RegisteredDataset:
     """
 
     def __init__(
-        self, address: str, dataset_id: Any, element_spec: Any, workers: int, readers: int
+        self,
+        address: str,
+        name: str,
+        dataset_id: tf.Tensor,
+        element_spec: Any,
+        workers: int,
+        readers: int,
     ):
         self.readers = readers
         self._workers = workers
         self._address = address
+        self._name = name
         self._dataset_id = dataset_id
         self.element_spec = element_spec
 
@@ -119,6 +155,17 @@ class RegisteredDataset:
         """The name of a new pass over the dataset."""
         # Readers may have served other coordinators.
         return f"recsync_{uuid.uuid4().hex}"
+
+    def is_known(self) -> bool:
+        """Whether the service knows the dataset; one that was started again does not."""
+        address = self._address.removeprefix("grpc://")
+        try:
+            _pywrap_server_lib.TF_DATA_GetDataServiceMetadataByID(self._name, address, "grpc")
+        except RuntimeError as error:
+            if "not found" not in str(error):
+                raise
+            return False
+        return True
 
     def empty_iterator(self) -> tf.data.Iterator:
         """An iterator of the same type without batches; call it under the worker's device."""
@@ -242,7 +289,9 @@ class DistributedDataset:
             self._seen = steps
 
     def registered(self) -> RegisteredDataset:
-        """The dataset in the service, registered at the first call."""
+        """The dataset in the service, registered at the first call, for a pass that begins."""
+        if self.readers:
+            end_forgotten_passes(self._cluster, self._reader_timeout)
         if self._registered is None:
             # Predictions go back into the order of the data by their numbers.
             dataset = self.dataset if self.start_predict is None else self.dataset.enumerate()

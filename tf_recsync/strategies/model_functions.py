@@ -17,9 +17,9 @@ from tf_recsync.cluster import Cluster
 from tf_recsync.optimizers import base
 from tf_recsync.strategies import worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
+from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Crew, Losses, Slot
 from tf_recsync.strategies.step_counts import COUNTS
-from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState
 from tf_recsync.synchronization import links
@@ -269,7 +269,7 @@ class Steps:
             self._settings.worker_timeout,
             self._crew(),
             self.threads,
-            registered.readers,
+            registered,
         )
         return self._run
 

@@ -11,14 +11,18 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster, Probe, device_of, is_reachable
+from tf_recsync.strategies import data_errors
 from tf_recsync.strategies.silence_watch import Server, SilenceWatch
 from tf_recsync.strategies.slots import Crew, Losses, Slot
+
+if TYPE_CHECKING:
+    from tf_recsync.strategies.distributed_dataset import RegisteredDataset
 
 _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _SUSPICIOUS_SECONDS = 3.0  # After which a worker in a call is asked for signs of life.
@@ -46,7 +50,7 @@ class WorkerRun:
             others don't wait for them, and can say who waits for whom; None if no
             worker ever waits for another.
         threads: how many threads call each worker, each with a slot of its own.
-        readers: how many of the cluster's readers have the data.
+        registered: the data, if readers have it; the cluster keeps the pass then.
     """
 
     def __init__(
@@ -59,12 +63,11 @@ class WorkerRun:
         worker_timeout: float,
         crew: Crew | None = None,
         threads: int = 1,
-        readers: int = 0,
+        registered: RegisteredDataset | None = None,
     ):
-        self._readers = readers
+        self.registered = registered
+        self._readers = 0 if registered is None else registered.readers
         self._cluster = cluster
-        if readers:
-            cluster.reader_passes.add(self)
         self._crew = crew
         self._open_worker = open_worker
         self._call = call
@@ -80,6 +83,7 @@ class WorkerRun:
         self._longest_call = 0.0  # In seconds, of those that ended.
         self._stopped = False
         self._error: Exception | None = None
+        self._gave_up_reader = False
         self._opened = 0
         self._began: float | None = None  # When all were open.
         self._finished_parts = 0  # Threads that have seen the end of the dataset.
@@ -99,6 +103,8 @@ class WorkerRun:
         self._watch = SilenceWatch(cluster, self._suspects, self._give_up, worker_timeout)
         for thread in self._threads:
             thread.start()
+        if self._readers:
+            cluster.reader_passes.add(self)
 
     # The coordinator's side.
 
@@ -107,6 +113,12 @@ class WorkerRun:
         with self._changed:
             self._granted += steps
             self._changed.notify_all()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a worker's thread is at work, or waits for steps that are granted."""
+        with self._changed:
+            return self._live > 0
 
     @property
     def completed(self) -> int:
@@ -181,17 +193,10 @@ class WorkerRun:
         try:
             yield
         except Exception as error:
-            if error is not self._error:
-                raise
-            failed = {self}
-            if isinstance(error, DataForgottenError):
-                # Others that wait for their next epoch, say around an evaluation that found it.
-                failed |= set(self._cluster.reader_passes)
-            deadline = time.monotonic() + _LEAVE_SECONDS
-            for run in failed:
-                run.fail(error)
-            for run in failed:
-                run._join(deadline)
+            # To leave a reader that does not answer takes until it does, or has ended.
+            if error is self._error and not self._gave_up_reader:
+                self.request_stop()
+                self._join(time.monotonic() + _LEAVE_SECONDS)
             raise
 
     def settle(self) -> None:
@@ -291,6 +296,7 @@ class WorkerRun:
             "start it again"
         )
         if is_stuck:
+            self._gave_up_reader = True
             self.fail(RuntimeError(message))
             for worker in waiting:
                 self._cluster.cut_off("worker", worker)
@@ -387,7 +393,7 @@ class WorkerRun:
             return
         slot.busy_since = time.monotonic()
         try:
-            slot.state.close()
+            slot.state.close(is_reachable=not slot.lost)
         except tf.errors.OpError as error:
             logging.warning("worker:%d is gone, and its iterator with it: %s", slot.index, error)
 
@@ -446,7 +452,7 @@ class WorkerRun:
         """Returns if the worker is lost; else raises what really is wrong."""
         check_parameter_servers(self._cluster, error)
         if self._readers:
-            check_data(error)
+            data_errors.check(error)
         if not slot.silent and is_reachable(slot.device):
             forgotten = _is_unknown_function(error)
             broken = forgotten or isinstance(error, tf.errors.UnavailableError)
@@ -539,37 +545,6 @@ class WorkerRun:
 def _is_unknown_function(error: tf.errors.OpError) -> bool:
     """Whether a server has not got a function: it was traced while the connection was broken."""
     return isinstance(error, tf.errors.NotFoundError) and "name of a function" in error.message
-
-
-class DataForgottenError(RuntimeError):
-    """The service of the readers no longer knows what was trained on."""
-
-
-def check_data(error: tf.errors.OpError) -> None:
-    """Raises an error that says what is wrong with data from readers, if that is what is wrong."""
-    forgotten = ("iteration client" in error.message and "dispatcher" in error.message) or (
-        "Dataset id recsync_" in error.message and "not found" in error.message
-    )
-    if forgotten:
-        raise DataForgottenError(
-            "reader:0 was started again, and has forgotten what was trained on; call fit again"
-        ) from error
-    if "Could not find callback" in error.message:
-        raise ValueError(
-            "the dataset must not call Python (from_generator, py_function, numpy_function): "
-            "the readers that run it are other processes"
-        ) from error
-    if "Input dataset was expected to contain" in error.message:
-        raise ValueError(
-            "the dataset asserts its cardinality before its last transformations (by "
-            "assert_cardinality, or as those of tf_recsync.data do), and of several readers each "
-            "has a part of it: use one reader, or assert at the end"
-        ) from error
-    if "split provider" in error.message:
-        raise ValueError(
-            "the dataset can't be divided among several readers, as the elements of its source "
-            f"can't be counted off; use one reader, or another source: {error.message}"
-        ) from error
 
 
 def check_parameter_servers(cluster: Cluster, error: Exception) -> None:

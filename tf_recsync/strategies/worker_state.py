@@ -43,14 +43,17 @@ class WorkerState:
         self._counts = tf.Variable(on_worker(counts), trainable=False)
         self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
 
-    def close(self) -> None:
+    def close(self, is_reachable: bool = True) -> None:
         """Leaves the data; the pipeline of a pass that all workers have left is ended.
 
+        Args:
+            is_reachable: whether the worker answers. If not, its iterator ends at some time.
+
         Raises:
-            tf.errors.OpError: the worker can't be reached; its iterator ends with it.
+            tf.errors.OpError: it does not.
         """
         iterator, self.iterator = self.iterator, None
-        if iterator is not None:
+        if iterator is not None and is_reachable:
             iterator.close()
 
     @property
