@@ -116,7 +116,7 @@ class WorkerRun:
 
     @property
     def is_open(self) -> bool:
-        """Whether a worker's thread is at work, or waits for steps that are granted."""
+        """Whether workers have not left it: they run steps, or wait for steps to be granted."""
         with self._changed:
             return self._live > 0
 
