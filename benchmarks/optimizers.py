@@ -39,6 +39,7 @@ import tensorflow as tf  # noqa: E402
 from absl import app, flags  # noqa: E402
 
 import tf_recsync as recsync  # noqa: E402
+from tf_recsync.ops.bags import PackedBags  # noqa: E402
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rows", 1_000_000, "Rows of the table.", lower_bound=1)
@@ -99,7 +100,8 @@ def recsync_round(optimizer: recsync.optimizers.Optimizer, batches: Batches) -> 
     def run(gradient, pulled, counts, *ids):
         for i in ids:
             now = step.assign_add(1)
-            optimizer.apply_rows([state], gradient, i, counts, pulled, LEARNING_RATE, now)
+            rows = PackedBags(counts, i)
+            optimizer.apply_rows([state], gradient, rows, pulled, LEARNING_RATE, now)
 
     def round_():
         state.versions.value.assign(tf.zeros([FLAGS.rows], tf.int64))

@@ -395,7 +395,7 @@ class WorkerRun:
         try:
             slot.state.close(is_reachable=not slot.lost)
         except tf.errors.OpError as error:
-            logging.warning("worker:%d is gone, and its iterator with it: %s", slot.index, error)
+            logging.debug("worker:%d is gone, and its iterator with it: %s", slot.index, error)
 
     def _leave(self, slot: Slot) -> None:
         if self._crew is not None:
