@@ -145,6 +145,12 @@ def test_predictions_come_in_the_order_of_the_data(cluster):
     np.testing.assert_allclose(
         model.predict(dataset(), verbose=0), local.predict(ids, verbose=0), rtol=1e-5
     )
+    # Also with labels of which not even the rank is known.
+    unknown = dataset().map(
+        lambda x, y: (x, tf.raw_ops.PlaceholderWithDefault(input=y, shape=None))
+    )
+    assert unknown.element_spec[1].shape.rank is None
+    assert model.predict(unknown, verbose=0).shape == (len(labels), 1)
     # So do the first batches, if only these count.
     model = counting_model(recsync.AsyncStrategy(cluster))
     tested = model.evaluate(numbered(101, 8), steps=3, return_dict=True, verbose=0)

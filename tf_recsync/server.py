@@ -21,6 +21,7 @@ Exit codes: 0 after SIGTERM or SIGINT, or when the parent of `--exit_with_parent
 ended; 2 for bad flags or a bad TF_CONFIG; 98 if the port is taken.
 """
 
+import contextlib
 import errno
 import faulthandler
 import functools
@@ -84,6 +85,12 @@ def _define_flags() -> None:
         None,
         "File descriptor to write a line to, and to close, when the server is ready.",
         lower_bound=0,
+    )
+    flags.DEFINE_boolean(
+        "has_told", False, "Used by the server itself: --ready_fd was told before it began anew."
+    )
+    flags.DEFINE_integer(
+        "parent", None, "Used by the server itself: its parent's process id before it began anew."
     )
 
 
@@ -168,17 +175,41 @@ def _loopback_address(configs: list[tf_config.TFConfig]) -> str | None:
     return found.pop()
 
 
-def _begin_anew(command: list[str]) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(command[0], command)
+class _Anew:
+    """Replaces this process by a new one that does the same; call it to do so.
+
+    Attributes:
+      has_told: Whether `--ready_fd` has been told.
+    """
+
+    def __init__(self, arguments: list[str], parent: int):
+        """Notes what the new process needs.
+
+        Args:
+          arguments: This server's.
+          parent: The process id of the parent of `--exit_with_parent`.
+        """
+        self.has_told = False
+        self._arguments = arguments
+        self._parent = parent
+
+    def __call__(self) -> None:
+        own = [f"--parent={self._parent}", *(["--has_told"] if self.has_told else [])]
+        command = [sys.executable, "-m", _MODULE, *self._arguments, *own]
+        with contextlib.suppress(OSError, ValueError):  # Nobody may be reading.
+            sys.stdout.flush()
+            sys.stderr.flush()
+        try:
+            os.execv(command[0], command)
+        finally:
+            os._exit(1)  # It could not.
 
 
 def _start(
     config: tf_config.TFConfig,
     pool_threads: int,
     intra_op_threads: int | None,
-    begin_anew: Callable[[], None],
+    begin_anew: Callable[[], None] | None,
 ) -> object:
     """Starts the server of a task, which lives as long as what is returned."""
     from tf_recsync.cluster import data_service, hosted_servers
@@ -194,12 +225,12 @@ def _name_of(config: tf_config.TFConfig) -> str:
     return f"{config.task_type}:{config.task_index}"
 
 
-def main(argv: list[str], command: list[str]) -> int:
+def main(argv: list[str], arguments: list[str]) -> int:
     """Runs the server; returns the exit code if it could not start.
 
     Args:
       argv: The command line's positional arguments, the program first; no others allowed.
-      command: The program and its arguments that start this server again.
+      arguments: The whole command line without the program.
 
     Returns:
       An exit code, see the module's documentation.
@@ -215,8 +246,10 @@ def main(argv: list[str], command: list[str]) -> int:
     signal.signal(signal.SIGINT, _exit_on_signal)
     if len(argv) > 1:
         return _fail(f"unexpected arguments {argv[1:]}", EXIT_BAD_CONFIGURATION)
+    parent = os.getppid() if args.parent is None else args.parent
     if args.exit_with_parent:
-        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    anew = _Anew(arguments, parent)
     try:
         configs = _read_tasks(args)
         bind_address = args.bind_address or _loopback_address(configs)
@@ -243,6 +276,7 @@ def main(argv: list[str], command: list[str]) -> int:
     inter_op_threads = args.inter_op_threads or hosted_servers.default_threads(
         len(configs[0].cluster.get("worker", []))
     )
+    has_first_reader = any(c.task_type == tf_config.READER and not c.task_index for c in configs)
     servers = []  # Keeps them referenced.
     # Other readers wait for the first one.
     for config in sorted(configs, key=lambda c: (c.task_type == tf_config.READER, c.task_index)):
@@ -257,7 +291,7 @@ def main(argv: list[str], command: list[str]) -> int:
                     config,
                     len(configs) * inter_op_threads,
                     args.intra_op_threads,
-                    functools.partial(_begin_anew, command),
+                    None if has_first_reader else anew,
                 )
             )
         except tf.errors.OpError as error:
@@ -269,7 +303,8 @@ def main(argv: list[str], command: list[str]) -> int:
             f"tf_recsync server {_name_of(config)} listening on {config.own_address}\n"
         )
     sys.stdout.flush()
-    if args.ready_fd is not None:
+    if args.ready_fd is not None and not args.has_told:
+        anew.has_told = True
         os.write(args.ready_fd, b"ready\n")
         os.close(args.ready_fd)
     while servers:
@@ -285,10 +320,7 @@ def run(argv: list[str] | None = None) -> None:
     """
     _define_flags()
     arguments = (sys.argv if argv is None else argv)[1:]
-    # What is told to be ready was told when the server began for the first time.
-    again = [argument for argument in arguments if not argument.startswith("--ready_fd=")]
-    command = [sys.executable, "-m", _MODULE, *again]
-    app.run(functools.partial(main, command=command), argv=argv)
+    app.run(functools.partial(main, arguments=arguments), argv=argv)
 
 
 if __name__ == "__main__":

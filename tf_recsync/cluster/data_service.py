@@ -18,7 +18,6 @@ _HEARTBEAT_MILLISECONDS = 1000
 # default is minutes, which pipelines of passes that were stopped would go on for.
 _ABANDONED_CHECK_MILLISECONDS = 500
 _ABANDONED_MILLISECONDS = 1000
-_KEEPALIVE_MILLISECONDS = 360_000
 _END_SECONDS = 0.5  # How often it is looked whether the last pipeline has ended.
 
 
@@ -107,16 +106,16 @@ class Reader:
     Args:
         addresses: "host:port" of all readers.
         index: which one this is.
-        begin_anew: replaces this process by a new one. Called, except in the first reader's
-            process, when the first reader has ended: a dispatcher that is started again gives
-            its numbers anew, and pipelines that are left from before would take the elements
-            of others by them.
+        begin_anew: replaces this process by a new one; None in the first reader's process.
+            Called when the first reader has ended: a dispatcher that is started again gives its
+            numbers anew, and pipelines that are left from before would take the elements of
+            others by them.
 
     Raises:
         tf.errors.OpError: it can't listen.
     """
 
-    def __init__(self, addresses: Sequence[str], index: int, begin_anew: Callable[[], None]):
+    def __init__(self, addresses: Sequence[str], index: int, begin_anew: Callable[[], None] | None):
         host, port = tf_config.split_address(addresses[index])
         self._dispatcher = self._connection = None
         if index == 0:
@@ -124,7 +123,8 @@ class Reader:
         else:
             # TensorFlow would wait, too, but deaf to signals.
             _wait_for_dispatcher(addresses[0])
-            self._connection = _Connection(addresses[0], begin_anew)
+            if begin_anew is not None:
+                self._connection = _Connection(addresses[0], begin_anew)
         self._worker = _start_worker(addresses[0], _in_address(host), port)
 
 
@@ -140,9 +140,6 @@ class _Connection:
         options = {
             "grpc.enable_http_proxy": 0,
             "grpc.client_idle_timeout_ms": 2**31 - 1,  # Never.
-            # As often as servers let clients that call nothing; if the machine is gone, too.
-            "grpc.keepalive_time_ms": _KEEPALIVE_MILLISECONDS,
-            "grpc.keepalive_permit_without_calls": 1,
         }
         self._channel = grpc.insecure_channel(address, tuple(options.items()))
         self._channel.subscribe(self._on_change, try_to_connect=True)

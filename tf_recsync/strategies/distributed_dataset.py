@@ -16,6 +16,7 @@ import tensorflow as tf
 from tensorflow.python.data.experimental.ops import cardinality, data_service_ops
 from tensorflow.python.data.experimental.service import _pywrap_server_lib
 from tensorflow.python.data.ops import dataset_ops, prefetch_op
+from tensorflow.python.data.util import structure
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import data_errors
@@ -206,6 +207,10 @@ def empty_batch(element_spec: Any) -> Any:
 
 
 def _some(spec: tf.TypeSpec) -> Any:
+    if isinstance(spec, structure.NoneTensorSpec):
+        return None
+    if spec.shape.rank is None:
+        return tf.zeros([], spec.dtype)
     sizes = [size or 0 for size in spec.shape.as_list()]
     if isinstance(spec, tf.RaggedTensorSpec):
         splits = [tf.zeros([sizes[0] + 1], spec.row_splits_dtype)]

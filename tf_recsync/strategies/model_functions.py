@@ -241,13 +241,13 @@ class Steps:
                 self._merger.keep(slot.number)
             iterator = registered.iterator(job)
             state = self._open(slot.index, iterator, private_values(slot), slot.state)
+            slot.state = state  # From now on it is closed, whatever happens.
             # Has the servers build their parts of the graph, without taking a step, and shows
             # whether the worker has all functions.
             for function in self._current.values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
                     function(registered.empty_iterator(), *state.inputs)
             state.read(self._reader, metrics, slot.device)
-            slot.state = state
             return state
 
         def call(slot: Slot, n: int):

@@ -30,7 +30,8 @@ class PassIterator(iterator_ops.OwnedIterator):
         Raises:
             tf.errors.OpError: the worker can't be reached.
         """
-        # There is no op that ends an iterator; one that begins anew ends what it had.
+        # There is no op that ends an iterator; one that begins anew ends what it had. Not with
+        # its own dataset's take(0), which asks the service whether it knows the dataset.
         tf.raw_ops.MakeIterator(
             dataset=self._nothing()._variant_tensor, iterator=self._iterator_resource
         )

@@ -19,7 +19,7 @@ from absl import logging
 from tf_recsync.cluster import Cluster, Probe, device_of, is_reachable
 from tf_recsync.strategies import data_errors
 from tf_recsync.strategies.silence_watch import Server, SilenceWatch
-from tf_recsync.strategies.slots import Crew, Losses, Slot
+from tf_recsync.strategies.slots import Crew, Losses, Slot, State
 
 if TYPE_CHECKING:
     from tf_recsync.strategies.distributed_dataset import RegisteredDataset
@@ -196,6 +196,8 @@ class WorkerRun:
             # To leave a reader that does not answer takes until it does, or has ended.
             if error is self._error and not self._gave_up_reader:
                 self.request_stop()
+                # In a thread, as the server that it calls may be the one that failed.
+                threading.Thread(target=self._release, name="recsync_release", daemon=True).start()
                 self._join(time.monotonic() + _LEAVE_SECONDS)
             raise
 
@@ -311,7 +313,7 @@ class WorkerRun:
                 try:
                     self._drive_in_scope(slot)
                 finally:
-                    self._close(slot)
+                    self._close(slot, slot.state)
         except Exception as error:  # Handed to whoever waits.
             with self._changed:
                 if self._error is None:
@@ -324,12 +326,12 @@ class WorkerRun:
                 slot.running = False
                 slot.busy_since = None
                 self._changed.notify_all()
-            if self._error is not None and self._crew is not None:
+            if self._error is not None:
                 self._release()
 
     def _release(self) -> None:
         """Has workers that wait for one whose step has failed end, too."""
-        while True:
+        while self._crew is not None:
             with self._changed:
                 if self._live == 0:
                     return
@@ -385,15 +387,20 @@ class WorkerRun:
         # Tensors of Python's numbers TensorFlow caches: of two threads that send the same one
         # to a worker, one would use it there before the other has sent it.
         with self._opening[slot.index]:
-            self._close(slot)
-            self._open_worker(slot)
+            before = slot.state
+            try:
+                self._open_worker(slot)
+            finally:
+                # Not earlier: the service ends a pass that all have left.
+                if slot.state is not before:
+                    self._close(slot, before)
 
-    def _close(self, slot: Slot) -> None:
-        if slot.state is None:
+    def _close(self, slot: Slot, state: State | None) -> None:
+        if state is None:
             return
         slot.busy_since = time.monotonic()
         try:
-            slot.state.close(is_reachable=not slot.lost)
+            state.close(is_reachable=not slot.lost)
         except tf.errors.OpError as error:
             logging.debug("worker:%d is gone, and its iterator with it: %s", slot.index, error)
 
