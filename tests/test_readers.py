@@ -54,11 +54,14 @@ def two_readers(clusters_of_readers):
 
 @pytest.fixture(autouse=True)
 def readers_are_there(request):
-    """Waits for readers that begin anew after a test in which the first one was started again."""
+    """Waits for readers that begin anew after a test in which the first one was started again.
+
+    For long, as that imports TensorFlow, maybe on a machine that does much else.
+    """
     if not {"cluster", "two_readers"} & set(request.fixturenames):
         return
     cluster = request.getfixturevalue("clusters_of_readers")()
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 200.0
     for index in range(cluster.readers):
         reachable = False
         while not reachable:
