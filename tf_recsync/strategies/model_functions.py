@@ -248,7 +248,6 @@ class Steps:
                 with contextlib.suppress(tf.errors.OutOfRangeError):
                     function(registered.empty_iterator(), *state.inputs)
             state.read(self._reader, metrics, slot.device)
-            return state
 
         def call(slot: Slot, n: int):
             state = slot.state

@@ -55,7 +55,6 @@ class PredictFunction:
 
         def open_worker(slot: Slot):
             slot.state = WorkerState(slot.index, registered.iterator(job), initial)
-            return slot.state
 
         def call(slot: Slot, n: int):
             del n

@@ -36,7 +36,7 @@ class Losses:
 class State(Protocol):
     """What lives on a worker during a pass."""
 
-    def close(self, is_reachable: bool = True) -> None:
+    def close(self, is_reachable: bool) -> None:
         """The pass has ended for the worker: lets go of its part of the data."""
 
 

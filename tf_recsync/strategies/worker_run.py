@@ -50,7 +50,8 @@ class WorkerRun:
             others don't wait for them, and can say who waits for whom; None if no
             worker ever waits for another.
         threads: how many threads call each worker, each with a slot of its own.
-        registered: the data, if readers have it; the cluster keeps the pass then.
+        registered: the data, of which readers may have parts: then the cluster knows the
+            pass. None if it is the coordinator's in any case.
     """
 
     def __init__(
@@ -181,9 +182,10 @@ class WorkerRun:
     def stop(self) -> None:
         """Ends the pass; waits for the calls in flight, with a limit."""
         self.request_stop()
-        self._join(time.monotonic() + _STALL_SECONDS)
+        self._join(_STALL_SECONDS)
 
-    def _join(self, deadline: float) -> None:
+    def _join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -198,7 +200,7 @@ class WorkerRun:
                 self.request_stop()
                 # In a thread, as the server that it calls may be the one that failed.
                 threading.Thread(target=self._release, name="recsync_release", daemon=True).start()
-                self._join(time.monotonic() + _LEAVE_SECONDS)
+                self._join(_LEAVE_SECONDS)
             raise
 
     def settle(self) -> None:
@@ -331,7 +333,9 @@ class WorkerRun:
 
     def _release(self) -> None:
         """Has workers that wait for one whose step has failed end, too."""
-        while self._crew is not None:
+        if self._crew is None:
+            return
+        while True:
             with self._changed:
                 if self._live == 0:
                     return

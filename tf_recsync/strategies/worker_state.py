@@ -43,7 +43,7 @@ class WorkerState:
         self._counts = tf.Variable(on_worker(counts), trainable=False)
         self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
 
-    def close(self, is_reachable: bool = True) -> None:
+    def close(self, is_reachable: bool) -> None:
         """Leaves the data; the pipeline of a pass that all workers have left is ended.
 
         Args:
