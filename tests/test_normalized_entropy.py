@@ -131,8 +131,9 @@ def test_its_configuration_makes_an_equal_metric():
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="epsilon=0.5"):
-        NormalizedEntropy(epsilon=0.5)
+    for wrong in (0.5, 0.0, 1e-50):
+        with pytest.raises(ValueError, match=f"epsilon={wrong}"):
+            NormalizedEntropy(epsilon=wrong)
     metric = NormalizedEntropy()
     with pytest.raises(ValueError, match="y_pred: has 3 elements, must have 2"):
         metric.update_state([0, 1], [0.1, 0.2, 0.3])

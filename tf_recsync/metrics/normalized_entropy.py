@@ -3,7 +3,12 @@
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
+
+from tf_recsync import ops as recsync_ops
+from tf_recsync.metrics.examples import examples_of
+from tf_recsync.optimizers.plain_update import in_xla_context
 
 
 @keras.saving.register_keras_serializable(package="tf_recsync")
@@ -47,7 +52,7 @@ class NormalizedEntropy(keras.metrics.Metric):
     ) -> None:
         """See the class."""
         super().__init__(name=name, dtype=dtype)
-        if not 0 < epsilon < 0.5:
+        if not 0 < np.float32(epsilon) < 0.5:  # As the op takes it.
             raise ValueError(f"epsilon={epsilon}: must be greater than 0 and less than 0.5.")
         self.from_logits = from_logits
         self.epsilon = epsilon
@@ -70,9 +75,25 @@ class NormalizedEntropy(keras.metrics.Metric):
         Raises:
             ValueError: If the numbers of labels, predictions and weights are known to differ.
         """
-        labels = _flat(y_true)
-        predictions = _flat(y_pred)
-        _check_size("y_pred", predictions, labels)
+        labels, predictions, weights = examples_of(y_true, y_pred, sample_weight)
+        sums = (self.loss_sum, self.label_sum, self.weight_sum)
+        if in_xla_context():
+            added = self._sums(*(ops.cast(x, "float64") for x in (labels, predictions, weights)))
+            new = [total + values for total, values in zip(sums, added, strict=True)]
+        else:
+            new = recsync_ops.add_log_loss(
+                *(ops.convert_to_tensor(total) for total in sums),
+                labels,
+                predictions,
+                weights,
+                from_logits=self.from_logits,
+                epsilon=self.epsilon,
+            )
+        for total, value in zip(sums, new, strict=True):
+            total.assign(value)
+
+    def _sums(self, labels: Any, predictions: Any, weights: Any) -> list[Any]:
+        """What the op adds, in stock ops, for XLA."""
         if self.from_logits:
             # log(1 + exp(x)) - label * x without overflow.
             losses = ops.maximum(predictions, 0.0) - labels * predictions
@@ -80,18 +101,8 @@ class NormalizedEntropy(keras.metrics.Metric):
         else:
             predictions = ops.clip(predictions, self.epsilon, 1.0 - self.epsilon)
             losses = -labels * ops.log(predictions) - (1.0 - labels) * ops.log1p(-predictions)
-        weights = ops.ones_like(labels)
-        if sample_weight is not None:
-            sample_weight = _flat(sample_weight)
-            if sample_weight.shape[0] != 1:
-                _check_size("sample_weight", sample_weight, labels)
-            weights = weights * sample_weight
-        for total, values in (
-            (self.loss_sum, losses * weights),
-            (self.label_sum, labels * weights),
-            (self.weight_sum, weights),
-        ):
-            total.assign(total + ops.sum(values))
+        weights = weights * ops.ones_like(labels)
+        return [ops.sum(values) for values in (losses * weights, labels * weights, weights)]
 
     def result(self) -> Any:
         """Returns the normalized entropy of all examples so far, a scalar."""
@@ -114,15 +125,3 @@ class NormalizedEntropy(keras.metrics.Metric):
             "from_logits": self.from_logits,
             "epsilon": self.epsilon,
         }
-
-
-def _flat(values: Any) -> Any:
-    """Returns values of any shape as float64 `[n]`."""
-    return ops.reshape(ops.cast(ops.convert_to_tensor(values), "float64"), (-1,))
-
-
-def _check_size(name: str, values: Any, labels: Any) -> None:
-    """Raises ValueError if two vectors are known to have different sizes."""
-    size, expected = values.shape[0], labels.shape[0]
-    if None not in (size, expected) and size != expected:
-        raise ValueError(f"{name}: has {size} elements, must have {expected} as y_true has.")

@@ -38,6 +38,8 @@ adagrad_dense = library.recsync_adagrad_dense
 adam_dense = library.recsync_adam_dense
 ftrl_dense = library.recsync_ftrl_dense
 mean_normalize = library.recsync_mean_normalize
+add_log_loss = library.recsync_add_log_loss
+add_scores = library.recsync_add_scores
 delay = library.recsync_delay
 transfer = library.recsync_transfer
 server_threads = library.recsync_server_threads
@@ -87,6 +89,8 @@ for _name in (
     "RecsyncFtrlDense",
     "RecsyncFtrlRows",
     "RecsyncMeanNormalizeGrad",
+    "RecsyncAddLogLoss",
+    "RecsyncAddScores",
     "RecsyncDelay",
     "RecsyncTransfer",
     "RecsyncServerThreads",
