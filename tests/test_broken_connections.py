@@ -1,6 +1,7 @@
-"""Connections to workers that break while the workers live."""
+"""Connections to servers that break while the servers live."""
 
 import contextlib
+import re
 import threading
 import time
 
@@ -122,3 +123,45 @@ def test_only_servers_of_the_cluster_are_readmitted_anew(two, wrong):
         two.readmit(anew=[wrong])
     with pytest.raises(ValueError, match="each once"):
         two.readmit(anew=[("ps", 0), ("ps", 0)])
+
+
+def break_connection(cluster) -> None:
+    """Leaves the parameter server without a connection that gRPC would use at once."""
+    cluster.pause("ps", 0)
+    try:
+        # Its listener still takes connections, of which nothing comes: attempts that fail.
+        for _ in range(3):
+            cluster.cut_off("ps", 0)
+            cluster.probe("ps", 0).join(0.3)
+        cluster.cut_off("ps", 0)
+    finally:
+        cluster.resume("ps", 0)
+
+
+def test_connecting_again_waits_for_a_parameter_server_whose_connection_has_broken(two):
+    two.connect()
+    with tf.device(device_of("ps", 0)):
+        kept = tf.Variable(7.0)
+    break_connection(two)
+    strategy = recsync.AsyncStrategy(two)
+    assert train(strategy) == -STEPS
+    assert kept.numpy() == 7.0
+
+
+def test_connecting_again_names_a_parameter_server_that_stands_still(two):
+    two.connect()
+    two.pause("ps", 0)
+    try:
+        address = re.escape(two.cluster_spec.task_address("ps", 0))
+        with pytest.raises(RuntimeError, match=rf"within timeout=1 s: ps:0 \({address}\)"):
+            two.connect(timeout=1.0)
+    finally:
+        two.resume("ps", 0)
+    two.connect()
+
+
+def test_connecting_again_readmits_a_parameter_server_that_was_started_again(two):
+    assert train(recsync.AsyncStrategy(two)) == -STEPS
+    two.kill("ps", 0)
+    two.restart("ps", 0)
+    assert train(recsync.AsyncStrategy(two)) == -STEPS

@@ -2,6 +2,8 @@
 
 import contextlib
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -9,9 +11,10 @@ import tensorflow as tf
 from helpers import AtBatch, compiled, compute_time, mean_output, slope_model
 
 import tf_recsync as recsync
-from tf_recsync.cluster.signs_of_life import cut_connections
+from tf_recsync.cluster import signs_of_life
+from tf_recsync.cluster.signs_of_life import cut_connections, peers_of
 from tf_recsync.optimizers import SGD
-from tf_recsync.strategies import silence_watch
+from tf_recsync.strategies import silence_watch, worker_run
 
 MAKERS = {
     "async": recsync.AsyncStrategy,
@@ -110,15 +113,67 @@ def test_only_connections_to_the_named_server_are_cut():
             theirs = stack.enter_context(listener.accept()[0])
             ends.append((address[1], ours, theirs))
         (port, cut, _), (_, kept, theirs) = ends
-        assert cut_connections(f"localhost:{port}") == 1
+        assert cut_connections(peers_of(f"localhost:{port}")) == 1
         assert cut.recv(1) == b""  # The end, rather than a wait.
         theirs.sendall(b"x")
         assert kept.recv(1) == b"x"
 
 
+def test_connections_are_cut_also_when_a_name_can_no_longer_be_resolved(two, monkeypatch):
+    two.connect()
+    with tf.device("/job:worker/task:1"):
+        tf.add(1, 2)
+    cut = []
+    monkeypatch.setattr(signs_of_life, "cut_connections", cut.append)
+
+    def unknown(*args, **kwargs):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    two.cut_off("worker", 1)
+    host, _, port = two.cluster_spec.task_address("worker", 1).rpartition(":")
+    assert (host, int(port)) in cut[0]
+
+
+STANDING_STILL = """
+import tensorflow as tf
+import tf_recsync as recsync
+from tf_recsync.cluster import signs_of_life
+
+def error_of_connecting(timeout):
+    try:
+        cluster.connect(timeout)
+    except RuntimeError as error:
+        return str(error)
+
+with recsync.LocalCluster(workers=1, ps=1) as cluster:
+    cluster.pause("worker", 0)
+    message = error_of_connecting(1.0)
+    address = cluster.cluster_spec.task_address("worker", 0)
+    assert message == f"servers not up within timeout=1 s: worker:0 ({address})", message
+    # As if it began to stand still between our greeting and the connection.
+    signs_of_life.greets = signs_of_life.accepts_connections
+    assert "TensorFlow did not finish in time" in error_of_connecting(2.0)
+    assert "an earlier change of the connection has not ended yet" in error_of_connecting(0.5)
+    cluster.resume("worker", 0)
+    cluster.connect()
+    with tf.device("/job:worker/task:0"):
+        assert tf.add(1, 2) == 3
+"""
+
+
+def test_connecting_ends_in_time_when_a_server_stands_still_and_can_be_done_again():
+    # In a process that was not connected before: TensorFlow's first connection is another matter.
+    command = [sys.executable, "-c", STANDING_STILL]
+    subprocess.run(command, check=True, timeout=150)
+
+
 # The last one: what it leaves on the servers is that of a pass that failed.
 @pytest.mark.timeout(120)
-def test_training_fails_when_a_parameter_server_stands_still(two):
-    strategy = recsync.AsyncStrategy(two, worker_timeout=2.0)
+@pytest.mark.parametrize("mode", MAKERS)
+def test_training_fails_when_a_parameter_server_stands_still(two, mode, monkeypatch):
+    # It also is asked who waits for whom, which is logged before it is given up.
+    monkeypatch.setattr(worker_run, "_STALL_SECONDS", 1.0)
+    strategy = MAKERS[mode](two, worker_timeout=2.0)
     with pytest.raises(RuntimeError, match="parameter server ps:0 has not answered for"):
         train(strategy, AtBatch(8, lambda: two.pause("ps", 0)))

@@ -294,10 +294,11 @@ def main(argv: list[str], arguments: list[str]) -> int:
                     None if has_first_reader else anew,
                 )
             )
-        except tf.errors.OpError as error:
+        except (tf.errors.OpError, RuntimeError) as error:
             if _port_is_taken(config.own_address):
                 return _fail(*taken)
-            return _fail(f"{where}: {error.message}", 1)
+            # The data service raises RuntimeErrors.
+            return _fail(f"{where}: {getattr(error, 'message', error)}", 1)
     for config in configs:
         sys.stdout.write(
             f"tf_recsync server {_name_of(config)} listening on {config.own_address}\n"

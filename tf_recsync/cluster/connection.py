@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import itertools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
@@ -20,6 +22,8 @@ from tf_recsync.cluster import data_service, signs_of_life, tf_config
 _CHIEF = "chief"
 _DISCONNECT_SECONDS = 9.0  # How long `close` waits for TensorFlow.
 _QUIET_DISCONNECT_SECONDS = 1.0  # How much of it before the servers are stopped.
+_RETRY_SECONDS = 0.1  # Between attempts to reach a server.
+_ANSWER_SECONDS = 10.0  # For a server to answer in an attempt.
 
 # The eager context, and with it the connection, belongs to the whole process.
 _lock = threading.RLock()
@@ -42,7 +46,6 @@ class Cluster:
       ps: The number of parameter servers.
       readers: The number of readers, which run input pipelines. Without any, this process does.
       data_service: Hands the workers their data, from this process.
-      reader_passes: The passes that take data from readers and have not been dropped.
 
     Example:
       ```python
@@ -78,7 +81,11 @@ class Cluster:
         self.workers = len(self._addresses.get("worker", ()))
         self.ps = len(self._addresses.get("ps", ()))
         self.readers = len(self._readers)
-        self.reader_passes: weakref.WeakSet = weakref.WeakSet()
+        self._reader_passes: weakref.WeakSet = weakref.WeakSet()
+        self._passes_lock = threading.Lock()
+        # Of each address, what connections to it have had at their other end: a name may get
+        # another address, or none, when its machine is gone.
+        self._peers: dict[str, set[signs_of_life.Peer]] = {}
         self.cluster_spec = tf.train.ClusterSpec(self._addresses)
         self.data_service = data_service.DataService(self.host)
         has_chief = _CHIEF in self._addresses
@@ -99,12 +106,26 @@ class Cluster:
         """The address of the readers' data service, "grpc://host:port"; they have to be there."""
         return f"grpc://{self._readers[0]}"
 
+    def add_reader_pass(self, run: Any) -> None:
+        """Keeps a pass that takes data from readers in mind, until it is dropped."""
+        with self._passes_lock:
+            self._reader_passes.add(run)
+
+    def reader_passes(self) -> list[Any]:
+        """The passes that take data from readers and have not been dropped."""
+        with self._passes_lock:
+            return list(self._reader_passes)
+
     def connect(self, timeout: float = 60.0) -> None:
         """Connects this process to the servers as job "chief".
 
         Connect before you make variables, datasets or other resources: TensorFlow renames
         this process's devices when it connects for the first time, and what was made before
-        can no longer be used. Does nothing if this cluster is connected.
+        can no longer be used.
+
+        If this cluster is connected, waits until its parameter servers can be used, also those
+        to which a connection has broken meanwhile. If one was started again, `readmit` takes all
+        such servers in, for which all have to be up.
 
         All servers see each other (no device filters). For the whole process, it sets the
         environment variables `TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE=False` and
@@ -121,18 +142,25 @@ class Cluster:
             a server was not up in time; the message names it.
           ValueError: `timeout` or the bind address is wrong.
         """
-        global _connected
         _check_timeout(timeout)
+        deadline = time.monotonic() + timeout
+        if not self._connect(timeout, deadline):
+            self._reach_parameter_servers(timeout, deadline)
+
+    def _connect(self, timeout: float, deadline: float) -> bool:
+        """Connects; False if this cluster is connected."""
+        global _connected
         with _lock:
             if self._closed:
                 raise RuntimeError("this cluster is closed; make a new one to connect to")
             if _connected is self:
-                return
+                return False
             if _connected is not None:
                 raise RuntimeError(
                     f"this process is connected to another cluster, {_connected}, and TensorFlow "
                     "knows one at a time; call close() on that one first"
                 )
+            _wait_for_pending(deadline, "connecting")
             current = context.get_server_def()
             if current is not None and current != _own_server_def:
                 raise RuntimeError(
@@ -141,8 +169,8 @@ class Cluster:
                     "tf.config.experimental_connect_to_cluster; connect by this cluster only"
                 )
             self._confine_listeners()
-            deadline = time.monotonic() + timeout
-            _wait_until_up({**self._addresses, tf_config.READER: self._readers}, timeout)
+            servers = {**self._addresses, tf_config.READER: self._readers}
+            _wait_until(signs_of_life.greets, servers, timeout)
             _engine.keep_python_running(connected=True)
             os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
             os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
@@ -150,7 +178,39 @@ class Cluster:
             server_def = _make_server_def(self._addresses, self._chief_address)
             _run_with_limit(lambda: _set_server_def(server_def), deadline, "connecting")
             _connected = self
+        for address in itertools.chain.from_iterable(self._addresses.values()):
+            self._known_peers(address)
         logging.info("Connected to %s.", self)
+        return True
+
+    def _reach_parameter_servers(self, timeout: float, deadline: float) -> None:
+        """Waits until all run ops for this process.
+
+        After a connection has broken, gRPC lets calls fail for a second and more before it
+        connects again.
+        """
+        missing = range(self.ps)
+        while True:
+            probes = {index: self.probe("ps", index) for index in missing}
+            limit = min(deadline, time.monotonic() + _ANSWER_SECONDS)
+            for index, probe in probes.items():
+                probe.join(max(0.0, limit - time.monotonic()))
+                if probe.is_alive():
+                    # It stands still, or a machine between has forgotten the connection.
+                    self.cut_off("ps", index)
+            missing = [index for index, probe in probes.items() if not probe.reachable]
+            if not missing:
+                return
+            error = _not_up_error(timeout, [(f"ps:{i}", self._addresses["ps"][i]) for i in missing])
+            if any(probe.answered and not probe.reachable for probe in probes.values()):
+                # It doesn't know us: it was started again.
+                try:
+                    self.readmit(max(0.1, min(_ANSWER_SECONDS, deadline - time.monotonic())))
+                except (RuntimeError, tf.errors.OpError) as reason:
+                    error.__cause__ = reason  # Such as a worker that is not up.
+            if time.monotonic() >= deadline:
+                raise error
+            time.sleep(_RETRY_SECONDS)
 
     def readmit(self, timeout: float = 60.0, anew: Sequence[tuple[str, int]] = ()) -> None:
         """Makes servers usable again that were killed and have been started again.
@@ -205,6 +265,20 @@ class Cluster:
                 )
         return rest
 
+    def _known_peers(self, address: str) -> set[signs_of_life.Peer]:
+        """What connections to an address have at their other end, now or before."""
+        known = self._peers.setdefault(address, set())
+        known |= self._peers_now(address)
+        return known
+
+    @staticmethod
+    def _peers_now(address: str) -> set[signs_of_life.Peer]:
+        try:
+            return signs_of_life.peers_of(address)
+        except OSError as error:
+            logging.warning("%s can't be resolved: %s", address, error)
+            return set()
+
     def cut_off(self, job: str, index: int) -> None:
         """Ends this process's connections to a server that does not answer.
 
@@ -215,7 +289,11 @@ class Cluster:
           job: "worker" or "ps".
           index: Which of them.
         """
-        signs_of_life.cut_connections(self._addresses[job][index])
+        address = self._addresses[job][index]
+        addresses = {a for of_job in self._addresses.values() for a in of_job} - {address}
+        # One of its earlier addresses may be another server's now.
+        others = set().union(*(self._peers_now(other) for other in addresses))
+        signs_of_life.cut_connections(self._known_peers(address) - others)
 
     def probe(self, job: str, index: int) -> signs_of_life.Probe:
         """Asks a server for a sign of life, in a thread.
@@ -343,7 +421,7 @@ class Cluster:
           RuntimeError: A server was not up in time; the message names it.
         """
         _check_timeout(timeout)
-        _wait_until_up(self._addresses, timeout)
+        _wait_until(signs_of_life.accepts_connections, self._addresses, timeout)
 
 
 def cluster_from_tf_config(bind_address: str | None = None) -> Cluster:
@@ -411,12 +489,17 @@ def _leave_pending(change: _Change) -> None:
     _pending = change
 
 
-def _run_with_limit(change: Callable[[], None], deadline: float, what: str) -> None:
-    """Runs `change`, after one that is still going on, until `deadline` at most."""
+def _wait_for_pending(deadline: float, what: str) -> None:
+    """Waits for a change that ran out of time; what it has set counts when it has ended."""
     if _pending is not None:
         _pending.join(max(0.0, deadline - time.monotonic()))
         if _pending.is_alive():
             raise RuntimeError(f"{what}: an earlier change of the connection has not ended yet")
+
+
+def _run_with_limit(change: Callable[[], None], deadline: float, what: str) -> None:
+    """Runs `change`, after one that is still going on, until `deadline` at most."""
+    _wait_for_pending(deadline, what)
     thread = _Change(change)
     thread.join(max(1.0, deadline - time.monotonic()))
     if thread.is_alive():
@@ -451,8 +534,12 @@ def _set_server_def(server_def: tensorflow_server_pb2.ServerDef) -> None:
         if current is not None and _chief_of(current) == _chief_of(server_def):
             eager_context.update_server_def(server_def)
         else:
-            eager_context.set_server_def(server_def)
+            # TensorFlow's first connection keeps Python's lock until all servers have answered,
+            # a later one does not: the first is to nobody.
+            alone = _make_server_def({}, _chief_of(server_def))
+            eager_context.set_server_def(alone)
             eager_context.ensure_initialized()
+            eager_context.update_server_def(server_def)
     except Exception:
         # The context stores the new one before it connects; it shall not keep a wrong one.
         eager_context._server_def = current
@@ -464,8 +551,10 @@ def _chief_of(server_def: tensorflow_server_pb2.ServerDef) -> str:
     return tf.train.ClusterSpec(server_def.cluster).task_address(_CHIEF, 0)
 
 
-def _wait_until_up(addresses: Mapping[str, Sequence[str]], timeout: float) -> None:
-    """Waits until all servers but the chief accept connections.
+def _wait_until(
+    is_up: Callable[[str], bool], addresses: Mapping[str, Sequence[str]], timeout: float
+) -> None:
+    """Waits until all servers but the chief are up.
 
     Raises:
       RuntimeError: A server was not up in time; the message names it.
@@ -478,13 +567,18 @@ def _wait_until_up(addresses: Mapping[str, Sequence[str]], timeout: float) -> No
         if job != _CHIEF
     ]
     while True:
-        missing = [item for item in missing if not signs_of_life.accepts_connections(item[1])]
+        missing = [item for item in missing if not is_up(item[1])]
         if not missing:
             return
         if time.monotonic() >= deadline:
-            names = ", ".join(f"{name} ({address})" for name, address in missing)
-            raise RuntimeError(f"servers not up within timeout={timeout:g} s: {names}")
-        time.sleep(0.1)
+            raise _not_up_error(timeout, missing)
+        time.sleep(_RETRY_SECONDS)
+
+
+def _not_up_error(timeout: float, missing: Sequence[tuple[str, str]]) -> RuntimeError:
+    """The error that names servers, each with its address."""
+    names = ", ".join(f"{name} ({address})" for name, address in missing)
+    return RuntimeError(f"servers not up within timeout={timeout:g} s: {names}")
 
 
 def _check_timeout(timeout: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 from absl import logging
+from tensorflow.core.protobuf import service_config_pb2
 
 from tf_recsync.cluster import signs_of_life, tf_config
 
@@ -18,6 +19,10 @@ _HEARTBEAT_MILLISECONDS = 1000
 # default is minutes, which pipelines of passes that were stopped would go on for.
 _ABANDONED_CHECK_MILLISECONDS = 500
 _ABANDONED_MILLISECONDS = 1000
+# How long a pass waits for a worker that died in it, with its place in the data: longer than
+# strategies wait for workers (`worker_timeout`). A pass that was ended before would begin anew,
+# without a word, with the first worker that is back.
+_CLIENT_MILLISECONDS = 60 * 60 * 1000
 _END_SECONDS = 0.5  # How often it is looked whether the last pipeline has ended.
 
 
@@ -163,12 +168,16 @@ def _in_address(host: str) -> str:
 
 
 def _start_dispatcher(port: int) -> tf.data.experimental.service.DispatchServer:
-    service = tf.data.experimental.service
-    return service.DispatchServer(
-        service.DispatcherConfig(
+    # Not tf.data's own class, which lacks the last two.
+    return tf.data.experimental.service.DispatchServer(
+        service_config_pb2.DispatcherConfig(
             port=port,
+            protocol="grpc",
             job_gc_check_interval_ms=_ABANDONED_CHECK_MILLISECONDS,
             job_gc_timeout_ms=_ABANDONED_MILLISECONDS,
+            # Those of several readers, too.
+            gc_dynamic_sharding_jobs=True,
+            client_timeout_ms=_CLIENT_MILLISECONDS,
         )
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
@@ -12,12 +13,14 @@ from absl import logging
 
 from tf_recsync.cluster import tf_config
 
-_READER_SECONDS = 1.0  # For a reader's answer.
+_GREETING_SECONDS = 1.0  # For the answer to it.
 # What a client of HTTP/2, and so of gRPC, begins with: a fixed text and empty settings.
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 if TYPE_CHECKING:
     from tf_recsync.cluster.connection import Cluster
+
+Peer = tuple[str, int]  # A numeric address and a port.
 
 
 def device_of(job: str, index: int) -> str:
@@ -76,21 +79,33 @@ class ReaderProbe(Probe):
     """
 
     def __init__(self, cluster: Cluster, address: str):
-        self._address = tf_config.split_address(address)
+        self._address = address
         super().__init__(cluster, "")
 
     def run(self) -> None:
-        try:
-            with socket.create_connection(self._address, timeout=_READER_SECONDS) as connection:
-                connection.sendall(_HTTP2_GREETING)
-                if connection.recv(1):
-                    self.reachable = self.answered = True
-        except OSError as error:
-            logging.debug("reader at %s does not answer: %s", self._address, error)
+        if greets(self._address):
+            self.reachable = self.answered = True
+
+
+def greets(address: str) -> bool:
+    """Whether a server answers a greeting in HTTP/2; one that stands still does not.
+
+    Args:
+      address: The server's "host:port".
+    """
+    try:
+        with socket.create_connection(
+            tf_config.split_address(address), timeout=_GREETING_SECONDS
+        ) as connection:
+            connection.sendall(_HTTP2_GREETING)
+            return bool(connection.recv(1))
+    except OSError as error:
+        logging.debug("%s does not answer: %s", address, error)
+        return False
 
 
 def accepts_connections(address: str) -> bool:
-    """Whether something listens at an address, "host:port"."""
+    """Whether something listens at an address, "host:port"; it may stand still."""
     try:
         with socket.create_connection(tf_config.split_address(address), timeout=1.0):
             return True
@@ -98,20 +113,31 @@ def accepts_connections(address: str) -> bool:
         return False
 
 
-def cut_connections(address: str) -> int:
+def peers_of(address: str) -> set[Peer]:
+    """What connections to a server have at their other end.
+
+    Args:
+      address: The server's "host:port".
+
+    Raises:
+      OSError: The host's name can't be resolved.
+    """
+    host, port = tf_config.split_address(address)
+    peers = {info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    return peers | {(f"::ffff:{peer}", number) for peer, number in peers}
+
+
+def cut_connections(peers: Collection[Peer]) -> int:
     """Ends this process's connections to a server, and with them calls that wait for it.
 
     These fail with `tf.errors.UnavailableError`; later ones connect anew.
 
     Args:
-      address: The server's "host:port".
+      peers: What they have at their other end, see `peers_of`.
 
     Returns:
       How many connections there were.
     """
-    host, port = tf_config.split_address(address)
-    peers = {info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    peers |= {(f"::ffff:{peer}", number) for peer, number in peers}
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:

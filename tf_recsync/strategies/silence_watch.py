@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+from absl import logging
 
 from tf_recsync.cluster import Cluster, Probe
 
@@ -23,6 +25,30 @@ Server = tuple[str, int]  # Job and index.
 def silence_limit(worker_timeout: float) -> float:
     """For how many seconds a server may be silent, with the `worker_timeout` of a strategy."""
     return min(max(worker_timeout, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+
+
+def silent_or_new(cluster: Cluster, workers: Sequence[int], seconds: float) -> list[int]:
+    """The workers that have nothing any more of what they had, or don't answer.
+
+    Connections to those that don't answer are cut.
+
+    Args:
+        cluster: the connected cluster.
+        workers: the workers to ask; nothing may be asked of them meanwhile.
+        seconds: how long to wait for an answer.
+    """
+    probes = {worker: cluster.probe("worker", worker) for worker in workers}
+    deadline = time.monotonic() + seconds
+    for worker, probe in list(probes.items()):
+        probe.join(max(0.0, deadline - time.monotonic()))
+        if probe.is_alive():
+            logging.warning("worker:%d has not answered for %.0f s.", worker, seconds)
+            cluster.cut_off("worker", worker)
+        elif probe.answered is False:
+            # A connection that broke while nobody used it shows at the first call.
+            probe = probes[worker] = cluster.probe("worker", worker)
+            probe.join(max(0.0, deadline - time.monotonic()))
+    return [worker for worker, probe in probes.items() if not probe.reachable]
 
 
 class SilenceWatch(threading.Thread):
