@@ -4,6 +4,8 @@ What is measured: own <- (1 - alpha) own + alpha target, of `--megabytes` of par
 variables, as ShadowSync's synchronization does it (Zheng et al. 2021, algorithms 2 to 4):
 
 - `recsync`: this package's fused op, beside which training may go on;
+- `sync_ps`: the same as the sync PSs' copy is moved: alone on its variables, and with what it has
+  become as an answer, so that it writes twice;
 - `tensorflow`: the same with stock ops: the parameters are read and packed, interpolated, split and
   assigned;
 - `plain_loop`: a plain C++ loop over arrays (plain_loop.cc), which reads both and writes one: what
@@ -11,8 +13,8 @@ variables, as ShadowSync's synchronization does it (Zheng et al. 2021, algorithm
 
 How: in one process, each system in turn within a round; the first round warms up and is not
 counted. `ratio_plain_loop` and `ratio_tensorflow` are the medians of the rounds' ratios of speeds,
-ours over theirs; `gigabytes_per_second` counts three passes over the parameters, whatever a system
-really moves.
+ours over theirs, and `ratio_sync_ps_plain_loop` is that of the sync PSs' form;
+`gigabytes_per_second` counts three passes over the parameters, whatever a system really moves.
 
     python benchmarks/interpolation.py --json=interpolation.json
 """
@@ -43,6 +45,7 @@ ALPHA = 0.3
 PARTS = (8, 4, 2, 1, 1)  # Of the parameters: the sizes of variables, in sixteenths.
 STOCK = "tensorflow"
 LOOP = "plain_loop"
+SYNC_PS = "sync_ps"
 
 
 def variables() -> list[tf.Variable]:
@@ -54,7 +57,7 @@ def target_of(own: list[tf.Variable]) -> tf.Tensor:
     return tf.random.normal([sum(v.shape.num_elements() for v in own)])
 
 
-def ours() -> Callable[[], None]:
+def ours(hogwild: bool, answer: bool) -> Callable[[], None]:
     own = variables()
     target = target_of(own)
 
@@ -62,7 +65,7 @@ def ours() -> Callable[[], None]:
     def run(target):
         handles = [variable.handle for variable in own]
         for _ in range(FLAGS.calls):
-            ops.interpolate(handles, target, ALPHA, hogwild=True, answer=False)
+            ops.interpolate(handles, target, ALPHA, hogwild=hogwild, answer=answer)
 
     return lambda: run(target)
 
@@ -110,7 +113,12 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     tf.config.threading.set_intra_op_parallelism_threads(FLAGS.threads)
-    runs = {common.OURS: ours(), STOCK: stock(), LOOP: loop()}
+    runs = {
+        common.OURS: ours(hogwild=True, answer=False),
+        SYNC_PS: ours(hogwild=False, answer=True),
+        STOCK: stock(),
+        LOOP: loop(),
+    }
     for run in runs.values():
         run()
     rounds = [{name: seconds(run) for name, run in runs.items()} for _ in range(FLAGS.rounds)]
@@ -128,6 +136,9 @@ def main(argv: list[str]) -> None:
         f"ratio_{other}": round(statistics.median(r[other] / r[common.OURS] for r in rounds), 3)
         for other in (STOCK, LOOP)
     }
+    ratios["ratio_sync_ps_plain_loop"] = round(
+        statistics.median(r[LOOP] / r[SYNC_PS] for r in rounds), 3
+    )
     common.report({"benchmark": "interpolation", **settings, **ratios})
 
 

@@ -3,7 +3,9 @@
 Steps have an artificial compute time, which uses no processor, and the links of the sync PSs an
 artificial bandwidth, so that many trainers overlap on a few cores and saturate sync PSs as on
 machines of their own. The bandwidth is given as the synchronizations that a link carries in a
-second: the parameters of the model go there and back.
+second: the parameters of the model go there and back. Where there are no sync PSs, it is the
+trainers' links that are limited, on which all-reduce sends and receives the parameters twice; as in
+the paper it comes less often.
 
 Where quality is measured, the compute time is the shorter the fewer threads train, so that all
 their steps together come as fast, and links are as much faster: what counts is in which order
@@ -46,6 +48,12 @@ def define_flags() -> None:
         "sync_capacity",
         8.0,
         "Synchronizations per second that a sync PS's link carries.",
+        lower_bound=0.001,
+    )
+    flags.DEFINE_float(
+        "all_reduce_capacity",
+        1.0,
+        "Synchronizations per second that a trainer's link carries, without sync PSs.",
         lower_bound=0.001,
     )
     flags.DEFINE_float("speed_seconds", 33.0, "How long a speed is measured.", lower_bound=0.1)
@@ -200,10 +208,14 @@ class Laboratory:
                 "binary_crossentropy",
                 metrics=[recsync.metrics.NormalizedEntropy()],
             )
+        elements = sum(np.size(value) for value in strategy.copies(model)[0])
+        parameters = faster * 8 * elements  # There and back.
         if sync_ps:
-            elements = sum(np.size(value) for value in strategy.copies(model)[0])
-            bandwidth = FLAGS.sync_capacity * faster * 8 * elements
+            bandwidth = FLAGS.sync_capacity * parameters
             recsync.testing.set_bandwidth(strategy, bandwidth, strategy.sync_ps)
+        else:
+            bandwidth = 2 * FLAGS.all_reduce_capacity * parameters
+            recsync.testing.set_bandwidth(strategy, bandwidth, job="worker")
         return strategy, model
 
 

@@ -4,8 +4,8 @@
   FR-EASGD-5 and FR-EASGD-30, and FR-EASGD-5 with twice the sync PSs (figure 5, right);
 - easgd: train NE and eval NE of S-EASGD and FR-EASGD against trainers, and in the middle one of
   these also with the other gaps of the paper (tables 2 and 3, figure 5, left);
-- decentralized: S-MA, S-BMUF with two elastic parameters, FR-MA and FR-BMUF beside S-EASGD
-  (figures 6 and 7);
+- decentralized: EPS and NE of S-MA, S-BMUF with two elastic parameters, FR-MA and FR-BMUF beside
+  S-EASGD, and EPS without synchronization (figures 6 and 7);
 - threads: S-EASGD against the Hogwild threads of a trainer (figure 8).
 
 All settings train the same Wide & Deep model with `model.fit` on synthetic clicks, once over. Train
@@ -17,14 +17,14 @@ package costs, and not where a machine's memory saturates. NE of easgd, decentra
 comes from runs whose clock is scaled; see there.
 
 Keys of the JSON list, an object for each setting of an experiment: experiment, setting, trainers,
-threads, sync_ps. Of speed and threads: eps, eps_min, eps_max (the median, the smallest and the
-largest of `--rounds`), relative_to_no_synchronization (the median of the rounds' ratios),
+threads, sync_ps. Of all but easgd: eps, eps_min, eps_max (the median, the smallest and the largest
+of `--rounds`), relative_to_no_synchronization (the median of the rounds' ratios),
 relative_to_fewest (over the setting with the fewest trainers, or threads), sync_gap,
 sync_gap_by_bytes (steps for a synchronization, counted in both ways of section 4.1.1),
-syncs_per_second, cpu_share. Of the others and threads: train_ne, eval_ne (the mean and the
-half-width of its 95 % confidence interval), less_s_easgd_train, less_s_easgd_eval (the same of the
-differences from S-EASGD with as many trainers), increase_percent_train, increase_percent_eval
-(from the fewest trainers, as in table 3), sync_gap. The last object, `summary`, has r_squared (of a
+syncs_per_second, cpu_share. Of all but speed: train_ne, eval_ne (the mean and the half-width of its
+95 % confidence interval), less_s_easgd_train, less_s_easgd_eval (the same of the differences from
+S-EASGD with as many trainers), increase_percent_train, increase_percent_eval (from the fewest
+trainers, as in table 3), quality_sync_gap. The last object, `summary`, has of speed r_squared (of a
 line through the EPS of each setting against trainers), cost_percent (of EPS, what S-EASGD takes
 from training without synchronization: the median of all trainers' medians) and cost_percent_most.
 
@@ -62,7 +62,7 @@ flags.DEFINE_integer("threads", 2, "Of a trainer, but in threads.", lower_bound=
 flags.DEFINE_list("thread_trainers", ["5", "10"], "threads: numbers of trainers.")
 flags.DEFINE_list("thread_counts", ["1", "2", "4"], "threads: of a trainer.")
 flags.DEFINE_float("fr_per_minute", 6.0, "decentralized: of FR-MA and FR-BMUF.")
-flags.DEFINE_integer("rounds", 3, "speed, threads: how often speeds are measured.", lower_bound=1)
+flags.DEFINE_integer("rounds", 3, "How often speeds are measured.", lower_bound=1)
 flags.DEFINE_integer("seeds", 5, "How often quality is measured.", lower_bound=1)
 flags.DEFINE_string("json", None, "Gets the results, a list of objects.")
 flags.DEFINE_string("png", None, "Gets the pictures. Default: beside --json.")
@@ -81,6 +81,11 @@ def easgd(name: str, mode: Any, trainers: int, sync_ps: int = 1, threads: int | 
     return Setting(name, algorithm, mode, trainers, threads or FLAGS.threads, sync_ps)
 
 
+def never(trainers: int) -> Setting:
+    """Without synchronization."""
+    return easgd(NO_SYNC, recsync.Foreground(gap=NEVER), trainers)
+
+
 def foreground(gap: int, trainers: int, sync_ps: int = 1) -> Setting:
     """FR-EASGD with a gap."""
     twice = f", {sync_ps} sync PSs" if sync_ps > 1 else ""
@@ -92,9 +97,8 @@ def settings(experiment: str) -> list[Setting]:
     found: list[Setting] = []
     if experiment == "speed":
         for trainers in numbers("trainers"):
-            never = recsync.Foreground(gap=NEVER)
             found += [
-                easgd(NO_SYNC, never, trainers),
+                never(trainers),
                 easgd(S_EASGD, "shadow", trainers),
                 *(foreground(gap, trainers) for gap in (5, 30)),
                 foreground(5, trainers, sync_ps=2),
@@ -124,6 +128,7 @@ def decentralized(trainers: int) -> list[Setting]:
     rate = recsync.Foreground(per_minute=FLAGS.fr_per_minute)
     options = trainers, FLAGS.threads
     return [
+        never(trainers),
         easgd(S_EASGD, "shadow", trainers),
         Setting("S-MA", ma, "shadow", *options),
         Setting("S-BMUF", bmuf, "shadow", *options),
@@ -142,7 +147,7 @@ def measure(
     everything = settings(experiment)
     for trainers in dict.fromkeys(setting.trainers for setting in everything):
         group = [setting for setting in everything if setting.trainers == trainers]
-        if experiment in ("speed", "threads"):
+        if experiment != "easgd":
             for number in range(FLAGS.rounds):
                 for setting in group:
                     speed = laboratory.speed(setting, FLAGS.compute_seconds)
@@ -150,7 +155,7 @@ def measure(
                     _say(experiment, setting, f"round {number + 1}", f"{speed.eps:.0f} examples/s")
         if experiment != "speed":
             for seed in range(FLAGS.seeds):
-                for setting in group:
+                for setting in (setting for setting in group if setting.syncs):
                     quality = laboratory.quality(setting, seed)
                     qualities.setdefault(setting, []).append(quality)
                     _say(experiment, setting, f"seed {seed + 1}", f"eval NE {quality.eval_ne:.5f}")
@@ -195,7 +200,7 @@ def _speed_figures(setting: Setting, speeds: dict[Setting, list[Speed]], experim
     if experiment == "threads":
         alike = [s for s in alike if s.trainers == setting.trainers]
     fewest = min(alike, key=lambda s: s.trainers * s.threads)
-    never = [s for s in speeds if not s.syncs and s.trainers == setting.trainers]
+    bases = [s for s in speeds if not s.syncs and s.trainers == setting.trainers]
     figures: Row = {
         "eps": round(statistics.median(s.eps for s in mine), 1),
         "eps_min": round(min(s.eps for s in mine), 1),
@@ -210,8 +215,8 @@ def _speed_figures(setting: Setting, speeds: dict[Setting, list[Speed]], experim
         "syncs_per_second": round(statistics.median(s.syncs_per_second for s in mine), 2),
         "cpu_share": round(statistics.median(s.cpu_share for s in mine), 2),
     }
-    if never:
-        pairs = zip(mine, speeds[never[0]], strict=True)
+    if bases:
+        pairs = zip(mine, speeds[bases[0]], strict=True)
         ratio = statistics.median(one.eps / other.eps for one, other in pairs)
         figures["relative_to_no_synchronization"] = round(ratio, 4)
     return figures

@@ -21,7 +21,7 @@ def speed(name, trainers, eps):
     return Speed(eps * trainers, gap, 1.1 * gap, 0.0 if never else 8.0, 0.5)
 
 def quality(setting, seed):
-    worse = {"S-EASGD": 0.0, "FR-EASGD-5": 0.01}[setting.name] * (1 + seed)
+    worse = {"S-EASGD": 0.0, "FR-EASGD-5": 0.01}.get(setting.name, 0.02) * (1 + seed)
     ne = 0.8 + 0.1 * seed + 0.004 * (setting.trainers - 2) + worse
     return Quality(ne + 0.01, ne, 5.0)
 
@@ -31,7 +31,11 @@ rows = benchmark.make_rows("speed", speeds, {})
 wanted = [s for s in benchmark.settings("easgd") if s.name in PER_TRAINER]
 qualities = {s: [quality(s, seed) for seed in range(2)] for s in wanted}
 rows += benchmark.make_rows("easgd", {}, qualities)
-for experiment in ("speed", "easgd"):
+wanted = benchmark.settings("decentralized")
+speeds = {s: [speed(s.name, s.trainers, 90.0)] for s in wanted}
+qualities = {s: [quality(s, seed) for seed in range(2)] for s in wanted if s.syncs}
+rows += benchmark.make_rows("decentralized", speeds, qualities)
+for experiment in ("speed", "easgd", "decentralized"):
     benchmark.show(experiment, [row for row in rows if row["experiment"] == experiment])
 if mode_runs.plot_module() is not None:
     shadow_pictures.plot(rows, out / "shadow.png")
@@ -44,7 +48,7 @@ def test_rows_of_shadowsync_say_what_was_measured(tmp_path):
     arguments = ("--trainers=2,4,8", "--quality_trainers=2,4", "--threads=3")
     *rows, summary = run("shadowsync", tmp_path, SCRIPT, *arguments)
     found = {(row["experiment"], row["setting"], row["trainers"]): row for row in rows}
-    assert len(found) == len(rows) == 3 * 3 + 2 * 2
+    assert len(found) == len(rows) == 3 * 3 + 2 * 2 + 2 * 7
     assert {row["threads"] for row in rows} == {3}
     shadow = found["speed", "S-EASGD", 4]
     assert shadow["eps"] == 4 * (99 + 110) / 2
@@ -62,6 +66,11 @@ def test_rows_of_shadowsync_say_what_was_measured(tmp_path):
     assert found["easgd", "S-EASGD", 4]["less_s_easgd_eval"] == [0.0, 0.0]
     # From 0.85 with two trainers to 0.858 with four.
     assert found["easgd", "S-EASGD", 4]["increase_percent_eval"] == pytest.approx(0.941)
+    averaging = found["decentralized", "S-MA", 4]
+    assert (averaging["eps"], averaging["sync_ps"]) == (4 * 90, 0)
+    assert averaging["relative_to_no_synchronization"] == 1.0
+    assert averaging["less_s_easgd_eval"][0] == pytest.approx(0.03)
+    assert "eval_ne" not in found["decentralized", "no synchronization", 4]
     assert summary["r_squared"] == {
         "no synchronization": 1.0,
         "S-EASGD": 1.0,

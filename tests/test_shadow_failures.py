@@ -101,10 +101,21 @@ def test_a_killed_trainer_is_done_without_and_comes_back(cluster, algorithm, mod
     assert strategy.losses(model).workers == 1
 
 
-@pytest.mark.parametrize("mode", ["shadow", recsync.Foreground(gap=3)], ids=["shadow", "gap"])
-@pytest.mark.parametrize(("ps", "what"), [(1, "sync PS|parameter server"), (0, "parameter server")])
-def test_a_killed_server_ends_training_with_an_error_that_names_it(cluster, mode, ps, what):
-    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), mode)
+@pytest.mark.parametrize(
+    ("algorithm", "mode", "ps", "what"),
+    [
+        (recsync.EASGD(0.3), "shadow", 1, "sync PS|parameter server"),
+        (recsync.EASGD(0.3), "shadow", 0, "parameter server"),
+        (recsync.EASGD(0.3), recsync.Foreground(gap=3), 1, "sync PS|parameter server"),
+        (recsync.EASGD(0.3), recsync.Foreground(gap=3), 0, "parameter server"),
+        (recsync.ModelAveraging(0.3), recsync.Foreground(gap=3), 0, "parameter server"),
+    ],
+    ids=["shadow, sync", "shadow, embedding", "gap, sync", "gap, embedding", "MA, embedding"],
+)
+def test_a_killed_server_ends_training_with_an_error_that_names_it(
+    cluster, algorithm, mode, ps, what
+):
+    strategy = recsync.ShadowSyncStrategy(cluster, algorithm, mode)
     model = make_model(strategy)
     killed = []
 
@@ -211,12 +222,12 @@ def test_on_another_number_of_trainers_all_begin_with_the_mean(tmp_path):
 
 
 def test_one_thread_with_synchronization_in_the_foreground_is_numpys_sequence():
-    """Of a linear model, gradient steps with an exchange after every third one."""
-    alpha, rate, batches, gap = 0.4, 0.05, 20, 3
+    """Of logistic regression, gradient steps with an exchange after every third one."""
+    alpha, rate, batches, gap = 0.4, 0.5, 20, 3
     random = np.random.default_rng(1)
     x = random.normal(size=(batches, 8, WIDTH)).astype(np.float32)
-    y = random.normal(size=(batches, 8, 1)).astype(np.float32)
-    results = []
+    y = (random.random(size=(batches, 8, 1)) < 0.3).astype(np.float32)
+    results, train_ne = [], []
     with recsync.LocalCluster(workers=1, ps=1) as cluster:
         for _ in range(2):
             strategy = recsync.ShadowSyncStrategy(
@@ -224,21 +235,36 @@ def test_one_thread_with_synchronization_in_the_foreground_is_numpys_sequence():
             )
             with strategy.scope():
                 model = keras.Sequential(
-                    [keras.Input((WIDTH,)), keras.layers.Dense(1, use_bias=False)]
+                    [keras.Input((WIDTH,)), keras.layers.Dense(1, "sigmoid", use_bias=False)]
                 )
-                model.compile(recsync.optimizers.SGD(rate), "mse", steps_per_execution=4)
+                model.compile(
+                    recsync.optimizers.SGD(rate),
+                    "binary_crossentropy",
+                    metrics=[recsync.metrics.NormalizedEntropy()],
+                    steps_per_execution=4,
+                )
             model.layers[0].kernel.assign(np.ones((WIDTH, 1)))
             data = tf.data.Dataset.from_tensor_slices((x, y))
-            model.fit(data, verbose=0)
+            train_ne += model.fit(data, verbose=0).history["normalized_entropy"]
             results.append(model.layers[0].kernel.numpy())
     w, center = np.ones((WIDTH, 1)), np.ones((WIDTH, 1))
+    entropies = []
     for i in range(batches):
-        w -= rate * 2 * x[i].T @ (x[i] @ w - y[i]) / 8
+        p = 1 / (1 + np.exp(-x[i] @ w))
+        entropies.append(
+            -np.mean(y[i] * np.log(p) + (1 - y[i]) * np.log(1 - p))
+        )  # Before the step.
+        w -= rate * x[i].T @ (p - y[i]) / 8
         if (i + 1) % gap == 0:
             center = (1 - alpha) * center + alpha * w
             w = (1 - alpha) * w + alpha * center
     np.testing.assert_allclose(results[0], w, atol=1e-5)
     np.testing.assert_array_equal(results[0], results[1])
+    rate_of_clicks = np.mean(y)
+    expected = np.mean(entropies) / -(
+        rate_of_clicks * np.log(rate_of_clicks) + (1 - rate_of_clicks) * np.log(1 - rate_of_clicks)
+    )
+    np.testing.assert_allclose(train_ne, expected, rtol=1e-5)
 
 
 @pytest.mark.timeout(150)

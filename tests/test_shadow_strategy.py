@@ -10,6 +10,7 @@ import tensorflow as tf
 from helpers import events
 
 import tf_recsync as recsync
+from tf_recsync.synchronization.shadow_trainers import Trainers
 
 ROWS, WIDTH, EXAMPLES = 50, 4, 6000
 
@@ -67,7 +68,35 @@ def click_model(strategy, optimizer=adagrad, steps_per_execution=4, collection=T
     return model
 
 
+class HalfWay(recsync.Algorithm):
+    """One of a user: everybody takes half the way to the mean."""
+
+    def sync(self, trainers, center):
+        means = recsync.all_reduce_mean(trainers, [trainer.read() for trainer in trainers])
+        for trainer, mean in zip(trainers, means, strict=True):
+            trainer.move(mean, 0.5)
+
+
+class Follow(recsync.Algorithm):
+    """Another one: trainers follow the steps of the central copy, which they remember."""
+
+    is_central = True
+
+    def states(self, start):
+        return {"seen": start}
+
+    def sync(self, trainers, center):
+        (trainer,) = trainers
+        after = center.exchange(trainer.read(), 0.3)
+        with trainer.on():
+            target = 0.5 * (after + trainer.state("seen"))
+            trainer.set_state("seen", after)
+        trainer.move(target, 0.3)
+
+
 MODES = {
+    "a user's": (HalfWay(), "shadow"),
+    "a user's, central": (Follow(), recsync.Foreground(gap=5)),
     "S-EASGD": (recsync.EASGD(0.3), "shadow"),
     "S-MA": (recsync.ModelAveraging(0.3), "shadow"),
     "S-BMUF": (recsync.BMUF(0.3, 1.0, momentum=0.2), "shadow"),
@@ -93,9 +122,13 @@ def test_every_algorithm_trains_and_keeps_the_copies_together(cluster, name):
     report = strategy.sync_report(model)
     assert report.elements == 12 * 16 + 16 + 16 + 1
     assert all(syncs > 0 for syncs in report.syncs)
-    if name == "FR-EASGD-5":
+    if name in ("FR-EASGD-5", "a user's, central"):
         # Each thread for itself, every five of its own iterations.
         assert 2 * (steps - 6 * 5) / 5 <= sum(report.syncs) <= 2 * steps / 5
+    elif name == "FR-MA-5":
+        # All six threads after five iterations of each, and in an epoch's last, half round those
+        # that have iterations left.
+        assert set(report.syncs) <= set(range(2 * (steps // 30), 2 * (steps // 30 + 2) + 1))
     elif not algorithm.is_central:
         assert len(set(report.syncs)) == 1  # All together.
     # The server counts what it sends and receives, the coordinator what it has it do.
@@ -119,6 +152,29 @@ def test_every_algorithm_trains_and_keeps_the_copies_together(cluster, name):
     assert auc > 0.75
 
 
+@pytest.mark.parametrize("name", ["S-EASGD", "FR-EASGD-5", "FR-EASGD by time", "FR-BMUF by time"])
+def test_synchronizations_in_flight_are_done_when_fit_shows_what_was_trained(
+    cluster, monkeypatch, name
+):
+    sync = Trainers.sync
+
+    def slow(trainers, members):
+        time.sleep(0.3)
+        return sync(trainers, members)
+
+    monkeypatch.setattr(Trainers, "sync", slow)
+    algorithm, mode = MODES[name]
+    strategy = recsync.ShadowSyncStrategy(
+        cluster, algorithm, mode, threads_per_trainer=2, sync_ps=2 if algorithm.is_central else 0
+    )
+    model = click_model(strategy)
+    model.fit(dataset().take(60), verbose=0)
+    shown = [variable.numpy() for variable in dense_of(model)]
+    time.sleep(1.0)
+    for variable, copy in zip(shown, strategy.copies(model)[0], strict=True):
+        np.testing.assert_array_equal(variable, copy)
+
+
 def test_tables_are_on_embedding_servers_and_the_rest_is_copied(cluster):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), sync_ps=[0, 2])
     assert strategy.sync_ps == (0, 2)
@@ -136,6 +192,27 @@ def test_tables_are_on_embedding_servers_and_the_rest_is_copied(cluster):
             beside = [*state.accumulators, state.versions, state.counters]
             assert {v._value.device for v in beside} == {place}
         assert strategy.staleness(model).rows.count > 0
+
+
+def test_tables_are_placed_as_planned_by_what_they_cost(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), sync_ps=[0, 2])
+    tables = [recsync.layers.TableConfig(name, ROWS, 8) for name in ("one", "other")]
+    features = [recsync.layers.FeatureConfig("id", table=table.name) for table in tables[:1]]
+    features.append(recsync.layers.FeatureConfig("again", table="other"))
+    data = dataset().map(lambda inputs, y: ({"id": inputs["id"], "again": inputs["id"]}, y))
+    costs = recsync.profile_costs(tables, features, data, steps=3)
+    plan = recsync.plan_placement(tables, ps=len(strategy.embedding_ps), costs=costs)
+    inputs = {f.name: keras.Input((), dtype="int64", name=f.name) for f in features}
+    with strategy.scope():
+        vectors = recsync.layers.EmbeddingCollection(
+            tables, features, placement=plan, concatenate=True
+        )(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(vectors))
+        model.compile(adagrad(), "binary_crossentropy")
+    model.fit(data, verbose=0)
+    places = {s.variable._value.device for s in model.optimizer.states if s.is_table}
+    assert {int(place.split("task:")[1][0]) for place in places} == {1, 3}
+    assert min(strategy.sync_report(model).syncs) > 0
 
 
 def test_the_output_is_the_mean_on_request(cluster):

@@ -107,10 +107,10 @@ class ShadowReport(TrainingReport):
 
     To the progress bar and `History`, and with a `log_dir` to TensorBoard, it adds what
     `TrainingReport` does, of all threads of all trainers, where `staleness` is that among the
-    threads of a trainer; and `syncs_per_second` (of all trainers), `average_sync_gap` (the steps
-    of a trainer from one synchronization to the next; infinite if there was none),
-    `sync_seconds` (the mean duration of one) and `sync_ps_bytes` (received and sent by the sync
-    PSs).
+    threads of a trainer; and `examples_per_second` (EPS; of batches whose size is known),
+    `syncs_per_second` (of all trainers), `average_sync_gap` (the steps of a trainer from one
+    synchronization to the next; infinite if there was none), `sync_seconds` (the mean duration
+    of one) and `sync_ps_bytes` (received and sent by the sync PSs).
 
     Args:
         strategy: the `ShadowSyncStrategy` that the model trains on.
@@ -130,9 +130,12 @@ class ShadowReport(TrainingReport):
     def _more(self, seconds: float) -> dict[str, float]:
         now, then = self._strategy.sync_report(self.model), self._synced
         syncs = sum(now.syncs) - sum(then.syncs)
+        steps, batch = now.steps - then.steps, now.local_batch_size
+        eps = {} if batch is None else {"examples_per_second": steps * batch / seconds}
         return {
+            **eps,
             "syncs_per_second": syncs / seconds,
-            "average_sync_gap": (now.steps - then.steps) / syncs if syncs else float("inf"),
+            "average_sync_gap": steps / syncs if syncs else float("inf"),
             "sync_seconds": (sum(now.seconds) - sum(then.seconds)) / syncs if syncs else 0.0,
             "sync_ps_bytes": now.sync_ps_bytes - then.sync_ps_bytes,
         }

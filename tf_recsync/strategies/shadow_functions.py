@@ -33,6 +33,7 @@ class ShadowTrainFunction(CopiedTrainFunction):
     """
 
     group: ShadowGroup | None
+    local_batch_size: int | None = None  # Of the data that were trained on last.
 
     def __init__(
         self,
@@ -55,8 +56,9 @@ class ShadowTrainFunction(CopiedTrainFunction):
         return self._make(copies, len(dense), [places[id(s.counters._value)] for s in states])
 
     def _continue(self, iterator: DistributedIterator) -> Layout:
+        self.local_batch_size = iterator.distributed.batch_size
         for optimizer in optimizers_of(self._model):
-            optimizer.count_steps_of(iterator.distributed.batch_size)
+            optimizer.count_steps_of(self.local_batch_size)
         return super()._continue(iterator)
 
     def _lengths(self, iterator: DistributedIterator) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, Literal
@@ -86,6 +87,8 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
 
     pushes_gradients = True  # Optimizers are applied in the workers' steps only.
 
+    linked_jobs = ("ps", "worker")
+
     def __init__(
         self,
         cluster: Cluster,
@@ -119,7 +122,7 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
         self._embedding_ps = [ps for ps in range(cluster.ps) if ps not in self._sync_ps]
         self._algorithm = algorithm
         self._schedule = mode
-        self._threads = threads_per_trainer
+        self.threads_per_worker = threads_per_trainer
         self._read = 0 if output == "first" else "mean"
         cluster.connect()
         # Its threads' steps, a synchronization of its own, and its part in another one's.
@@ -176,7 +179,8 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
         if group is None:
             nothing = [0] * self._cluster.workers
             return SyncReport(nothing, [0.0 for _ in nothing], 0, 0.0, 0, 0)
-        return group.report()
+        batch = model.train_function.local_batch_size
+        return dataclasses.replace(group.report(), local_batch_size=batch)
 
     def average_sync_gap(
         self, model: keras.Model, by: Literal["counters", "bytes"] = "counters"
@@ -290,7 +294,7 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
             model,
             self._settings,
             self._make_group,
-            self._threads,
+            self.threads_per_worker,
             counts_steps,
             self._read,
         )
@@ -306,7 +310,7 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
             parameters,
             counters,
             self._sync_ps,
-            self._threads,
+            self.threads_per_worker,
             self._settings.bandwidths,
         )
 

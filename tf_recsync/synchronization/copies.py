@@ -79,6 +79,11 @@ class Copies:
         with self._lock:
             return [copy.handle for copy in self._copies[worker]]
 
+    def of(self, worker: int) -> list[tf.Variable] | None:
+        """A worker's copies, the same list as long as it has them; None if it has none."""
+        with self._lock:
+            return self._copies.get(worker)
+
     def make(self, worker: int, values: Sequence[np.ndarray]) -> None:
         """Makes a worker's copies anew, with these values."""
         with self._scope(), tf.device(self._devices[worker]):
@@ -138,23 +143,38 @@ class Copies:
             self._shown = shown
 
     def load(self, values: Mapping[int, Sequence[np.ndarray]]) -> None:
-        """Gives workers copies of these values; nobody may train them."""
+        """Gives workers copies of these values; nobody may train them.
+
+        One that does not answer gets them when it is opened the next time.
+        """
         with self._lock:
             for worker, copies in values.items():
-                if worker in self._copies:
+                self._loaded[worker] = list(copies)
+                if worker not in self._copies:
+                    continue
+                try:
                     self._assign(worker, copies)
-                else:
-                    self._loaded[worker] = list(copies)
+                    del self._loaded[worker]
+                except tf.errors.OpError as error:
+                    logging.warning("Worker %d does not answer: %s", worker, error)
+                    self.drop(worker)
             shown = [values[self._read]] if self._read in values else list(values.values())
             self._show(self.mean(shown))
 
     def ensure(self, worker: int) -> None:
-        """Makes a worker's copies if it has none, of what users see."""
+        """Makes a worker's copies if it has none, of what was loaded for it or users see."""
         with self._lock:
             if worker in self._copies:
                 return
-            values = self._loaded.pop(worker, self._shown)
+            values = self._loaded.get(worker, self._shown)
         self.make(worker, values)
+        with self._lock:
+            self._loaded.pop(worker, None)
+
+    def is_loaded(self, worker: int) -> bool:
+        """Whether there are values that a worker begins with when it is opened."""
+        with self._lock:
+            return worker in self._loaded
 
     def touched(self) -> None:
         """The copies are being trained: what users see is no longer what they are."""

@@ -101,14 +101,20 @@ class HopGroup:
         """What a worker's steps take: what it keeps beside its parameters, and these."""
         return [self.handle(worker), *self.copies.handles(worker)]
 
+    @property
+    def there(self) -> list[int]:
+        """The workers that are not lost, as far as known."""
+        return [worker for worker, _ in self._living()]
+
     # A worker's life. The threads that drive the workers call these.
 
     def open(self, worker: int) -> None:
         """Makes what a worker needs, in its device scope: at the start, or when it is back."""
         with self._lock:
-            if worker in self._handles and worker not in self._lost:
-                return
+            has_all = worker in self._handles and worker in self.copies.workers
             was_lost = worker in self._lost
+            if has_all and not was_lost:
+                return
         if was_lost:
             self._come_back(worker)
         else:
@@ -213,13 +219,14 @@ class HopGroup:
             self._left.clear()
             self._all_there = not self._lost
             if self._restored is not None:
-                known, self._restored = [self._restored], None
+                known = [self._restored]
             else:
                 known += [report.iteration for report in self._reports.all()]
             self._first = max([-1, *known]) + 1
             for worker, handle in self._living():
                 with at(self._cluster, worker):
                     hop.begin(handle, self._first)
+            self._restored = None  # Not earlier: if one is gone, all begin again.
         if self._lost:
             self._void_bounds()
         for worker in sorted(self._lost):
@@ -308,17 +315,16 @@ class HopGroup:
         """A lost worker takes its neighbors' parameters, and part from a later iteration on."""
         senders = [w for w in self._topology.in_neighbors(worker) if self._is_there(w)]
         source = senders or [w for w, _ in self._living() if w != worker]
-        if not source:
+        is_loaded = self.copies.is_loaded(worker)
+        if not source and not is_loaded:
             raise RuntimeError(f"worker {worker} is back, but no worker has parameters for it")
         self._edges.renew(worker)
-        taken = [self.copies.values(w) for w in source]
-        values = []
-        for variable, parts in zip(self.copies.variables, zip(*taken, strict=True), strict=True):
-            mean = np.mean(parts, axis=0) if variable.dtype.is_floating else parts[0]
-            values.append(np.asarray(mean, variable.dtype.as_numpy_dtype))
-        self.copies.make(worker, values)
+        if is_loaded:
+            self.copies.ensure(worker)
+        else:
+            self.copies.make(worker, self.copies.mean([self.copies.values(w) for w in source]))
         margin = _MARGIN
-        first = max(self._iteration(w) for w in source) + margin
+        first = max([self._iteration(w) for w in source], default=self._first) + margin
         while True:
             self._make(worker, first)
             now = self._tell_neighbors(worker, first, hop.FOREVER)
@@ -338,10 +344,10 @@ class HopGroup:
         with self._lock:
             self._lost.discard(worker)
         logging.warning(
-            "Worker %d goes on from iteration %d with the mean parameters of %s.",
+            "Worker %d goes on from iteration %d with %s.",
             worker,
             first,
-            listed(source),
+            "those of the checkpoint" if is_loaded else f"the mean parameters of {listed(source)}",
         )
         self.carry_on()
 

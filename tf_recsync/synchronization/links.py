@@ -31,6 +31,11 @@ def limited(bandwidths: Mapping[str, float]) -> Iterator[None]:
         _local.bandwidths = previous
 
 
+def is_limited(device: str) -> bool:
+    """Whether the link of a server is limited."""
+    return device in getattr(_local, "bandwidths", {})
+
+
 def received(message: tf.Tensor) -> tf.Tensor:
     """A copy of a worker's message on the server whose device scope this is."""
     return passed(tf.identity(message))

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import tape
+from tensorflow.python.eager import record, tape
 
 from tf_recsync import ops
 from tf_recsync.ops.bags import Bags, Request, merge
@@ -343,23 +343,21 @@ def _differentiable(tables: Sequence[PulledTable], pulled: PulledRequest) -> tf.
     computed = pulled.computed
     notes = [table.note(k) for table, k in zip(tables, pulled.lookups, strict=True)]
 
-    @tf.custom_gradient
-    def read(*anchors):
-        del anchors
+    def gradient(upstream):
+        if computed is None:
+            return [notes[0](upstream)]
+        # Unless somebody asks for them here, they are computed after the push.
+        gradients = computed.pull_back(upstream)
+        return [
+            note(g, (computed, upstream, i))
+            for i, (note, g) in enumerate(zip(notes, gradients, strict=True))
+        ]
 
-        def gradient(upstream):
-            if computed is None:
-                return notes[0](upstream)
-            # Unless somebody asks for them here, they are computed after the push.
-            gradients = computed.pull_back(upstream)
-            return [
-                note(g, (computed, upstream, i))
-                for i, (note, g) in enumerate(zip(notes, gradients, strict=True))
-            ]
-
-        return pulled.lookups[0].values if computed is None else computed.values, gradient
-
-    return read(*[table.handle for table in tables])
+    values = tf.identity(pulled.lookups[0].values if computed is None else computed.values)
+    # Not tf.custom_gradient: TensorFlow keeps what it is given for a graph, and with it the graph,
+    # its model and the strategy, as long as the process lives.
+    record.record_operation("RecsyncPulled", [values], [t.handle for t in tables], gradient)
+    return values
 
 
 def _joined(tensor: tf.Tensor) -> list[tf.Tensor]:

@@ -26,6 +26,7 @@ from tf_recsync.synchronization.shadow_trainers import Trainers
 
 _ATTEMPTS = 5  # At a synchronization that fails though everybody is there.
 _RETRY_SECONDS = 0.2
+_LEAST_TRAINING = 0.1  # Between synchronizations of all, as a part of the time of one.
 _JOIN_SECONDS = 60.0
 _PAUSE_SECONDS = 10.0
 _ANSWER_SECONDS = 3.0  # For a sign of life.
@@ -44,6 +45,7 @@ class SyncReport:
         trained_seconds: the seconds that trainers trained: the length of all epochs.
         elements: the parameters that are synchronized.
         sync_ps_bytes: what the sync PSs have received and sent, as they have counted.
+        local_batch_size: the examples of a step, or None if they are not known.
     """
 
     syncs: list[int]
@@ -52,6 +54,15 @@ class SyncReport:
     trained_seconds: float
     elements: int
     sync_ps_bytes: int
+    local_batch_size: int | None = None
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """EPS, of all trainers together, as if all batches were full; None if that is not known."""
+        if self.local_batch_size is None:
+            return None
+        examples = self.steps * self.local_batch_size
+        return examples / self.trained_seconds if self.trained_seconds else 0.0
 
     @property
     def syncs_per_second(self) -> float:
@@ -115,6 +126,11 @@ class ShadowGroup:
         self._steps = 0
         self._trained = 0.0
         self._began: float | None = None
+
+    @property
+    def there(self) -> list[int]:
+        """The trainers that are not lost, as far as known."""
+        return self._trainers.there
 
     # A trainer's life. The threads that drive the workers call these.
 
@@ -214,12 +230,15 @@ class ShadowGroup:
                     self._loops[key].start()
 
     def end(self) -> None:
-        """Ends the loops; the steps are done."""
+        """Ends the loops, and synchronizations in flight; the steps are done."""
         self.release()
         deadline = time.monotonic() + _JOIN_SECONDS
         for loop in list(self._loops.values()):
             loop.join(max(0.0, deadline - time.monotonic()))
         self._loops.clear()
+        with self._changed:
+            # Of trainers' threads, which may be at one although their steps are done.
+            self._changed.wait_for(lambda: not self._calls, max(0.0, deadline - time.monotonic()))
         if self._began is not None:
             self._trained += time.monotonic() - self._began
             self._began = None
@@ -323,11 +342,16 @@ class ShadowGroup:
                 self._due[key] = time.monotonic() + (interval if is_foreground else 0.0)
             try:
                 while self._wait_until_due(key):
-                    self._due[key] = time.monotonic() + interval
+                    began = time.monotonic()
+                    self._due[key] = began + interval
                     if key >= 0 and key not in self._trainers.there:
                         return
                     if is_foreground:
                         self._gate.close_for(lambda: self._sync_surely(key))
+                        # Between those that take longer than the interval, too, threads train.
+                        ended = time.monotonic()
+                        rest = _LEAST_TRAINING * (ended - began)
+                        self._due[key] = max(self._due[key], ended + rest)
                     else:
                         self._sync_surely(key)
             except tf.errors.OpError as error:

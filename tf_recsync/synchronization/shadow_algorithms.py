@@ -65,6 +65,15 @@ class Trainer:
         with self.on():
             ops.interpolate(self._parameters, target, alpha, hogwild=True, answer=False)
 
+    def get(self, message: tf.Tensor, sender: Trainer) -> tf.Tensor:
+        """What another trainer sends to this one; passes links that are limited."""
+        if sender is not self:
+            message = links.passed(message)
+            if links.is_limited(self._device):
+                with self.on():
+                    message = links.received(message)
+        return message
+
     def state(self, name: str) -> tf.Tensor:
         """One of the trainer's vectors of `Algorithm.states`, float32 [elements]."""
         with self.on():
@@ -83,7 +92,8 @@ class Center:
     Args:
         parts: what each of them holds, float32 vectors that one after the other are the
             parameters.
-        traffic: of each of them, int64: the bytes that it has received and sent.
+        traffic: of each of them, int64: the bytes that it has received and sent, which it counts
+            itself when it has them.
     """
 
     def __init__(self, parts: Sequence[tf.Variable], traffic: Sequence[tf.Variable]):
@@ -107,8 +117,8 @@ class Center:
             with tf.device(part.device):
                 arrived = links.received(piece)
                 after = ops.interpolate([part.handle], arrived, alpha, hogwild=False, answer=True)
-                # There and back, 4 bytes an element.
-                traffic.assign_add(8 * part.shape.num_elements(), read_value=False)
+                moved = 4 * (tf.size(arrived, tf.int64) + tf.size(after, tf.int64))
+                traffic.assign_add(moved, read_value=False)
                 answers.append(links.passed(after))
         return tf.concat(answers, 0) if len(answers) > 1 else tf.identity(answers[0])
 
@@ -135,16 +145,17 @@ def all_reduce_mean(trainers: Sequence[Trainer], values: Sequence[tf.Tensor]) ->
     pieces = []
     for trainer, value in zip(trainers, values, strict=True):
         with trainer.on():
-            pieces.append([links.passed(piece) for piece in tf.split(value, sizes)])
+            pieces.append(tf.split(value, sizes))
     means = []
     for i, trainer in enumerate(trainers):
+        arrived = [trainer.get(pieces[j][i], trainers[j]) for j in range(count)]
         with trainer.on():
-            mean = tf.add_n([piece[i] for piece in pieces]) / count
-            means.append(links.passed(mean))
+            means.append(tf.add_n(arrived) / count)
     gathered = []
     for trainer in trainers:
+        arrived = [trainer.get(means[j], trainers[j]) for j in range(count)]
         with trainer.on():
-            gathered.append(tf.concat(means, 0))
+            gathered.append(tf.concat(arrived, 0))
     return gathered
 
 
@@ -160,17 +171,16 @@ class Algorithm(abc.ABC):
 
     Example:
 
-    ```python
-    class Gossip(recsync.Algorithm):
-        '''Everybody takes a step of half the way to the mean.'''
+    >>> import tf_recsync as recsync
+    >>> class HalfWay(recsync.Algorithm):
+    ...     def sync(self, trainers, center):
+    ...         means = recsync.all_reduce_mean(trainers, [t.read() for t in trainers])
+    ...         for trainer, mean in zip(trainers, means):
+    ...             trainer.move(mean, 0.5)
+    >>> HalfWay().is_central
+    False
 
-        def sync(self, trainers, center):
-            means = recsync.all_reduce_mean(trainers, [t.read() for t in trainers])
-            for trainer, mean in zip(trainers, means):
-                trainer.move(mean, 0.5)
-
-    strategy = recsync.ShadowSyncStrategy(cluster, Gossip())
-    ```
+    Then `recsync.ShadowSyncStrategy(cluster, HalfWay())` trains with it.
     """
 
     is_central = False

@@ -69,6 +69,8 @@ class Trainers:
         # Of each trainer that is not lost: the algorithm's vectors, by name.
         self._there: dict[int, dict[str, tf.Variable]] = {}
         self._lost: set[int] = set()
+        # Whether the last one was lost, and with it the algorithm's vectors.
+        self._all_gone = False
         self._has_begun = False
         # The algorithm's vectors of trainers while there is no other trainer to have them from.
         self._first_states: dict[str, np.ndarray] = {}
@@ -94,9 +96,9 @@ class Trainers:
             Whether it had nothing; only one thread of a worker opens it at a time.
         """
         with self._lock:
-            if worker in self._there:
+            if worker in self._there and worker in self.copies.workers:
                 return False
-            was_lost = worker in self._lost
+            was_lost = worker in self._lost and not self.copies.is_loaded(worker)
         if was_lost:
             self._come_back(worker)
         else:
@@ -108,12 +110,14 @@ class Trainers:
         with self._lock:
             self._there[worker] = states
             self._lost.discard(worker)
+            self._all_gone = False
         return True
 
     def lose(self, worker: int) -> None:
         """A trainer is gone, with all that it had."""
         with self._lock:
-            self._there.pop(worker, None)
+            if self._there.pop(worker, None) is not None and not self._there:
+                self._all_gone = True
             self._lost.add(worker)
             self.copies.drop(worker)
             # The next one's server has to build its parts of functions again.
@@ -256,7 +260,7 @@ class Trainers:
         self._follow_assignments()
         if self._restored is None:
             return
-        restored, self._restored = self._restored, None
+        restored = self._restored
         # A checkpoint of another algorithm has no center, or other vectors.
         start = self._packed()
         states = {
@@ -264,6 +268,7 @@ class Trainers:
             for name, value in self._checked_states(start).items()
         }
         self._set(restored.get("center", start), states)
+        self._restored = None  # Not earlier: if a server is lost, all of this is done again.
 
     def _begin_with_merged(self) -> None:
         """All trainers begin with the mean of a checkpoint's.
@@ -317,6 +322,7 @@ class Trainers:
     def _set(self, center: np.ndarray, states: dict[str, np.ndarray]) -> None:
         """Sets the sync PSs' copy, if there is one, and the vectors of every trainer."""
         self._first_states = states
+        self._all_gone = False
         for part, (first, last) in zip(self._parts, self._ranges(), strict=True):
             part.assign(center[first:last])
         for worker, own in self._there.items():
@@ -348,7 +354,10 @@ class Trainers:
                 tf.device(device_of("worker", worker)),
             ):
                 self._first_states = {n: np.asarray(v.read_value()) for n, v in states.items()}
-                break
+                return self._first_states
+        if self._all_gone:
+            # They begin anew, with the parameters.
+            self._first_states = self._checked_states(self._packed())
         return self._first_states
 
     def _come_back(self, worker: int) -> None:

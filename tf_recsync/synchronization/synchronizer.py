@@ -27,6 +27,10 @@ class Synchronizer(Protocol):
     copies: Copies
     fail: Callable[[Exception], None]
 
+    @property
+    def there(self) -> list[int]:
+        """The workers that have what was made for them, as far as known."""
+
     def open(self, worker: int) -> None:
         """Makes what a worker needs, in its device scope: at the start, or when it is back."""
 

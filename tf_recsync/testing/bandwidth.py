@@ -12,6 +12,7 @@ def set_bandwidth(
     strategy: FitStrategy,
     bytes_per_second: float | None,
     servers: Iterable[int] | None = None,
+    job: str | None = None,
 ) -> None:
     """Limits the bandwidth of servers, for all that a strategy sends to and from them.
 
@@ -21,13 +22,16 @@ def set_bandwidth(
     numbers of steps, and changes of moving averages, are too small to count.
 
     Under a `HopStrategy` it is the workers' links that are limited; what they send to
-    each other passes the sender's and then the receiver's.
+    each other passes the sender's and then the receiver's. So does what the trainers of a
+    `ShadowSyncStrategy` send to each other, with `job="worker"`.
 
     Args:
         strategy: the strategy whose steps are limited, from the next epoch's start on.
         bytes_per_second: a positive number, of each server; None for no limit.
         servers: the indices of the parameter servers (`HopStrategy`: workers) that it
             holds for; those of others stay as they are. Default None: all.
+        job: "ps" or "worker": whose links. Default None: "worker" for a `HopStrategy`,
+            else "ps"; only a `ShadowSyncStrategy` has both.
 
     Raises:
         ValueError: if an argument is wrong.
@@ -47,7 +51,11 @@ def set_bandwidth(
             or not (math.isfinite(bytes_per_second) and bytes_per_second > 0)
         ):
             raise ValueError(f"bytes_per_second must be positive or None, not {bytes_per_second!r}")
-    job = strategy.linked_job
+    if job is not None and job not in strategy.linked_jobs:
+        raise ValueError(
+            f"job must be one of {strategy.linked_jobs} for {type(strategy).__name__}, not {job!r}"
+        )
+    job = job or strategy.linked_jobs[0]
     number = strategy.cluster.workers if job == "worker" else strategy.cluster.ps
     chosen = range(number) if servers is None else list(servers)
     for server in chosen:

@@ -1,0 +1,193 @@
+"""Workers with copies of their own that die while nobody trains."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_recsync as recsync
+from tf_recsync import topology
+from tf_recsync.strategies import copied_functions, silence_watch
+
+WORKERS, BATCH, WIDTH = 3, 8, 4
+NEVER = recsync.Foreground(gap=1_000_000)
+
+
+@pytest.fixture
+def cluster():
+    with recsync.LocalCluster(workers=WORKERS, ps=1) as cluster:
+        cluster.connect()
+        yield cluster
+
+
+def make_strategy(kind, cluster):
+    if kind == "Hop":
+        return recsync.HopStrategy(cluster, topology.complete(WORKERS), 4, backup_workers=1)
+    return recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
+
+
+def make_model(strategy, rate=0.1):
+    recsync.testing.set_compute_time(strategy, 0.02)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1, "sigmoid")])
+        model.compile(recsync.optimizers.SGD(rate), "binary_crossentropy", steps_per_execution=2)
+    return model
+
+
+def dataset(batches=60):
+    random = np.random.default_rng(1)
+    x = random.normal(size=(batches * BATCH, WIDTH)).astype(np.float32)
+    y = (x.sum(1, keepdims=True) > 0).astype(np.float32)
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+
+
+class AfterFirstEpoch(keras.callbacks.Callback):
+    """Does something to a worker, and assigns a variable that all of them have copies of."""
+
+    def __init__(self, action):
+        super().__init__()
+        self._action = action
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            self._action()
+            self.model.optimizer.learning_rate = 0.05
+
+
+class UntilBack(keras.callbacks.Callback):
+    """Ends training when worker 1 takes part."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        self._strategy = strategy
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = self._strategy.worker_steps(self.model)[1] > 0
+
+
+@pytest.mark.parametrize("steps", [None, 60], ids=["by passes", "by steps"])
+@pytest.mark.parametrize("kind", ["ShadowSync", "Hop"])
+def test_the_others_go_on_and_it_comes_back(cluster, kind, steps):
+    strategy = make_strategy(kind, cluster)
+    model = make_model(strategy)
+    model.fit(
+        dataset() if steps is None else dataset().repeat(),
+        steps_per_epoch=steps,
+        epochs=3,
+        verbose=0,
+        callbacks=[AfterFirstEpoch(lambda: cluster.kill("worker", 1))],
+    )
+    # It is missing in two passes, and may die at the very end of the first one; or in one pass.
+    assert strategy.losses(model).workers in ([2, 3] if steps is None else [1])
+    copies = strategy.copies(model)
+    assert len(copies) == WORKERS - 1
+    assert np.isfinite(copies[0][0]).all()
+    cluster.restart("worker", 1)
+    model.optimizer.learning_rate = 0.02
+    model.fit(
+        dataset().repeat(), steps_per_epoch=100_000, verbose=0, callbacks=[UntilBack(strategy)]
+    )
+    assert len(strategy.copies(model)) == WORKERS
+
+
+@pytest.mark.parametrize("kind", ["ShadowSync", "Hop"])
+def test_one_that_is_back_before_the_next_epoch_takes_part_in_it(cluster, kind):
+    strategy = make_strategy(kind, cluster)
+    model = make_model(strategy)
+
+    def renew():
+        cluster.kill("worker", 1)
+        cluster.restart("worker", 1)
+
+    model.fit(dataset(), verbose=0, callbacks=[AfterFirstEpoch(renew)])
+    model.fit(
+        dataset().repeat(), steps_per_epoch=100_000, verbose=0, callbacks=[UntilBack(strategy)]
+    )
+    assert len(strategy.copies(model)) == WORKERS
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("steps", [None, 60], ids=["by passes", "by steps"])
+def test_one_that_stands_still_keeps_nobody_waiting_and_begins_anew(cluster, monkeypatch, steps):
+    monkeypatch.setattr(silence_watch, "_SHORTEST_SECONDS", 5.0)
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), worker_timeout=5.0)
+    model = make_model(strategy)
+    begin = copied_functions.CopiedTrainFunction._begin_without_the_gone
+
+    def then_resume(*args):
+        begin(*args)
+        cluster.resume("worker", 1)  # It answers again, and has been given up.
+
+    monkeypatch.setattr(
+        copied_functions.CopiedTrainFunction, "_begin_without_the_gone", then_resume
+    )
+    model.fit(
+        dataset() if steps is None else dataset().repeat(),
+        steps_per_epoch=steps,
+        epochs=2,
+        verbose=0,
+        callbacks=[AfterFirstEpoch(lambda: cluster.pause("worker", 1))],
+    )
+    group = model.train_function.group
+    # It has copies that are synchronized, or none as yet.
+    assert set(group.copies.workers) == set(group.there)
+    model.fit(
+        dataset().repeat(), steps_per_epoch=100_000, verbose=0, callbacks=[UntilBack(strategy)]
+    )
+    assert len(strategy.copies(model)) == WORKERS
+    if steps is not None:
+        assert strategy.losses(model).workers == 1
+
+
+@pytest.mark.parametrize("lost", [[1], range(WORKERS)], ids=["one", "all"])
+@pytest.mark.parametrize(
+    "algorithm", [recsync.EASGD(0.3), recsync.BMUF(0.3, 0.5, momentum=0.5)], ids=["EASGD", "BMUF"]
+)
+def test_a_checkpoint_is_restored_for_trainers_that_are_not_there(
+    cluster, tmp_path, algorithm, lost
+):
+    strategy = recsync.ShadowSyncStrategy(cluster, algorithm, NEVER)
+    model = make_model(strategy)
+    checkpoint = tf.train.Checkpoint(model=model, trainers=strategy.worker_states(model))
+    model.fit(dataset(), verbose=0)
+    path = checkpoint.save(str(tmp_path / "clicks"))
+    group = model.train_function.group
+    saved, extras = strategy.copies(model), group.extras()
+    model.fit(dataset(), verbose=0)
+    for worker in lost:
+        cluster.kill("worker", worker)
+    checkpoint.restore(path)
+    for worker in lost:
+        cluster.restart("worker", worker)
+    model.optimizer.learning_rate = 0.0
+
+    class UntilAllAreThere(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = len(group.there) == WORKERS
+
+    model.fit(
+        dataset().repeat(), steps_per_epoch=100_000, verbose=0, callbacks=[UntilAllAreThere()]
+    )
+    for copy, before in zip(strategy.copies(model), saved, strict=True):
+        np.testing.assert_array_equal(copy[0], before[0])
+    for name, value in group.extras().items():
+        np.testing.assert_array_equal(value, extras[name], name)
+
+
+def test_bmuf_begins_anew_from_what_users_see_when_all_trainers_were_lost(cluster):
+    strategy = recsync.ShadowSyncStrategy(
+        cluster, recsync.BMUF(1.0, 0.5), recsync.Foreground(gap=10)
+    )
+    model = make_model(strategy)
+    start = model.layers[0].kernel.numpy()
+    model.fit(dataset(), verbose=0)
+    seen = model.layers[0].kernel.numpy()
+    for worker in range(WORKERS):
+        cluster.kill("worker", worker)
+    for worker in range(WORKERS):
+        cluster.restart("worker", worker)
+    model.optimizer.learning_rate = 0.0
+    model.fit(dataset(), verbose=0)
+    # With the global parameters of the start, each synchronization would go half the way back.
+    assert np.abs(seen - start).max() > 0.01
+    np.testing.assert_allclose(model.layers[0].kernel.numpy(), seen, rtol=1e-5)

@@ -1,0 +1,115 @@
+"""When ShadowSync synchronizes, and what that costs: intervals, rates, slow sync PSs, threads."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_recsync as recsync
+
+TRAINERS, BATCH, WIDTH = 2, 4, 3
+NEVER = recsync.Foreground(gap=1_000_000)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with recsync.LocalCluster(workers=TRAINERS, ps=1) as cluster:
+        cluster.connect()
+        yield cluster
+
+
+def train(strategy, steps=200, seconds=0.02, optimizer=recsync.optimizers.SGD):
+    """Trains the weights of a sum: each of their gradients is exactly 1 in every step."""
+    recsync.testing.set_compute_time(strategy, seconds)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(optimizer(0.01), lambda y, p: p)
+    ones = tf.data.Dataset.from_tensors((tf.ones([BATCH, WIDTH]), tf.ones([BATCH, 1])))
+    model.fit(ones.repeat(steps), verbose=0)
+    return model, strategy.sync_report(model)
+
+
+def test_a_smallest_interval_is_kept_between_synchronizations(cluster):
+    interval = 0.5
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), recsync.Shadow(interval))
+    _, report = train(strategy)
+    assert min(report.syncs) >= 1
+    assert max(report.syncs) <= report.trained_seconds / interval + 1
+    _, unpaced = train(recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3)))
+    assert sum(unpaced.syncs) > 2 * sum(report.syncs)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [recsync.EASGD(0.3), recsync.ModelAveraging(0.3)], ids=["EASGD", "MA"]
+)
+def test_a_rate_is_that_of_each_trainer(cluster, algorithm):
+    strategy = recsync.ShadowSyncStrategy(cluster, algorithm, recsync.Foreground(per_minute=120))
+    _, report = train(strategy, steps=300)
+    due = report.trained_seconds / 0.5
+    for syncs in report.syncs:
+        assert due / 2 - 1 <= syncs <= due + 1
+
+
+def test_slow_sync_servers_hold_up_training_in_the_foreground_only(cluster):
+    seconds = 0.4  # Of an exchange, on the one link that all of them pass.
+    elements = WIDTH
+    reports = {}
+    for name, mode in (("shadow", "shadow"), ("foreground", recsync.Foreground(gap=5))):
+        strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), mode)
+        recsync.testing.set_bandwidth(strategy, 8 * elements / seconds, strategy.sync_ps)
+        _, reports[name] = train(strategy)
+    for report in reports.values():
+        assert sum(report.syncs) >= 2
+        assert sum(report.syncs) <= report.trained_seconds / seconds + 1
+    # 200 steps of two trainers, every five of each; four of each may be left.
+    assert (200 - 2 * 4) / 5 <= sum(reports["foreground"].syncs) <= 40
+    assert reports["shadow"].trained_seconds < reports["foreground"].trained_seconds / 2
+
+
+def test_trainers_that_average_pass_their_links_twice(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.ModelAveraging(0.3))
+    with pytest.raises(ValueError, match=r"job must be one of \('ps', 'worker'\) for ShadowSync"):
+        recsync.testing.set_bandwidth(strategy, 1e6, job="chief")
+    # Each of two sends half the parameters, and then the other's mean of them, and gets as much.
+    seconds = 0.4
+    bytes_ = 2 * 4 * WIDTH
+    recsync.testing.set_bandwidth(strategy, bytes_ / seconds, job="worker")
+    _, report = train(strategy)
+    assert min(report.syncs) == max(report.syncs) >= 1
+    assert max(report.syncs) <= report.trained_seconds / seconds + 1
+
+
+def test_examples_per_second_are_those_of_all_trainers(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
+    model, report = train(strategy)
+    assert report.examples_per_second == pytest.approx(200 * BATCH / report.trained_seconds)
+    # A step takes 0.02 s and more.
+    assert report.examples_per_second < TRAINERS * BATCH / 0.02
+    history = model.fit(
+        tf.ones([80, WIDTH]),
+        tf.ones([80, 1]),
+        batch_size=8,
+        verbose=0,
+        callbacks=[recsync.callbacks.ShadowReport(strategy)],
+    ).history
+    (eps,), (steps,) = history["examples_per_second"], history["steps_per_second"]
+    assert eps == pytest.approx(8 * steps, rel=0.01)
+
+
+def test_threads_share_the_optimizers_state(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), NEVER, threads_per_trainer=4)
+    model, report = train(strategy, optimizer=recsync.optimizers.Adagrad, seconds=0.005)
+    (state,) = model.optimizer.states
+    group = model.train_function.group
+    copies = {worker: group.copies.values(worker) for worker in range(TRAINERS)}
+    place = {id(variable): i for i, variable in enumerate(group.copies.variables)}
+    sums, versions = (
+        [copies[worker][place[id(variable._value)]] for worker in range(TRAINERS)]
+        for variable in (state.accumulators[0], state.versions)
+    )
+    assert np.sum(versions) == report.steps == 200
+    start = model.optimizer.initial_accumulator_value
+    for accumulated, version in zip(sums, versions, strict=True):
+        # A squared gradient of 1 for each update; one in a while may be lost in a race.
+        assert accumulated.max() <= start + version + 1e-3
+        assert accumulated.min() >= start + 0.9 * version
