@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -30,6 +31,7 @@ from helpers import (
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
+from tf_recsync.strategies import distributed_dataset
 
 
 @pytest.fixture
@@ -275,7 +277,7 @@ def long_fit(strategy, steps, seconds, callbacks):
     losses = strategy.losses(model)
     # The last step of a lost worker may have reached the servers, and counts as lost all the same.
     assert losses.batches - losses.steps <= steps - steps_of(model) <= losses.batches
-    assert losses.workers >= 1 and losses.steps == 1
+    assert losses.workers == losses.steps == 1
     return steps_of(model)
 
 
@@ -283,7 +285,10 @@ LOST = 6  # A worker holds few batches: the one in its step, and those fetched a
 
 
 @pytest.mark.timeout(120)
-def test_a_worker_that_is_killed_and_restarted_takes_part_again(mortal, caplog):
+@pytest.mark.parametrize("fails_again", [False, True], ids=["at once", "when it begins again"])
+def test_a_worker_that_is_killed_and_restarted_takes_part_again(
+    mortal, caplog, monkeypatch, fails_again
+):
     cluster = mortal.cluster
     restarting = []
 
@@ -293,10 +298,21 @@ def test_a_worker_that_is_killed_and_restarted_takes_part_again(mortal, caplog):
         thread.start()
         restarting.append(thread)
 
+    iterator = distributed_dataset.RegisteredDataset.iterator
+    failures = []
+
+    def failing_once(registered, *part):
+        if fails_again and restarting and not failures:
+            failures.append(1)
+            raise tf.errors.UnavailableError(None, None, "connection reset")
+        return iterator(registered, *part)
+
+    monkeypatch.setattr(distributed_dataset.RegisteredDataset, "iterator", failing_once)
     done = long_fit(mortal, 400, 0.05, [AtBatch(10, kill)])
     restarting[0].join()
+    assert len(failures) == fails_again
     assert 400 - LOST <= done <= 400
-    assert "worker:1 was lost" in caplog.text
+    assert caplog.text.count("worker:1 was lost") == 1
     assert "worker:1 is back" in caplog.text
     assert "worker:0" not in caplog.text
     check_trains(mortal)
@@ -308,6 +324,62 @@ def test_fit_completes_on_the_other_workers_when_one_stays_away(mortal, caplog):
     assert 60 - LOST <= done <= 60
     assert "worker:1 was lost" in caplog.text
     assert "is back" not in caplog.text
+
+
+@pytest.mark.timeout(150)
+def test_training_ends_at_once_when_a_worker_cannot_begin(mortal, monkeypatch):
+    model = compiled(mortal)
+    iterator = distributed_dataset.RegisteredDataset.iterator
+
+    def failing(registered, *part):
+        if "worker_1" in threading.current_thread().name:
+            raise tf.errors.InternalError(None, None, "no memory")
+        return iterator(registered, *part)
+
+    monkeypatch.setattr(distributed_dataset.RegisteredDataset, "iterator", failing)
+    began = time.monotonic()
+    with pytest.raises(tf.errors.InternalError, match="no memory"):
+        model.fit(dataset(), verbose=0)
+    assert time.monotonic() - began < 60
+    # The other worker, too, has left the pass.
+    assert not any(thread.is_alive() for thread in model.train_function._run._threads)
+    monkeypatch.undo()
+    model.fit(dataset(), verbose=0)
+
+
+@pytest.mark.timeout(60)
+def test_workers_stop_when_fit_is_interrupted_while_it_waits_for_them(mortal):
+    model = compiled(mortal, slope_model, lambda: SGD(1.0), mean_output)
+    ones = tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1]))).repeat(1000)
+    main = threading.main_thread().ident
+
+    def names(frame):
+        while frame is not None:
+            yield frame.f_code.co_name
+            frame = frame.f_back
+
+    def interrupt():
+        while "_wait_until" not in names(sys._current_frames()[main]):
+            time.sleep(0.01)
+        # A step takes seconds. Elsewhere, an interruption would be Keras's matter.
+        time.sleep(0.5)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    # Who starts tests in the background may have them ignore it.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with compute_time(mortal, 5.0), pytest.raises(KeyboardInterrupt) as kept:
+            threading.Thread(target=interrupt).start()
+            model.fit(ones, verbose=0)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    # The traceback keeps the pass alive, and there is data for minutes.
+    assert kept.traceback
+    deadline = time.monotonic() + 30
+    while any(thread.is_alive() for thread in model.train_function._run._threads):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert -1000 < model.get_weights()[0].item() < 0
 
 
 @pytest.mark.timeout(60)

@@ -137,12 +137,12 @@ def test_with_calls_that_fail_training_is_decentralized_sgd_step_by_step(
 
 
 def test_a_call_that_was_given_up_and_waits_still_hinders_nobody(cluster, monkeypatch):
-    # As when a connection breaks, and the worker does not hear of it.
-    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.01)
+    # As when a connection breaks, and the worker does not hear of it. The call that is given up
+    # has begun to wait when it is made again, and there is nothing to carry yet.
+    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.1)
     failing = Failing(monkeypatch, ["given up", None, None], cluster=cluster)
     topo = topology.ring(WORKERS)
-    # Long enough for loops to wait for something to carry.
-    strategy, model, x, y, start = trained(cluster, topo, seconds=0.1)
+    strategy, model, x, y, start = trained(cluster, topo, seconds=0.3)
     assert failing.failed["given up"] >= WORKERS
     assert any("was cancelled" in message for message in failing.waits_ended)
     at, numbers, histories = recorded(strategy, model)

@@ -121,6 +121,19 @@ def test_two_servers_train_as_one_process_does_and_as_with_the_worker(clusters, 
     assert int(model.optimizer.iterations.numpy()) == 24
 
 
+def test_a_trainer_with_dense_parameters_of_its_own_trains_as_one_process_does(clusters):
+    strategy = recsync.ShadowSyncStrategy(
+        clusters.get(1, 2), recsync.ModelAveraging(0.3), recsync.Foreground(gap=1000)
+    )
+    local = trained_locally(True)
+    with strategy.scope():
+        model = compiled(True)
+    model.fit(click_data(), epochs=2, verbose=0)
+    assert_close(state_of(model), state_of(local))
+    assert_close([model.predict(click_data(), verbose=0)], [local.predict(click_data(), verbose=0)])
+    assert len(strategy.copies(model)[0]) == 2  # The dense layer's; tables are on the servers.
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_any_number_of_workers_learns_from_ragged_and_weighted_bags(clusters, workers):
     strategy = clusters.strategy(workers, 2)

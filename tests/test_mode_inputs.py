@@ -146,7 +146,10 @@ def test_data_in_batches_of_another_size_are_refused(three):
         model.fit(*clicks(64), verbose=0)
     for before, after in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_array_equal(before, after)
-    model.fit(*clicks(64), batch_size=8, verbose=0)
+    # What is validated on may come in others.
+    model.fit(
+        *clicks(64), batch_size=8, validation_data=clicks(64), validation_batch_size=32, verbose=0
+    )
     assert int(model.optimizer.iterations.numpy()) == 4
 
 

@@ -17,7 +17,7 @@ from helpers import clicks, compiled, dataset, functional, mean_output, slope_mo
 
 import tf_recsync as recsync
 from tf_recsync import ops
-from tf_recsync.cluster import local_cluster
+from tf_recsync.cluster import data_service, local_cluster
 from tf_recsync.optimizers import SGD
 from tf_recsync.strategies import distributed_dataset
 
@@ -366,6 +366,23 @@ def test_readers_start_in_any_order_and_end_at_sigterm(server):
             assert process.wait(5.0) == 0
 
 
+def test_a_reader_that_cannot_listen_says_where(server):
+    # An address of nobody, kept for documentation.
+    foreign = server({"reader": ["192.0.2.1:45671"]}, "reader", 0, "--bind_address=192.0.2.1")
+    output, _ = foreign.communicate(timeout=60)
+    assert foreign.returncode == 1
+    assert "reader:0 cannot listen on 192.0.2.1:45671: " in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_threads_of_trainers_share_what_readers_hand_out(cluster, steps_per_execution):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), threads_per_trainer=2)
+    model = counting_model(strategy, steps_per_execution=steps_per_execution)
+    losses = model.fit(numbered(400, 8), epochs=2, verbose=0).history["sum"]
+    assert losses == [400 * 399 / 2] * 2
+
+
 def test_readers_of_one_process_do_not_wait_for_each_other(server):
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(local_cluster._reserve_port()) for _ in range(2)]
@@ -374,6 +391,37 @@ def test_readers_of_one_process_do_not_wait_for_each_other(server):
         for index in (1, 0):
             ready = f"tf_recsync server reader:{index} listening on {addresses[index]}\n"
             assert ready in lines_of(both)
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_a_pass_that_is_left_early_ends_on_all_readers(readers):
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(local_cluster._reserve_port()) for _ in range(readers)]
+        addresses = [f"127.0.0.1:{port.getsockname()[1]}" for port in ports]
+    servers = [data_service.Reader(addresses, index, None) for index in range(readers)]
+    endless = tf.data.Dataset.range(10).repeat()
+    register = tf.data.experimental.service.register_dataset
+    registered = distributed_dataset.RegisteredDataset(
+        f"grpc://{addresses[0]}",
+        "endless",
+        register(f"grpc://{addresses[0]}", endless, compression=None, dataset_id="endless"),
+        endless.element_spec,
+        workers=2,
+        readers=readers,
+    )
+
+    def wait_for(tasks):
+        deadline = time.monotonic() + 60
+        while [server._worker._num_tasks() for server in servers] != [tasks] * readers:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    iterator = registered.iterator("some pass")
+    for _ in range(20):
+        next(iterator)
+    wait_for(1)
+    iterator.close()
+    wait_for(0)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.strategies.model_functions import Settings, Steps, optimizers_of
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.predict_function import PredictFunction
+from tf_recsync.strategies.silence_watch import silence_limit, silent_or_new
 from tf_recsync.strategies.slots import Crew
-from tf_recsync.strategies.worker_run import WorkerRun
+from tf_recsync.strategies.worker_run import WorkerRun, check_parameter_servers
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization import pull_push
 from tf_recsync.synchronization.copies import CopiedVariable, Copies
@@ -114,10 +115,37 @@ class CopiedTrainFunction(Steps):
             self._flush()
         layout = super()._continue(iterator)
         self.ensure_group()
-        self.group.copies.begin()
-        self.group.begin()
+        for begin in (self.group.copies.begin, self.group.begin):
+            self._begin_without_the_gone(begin, iterator.run)
         self._is_open = True
         return layout
+
+    def _begin_without_the_gone(self, begin: Callable[[], None], run: WorkerRun | None) -> None:
+        """Begins an epoch with the workers that there are: nobody has called them since the last.
+
+        Args:
+            begin: may be called again when it has failed.
+            run: the pass that goes on, or None.
+        """
+        while True:
+            self._lose_the_gone(run)
+            try:
+                return begin()
+            except tf.errors.OpError as error:
+                check_parameter_servers(self._settings.cluster, error)
+                if not self._lose_the_gone(run):
+                    raise
+
+    def _lose_the_gone(self, run: WorkerRun | None) -> bool:
+        """Tells the group which workers are gone; whether there are any."""
+        cluster, limit = self._settings.cluster, silence_limit(self._settings.worker_timeout)
+        asked = sorted({*self.group.there, *self.group.copies.workers})
+        gone = silent_or_new(cluster, asked, limit)
+        for worker in gone:
+            if run is not None:
+                run.expect_loss(worker)
+            self.group.lose(worker)
+        return bool(gone)
 
     def ensure_group(self) -> Synchronizer:
         """The workers; made at the first call, when the model and its optimizer are built."""
@@ -167,6 +195,8 @@ class _State(WorkerState):
     def __init__(self, group: Synchronizer, worker: int, iterator, private, before):
         super().__init__(worker, iterator, private, before)
         self._group = group
+        self._index = worker
+        self._copies = group.copies.of(worker)
         self._handles = group.handles(worker)
 
     @property
@@ -174,6 +204,9 @@ class _State(WorkerState):
         return [*super().inputs, *self._handles]
 
     def begin(self, time: float) -> None:
+        if self._copies is None or self._group.copies.of(self._index) is not self._copies:
+            # It was given up, and answers again: with copies that nobody synchronizes.
+            raise tf.errors.UnavailableError(None, None, "it was lost between two epochs")
         if not self._has_begun:
             self._group.copies.touched()
         # All workers are open by now.

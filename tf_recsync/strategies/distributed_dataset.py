@@ -16,11 +16,11 @@ import tensorflow as tf
 from tensorflow.python.data.experimental.ops import cardinality, data_service_ops
 from tensorflow.python.data.experimental.service import _pywrap_server_lib
 from tensorflow.python.data.ops import dataset_ops, prefetch_op
-from tensorflow.python.data.util import structure
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import data_errors
-from tf_recsync.strategies.pass_iterator import PassIterator
+from tf_recsync.strategies.pass_iterator import PassIterator, empty_iterator
+from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
 
 _REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
@@ -70,8 +70,8 @@ def end_forgotten_passes(cluster: Cluster, reader_timeout: float) -> None:
     Raises:
         RuntimeError: if the first reader does not answer.
     """
-    for run in [run for run in cluster.reader_passes if run.is_open]:
-        if not _ask_readers(cluster, run.registered.is_known, reader_timeout):
+    for run in [run for run in cluster.reader_passes() if run.is_open]:
+        if not _ask_readers(cluster, run.data.is_known, reader_timeout):
             run.fail(data_errors.forgotten())
             run.stop()
 
@@ -170,10 +170,18 @@ class RegisteredDataset:
 
     def empty_iterator(self) -> tf.data.Iterator:
         """An iterator of the same type without batches; call it under the worker's device."""
-        return iter(self._nothing())
+        return empty_iterator(self.element_spec)
 
-    def iterator(self, job: str) -> PassIterator:
-        """Joins a pass; call it under the worker's device scope."""
+    def iterator(self, job: str, part: int = 0, parts: int = 1, taken: int = 0) -> PassIterator:
+        """Joins a pass; call it under the worker's device scope.
+
+        Args:
+            job: the pass.
+            part: of no meaning here: who joins takes what nobody has had.
+            parts: as above.
+            taken: as above.
+        """
+        del part, parts, taken
         # The public from_dataset_id lacks the refresh interval, and with its
         # second every pass would end a second late.
         policy = tf.data.experimental.service.ShardingPolicy
@@ -189,41 +197,7 @@ class RegisteredDataset:
             max_outstanding_requests=1 if self._workers == 1 and self.readers < 2 else 2,
             task_refresh_interval_hint_ms=_REFRESH_MILLISECONDS,
         )
-        # With autotuning, an iterator's end waits up to five seconds for the
-        # tuning thread to wake up, and the worker's other calls wait with it.
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        return PassIterator(dataset.prefetch(2).with_options(options), self._nothing)
-
-    def _nothing(self) -> tf.data.Dataset:
-        """A dataset of the same type without batches."""
-        # In stock ops, since a worker may not have what makes the real batches.
-        return tf.data.Dataset.from_tensors(empty_batch(self.element_spec)).take(0)
-
-
-def empty_batch(element_spec: Any) -> Any:
-    """A batch of a type in which all sizes that the type leaves open are 0."""
-    return tf.nest.map_structure(_some, element_spec)
-
-
-def _some(spec: tf.TypeSpec) -> Any:
-    if isinstance(spec, structure.NoneTensorSpec):
-        return None
-    if spec.shape.rank is None:
-        return tf.zeros([], spec.dtype)
-    sizes = [size or 0 for size in spec.shape.as_list()]
-    if isinstance(spec, tf.RaggedTensorSpec):
-        splits = [tf.zeros([sizes[0] + 1], spec.row_splits_dtype)]
-        splits += [tf.zeros([1], spec.row_splits_dtype)] * (spec.ragged_rank - 1)
-        values = tf.zeros([0, *sizes[spec.ragged_rank + 1 :]], spec.dtype)
-        return tf.RaggedTensor.from_nested_row_splits(values, splits)
-    if isinstance(spec, tf.SparseTensorSpec):
-        return tf.SparseTensor(
-            tf.zeros([0, len(sizes)], tf.int64),
-            tf.zeros([0], spec.dtype),
-            tf.constant(sizes, tf.int64),
-        )
-    return tf.zeros(sizes, spec.dtype)
+        return PassIterator(dataset)
 
 
 class DistributedDataset:
@@ -240,6 +214,8 @@ class DistributedDataset:
         in_order: whether the dataset's elements count in its order, so that only
             the coordinator can run it. Always with `start_predict`.
         reader_timeout: seconds to wait for the first reader.
+        apart: the datasets that workers make, of which `dataset` is the first; None if
+            there is one for all.
     """
 
     def __init__(
@@ -252,9 +228,12 @@ class DistributedDataset:
         batch_size: int | None = None,
         in_order: bool = False,
         reader_timeout: float = 60.0,
+        apart: WorkerDatasets | None = None,
     ):
         self._reader_timeout = reader_timeout
-        self.readers = 0 if in_order or start_predict is not None else cluster.readers
+        is_here = in_order or start_predict is not None
+        self.readers = 0 if is_here or apart is not None else cluster.readers
+        self._apart = apart
         self.dataset = dataset
         self.steps_per_epoch = steps_per_epoch
         self._length = length
@@ -273,14 +252,18 @@ class DistributedDataset:
         """The batches of an epoch as the dataset tells, or None if it does not."""
         if self._length is not None:
             return self._length
+        if self._apart is not None:
+            return self._apart.num_batches
         batches = int(self.dataset.cardinality())
         return batches if batches >= 0 else None
 
     @property
     def length(self) -> int | None:
         """The steps of an epoch, or None if only its end will tell."""
-        if self.readers > 1 and self.steps_per_epoch is None:
-            return None  # Each may end with a batch that is not full.
+        # Each reader may end with a batch that is not full, and what a worker makes may
+        # depend on the epoch.
+        if (self.readers > 1 or self._apart is not None) and self.steps_per_epoch is None:
+            return None
         return self.batches
 
     @property
@@ -293,8 +276,10 @@ class DistributedDataset:
         if self._seen is None:
             self._seen = steps
 
-    def registered(self) -> RegisteredDataset:
-        """The dataset in the service, registered at the first call, for a pass that begins."""
+    def shared(self) -> RegisteredDataset | WorkerDatasets:
+        """The data as workers get at it, for a pass that begins."""
+        if self._apart is not None:
+            return self._apart
         if self.readers:
             end_forgotten_passes(self._cluster, self._reader_timeout)
         if self._registered is None:

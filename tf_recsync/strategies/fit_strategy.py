@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -15,6 +18,7 @@ from tf_recsync.strategies import model_functions, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedDataset
 from tf_recsync.strategies.silence_watch import silence_limit
 from tf_recsync.strategies.slots import Losses
+from tf_recsync.strategies.worker_datasets import DatasetFunction, WorkerDatasets
 from tf_recsync.synchronization.modes import Mode
 
 
@@ -26,7 +30,8 @@ class FitStrategy:
     distributed.
     """
 
-    linked_job = "ps"  # Whose links carry what a step sends.
+    linked_jobs: tuple[str, ...] = ("ps",)  # Whose links may be limited, those of steps first.
+    threads_per_worker = 1  # That train.
 
     def _init_fit(
         self,
@@ -70,33 +75,122 @@ class FitStrategy:
         """Distributes a dataset; `model.fit` and its like call this.
 
         Args:
-            dataset: a batched `tf.data.Dataset`.
+            dataset: a batched `tf.data.Dataset`, or what `distribute_datasets_from_function`
+                returned.
             options: must be None.
 
         Returns:
             A dataset whose batches go to one worker each.
+
+        Raises:
+            ValueError: if datasets that workers make can't be used so.
         """
-        if options is not None:
-            raise ValueError(f"options must be None, not {options!r}")
-        model, verb, steps, length, batch = _keras_caller()
-        if model is not None:
-            self.attach(model)
-        in_order = steps is not None and verb in ("evaluate", "predict")
+        _check_options(options)
+        caller = _keras_caller()
+        if caller.model is not None:
+            self.attach(caller.model)
+        apart = None
+        if isinstance(dataset, WorkerDatasets):
+            self._check_worker_datasets(dataset, caller)
+            apart, dataset = dataset, dataset.first()
+        verb, steps = caller.verb, caller.steps
+        in_order = apart is None and steps is not None and verb in ("evaluate", "predict")
         if in_order:
             # The first batches, whichever workers they go to.
             dataset, steps = dataset.take(steps), None
-        batch = self._batch_size(dataset, batch) if verb == "fit" else None
-        start_predict = model.predict_function.start if verb == "predict" else None
+        batch = self._batch_size(dataset, caller.batch_size) if verb == "fit" else None
+        start_predict = caller.model.predict_function.start if verb == "predict" else None
         return DistributedDataset(
             self._cluster,
             dataset,
             start_predict,
             steps,
-            length,
+            caller.length,
             batch,
             in_order,
             silence_limit(self._settings.worker_timeout),
+            apart,
         )
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: DatasetFunction, options=None
+    ) -> WorkerDatasets:
+        """Has every worker make its batches itself, as in `tf.distribute`.
+
+        Each worker runs an input pipeline of its own, in its process, on its part of the data:
+        nothing is read or parsed in one place for all, and no batch crosses the network. But
+        nobody takes over what a slow worker has left, or one that is lost. One that comes back
+        goes on after the batches that it had, or begins anew if its dataset has no end. With
+        `steps_per_epoch`, faster workers do more of the steps, and so more of their parts.
+
+        With `ShadowSyncStrategy(threads_per_trainer=m)` there are m pipelines for each worker,
+        one for each thread.
+
+        Args:
+            dataset_fn: `dataset_fn(context)` returns the batched `tf.data.Dataset` of the
+                pipeline `context.input_pipeline_id` of `context.num_input_pipelines`, see
+                `tf.distribute.InputContext`. All are of one type. It is called in this process:
+                under the device of its worker when a pass begins there for the first time, and
+                also without, for the type of the batches, their number, and a first batch if the
+                model is not built. What the dataset needs, like lookup tables, has to be made in
+                it. Python in the dataset (`py_function`, `from_generator`) runs in this process
+                all the same. `tf.data.AUTOTUNE` means the number of cores: tuning is off unless
+                `options().autotune.enabled` says otherwise, for with it a pass takes up to five
+                seconds to end.
+            options: must be None.
+
+        Returns:
+            What to give to `fit` and `evaluate`, also as `validation_data`. If the datasets have
+            no end, or an epoch shall be shorter, with `steps_per_epoch`: the steps of all workers.
+
+        Raises:
+            ValueError: if `dataset_fn` is no function that returns a dataset.
+
+        Example:
+
+        ```python
+        def dataset_fn(context):
+            files = tf.data.Dataset.list_files("/data/day_0/*.tfrecord", shuffle=False)
+            files = files.shard(context.num_input_pipelines, context.input_pipeline_id)
+            rows = tf.data.TFRecordDataset(files).shuffle(100_000)
+            return rows.batch(512).map(parse, num_parallel_calls=tf.data.AUTOTUNE)
+
+        model.fit(strategy.distribute_datasets_from_function(dataset_fn), epochs=3)
+        ```
+        """
+        _check_options(options)
+        return WorkerDatasets(
+            self._cluster, dataset_fn, self._pipelines(), self.num_replicas_in_sync
+        )
+
+    def _pipelines(self) -> int:
+        return self._cluster.workers * self.threads_per_worker
+
+    def _check_worker_datasets(self, datasets: WorkerDatasets, caller: _Caller) -> None:
+        """Raises a ValueError if they are not for this, or Keras would ignore what is beside."""
+        if datasets.cluster is not self._cluster or datasets.pipelines != self._pipelines():
+            raise ValueError(
+                f"the datasets were made for {datasets.cluster} and {datasets.pipelines} input "
+                f"pipelines, this strategy has {self._cluster} and {self._pipelines()}: make them "
+                "by its own distribute_datasets_from_function"
+            )
+        if caller.verb == "predict":
+            raise ValueError(
+                "predict needs a dataset or arrays: of datasets that workers make, the order of "
+                "the predictions is open"
+            )
+        for name in ("y", "sample_weight", "class_weight"):
+            if caller.arguments.get(name) is not None:
+                raise ValueError(
+                    f"{name} can't be given beside datasets from a function: have dataset_fn "
+                    "return (inputs, targets, sample weights)"
+                )
+        if caller.steps is None and datasets.cardinality == tf.data.INFINITE_CARDINALITY:
+            steps = {"fit": "steps_per_epoch", "validate": "validation_steps"}
+            raise ValueError(
+                f"{steps.get(caller.verb, 'steps')} must be given: the datasets of dataset_fn "
+                "have no end"
+            )
 
     def _batch_size(self, dataset: tf.data.Dataset, known: int | None) -> int | None:
         """The examples of a dataset's batches, the last one apart; None if they can't be known.
@@ -261,23 +355,56 @@ def check_at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
 
 
-def _keras_caller() -> tuple[keras.Model | None, str | None, int | None, int | None, int | None]:
-    """The model whose fit, evaluate or predict is called, which, its steps, length and batch size.
+def _check_options(options) -> None:
+    if options is not None:
+        raise ValueError(f"options must be None, not {options!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Caller:
+    """Who wants data to be distributed, as far as that shows.
+
+    Attributes:
+        model: whose fit, evaluate or predict it is; None if it is none of them.
+        verb: which of them; "validate" if fit evaluates.
+        steps: what its `steps` or `steps_per_epoch` says, or None.
+        length: the steps of an epoch where Keras knows them, or None.
+        batch_size: the examples of a batch where Keras knows them, or None.
+        arguments: what Keras makes its epoch iterator of.
+    """
+
+    model: keras.Model | None = None
+    verb: str | None = None
+    steps: int | None = None
+    length: int | None = None
+    batch_size: int | None = None
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _keras_caller() -> _Caller:
+    """Who called.
 
     Keras tells a strategy nothing of the model it distributes data for, and
     leaves no other place to learn it before the train function is needed.
     """
-    steps = length = batch = None
+    found = _Caller()
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
         if hasattr(caller, "steps_per_execution") and hasattr(caller, "data_adapter"):
             # Keras's epoch iterator, which knows the length of shuffled arrays, too.
-            steps, length = caller.steps_per_epoch, caller.num_batches
-            batch = caller.data_adapter.batch_size
+            found = dataclasses.replace(
+                found,
+                steps=caller.steps_per_epoch,
+                length=caller.num_batches,
+                batch_size=caller.data_adapter.batch_size,
+                arguments=frame.f_locals.get("kwargs", {}),
+            )
         verb = frame.f_code.co_name
         if isinstance(caller, keras.Model) and verb in ("fit", "evaluate", "predict"):
-            return caller, verb, steps, length, batch
+            if verb == "fit" and "epoch_iterator" in frame.f_locals:
+                verb = "validate"  # What is trained on has been distributed.
+            return dataclasses.replace(found, model=caller, verb=verb)
         frame = frame.f_back
     logging.warning("Called outside of model.fit, evaluate and predict; use strategy.attach.")
-    return None, None, steps, length, batch
+    return found

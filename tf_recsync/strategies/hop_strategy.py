@@ -101,7 +101,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
     ```
     """
 
-    linked_job = "worker"
+    linked_jobs = ("worker",)
 
     def __init__(
         self,

@@ -120,6 +120,16 @@ class Steps:
                 "train_on_batch and test_on_batch can't be used under this strategy; use fit "
                 "and evaluate with a dataset"
             )
+        try:
+            return self._advance(iterator)
+        except StopIteration:
+            raise
+        except BaseException:  # Ctrl-C, too, after which the caller may go on.
+            if iterator.run is not None:
+                iterator.run.request_stop()
+            raise
+
+    def _advance(self, iterator: DistributedIterator) -> dict[str, Any]:
         steps = self._model.steps_per_execution
         run = iterator.run
         if run is None:
@@ -218,10 +228,11 @@ class Steps:
         run.grant(float("inf") if steps is None else steps)
 
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
-        registered = iterator.distributed.registered()
+        data = iterator.distributed.shared()
         steps_per_call = self._model.steps_per_execution
         layout = self._continue(iterator)
-        job = registered.new_job()
+        job = data.new_job()
+        slots = self._settings.cluster.workers * self.threads
         metrics = len(self._model.metrics_variables)
         if layout is not self._read_layout:
             variables = [v._value for v in self._model.metrics_variables]
@@ -237,16 +248,18 @@ class Steps:
             return values
 
         def open_worker(slot: Slot):
+            taken = 0
             if slot.state is not None:
                 self._merger.keep(slot.number)
-            iterator = registered.iterator(job)
+                taken = slot.state.steps + slot.lost_steps
+            iterator = data.iterator(job, slot.number, slots, taken)
             state = self._open(slot.index, iterator, private_values(slot), slot.state)
             slot.state = state  # From now on it is closed, whatever happens.
             # Has the servers build their parts of the graph, without taking a step, and shows
             # whether the worker has all functions.
             for function in self._current.values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
-                    function(registered.empty_iterator(), *state.inputs)
+                    function(data.empty_iterator(), *state.inputs)
             state.read(self._reader, metrics, slot.device)
 
         def call(slot: Slot, n: int):
@@ -268,7 +281,7 @@ class Steps:
             self._settings.worker_timeout,
             self._crew(),
             self.threads,
-            registered,
+            data,
         )
         return self._run
 

@@ -46,15 +46,15 @@ class PredictFunction:
 
     def start(self, iterator: DistributedIterator) -> WorkerRun:
         """Starts the workers on a pass; called by the iterator."""
-        registered = iterator.distributed.registered()
+        data = iterator.distributed.shared()
         layout = self._layout()
         with links.limited(self._settings.bandwidths()):
-            function = worker_functions.trace_predict(self._model, layout, registered.element_spec)
-        job = registered.new_job()
+            function = worker_functions.trace_predict(self._model, layout, data.element_spec)
+        job = data.new_job()
         initial = [np.asarray(v._value.read_value()) for v in layout.private]
 
         def open_worker(slot: Slot):
-            slot.state = WorkerState(slot.index, registered.iterator(job), initial)
+            slot.state = WorkerState(slot.index, data.iterator(job), initial)
 
         def call(slot: Slot, n: int):
             del n

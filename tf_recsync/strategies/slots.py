@@ -14,7 +14,8 @@ class Losses:
     """What was lost with workers while a model trained.
 
     Attributes:
-        workers: how often a worker was lost, killed or silent.
+        workers: how often a worker was lost, killed or silent, and how often a pass began
+            without one.
         steps: the steps that they had in flight. None of them counts as done, though servers
             may have got some of their pushes.
         batches: batches that no step that counts was done on: those of the steps in flight,
@@ -57,6 +58,7 @@ class Slot:
         silent: whether it was given up because it did not answer.
         breaks: how often its connection broke while it lived, since it last finished a call.
         forgotten: whether it lacks functions, and has to be taken into the cluster anew.
+        lost_steps: how many steps were lost in it.
         running: whether its thread is still at work.
         pass_began: when the workers began together (time.time()).
     """
@@ -71,6 +73,7 @@ class Slot:
         self.silent = False
         self.breaks = 0
         self.forgotten = False
+        self.lost_steps = 0
         self.running = True
         self.pass_began = 0.0
 

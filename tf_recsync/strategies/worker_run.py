@@ -23,6 +23,7 @@ from tf_recsync.strategies.slots import Crew, Losses, Slot, State
 
 if TYPE_CHECKING:
     from tf_recsync.strategies.distributed_dataset import RegisteredDataset
+    from tf_recsync.strategies.worker_datasets import WorkerDatasets
 
 _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _SUSPICIOUS_SECONDS = 3.0  # After which a worker in a call is asked for signs of life.
@@ -50,7 +51,7 @@ class WorkerRun:
             others don't wait for them, and can say who waits for whom; None if no
             worker ever waits for another.
         threads: how many threads call each worker, each with a slot of its own.
-        registered: the data, of which readers may have parts: then the cluster knows the
+        data: as workers get at it. Readers may have parts of it: then the cluster knows the
             pass. None if it is the coordinator's in any case.
     """
 
@@ -64,10 +65,10 @@ class WorkerRun:
         worker_timeout: float,
         crew: Crew | None = None,
         threads: int = 1,
-        registered: RegisteredDataset | None = None,
+        data: RegisteredDataset | WorkerDatasets | None = None,
     ):
-        self.registered = registered
-        self._readers = 0 if registered is None else registered.readers
+        self.data = data
+        self._readers = 0 if data is None else data.readers
         self._cluster = cluster
         self._crew = crew
         self._open_worker = open_worker
@@ -93,6 +94,7 @@ class WorkerRun:
         self._results: dict[int, Any] = {}
         self._next_result = 0
         self._without_worker_since: float | None = None
+        self._away: set[int] = set()  # Workers that were lost and have not taken part since.
         self._opening = [threading.Lock() for _ in range(cluster.workers)]
         self.slots = [Slot(i, i // threads) for i in range(cluster.workers * threads)]
         self._threads = [
@@ -105,7 +107,7 @@ class WorkerRun:
         for thread in self._threads:
             thread.start()
         if self._readers:
-            cluster.reader_passes.add(self)
+            cluster.add_reader_pass(self)
 
     # The coordinator's side.
 
@@ -179,6 +181,12 @@ class WorkerRun:
             self._stopped = True
             self._changed.notify_all()
 
+    def expect_loss(self, worker: int) -> None:
+        """If a worker's next call fails it is lost, also if it answers by then."""
+        for slot in self.slots:
+            if slot.index == worker:
+                slot.silent = True
+
     def stop(self) -> None:
         """Ends the pass; waits for the calls in flight, with a limit."""
         self.request_stop()
@@ -202,6 +210,9 @@ class WorkerRun:
                 threading.Thread(target=self._release, name="recsync_release", daemon=True).start()
                 self._join(_LEAVE_SECONDS)
             raise
+        except BaseException:  # As by Ctrl-C, after which the caller may go on.
+            self.request_stop()
+            raise
 
     def settle(self) -> None:
         """Waits for the calls in flight of a pass that was stopped, with a limit."""
@@ -223,28 +234,43 @@ class WorkerRun:
                 last = (self._completed, now)
             elif now - last[1] > _STALL_SECONDS:
                 last = (self._completed, now)
-                logging.warning(
-                    "No step has finished for %.0f s: %s", _STALL_SECONDS, self._describe(now)
-                )
+                with self._unlocked():
+                    logging.warning(
+                        "No step has finished for %.0f s: %s", _STALL_SECONDS, self._describe(now)
+                    )
             since = self._without_worker_since
             if since is not None and now - since > self._worker_timeout:
-                self._error = RuntimeError(
-                    f"no worker has been reachable for {self._worker_timeout:g} s "
-                    f"(worker_timeout): {self._describe(now)}"
-                )
-                self._stopped = True
+                with self._unlocked():
+                    message = (
+                        f"no worker has been reachable for {self._worker_timeout:g} s "
+                        f"(worker_timeout): {self._describe(now)}"
+                    )
+                if self._without_worker_since is not None:  # Still.
+                    self._error = self._error or RuntimeError(message)
+                    self._stopped = True
         if self._error is not None:
             self._stopped = True
             self._changed.notify_all()
             raise self._error
 
+    @contextlib.contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        """Inside, _changed is not held: the servers that are called may be silent, and the watch,
+        which ends such calls, needs it."""
+        self._changed.release()
+        try:
+            yield
+        finally:
+            self._changed.acquire()
+
     def _describe(self, now: float) -> str:
         parts = []
         for slot in self.slots:
+            since = slot.busy_since
             if slot.lost:
                 parts.append(f"worker:{slot.index} is lost")
-            elif slot.busy_since is not None:
-                parts.append(f"worker:{slot.index} is in a call for {now - slot.busy_since:.0f} s")
+            elif since is not None:
+                parts.append(f"worker:{slot.index} is in a call for {now - since:.0f} s")
         if self._crew is not None:
             parts.append(self._crew.describe())
         return ", ".join(parts) or "all workers are idle"
@@ -283,9 +309,7 @@ class WorkerRun:
                 )
             )
         else:
-            for slot in self.slots:
-                if slot.index == index:
-                    slot.silent = True
+            self.expect_loss(index)
             logging.warning("worker:%d has not answered for %.0f s.", index, seconds)
         self._cluster.cut_off(job, index)
 
@@ -355,7 +379,12 @@ class WorkerRun:
             self._opened += 1
             self._changed.notify_all()
             deadline = time.monotonic() + _START_SECONDS
-            while self._opened < len(self.slots) and time.monotonic() < deadline:
+            # One that could not open ends the pass for all.
+            while (
+                self._opened < len(self.slots)
+                and not (self._stopped or self._error)
+                and time.monotonic() < deadline
+            ):
                 self._changed.wait(timeout=1.0)
             if self._began is None:
                 self._began = time.time()
@@ -375,6 +404,7 @@ class WorkerRun:
             called = time.monotonic()
             outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
             if outcome is None:
+                slot.lost_steps += n
                 self._give_back(n)
                 opened = False
                 continue
@@ -471,13 +501,16 @@ class WorkerRun:
                 raise error
             slot.breaks += 1
             slot.forgotten = forgotten
-        logging.warning(
-            "worker:%d was lost in the middle of a pass (%s: %s); the batches in its hands are "
-            "lost, the others go on.",
-            slot.index,
-            type(error).__name__,
-            error.message.partition("\n")[0],
-        )
+        reason = f"{type(error).__name__}: {error.message.partition(chr(10))[0]}"
+        if slot.index in self._away:
+            logging.info("worker:%d is not back yet (%s).", slot.index, reason)
+        else:
+            logging.warning(
+                "worker:%d was lost in the middle of a pass (%s); the batches in its hands are "
+                "lost, the others go on.",
+                slot.index,
+                reason,
+            )
         with self._changed:
             slot.lost = True
             # The worker is lost when the last of its threads has noticed.
@@ -486,7 +519,9 @@ class WorkerRun:
         if self._crew is not None:
             self._crew.lose(slot.index)
         with self._changed:
-            self._losses += Losses(workers=1)
+            if slot.index not in self._away:
+                self._away.add(slot.index)
+                self._losses += Losses(workers=1)
             if all(s.lost for s in self.slots) and self._without_worker_since is None:
                 self._without_worker_since = time.monotonic()
 
@@ -507,6 +542,8 @@ class WorkerRun:
             with self._changed:
                 self._without_worker_since = None
             if self._guarded(slot, lambda: self._open(slot)) is not None:
+                with self._changed:
+                    self._away.discard(slot.index)
                 logging.warning("worker:%d is back and takes part again.", slot.index)
                 return True
 

@@ -1,0 +1,190 @@
+"""Datasets that workers make for themselves, each its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from tf_recsync.cluster import Cluster
+from tf_recsync.strategies.pass_iterator import PassIterator, empty_iterator
+
+DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
+
+
+class WorkerDatasets(DataAdapter):
+    """What `strategy.distribute_datasets_from_function` returns; give it to `fit` and `evaluate`.
+
+    There is an input pipeline for each worker, or for each of its threads if several train on it.
+    Workers keep their pipelines, and with them what these keep (`cache`, the state of `shuffle`),
+    until they die.
+
+    Keras takes it as it is, since it is a data adapter, and has the strategy distribute it.
+
+    Args:
+        cluster: the workers.
+        make: the user's function.
+        pipelines: how many there are.
+        replicas_in_sync: what the function is told of them.
+
+    Attributes:
+        cluster: as above.
+        pipelines: as above.
+    """
+
+    readers = 0
+
+    def __init__(
+        self, cluster: Cluster, make: DatasetFunction, pipelines: int, replicas_in_sync: int
+    ):
+        if not callable(make):
+            raise ValueError(f"dataset_fn must be a function of an InputContext, not {make!r}")
+        self.cluster = cluster
+        self.pipelines = pipelines
+        self._make = make
+        self._replicas_in_sync = replicas_in_sync
+        self._making = threading.RLock()  # The user's function need not be thread-safe.
+        self._made: dict[int, tf.data.Dataset] = {}  # On the workers, by the pipeline's number.
+        self._cardinality: int | None = None
+        self._first = self._local(0)
+
+    @property
+    def element_spec(self) -> Any:
+        """The type of a batch."""
+        return self._first.element_spec
+
+    @property
+    def cardinality(self) -> int:
+        """The batches of all pipelines, or `tf.data.INFINITE_CARDINALITY` or the like."""
+        if self._cardinality is None:
+            total = 0
+            for number in range(self.pipelines):
+                dataset = self._local(number) if number else self._first
+                batches = int(dataset.cardinality())
+                if batches < 0:
+                    total = batches
+                    break
+                total += batches
+            self._cardinality = total
+        return self._cardinality
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises a TypeError: there is nobody to iterate but workers."""
+        # Keras comes here if the model belongs to no strategy.
+        raise TypeError(
+            "what distribute_datasets_from_function returned is for fit and evaluate of a model "
+            "that was made in the strategy's scope()"
+        )
+
+    # What workers do.
+
+    def new_job(self) -> str:
+        """The name of a new pass."""
+        return ""  # Nobody shares anything that would need one.
+
+    def empty_iterator(self) -> tf.data.Iterator:
+        """An iterator of the same type without batches; call it under the worker's device."""
+        return empty_iterator(self.element_spec)
+
+    def iterator(self, job: str, part: int, parts: int, taken: int) -> PassIterator:
+        """Begins a pass over a worker's pipelines; call it under the worker's device scope.
+
+        Args:
+            job: of no meaning here.
+            part: the number of a worker's thread.
+            parts: how many threads there are, at most one for each pipeline.
+            taken: the batches that the thread had in this pass before it was lost.
+        """
+        del job
+        of_part = self.pipelines // parts
+        numbers = range(part * of_part, (part + 1) * of_part)
+        try:
+            return self._iterator(numbers, taken)
+        except tf.errors.OpError:
+            # They are gone if the worker was started again since they were made. All are dropped.
+            if not any([self._made.pop(number, None) for number in numbers]):
+                raise
+        return self._iterator(numbers, taken)
+
+    def _iterator(self, numbers: range, taken: int) -> PassIterator:
+        dataset = self._chained(numbers)
+        # Where there is an end, each batch has its turn once.
+        if taken and self.cardinality != tf.data.INFINITE_CARDINALITY:
+            dataset = dataset.skip(taken)
+        return PassIterator(dataset)
+
+    def _chained(self, numbers: range) -> tf.data.Dataset:
+        """Some of the pipelines as one, on the worker."""
+        with self._making:
+            for number in numbers:
+                if number not in self._made:
+                    self._made[number] = self._checked(number)
+        chained = self._made[numbers[0]]
+        for number in numbers[1:]:
+            chained = chained.concatenate(self._made[number])
+        return chained
+
+    def _checked(self, number: int) -> tf.data.Dataset:
+        dataset = self._dataset(number)
+        if not _is_subtype(dataset.element_spec, self.element_spec):
+            raise ValueError(
+                "dataset_fn must return datasets of one type: that of input pipeline 0 has the "
+                f"element_spec {self.element_spec}, that of {number} {dataset.element_spec}"
+            )
+        return dataset
+
+    # What the coordinator does.
+
+    def _local(self, number: int) -> tf.data.Dataset:
+        with self._making, tf.device("/CPU:0"):
+            return self._dataset(number)
+
+    def _dataset(self, number: int) -> tf.data.Dataset:
+        context = tf.distribute.InputContext(self.pipelines, number, self._replicas_in_sync)
+        dataset = self._make(context)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise ValueError(f"dataset_fn must return a tf.data.Dataset, not {dataset!r}")
+        return dataset
+
+    def first(self) -> tf.data.Dataset:
+        """The first pipeline, in this process."""
+        return self._first
+
+    # What Keras asks a data adapter for.
+
+    def get_tf_dataset(self) -> WorkerDatasets:
+        """Itself: Keras then has the strategy distribute it."""
+        return self
+
+    @property
+    def num_batches(self) -> int | None:
+        """The batches of all pipelines, or None if their number is not known."""
+        return self.cardinality if self.cardinality >= 0 else None
+
+    @property
+    def batch_size(self) -> int | None:
+        """The examples of a batch if its type tells, else None."""
+        return tf.nest.flatten(self.element_spec)[0].shape[0]
+
+    @property
+    def has_partial_batch(self) -> None:
+        """Not known."""
+        return None
+
+    @property
+    def partial_batch_size(self) -> None:
+        """Not known."""
+        return None
+
+
+def _is_subtype(one: Any, other: Any) -> bool:
+    """Whether batches of the first type are of the second one, too."""
+    try:
+        tf.nest.assert_same_structure(one, other)
+    except (TypeError, ValueError):
+        return False
+    pairs = zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True)
+    return all(mine.is_subtype_of(theirs) for mine, theirs in pairs)
