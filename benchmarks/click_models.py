@@ -27,6 +27,7 @@ LEARNING_RATE = 0.001
 INITIAL_ACCUMULATOR = 0.1  # The defaults of Keras.
 EPSILON = 1e-7
 CACHED_BATCHES = 64
+STEPS_PER_EXECUTION = 8
 
 
 def make_data(batch_size: int) -> recsync.data.Synthetic:
@@ -42,13 +43,12 @@ def in_memory(batches: tf.data.Dataset) -> tf.data.Dataset:
 def serve_fit(
     rounds: common.Rounds,
     model: keras.Model,
-    data: recsync.data.Synthetic,
+    batches: Any,
     *,
     multiple: int,
     counters: Callable[[], dict[str, int]] = dict,
 ) -> None:
-    """Takes turns with `model.fit`; see `Rounds.serve_fit`."""
-    batches = in_memory(data.train(rounds.batch_size))
+    """Takes turns with `model.fit` on endless batches; see `Rounds.serve_fit`."""
 
     def fit(steps: int, epochs: int, callbacks: list[Any]) -> None:
         model.fit(
@@ -61,6 +61,25 @@ def serve_fit(
         )
 
     rounds.serve_fit(keras.callbacks.Callback, fit, multiple=multiple, counters=counters)
+
+
+def serve_local(
+    rounds: common.Rounds,
+    model: keras.Model,
+    optimizer: Any,
+    data: recsync.data.Synthetic,
+    metrics: Sequence[Any] = (),
+) -> None:
+    """Takes turns with `model.fit` in this process, eight steps per call."""
+    model.compile(
+        optimizer,
+        "binary_crossentropy",
+        metrics=list(metrics),
+        steps_per_execution=STEPS_PER_EXECUTION,
+        jit_compile=False,
+    )
+    batches = in_memory(data.train(rounds.batch_size))
+    serve_fit(rounds, model, batches, multiple=STEPS_PER_EXECUTION)
 
 
 def start_cluster(rounds: common.Rounds, workers: int, ps: int) -> recsync.LocalCluster:

@@ -44,7 +44,6 @@ flags.DEFINE_integer("threads", 2, "Threads of each system.", lower_bound=1)
 flags.DEFINE_bool("torch", False, "Runs the PyTorch systems too.")
 flags.DEFINE_bool("rowwise", False, "fbgemm: a single accumulator for each row.")
 
-STEPS_PER_EXECUTION = 8
 INSTALL = "pip install torch==2.13.0; pip install --no-deps fbgemm-gpu-cpu==1.8.0"
 
 
@@ -67,13 +66,7 @@ def serve_keras(rounds: common.Rounds, ours: bool) -> None:
     data = click_models.make_data(rounds.batch_size)
     model = (click_models.build_ours if ours else click_models.build_stock)(data.spec)
     module = recsync.optimizers if ours else keras.optimizers
-    model.compile(
-        module.Adagrad(click_models.LEARNING_RATE),
-        "binary_crossentropy",
-        steps_per_execution=STEPS_PER_EXECUTION,
-        jit_compile=False,
-    )
-    click_models.serve_fit(rounds, model, data, multiple=STEPS_PER_EXECUTION)
+    click_models.serve_local(rounds, model, module.Adagrad(click_models.LEARNING_RATE), data)
 
 
 def run_ours(rounds: common.Rounds) -> None:

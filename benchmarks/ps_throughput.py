@@ -5,9 +5,13 @@ parameter servers, real processes on this machine's loopback, for batches of 512
 systems train the same model with Adagrad on the same batches.
 
 - `recsync`: `tf_recsync.AsyncStrategy` and plain `model.fit` with eight steps per call, versions
-  and staleness weights on. Its batches are handed out by the coordinator over the network; the
-  stock forms have a copy of the data in each worker's memory. It is the only one that reports a
-  loss while it trains, beside (b).
+  and staleness weights on. It is the only one that reports a loss while it trains, beside (b). As
+  in the other forms, each worker has the data in its memory (`distribute_datasets_from_function`).
+- `recsync_handed_out`: the same with a plain dataset, whose batches the coordinator hands out over
+  the network, each to the worker that asks next. Runs only if `--systems` names it;
+  `ratio_handed_out` is then in the summary: its speed over that of (c).
+- `one_process`: the same model and optimizer without a cluster. What is missing to its speed is
+  what distribution costs on a machine whose processors also are the network.
 - `a`: what a Keras 3 user writes today: the same Keras model, keras.optimizers.Adagrad, and a
   custom loop with `tf.distribute.ParameterServerStrategy` and a `ClusterCoordinator`, one step per
   scheduled function.
@@ -23,8 +27,9 @@ systems train the same model with Adagrad on the same batches.
 How: see common.py. Each system has a cluster of its own and waits idle while the others run. A turn
 starts and ends with idle workers.
 
-The summary's ratios are this package's speed over that of (c), `ratio`, and of (a) and (b). (b)
-needs tf_keras, which `make bench` installs (the extra `bench`).
+The summary's ratios are this package's speed over that of (c), `ratio`, of (a) and (b), and of its
+own in one process, `ratio_one_process`. (b) needs tf_keras, which `make bench` installs (the extra
+`bench`).
 
     python benchmarks/ps_throughput.py --batch_size=512 --json=ps_throughput.json
 """
@@ -50,7 +55,6 @@ flags.DEFINE_string(
     "to use. Default: tries which are the fastest.",
 )
 
-STEPS_PER_EXECUTION = 8
 LEGACY_STEPS_PER_EXECUTION = (10, 25)
 EXPERT_STEPS_PER_CALL = 10
 
@@ -70,9 +74,10 @@ def stock_strategy(cluster: Any) -> Any:
     return tf.distribute.ParameterServerStrategy(resolver)
 
 
-def run_ours(rounds: common.Rounds) -> None:
+def run_ours(rounds: common.Rounds, handed_out: bool = False) -> None:
     """AsyncStrategy and fit."""
     import click_models
+    import tensorflow as tf
 
     import tf_recsync as recsync
 
@@ -84,10 +89,29 @@ def run_ours(rounds: common.Rounds) -> None:
         model.compile(
             recsync.optimizers.Adagrad(click_models.LEARNING_RATE, staleness=weights),
             "binary_crossentropy",
-            steps_per_execution=STEPS_PER_EXECUTION,
+            steps_per_execution=click_models.STEPS_PER_EXECUTION,
         )
-    multiple = STEPS_PER_EXECUTION * FLAGS.workers
-    click_models.serve_fit(rounds, model, data, multiple=multiple)
+    multiple = click_models.STEPS_PER_EXECUTION * FLAGS.workers
+
+    def make_batches(context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
+        del context  # As for the other forms, all data is everywhere.
+        return click_models.in_memory(data.train(rounds.batch_size))
+
+    batches = (
+        make_batches() if handed_out else strategy.distribute_datasets_from_function(make_batches)
+    )
+    click_models.serve_fit(rounds, model, batches, multiple=multiple)
+
+
+def run_one_process(rounds: common.Rounds) -> None:
+    """This package without a cluster."""
+    import click_models
+
+    import tf_recsync as recsync
+
+    data = click_models.make_data(rounds.batch_size)
+    optimizer = recsync.optimizers.Adagrad(click_models.LEARNING_RATE)
+    click_models.serve_local(rounds, click_models.build_ours(data.spec), optimizer, data)
 
 
 def serve_coordinator(
@@ -234,12 +258,14 @@ def run_expert(rounds: common.Rounds, pack_dense: bool = False) -> None:
 
 SYSTEMS = {
     common.OURS: run_ours,
+    "recsync_handed_out": functools.partial(run_ours, handed_out=True),
+    "one_process": run_one_process,
     "a": run_keras_3,
     "b": run_legacy_keras,
     "c": run_expert,
     "c_packed": functools.partial(run_expert, pack_dense=True),
 }
-OPTIONAL = ("c_packed",)
+OPTIONAL = ("recsync_handed_out", "c_packed")
 
 
 def main(argv: list[str]) -> None:
@@ -253,8 +279,12 @@ def main(argv: list[str]) -> None:
         summary = {"benchmark": "ps_throughput", "batch_size": batch_size}
         if {common.OURS, "c"} <= set(results.systems):
             summary |= common.summary_of_ratios(results.ratios(common.OURS, "c"))
-        for other in ("a", "b", *(set(OPTIONAL) & set(results.systems))):
+        for other in ("a", "b", "one_process"):
             summary[f"ratio_{other}"] = results.median_ratio(common.OURS, other)
+        if "c_packed" in results.systems:
+            summary["ratio_c_packed"] = results.median_ratio(common.OURS, "c_packed")
+        if "recsync_handed_out" in results.systems:
+            summary["ratio_handed_out"] = results.median_ratio("recsync_handed_out", "c")
         common.report({**summary, "rounds": FLAGS.rounds})
 
 

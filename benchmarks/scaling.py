@@ -110,7 +110,8 @@ def run_ours(rounds: common.Rounds) -> None:
 
     rounds.describe(workers=workers)
     multiple = FLAGS.steps_per_execution * workers
-    click_models.serve_fit(rounds, model, data, multiple=multiple, counters=sent)
+    batches = click_models.in_memory(data.train(rounds.batch_size))
+    click_models.serve_fit(rounds, model, batches, multiple=multiple, counters=sent)
 
 
 SYSTEMS = {common.OURS: run_ours}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -119,7 +120,7 @@ def compile_model(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> 
         optimizer=optimizer,
         loss="binary_crossentropy",
         metrics=[
-            keras.metrics.AUC(num_thresholds=1000, name="auc"),
+            recsync.metrics.AUC(num_thresholds=10_000),
             recsync.metrics.NormalizedEntropy(),
         ],
         steps_per_execution=FLAGS.steps_per_execution,
@@ -247,10 +248,18 @@ def train(title, model, data, strategy) -> None:
     report(title, figures, data)
     if FLAGS.metrics_json:
         with open(FLAGS.metrics_json, "w") as file:
-            json.dump(figures, file, indent=2)
+            json.dump(_finite(figures), file, indent=2, allow_nan=False)
             file.write("\n")
     if FLAGS.output_dir:
         save(model, data)
+
+
+def _finite(figures: dict) -> dict:
+    """The same with None for what is no finite number, which JSON does not know."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in figures.items()
+    }
 
 
 def report(title: str, figures: dict, data: recsync.data.ClickData) -> None:

@@ -303,6 +303,11 @@ def shadow_figures(strategy: recsync.ShadowSyncStrategy, model: Any) -> dict[str
 
 def describe_shadow(figures: dict[str, Any]) -> str:
     """Those figures, for people."""
+    if not any(figures["syncs"]):
+        return (
+            "  synchronizations         none: training ended before the first one was due; each "
+            "trainer has parameters of its own"
+        )
     return (
         f"  synchronizations         {min(figures['syncs']):,} to {max(figures['syncs']):,} a "
         f"trainer, {figures['syncs_per_second']:.1f} per second; average sync gap "
