@@ -323,17 +323,19 @@ def test_moving_statistics_of_two_workers_approach_those_of_the_data(two):
 
 def test_own_train_steps_and_an_optimizer_for_each_part_train(two):
     def make():
-        parts = keras.optimizers.OptimizerMap(SGD(1.0), {".*embeddings": Adagrad(0.2)})
+        parts = keras.optimizers.OptimizerMap(SGD(0.3), {".*embeddings": Adagrad(0.3)})
         return keras.optimizers.MultiOptimizer(parts)
 
     for build, maker in ((OwnStep, adagrad), (functional, make)):
         model = compiled(two, build, maker, metrics=lambda: ["AUC"])
-        history = model.fit(dataset(), epochs=4, verbose=0).history
+        # The model learns nothing at first, for longer in some orders of pushes than in others:
+        # after four epochs its AUC may still be 0.56, after six it is 0.78 or more.
+        history = model.fit(dataset(), epochs=6, verbose=0).history
         assert history["loss"][-1] < history["loss"][0]
-        assert history["AUC"][-1] > 0.55
+        assert history["AUC"][-1] > 0.7
     parts = model.optimizer.optimizers
     assert sorted(type(part).__name__ for part in parts) == ["Adagrad", "SGD"]
-    assert [int(part.iterations.numpy()) for part in parts] == [80, 80]
+    assert [int(part.iterations.numpy()) for part in parts] == [120, 120]
 
 
 def test_two_models_and_two_strategies_on_one_cluster_do_not_disturb_each_other(two):
