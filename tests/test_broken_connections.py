@@ -8,6 +8,8 @@ import time
 import pytest
 import tensorflow as tf
 from helpers import compiled, compute_time, mean_output, slope_model
+from tensorflow.python.data.ops import structured_function
+from tensorflow.python.eager import context
 
 import tf_recsync as recsync
 from tf_recsync.cluster import device_of, is_reachable
@@ -63,24 +65,50 @@ def test_training_goes_on_whenever_a_connection_breaks(two, caplog, make, update
     assert caplog.text.count("worker:1 was lost") >= caplog.text.count("worker:1 is back")
 
 
+def while_unreachable(cluster, function):
+    """Has `function` run while worker 1 can't be reached, whenever it is called."""
+
+    def run(*args, **kwargs):
+        cluster.pause("worker", 1)
+        with cutting(cluster, period=0.1, seconds=2.0):
+            result = function(*args, **kwargs)
+        while not is_reachable(device_of("worker", 1)):
+            time.sleep(0.1)
+        return result
+
+    return run
+
+
 @pytest.mark.timeout(120)
 def test_a_worker_gets_functions_that_were_traced_while_it_could_not_be_reached(
     two, caplog, monkeypatch
 ):
-    trace_steps = worker_functions.trace_steps
-
-    def trace_meanwhile(*arguments):
-        two.pause("worker", 1)
-        with cutting(two, period=0.1, seconds=2.0):
-            functions = trace_steps(*arguments)
-        while not is_reachable(device_of("worker", 1)):
-            time.sleep(0.1)
-        return functions
-
-    monkeypatch.setattr(worker_functions, "trace_steps", trace_meanwhile)
-    strategy = recsync.AsyncStrategy(two)
-    assert train(strategy) == -STEPS
+    traced = while_unreachable(two, worker_functions.trace_steps)
+    monkeypatch.setattr(worker_functions, "trace_steps", traced)
+    assert train(recsync.AsyncStrategy(two)) == -STEPS
     assert "name of a function registered" in caplog.text
+    assert "worker:1 is back" in caplog.text
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_gets_functions_of_datasets_that_were_made_while_it_could_not_be_reached(
+    two, caplog, monkeypatch
+):
+    # The function of a dataset that takes its elements from the data service.
+    wrapper = structured_function.StructuredFunctionWrapper
+    make, made = wrapper.__init__, []
+    unreachable = while_unreachable(two, make)
+
+    def make_some_meanwhile(*args, **kwargs):
+        is_early = device_of("worker", 1) in context.context().device_name and not made
+        if is_early:
+            made.append(True)
+        (unreachable if is_early else make)(*args, **kwargs)
+
+    monkeypatch.setattr(wrapper, "__init__", make_some_meanwhile)
+    assert train(recsync.AsyncStrategy(two)) == -STEPS
+    assert made
+    assert "required function definition" in caplog.text
     assert "worker:1 is back" in caplog.text
 
 

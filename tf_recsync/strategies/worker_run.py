@@ -592,6 +592,8 @@ class WorkerRun:
 
 def _is_unknown_function(error: tf.errors.OpError) -> bool:
     """Whether a server has not got a function: it was traced while the connection was broken."""
+    if isinstance(error, tf.errors.FailedPreconditionError):  # The function of a dataset.
+        return "Could not find required function definition" in error.message
     return isinstance(error, tf.errors.NotFoundError) and "name of a function" in error.message
 
 
