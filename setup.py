@@ -33,11 +33,15 @@ class OpLibrary(Extension):
     """A shared library that TensorFlow loads; no Python module."""
 
 
+class ServerLibrary(OpLibrary):
+    """One that needs TensorFlow's servers, too."""
+
+
 class BuildExt(build_ext):
     """Compiles with TensorFlow's own flags, incrementally and in parallel."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        if fullname.rpartition(".")[2] == "_recsync_ops":
+        if fullname.rpartition(".")[2] in ("_recsync_ops", "_recsync_transport"):
             return os.path.join(*fullname.split(".")) + ".so"
         return super().get_ext_filename(fullname)
 
@@ -62,6 +66,8 @@ class BuildExt(build_ext):
         link = ["-shared", "-pthread"]
         if isinstance(ext, OpLibrary):
             link += tf.sysconfig.get_link_flags()
+            if isinstance(ext, ServerLibrary):
+                link.append("-l:libtensorflow_cc.so.2")
         else:
             flags += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
             link += ["-ldl"]
@@ -103,6 +109,7 @@ class BuildExt(build_ext):
 setup(
     ext_modules=[
         OpLibrary("tf_recsync._recsync_ops", sources("engine", "ops", "kernels")),
+        ServerLibrary("tf_recsync._recsync_transport", sources("engine", "transport")),
         Extension("tf_recsync._engine", sources("engine", "python")),
     ],
     cmdclass={"build_ext": BuildExt},

@@ -82,9 +82,11 @@ def serve_local(
     serve_fit(rounds, model, batches, multiple=STEPS_PER_EXECUTION)
 
 
-def start_cluster(rounds: common.Rounds, workers: int, ps: int) -> recsync.LocalCluster:
+def start_cluster(
+    rounds: common.Rounds, workers: int, ps: int, transport: str = "grpc"
+) -> recsync.LocalCluster:
     """Starts a system's servers, whose processor time then counts as the system's."""
-    cluster = recsync.LocalCluster(workers=workers, ps=ps)
+    cluster = recsync.LocalCluster(workers=workers, ps=ps, transport=transport)
     jobs = {"worker": workers, "ps": ps}
     rounds.watch_servers(
         cluster.pid(job, index) for job, size in jobs.items() for index in range(size)

@@ -5,11 +5,13 @@ parameter servers, real processes on this machine's loopback, for batches of 512
 systems train the same model with Adagrad on the same batches.
 
 - `recsync`: `tf_recsync.AsyncStrategy` and plain `model.fit` with eight steps per call, versions
-  and staleness weights on. It is the only one that reports a loss while it trains, beside (b). As
+  and staleness weights on, and this package's transport between the servers. It is the only one that reports a loss while it trains, beside (b). As
   in the other forms, each worker has the data in its memory (`distribute_datasets_from_function`).
 - `recsync_handed_out`: the same with a plain dataset, whose batches the coordinator hands out over
   the network, each to the worker that asks next. Runs only if `--systems` names it;
   `ratio_handed_out` is then in the summary: its speed over that of (c).
+- `recsync_grpc`: `recsync` with TensorFlow's calls between the servers. Runs only if `--systems`
+  names it; `ratio_grpc` is then in the summary: its speed over that of (c).
 - `one_process`: the same model and optimizer without a cluster. What is missing to its speed is
   what distribution costs on a machine whose processors also are the network.
 - `a`: what a Keras 3 user writes today: the same Keras model, keras.optimizers.Adagrad, and a
@@ -74,14 +76,15 @@ def stock_strategy(cluster: Any) -> Any:
     return tf.distribute.ParameterServerStrategy(resolver)
 
 
-def run_ours(rounds: common.Rounds, handed_out: bool = False) -> None:
+def run_ours(rounds: common.Rounds, handed_out: bool = False, transport: str = "recsync") -> None:
     """AsyncStrategy and fit."""
     import click_models
     import tensorflow as tf
 
     import tf_recsync as recsync
 
-    strategy = recsync.AsyncStrategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps))
+    cluster = click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps, transport)
+    strategy = recsync.AsyncStrategy(cluster)
     data = click_models.make_data(rounds.batch_size)
     with strategy.scope():
         model = click_models.build_ours(data.spec)
@@ -259,13 +262,14 @@ def run_expert(rounds: common.Rounds, pack_dense: bool = False) -> None:
 SYSTEMS = {
     common.OURS: run_ours,
     "recsync_handed_out": functools.partial(run_ours, handed_out=True),
+    "recsync_grpc": functools.partial(run_ours, transport="grpc"),
     "one_process": run_one_process,
     "a": run_keras_3,
     "b": run_legacy_keras,
     "c": run_expert,
     "c_packed": functools.partial(run_expert, pack_dense=True),
 }
-OPTIONAL = ("recsync_handed_out", "c_packed")
+OPTIONAL = ("recsync_handed_out", "recsync_grpc", "c_packed")
 
 
 def main(argv: list[str]) -> None:
@@ -283,8 +287,9 @@ def main(argv: list[str]) -> None:
             summary[f"ratio_{other}"] = results.median_ratio(common.OURS, other)
         if "c_packed" in results.systems:
             summary["ratio_c_packed"] = results.median_ratio(common.OURS, "c_packed")
-        if "recsync_handed_out" in results.systems:
-            summary["ratio_handed_out"] = results.median_ratio("recsync_handed_out", "c")
+        for other in ("handed_out", "grpc"):
+            if f"recsync_{other}" in results.systems:
+                summary[f"ratio_{other}"] = results.median_ratio(f"recsync_{other}", "c")
         common.report({**summary, "rounds": FLAGS.rounds})
 
 

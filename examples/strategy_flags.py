@@ -44,6 +44,12 @@ flags.DEFINE_integer(
     "Processes of the local cluster that run the input pipeline; 0: this process does.",
     lower_bound=0,
 )
+flags.DEFINE_enum(
+    "transport",
+    "grpc",
+    ["grpc", "recsync"],
+    "How servers of the local cluster fetch tensors from each other; see docs/cluster.md.",
+)
 flags.DEFINE_integer("batch_size", 128, "Examples per step of a worker.", lower_bound=1)
 flags.DEFINE_integer(
     "global_batch_size",
@@ -122,6 +128,7 @@ APPLIES: dict[str, tuple[str, list[Any]]] = {
     "workers": ("strategy", CLUSTER_STRATEGIES),
     "ps": ("strategy", [*STRATEGIES, *SHADOW_SYNC]),
     "readers": ("strategy", CLUSTER_STRATEGIES),
+    "transport": ("strategy", CLUSTER_STRATEGIES),
     "alpha": ("strategy", SHADOW_SYNC),
     "eta": ("strategy", ["shadow_bmuf", "fr_bmuf"]),
     "sync_gap": ("strategy", FOREGROUND),
@@ -180,9 +187,9 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
     if "TF_CONFIG" in os.environ:
         if FLAGS.strategy == "local":
             raise app.UsageError("--strategy=local can't be used with TF_CONFIG set")
-        for name in ("workers", "ps", "readers"):
+        for name in ("workers", "ps", "readers", "transport"):
             if FLAGS[name].present:
-                raise app.UsageError(f"--{name} can't be used with TF_CONFIG, which names them")
+                raise app.UsageError(f"--{name} is the servers' affair with TF_CONFIG set")
     elif FLAGS.bind_address:
         raise app.UsageError("--bind_address applies only with TF_CONFIG set")
     with usage_errors():
@@ -232,7 +239,9 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
     else:
         ps = 0 if FLAGS.strategy == "hop" else FLAGS.ps
         ps += FLAGS.sync_ps if FLAGS.strategy in WITH_SYNC_PS else 0
-        cluster = recsync.LocalCluster(workers=FLAGS.workers, ps=ps, readers=FLAGS.readers)
+        cluster = recsync.LocalCluster(
+            workers=FLAGS.workers, ps=ps, readers=FLAGS.readers, transport=FLAGS.transport
+        )
     stack.enter_context(cluster)
     if FLAGS.strategy == "hop":
         strategy = _make_hop(cluster)

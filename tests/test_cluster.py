@@ -2,11 +2,9 @@
 
 import contextlib
 import gc
-import ipaddress
 import json
 import os
 import pathlib
-import re
 import signal
 import socket
 import subprocess
@@ -17,6 +15,7 @@ import time
 
 import pytest
 import tensorflow as tf
+from sockets import listening_addresses
 from tensorflow.python.eager import context
 
 from tf_recsync import cluster as recsync_cluster
@@ -48,33 +47,6 @@ def make_queue(device: str) -> tf.Tensor:
 
 def dequeue(queue: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.float32])[0]
-
-
-def listening_addresses(pid: int) -> list[tuple[str, int]]:
-    """Addresses and ports of a process's listening TCP sockets, from /proc."""
-    inodes = set()
-    for entry in os.scandir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            inodes.update(re.findall(r"^socket:\[(\d+)\]$", os.readlink(entry.path)))
-    found = []
-    for table in ("tcp", "tcp6"):
-        path = pathlib.Path(f"/proc/{pid}/net/{table}")
-        if not path.exists():  # No IPv6 here.
-            continue
-        for line in path.read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] != "0A" or fields[9] not in inodes:  # 0A: LISTEN
-                continue
-            address, port = fields[1].split(":")
-            # Words of four bytes in the machine's order.
-            packed = b"".join(
-                int(address[i : i + 8], 16).to_bytes(4, sys.byteorder)
-                for i in range(0, len(address), 8)
-            )
-            parsed = ipaddress.ip_address(packed)
-            parsed = getattr(parsed, "ipv4_mapped", None) or parsed
-            found.append((str(parsed), int(port, 16)))
-    return found
 
 
 def is_running(pid: int) -> bool:

@@ -92,7 +92,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     engine = "tf_recsync/_engine" + sysconfig.get_config_var("EXT_SUFFIX")
     in_tree = {str(p.relative_to(ROOT)) for p in (ROOT / "tf_recsync").rglob("*.py")}
     packaged = {name for name in names if not re.match(r"tf_recsync-[0-9.]+\.dist-info/", name)}
-    assert packaged == in_tree | {"tf_recsync/_recsync_ops.so", engine}
+    libraries = {"tf_recsync/_recsync_ops.so", "tf_recsync/_recsync_transport.so"}
+    assert packaged == in_tree | libraries | {engine}
     assert any(re.search(r"\.dist-info/(licenses/)?LICENSE$", name) for name in names)
     # A plain install brings no TensorFlow, so that CPU machines need not get the GPU build.
     plain = [requirement for requirement in requirements if "extra ==" not in requirement]

@@ -35,7 +35,7 @@ from collections.abc import Callable
 
 from absl import app, flags, logging
 
-from tf_recsync.cluster import tf_config
+from tf_recsync.cluster import tf_config, transports
 
 _MODULE = "tf_recsync.server"
 EXIT_BAD_CONFIGURATION = 2
@@ -63,6 +63,13 @@ def _define_flags() -> None:
         None,
         "Threads that one op may use. Default: TensorFlow's, the number of cores.",
         lower_bound=1,
+    )
+    flags.DEFINE_enum(
+        "transport",
+        transports.DEFAULT,
+        transports.TRANSPORTS,
+        "How this task fetches tensors from others: recsync, over connections of this package, "
+        "from those that offer it, or grpc, by TensorFlow's calls.",
     )
     flags.DEFINE_string("job_name", None, "Overrides the task's type in TF_CONFIG.")
     flags.DEFINE_integer(
@@ -209,6 +216,7 @@ def _start(
     config: tf_config.TFConfig,
     pool_threads: int,
     intra_op_threads: int | None,
+    transport: str,
     begin_anew: Callable[[], None] | None,
 ) -> object:
     """Starts the server of a task, which lives as long as what is returned."""
@@ -218,7 +226,9 @@ def _start(
         readers = config.cluster[tf_config.READER]
         return data_service.Reader(readers, config.task_index, begin_anew)
     task = (config.task_type, config.task_index)
-    return hosted_servers.start_server(config.servers, task, pool_threads, intra_op_threads)
+    return hosted_servers.start_server(
+        config.servers, task, pool_threads, transport, intra_op_threads
+    )
 
 
 def _name_of(config: tf_config.TFConfig) -> str:
@@ -261,6 +271,7 @@ def main(argv: list[str], arguments: list[str]) -> int:
     from tf_recsync import _engine
     from tf_recsync.cluster import hosted_servers
 
+    transports.load(args.transport)
     if bind_address:
         try:
             _engine.confine_listeners(bind_address)
@@ -291,6 +302,7 @@ def main(argv: list[str], arguments: list[str]) -> int:
                     config,
                     len(configs) * inter_op_threads,
                     args.intra_op_threads,
+                    args.transport,
                     None if has_first_reader else anew,
                 )
             )

@@ -212,7 +212,8 @@ TEST_F(ListenAddressTest, TensorFlowObjectsAreRecognizedByPath) {
        {"/a/site-packages/tensorflow/libtensorflow_cc.so.2",
         "/opt/lib/libtensorflow_framework.so.2", "libtensorflow.so",
         "/a/site-packages/tensorflow/python/_pywrap_tfe.so",
-        "/a/site-packages/tensorflow/compiler/tf2xla/ops/_xla_ops.so"}) {
+        "/a/site-packages/tensorflow/compiler/tf2xla/ops/_xla_ops.so",
+        "/a/site-packages/tf_recsync/_recsync_transport.so"}) {
     EXPECT_TRUE(IsTensorFlowObject(path)) << path;
   }
   for (const char* path :

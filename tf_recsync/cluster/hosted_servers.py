@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import tensorflow as tf
 
 from tf_recsync import _engine, ops
+from tf_recsync.cluster import transports
 
 Task = tuple[str, int]  # Job and index.
 
@@ -36,17 +37,20 @@ def start_server(
     cluster: Mapping[str, Sequence[str]],
     task: Task,
     pool_threads: int,
+    transport: str,
     intra_op_threads: int | None = None,
 ) -> tf.distribute.Server:
     """Starts the server of a task in this process; TensorFlow can't end it before the process.
 
-    Confine the process's listeners first (`_engine.confine_listeners`).
+    Load the transport (`transports.load`) and then confine the process's listeners first
+    (`_engine.confine_listeners`).
 
     Args:
       cluster: Addresses "host:port" of the tasks of each job.
       task: Which one.
       pool_threads: Threads that run ops, of all servers of the process; that of the first
         one counts.
+      transport: One of `transports.TRANSPORTS`.
       intra_op_threads: Threads that one op may use. Default None: the number of cores.
 
     Returns:
@@ -62,6 +66,7 @@ def start_server(
         dict(cluster),
         job_name=job,
         task_index=index,
+        protocol=transports.protocol(transport),
         config=tf.compat.v1.ConfigProto(
             inter_op_parallelism_threads=pool_threads,
             intra_op_parallelism_threads=intra_op_threads or 0,
@@ -85,10 +90,10 @@ def reserve_threads() -> int:
         return int(ops.server_threads(_POOL_THREADS))
 
 
-# Servers of this process that no cluster uses at the moment, by their host and task:
-# (address, server, the socket that keeps the port). Guarded by _lock.
+# Servers of this process that no cluster uses at the moment, by their transport, host and
+# task: (address, server, the socket that keeps the port). Guarded by _lock.
 _Idle = tuple[str, tf.distribute.Server, socket.socket]
-_idle: dict[tuple[str, str, int], list[_Idle]] = {}
+_idle: dict[tuple[str, str, str, int], list[_Idle]] = {}
 
 
 class HostedServers:
@@ -105,6 +110,7 @@ class HostedServers:
         sizes: Mapping[str, int],
         host: str,
         reserve_port: Callable[[], socket.socket],
+        transport: str,
     ):
         """Starts the servers that are missing; they listen on return.
 
@@ -112,6 +118,7 @@ class HostedServers:
           sizes: How many tasks of each job.
           host: Numeric address to listen on.
           reserve_port: Reserves a port of that address.
+          transport: One of `transports.TRANSPORTS`.
 
         Raises:
           RuntimeError: This process has too few threads for so many servers.
@@ -119,6 +126,7 @@ class HostedServers:
         """
         tasks = [(job, index) for job, size in sizes.items() for index in range(size)]
         self._host = host
+        self._transport = transport
         self._servers: dict[Task, _Idle] = {}
         with _lock:
             self._start(tasks, reserve_port)
@@ -132,10 +140,12 @@ class HostedServers:
                 f"threads each, and its pool has {threads}; its size was decided with the first "
                 f"server or connection: use processes=1 or more"
             )
+        transports.load(self._transport)
         _engine.confine_listeners(host)
         for task in tasks:
-            if _idle.get((host, *task)):
-                self._servers[task] = _idle[(host, *task)].pop()
+            idle = _idle.get((self._transport, host, *task))
+            if idle:
+                self._servers[task] = idle.pop()
         try:
             ports = {task: reserve_port() for task in tasks if task not in self._servers}
             address_of = {task: server[0] for task, server in self._servers.items()}
@@ -145,7 +155,7 @@ class HostedServers:
             for job, index in tasks:
                 self.addresses.setdefault(job, []).append(address_of[job, index])
             for task, port in ports.items():
-                server = start_server(self.addresses, task, threads)
+                server = start_server(self.addresses, task, threads, self._transport)
                 self._servers[task] = (address_of[task], server, port)
         except BaseException:
             self.release()
@@ -155,5 +165,6 @@ class HostedServers:
         """Leaves the servers to the next cluster of this process."""
         with _lock:
             for task, server in self._servers.items():
-                _idle.setdefault((self._host, *task), []).append(server)
+                key = (self._transport, self._host, *task)
+                _idle.setdefault(key, []).append(server)
             self._servers.clear()

@@ -15,7 +15,7 @@ import threading
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import connection, hosted_servers, server_process
+from tf_recsync.cluster import connection, hosted_servers, server_process, transports
 
 _HOST = "127.0.0.1"
 _JOBS = ("worker", "ps", "reader")
@@ -66,6 +66,7 @@ class LocalCluster(connection.Cluster):
         processes: int | None = None,
         inter_op_threads: int | None = None,
         intra_op_threads: int | None = None,
+        transport: str = transports.DEFAULT,
         start_timeout: float = 60.0,
         log_dir: str | os.PathLike | None = None,
     ):
@@ -85,6 +86,9 @@ class LocalCluster(connection.Cluster):
             other, twice their number and 4. Not for servers in this process.
           intra_op_threads: Threads of each server's process that one op may use. Default None:
             the number of cores. Not for servers in this process.
+          transport: How servers fetch tensors from each other: "recsync", over connections
+            of this package, which cost less processor time, or "grpc", by TensorFlow's
+            calls; see docs/cluster.md. Default "grpc".
           start_timeout: Seconds to wait for the servers to be ready; default 60.
           log_dir: Folder for the output of the servers' processes, a file `job-index.log`
             each, named after a process's first server; made if missing, and kept. Default
@@ -135,7 +139,8 @@ class LocalCluster(connection.Cluster):
         self._mutex = threading.RLock()
         self._owner = os.getpid()
         self._start_timeout = float(start_timeout)
-        self._flags = [f"--bind_address={_HOST}"]
+        self._transport = transports.check(transport)
+        self._flags = [f"--bind_address={_HOST}", f"--transport={transport}"]
         if inter_op_threads is not None:
             self._flags.append(f"--inter_op_threads={inter_op_threads}")
         if intra_op_threads is not None:
@@ -316,7 +321,9 @@ class LocalCluster(connection.Cluster):
         """Starts all servers in this process, on other ports if one is taken."""
         for attempt in range(1, _MAX_STARTS + 1):
             try:
-                return hosted_servers.HostedServers(self._sizes, _HOST, _reserve_port)
+                return hosted_servers.HostedServers(
+                    self._sizes, _HOST, _reserve_port, self._transport
+                )
             except tf.errors.OpError as error:
                 if attempt == _MAX_STARTS:
                     raise RuntimeError(

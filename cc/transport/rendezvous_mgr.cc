@@ -1,0 +1,233 @@
+#include "cc/transport/rendezvous_mgr.h"
+
+#include <cstdlib>
+#include <utility>
+
+#include "absl/log/log.h"
+#include "cc/transport/receive_call.h"
+#include "tensorflow/core/common_runtime/device_mgr.h"
+#include "tensorflow/core/distributed_runtime/worker_session.h"
+#include "tensorflow/core/framework/device.h"
+#include "tensorflow/core/util/device_name_utils.h"
+
+namespace recsync {
+namespace {
+
+using tensorflow::BaseRemoteRendezvous;
+using tensorflow::Rendezvous;
+using tensorflow::Tensor;
+using tensorflow::WorkerEnv;
+
+// The step of which a server tells its address. Steps of programs are not
+// negative.
+constexpr int64_t kAddressStep = -0x7ec5c0;
+// How long a step lives when a tensor of it is given up: the error that led to
+// that may come first then. TensorFlow waits as long.
+constexpr int64_t kGiveUpMicroseconds = 1000000;
+// How long a server may take to tell its address. One that takes part by
+// TensorFlow's calls alone waits for somebody to send the tensor that we ask
+// for.
+constexpr int64_t kAddressMicroseconds = 10000000;
+
+bool IsInMemory(const Rendezvous::ParsedKey& key) {
+  return key.src.type == "CPU" && key.dst.type == "CPU";
+}
+
+class RemoteRendezvous : public BaseRemoteRendezvous {
+ public:
+  RemoteRendezvous(const WorkerEnv* env, int64_t step_id, RendezvousMgr* mgr)
+      : BaseRemoteRendezvous(env, step_id), mgr_(mgr) {}
+
+ protected:
+  void RecvFromRemoteAsync(const Rendezvous::ParsedKey& parsed,
+                           const Rendezvous::Args& args,
+                           Rendezvous::DoneCallback done) override {
+    std::string worker, device;
+    if (!tensorflow::DeviceNameUtils::SplitDeviceName(parsed.src_device,
+                                                      &worker, &device)) {
+      done(absl::InternalError(std::string(parsed.src_device) +
+                               " is no valid device name"),
+           Rendezvous::Args(), args, Tensor(), false);
+      return;
+    }
+    std::shared_ptr<ReceiveCall> call;
+    tensorflow::Device* destination = nullptr;
+    const absl::Status found =
+        session()->device_mgr()->LookupDevice(parsed.dst_device, &destination);
+    if (!found.ok()) {
+      done(found, Rendezvous::Args(), args, Tensor(), false);
+      return;
+    }
+    if (IsInMemory(parsed)) {
+      auto client = mgr_->ClientOf(parsed, worker, session());
+      if (client != nullptr) {
+        call = std::make_shared<TransportCall>(
+            std::move(client), step_id_, std::string(parsed.FullKey()),
+            destination->GetAllocator(args.alloc_attrs), env_->compute_pool);
+      }
+    }
+    if (call == nullptr) {
+      auto rpc =
+          std::make_shared<RpcCall>(session()->GetSharedWorkerCache(), worker);
+      if (!rpc->exists()) {
+        done(absl::InternalError("no worker known as " + worker),
+             Rendezvous::Args(), args, Tensor(), false);
+        return;
+      }
+      rpc->Init(step_id_, std::string(parsed.FullKey()), destination,
+                args.alloc_attrs);
+      call = std::move(rpc);
+    }
+    // From here on it can be aborted.
+    RegisterCall(call.get(), args);
+    if (!call->status().ok()) {
+      DeregisterCall(call.get(), args);
+      done(call->status(), Rendezvous::Args(), args, Tensor(), false);
+      return;
+    }
+    Ref();
+    // The call lives until it is done: this is kept by it.
+    ReceiveCall* const started = call.get();
+    started->Start(
+        [this, call = std::move(call), args, done = std::move(done)]() mutable {
+          DeregisterCall(call.get(), args);
+          const absl::Status status = call->status();
+          // What `done` does may end the session, and the call's worker before
+          // it.
+          const Tensor tensor = call->tensor();
+          const bool is_dead = call->is_dead();
+          done(status, Rendezvous::Args(), args, tensor, is_dead);
+          Unref();
+        });
+  }
+
+ private:
+  ~RemoteRendezvous() override = default;
+
+  RendezvousMgr* const mgr_;
+};
+
+}  // namespace
+
+RendezvousMgr::RendezvousMgr(const WorkerEnv* env, std::string host)
+    : BaseRendezvousMgr(env),
+      env_(env),
+      host_(std::move(host)),
+      server_(
+          &loop_,
+          [this](int64_t step, const Rendezvous::ParsedKey& key,
+                 Rendezvous::DoneCallback done) {
+            BaseRendezvousMgr::RecvLocalAsync(step, key, std::move(done));
+          },
+          [this](int64_t step) { GiveUp(step); }) {}
+
+tsl::core::RefCountPtr<BaseRemoteRendezvous> RendezvousMgr::Create(
+    int64_t step_id, const WorkerEnv* env) {
+  return tsl::core::RefCountPtr<BaseRemoteRendezvous>(
+      new RemoteRendezvous(env, step_id, this));
+}
+
+void RendezvousMgr::RecvLocalAsync(int64_t step_id,
+                                   const Rendezvous::ParsedKey& parsed,
+                                   Rendezvous::DoneCallback done) {
+  if (step_id != kAddressStep) {
+    BaseRendezvousMgr::RecvLocalAsync(step_id, parsed, std::move(done));
+    return;
+  }
+  // The secret has a fixed size; the host may have any.
+  Tensor address(tensorflow::DT_STRING, {3});
+  auto parts = address.vec<tsl::tstring>();
+  parts(0) = host_;
+  parts(1) = std::to_string(server_.port());
+  parts(2) = server_.secret();
+  done(absl::OkStatus(), Rendezvous::Args(), Rendezvous::Args(), address,
+       false);
+}
+
+std::shared_ptr<TensorClient> RendezvousMgr::ClientOf(
+    const Rendezvous::ParsedKey& parsed, const std::string& worker,
+    tensorflow::WorkerSession* session) {
+  {
+    MutexLock lock(&mu_);
+    const auto [found, is_new] = peers_.try_emplace(parsed.src_incarnation);
+    Peer& peer = found->second;
+    if (peer.is_ready && peer.client->is_closed()) {
+      peer = Peer();  // Perhaps it can be reached again.
+    } else if (!is_new) {
+      return peer.is_ready ? peer.client : nullptr;
+    }
+  }
+  Ask(parsed, worker, session);
+  return nullptr;
+}
+
+void RendezvousMgr::Ask(const Rendezvous::ParsedKey& parsed,
+                        const std::string& worker,
+                        tensorflow::WorkerSession* session) {
+  auto call =
+      std::make_shared<RpcCall>(session->GetSharedWorkerCache(), worker);
+  tensorflow::Device* device = nullptr;
+  if (!call->exists() ||
+      !session->device_mgr()->LookupDevice(parsed.dst_device, &device).ok()) {
+    return;  // The call for the tensor says so.
+  }
+  call->Init(kAddressStep, std::string(parsed.FullKey()), device, {});
+  env_->env->SchedClosureAfter(
+      kAddressMicroseconds, [asked = std::weak_ptr<RpcCall>(call)] {
+        const auto call = asked.lock();
+        if (call != nullptr) {
+          call->StartAbort(absl::DeadlineExceededError("it tells no address"));
+        }
+      });
+  RpcCall* const started = call.get();
+  started->Start([this, call = std::move(call), worker,
+                  incarnation = parsed.src_incarnation] {
+    if (absl::IsDeadlineExceeded(call->status())) return;
+    if (!call->status().ok()) {
+      // It may be started again, or reached again.
+      MutexLock lock(&mu_);
+      peers_.erase(incarnation);
+      return;
+    }
+    const Tensor& address = call->tensor();
+    if (address.dtype() != tensorflow::DT_STRING ||
+        address.NumElements() != 3) {
+      return;  // It has nothing to do with us.
+    }
+    ConnectTo(incarnation, worker, address);
+  });
+}
+
+void RendezvousMgr::ConnectTo(uint64_t incarnation, const std::string& worker,
+                              const Tensor& address) {
+  const auto parts = address.flat<tsl::tstring>();
+  const std::string host(parts(0)), port(parts(1)), secret(parts(2));
+  auto client = std::make_shared<TensorClient>(worker);
+  {
+    MutexLock lock(&mu_);
+    peers_[incarnation].client = client;
+  }
+  auto ready = [this, incarnation, worker, host,
+                port](const absl::Status& status) {
+    MutexLock lock(&mu_);
+    if (status.ok()) {
+      peers_[incarnation].is_ready = true;
+    } else {
+      LOG(WARNING) << "Tensors of " << worker << " go through gRPC: " << host
+                   << ":" << port << " can't be reached: " << status.message();
+    }
+  };
+  client->Connect(&loop_, host, std::atoi(port.c_str()), secret,
+                  std::move(ready), client);
+}
+
+void RendezvousMgr::GiveUp(int64_t step) {
+  env_->env->SchedClosureAfter(kGiveUpMicroseconds, [this, step] {
+    const auto rendezvous = Find(step);
+    if (rendezvous->IsRemoteEagerContextDefault()) return;
+    rendezvous->StartAbort(absl::AbortedError(
+        "a tensor of step " + std::to_string(step) + " was given up"));
+  });
+}
+
+}  // namespace recsync

@@ -1,0 +1,74 @@
+// A server's rendezvous, as TensorFlow's own, but for how tensors get from one
+// server to another: over connections of this package (tensor_client.h), which
+// cost less processor time than TensorFlow's calls.
+//
+// Where the other server is found: the first tensor of a server is fetched as
+// TensorFlow does it, and beside it the server is asked for the address of its
+// TensorServer, by the same kind of call, for a step that no program has. What
+// has no such address, does not let us connect, or keeps its tensors elsewhere
+// than in a CPU's memory, is asked TensorFlow's way on and on.
+
+#ifndef TF_RECSYNC_CC_TRANSPORT_RENDEZVOUS_MGR_H_
+#define TF_RECSYNC_CC_TRANSPORT_RENDEZVOUS_MGR_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include "cc/engine/message_loop.h"
+#include "cc/engine/mutex.h"
+#include "cc/transport/tensor_client.h"
+#include "cc/transport/tensor_server.h"
+#include "tensorflow/core/distributed_runtime/base_rendezvous_mgr.h"
+#include "tensorflow/core/distributed_runtime/worker_env.h"
+
+namespace recsync {
+
+class RendezvousMgr : public tensorflow::BaseRendezvousMgr {
+ public:
+  // `host` is by which others know this server. Throws std::exception if it
+  // can't listen. It must outlive what its server does, and so the process.
+  RendezvousMgr(const tensorflow::WorkerEnv* env, std::string host);
+
+  // Also tells the address; see above.
+  void RecvLocalAsync(int64_t step_id,
+                      const tensorflow::Rendezvous::ParsedKey& parsed,
+                      tensorflow::Rendezvous::DoneCallback done) override;
+
+  // The connection to the server that has a key's tensor; null if there is
+  // none, for now or for ever.
+  std::shared_ptr<TensorClient> ClientOf(
+      const tensorflow::Rendezvous::ParsedKey& parsed,
+      const std::string& worker, tensorflow::WorkerSession* session)
+      ABSL_LOCKS_EXCLUDED(mu_);
+
+ protected:
+  tsl::core::RefCountPtr<tensorflow::BaseRemoteRendezvous> Create(
+      int64_t step_id, const tensorflow::WorkerEnv* env) override;
+
+ private:
+  struct Peer {
+    std::shared_ptr<TensorClient> client;
+    bool is_ready = false;
+  };
+
+  void Ask(const tensorflow::Rendezvous::ParsedKey& parsed,
+           const std::string& worker, tensorflow::WorkerSession* session);
+  void ConnectTo(uint64_t incarnation, const std::string& worker,
+                 const tensorflow::Tensor& address);
+  void GiveUp(int64_t step);
+
+  const tensorflow::WorkerEnv* const env_;
+  const std::string host_;
+  MessageLoop loop_;
+  const TensorServer server_;
+  Mutex mu_;
+  // By the incarnation of their first device, which a server that is started
+  // again has another of.
+  std::unordered_map<uint64_t, Peer> peers_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace recsync
+
+#endif  // TF_RECSYNC_CC_TRANSPORT_RENDEZVOUS_MGR_H_

@@ -1,0 +1,174 @@
+#include "cc/transport/tensor_server.h"
+
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "cc/transport/tensor_messages.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/tensor.pb.h"
+#include "tensorflow/core/framework/types.h"
+
+namespace recsync {
+namespace {
+
+using tensorflow::Rendezvous;
+using tensorflow::Tensor;
+
+std::string RandomSecret() {
+  std::random_device random;
+  std::string secret;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t part = random();
+    secret.append(reinterpret_cast<const char*>(&part), sizeof(part));
+  }
+  return secret;
+}
+
+// What one client has asked for.
+class Serving : public MessageReceiver,
+                public std::enable_shared_from_this<Serving> {
+ public:
+  Serving(std::shared_ptr<Connection> connection, std::string secret,
+          TensorServer::Produce produce, TensorServer::GiveUp give_up)
+      : connection_(std::move(connection)),
+        secret_(std::move(secret)),
+        produce_(std::move(produce)),
+        give_up_(std::move(give_up)) {}
+
+  char* Head(std::string_view head, uint64_t size) override {
+    Request request;
+    if (size > 0 || !Decode(head, &request)) {
+      connection_->Close("a request that can't be read");
+    } else if (!has_greeted_) {
+      Greet(request);
+    } else if (request.kind == RequestKind::kReceive) {
+      Produce(request);
+    } else if (request.kind == RequestKind::kCancel) {
+      GiveUp(request.id);
+    }
+    return nullptr;
+  }
+
+  void Body() override {}
+
+  void Closed(const std::string& reason) override {
+    std::unordered_map<uint64_t, int64_t> asked;
+    {
+      MutexLock lock(&mu_);
+      asked.swap(asked_);
+    }
+    for (const auto& [id, step] : asked) give_up_(step);
+  }
+
+ private:
+  void Greet(const Request& request) {
+    if (request.kind != RequestKind::kGreeting || request.text != secret_) {
+      connection_->Close("a greeting with another secret");
+      return;
+    }
+    has_greeted_ = true;
+    connection_->Send(Encode(Answer()));
+  }
+
+  void Produce(const Request& request) {
+    const uint64_t id = request.id;
+    Rendezvous::ParsedKey key;
+    const absl::Status status = Rendezvous::ParseKey(request.text, &key);
+    if (!status.ok()) {
+      Send(id, status, Tensor(), false);
+      return;
+    }
+    {
+      MutexLock lock(&mu_);
+      asked_[id] = request.step;
+    }
+    auto done = [self = shared_from_this(), id](
+                    const absl::Status& status, const Rendezvous::Args&,
+                    const Rendezvous::Args&, const Tensor& tensor,
+                    bool is_dead) {
+      if (self->Take(id)) self->Send(id, status, tensor, is_dead);
+    };
+    produce_(request.step, key, std::move(done));
+  }
+
+  void GiveUp(uint64_t id) {
+    int64_t step;
+    {
+      MutexLock lock(&mu_);
+      const auto found = asked_.find(id);
+      if (found == asked_.end()) return;
+      step = found->second;
+      asked_.erase(found);
+    }
+    give_up_(step);
+  }
+
+  // Whether a tensor is still wanted.
+  bool Take(uint64_t id) ABSL_LOCKS_EXCLUDED(mu_) {
+    MutexLock lock(&mu_);
+    return asked_.erase(id) > 0;
+  }
+
+  void Send(uint64_t id, const absl::Status& status, const Tensor& tensor,
+            bool is_dead) {
+    Answer answer;
+    answer.id = id;
+    answer.is_dead = is_dead;
+    if (!status.ok()) {
+      answer.code = static_cast<int32_t>(status.code());
+      answer.text = std::string(status.message());
+      connection_->Send(Encode(answer));
+      return;
+    }
+    if (is_dead) {
+      connection_->Send(Encode(answer));
+      return;
+    }
+    answer.dtype = tensor.dtype();
+    if (tensorflow::DataTypeCanUseMemcpy(tensor.dtype())) {
+      answer.form = BodyForm::kBytes;
+      for (int i = 0; i < tensor.dims(); ++i) {
+        answer.shape.push_back(tensor.dim_size(i));
+      }
+      auto keep = std::make_shared<Tensor>(tensor);
+      const auto bytes = keep->tensor_data();
+      connection_->Send(Encode(answer), bytes.data(), bytes.size(),
+                        std::move(keep));
+      return;
+    }
+    answer.form = BodyForm::kProto;
+    tensorflow::TensorProto proto;
+    tensor.AsProtoTensorContent(&proto);
+    auto keep = std::make_shared<std::string>(proto.SerializeAsString());
+    connection_->Send(Encode(answer), keep->data(), keep->size(), keep);
+  }
+
+  const std::shared_ptr<Connection> connection_;
+  const std::string secret_;
+  const TensorServer::Produce produce_;
+  const TensorServer::GiveUp give_up_;
+  bool has_greeted_ = false;  // The loop's thread alone uses it.
+  Mutex mu_;
+  // The steps of the tensors that were asked for and not sent, by number.
+  std::unordered_map<uint64_t, int64_t> asked_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace
+
+TensorServer::TensorServer(MessageLoop* loop, Produce produce, GiveUp give_up)
+    : secret_(RandomSecret()) {
+  auto accept = [secret = secret_, produce = std::move(produce),
+                 give_up = std::move(give_up)](std::shared_ptr<Connection> c) {
+    return std::make_shared<Serving>(std::move(c), secret, produce, give_up);
+  };
+  std::string error;
+  port_ = loop->Listen("", std::move(accept), &error);
+  if (port_ == 0) throw std::runtime_error("can't listen: " + error);
+}
+
+}  // namespace recsync

@@ -1,0 +1,272 @@
+"""Servers that fetch tensors from each other over connections of this package."""
+
+import os
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import (
+    AtBatch,
+    clicks,
+    compiled,
+    compute_time,
+    functional,
+    mean_output,
+    slope_model,
+)
+from sockets import listening_addresses, open_connections
+
+import tf_recsync as recsync
+from tf_recsync.optimizers import SGD, Adagrad
+from tf_recsync.strategies import silence_watch
+
+SERVERS = [("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1)]
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with recsync.LocalCluster(workers=2, ps=2, transport="recsync") as cluster:
+        cluster.connect()
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared):
+    """All servers run, also those that the last test has killed or stopped."""
+    dead = [server for server in SERVERS if not shared.is_alive(*server)]
+    for server in SERVERS:
+        if server in dead:
+            shared.restart(*server)
+        else:
+            shared.resume(*server)
+    if dead:
+        shared.readmit()
+    return shared
+
+
+def own_port(cluster, job, index) -> int:
+    """The port at which a server gives tensors to others, beside that of TensorFlow's calls."""
+    known = int(cluster.cluster_spec.task_address(job, index).rpartition(":")[2])
+    (port,) = {port for _, port in listening_addresses(cluster.pid(job, index))} - {known}
+    return port
+
+
+def connections_to(cluster, job, index) -> int:
+    """How many connections other servers have to that port."""
+    return open_connections(cluster.pid(job, index)).count(own_port(cluster, job, index))
+
+
+def pass_on(values):
+    """Tensors that go from worker 0 to ps 0, worker 1 and back to worker 0, by one function."""
+
+    @tf.function
+    def function():
+        with tf.device("/job:worker/task:0"):
+            tensors = [tf.identity(value) for value in values]
+        for device in ("/job:ps/task:0", "/job:worker/task:1", "/job:worker/task:0"):
+            with tf.device(device):
+                tensors = [tf.identity(tensor) for tensor in tensors]
+        return tensors
+
+    with tf.device("/job:worker/task:0"):
+        return function
+
+
+def ones(batches):
+    batch = tf.ones([2, 1])
+    return tf.data.Dataset.from_tensors((batch, batch)).repeat(batches)
+
+
+def train(strategy, *callbacks, batches=60) -> float:
+    """Returns the weight: each step of a batch takes 1 off."""
+    model = compiled(strategy, slope_model, lambda: SGD(1.0), mean_output)
+    with compute_time(strategy, 0.03):
+        model.fit(ones(batches), callbacks=callbacks, verbose=0)
+    return float(model.get_weights()[0].item())
+
+
+def test_all_listeners_are_on_loopback(cluster):
+    for server in SERVERS:
+        addresses = listening_addresses(cluster.pid(*server))
+        assert len(addresses) == 2
+        assert {address for address, _ in addresses} == {"127.0.0.1"}
+
+
+def test_tensors_of_all_types_arrive_as_they_were_sent(cluster):
+    rng = np.random.default_rng(1)
+    values = [
+        tf.constant(rng.normal(size=shape), dtype)
+        for dtype in (tf.float32, tf.float64, tf.bfloat16, tf.int64, tf.int32, tf.uint8)
+        for shape in ((), (0,), (3, 0, 2), (5,), (1000, 300))
+    ]
+    values += [
+        tf.constant([True, False]),
+        tf.constant([1 + 2j], tf.complex64),
+        tf.constant("text"),
+        tf.constant([["", "a" * 100_000], ["\0", "ä"]]),
+    ]
+    function = pass_on(values)
+    for _ in range(20):  # The first tensors go by TensorFlow's calls.
+        for value, arrived in zip(values, function(), strict=True):
+            assert (arrived.dtype, arrived.shape) == (value.dtype, value.shape)
+            assert np.asarray(arrived == value).all()
+    assert connections_to(cluster, "ps", 0) > 0
+    assert connections_to(cluster, "worker", 1) > 0
+
+
+def test_branches_that_are_not_taken_send_nothing_to_other_servers(cluster):
+    @tf.function
+    def choose(which):
+        with tf.device("/job:worker/task:0"):
+            here, there = tf.raw_ops.Switch(data=tf.constant([1.0, 2.0]), pred=which)
+        with tf.device("/job:ps/task:1"):
+            moved = here + 1.0, there + 2.0
+        with tf.device("/job:worker/task:0"):
+            return tf.raw_ops.Merge(inputs=moved)[0]
+
+    for which in (True, False) * 10:
+        expected = [3.0, 4.0] if which else [2.0, 3.0]
+        np.testing.assert_array_equal(choose(tf.constant(which)), expected)
+
+
+def test_an_error_on_one_server_reaches_those_that_wait_for_its_tensors(cluster):
+    @tf.function
+    def function(divisor):
+        with tf.device("/job:ps/task:0"):
+            quotient = tf.constant([7]) // divisor
+        with tf.device("/job:worker/task:1"):
+            moved = quotient + 1
+        with tf.device("/job:worker/task:0"):
+            return moved + 1
+
+    for _ in range(5):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="division by zero"):
+            function(tf.constant(0))
+        np.testing.assert_array_equal(function(tf.constant(2)), [5])
+
+
+def trained_weights(cluster) -> list[np.ndarray]:
+    strategy = recsync.AsyncStrategy(cluster)
+    with strategy.scope():
+        keras.utils.set_random_seed(7)
+        model = functional()
+        model.compile(Adagrad(0.1), "binary_crossentropy", steps_per_execution=3)
+    ids, labels = clicks()
+    model.fit(ids, labels, batch_size=32, epochs=3, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def test_memory_does_not_grow_with_the_tensors_that_were_sent(cluster):
+    def memory(server) -> int:
+        with open(f"/proc/{cluster.pid(*server)}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    function = pass_on([tf.zeros([1_000_000])])
+    for _ in range(30):
+        function()
+    before = [memory(server) for server in SERVERS]
+    for _ in range(150):  # 600 MB through each of three servers.
+        function()
+    grown = [memory(server) - old for server, old in zip(SERVERS, before, strict=True)]
+    assert max(grown) < 100e6
+
+
+@pytest.mark.parametrize("job", ["worker", "ps"])
+def test_a_server_that_was_started_again_is_found_again(cluster, job):
+    function = pass_on([tf.constant([1.0])])
+    for _ in range(3):
+        function()
+    cluster.kill(job, 0)
+    with pytest.raises((tf.errors.UnavailableError, tf.errors.AbortedError)):
+        function()
+    cluster.restart(job, 0)
+    cluster.readmit()
+    function = pass_on([tf.constant([2.0])])
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            function()
+            break
+        except tf.errors.UnavailableError:  # gRPC lets calls fail for a while.
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    for _ in range(20):
+        assert function()[0].numpy() == [2.0]
+    assert connections_to(cluster, job, 0) > 0
+
+
+@pytest.mark.timeout(120)
+def test_training_goes_on_when_a_worker_is_killed_and_comes_back(cluster, caplog):
+    strategy = recsync.SyncStrategy(cluster)
+
+    def restart():
+        cluster.restart("worker", 1)
+
+    weight = train(
+        strategy,
+        AtBatch(8, lambda: cluster.kill("worker", 1)),
+        AtBatch(16, restart),
+        batches=200,
+    )
+    assert "worker:1 was lost" in caplog.text
+    assert "worker:1 is back" in caplog.text
+    assert -100 <= weight <= -94
+
+
+def test_training_ends_with_an_error_when_a_parameter_server_is_killed(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    with pytest.raises(RuntimeError, match="ps:0"):
+        train(strategy, AtBatch(8, lambda: cluster.kill("ps", 0)), batches=10_000)
+
+
+@pytest.mark.timeout(120)
+def test_servers_that_stand_still_are_given_up(cluster, monkeypatch, caplog):
+    monkeypatch.setattr(silence_watch, "_SHORTEST_SECONDS", 5.0)
+    strategy = recsync.AsyncStrategy(cluster, worker_timeout=5.0)
+    weight = train(strategy, AtBatch(8, lambda: cluster.pause("worker", 1)), batches=400)
+    assert "worker:1 was lost" in caplog.text
+    assert -400 <= weight <= -390
+    cluster.resume("worker", 1)
+    with pytest.raises(RuntimeError, match="ps:1"):
+        train(strategy, AtBatch(8, lambda: cluster.pause("ps", 1)), batches=10_000)
+
+
+def test_a_server_without_the_transport_is_asked_as_tensorflow_does(cluster, monkeypatch):
+    server = cluster._servers["worker", 1]
+    flags = [flag.replace("transport=recsync", "transport=grpc") for flag in server._arguments]
+    monkeypatch.setattr(server, "_arguments", flags)
+    cluster.kill("worker", 1)
+    cluster.restart("worker", 1)
+    cluster.readmit()
+    assert len(listening_addresses(cluster.pid("worker", 1))) == 1
+    value = tf.constant([3.0])
+    function = pass_on([value])
+    for _ in range(20):
+        assert function()[0].numpy() == [3.0]
+    assert train(recsync.AsyncStrategy(cluster)) == -60
+    cluster.kill("worker", 1)  # The next one has the transport again.
+
+
+# Last: these close the shared cluster's connection, or need none.
+
+
+def test_training_gives_the_same_as_over_grpc(shared):
+    shared.close()
+    weights = []
+    for processes in (None, 0):
+        for transport in ("grpc", "recsync"):
+            with recsync.LocalCluster(
+                workers=1, ps=2, processes=processes, transport=transport
+            ) as one:
+                weights.append(trained_weights(one))
+    for others in weights[1:]:
+        for ours, theirs in zip(weights[0], others, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("wrong", ["tcp", None, 1])
+def test_other_transports_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"transport must be one of .*recsync.*grpc"):
+        recsync.LocalCluster(workers=1, ps=1, transport=wrong)
