@@ -5,8 +5,9 @@ parameter servers, real processes on this machine's loopback, for batches of 512
 systems train the same model with Adagrad on the same batches.
 
 - `recsync`: `tf_recsync.AsyncStrategy` and plain `model.fit` with eight steps per call, versions
-  and staleness weights on, and this package's transport between the servers. It is the only one that reports a loss while it trains, beside (b). As
-  in the other forms, each worker has the data in its memory (`distribute_datasets_from_function`).
+  and staleness weights on, and this package's transport between the servers. It is the only one
+  that reports a loss while it trains, beside (b). As in the other forms, each worker has the data
+  in its memory (`distribute_datasets_from_function`).
 - `recsync_handed_out`: the same with a plain dataset, whose batches the coordinator hands out over
   the network, each to the worker that asks next. Runs only if `--systems` names it;
   `ratio_handed_out` is then in the summary: its speed over that of (c).
