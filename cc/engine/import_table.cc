@@ -19,8 +19,8 @@ bool IsTensorFlowObject(const std::string& path) {
   const size_t slash = path.rfind('/');
   const std::string name =
       slash == std::string::npos ? path : path.substr(slash + 1);
-  // Its libraries wherever they lie, what its wheel holds, and what this package
-  // adds to its servers.
+  // Its libraries wherever they lie, what its wheel holds, and what this
+  // package adds to its servers.
   return name.rfind("libtensorflow", 0) == 0 || name.rfind("_pywrap", 0) == 0 ||
          name.rfind("_recsync_transport", 0) == 0 ||
          path.find("/site-packages/tensorflow/") != std::string::npos ||

@@ -33,6 +33,7 @@ constexpr int kPieces = 32;
 constexpr int kIdleSeconds = 30;
 constexpr int kProbeSeconds = 10;
 constexpr int kProbes = 3;
+constexpr int kSilentMilliseconds = 60000;
 
 std::string ErrorText(int error) {
   return std::generic_category().message(error);
@@ -54,6 +55,8 @@ void SetOptions(int fd) {
   SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, kIdleSeconds);
   SetOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, kProbeSeconds);
   SetOption(fd, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
+  // Nothing probes while something that was sent has not arrived.
+  SetOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, kSilentMilliseconds);
 }
 
 struct AddressesDeleter {
@@ -246,7 +249,8 @@ void Connection::TakeBody(uint64_t size) {
 MessageLoop::MessageLoop()
     : epoll_fd_(CheckedFd(epoll_create1(EPOLL_CLOEXEC), "epoll_create1")),
       wake_fd_(CheckedFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")),
-      scratch_(kScratch) {
+      scratch_(kScratch),
+      spare_fd_(open("/dev/null", O_RDONLY | O_CLOEXEC)) {
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.fd = wake_fd_;
@@ -267,6 +271,7 @@ MessageLoop::~MessageLoop() {
     MutexLock lock(&mu_);
     if (listen_fd_ >= 0) close(listen_fd_);
   }
+  if (spare_fd_ >= 0) close(spare_fd_);
   close(wake_fd_);
   close(epoll_fd_);
 }
@@ -320,10 +325,27 @@ int MessageLoop::Listen(const std::string& host, Accept accept,
   return port;
 }
 
+std::vector<std::string> MessageLoop::Resolve(const std::string& host,
+                                              std::string* error) {
+  const Addresses found = LookUp(host, 0, 0, error);
+  std::vector<std::string> addresses;
+  for (const addrinfo* one = found.get(); one != nullptr; one = one->ai_next) {
+    char text[NI_MAXHOST];
+    const int code = getnameinfo(one->ai_addr, one->ai_addrlen, text,
+                                 sizeof(text), nullptr, 0, NI_NUMERICHOST);
+    if (code == 0) {
+      addresses.emplace_back(text);
+    } else {
+      *error = gai_strerror(code);
+    }
+  }
+  return addresses;
+}
+
 std::shared_ptr<Connection> MessageLoop::Connect(
-    const std::string& host, int port,
+    const std::string& address, int port,
     std::shared_ptr<MessageReceiver> receiver, std::string* error) {
-  const Addresses found = LookUp(host, port, 0, error);
+  const Addresses found = LookUp(address, port, AI_NUMERICHOST, error);
   if (found == nullptr) return nullptr;
   const int fd =
       socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -406,6 +428,15 @@ void MessageLoop::AcceptAll() {
   while (true) {
     const int fd =
         accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0 && (errno == EMFILE || errno == ENFILE) && spare_fd_ >= 0) {
+      // Refused: who waits for nothing would have us called for ever.
+      close(spare_fd_);
+      const int refused = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+      if (refused >= 0) close(refused);
+      spare_fd_ = open("/dev/null", O_RDONLY | O_CLOEXEC);
+      if (refused < 0) return;
+      continue;
+    }
     // Whatever is wrong with it, the next one may be right.
     if (fd < 0) return;
     SetOptions(fd);
@@ -447,11 +478,15 @@ void MessageLoop::End(const std::shared_ptr<Connection>& connection,
     MutexLock lock(&mu_);
     MutexLock of_connection(&connection->mu_);
     connections_.erase(connection->fd_);
-    close(connection->fd_);  // And so leaves the epoll set.
+    // A forked process may hold it, too: closing alone would not end it.
+    (void)epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection->fd_, nullptr);
+    (void)shutdown(connection->fd_, SHUT_RDWR);
+    close(connection->fd_);
     connection->fd_ = -1;
     told = connection->reason_.empty() ? reason : connection->reason_;
     dropped.swap(connection->outgoing_);
   }
+  dropped.clear();
   connection->receiver_->Closed(told);
   // It may refer to the connection.
   connection->receiver_.reset();

@@ -117,7 +117,7 @@ class MessageLoop {
       std::shared_ptr<Connection>)>;
 
   // The largest head that is taken; a larger one ends its connection.
-  static constexpr uint32_t kMaxHead = 1 << 20;
+  static constexpr uint32_t kMaxHead = 64 << 10;
 
   MessageLoop();
   ~MessageLoop();
@@ -130,10 +130,15 @@ class MessageLoop {
   int Listen(const std::string& host, Accept accept, std::string* error)
       ABSL_LOCKS_EXCLUDED(mu_);
 
+  // The numeric addresses of a host, the best first; none, and what is wrong,
+  // if it can't be found. May block, unless it is such an address itself.
+  static std::vector<std::string> Resolve(const std::string& host,
+                                          std::string* error);
+
   // Connects, which goes on in the loop's thread: what is sent meanwhile is
-  // sent when it is done. Looking up a name that is not numeric may block.
-  // Null, and what is wrong, if the name can't be looked up.
-  std::shared_ptr<Connection> Connect(const std::string& host, int port,
+  // sent when it is done. Null, and what is wrong, if it can't even begin, as
+  // when `address` is not numeric.
+  std::shared_ptr<Connection> Connect(const std::string& address, int port,
                                       std::shared_ptr<MessageReceiver> receiver,
                                       std::string* error)
       ABSL_LOCKS_EXCLUDED(mu_);
@@ -151,7 +156,9 @@ class MessageLoop {
 
   const int epoll_fd_;
   const int wake_fd_;
-  std::vector<char> scratch_;  // The loop's thread alone uses it.
+  // The loop's thread alone uses these.
+  std::vector<char> scratch_;
+  int spare_fd_;  // Makes room to refuse a connection when there is none.
   Mutex mu_;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   int listen_fd_ ABSL_GUARDED_BY(mu_) = -1;

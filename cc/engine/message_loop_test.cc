@@ -2,9 +2,11 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <future>
@@ -118,6 +120,18 @@ class MessageLoopTest : public testing::Test {
                        std::shared_ptr<std::string> body) {
     const std::string& bytes = *body;
     return connection->Send(head, bytes.data(), bytes.size(), std::move(body));
+  }
+
+  // A connection to the server that is no connection of a loop.
+  int ConnectRaw() const {
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(port_);
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(
+        connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    return fd;
   }
 
   std::string error_;
@@ -270,10 +284,12 @@ TEST_F(MessageLoopTest, MessagesOnTheirWayToNobodyEndWithAReason) {
 }
 
 TEST_F(MessageLoopTest, NamesAndAddressesThatAreNoneAreErrors) {
-  EXPECT_EQ(client_.value().Connect("no such host.invalid", 1,
-                                    std::make_shared<Mailbox>(), &error_),
-            nullptr);
+  EXPECT_TRUE(MessageLoop::Resolve("no such host.invalid", &error_).empty());
   EXPECT_NE(error_.find("no such host.invalid"), std::string::npos) << error_;
+  EXPECT_EQ(client_.value().Connect("a host", 1, std::make_shared<Mailbox>(),
+                                    &error_),
+            nullptr);
+  EXPECT_NE(error_.find("a host"), std::string::npos) << error_;
   MessageLoop loop;
   EXPECT_EQ(loop.Listen("192.0.2.1", nullptr, &error_), 0);
   EXPECT_EQ(error_, "Cannot assign requested address");
@@ -281,17 +297,41 @@ TEST_F(MessageLoopTest, NamesAndAddressesThatAreNoneAreErrors) {
   EXPECT_NE(error_.find("a name"), std::string::npos) << error_;
 }
 
+TEST_F(MessageLoopTest, HostsAreResolvedToNumericAddresses) {
+  EXPECT_EQ(MessageLoop::Resolve("127.0.0.5", &error_),
+            std::vector<std::string>{"127.0.0.5"});
+  EXPECT_EQ(MessageLoop::Resolve("::1", &error_),
+            std::vector<std::string>{"::1"});
+  const auto addresses = MessageLoop::Resolve("localhost", &error_);
+  EXPECT_NE(std::find(addresses.begin(), addresses.end(), "127.0.0.1"),
+            addresses.end());
+}
+
+// A process without descriptors left, as when somebody opens connections and
+// says nothing.
+TEST_F(MessageLoopTest, WhatThereIsNoRoomForIsRefused) {
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const int probe = dup(0);
+  ASSERT_GE(probe, 0);
+  close(probe);
+  rlimit few = before;
+  few.rlim_cur = probe + 1;  // One more: the end that connects.
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  const int fd = ConnectRaw();
+  char byte;
+  EXPECT_EQ(read(fd, &byte, 1), 0);
+  close(fd);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_TRUE(Send(to_server_.get(), "still", "there"));
+  EXPECT_EQ(at_server_->WaitFor(1).at(0), Message("still", "there"));
+}
+
 // What does not know the protocol.
 TEST_F(MessageLoopTest, AHeadThatIsTooLargeEndsTheConnection) {
   std::promise<std::shared_ptr<Connection>> unused;
   accepted_ = std::move(unused);
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(port_);
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  ASSERT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)),
-            0);
+  const int fd = ConnectRaw();
   const std::string text = "GET / HTTP/1.1\r\n\r\n";
   ASSERT_EQ(write(fd, text.data(), text.size()),
             static_cast<ssize_t>(text.size()));

@@ -1,7 +1,7 @@
 #include "cc/transport/receive_call.h"
 
 #include "tensorflow/core/distributed_runtime/request_id.h"
-#include "tsl/platform/threadpool.h"
+#include "tsl/platform/env.h"
 
 namespace recsync {
 
@@ -59,8 +59,10 @@ void TransportCall::Finish() {
 
 void TransportCall::GiveUp(uint64_t id) {
   if (!client_->Cancel(id)) return;
-  // Who aborts may hold locks that those take who hear of it.
-  pool_->Schedule([self = shared_from_this()] { self->Finish(); });
+  // Who aborts holds locks that those take who hear of it; and a pool of
+  // threads whose queue is full would run it here.
+  tsl::Env::Default()->SchedClosure(
+      [self = shared_from_this()] { self->Finish(); });
 }
 
 RpcCall::RpcCall(std::shared_ptr<tensorflow::WorkerCacheInterface> cache,
@@ -83,12 +85,16 @@ void RpcCall::Init(int64_t step, const std::string& key,
 }
 
 void RpcCall::Start(std::function<void()> recv_done) {
+  // It may be done, and let go of, before RecvTensorAsync returns.
+  const auto self = shared_from_this();
   worker_->RecvTensorAsync(
       &options_, &request_, &response_,
       [this, done = std::move(recv_done)](const absl::Status& status) {
         Update(status);
         done();
       });
+  // It may have been aborted when there was nothing to cancel.
+  if (!status().ok()) options_.StartCancel();
 }
 
 void RpcCall::StartAbort(const absl::Status& status) {

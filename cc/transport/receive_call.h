@@ -43,13 +43,11 @@ class TransportCall : public ReceiveCall,
                       public std::enable_shared_from_this<TransportCall> {
  public:
   TransportCall(std::shared_ptr<TensorClient> client, int64_t step,
-                std::string key, tensorflow::Allocator* allocator,
-                tsl::thread::ThreadPool* pool)
+                std::string key, tensorflow::Allocator* allocator)
       : client_(std::move(client)),
         step_(step),
         key_(std::move(key)),
-        allocator_(allocator),
-        pool_(pool) {}
+        allocator_(allocator) {}
 
   void Start(std::function<void()> recv_done) override;
   void StartAbort(const absl::Status& status) override;
@@ -64,7 +62,6 @@ class TransportCall : public ReceiveCall,
   const int64_t step_;
   const std::string key_;
   tensorflow::Allocator* const allocator_;
-  tsl::thread::ThreadPool* const pool_;
   std::function<void()> recv_done_;
   tensorflow::Tensor tensor_;
   bool is_dead_ = false;
@@ -72,7 +69,8 @@ class TransportCall : public ReceiveCall,
 };
 
 // By TensorFlow's own call.
-class RpcCall : public ReceiveCall {
+class RpcCall : public ReceiveCall,
+                public std::enable_shared_from_this<RpcCall> {
  public:
   // `cache` has to know `worker`; see Exists.
   RpcCall(std::shared_ptr<tensorflow::WorkerCacheInterface> cache,

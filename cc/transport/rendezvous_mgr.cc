@@ -63,7 +63,7 @@ class RemoteRendezvous : public BaseRemoteRendezvous {
       if (client != nullptr) {
         call = std::make_shared<TransportCall>(
             std::move(client), step_id_, std::string(parsed.FullKey()),
-            destination->GetAllocator(args.alloc_attrs), env_->compute_pool);
+            destination->GetAllocator(args.alloc_attrs));
       }
     }
     if (call == nullptr) {
@@ -169,6 +169,7 @@ void RendezvousMgr::Ask(const Rendezvous::ParsedKey& parsed,
   tensorflow::Device* device = nullptr;
   if (!call->exists() ||
       !session->device_mgr()->LookupDevice(parsed.dst_device, &device).ok()) {
+    Forget(parsed.src_incarnation);
     return;  // The call for the tensor says so.
   }
   call->Init(kAddressStep, std::string(parsed.FullKey()), device, {});
@@ -185,8 +186,7 @@ void RendezvousMgr::Ask(const Rendezvous::ParsedKey& parsed,
     if (absl::IsDeadlineExceeded(call->status())) return;
     if (!call->status().ok()) {
       // It may be started again, or reached again.
-      MutexLock lock(&mu_);
-      peers_.erase(incarnation);
+      Forget(incarnation);
       return;
     }
     const Tensor& address = call->tensor();
@@ -194,31 +194,48 @@ void RendezvousMgr::Ask(const Rendezvous::ParsedKey& parsed,
         address.NumElements() != 3) {
       return;  // It has nothing to do with us.
     }
-    ConnectTo(incarnation, worker, address);
+    const auto parts = address.flat<tsl::tstring>();
+    const std::string host(parts(0)), port(parts(1)), secret(parts(2));
+    std::string error;
+    auto addresses = MessageLoop::Resolve(host, &error);
+    if (addresses.empty()) {
+      LOG(WARNING) << "Tensors of " << worker << " go through gRPC: " << error;
+      return;
+    }
+    ConnectTo(incarnation, worker, std::move(addresses),
+              std::atoi(port.c_str()), secret);
   });
 }
 
+void RendezvousMgr::Forget(uint64_t incarnation) {
+  MutexLock lock(&mu_);
+  peers_.erase(incarnation);
+}
+
 void RendezvousMgr::ConnectTo(uint64_t incarnation, const std::string& worker,
-                              const Tensor& address) {
-  const auto parts = address.flat<tsl::tstring>();
-  const std::string host(parts(0)), port(parts(1)), secret(parts(2));
+                              std::vector<std::string> addresses, int port,
+                              const std::string& secret) {
+  const std::string address = addresses.front();
+  addresses.erase(addresses.begin());
   auto client = std::make_shared<TensorClient>(worker);
   {
     MutexLock lock(&mu_);
     peers_[incarnation].client = client;
   }
-  auto ready = [this, incarnation, worker, host,
-                port](const absl::Status& status) {
-    MutexLock lock(&mu_);
+  auto ready = [this, incarnation, worker, address, port, secret,
+                others = std::move(addresses)](const absl::Status& status) {
     if (status.ok()) {
+      MutexLock lock(&mu_);
       peers_[incarnation].is_ready = true;
+    } else if (!others.empty()) {
+      ConnectTo(incarnation, worker, others, port, secret);
     } else {
-      LOG(WARNING) << "Tensors of " << worker << " go through gRPC: " << host
-                   << ":" << port << " can't be reached: " << status.message();
+      LOG(WARNING) << "Tensors of " << worker << " go through gRPC: port "
+                   << port << " of " << address
+                   << " can't be reached: " << status.message();
     }
   };
-  client->Connect(&loop_, host, std::atoi(port.c_str()), secret,
-                  std::move(ready), client);
+  client->Connect(&loop_, address, port, secret, std::move(ready), client);
 }
 
 void RendezvousMgr::GiveUp(int64_t step) {

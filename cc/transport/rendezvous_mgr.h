@@ -15,6 +15,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "cc/engine/message_loop.h"
 #include "cc/engine/mutex.h"
@@ -55,18 +56,22 @@ class RendezvousMgr : public tensorflow::BaseRendezvousMgr {
 
   void Ask(const tensorflow::Rendezvous::ParsedKey& parsed,
            const std::string& worker, tensorflow::WorkerSession* session);
+  void Forget(uint64_t incarnation) ABSL_LOCKS_EXCLUDED(mu_);
+  // Tries one of a server's addresses after the other, from the first on.
   void ConnectTo(uint64_t incarnation, const std::string& worker,
-                 const tensorflow::Tensor& address);
+                 std::vector<std::string> addresses, int port,
+                 const std::string& secret) ABSL_LOCKS_EXCLUDED(mu_);
   void GiveUp(int64_t step);
 
   const tensorflow::WorkerEnv* const env_;
   const std::string host_;
-  MessageLoop loop_;
-  const TensorServer server_;
   Mutex mu_;
   // By the incarnation of their first device, which a server that is started
   // again has another of.
   std::unordered_map<uint64_t, Peer> peers_ ABSL_GUARDED_BY(mu_);
+  // After what its thread uses.
+  MessageLoop loop_;
+  const TensorServer server_;
 };
 
 }  // namespace recsync

@@ -5,6 +5,7 @@
 #include "tensorflow/core/framework/tensor.pb.h"
 #include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
+#include "xla/tsl/platform/status.h"
 
 namespace recsync {
 namespace {
@@ -32,8 +33,8 @@ bool Allocate(const Answer& answer, uint64_t size,
 
 }  // namespace
 
-void TensorClient::Connect(MessageLoop* loop, const std::string& host, int port,
-                           const std::string& secret,
+void TensorClient::Connect(MessageLoop* loop, const std::string& address,
+                           int port, const std::string& secret,
                            std::function<void(const absl::Status&)> ready,
                            const std::shared_ptr<TensorClient>& self) {
   std::string error;
@@ -43,14 +44,17 @@ void TensorClient::Connect(MessageLoop* loop, const std::string& host, int port,
     MutexLock lock(&mu_);
     ready_ = std::move(ready);
   }
-  auto connection = loop->Connect(host, port, self, &error);
+  const auto connection = loop->Connect(address, port, self, &error);
   if (connection == nullptr) {
     Closed(error);
     return;
   }
+  {
+    // First of all: it is used as soon as the greeting is answered.
+    MutexLock lock(&mu_);
+    if (!is_closed_) connection_ = connection;
+  }
   connection->Send(Encode(greeting));
-  MutexLock lock(&mu_);
-  if (!is_closed_) connection_ = std::move(connection);
 }
 
 uint64_t TensorClient::Receive(int64_t step, std::string_view key,
@@ -109,8 +113,6 @@ tensorflow::Allocator* TensorClient::AllocatorOf(uint64_t id) {
 
 char* TensorClient::Head(std::string_view head, uint64_t size) {
   answer_ = Answer();
-  tensor_ = Tensor();
-  proto_.clear();
   bool is_right = Decode(head, &answer_);
   if (is_right && answer_.form == BodyForm::kBytes) {
     tensorflow::Allocator* const allocator = AllocatorOf(answer_.id);
@@ -140,19 +142,22 @@ void TensorClient::Body() {
     if (ready) ready(absl::OkStatus());
     return;
   }
+  // The tensor is theirs alone, who may write to it.
+  Tensor tensor;
+  std::swap(tensor, tensor_);
+  std::string text;
+  text.swap(proto_);
   Done done;
   if (!Take(answer_.id, &done)) return;  // It was given up.
   absl::Status status(static_cast<absl::StatusCode>(answer_.code),
                       answer_.text);
+  if (answer_.is_derived) status = tsl::StatusGroup::MakeDerived(status);
   if (status.ok() && answer_.form == BodyForm::kProto) {
     tensorflow::TensorProto proto;
-    if (!proto.ParseFromString(proto_) || !tensor_.FromProto(proto)) {
+    if (!proto.ParseFromString(text) || !tensor.FromProto(proto)) {
       status = absl::InternalError("a tensor of " + name_ + " can't be read");
     }
   }
-  // The tensor is theirs alone, who may write to it.
-  const Tensor tensor = std::move(tensor_);
-  tensor_ = Tensor();
   done(status, tensor, answer_.is_dead);
 }
 

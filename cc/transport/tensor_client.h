@@ -29,9 +29,10 @@ class TensorClient : public MessageReceiver {
   // `name` is what errors call the server.
   explicit TensorClient(std::string name) : name_(std::move(name)) {}
 
-  // Connects; call it once. `ready` is called with OK when the server has
-  // accepted the secret, or with an error when the connection has ended before.
-  void Connect(MessageLoop* loop, const std::string& host, int port,
+  // Connects to a numeric address; call it once. `ready` is called with OK when
+  // the server has accepted the secret, or with an error when the connection
+  // has ended before.
+  void Connect(MessageLoop* loop, const std::string& address, int port,
                const std::string& secret,
                std::function<void(const absl::Status&)> ready,
                const std::shared_ptr<TensorClient>& self)

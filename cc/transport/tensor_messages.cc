@@ -52,6 +52,7 @@ std::string Encode(const Answer& answer) {
   Writer out;
   out.Put(answer.id);
   out.Put(answer.code);
+  out.Put(static_cast<uint8_t>(answer.is_derived));
   out.Put(static_cast<uint8_t>(answer.is_dead));
   out.Put(answer.form);
   out.Put(answer.dtype);
@@ -72,14 +73,15 @@ bool Decode(std::string_view head, Request* request) {
 
 bool Decode(std::string_view head, Answer* answer) {
   Reader in(head);
-  uint8_t is_dead = 0;
+  uint8_t is_derived = 0, is_dead = 0;
   uint32_t dimensions = 0;
-  if (!in.Get(&answer->id) || !in.Get(&answer->code) || !in.Get(&is_dead) ||
-      !in.Get(&answer->form) || answer->form > BodyForm::kProto ||
-      !in.Get(&answer->dtype) || !in.Get(&dimensions) ||
-      dimensions > kMaxDimensions) {
+  if (!in.Get(&answer->id) || !in.Get(&answer->code) || !in.Get(&is_derived) ||
+      !in.Get(&is_dead) || !in.Get(&answer->form) ||
+      answer->form > BodyForm::kProto || !in.Get(&answer->dtype) ||
+      !in.Get(&dimensions) || dimensions > kMaxDimensions) {
     return false;
   }
+  answer->is_derived = is_derived != 0;
   answer->is_dead = is_dead != 0;
   answer->shape.resize(dimensions);
   for (int64_t& size : answer->shape) {

@@ -31,6 +31,7 @@ enum class BodyForm : uint8_t { kNone, kBytes, kProto };
 struct Answer {
   uint64_t id = 0;
   int32_t code = 0;  // An absl::StatusCode; not 0: `text` says what is wrong.
+  bool is_derived = false;  // An error that followed another one.
   bool is_dead = false;
   BodyForm form = BodyForm::kNone;
   int32_t dtype = 0;

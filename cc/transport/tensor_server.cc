@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <unordered_map>
 #include <utility>
@@ -12,9 +13,13 @@
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/tensor.pb.h"
 #include "tensorflow/core/framework/types.h"
+#include "xla/tsl/platform/status.h"
 
 namespace recsync {
 namespace {
+
+// Of an error: what is longer is cut off, as TensorFlow does.
+constexpr size_t kMaxText = 3072;
 
 using tensorflow::Rendezvous;
 using tensorflow::Tensor;
@@ -62,7 +67,9 @@ class Serving : public MessageReceiver,
       MutexLock lock(&mu_);
       asked.swap(asked_);
     }
-    for (const auto& [id, step] : asked) give_up_(step);
+    std::set<int64_t> steps;
+    for (const auto& [id, step] : asked) steps.insert(step);
+    for (const int64_t step : steps) give_up_(step);
   }
 
  private:
@@ -121,7 +128,8 @@ class Serving : public MessageReceiver,
     answer.is_dead = is_dead;
     if (!status.ok()) {
       answer.code = static_cast<int32_t>(status.code());
-      answer.text = std::string(status.message());
+      answer.text = std::string(status.message().substr(0, kMaxText));
+      answer.is_derived = tsl::StatusGroup::IsDerived(status);
       connection_->Send(Encode(answer));
       return;
     }

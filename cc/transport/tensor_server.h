@@ -24,7 +24,7 @@ class TensorServer {
 
   // Listens, on all interfaces unless the process's listeners are confined (see
   // listen_address.h). `loop` and what the functions refer to must outlive the
-  // process's connections. Throws std::system_error.
+  // process's connections. Throws std::runtime_error.
   TensorServer(MessageLoop* loop, Produce produce, GiveUp give_up);
 
   int port() const { return port_; }
