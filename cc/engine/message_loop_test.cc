@@ -1,6 +1,7 @@
 #include "cc/engine/message_loop.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -312,7 +313,7 @@ TEST_F(MessageLoopTest, HostsAreResolvedToNumericAddresses) {
 TEST_F(MessageLoopTest, WhatThereIsNoRoomForIsRefused) {
   rlimit before{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
-  const int probe = dup(0);
+  const int probe = open("/dev/null", O_RDONLY);
   ASSERT_GE(probe, 0);
   close(probe);
   rlimit few = before;
