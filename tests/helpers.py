@@ -49,6 +49,16 @@ class Clusters:
         self._cluster = self._strategy = None
 
 
+def wait_until(condition, seconds: float) -> bool:
+    """Whether a condition holds within so many seconds; returns as soon as it does."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
 def clicks(n: int = 320, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
     """Ids [n, IDS], repeated within a batch and even within an example, and labels [n, 1].
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import tensorflow as tf
-from helpers import compiled, compute_time, mean_output, slope_model
+from helpers import compiled, compute_time, mean_output, slope_model, wait_until
 from tensorflow.python.data.experimental.ops import data_service_ops
 from tensorflow.python.data.ops import structured_function
 from tensorflow.python.eager import context
@@ -31,10 +31,7 @@ def two(clusters):
 
 def wait_for_worker() -> None:
     """Waits until worker 1 is reached again: gRPC lets calls fail for a while after a cut."""
-    deadline = time.monotonic() + 30
-    while not is_reachable(device_of("worker", 1)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert wait_until(lambda: is_reachable(device_of("worker", 1)), 30.0)
 
 
 @contextlib.contextmanager

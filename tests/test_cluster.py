@@ -15,6 +15,7 @@ import time
 
 import pytest
 import tensorflow as tf
+from helpers import wait_until
 from sockets import listening_addresses
 from tensorflow.python.eager import context
 
@@ -55,15 +56,6 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
-
-
-def wait_until(condition, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return condition()
 
 
 def test_every_server_runs_ops(cluster):

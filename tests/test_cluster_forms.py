@@ -8,8 +8,9 @@ import types
 
 import pytest
 import tensorflow as tf
-from helpers import compiled, mean_output, slope_model, steps_of
-from test_cluster import ROOT, is_running, listening_addresses, wait_until
+from helpers import compiled, mean_output, slope_model, steps_of, wait_until
+from sockets import listening_addresses
+from test_cluster import ROOT, is_running
 
 import tf_recsync as recsync
 from tf_recsync import ops, server
