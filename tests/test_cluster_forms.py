@@ -173,6 +173,13 @@ def test_every_number_of_processes_gets_every_server_once(workers, ps):
 
 
 @pytest.mark.parametrize(
+    ("workers", "cores", "threads"), [(1, 1, 1), (1, 8, 8), (2, 8, 4), (3, 8, 2), (16, 8, 1)]
+)
+def test_workers_on_one_machine_share_its_cores(workers, cores, threads):
+    assert local_cluster.default_intra_op_threads(workers, cores) == threads
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"processes": -1}, "processes must be an integer of at least 0, got -1"),

@@ -14,11 +14,11 @@
 #include "cc/engine/span_update.h"
 #include "cc/engine/staleness_counters.h"
 #include "cc/engine/update_rules.h"
+#include "cc/kernels/parallel_for.h"
 #include "cc/kernels/update_op.h"
 #include "cc/kernels/write_session.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
-#include "tensorflow/core/util/work_sharder.h"
 
 namespace recsync {
 namespace {
@@ -190,9 +190,7 @@ class DenseUpdateOp : public UpdateOp<Rule> {
       }
     };
     constexpr int64_t kCyclesPerElement = 8;
-    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(workers->num_threads, workers->workers, size,
-                      kCyclesPerElement, update);
+    ParallelFor(ctx, size, kCyclesPerElement, update);
     const RowLock lock(LockOf(target));
     if (measure) *last_update = static_cast<float>(std::sqrt(squares));
     counters.Add(tau);

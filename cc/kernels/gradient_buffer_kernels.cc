@@ -11,12 +11,12 @@
 #include "absl/strings/str_cat.h"
 #include "cc/engine/gradient_buffer.h"
 #include "cc/kernels/packed_rows.h"
+#include "cc/kernels/parallel_for.h"
 #include "cc/kernels/update_attributes.h"
 #include "cc/kernels/update_op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/util/work_sharder.h"
 
 namespace recsync {
 namespace {
@@ -153,17 +153,12 @@ absl::Status WriteAggregate(OpKernelContext* ctx, const GradientBuffer& buffer,
   TF_RETURN_IF_ERROR(WriteScalar(ctx, "ready", ready));
   TF_RETURN_IF_ERROR(WriteScalar<int64_t>(
       ctx, "step", ready ? aggregate->step() : buffer.step() + 1));
-  const auto parallel_for = [ctx](int64_t count, int64_t cost, const auto& f) {
-    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(workers->num_threads, workers->workers, count, cost, f);
-  };
-
   const bool has_dense = ready && aggregate->has_dense();
   const int64_t size = has_dense ? options.dense_size : 0;
   float* dense;
   TF_RETURN_IF_ERROR(MakeVector(ctx, "dense_sum", size, &dense));
   if (has_dense) {
-    parallel_for(size, /*cost=*/2, [&](int64_t begin, int64_t end) {
+    ParallelFor(ctx, size, /*cost=*/2, [&](int64_t begin, int64_t end) {
       aggregate->WriteDense(begin, end, dense);
     });
   }
@@ -193,14 +188,14 @@ absl::Status WriteAggregate(OpKernelContext* ctx, const GradientBuffer& buffer,
   for (int64_t t = 0; t < tables; ++t) {
     if (counts[t] == 0) continue;
     const RowSums& from = aggregate->rows(t);
-    parallel_for(counts[t], 20 + 2 * from.width(),
-                 [&](int64_t begin, int64_t end) {
-                   aggregate->WriteRows(t, begin, end, sums);
-                   for (int64_t i = begin; i < end; ++i) {
-                     ids[i] = from.id(i);
-                     if (versioned) row_versions[i] = from.oldest(i);
-                   }
-                 });
+    ParallelFor(ctx, counts[t], 20 + 2 * from.width(),
+                [&](int64_t begin, int64_t end) {
+                  aggregate->WriteRows(t, begin, end, sums);
+                  for (int64_t i = begin; i < end; ++i) {
+                    ids[i] = from.id(i);
+                    if (versioned) row_versions[i] = from.oldest(i);
+                  }
+                });
     sums += counts[t] * from.width();
     ids += counts[t];
     if (versioned) row_versions += counts[t];

@@ -17,13 +17,13 @@
 #include "absl/strings/str_join.h"
 #include "cc/engine/hop_worker.h"
 #include "cc/engine/weighted_average.h"
+#include "cc/kernels/parallel_for.h"
 #include "cc/kernels/variable_access.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/util/device_name_utils.h"
-#include "tensorflow/core/util/work_sharder.h"
 
 namespace recsync {
 namespace {
@@ -249,17 +249,16 @@ absl::Status Average(OpKernelContext* ctx,
     Tensor* value = locked[v]->tensor();
     T* own = value->flat<T>().data();
     const T* from = base == nullptr ? own : base->flat<T>().data() + starts[v];
-    const auto& pool = *ctx->device()->tensorflow_cpu_worker_threads();
     // A cycle for every few bytes that are read.
     const int64_t cost = sizeof(T) * (copies.size() + 2) / 4 + 1;
-    tensorflow::Shard(pool.num_threads, pool.workers, value->NumElements(),
-                      cost, [&](int64_t begin, int64_t end) {
-                        std::vector<const T*> parts;
-                        for (const T* copy : copies)
-                          parts.push_back(copy + starts[v] + begin);
-                        AverageInto<T>(parts, weights, from + begin,
-                                       own + begin, end - begin);
-                      });
+    ParallelFor(ctx, value->NumElements(), cost,
+                [&](int64_t begin, int64_t end) {
+                  std::vector<const T*> parts;
+                  for (const T* copy : copies)
+                    parts.push_back(copy + starts[v] + begin);
+                  AverageInto<T>(parts, weights, from + begin, own + begin,
+                                 end - begin);
+                });
   }
   return absl::OkStatus();
 }

@@ -7,11 +7,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "cc/engine/interpolation.h"
+#include "cc/kernels/parallel_for.h"
 #include "cc/kernels/update_op.h"
 #include "cc/kernels/variable_access.h"
 #include "cc/kernels/write_session.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/util/work_sharder.h"
 
 namespace recsync {
 namespace {
@@ -127,18 +127,15 @@ class InterpolateOp : public OpKernel {
                    float alpha, const float* from, float* to) {
     const int64_t total = parts.empty() ? 0 : parts.back().end;
     constexpr int64_t kCyclesPerElement = 3;
-    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(workers->num_threads, workers->workers, total,
-                      kCyclesPerElement, [&](int64_t begin, int64_t end) {
-                        for (const Part& part : parts) {
-                          const int64_t start = std::max(begin, part.begin);
-                          const int64_t size = std::min(end, part.end) - start;
-                          if (size <= 0) continue;
-                          Interpolate(from + start, alpha, size,
-                                      part.own + (start - part.begin),
-                                      to == nullptr ? nullptr : to + start);
-                        }
-                      });
+    ParallelFor(ctx, total, kCyclesPerElement, [&](int64_t begin, int64_t end) {
+      for (const Part& part : parts) {
+        const int64_t start = std::max(begin, part.begin);
+        const int64_t size = std::min(end, part.end) - start;
+        if (size <= 0) continue;
+        Interpolate(from + start, alpha, size, part.own + (start - part.begin),
+                    to == nullptr ? nullptr : to + start);
+      }
+    });
   }
 
   bool hogwild_;

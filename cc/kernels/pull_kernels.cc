@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -10,16 +11,18 @@
 #include "cc/engine/hogwild.h"
 #include "cc/engine/row_gather.h"
 #include "cc/engine/row_locks.h"
+#include "cc/kernels/message_alignment.h"
 #include "cc/kernels/packed_rows.h"
+#include "cc/kernels/parallel_for.h"
 #include "cc/kernels/variable_access.h"
 #include "cc/kernels/write_session.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
-#include "tensorflow/core/util/work_sharder.h"
 
 namespace recsync {
 namespace {
 
+using tensorflow::OpInputList;
 using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
@@ -49,20 +52,24 @@ class PullDenseOp : public OpKernel {
     OP_REQUIRES_OK(ctx, LookupVariables(ctx, "variables", &variables));
     OP_REQUIRES_OK(ctx, LookupVariables(ctx, "versions", &versions));
     const int64_t n = variables.size();
+    OpInputList others;
+    OP_REQUIRES_OK(ctx, ctx->input_list("others", &others));
     std::vector<int64_t> sizes(n);
-    int64_t total = 0;
     for (int64_t i = 0; i < n; ++i) {
       tf_shared_lock lock(*variables[i]->mu());
       OP_REQUIRES_OK(
           ctx, CheckVariable(*variables[i], "variables", tensorflow::DT_FLOAT));
       sizes[i] = variables[i]->tensor()->NumElements();
-      total += sizes[i];
     }
+    for (const Tensor& other : others) sizes.push_back(other.NumElements());
+    const std::vector<int64_t> starts =
+        MessageStarts<float>(sizes, std::vector<int64_t>(sizes.size(), 1));
     Tensor* packed;
     Tensor* pulled;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({total}), &packed));
+    OP_REQUIRES_OK(
+        ctx, ctx->allocate_output(0, TensorShape({starts.back()}), &packed));
     OP_REQUIRES_OK(ctx, ctx->allocate_output(1, TensorShape({n}), &pulled));
-    float* out = packed->flat<float>().data();
+    float* to = packed->flat<float>().data();
     for (int64_t i = 0; i < n; ++i) {
       // The update ops take both locks in this order too.
       const ReadSession session({variables[i].get(), versions[i].get()});
@@ -82,8 +89,14 @@ class PullDenseOp : public OpKernel {
         const RowLock lock(&RowLocks::Global().Of(versions[i].get(), 0));
         pulled->flat<int64_t>()(i) = version.flat<int64_t>()(0);
       }
-      CopyValues(value, session, out);
-      out += sizes[i];
+      CopyValues(value, session, to + starts[i]);
+    }
+    for (int i = 0; i < others.size(); ++i) {
+      std::copy_n(others[i].flat<float>().data(), sizes[n + i],
+                  to + starts[n + i]);
+    }
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      std::fill(to + starts[i] + sizes[i], to + starts[i + 1], 0.0f);
     }
   }
 };
@@ -205,9 +218,7 @@ class GatherRowsOp : public OpKernel {
     };
     const int64_t rows_per_bag =
         gathered.n / std::max<int64_t>(gathered.bag_count, 1) + 1;
-    const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(workers->num_threads, workers->workers,
-                      gathered.bag_count, rows_per_bag * (50 + width), gather);
+    ParallelFor(ctx, gathered.bag_count, rows_per_bag * (50 + width), gather);
     if (bad >= 0) return NotARow(bad, gathered.ids[bad], rows);
     return absl::OkStatus();
   }

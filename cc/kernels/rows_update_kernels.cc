@@ -14,11 +14,11 @@
 #include "cc/engine/row_update.h"
 #include "cc/engine/update_rules.h"
 #include "cc/kernels/packed_rows.h"
+#include "cc/kernels/parallel_for.h"
 #include "cc/kernels/update_op.h"
 #include "cc/kernels/write_session.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
-#include "tensorflow/core/util/work_sharder.h"
 
 namespace recsync {
 namespace {
@@ -96,10 +96,10 @@ class RowsUpdateOp : public UpdateOp<Rule> {
                                    push.push);
       const RowPartitions& partitions = push.partitions;
       const int64_t rows_each = push.n / partitions.count() + 1;
-      ParallelFor(ctx)(partitions.count(), rows_each * (200 + 4 * widths[i]),
-                       [&](int64_t begin, int64_t end) {
-                         update.Run(partitions, begin, end);
-                       });
+      ParallelFor(ctx, partitions.count(), rows_each * (200 + 4 * widths[i]),
+                  [&](int64_t begin, int64_t end) {
+                    update.Run(partitions, begin, end);
+                  });
     }
   }
 
@@ -123,13 +123,6 @@ class RowsUpdateOp : public UpdateOp<Rule> {
   static bool IsEmpty(OpKernelContext* ctx, const char* name) {
     const Tensor* input;
     return ctx->input(name, &input).ok() && input->NumElements() == 0;
-  }
-
-  static auto ParallelFor(OpKernelContext* ctx) {
-    return [ctx](int64_t count, int64_t cost, const auto& f) {
-      const auto* workers = ctx->device()->tensorflow_cpu_worker_threads();
-      tensorflow::Shard(workers->num_threads, workers->workers, count, cost, f);
-    };
   }
 
   // Reads the inputs, all but what depends on the tables.
@@ -187,7 +180,7 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     if (pulled == nullptr) return absl::OkStatus();
     const int64_t* versions = Data<int64_t>(target.versions);
     std::atomic<int64_t> wrong{-1};
-    ParallelFor(ctx)(push->n, /*cost=*/20, [&](int64_t begin, int64_t end) {
+    ParallelFor(ctx, push->n, /*cost=*/20, [&](int64_t begin, int64_t end) {
       const int64_t at =
           FirstNotAVersion(push->ids, pulled, versions, begin, end);
       if (at >= 0) wrong.store(at, std::memory_order_relaxed);
@@ -233,7 +226,10 @@ class RowsUpdateOp : public UpdateOp<Rule> {
   // Needs no lock: it looks at the push alone.
   absl::Status Partition(OpKernelContext* ctx, int64_t i, TablePush* push,
                          int64_t width) {
-    push->partitions.Build(push->ids, push->n, ParallelFor(ctx));
+    push->partitions.Build(push->ids, push->n,
+                           [ctx](int64_t count, int64_t cost, const auto& f) {
+                             ParallelFor(ctx, count, cost, f);
+                           });
     if (this->options_.nonfinite != Nonfinite::kError) return absl::OkStatus();
     const int64_t row = FindNonfiniteRow(push->push, width, push->partitions);
     if (row < 0) return absl::OkStatus();

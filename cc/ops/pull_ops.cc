@@ -13,9 +13,11 @@ using tensorflow::shape_inference::ShapeHandle;
 REGISTER_OP("RecsyncPullDense")
     .Input("variables: N * resource")
     .Input("versions: N * resource")
+    .Input("others: M * float")
     .Output("packed: float")
     .Output("pulled_versions: int64")
     .Attr("N: int >= 1")
+    .Attr("M: int >= 0")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       int n;
@@ -25,14 +27,16 @@ REGISTER_OP("RecsyncPullDense")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Reads N dense variables, each together with its version, into one tensor.
+Reads N dense variables, each together with its version, into one message.
 
 A variable and its version are read under the variable's lock, so no update can
 come between them.
 
 variables: float variables of any shape.
 versions: int64 scalar variables.
-packed: A vector: the values, flattened, one after the other.
+others: What the message has besides, of any shapes.
+packed: As if RecsyncPack had packed the values, and then the others, each as a
+  group of its own.
 pulled_versions: [N], to be sent back with the gradients.
 )doc");
 

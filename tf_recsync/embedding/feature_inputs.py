@@ -92,7 +92,7 @@ def _read(feature: FeatureConfig, table: TableConfig, ids: Any, weights: Any) ->
         ids = tf.convert_to_tensor(ids)
         if ids.shape.rank not in (1, 2):
             raise wrong(f"dense ids must be [batch] or [batch, k], not {ids.shape}")
-        values, splits, batch = tf.reshape(ids, [-1]), None, ids.shape[0]
+        values, splits, batch = _flat(ids), None, ids.shape[0]
         length = 1 if ids.shape.rank == 1 else (ids.shape[1] or 0)
         if length == 0:
             # Keras, too, builds a model of ragged inputs with dense ones of unknown k.
@@ -103,7 +103,7 @@ def _read(feature: FeatureConfig, table: TableConfig, ids: Any, weights: Any) ->
             weights = tf.convert_to_tensor(weights)
             if not weights.shape.is_compatible_with(ids.shape):
                 raise wrong(f"the weights are {weights.shape}, the ids {ids.shape}")
-            flat_weights = tf.reshape(weights, [-1])
+            flat_weights = _flat(weights)
     if not values.dtype.is_integer:
         raise wrong(f"ids must be int32 or int64, not {values.dtype.name}")
     if flat_weights is not None:
@@ -113,6 +113,11 @@ def _read(feature: FeatureConfig, table: TableConfig, ids: Any, weights: Any) ->
     if splits is not None:
         splits = tf.cast(splits, tf.int64)
     return FeatureInput(values, length, splits, flat_weights, batch)
+
+
+def _flat(tensor: tf.Tensor) -> tf.Tensor:
+    # Dozens of ops in each step that do nothing take their time, too.
+    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
 
 
 @dataclasses.dataclass(frozen=True)

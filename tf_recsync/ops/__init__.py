@@ -7,20 +7,15 @@ server has to do.
 from __future__ import annotations
 
 import functools
-import pathlib
 from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
 
+from tf_recsync.ops import packing
+from tf_recsync.ops._library import library
 from tf_recsync.ops.bags import Bags, PackedBags
-
-_LIBRARY = pathlib.Path(__file__).resolve().parent.parent / "_recsync_ops.so"
-
-if not _LIBRARY.exists():
-    raise ImportError(f"tf_recsync's op library {_LIBRARY} was not built; reinstall tf_recsync.")
-library = tf.load_op_library(str(_LIBRARY))
 
 # Ops that only read their resources: tf.function may run them side by side and
 # leave out the ones whose result nobody uses.
@@ -28,7 +23,9 @@ for _name in ("RecsyncPullDense", "RecsyncGatherRows", "RecsyncPullTable", "Recs
     if _name not in auto_control_deps_utils.RESOURCE_READ_OPS:
         auto_control_deps_utils.register_read_only_resource_op(_name)
 
-pull_dense = library.recsync_pull_dense
+pack = packing.pack
+unpack = packing.unpack
+pull_dense = packing.pull_dense
 pull_table = library.recsync_pull_table
 next_global_step = library.recsync_next_global_step
 snapshot = library.recsync_snapshot

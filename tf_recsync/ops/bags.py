@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_recsync.ops.packing import pack, unpack
+
 
 class Bags(NamedTuple):
     """Which rows of a table to look up, and how to pool them.
@@ -214,31 +216,31 @@ class PackedBags:
             receive: copies a tensor to the device of the current scope.
         """
         tables = self.counts.shape[0]
-        parts = [self.counts, self.ids]
+        parts = [[self.counts], [self.ids]]
         if self.bags is not None:
-            parts = [self.counts, self.bag_counts, self.ids, tf.cast(self.bags, tf.int64)]
+            bags = tf.cast(self.bags, tf.int64)
+            parts = [[self.counts], [self.bag_counts], [self.ids, bags]]
+        message = pack(parts)
         if more:
-            integers = [_as_integers(tensor) for tensor in more]
-            own = tf.add_n([tf.size(part, out_type=tf.int64) for part in parts])
-            sizes = [own, *(tf.size(tensor, out_type=tf.int64) for tensor in integers)]
-            parts = [tf.stack(sizes), *parts, *integers]
-        message = tf.concat(parts, 0)
+            integers = [message, *(_as_integers(tensor) for tensor in more)]
+            sizes = tf.stack([tf.size(tensor, out_type=tf.int64) for tensor in integers])
+            message = pack([[sizes], integers])
         with tf.control_dependencies(None), tf.device(device):
             message = receive(message)
             arrived = []
             if more:
-                sizes = tf.slice(message, [0], [len(more) + 1])
-                message, *integers = tf.split(message[len(more) + 1 :], sizes, num=len(more) + 1)
+                sizes, rest = unpack(message, [[len(more) + 1], [-1]])
+                message, *integers = tf.split(rest, sizes, num=len(more) + 1)
                 arrived = [
                     _from_integers(part, tensor.dtype)
                     for part, tensor in zip(integers, more, strict=True)
                 ]
-            counts = tf.slice(message, [0], [tables])
             if self.bags is None:
-                return PackedBags(counts, message[tables:]), arrived
+                counts, ids = unpack(message, [[tables], [-1]])
+                return PackedBags(counts, ids), arrived
             scales = None if self.scales is None else receive(self.scales)
-            ids, bags = tf.split(message[2 * tables :], 2)
-            bag_counts = tf.slice(message, [tables], [tables])
+            counts, bag_counts, ids_and_bags = unpack(message, [[tables], [tables], [-1]])
+            ids, bags = tf.split(ids_and_bags, 2)
             return PackedBags(counts, ids, tf.cast(bags, tf.int32), scales, bag_counts), arrived
 
     def select(self, tables: list[int], versions: tf.Tensor) -> tuple[PackedBags, tf.Tensor]:

@@ -117,7 +117,7 @@ def trace_steps(
                     step = pull(batch, worker, handles, {})
                 following = None
                 if i + 1 < steps_per_call and (aggregation is None or prefetch_lookups):
-                    following = BatchAhead(iterator, batch.data)
+                    following = BatchAhead(iterator, batch)
                 if following is not None and prefetch_lookups:
                     # Traced before this step's updates, so that it does not wait for them.
                     following.ahead = Ahead(layout, lookups, following.data)
@@ -140,15 +140,29 @@ class Batch:
     Args:
         data: what the iterator gave.
         ahead: the lookups pulled for it already, or None.
+        optional: the batch as an optional, or None.
 
     Attributes:
         evidence: tensors that are there only if the batch is.
     """
 
-    def __init__(self, data: Any, ahead: Ahead | None = None):
+    def __init__(
+        self,
+        data: Any,
+        ahead: Ahead | None = None,
+        optional: tf.experimental.Optional | None = None,
+    ):
         self.data = data
         self.ahead = ahead
+        self._optional = optional
         self.evidence = tf.nest.flatten(data, expand_composites=True)
+
+    @property
+    def optional(self) -> tf.experimental.Optional:
+        """The batch as an optional."""
+        if self._optional is None:
+            self._optional = tf.experimental.Optional.from_value(self.data)
+        return self._optional
 
 
 class BatchAhead:
@@ -156,7 +170,7 @@ class BatchAhead:
 
     Args:
         iterator: the worker's iterator.
-        last: the batch before.
+        last: the batch before, one of these or one that exists.
 
     Attributes:
         data: the batch; at the end of the data the one before, as any model can look up its
@@ -165,18 +179,15 @@ class BatchAhead:
         arrived: tensors that are there when the batch is, or the end of the data.
     """
 
-    def __init__(self, iterator: tf.data.Iterator, last: Any):
+    def __init__(self, iterator: tf.data.Iterator, last: BatchAhead | Batch):
         optional = iterator.get_next_as_optional()
         self._iterator = iterator
         self._exists = optional.has_value()
-        flat = tf.cond(
-            self._exists,
-            lambda: tf.nest.flatten(optional.get_value(), expand_composites=True),
-            lambda: tf.nest.flatten(last, expand_composites=True),
-        )
-        self.data = tf.nest.pack_sequence_as(last, flat, expand_composites=True)
+        # Of the optionals: a conditional on the batch would be three ops for each tensor in it.
+        self.optional = tf.cond(self._exists, lambda: optional, lambda: last.optional)
+        self.data = self.optional.get_value()
         self.ahead: Ahead | None = None
-        self.arrived = flat
+        self.arrived = tf.nest.flatten(self.data, expand_composites=True)
 
     def checked(self) -> Batch:
         """The batch when it is its turn; at the end of the data, its end."""
@@ -188,7 +199,7 @@ class BatchAhead:
             ):
                 return tf.constant(False)
 
-        batch = Batch(self.data, self.ahead)
+        batch = Batch(self.data, self.ahead, self.optional)
         batch.evidence = [tf.cond(self._exists, lambda: tf.constant(True), end)]
         return batch
 

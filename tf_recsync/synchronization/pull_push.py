@@ -22,8 +22,9 @@ from tf_recsync.synchronization import context
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.copies import CopiedVariable
 from tf_recsync.synchronization.lookups import Lookups
-from tf_recsync.synchronization.messages import PullPlan, PushPlan, ServerPull
+from tf_recsync.synchronization.pull_plan import PullPlan, ServerPull
 from tf_recsync.synchronization.pulled import PulledRequest, PulledScope, PulledTable
+from tf_recsync.synchronization.push_plan import PushPlan
 
 # The device of what every worker has a copy of: where its step runs.
 LOCAL = ""

@@ -1,0 +1,59 @@
+// Ops that put messages together and take them apart.
+
+#include "absl/strings/str_cat.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace recsync {
+
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+REGISTER_OP("RecsyncPack")
+    .Input("pieces: N * T")
+    .Output("packed: T")
+    .Attr("N: int >= 1")
+    .Attr("T: {float, int64}")
+    .Attr("groups: list(int)")
+    .SetShapeFn([](InferenceContext* c) {
+      c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Puts pieces into one vector, such that taking it apart copies nothing.
+
+pieces: Tensors of any shape, which are flattened.
+groups: How many of the pieces each group has, which follow one another without
+  a gap; a group begins where a tensor's buffer may. Adds up to N.
+packed: A vector: the pieces, with zeros between groups.
+)doc");
+
+REGISTER_OP("RecsyncUnpack")
+    .Input("packed: T")
+    .Input("sizes: int64")
+    .Output("pieces: N * T")
+    .Attr("N: int >= 1")
+    .Attr("T: {float, int64}")
+    .Attr("groups: list(int)")
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle unused;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &unused));
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 1, &unused));
+      for (int i = 0; i < c->num_outputs(); ++i) {
+        c->set_output(i, c->Vector(InferenceContext::kUnknownDim));
+      }
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Takes apart what RecsyncPack put together.
+
+The first piece of each group, and others that lie where a tensor's buffer may,
+share the memory of `packed`; the rest is copied.
+
+packed: A vector.
+sizes: [N], the sizes of the pieces; the last may be -1 for all the rest.
+groups: As in RecsyncPack.
+pieces: Vectors.
+)doc");
+
+}  // namespace recsync
