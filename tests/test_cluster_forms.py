@@ -173,10 +173,12 @@ def test_every_number_of_processes_gets_every_server_once(workers, ps):
 
 
 @pytest.mark.parametrize(
-    ("workers", "cores", "threads"), [(1, 1, 1), (1, 8, 8), (2, 8, 4), (3, 8, 2), (16, 8, 1)]
+    ("workers", "processes", "cores", "threads"),
+    [(1, 3, 1, 1), (1, 3, 8, 8), (2, 4, 8, 4), (3, 5, 8, 2), (16, 18, 8, 1), (16, 3, 8, 4)],
 )
-def test_workers_on_one_machine_share_its_cores(workers, cores, threads):
-    assert local_cluster.default_intra_op_threads(workers, cores) == threads
+def test_processes_with_workers_share_the_cores_of_a_machine(workers, processes, cores, threads):
+    shares = local_cluster._share_out({"worker": workers, "ps": 2}, processes)
+    assert local_cluster.default_intra_op_threads(shares, cores) == threads
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_what_is_packed_is_unpacked(groups, dtype, rest):
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.int64])
 def test_the_first_piece_of_a_group_is_taken_where_it_lies(dtype):
-    groups = [[1], [3, 5], [7], [16, 16, 2]]
+    groups = [[1], [3, 5], [7], [16, 16, 2], [2, 2], [4, 4], [8, 4, 4], [12, 1]]
     packed = ops.pack([[tf.ones(size, dtype) for size in group] for group in groups])
     pieces = iter(ops.unpack(packed, groups))
     begin, end = address(packed), address(packed) + packed.shape[0] * dtype.size
@@ -64,11 +64,16 @@ def test_the_first_piece_of_a_group_is_taken_where_it_lies(dtype):
         assert inside == [start % ALIGNMENT == 0 for start in starts]
 
 
-def test_a_large_message_is_packed_by_several_threads_as_by_one():
-    sizes = [3_000_001, 5, 0, 2_500_000, 1]
+@pytest.mark.parametrize("size", [213_000, 430_001, 850_000, 1_700_000, 1_710_000, 5_000_000])
+def test_a_large_message_is_packed_by_several_threads_as_by_one(size):
+    sizes = [size, 5, 0, size - 63, 1]
     pieces = numbers(sizes, np.int64)
     packed = ops.pack([[tf.constant(piece)] for piece in pieces])
     for piece, expected in zip(ops.unpack(packed, [[s] for s in sizes]), pieces, strict=True):
+        np.testing.assert_array_equal(piece, expected)
+    # Pieces that are copied, as they are not the first of their group.
+    one = ops.pack([[tf.constant(piece) for piece in pieces]])
+    for piece, expected in zip(ops.unpack(one, [sizes]), pieces, strict=True):
         np.testing.assert_array_equal(piece, expected)
 
 
@@ -104,6 +109,7 @@ def test_dense_variables_are_pulled_as_if_packed():
         ([[-1], [4]], "pieces of 20 elements, the last one -1 for the rest, not -1"),
         ([[4], [-2]], "pieces of 20 elements, the last one -1 for the rest, not -2"),
         ([[2**62], [2**62]], "not 4611686018427387904"),
+        ([[19]], "of 20 elements, not of 19"),
     ],
 )
 def test_sizes_that_are_not_those_of_the_pieces_are_refused(groups, message):
@@ -113,6 +119,8 @@ def test_sizes_that_are_not_those_of_the_pieces_are_refused(groups, message):
 
 
 def test_bad_groups_and_shapes_are_refused_by_name():
+    with pytest.raises(ValueError, match="groups must have a tensor"):
+        ops.pack([[], []])
     with pytest.raises(INVALID, match=r"groups must be .* add up to 2, not \[1, 2\]"):
         ops.library.recsync_pack([[1.0], [2.0]], groups=[1, 2])
     with pytest.raises(INVALID, match=r"groups must be .* add up to 2, not \[3, -1\]"):

@@ -276,7 +276,7 @@ class PushOp : public BufferOp {
           absl::StrCat("gradient must hold the rows' ", starts.back(),
                        " elements, not ", gradient->NumElements()));
     }
-    const int64_t* pulled;
+    const int64_t* pulled = nullptr;
     TF_RETURN_IF_ERROR(
         ReadOptional(ctx, "pulled_versions", rows.size(), &pulled));
     for (size_t i = 0; i < tables_.size(); ++i) {

@@ -1,15 +1,23 @@
-// How the pieces of messages between workers and servers are aligned.
+// How the pieces of messages between workers and servers lie.
 
 #ifndef TF_RECSYNC_CC_KERNELS_MESSAGE_ALIGNMENT_H_
 #define TF_RECSYNC_CC_KERNELS_MESSAGE_ALIGNMENT_H_
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "cc/engine/aligned_pieces.h"
+#include "cc/kernels/parallel_for.h"
 #include "tensorflow/core/framework/allocator.h"
+#include "tensorflow/core/framework/op_kernel.h"
 
 namespace recsync {
+
+// What TensorFlow's ops expect of a buffer, and Tensor::IsAligned looks at.
+static_assert(tensorflow::Allocator::kAllocatorAlignment ==
+              EIGEN_MAX_ALIGN_BYTES);
 
 // As AlignedStarts, such that the first piece of a group may be a tensor's
 // buffer.
@@ -18,6 +26,28 @@ std::vector<int64_t> MessageStarts(const std::vector<int64_t>& sizes,
                                    const std::vector<int64_t>& groups) {
   return AlignedStarts(sizes, groups,
                        tensorflow::Allocator::kAllocatorAlignment / sizeof(T));
+}
+
+// Copies a piece.
+template <typename T>
+void CopyPiece(tensorflow::OpKernelContext* ctx, const T* from, int64_t size,
+               T* to) {
+  constexpr int64_t kUnit = 64;  // elements
+  ParallelFor(ctx, (size + kUnit - 1) / kUnit, /*cost=*/30,
+              [&](int64_t begin, int64_t end) {
+                const int64_t stop = std::min(end * kUnit, size);
+                std::copy(from + begin * kUnit, from + stop,
+                          to + begin * kUnit);
+              });
+}
+
+// Fills with zeros what lies between pieces of these sizes and starts.
+template <typename T>
+void FillGaps(const std::vector<int64_t>& sizes,
+              const std::vector<int64_t>& starts, T* message) {
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    std::fill(message + starts[i] + sizes[i], message + starts[i + 1], T(0));
+  }
 }
 
 }  // namespace recsync

@@ -2,16 +2,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "cc/kernels/message_alignment.h"
-#include "cc/kernels/parallel_for.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/register_types.h"
 
 namespace recsync {
 namespace {
@@ -61,29 +58,11 @@ class PackOp : public OpKernel {
     OP_REQUIRES_OK(
         ctx, ctx->allocate_output(0, TensorShape({starts.back()}), &packed));
     T* to = packed->flat<T>().data();
-    // Copies the elements [begin, end) of the message.
-    const auto copy = [&](int64_t begin, int64_t end) {
-      int64_t piece = std::upper_bound(starts.begin(), starts.end(), begin) -
-                      starts.begin() - 1;
-      for (; begin < end; ++piece) {
-        const int64_t behind = begin - starts[piece];
-        const int64_t left = std::max<int64_t>(sizes[piece] - behind, 0);
-        const int64_t copied = std::min(left, end - begin);
-        if (copied > 0) {
-          std::copy_n(pieces[piece].template flat<T>().data() + behind, copied,
-                      to + begin);
-        }
-        begin += copied;
-        const int64_t stop = std::min(starts[piece + 1], end);
-        if (begin < stop) std::fill(to + begin, to + stop, T(0));
-        begin = std::max(begin, stop);
-      }
-    };
-    constexpr int64_t kUnit = 64;  // elements
-    ParallelFor(ctx, (starts.back() + kUnit - 1) / kUnit, /*cost=*/30,
-                [&](int64_t begin, int64_t end) {
-                  copy(begin * kUnit, std::min(end * kUnit, starts.back()));
-                });
+    for (int64_t i = 0; i < pieces.size(); ++i) {
+      CopyPiece(ctx, pieces[i].template flat<T>().data(), sizes[i],
+                to + starts[i]);
+    }
+    FillGaps(sizes, starts, to);
   }
 
  private:
@@ -97,7 +76,7 @@ class UnpackOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadGroups(ctx, &groups_));
   }
 
-  // Hardly anything is copied, so no thread need be woken for it.
+  // In most messages hardly anything is copied, and no thread need be woken.
   bool IsExpensive() override { return false; }
 
   void Compute(OpKernelContext* ctx) override {
@@ -144,8 +123,8 @@ class UnpackOp : public OpKernel {
       }
       Tensor* copy;
       OP_REQUIRES_OK(ctx, pieces.allocate(i, TensorShape({sizes[i]}), &copy));
-      std::copy_n(packed.flat<T>().data() + starts[i], sizes[i],
-                  copy->flat<T>().data());
+      CopyPiece(ctx, packed.flat<T>().data() + starts[i], sizes[i],
+                copy->flat<T>().data());
     }
   }
 

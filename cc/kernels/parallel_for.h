@@ -32,11 +32,11 @@ inline void ParallelFor(tensorflow::OpKernelContext* ctx, int64_t count,
   if (pieces <= 1 || threads <= 1) {
     if (count > 0) f(0, count);
   } else if (pieces <= 4 * threads) {
-    const int64_t used = std::min(pieces, threads);
+    // Two for each thread, as one may be late.
+    const int64_t fair = (count + 2 * threads - 1) / (2 * threads);
     workers->workers->ParallelFor(
         count,
-        tsl::thread::ThreadPool::SchedulingParams::Fixed((count + used - 1) /
-                                                         used),
+        tsl::thread::ThreadPool::SchedulingParams::Fixed(std::max(least, fair)),
         f);
   } else {
     tensorflow::Shard(workers->num_threads, workers->workers, count, cost, f);

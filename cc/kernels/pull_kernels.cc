@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -92,12 +91,10 @@ class PullDenseOp : public OpKernel {
       CopyValues(value, session, to + starts[i]);
     }
     for (int i = 0; i < others.size(); ++i) {
-      std::copy_n(others[i].flat<float>().data(), sizes[n + i],
-                  to + starts[n + i]);
+      CopyPiece(ctx, others[i].flat<float>().data(), sizes[n + i],
+                to + starts[n + i]);
     }
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      std::fill(to + starts[i] + sizes[i], to + starts[i + 1], 0.0f);
-    }
+    FillGaps(sizes, starts, to);
   }
 };
 

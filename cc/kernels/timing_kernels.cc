@@ -14,13 +14,13 @@
 #include "cc/engine/link.h"
 #include "cc/engine/mutex.h"
 #include "cc/engine/timer.h"
-#include "cc/kernels/parallel_for.h"
 #include "tensorflow/core/common_runtime/process_util.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/platform/threadpool.h"
 #include "tensorflow/core/public/session_options.h"
+#include "tensorflow/core/util/work_sharder.h"
 
 namespace recsync {
 namespace {

@@ -20,7 +20,7 @@ REGISTER_OP("RecsyncPack")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Puts pieces into one vector, such that taking it apart copies nothing.
+Puts pieces into one vector, such that taking it apart copies little.
 
 pieces: Tensors of any shape, which are flattened.
 groups: How many of the pieces each group has, which follow one another without
@@ -47,8 +47,8 @@ REGISTER_OP("RecsyncUnpack")
     .Doc(R"doc(
 Takes apart what RecsyncPack put together.
 
-The first piece of each group, and others that lie where a tensor's buffer may,
-share the memory of `packed`; the rest is copied.
+The first piece of a group that has elements, and others that lie where a
+tensor's buffer may, share the memory of `packed`; the rest is copied.
 
 packed: A vector.
 sizes: [N], the sizes of the pieces; the last may be -1 for all the rest.

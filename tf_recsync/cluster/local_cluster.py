@@ -85,8 +85,8 @@ class LocalCluster(connection.Cluster):
             number of cores, at least 16, and enough for workers that all wait for each
             other, twice their number and 4. Not for servers in this process.
           intra_op_threads: Threads of each server's process that one op may use. Default None:
-            the number of cores divided by that of the workers, which compute at the same
-            time, and at least 1. Not for servers in this process.
+            the number of cores divided by that of the processes with workers, which compute
+            at the same time, and at least 1. Not for servers in this process.
           transport: How servers fetch tensors from each other: "recsync", over connections
             of this package, which cost less processor time, or "grpc", by TensorFlow's
             calls; see docs/cluster.md. Default "grpc".
@@ -144,9 +144,6 @@ class LocalCluster(connection.Cluster):
         self._flags = [f"--bind_address={_HOST}", f"--transport={transport}"]
         if inter_op_threads is not None:
             self._flags.append(f"--inter_op_threads={inter_op_threads}")
-        if intra_op_threads is None:
-            intra_op_threads = default_intra_op_threads(workers, len(os.sched_getaffinity(0)))
-        self._flags.append(f"--intra_op_threads={intra_op_threads}")
         self._ports: list[socket.socket] = []
         self._servers: dict[hosted_servers.Task, server_process.ServerProcess] = {}
         self._hosted: hosted_servers.HostedServers | None = None
@@ -165,8 +162,12 @@ class LocalCluster(connection.Cluster):
         else:
             self.log_dir = pathlib.Path(log_dir)
             self.log_dir.mkdir(parents=True, exist_ok=True)
+        shares = _share_out(self._sizes, processes)
+        if intra_op_threads is None:
+            intra_op_threads = default_intra_op_threads(shares, len(os.sched_getaffinity(0)))
+        self._flags.append(f"--intra_op_threads={intra_op_threads}")
         try:
-            addresses = self._start_servers(_share_out(self._sizes, processes))
+            addresses = self._start_servers(shares)
             super().__init__(addresses, chief_address=_reserve_chief_address(), bind_address=_HOST)
         except BaseException:
             self._stop_servers()
@@ -412,17 +413,17 @@ class LocalCluster(connection.Cluster):
                 shutil.rmtree(self.log_dir, ignore_errors=True)
 
 
-def default_intra_op_threads(workers: int, cores: int) -> int:
+def default_intra_op_threads(shares: list[list[hosted_servers.Task]], cores: int) -> int:
     """Threads that an op of a server may use where all servers are on one machine.
 
     Workers compute at the same time, and parameter servers between their computations: more
     threads than that take the cores from each other, and waking them costs more than they do.
 
     Args:
-      workers: Of the cluster.
+      shares: The servers of each process.
       cores: Of the machine, those that this process may use.
     """
-    return max(1, cores // workers)
+    return max(1, cores // sum(any(job == "worker" for job, _ in share) for share in shares))
 
 
 def _share_out(sizes: dict[str, int], processes: int | None) -> list[list[hosted_servers.Task]]:

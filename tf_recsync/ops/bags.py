@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf_recsync.ops.packing import pack, unpack
+from tf_recsync.ops import packing
 
 
 class Bags(NamedTuple):
@@ -220,26 +220,26 @@ class PackedBags:
         if self.bags is not None:
             bags = tf.cast(self.bags, tf.int64)
             parts = [[self.counts], [self.bag_counts], [self.ids, bags]]
-        message = pack(parts)
+        message = packing.pack(parts)
         if more:
             integers = [message, *(_as_integers(tensor) for tensor in more)]
             sizes = tf.stack([tf.size(tensor, out_type=tf.int64) for tensor in integers])
-            message = pack([[sizes], integers])
+            message = packing.pack([[sizes], integers])
         with tf.control_dependencies(None), tf.device(device):
             message = receive(message)
             arrived = []
             if more:
-                sizes, rest = unpack(message, [[len(more) + 1], [-1]])
+                sizes, rest = packing.unpack(message, [[len(more) + 1], [-1]])
                 message, *integers = tf.split(rest, sizes, num=len(more) + 1)
                 arrived = [
                     _from_integers(part, tensor.dtype)
                     for part, tensor in zip(integers, more, strict=True)
                 ]
             if self.bags is None:
-                counts, ids = unpack(message, [[tables], [-1]])
+                counts, ids = packing.unpack(message, [[tables], [-1]])
                 return PackedBags(counts, ids), arrived
             scales = None if self.scales is None else receive(self.scales)
-            counts, bag_counts, ids_and_bags = unpack(message, [[tables], [tables], [-1]])
+            counts, bag_counts, ids_and_bags = packing.unpack(message, [[tables], [tables], [-1]])
             ids, bags = tf.split(ids_and_bags, 2)
             return PackedBags(counts, ids, tf.cast(bags, tf.int32), scales, bag_counts), arrived
 

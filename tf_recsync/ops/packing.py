@@ -1,4 +1,7 @@
-"""Messages between workers and servers: several vectors in one, taken apart without copies."""
+"""Messages between workers and servers: several vectors in one, which few copies take apart.
+
+They have no gradients.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,23 @@ def pack(groups: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
 
     Returns:
         The vector, for `unpack`.
+
+    Raises:
+        ValueError: there are no tensors.
     """
     pieces = [tensor for group in groups for tensor in group]
+    if not pieces:
+        raise ValueError(f"groups must have a tensor, got {groups}")
     if len(pieces) == 1:
         return tf.reshape(pieces[0], [-1])
     return library.recsync_pack(pieces, groups=[len(group) for group in groups])
 
 
 def unpack(packed: tf.Tensor, groups: Sequence[Sequence[int | tf.Tensor]]) -> list[tf.Tensor]:
-    """Takes apart what `pack` put together; the first piece of each group is not copied.
+    """Takes apart what `pack` put together.
+
+    The first piece of a group that has elements shares the memory of `packed`, and so do others
+    that lie where a tensor's buffer may.
 
     Args:
         packed: a vector.
@@ -43,10 +54,9 @@ def unpack(packed: tf.Tensor, groups: Sequence[Sequence[int | tf.Tensor]]) -> li
         tf.errors.InvalidArgumentError: the sizes are not those of the pieces (when it runs).
     """
     sizes = [size for group in groups for size in group]
-    if len(sizes) == 1:
-        return [packed]
-    # Mixed, they are stacked.
     all_known = all(isinstance(size, int) for size in sizes)
+    if all_known and sizes == [-1]:
+        return [packed]
     given = tf.constant(sizes, tf.int64) if all_known else tf.cast(tf.stack(sizes), tf.int64)
     counts = [len(group) for group in groups]
     pieces = library.recsync_unpack(packed, given, N=len(sizes), groups=counts)

@@ -170,21 +170,23 @@ class BatchAhead:
 
     Args:
         iterator: the worker's iterator.
-        last: the batch before, one of these or one that exists.
+        last: the batch before.
 
     Attributes:
+        optional: the batch as an optional; as `data` at the end of the data.
         data: the batch; at the end of the data the one before, as any model can look up its
             rows.
         ahead: the lookups pulled for it, or None.
         arrived: tensors that are there when the batch is, or the end of the data.
     """
 
-    def __init__(self, iterator: tf.data.Iterator, last: BatchAhead | Batch):
+    def __init__(self, iterator: tf.data.Iterator, last: Batch):
         optional = iterator.get_next_as_optional()
         self._iterator = iterator
         self._exists = optional.has_value()
         # Of the optionals: a conditional on the batch would be three ops for each tensor in it.
-        self.optional = tf.cond(self._exists, lambda: optional, lambda: last.optional)
+        before = last.optional
+        self.optional = tf.cond(self._exists, lambda: optional, lambda: before)
         self.data = self.optional.get_value()
         self.ahead: Ahead | None = None
         self.arrived = tf.nest.flatten(self.data, expand_composites=True)

@@ -27,7 +27,7 @@ from tf_recsync.synchronization.pulled import (
 )
 
 # Of a lookup: the number of its request, and its place there.
-Key = tuple[int, int]
+_Key = tuple[int, int]
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,7 +64,7 @@ class PullPlan:
         self.dense: list[base.VariableState] = []
         self.unversioned: list[keras.Variable] = []
         # By table, in the order of the first lookup.
-        self._tables: dict[int, tuple[base.VariableState, list[tuple[Key, Bags]]]] = {}
+        self._tables: dict[int, tuple[base.VariableState, list[tuple[_Key, Bags]]]] = {}
         self._requests: dict[int, Request] = {}
 
     def look_up(self, number: int, states: list[base.VariableState], request: Request) -> None:
@@ -94,7 +94,7 @@ class PullPlan:
         rows = self._read_rows(device, pull, found, after)
         if rows is not None:
             after = [*after, pull.rows.ids]
-        self._read_variables(device, pull, values, after, [] if rows is None else [rows])
+        self._read_variables(device, pull, values, after, rows)
         return pull
 
     def pull_variables(
@@ -111,9 +111,10 @@ class PullPlan:
         """Pulls what was looked up; see `pull`."""
         rows = self._read_rows(device, pull, found, [])
         if rows is not None:
+            floats, part = rows
             with tf.control_dependencies(None), tf.device(device):
-                packed = ops.pack([[tensor] for tensor in rows.floats])
-            _answer(device, pull, packed, [rows])
+                packed = ops.pack([[tensor] for tensor in floats])
+            _answer(device, pull, packed, [part])
 
     def _read_variables(
         self,
@@ -121,9 +122,9 @@ class PullPlan:
         pull: ServerPull,
         values: dict,
         after: Sequence,
-        others: Sequence[_Part] = (),
+        rows: tuple[list[tf.Tensor], _Part] | None = None,
     ) -> None:
-        """Reads on the server what is read whatever the batch is; the answer has `others`, too.
+        """Reads on the server what is read whatever the batch is; the answer has `rows`, too.
 
         It waits for nothing but `after` and the last update of the same variables,
         which tf.function sees to: not for the worker to hear of that update.
@@ -134,7 +135,7 @@ class PullPlan:
         packed: tf.Tensor | None = None
         with tf.control_dependencies(None), tf.control_dependencies(after), tf.device(device):
             floats = [v._value.read_value() for v in scalars]
-            floats += [tensor for part in others for tensor in part.floats]
+            floats += rows[0] if rows is not None else []
             if self.dense:
                 packed, pull.dense_versions = ops.pull_dense(
                     base.handles([s.variable for s in self.dense]),
@@ -155,12 +156,18 @@ class PullPlan:
                 values[id(variable)] = tf.reshape(piece, tuple(variable.shape))
 
         sizes = [[v.shape.num_elements()] for v in fixed]
-        _answer(device, pull, packed, [_Part(floats, sizes, take), *others])
+        parts = [_Part(sizes, take)] if rows is None else [_Part(sizes, take), rows[1]]
+        _answer(device, pull, packed, parts)
 
     def _read_rows(
         self, device: str, pull: ServerPull, found: dict[int, PulledRequest], after: Sequence
-    ) -> _Part | None:
-        """Asks for rows of all tables, in one message, and looks them up on the server."""
+    ) -> tuple[list[tf.Tensor], _Part] | None:
+        """Asks for rows of all tables, in one message, and looks them up on the server.
+
+        Returns:
+            What the server has to send, and the part of the answer that this is; None if there
+            is nothing to look up.
+        """
         if not self._tables:
             return None
         states = pull.tables = [state for state, _ in self._tables.values()]
@@ -210,7 +217,7 @@ class PullPlan:
             values = {**kept, **dict(zip(keys, pieces, strict=False))}
             for computed, piece in zip(results.values(), pieces[len(keys) :], strict=True):
                 computed.values = piece
-            lookups: dict[Key, PulledLookup] = {}
+            lookups: dict[_Key, PulledLookup] = {}
             for i, entries in enumerate(asked):
                 for j, (key, bags) in enumerate(entries):
                     lookups[key] = PulledLookup(bags, values[key], _VersionsOf(pull, i, j), pull)
@@ -220,8 +227,8 @@ class PullPlan:
                 found[number] = PulledRequest(bags_of, results.get(number))
 
         if computations:
-            return _Part(floats, [[size] for size in [*own, *results_of]], take)
-        return _Part(floats, [own], take)
+            return floats, _Part([[size] for size in [*own, *results_of]], take)
+        return floats, _Part([own], take)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,13 +236,11 @@ class _Part:
     """A part of what a server answers.
 
     Attributes:
-        floats: what is sent, on the server.
-        sizes: for each of these, the elements of the pieces that the worker takes it apart
-            into.
+        sizes: for each tensor that is sent, the elements of the pieces that the worker takes it
+            apart into.
         take: takes all pieces, vectors on the worker.
     """
 
-    floats: list[tf.Tensor]
     sizes: list[list[int | tf.Tensor]]
     take: Callable[[list[tf.Tensor]], None]
 
@@ -246,7 +251,7 @@ def _answer(device: str, pull: ServerPull, packed: tf.Tensor, parts: Sequence[_P
     Args:
         device: the server.
         pull: learns of the arrival.
-        packed: what `ops.pack` makes of the parts, each vector in a group of its own.
+        packed: what `ops.pack` makes of the parts, each tensor in a group of its own.
         parts: the parts.
     """
     with tf.control_dependencies(None), tf.device(device):
@@ -263,7 +268,7 @@ def _answer(device: str, pull: ServerPull, packed: tf.Tensor, parts: Sequence[_P
 def _compute(
     device: str,
     computations: dict[int, Computation],
-    kept: dict[Key, tf.Tensor],
+    kept: dict[_Key, tf.Tensor],
     inputs: list[tf.Tensor],
 ) -> dict[int, Computed]:
     """Computes what is wanted of looked-up vectors; call it under the server's device scope.

@@ -17,7 +17,7 @@ from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.gradient_buffer import GradientBuffer
-from tf_recsync.synchronization.pull_plan import Key, ServerPull, cut
+from tf_recsync.synchronization.pull_plan import ServerPull, cut
 from tf_recsync.synchronization.pulled import Computed, GradientPart
 
 
@@ -178,7 +178,7 @@ class PushPlan:
     def _parts(self) -> list[GradientPart]:
         return [part for _, parts in self._pooled for part in parts]
 
-    def _sources(self) -> dict[Key, tuple[Computed, tf.Tensor]]:
+    def _sources(self) -> dict[tuple[int, int], tuple[Computed, tf.Tensor]]:
         """What is differentiated on the server: results, and their gradients, each once."""
         sources = [part.source for part in self._parts() if part.source is not None]
         return {(id(c), id(gradient)): (c, gradient) for c, gradient, _ in sources}
