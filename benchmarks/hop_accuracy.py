@@ -95,7 +95,11 @@ def train(name: str, arguments: list[str], data: str, folder: pathlib.Path) -> d
         raise RuntimeError(f"{name}: hop_svm.py failed:\n{done.stderr[-3000:]}")
     figures = json.loads(result.read_text())
     keys = ("accuracy", "log_loss", "wall_seconds", "jumps", "stale_updates_dropped")
-    return {"setting": name, **{key: figures[key] for key in keys if key in figures}}
+    return {
+        "benchmark": "hop_accuracy",
+        "setting": name,
+        **{key: figures[key] for key in keys if key in figures},
+    }
 
 
 def main(argv: list[str]) -> None:

@@ -33,8 +33,6 @@ others'.
 
 from __future__ import annotations
 
-import os
-
 import common
 from absl import app, flags
 
@@ -110,8 +108,6 @@ def run_fbgemm(rounds: common.Rounds) -> None:
 
 def serve_torch(rounds: common.Rounds, fbgemm: bool) -> None:
     """Takes turns with a loop in eager PyTorch."""
-    # Threads that spin while they wait take the processors from those that work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         import torch
 

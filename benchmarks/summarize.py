@@ -30,12 +30,17 @@ def read(path: pathlib.Path) -> list[tuple[Line, list[Line]]]:
     """The summaries of a file, each with the lines of systems before it.
 
     A list in a file is one of summaries; lists in these (figures of each seed) are left out.
+
+    Raises:
+        ValueError: a summary does not name its benchmark.
     """
     text = path.read_text()
     if text.startswith("["):
-        return [
-            ({k: v for k, v in line.items() if not _is_series(v)}, []) for line in json.loads(text)
-        ]
+        lines = json.loads(text)
+        for line in lines:
+            if "benchmark" not in line:
+                raise ValueError(f"{path}: a summary must have a benchmark, got {line}")
+        return [({k: v for k, v in line.items() if not _is_series(v)}, []) for line in lines]
     blocks: list[tuple[Line, list[Line]]] = []
     systems: list[Line] = []
     for one in text.splitlines():
