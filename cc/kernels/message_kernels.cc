@@ -7,7 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "cc/kernels/message_alignment.h"
+#include "cc/kernels/message_pieces.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace recsync {

@@ -10,7 +10,7 @@
 #include "cc/engine/hogwild.h"
 #include "cc/engine/row_gather.h"
 #include "cc/engine/row_locks.h"
-#include "cc/kernels/message_alignment.h"
+#include "cc/kernels/message_pieces.h"
 #include "cc/kernels/packed_rows.h"
 #include "cc/kernels/parallel_for.h"
 #include "cc/kernels/variable_access.h"

@@ -1,7 +1,8 @@
-// How the pieces of messages between workers and servers lie.
+// The pieces of messages between workers and servers: where they lie, and how
+// they get there.
 
-#ifndef TF_RECSYNC_CC_KERNELS_MESSAGE_ALIGNMENT_H_
-#define TF_RECSYNC_CC_KERNELS_MESSAGE_ALIGNMENT_H_
+#ifndef TF_RECSYNC_CC_KERNELS_MESSAGE_PIECES_H_
+#define TF_RECSYNC_CC_KERNELS_MESSAGE_PIECES_H_
 
 #include <algorithm>
 #include <cstddef>
@@ -52,4 +53,4 @@ void FillGaps(const std::vector<int64_t>& sizes,
 
 }  // namespace recsync
 
-#endif  // TF_RECSYNC_CC_KERNELS_MESSAGE_ALIGNMENT_H_
+#endif  // TF_RECSYNC_CC_KERNELS_MESSAGE_PIECES_H_
