@@ -123,6 +123,13 @@ class MessageLoopTest : public testing::Test {
     return connection->Send(head, bytes.data(), bytes.size(), std::move(body));
   }
 
+  // Returns when the server's loop has done with accepting. Even to find that
+  // nobody waits, it holds a file descriptor for a moment.
+  void WaitUntilAccepted() {
+    ASSERT_TRUE(Send(to_server_.get(), "accepted", ""));
+    ASSERT_EQ(at_server_->WaitFor(1).size(), 1);
+  }
+
   // A connection to the server that is no connection of a loop.
   int ConnectRaw() const {
     const int fd = socket(AF_INET, SOCK_STREAM, 0);
@@ -311,6 +318,7 @@ TEST_F(MessageLoopTest, HostsAreResolvedToNumericAddresses) {
 // A process without descriptors left, as when somebody opens connections and
 // says nothing.
 TEST_F(MessageLoopTest, WhatThereIsNoRoomForIsRefused) {
+  WaitUntilAccepted();
   rlimit before{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
   const int probe = open("/dev/null", O_RDONLY);
@@ -325,11 +333,12 @@ TEST_F(MessageLoopTest, WhatThereIsNoRoomForIsRefused) {
   close(fd);
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
   EXPECT_TRUE(Send(to_server_.get(), "still", "there"));
-  EXPECT_EQ(at_server_->WaitFor(1).at(0), Message("still", "there"));
+  EXPECT_EQ(at_server_->WaitFor(2).at(1), Message("still", "there"));
 }
 
 // What does not know the protocol.
 TEST_F(MessageLoopTest, AHeadThatIsTooLargeEndsTheConnection) {
+  WaitUntilAccepted();
   std::promise<std::shared_ptr<Connection>> unused;
   accepted_ = std::move(unused);
   const int fd = ConnectRaw();
@@ -341,7 +350,7 @@ TEST_F(MessageLoopTest, AHeadThatIsTooLargeEndsTheConnection) {
   close(fd);
   EXPECT_NE(at_server_->WaitForEnd().find("a head of"), std::string::npos);
   EXPECT_TRUE(Send(to_server_.get(), "still", "there"));
-  EXPECT_EQ(at_server_->WaitFor(1).at(0), Message("still", "there"));
+  EXPECT_EQ(at_server_->WaitFor(2).at(1), Message("still", "there"));
 }
 
 }  // namespace
