@@ -36,12 +36,23 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def clusters():
-    """Local clusters, one at a time, ended with the module: a process has but one connection."""
+    """Local clusters, one at a time, as a process has but one connection; modules share them."""
     clusters = Clusters()
     yield clusters
     clusters.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def disconnect_for_others(request, clusters):
+    """Ends the shared cluster before a module that does not use it.
+
+    The module may connect to one of its own, or make functions that need not be known to servers.
+    """
+    items = (item for item in request.session.items if item.path == request.path)
+    if not any("clusters" in item.fixturenames for item in items):
+        clusters.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

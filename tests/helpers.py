@@ -21,17 +21,27 @@ LOSS = "binary_crossentropy"
 
 
 class Clusters:
-    """Local clusters, one at a time, each kept until another is asked for."""
+    """Local clusters, one at a time, each kept until another is asked for.
+
+    The one of a test process outlives modules: those that ask for the same one share it, and
+    find all of its servers running, whatever was done to them before.
+    """
 
     def __init__(self):
         self._cluster: recsync.LocalCluster | None = None
+        self._arguments: dict[str, object] = {}
         self._strategy: recsync.AsyncStrategy | None = None
 
-    def get(self, workers: int, ps: int) -> recsync.LocalCluster:
-        """A cluster of this size."""
-        if self._cluster is None or (self._cluster.workers, self._cluster.ps) != (workers, ps):
+    def get(self, workers: int, ps: int = 0, **options) -> recsync.LocalCluster:
+        """A connected cluster of this size, with these options of `LocalCluster`."""
+        arguments = {"workers": workers, "ps": ps, **options}
+        if self._cluster is None or self._arguments != arguments:
             self.close()
-            self._cluster = recsync.LocalCluster(workers=workers, ps=ps)
+            self._cluster = recsync.LocalCluster(**arguments)
+            self._arguments = arguments
+            self._cluster.connect()
+        elif self._cluster.log_dir is not None and _start_again(self._cluster):
+            self._strategy = None  # It has variables on the servers.
         return self._cluster
 
     def strategy(self, workers: int, ps: int) -> recsync.AsyncStrategy:
@@ -43,10 +53,24 @@ class Clusters:
         return self._strategy
 
     def close(self) -> None:
-        """Ends the cluster, if there is one."""
+        """Ends the cluster, if there is one: before a test connects to one of its own."""
         if self._cluster is not None:
             self._cluster.close()
         self._cluster = self._strategy = None
+
+
+def _start_again(cluster: recsync.LocalCluster) -> bool:
+    """Has all servers of a cluster run that are paused or have ended; whether some had ended."""
+    sizes = {"worker": cluster.workers, "ps": cluster.ps, "reader": cluster.readers}
+    servers = [(job, index) for job, size in sizes.items() for index in range(size)]
+    for server in servers:
+        cluster.resume(*server)
+    ended = [server for server in servers if not cluster.is_alive(*server)]
+    for server in ended:
+        cluster.restart(*server)
+    if any(job != "reader" for job, _ in ended):
+        cluster.readmit()
+    return bool(ended)
 
 
 def wait_until(condition, seconds: float) -> bool:

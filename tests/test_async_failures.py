@@ -73,6 +73,9 @@ def test_arguments_of_the_strategy_are_checked(two):
     for wrong in (0, -1.0, "soon", None):
         with pytest.raises(ValueError, match="worker_timeout"):
             recsync.AsyncStrategy(two.cluster, worker_timeout=wrong)
+    for wrong in (0, -1.0, "soon"):
+        with pytest.raises(ValueError, match="silence_timeout must be positive, in seconds"):
+            recsync.AsyncStrategy(two.cluster, silence_timeout=wrong)
     for wrong in (-0.1, "long"):
         with pytest.raises(ValueError, match="seconds must be at least 0"):
             recsync.testing.set_compute_time(two, wrong)

@@ -134,7 +134,7 @@ def test_a_connection_that_breaks_all_the_time_ends_the_run(two, caplog):
             return steps, False, None
         raise tf.errors.UnavailableError(None, None, "the network is down")
 
-    run = worker_run.WorkerRun(two, lambda slot: None, call, 1, lambda: False, worker_timeout=60.0)
+    run = worker_run.WorkerRun(two, lambda slot: None, call, 1, lambda: False, 60.0, 60.0)
     run.grant(float("inf"))
     with pytest.raises(tf.errors.UnavailableError, match="the network is down"):
         run.wait(float("inf"))

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tf_recsync as recsync
 from tf_recsync import topology
-from tf_recsync.strategies import copied_functions, silence_watch
+from tf_recsync.strategies import copied_functions
 
 WORKERS, BATCH, WIDTH = 3, 8, 4
 NEVER = recsync.Foreground(gap=1_000_000)
@@ -109,8 +109,7 @@ def test_one_that_is_back_before_the_next_epoch_takes_part_in_it(cluster, kind):
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("steps", [None, 60], ids=["by passes", "by steps"])
 def test_one_that_stands_still_keeps_nobody_waiting_and_begins_anew(cluster, monkeypatch, steps):
-    monkeypatch.setattr(silence_watch, "_SHORTEST_SECONDS", 5.0)
-    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), worker_timeout=5.0)
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), silence_timeout=2.0)
     model = make_model(strategy)
     begin = copied_functions.CopiedTrainFunction._begin_without_the_gone
 

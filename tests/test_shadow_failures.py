@@ -9,7 +9,6 @@ import tensorflow as tf
 from helpers import AtBatch
 
 import tf_recsync as recsync
-from tf_recsync.strategies import silence_watch
 from tf_recsync.strategies.copied_functions import CopiedTrainFunction
 
 WIDTH = 4
@@ -272,9 +271,8 @@ def test_one_thread_with_synchronization_in_the_foreground_is_numpys_sequence():
     "mode", ["shadow", recsync.Foreground(gap=3)], ids=["shadow", "foreground"]
 )
 def test_the_others_average_on_when_a_trainer_stands_still(cluster, mode, monkeypatch):
-    monkeypatch.setattr(silence_watch, "_SHORTEST_SECONDS", 5.0)
     strategy = recsync.ShadowSyncStrategy(
-        cluster, recsync.ModelAveraging(0.3), mode, worker_timeout=5.0
+        cluster, recsync.ModelAveraging(0.3), mode, silence_timeout=2.0
     )
     model = make_model(strategy)
 
@@ -308,8 +306,7 @@ def test_the_others_average_on_when_a_trainer_stands_still(cluster, mode, monkey
 def test_a_sync_server_that_stands_still_ends_training_though_no_step_waits_for_it(
     cluster, monkeypatch
 ):
-    monkeypatch.setattr(silence_watch, "_SHORTEST_SECONDS", 5.0)
-    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), worker_timeout=5.0)
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), silence_timeout=2.0)
     model = make_model(strategy)
     try:
         with pytest.raises(RuntimeError, match="parameter server ps:1 has not answered for"):

@@ -14,20 +14,14 @@ import tf_recsync as recsync
 from tf_recsync.cluster import signs_of_life
 from tf_recsync.cluster.signs_of_life import cut_connections, peers_of
 from tf_recsync.optimizers import SGD
-from tf_recsync.strategies import silence_watch, worker_run
+from tf_recsync.strategies import worker_run
 
 MAKERS = {
     "async": recsync.AsyncStrategy,
     "sync": recsync.SyncStrategy,
 }
-LIMIT = 5.0  # Seconds that a server may be silent.
+LIMIT = 2.0  # Seconds that a server may be silent.
 SERVERS = [("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1)]
-
-
-@pytest.fixture(autouse=True)
-def shorter_limit(monkeypatch):
-    """Servers are given up sooner than users would want it."""
-    monkeypatch.setattr(silence_watch, "_SHORTEST_SECONDS", LIMIT)
 
 
 @pytest.fixture
@@ -69,7 +63,7 @@ class AfterReturn(AtBatch):
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("mode", MAKERS)
 def test_others_go_on_when_a_worker_stands_still_and_it_takes_part_again(two, mode, caplog):
-    strategy = MAKERS[mode](two, worker_timeout=LIMIT)
+    strategy = MAKERS[mode](two, silence_timeout=LIMIT)
     after = AfterReturn(two, caplog)
     train(strategy, after)
     assert after.returned
@@ -80,7 +74,7 @@ def test_others_go_on_when_a_worker_stands_still_and_it_takes_part_again(two, mo
 
 @pytest.mark.timeout(120)
 def test_training_fails_when_all_workers_stand_still(two):
-    strategy = recsync.SyncStrategy(two, worker_timeout=2.0)
+    strategy = recsync.SyncStrategy(two, worker_timeout=1.0, silence_timeout=LIMIT)
 
     def pause():
         two.pause("worker", 0)
@@ -95,7 +89,7 @@ def test_training_fails_when_all_workers_stand_still(two):
 
 
 def test_a_slow_worker_is_not_taken_for_silent(two, caplog):
-    strategy = recsync.AsyncStrategy(two, worker_timeout=2.0)
+    strategy = recsync.AsyncStrategy(two, worker_timeout=1.0, silence_timeout=LIMIT)
     model = compiled(strategy, slope_model, lambda: SGD(1.0), mean_output)
     with compute_time(strategy, 1.6 * LIMIT):  # Longer than a silent server is waited for.
         model.fit(tf.ones([2, 1]), tf.ones([2, 1]), batch_size=1, verbose=0)
@@ -174,6 +168,6 @@ def test_connecting_ends_in_time_when_a_server_stands_still_and_can_be_done_agai
 def test_training_fails_when_a_parameter_server_stands_still(two, mode, monkeypatch):
     # It also is asked who waits for whom, which is logged before it is given up.
     monkeypatch.setattr(worker_run, "_STALL_SECONDS", 1.0)
-    strategy = MAKERS[mode](two, worker_timeout=2.0)
+    strategy = MAKERS[mode](two, worker_timeout=1.0, silence_timeout=LIMIT)
     with pytest.raises(RuntimeError, match="parameter server ps:0 has not answered for"):
         train(strategy, AtBatch(8, lambda: two.pause("ps", 0)))

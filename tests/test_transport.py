@@ -20,7 +20,6 @@ from sockets import listening_addresses, open_connections
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD, Adagrad
-from tf_recsync.strategies import silence_watch
 
 SERVERS = [("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1)]
 
@@ -224,8 +223,7 @@ def test_training_ends_with_an_error_when_a_parameter_server_is_killed(cluster):
 
 @pytest.mark.timeout(120)
 def test_servers_that_stand_still_are_given_up(cluster, monkeypatch, caplog):
-    monkeypatch.setattr(silence_watch, "_SHORTEST_SECONDS", 5.0)
-    strategy = recsync.AsyncStrategy(cluster, worker_timeout=5.0)
+    strategy = recsync.AsyncStrategy(cluster, silence_timeout=2.0)
     weight = train(strategy, AtBatch(8, lambda: cluster.pause("worker", 1)), batches=400)
     assert "worker:1 was lost" in caplog.text
     assert -400 <= weight <= -390

@@ -15,7 +15,7 @@ from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.strategies.model_functions import Settings, Steps, optimizers_of
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.predict_function import PredictFunction
-from tf_recsync.strategies.silence_watch import silence_limit, silent_or_new
+from tf_recsync.strategies.silence_watch import silent_or_new
 from tf_recsync.strategies.slots import Crew
 from tf_recsync.strategies.worker_run import WorkerRun, check_parameter_servers
 from tf_recsync.strategies.worker_state import WorkerState
@@ -138,7 +138,7 @@ class CopiedTrainFunction(Steps):
 
     def _lose_the_gone(self, run: WorkerRun | None) -> bool:
         """Tells the group which workers are gone; whether there are any."""
-        cluster, limit = self._settings.cluster, silence_limit(self._settings.worker_timeout)
+        cluster, limit = self._settings.cluster, self._settings.silence_timeout
         asked = sorted({*self.group.there, *self.group.copies.workers})
         gone = silent_or_new(cluster, asked, limit)
         for worker in gone:

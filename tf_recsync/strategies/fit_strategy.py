@@ -38,16 +38,18 @@ class FitStrategy:
         cluster: Cluster,
         local_batch_size: int | None,
         worker_timeout: float,
+        silence_timeout: float | None,
         mode: Mode,
         home: str = "",
         prefetch_lookups: bool = False,
     ) -> None:
-        """To be called once the cluster is connected.
+        """To be called once the cluster is connected; `check_timeouts` comes before.
 
         Args:
             cluster: the cluster.
             local_batch_size: examples of a batch, or None if that is not known.
             worker_timeout: see `model_functions.Settings`, like the rest.
+            silence_timeout: as above, or None, which follows `worker_timeout`.
             mode: as above.
             home: as above.
             prefetch_lookups: as above.
@@ -59,6 +61,7 @@ class FitStrategy:
         self._settings = model_functions.Settings(
             cluster=cluster,
             worker_timeout=worker_timeout,
+            silence_timeout=silence_limit(silence_timeout, worker_timeout),
             compute_time=lambda: self._compute_time,
             bandwidths=lambda: dict(self._bandwidths),
             mode=mode,
@@ -108,7 +111,7 @@ class FitStrategy:
             caller.length,
             batch,
             in_order,
-            silence_limit(self._settings.worker_timeout),
+            self._settings.silence_timeout,
             apart,
         )
 
@@ -325,6 +328,13 @@ def check_cluster(strategy: str, cluster: Cluster, workers: int = 1) -> None:
             f"{strategy} needs at least {number} and one ps, the cluster has "
             f"workers={cluster.workers} and ps={cluster.ps}"
         )
+
+
+def check_timeouts(worker_timeout: float, silence_timeout: float | None) -> None:
+    """Raises a ValueError if a limit that all strategies have is wrong."""
+    check_seconds("worker_timeout", worker_timeout)
+    if silence_timeout is not None:
+        check_seconds("silence_timeout", silence_timeout)
 
 
 def check_seconds(name: str, value: float) -> None:

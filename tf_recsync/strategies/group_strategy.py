@@ -13,7 +13,7 @@ from tf_recsync.strategies.fit_strategy import (
     FitStrategy,
     check_at_least,
     check_optimizers,
-    check_seconds,
+    check_timeouts,
     near,
 )
 from tf_recsync.synchronization import aggregation
@@ -38,6 +38,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         mode: a row of the table in `tf_recsync.synchronization.modes`.
         worker_timeout: seconds without any reachable worker after which training
             fails.
+        silence_timeout: as in `AsyncStrategy`.
         local_batch_size: examples of a batch, or None if that is not known.
         prefetch_lookups: whether a step pulls the rows that the next one looks up.
     """
@@ -49,12 +50,13 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         cluster: Cluster,
         mode: Mode,
         worker_timeout: float,
+        silence_timeout: float | None,
         local_batch_size: int | None = None,
         prefetch_lookups: bool = False,
     ):
         if not isinstance(prefetch_lookups, bool):
             raise ValueError(f"prefetch_lookups must be a bool, not {prefetch_lookups!r}")
-        check_seconds("worker_timeout", worker_timeout)
+        check_timeouts(worker_timeout, silence_timeout)
         if local_batch_size is not None:
             check_at_least("local_batch_size", local_batch_size, 1)
         self._cluster = cluster
@@ -66,6 +68,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
             cluster,
             local_batch_size,
             worker_timeout,
+            silence_timeout,
             mode,
             self._anchors[0].device,
             prefetch_lookups,

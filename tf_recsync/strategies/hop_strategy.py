@@ -18,6 +18,7 @@ from tf_recsync.strategies.fit_strategy import (
     check_at_least,
     check_is_cluster,
     check_seconds,
+    check_timeouts,
 )
 from tf_recsync.strategies.server_threads import check_threads
 from tf_recsync.synchronization.hop import HopGroup, threads_needed
@@ -82,6 +83,9 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             waits for and for which iteration. Defaults to 60.
         worker_timeout: seconds without any reachable worker after which training fails.
             Defaults to 600.
+        silence_timeout: seconds after which a server that somebody waits for, and that gives
+            no sign of life, is given up: because its machine hangs, or the network is cut. None
+            (the default): `worker_timeout`, but at least 10 and at most 60.
 
     Raises:
         ValueError: if an argument is wrong or does not go with another one.
@@ -118,6 +122,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         check_invariants: bool = False,
         stall_seconds: float = 60.0,
         worker_timeout: float = 600.0,
+        silence_timeout: float | None = None,
     ):
         check_is_cluster(cluster)
         if not isinstance(topology, Topology):
@@ -132,8 +137,8 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             raise ValueError(
                 f'read must be "mean" or from 0 to {cluster.workers - 1}, not {read!r}'
             )
-        for name, value in (("stall_seconds", stall_seconds), ("worker_timeout", worker_timeout)):
-            check_seconds(name, value)
+        check_seconds("stall_seconds", stall_seconds)
+        check_timeouts(worker_timeout, silence_timeout)
         self._protocol = hop_checks.checked_protocol(
             topology,
             max_iteration_gap,
@@ -150,7 +155,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         needed = [threads_needed(topology, worker) for worker in range(topology.size)]
         check_threads(cluster, needed, "for neighbors")
         super().__init__(CopiesExtended(self))
-        self._init_fit(cluster, None, worker_timeout, Mode("hop"))
+        self._init_fit(cluster, None, worker_timeout, silence_timeout, Mode("hop"))
 
     @property
     def topology(self) -> Topology:

@@ -38,6 +38,7 @@ class Settings:
     Attributes:
         cluster: the connected cluster.
         worker_timeout: seconds without any worker after which a pass fails.
+        silence_timeout: seconds without a sign of life after which a server is given up.
         compute_time: returns what computes the artificial compute time, or None.
         bandwidths: returns artificial bandwidths, in bytes per second by server's device.
         mode: when workers start and servers apply.
@@ -47,6 +48,7 @@ class Settings:
 
     cluster: Cluster
     worker_timeout: float
+    silence_timeout: float
     compute_time: Callable[[], worker_functions.ComputeTime | None]
     bandwidths: Callable[[], dict[str, float]]
     mode: Mode
@@ -279,6 +281,7 @@ class Steps:
             steps_per_call,
             self._should_stop,
             self._settings.worker_timeout,
+            self._settings.silence_timeout,
             self._crew(),
             self.threads,
             data,

@@ -72,6 +72,7 @@ class PredictFunction:
             1,
             lambda: bool(getattr(self._model, "stop_predicting", False)),
             self._settings.worker_timeout,
+            self._settings.silence_timeout,
         )
         steps = iterator.distributed.steps_per_epoch
         run.grant(float("inf") if steps is None else steps)

@@ -48,6 +48,9 @@ class AsyncStrategy(GroupStrategy):
             staleness tells. Defaults to False.
         worker_timeout: seconds without any reachable worker after which training
             fails. Defaults to 600.
+        silence_timeout: seconds after which a server that somebody waits for, and that gives
+            no sign of life, is given up: because its machine hangs, or the network is cut. None
+            (the default): `worker_timeout`, but at least 10 and at most 60.
 
     Raises:
         ValueError: if the cluster lacks workers or parameter servers.
@@ -74,10 +77,13 @@ class AsyncStrategy(GroupStrategy):
         local_batch_size: int | None = None,
         prefetch_lookups: bool = False,
         worker_timeout: float = _WORKER_TIMEOUT,
+        silence_timeout: float | None = None,
     ):
         check_cluster("AsyncStrategy", cluster)
         mode = self.mode_for(cluster.workers)
-        super().__init__(cluster, mode, worker_timeout, local_batch_size, prefetch_lookups)
+        super().__init__(
+            cluster, mode, worker_timeout, silence_timeout, local_batch_size, prefetch_lookups
+        )
 
     @staticmethod
     def mode_for(workers: int) -> Mode:
@@ -120,6 +126,7 @@ class SyncStrategy(GroupStrategy):
         local_batch_size: examples of the dataset's batches; needed with
             `global_batch_size`. Defaults to None.
         worker_timeout: as in `AsyncStrategy`.
+        silence_timeout: as in `AsyncStrategy`.
 
     Raises:
         ValueError: if the cluster lacks workers or parameter servers, or the batch
@@ -133,12 +140,13 @@ class SyncStrategy(GroupStrategy):
         global_batch_size: int | None = None,
         local_batch_size: int | None = None,
         worker_timeout: float = _WORKER_TIMEOUT,
+        silence_timeout: float | None = None,
     ):
         check_cluster("SyncStrategy", cluster)
         mode = self.mode_for(
             cluster.workers, global_batch_size=global_batch_size, local_batch_size=local_batch_size
         )
-        super().__init__(cluster, mode, worker_timeout, local_batch_size)
+        super().__init__(cluster, mode, worker_timeout, silence_timeout, local_batch_size)
 
     @staticmethod
     def mode_for(
@@ -185,6 +193,7 @@ class BSPStrategy(GroupStrategy):
         local_batch_size: examples of the dataset's batches.
         prefetch_lookups: as in `AsyncStrategy`.
         worker_timeout: as in `AsyncStrategy`.
+        silence_timeout: as in `AsyncStrategy`.
 
     Raises:
         ValueError: as in `SyncStrategy`.
@@ -198,10 +207,13 @@ class BSPStrategy(GroupStrategy):
         *,
         prefetch_lookups: bool = False,
         worker_timeout: float = _WORKER_TIMEOUT,
+        silence_timeout: float | None = None,
     ):
         check_cluster("BSPStrategy", cluster)
         mode = self.mode_for(cluster.workers, global_batch_size, local_batch_size)
-        super().__init__(cluster, mode, worker_timeout, local_batch_size, prefetch_lookups)
+        super().__init__(
+            cluster, mode, worker_timeout, silence_timeout, local_batch_size, prefetch_lookups
+        )
 
     @staticmethod
     def mode_for(workers: int, global_batch_size: int, local_batch_size: int) -> Mode:
@@ -250,6 +262,7 @@ class GBAStrategy(GroupStrategy):
             None.
         prefetch_lookups: as in `AsyncStrategy`.
         worker_timeout: as in `AsyncStrategy`.
+        silence_timeout: as in `AsyncStrategy`.
 
     Raises:
         ValueError: if the cluster lacks workers or parameter servers, the batch sizes
@@ -280,12 +293,15 @@ class GBAStrategy(GroupStrategy):
         *,
         prefetch_lookups: bool = False,
         worker_timeout: float = _WORKER_TIMEOUT,
+        silence_timeout: float | None = None,
     ):
         check_cluster("GBAStrategy", cluster)
         mode = self.mode_for(
             cluster.workers, global_batch_size, local_batch_size, staleness_tolerance, decay
         )
-        super().__init__(cluster, mode, worker_timeout, local_batch_size, prefetch_lookups)
+        super().__init__(
+            cluster, mode, worker_timeout, silence_timeout, local_batch_size, prefetch_lookups
+        )
 
     @staticmethod
     def mode_for(
@@ -329,6 +345,7 @@ class BackupWorkersStrategy(GroupStrategy):
             cluster's workers less 1.
         local_batch_size: as in `AsyncStrategy`.
         worker_timeout: as in `AsyncStrategy`.
+        silence_timeout: as in `AsyncStrategy`.
 
     Raises:
         ValueError: if the cluster lacks workers or parameter servers, or
@@ -342,10 +359,11 @@ class BackupWorkersStrategy(GroupStrategy):
         *,
         local_batch_size: int | None = None,
         worker_timeout: float = _WORKER_TIMEOUT,
+        silence_timeout: float | None = None,
     ):
         check_cluster("BackupWorkersStrategy", cluster)
         mode = self.mode_for(cluster.workers, backup_workers)
-        super().__init__(cluster, mode, worker_timeout, local_batch_size)
+        super().__init__(cluster, mode, worker_timeout, silence_timeout, local_batch_size)
 
     @staticmethod
     def mode_for(workers: int, backup_workers: int) -> Mode:
@@ -391,6 +409,7 @@ class BoundedStalenessStrategy(GroupStrategy):
         staleness_bound: b1, in batches, an int of at least 0.
         local_batch_size: as in `AsyncStrategy`.
         worker_timeout: as in `AsyncStrategy`.
+        silence_timeout: as in `AsyncStrategy`.
 
     Raises:
         ValueError: if the cluster lacks workers or parameter servers, or the bound is
@@ -404,10 +423,11 @@ class BoundedStalenessStrategy(GroupStrategy):
         *,
         local_batch_size: int | None = None,
         worker_timeout: float = _WORKER_TIMEOUT,
+        silence_timeout: float | None = None,
     ):
         check_cluster("BoundedStalenessStrategy", cluster)
         mode = self.mode_for(cluster.workers, staleness_bound)
-        super().__init__(cluster, mode, worker_timeout, local_batch_size)
+        super().__init__(cluster, mode, worker_timeout, silence_timeout, local_batch_size)
 
     @staticmethod
     def mode_for(workers: int, staleness_bound: int) -> Mode:

@@ -21,7 +21,7 @@ from tf_recsync.strategies.fit_strategy import (
     check_at_least,
     check_is_cluster,
     check_optimizers,
-    check_seconds,
+    check_timeouts,
 )
 from tf_recsync.strategies.server_threads import check_threads
 from tf_recsync.synchronization.modes import Mode
@@ -66,6 +66,9 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
         local_batch_size: examples of a batch, or None (the default) if fit shall find out.
         worker_timeout: seconds without any reachable worker after which training fails.
             Defaults to 600.
+        silence_timeout: seconds after which a server that somebody waits for, and that gives
+            no sign of life, is given up: because its machine hangs, or the network is cut. None
+            (the default): `worker_timeout`, but at least 10 and at most 60.
 
     Raises:
         ValueError: if an argument is wrong or does not go with another one.
@@ -100,6 +103,7 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
         output: Literal["first", "mean"] = "first",
         local_batch_size: int | None = None,
         worker_timeout: float = 600.0,
+        silence_timeout: float | None = None,
     ):
         check_is_cluster(cluster)
         if not isinstance(algorithm, Algorithm):
@@ -116,7 +120,7 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
             raise ValueError(f'output must be "first" or "mean", not {output!r}')
         if local_batch_size is not None:
             check_at_least("local_batch_size", local_batch_size, 1)
-        check_seconds("worker_timeout", worker_timeout)
+        check_timeouts(worker_timeout, silence_timeout)
         check_at_least("cluster.workers", cluster.workers, 1)
         self._sync_ps = _checked_sync_ps(sync_ps, algorithm, cluster.ps)
         self._embedding_ps = [ps for ps in range(cluster.ps) if ps not in self._sync_ps]
@@ -128,7 +132,7 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
         # Its threads' steps, a synchronization of its own, and its part in another one's.
         check_threads(cluster, [threads_per_trainer + 2] * cluster.workers, "for other servers")
         super().__init__(CopiesExtended(self, self._embedding_ps))
-        self._init_fit(cluster, local_batch_size, worker_timeout, Mode("shadow"))
+        self._init_fit(cluster, local_batch_size, worker_timeout, silence_timeout, Mode("shadow"))
 
     @property
     def algorithm(self) -> Algorithm:

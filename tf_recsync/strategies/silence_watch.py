@@ -18,13 +18,26 @@ from tf_recsync.cluster import Cluster, Probe
 # A short limit would take a server for silent that is only busy.
 _SHORTEST_SECONDS = 10.0
 _LONGEST_SECONDS = 60.0
+_SUSPICIOUS_SHARE = 0.3  # Of the limit: a call that takes longer has its server asked.
+_SUSPICIOUS_SECONDS = 3.0  # But so long at most.
 
 Server = tuple[str, int]  # Job and index.
 
 
-def silence_limit(worker_timeout: float) -> float:
-    """For how many seconds a server may be silent, with the `worker_timeout` of a strategy."""
+def silence_limit(silence_timeout: float | None, worker_timeout: float) -> float:
+    """For how many seconds a server may be silent, with these arguments of a strategy."""
+    if silence_timeout is not None:
+        return float(silence_timeout)
     return min(max(worker_timeout, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+
+
+def suspicious_after(silence_timeout: float) -> float:
+    """After how many seconds of a call its server is asked for signs of life.
+
+    Args:
+        silence_timeout: for how many seconds a server may be silent.
+    """
+    return min(_SUSPICIOUS_SECONDS, _SUSPICIOUS_SHARE * silence_timeout)
 
 
 def silent_or_new(cluster: Cluster, workers: Sequence[int], seconds: float) -> list[int]:
@@ -59,8 +72,7 @@ class SilenceWatch(threading.Thread):
         suspects: the servers to ask at the moment.
         give_up: `give_up(server, seconds)`, called when a server has not answered for
             so long; called again if it then goes on to be silent.
-        worker_timeout: the strategy's. A server may be silent for as long, but for a
-            minute at most, and for ten seconds at least.
+        silence_timeout: for how many seconds a server may be silent.
     """
 
     def __init__(
@@ -68,13 +80,13 @@ class SilenceWatch(threading.Thread):
         cluster: Cluster,
         suspects: Callable[[], Iterable[Server]],
         give_up: Callable[[Server, float], None],
-        worker_timeout: float,
+        silence_timeout: float,
     ):
         super().__init__(name="recsync_silence_watch", daemon=True)
         self._cluster = cluster
         self._suspects = suspects
         self._give_up = give_up
-        self._limit = silence_limit(worker_timeout)
+        self._limit = silence_timeout
         self._ended = threading.Event()
         self._probes: dict[Server, Probe] = {}
         self._silent: dict[Server, float] = {}  # For how long, in seconds.

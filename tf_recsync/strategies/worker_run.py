@@ -18,7 +18,7 @@ from absl import logging
 
 from tf_recsync.cluster import Cluster, Probe, device_of, is_reachable
 from tf_recsync.strategies import data_errors
-from tf_recsync.strategies.silence_watch import Server, SilenceWatch
+from tf_recsync.strategies.silence_watch import Server, SilenceWatch, suspicious_after
 from tf_recsync.strategies.slots import Crew, Losses, Slot, State
 
 if TYPE_CHECKING:
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from tf_recsync.strategies.worker_datasets import WorkerDatasets
 
 _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
-_SUSPICIOUS_SECONDS = 3.0  # After which a worker in a call is asked for signs of life.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _READMIT_SECONDS = 20.0  # For an attempt, once its server is up.
-_LEAVE_SECONDS = 10.0  # For the workers to leave a pass that failed.
+_LEAVE_SECONDS = 10.0  # For the workers to leave a pass that failed, at most.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
 _MOST_BREAKS = 5  # Connections to a living worker that break without a call in between.
 
@@ -47,6 +46,7 @@ class WorkerRun:
         steps_per_call: how many steps one call may run.
         should_stop: asked between calls; True ends the pass early.
         worker_timeout: seconds without any worker after which the run fails.
+        silence_timeout: seconds without a sign of life after which a server is given up.
         crew: is told which workers are lost or have nothing to do, so that the
             others don't wait for them, and can say who waits for whom; None if no
             worker ever waits for another.
@@ -63,6 +63,7 @@ class WorkerRun:
         steps_per_call: int,
         should_stop: Callable[[], bool],
         worker_timeout: float,
+        silence_timeout: float,
         crew: Crew | None = None,
         threads: int = 1,
         data: RegisteredDataset | WorkerDatasets | None = None,
@@ -76,6 +77,8 @@ class WorkerRun:
         self._steps_per_call = steps_per_call
         self._should_stop = should_stop
         self._worker_timeout = worker_timeout
+        self._suspicious_after = suspicious_after(silence_timeout)
+        self._leave_seconds = min(_LEAVE_SECONDS, silence_timeout)
         self._changed = threading.Condition()
         # All below is guarded by _changed.
         self._granted: float = 0.0
@@ -103,7 +106,7 @@ class WorkerRun:
             )
             for slot in self.slots
         ]
-        self._watch = SilenceWatch(cluster, self._suspects, self._give_up, worker_timeout)
+        self._watch = SilenceWatch(cluster, self._suspects, self._give_up, silence_timeout)
         for thread in self._threads:
             thread.start()
         if self._readers:
@@ -208,7 +211,7 @@ class WorkerRun:
                 self.request_stop()
                 # In a thread, as the server that it calls may be the one that failed.
                 threading.Thread(target=self._release, name="recsync_release", daemon=True).start()
-                self._join(_LEAVE_SECONDS)
+                self._join(self._leave_seconds)
             raise
         except BaseException:  # As by Ctrl-C, after which the caller may go on.
             self.request_stop()
@@ -286,13 +289,13 @@ class WorkerRun:
             workers = [
                 ("worker", index)
                 for index, since in busy
-                if since is not None and now - since > _SUSPICIOUS_SECONDS
+                if since is not None and now - since > self._suspicious_after
             ]
         servers = []
         if workers:
             servers += [("ps", i) for i in range(self._cluster.ps)]
             servers += [("reader", i) for i in range(self._readers)]
-        others = [] if self._crew is None else self._crew.waits_for(_SUSPICIOUS_SECONDS)
+        others = [] if self._crew is None else self._crew.waits_for(self._suspicious_after)
         return [*workers, *servers, *others]
 
     def _give_up(self, server: Server, seconds: float) -> None:
