@@ -49,7 +49,7 @@ def test_pushes_and_pulls_of_shared_tables_in_any_order_all_end_and_none_is_lost
     # table's lock on a thread of that pool could wait for itself.
     one, other = Table(), Table()
     ids = np.random.default_rng(3).permutation(ROWS)[:BATCH].astype(np.int64)
-    pushes = 60
+    pushes = 20
     work = [lambda: push([one], ids)] * 3 + [lambda: push([other, one], ids)] * 3
     work += [lambda: pull([one, other], ids)] * 2
 

@@ -16,7 +16,7 @@ from helpers import (
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
 
-STEPS = 24
+STEPS = 16
 SECONDS = 0.1  # That making a batch takes, and that computing on it takes.
 
 

@@ -51,7 +51,7 @@ def forget_until(done, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     gc.collect()
     while not done() and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(0.2)
         gc.collect()
 
 
@@ -63,8 +63,8 @@ def test_nothing_refers_to_a_trained_model_and_its_strategy(clusters, name, tmp_
     def train():
         strategy = maker(cluster)
         model = compiled(strategy, build, steps_per_execution=2)
-        model.fit(dataset(), validation_data=dataset(), verbose=0)
-        model.predict(dataset(), verbose=0)
+        model.fit(dataset(96), validation_data=dataset(32), verbose=0)
+        model.predict(dataset(32), verbose=0)
         model.save_weights(tmp_path / "model.weights.h5")
         return [weakref.ref(o) for o in (strategy, model, model.optimizer, model.layers[-1])]
 
@@ -84,7 +84,7 @@ def test_training_again_leaves_no_more_functions_and_threads(clusters):
     cluster = clusters.get(workers=2, ps=2)
 
     def train():
-        compiled(recsync.AsyncStrategy(cluster), functional).fit(dataset(), verbose=0)
+        compiled(recsync.AsyncStrategy(cluster), functional).fit(dataset(64), verbose=0)
 
     train()
     forget_until(lambda: False, 2.0)
