@@ -23,6 +23,15 @@ def taken(action) -> float:
     return time.monotonic() - started
 
 
+def quickest(action, seconds: float) -> float:
+    """What a call returns, seconds, or a later one if that was more: a machine may be busy."""
+    for _ in range(20):
+        took = action()
+        if took < seconds:
+            break
+    return took
+
+
 # The op.
 
 
@@ -39,8 +48,9 @@ def test_a_message_takes_its_bytes_over_the_bandwidth_and_no_processor():
     message = tf.zeros([1000, 10])
     used = time.process_time()
     seconds = taken(lambda: ops.transfer(message, 1e5))
-    assert 0.4 <= seconds < 1.0
     assert time.process_time() - used < 0.2
+    assert seconds >= 0.4
+    assert quickest(lambda: taken(lambda: ops.transfer(message, 1e5)), 0.6) < 0.6
 
 
 def test_messages_of_several_threads_pass_one_after_the_other():
@@ -51,15 +61,15 @@ def test_messages_of_several_threads_pass_one_after_the_other():
         return ops.transfer(message, 1e5)
 
     step(message)
-    threads = [threading.Thread(target=step, args=(message,)) for _ in range(6)]
 
     def run():
+        threads = [threading.Thread(target=step, args=(message,)) for _ in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    assert 0.6 <= taken(run) < 1.5
+    assert 0.6 <= quickest(lambda: taken(run), 0.9) < 0.9
 
 
 def test_a_transfer_ends_when_its_step_is_cancelled():
@@ -72,10 +82,10 @@ def test_a_transfer_ends_when_its_step_is_cancelled():
     threading.Timer(0.2, manager.start_cancel).start()
     started = time.monotonic()
     with pytest.raises(tf.errors.CancelledError, match="the transfer was cancelled"):
-        manager.get_cancelable_function(step)(tf.zeros([3000], tf.uint8))
-    # What was cancelled has taken up the link all the same: 3 s since it came.
+        manager.get_cancelable_function(step)(tf.zeros([1500], tf.uint8))
+    # What was cancelled has taken up the link all the same: 1.5 s since it came.
     ops.transfer(tf.zeros([1], tf.uint8), 1e9)
-    assert 2.9 < time.monotonic() - started < 10
+    assert 1.4 < time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf"), [1.0, 2.0]])
@@ -132,25 +142,35 @@ def test_the_workers_of_a_limited_server_share_its_link(four):
     recsync.testing.set_bandwidth(four, 400e3)
     model = dense_model(four)
     fit(model, 1)  # So that no tracing is part of what follows.
-    seconds = []
-    whole = taken(lambda: seconds.append(fit(model, 41)))
-    assert model.get_weights()[0][0, 0] == pytest.approx(-42 / UNITS, rel=1e-4)
-    # 40 kB of each step in 0.1 s, of whichever worker: 41 steps take 4.1 s. Twice as long on a
-    # busy machine, from when the first is seen to be done.
-    assert whole > 4.1
-    assert seconds[0] < 8.0
+    seconds, whole = [], []
+    # 40 kB of each step in 0.1 s, of whichever worker: 21 steps take 2.1 s. Less than twice as
+    # long on a machine that is not busy, from when the first is seen to be done.
+    for number in range(1, 20):
+        whole.append(taken(lambda: seconds.append(fit(model, 21))))
+        weight = -(1 + 21 * number) / UNITS
+        assert model.get_weights()[0][0, 0] == pytest.approx(weight, rel=1e-4)
+        if seconds[-1] < 4.0:
+            break
+    assert min(whole) > 2.1
+    assert seconds[-1] < 4.0
 
 
 def test_only_the_servers_named_are_limited_and_none_any_more(four):
     recsync.testing.set_bandwidth(four, 400e3, servers=[1])
     model = dense_model(four, ps=0)
     limited = dense_model(four, ps=1)
-    assert fit(model, 41) < 2.5 < fit(limited, 41)
+    # With a link of 0.1 s a step, 2 s from the end of the first step to that of the last, of
+    # which Keras may hear of the first one some steps late.
+    steps, border = 21, 1.2
+    assert quickest(lambda: fit(model, steps), border) < border
+    assert fit(limited, steps) > border
     recsync.testing.set_bandwidth(four, None, servers=[0])
-    assert fit(limited, 41) > 2.5
+    assert fit(limited, steps) > border
     recsync.testing.set_bandwidth(four, None)
-    assert fit(limited, 41) < 2.5
-    assert steps_of(limited) == 123
+    before = steps_of(limited)
+    assert before == 2 * steps
+    assert quickest(lambda: fit(limited, steps), border) < border
+    assert steps_of(limited) > before and steps_of(limited) % steps == 0
 
 
 def test_lookups_and_gradients_of_rows_pass_the_link(four):
@@ -163,19 +183,25 @@ def test_lookups_and_gradients_of_rows_pass_the_link(four):
         return keras.Model(inputs, keras.layers.Flatten()(rows))
 
     model = compiled(four, build, lambda: SGD(1.0), mean_output)
-    ids = np.arange(41 * batch).reshape(-1, 1) % 100
+    steps = 21
+    ids = np.arange(steps * batch).reshape(-1, 1) % 100
     data = tf.data.Dataset.from_tensor_slices((ids, ids * 0)).batch(batch)
     recsync.testing.set_bandwidth(four, 100e3, servers=[0])
     clock = _FirstAndLast()
-    model.fit(data, verbose=0, callbacks=[clock])
+
+    def run():
+        model.fit(data, verbose=0, callbacks=[clock])
+        return clock.seconds
+
     # An id of 8 bytes for each of 16 rows, and 64 floats there and back: 8.3 kB.
     step = batch * (8 + 2 * 4 * width) / 100e3
-    assert 40 * step - 4 * step < clock.seconds < 80 * step
+    most = 2 * (steps - 1) * step
+    assert (steps - 1) * step - 4 * step < quickest(run, most) < most
     # Evaluation has no gradients to push; prediction neither. Their steps begin
     # when they are traced, so that only the least time is known.
     half = batch * (8 + 4 * width) / 100e3
-    assert taken(lambda: model.evaluate(data, verbose=0)) > 41 * half
-    assert taken(lambda: model.predict(data, verbose=0)) > 41 * half
+    assert taken(lambda: model.evaluate(data, verbose=0)) > steps * half
+    assert taken(lambda: model.predict(data, verbose=0)) > steps * half
 
 
 def test_wrong_bandwidths_are_refused(four):

@@ -24,25 +24,9 @@ from tf_recsync.optimizers import SGD, Adagrad
 SERVERS = [("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1)]
 
 
-@pytest.fixture(scope="module")
-def shared():
-    with recsync.LocalCluster(workers=2, ps=2, transport="recsync") as cluster:
-        cluster.connect()
-        yield cluster
-
-
 @pytest.fixture
-def cluster(shared):
-    """All servers run, also those that the last test has killed or stopped."""
-    dead = [server for server in SERVERS if not shared.is_alive(*server)]
-    for server in SERVERS:
-        if server in dead:
-            shared.restart(*server)
-        else:
-            shared.resume(*server)
-    if dead:
-        shared.readmit()
-    return shared
+def cluster(clusters):
+    return clusters.get(workers=2, ps=2, transport="recsync")
 
 
 def own_port(cluster, job, index) -> int:
@@ -107,7 +91,7 @@ def test_tensors_of_all_types_arrive_as_they_were_sent(cluster):
         tf.constant([["", "a" * 100_000], ["\0", "ä"]]),
     ]
     function = pass_on(values)
-    for _ in range(20):  # The first tensors go by TensorFlow's calls.
+    for _ in range(8):  # The first tensors go by TensorFlow's calls.
         for value, arrived in zip(values, function(), strict=True):
             assert (arrived.dtype, arrived.shape) == (value.dtype, value.shape)
             assert np.asarray(arrived == value).all()
@@ -125,7 +109,7 @@ def test_branches_that_are_not_taken_send_nothing_to_other_servers(cluster):
         with tf.device("/job:worker/task:0"):
             return tf.raw_ops.Merge(inputs=moved)[0]
 
-    for which in (True, False) * 10:
+    for which in (True, False) * 5:
         expected = [3.0, 4.0] if which else [2.0, 3.0]
         np.testing.assert_array_equal(choose(tf.constant(which)), expected)
 
@@ -157,9 +141,9 @@ def trained_weights(cluster) -> list[np.ndarray]:
     with strategy.scope():
         keras.utils.set_random_seed(7)
         model = functional()
-        model.compile(Adagrad(0.1), "binary_crossentropy", steps_per_execution=3)
+        model.compile(Adagrad(0.1), "binary_crossentropy", steps_per_execution=2)
     ids, labels = clicks()
-    model.fit(ids, labels, batch_size=32, epochs=3, shuffle=False, verbose=0)
+    model.fit(ids, labels, batch_size=32, epochs=2, shuffle=False, verbose=0)
     return model.get_weights()
 
 
@@ -172,7 +156,7 @@ def test_memory_does_not_grow_with_the_tensors_that_were_sent(cluster):
     for _ in range(30):
         function()
     before = [memory(server) for server in SERVERS]
-    for _ in range(150):  # 600 MB through each of three servers.
+    for _ in range(75):  # 300 MB through each of three servers.
         function()
     grown = [memory(server) - old for server, old in zip(SERVERS, before, strict=True)]
     assert max(grown) < 100e6
@@ -222,7 +206,7 @@ def test_training_ends_with_an_error_when_a_parameter_server_is_killed(cluster):
 
 
 @pytest.mark.timeout(120)
-def test_servers_that_stand_still_are_given_up(cluster, monkeypatch, caplog):
+def test_servers_that_stand_still_are_given_up(cluster, caplog):
     strategy = recsync.AsyncStrategy(cluster, silence_timeout=2.0)
     weight = train(strategy, AtBatch(8, lambda: cluster.pause("worker", 1)), batches=400)
     assert "worker:1 was lost" in caplog.text
@@ -251,8 +235,8 @@ def test_a_server_without_the_transport_is_asked_as_tensorflow_does(cluster, mon
 # Last: these close the shared cluster's connection, or need none.
 
 
-def test_training_gives_the_same_as_over_grpc(shared):
-    shared.close()
+def test_training_gives_the_same_as_over_grpc(clusters):
+    clusters.close()
     weights = []
     for processes in (None, 0):
         for transport in ("grpc", "recsync"):
