@@ -16,18 +16,21 @@ from tf_recsync.testing import ChangingSlowdown, RandomSlowdown, SlowWorkers
 def factors(slowdown, workers=1, steps=1, seconds=(0.0,)) -> np.ndarray:
     """[workers, steps, len(seconds)], computed in one graph, as on workers."""
 
-    @tf.function(
-        input_signature=[tf.TensorSpec([], d) for d in (tf.int64, tf.int64, tf.float64)],
-        autograph=False,
-    )
-    def factor(worker, step, second):
-        result = slowdown.factor(worker, step, second)
+    def factor(one):
+        result = slowdown.factor(*one)
         assert result.dtype == tf.float32 and result.shape == []
         return result
 
-    asked = itertools.product(range(workers), range(steps), seconds)
-    values = [factor(tf.constant(w, tf.int64), tf.constant(s, tf.int64), t) for w, s, t in asked]
-    return np.array(values).reshape(workers, steps, len(seconds))
+    @tf.function(
+        input_signature=[tf.TensorSpec([None], d) for d in (tf.int64, tf.int64, tf.float64)],
+        autograph=False,
+    )
+    def all_factors(*columns):
+        return tf.map_fn(factor, columns, fn_output_signature=tf.float32)
+
+    asked = zip(*itertools.product(range(workers), range(steps), seconds), strict=True)
+    values = all_factors(*(np.array(c, d) for c, d in zip(asked, "qqd", strict=True)))
+    return values.numpy().reshape(workers, steps, len(seconds))
 
 
 # The factors.
@@ -133,7 +136,7 @@ def test_wrong_slowdowns_are_refused(make, message):
 
 @pytest.fixture
 def four(clusters):
-    return clusters.strategy(workers=4, ps=1)
+    return clusters.strategy(workers=4, ps=2)
 
 
 def test_wrong_compute_times_are_refused(four):
