@@ -19,18 +19,22 @@ def cluster(clusters):
     return clusters.get(workers=3, ps=2)
 
 
-def make_model(strategy, seconds=0.1, rows=40):
+def make_model(strategy, seconds=0.1, steps_per_execution=1):
     """A model whose steps take so long: those that go on for a while use little processor time."""
     recsync.testing.set_compute_time(strategy, seconds)
     with strategy.scope():
         ids = keras.Input((), dtype="int64", name="id")
         vector = recsync.layers.EmbeddingCollection(
-            [recsync.layers.TableConfig("table", rows, 8)],
+            [recsync.layers.TableConfig("table", 40, 8)],
             [recsync.layers.FeatureConfig("id", table="table")],
             concatenate=True,
         )({"id": ids})
         model = keras.Model({"id": ids}, keras.layers.Dense(1, "sigmoid")(vector))
-        model.compile(recsync.optimizers.Adagrad(0.1), "binary_crossentropy", steps_per_execution=2)
+        model.compile(
+            recsync.optimizers.Adagrad(0.1),
+            "binary_crossentropy",
+            steps_per_execution=steps_per_execution,
+        )
     return model
 
 
@@ -58,7 +62,7 @@ def long_dataset():
 )
 def test_a_killed_trainer_is_done_without_and_comes_back(cluster, algorithm, mode):
     strategy = recsync.ShadowSyncStrategy(cluster, algorithm, mode, threads_per_trainer=2)
-    model = make_model(strategy)
+    model = make_model(strategy, steps_per_execution=2)
     syncs = []
 
     def note():
@@ -161,7 +165,7 @@ def test_others_meet_on_when_a_trainer_dies_of_whose_threads_one_waits(cluster, 
 
 def test_what_a_lost_trainer_has_counted_stays_in_the_reports(cluster):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
-    model = make_model(strategy, 0.05)
+    model = make_model(strategy, 0.05, steps_per_execution=2)
     length = 12  # Of an epoch.
     report = recsync.callbacks.ShadowReport(strategy)
 
@@ -300,7 +304,7 @@ def test_one_thread_with_synchronization_in_the_foreground_is_numpys_sequence(cl
                     recsync.optimizers.SGD(rate),
                     "binary_crossentropy",
                     metrics=[recsync.metrics.NormalizedEntropy()],
-                    steps_per_execution=4,
+                    steps_per_execution=2,
                 )
             model.layers[0].kernel.assign(np.ones((WIDTH, 1)))
             data = tf.data.Dataset.from_tensor_slices((x, y))
