@@ -123,7 +123,8 @@ for sanitizer in "${sanitizers[@]}"; do
       continue
     fi
     status=0
-    TSAN_OPTIONS="halt_on_error=0 second_deadlock_stack=1 ${TSAN_OPTIONS:-}" \
+    RECSYNC_SIMULATION_PERCENT="${RECSYNC_SIMULATION_PERCENT:-3}" \
+      TSAN_OPTIONS="halt_on_error=0 second_deadlock_stack=1 ${TSAN_OPTIONS:-}" \
       UBSAN_OPTIONS="print_stacktrace=1 ${UBSAN_OPTIONS:-}" \
       "$folder/$name" --gtest_color=no > "$log" 2>&1 || status=$?
     ok="$(count_of PASSED "$log")"
