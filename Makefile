@@ -3,10 +3,12 @@
 #   make demo PYTHON=python3.12          # the Python that .venv is made with
 #   make test PYTEST_FLAGS='-k staleness'
 #   make test TEST_PROCESSES=0           # all in one process; default: the files in two, side by side
+#   make cc-test FULL=1                  # longer simulations; see scripts/cc_test.sh
 
 PYTHON ?= python3
 PYTEST_FLAGS ?=
 TEST_PROCESSES ?= 2
+FULL ?= 0
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 
@@ -136,7 +138,7 @@ bench: build $(BENCH_INSTALLED)
 	@echo "== benchmarks/results.md"
 
 cc-test: $(INSTALLED)
-	@scripts/cc_test.sh
+	@FULL=$(FULL) scripts/cc_test.sh
 
 bazel-test: $(INSTALLED)
 	@scripts/bazel_test.sh

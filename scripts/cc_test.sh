@@ -1,10 +1,26 @@
 #!/bin/bash
-# Builds the C++ tests of the engine (cc/engine/*_test.cc) under the sanitizers
-# and runs them.
+# Builds the C++ tests of the engine (cc/engine/*_test.cc) and runs them, side by
+# side on all cores, each as soon as it is linked.
 #
-#   scripts/cc_test.sh                    # all three
-#   scripts/cc_test.sh thread             # one of undefined, thread, address
-#   CXX=g++-13 scripts/cc_test.sh
+#   scripts/cc_test.sh                           # all builds, all tests
+#   scripts/cc_test.sh thread                    # one build
+#   scripts/cc_test.sh thread hop_worker_test    # one test in one build
+#   scripts/cc_test.sh timer_test link_test      # two tests in all builds
+#   FULL=1 scripts/cc_test.sh                    # longer simulations, see below
+#   RECSYNC_SIMULATION_PERCENT=50 scripts/cc_test.sh address
+#   CXX=g++-13 JOBS=1 GTEST_FILTER='*Token*' scripts/cc_test.sh
+#
+# The builds:
+#   thread   -fsanitize=thread
+#   address  -fsanitize=address,undefined
+#   plain    -O2 without a sanitizer; unless tests are named, only simulations
+#
+# A simulation is a test that does as many random runs as SimulationLength
+# (cc/engine/simulation_length_testing.h) says. The percentage of its full
+# length, by default and with FULL=1:
+#   thread    0.2     3  Hundreds of times as slow, with a single thread to watch.
+#   address   1      10  Wrong accesses show in the first runs.
+#   plain    10     100  Where the protocol itself is tried.
 #
 # Needs libgtest-dev, and TensorFlow for its headers only (absl's annotations):
 # in $PYTHON_BIN, by default that of .venv if there is one, else python3.
@@ -14,7 +30,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly CXX="${CXX:-g++}"
-readonly WARNINGS="-Wall -Wextra -Werror"
+readonly BUILDS=(thread address plain)
+readonly ROOT=build/cc-test
 
 fail() {
   echo "cc_test.sh: $*" >&2
@@ -27,14 +44,18 @@ if [[ -z "$python" ]]; then
   [[ -x .venv/bin/python ]] && python=.venv/bin/python
 fi
 
-sanitizers=("$@")
-[[ $# -gt 0 ]] || sanitizers=(undefined thread address)
-for sanitizer in "${sanitizers[@]}"; do
-  case "$sanitizer" in
-    undefined | thread | address) ;;
-    *) fail "unknown sanitizer '$sanitizer'; there are undefined, thread, address" ;;
-  esac
+builds=()
+named_tests=()
+for argument in "$@"; do
+  if [[ " ${BUILDS[*]} " == *" $argument "* ]]; then
+    builds+=("$argument")
+  elif [[ "$argument" == *_test && -f "cc/engine/$argument.cc" ]]; then
+    named_tests+=("$argument")
+  else
+    fail "'$argument' is neither a build (${BUILDS[*]}) nor a test in cc/engine"
+  fi
 done
+[[ ${#builds[@]} -gt 0 ]] || builds=("${BUILDS[@]}")
 
 command -v make > /dev/null || fail "make is missing; apt-get install make"
 command -v "${CXX%% *}" > /dev/null || fail "the compiler $CXX is missing; apt-get install g++"
@@ -54,49 +75,100 @@ END
 
 flags_of() {
   case "$1" in
-    undefined) echo "-fsanitize=undefined -fno-sanitize-recover=all" ;;
-    thread) echo "-fsanitize=thread" ;;
-    address) echo "-fsanitize=address,undefined -fno-sanitize-recover=all" ;;
+    thread) echo "-O1 -fsanitize=thread" ;;
+    address) echo "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all" ;;
+    plain) echo "-O2" ;;
   esac
 }
 
-tests=(cc/engine/*_test.cc)
-sources=()
-for source in cc/engine/*.cc; do
-  [[ "$source" == *_test.cc ]] || sources+=("$source")
-done
+# What is different for tests that are no simulations: in the address build it
+# takes twice as long to optimize them as not to, and they run for seconds.
+test_flags_of() {
+  [[ "$1" != address ]] || echo "-O0"
+}
 
-# Writes build/cc-test/<sanitizer>/Makefile, only if it differs: objects depend
-# on it, so that other flags compile them again.
-write_makefile() {
-  local folder="$1" flags="$2" source name
-  {
-    echo "CXX := $CXX"
-    echo "FLAGS := -std=c++17 -O1 -g -fno-omit-frame-pointer -pthread $WARNINGS $flags \\"
-    echo "  -I. -isystem $include ${CXXFLAGS:-}"
-    echo "all: $(for source in "${tests[@]}"; do
-      echo -n "$folder/$(basename "$source" .cc) "
-    done)"
-    echo "$folder/%.o: cc/engine/%.cc $folder/Makefile"
-    # shellcheck disable=SC2016
-    echo '	@$(CXX) $(FLAGS) -MMD -MP -c $< -o $@'
-    echo "ENGINE := $(for source in "${sources[@]}"; do
-      echo -n "$folder/$(basename "$source" .cc).o "
-    done)"
-    for source in "${tests[@]}"; do
-      name="$(basename "$source" .cc)"
-      echo "$folder/$name: $folder/$name.o \$(ENGINE)"
-      # shellcheck disable=SC2016
-      echo '	@$(CXX) $(FLAGS) $^ -lgtest -lgtest_main -ldl -o $@'
-    done
-    echo ".SECONDARY:"
-    echo "-include $folder/*.d"
-  } > "$folder/Makefile.new"
-  if cmp -s "$folder/Makefile.new" "$folder/Makefile"; then
-    rm "$folder/Makefile.new"
-  else
-    mv "$folder/Makefile.new" "$folder/Makefile"
+simulation_percent_of() {
+  case "${FULL:-0}.$1" in
+    0.thread) echo 0.2 ;;
+    0.address) echo 1 ;;
+    0.plain) echo 10 ;;
+    *.thread) echo 3 ;;
+    *.address) echo 10 ;;
+    *.plain) echo 100 ;;
+  esac
+}
+
+# The tests of a build, those first that take longest to run or to compile, so
+# that none of them is left for the end.
+tests_of() {
+  local name source
+  if [[ ${#named_tests[@]} -gt 0 ]]; then
+    printf '%s\n' "${named_tests[@]}"
+    return
   fi
+  for source in $(ls -S cc/engine/*_simulation_test.cc) \
+    $(ls -S cc/engine/*_threads_test.cc) $(ls -S cc/engine/*_test.cc); do
+    name="$(basename "$source" .cc)"
+    if [[ "$1" != plain ]] || grep -q simulation_length_testing.h "$source"; then
+      echo "$name"
+    fi
+  done | awk '!seen[$0]++'
+}
+
+# Replaces the file by standard input if that differs, so that what depends on it
+# is made again only then.
+update() {
+  cat > "$1.new"
+  if cmp -s "$1.new" "$1"; then
+    rm "$1.new"
+  else
+    mv "$1.new" "$1"
+  fi
+}
+
+# Writes the Makefile of a build.
+#
+# Half of the time that compiling a small test takes goes into GoogleTest's
+# headers, so they are compiled before, once for each build. (What a test forgets
+# to include itself, the Bazel build finds.)
+write_makefile() {
+  local build="$1" source
+  local folder="$ROOT/$build"
+  local flags="-std=c++17 -g1 -fno-omit-frame-pointer -pthread -Wall -Wextra -Werror"
+  flags+=" $(flags_of "$build") -I. -isystem $include ${CXXFLAGS:-}"
+  local test_flags
+  test_flags="$flags $(test_flags_of "$build")"
+  { echo "$CXX $test_flags" && $CXX --version; } | update "$folder/flags"
+  echo "#include <gtest/gtest.h>" | update "$folder/precompiled.h"
+  {
+    echo "engine_$build :="
+    for source in cc/engine/*.cc; do
+      [[ "$source" == *_test.cc ]] ||
+        echo "engine_$build += $folder/$(basename "$source" .cc).o"
+    done
+    cat << END
+SHELL := /bin/bash
+$folder/precompiled.h.gch: $folder/precompiled.h $folder/flags
+	@$CXX $test_flags -x c++-header \$< -o \$@
+# make takes the rule whose pattern says most.
+$folder/%.o: cc/engine/%.cc $folder/flags
+	@$CXX $flags -MMD -MP -c \$< -o \$@
+$folder/%_test.o: cc/engine/%_test.cc $folder/flags $folder/precompiled.h.gch
+	@$CXX $test_flags -include $folder/precompiled.h -MMD -MP -c \$< -o \$@
+$folder/%_simulation_test.o: cc/engine/%_simulation_test.cc $folder/flags
+	@$CXX $flags -MMD -MP -c \$< -o \$@
+$folder/%_test: $folder/%_test.o \$(engine_$build)
+	@$CXX $flags \$^ -lgtest -lgtest_main -ldl -o \$@
+# The exit status and the milliseconds. A test that fails is no error of make.
+$folder/%.run: $folder/%
+	@start=\$\${EPOCHREALTIME/[.,]/}; status=0; \\
+	RECSYNC_SIMULATION_PERCENT=\$\${RECSYNC_SIMULATION_PERCENT:-$(simulation_percent_of "$build")} \\
+	  \$< --gtest_color=no > \$<.log 2>&1 || status=\$\$?; \\
+	echo \$\$status \$\$(((\$\${EPOCHREALTIME/[.,]/} - start) / 1000)) > \$@
+.SECONDARY:
+-include $folder/*.d
+END
+  } > "$folder/Makefile"
 }
 
 # The number in front of "tests" in GoogleTest's summary line of a kind.
@@ -104,28 +176,44 @@ count_of() {
   sed -n "s/^\[  $1 *\] \([0-9]*\) tests\{0,1\}\(\.\|, listed below:\)\$/\1/p" "$2" | head -n 1
 }
 
+declare -A tests
+makefiles=()
+for build in "${builds[@]}"; do
+  mkdir -p "$ROOT/$build"
+  rm -f "$ROOT/$build"/*.run
+  write_makefile "$build"
+  makefiles+=(-f "$ROOT/$build/Makefile")
+  tests[$build]="$(tests_of "$build")"
+done
+
+# All builds together, test by test.
+mapfile -t goals < <(for build in "${builds[@]}"; do
+  awk -v build="$ROOT/$build" 'NF { print NR, build "/" $0 ".run" }' <<< "${tests[$build]}"
+done | sort -n -s | cut -d ' ' -f 2)
+
+export TSAN_OPTIONS="halt_on_error=0 second_deadlock_stack=1 ${TSAN_OPTIONS:-}"
+export UBSAN_OPTIONS="print_stacktrace=1 ${UBSAN_OPTIONS:-}"
+# What does not compile counts as a failure below; the rest is still run.
+make --no-print-directory --output-sync -k -j"${JOBS:-$(nproc)}" "${makefiles[@]}" "${goals[@]}" ||
+  true
+
 all_passed=0
 all_failed=0
-for sanitizer in "${sanitizers[@]}"; do
-  folder="build/cc-test/$sanitizer"
-  mkdir -p "$folder"
-  write_makefile "$folder" "$(flags_of "$sanitizer")"
-  # What does not compile counts as a failure below; the rest is still run.
-  make --no-print-directory -k -j2 -f "$folder/Makefile" all || true
+times=""
+for build in "${builds[@]}"; do
   passed=0
   failed=0
-  for source in "${tests[@]}"; do
-    name="$(basename "$source" .cc)"
-    log="$folder/$name.log"
-    if ! make -q -f "$folder/Makefile" "$folder/$name" 2> /dev/null; then
-      echo "$sanitizer: $name was not built"
+  files=0
+  for name in ${tests[$build]}; do
+    files=$((files + 1))
+    log="$ROOT/$build/$name.log"
+    if [[ ! -f "$ROOT/$build/$name.run" ]]; then
+      echo "$build: $name was not built"
       failed=$((failed + 1))
       continue
     fi
-    status=0
-    TSAN_OPTIONS="halt_on_error=0 second_deadlock_stack=1 ${TSAN_OPTIONS:-}" \
-      UBSAN_OPTIONS="print_stacktrace=1 ${UBSAN_OPTIONS:-}" \
-      "$folder/$name" --gtest_color=no > "$log" 2>&1 || status=$?
+    read -r status milliseconds < "$ROOT/$build/$name.run"
+    times+="$milliseconds $build $name"$'\n'
     ok="$(count_of PASSED "$log")"
     bad="$(count_of FAILED "$log")"
     # A sanitizer's report fails a run in which every test passed, and a crash
@@ -134,18 +222,20 @@ for sanitizer in "${sanitizers[@]}"; do
     passed=$((passed + ${ok:-0}))
     failed=$((failed + ${bad:-0}))
     if [[ $status -ne 0 ]]; then
-      echo "$sanitizer: $name failed with status $status; the end of $log:"
+      echo "$build: $name failed with status $status; the end of $log:"
       tail -n 60 "$log"
     fi
   done
   if [[ $failed -eq 0 ]]; then
-    echo "$sanitizer: ok, $passed tests in ${#tests[@]} files passed"
+    echo "$build: ok, $passed tests in $files files passed"
   else
-    echo "$sanitizer: FAILED, $passed tests passed, $failed failed"
+    echo "$build: FAILED, $passed tests passed, $failed failed"
   fi
   all_passed=$((all_passed + passed))
   all_failed=$((all_failed + failed))
 done
 
+echo "The longest to run:"
+sort -rn <<< "$times" | awk 'NF && NR <= 10 { printf "%8.1f s  %s: %s\n", $1 / 1000, $2, $3 }'
 echo "$all_passed passed, $all_failed failed"
 [[ $all_failed -eq 0 && $all_passed -gt 0 ]]

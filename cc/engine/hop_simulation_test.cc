@@ -8,18 +8,12 @@
 
 #include "cc/engine/hop_setting_testing.h"
 #include "cc/engine/hop_simulation_testing.h"
+#include "cc/engine/simulation_length_testing.h"
 
 namespace recsync {
 namespace {
 
 class HopSimulationTest : public testing::TestWithParam<Setting> {};
-
-// Sanitizers slow it down, and find what they look for in fewer.
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr uint32_t kInterleavings = 300;
-#else
-constexpr uint32_t kInterleavings = 10000;
-#endif
 
 TEST_P(HopSimulationTest, EveryInterleavingKeepsTheBoundsAndComesToItsEnd) {
   const Setting& setting = GetParam();
@@ -30,7 +24,8 @@ TEST_P(HopSimulationTest, EveryInterleavingKeepsTheBoundsAndComesToItsEnd) {
   int64_t returned = 0;
   int64_t left = 0;
   int64_t repeated = 0;
-  for (uint32_t seed = 0; seed < kInterleavings && !HasFailure(); ++seed) {
+  const int64_t interleavings = SimulationLength(10000);
+  for (uint32_t seed = 0; seed < interleavings && !HasFailure(); ++seed) {
     SCOPED_TRACE(testing::Message() << setting << ", seed " << seed);
     HopSimulation simulation(setting, seed);
     simulation.Run(/*iterations=*/9);
@@ -42,7 +37,9 @@ TEST_P(HopSimulationTest, EveryInterleavingKeepsTheBoundsAndComesToItsEnd) {
     left += simulation.left();
     repeated += simulation.repeated();
   }
-  // The simulation is worth something only if it gets where it should.
+  // The simulation is worth something only if it gets where it should. A few
+  // interleavings need not.
+  if (interleavings < 300) return;
   EXPECT_EQ(jumps > 0, setting.max_jump > 1);
   EXPECT_EQ(lost > 0, setting.losses > 0);
   EXPECT_EQ(returned > 0, setting.losses > 0);

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <shared_mutex>
 #include <thread>
 #include <vector>
@@ -37,15 +38,29 @@ TEST(WriterGroupsTest, WhoComesWhileTheGroupClosesLeadsTheNext) {
   ASSERT_TRUE(groups.Enter(&key, [] {}));
   ASSERT_FALSE(groups.Enter(&key, [] {}));
   std::thread leader([&] { groups.Leave(&key, true, [] {}); });
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  std::atomic<bool> entered{false};
+  // Becomes a member again and again as long as the leader has not come to
+  // leave, which may take any time.
+  std::atomic<int64_t> joined{0};
+  std::atomic<bool> member_leaves{false};
   std::thread late([&] {
-    EXPECT_TRUE(groups.Enter(&key, [] {}));
-    entered = true;
+    while (!groups.Enter(&key, [] {})) {
+      ++joined;
+      groups.Leave(&key, false, [] {});
+    }
+    EXPECT_TRUE(member_leaves);
     groups.Leave(&key, true, [] {});
   });
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  EXPECT_FALSE(entered);
+  // When the group closes, it waits. On a busy machine it may only seem to, and
+  // then it leads all the same.
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  for (int64_t before = -1; joined != before;) {
+    before = joined;
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    if (std::chrono::steady_clock::now() < limit) continue;
+    ADD_FAILURE() << "it joins a group that closes";
+    break;
+  }
+  member_leaves = true;
   groups.Leave(&key, false, [] {});
   leader.join();
   late.join();
