@@ -301,7 +301,8 @@ def cc_functions(source: str) -> dict[int, str]:
                     begun[indent] = (number, name)
             continue
         if body.endswith("}") or body.endswith(";"):
-            found[number] = prefix + name
+            if "(" in body:
+                found[number] = prefix + name
             continue
         if not body.startswith("template"):
             begun[indent] = (number, prefix + name)

@@ -1,5 +1,6 @@
-"""The map of tests by what they reach (scripts/record_coverage.py)."""
+"""The map of tests by what they reach, and the choice among them; scripts/ has the programs."""
 
+import json
 import pathlib
 import sys
 import textwrap
@@ -11,6 +12,7 @@ sys.path.append(str(ROOT / "scripts"))
 sys.path.append(str(ROOT / "scripts" / "recording"))
 
 import cc_blocks  # noqa: E402
+import changes  # noqa: E402
 import coverage_map  # noqa: E402
 import numpy as np  # noqa: E402
 
@@ -54,6 +56,7 @@ CC = textwrap.dedent(
     }  // namespace recsync
     """
 )
+SECONDS = {"tests/test_a.py::one": 1.0, "tests/test_a.py::two": 2.0, "tests/test_b.py::one": 5.0}
 
 
 def small_map() -> dict:
@@ -148,3 +151,72 @@ def test_lines_belong_to_the_blocks_that_their_instructions_are_in():
         ("a.cc", 3): [second],
         ("a.cc", 4): [fourth],
     }
+
+
+def test_a_diff_names_new_lines_and_the_neighbors_of_what_is_gone():
+    diff = "@@ -3 +3,2 @@ def f():\n-a\n+b\n+c\n@@ -9,2 +10,0 @@\n-d\n-e\n@@ -20 +19 @@\n-f\n+g\n"
+    assert changes.changed_lines(diff) == {3, 4, 10, 11, 19}
+
+
+def test_imports_are_found_with_the_names_they_take():
+    source = (
+        "import helpers\nfrom tf_recsync.cluster import link, server as s\nfrom sockets import f"
+    )
+    assert {"helpers", "tf_recsync.cluster.link", "link", "server", "sockets"} <= (
+        changes.imported_modules(source)
+    )
+
+
+def test_changed_functions_lead_to_tests(tmp_path):
+    for folder in ("tests", "tf_recsync", "cc/engine"):
+        (tmp_path / folder).mkdir(parents=True)
+    files = {
+        "tf_recsync/area.py": PYTHON + "\ndef fresh():\n    return 2\n",
+        "tf_recsync/new.py": "NEW = 1\n",
+        "tests/test_a.py": "from tf_recsync import new\nimport helpers\n",
+        "tests/test_b.py": "from mode_models import x\n",
+        "tests/mode_models.py": "from helpers import y\n",
+        "tests/helpers.py": "y = 1\n",
+        "cc/engine/box.h": "",
+        "cc/area.cc": CC.replace("return 1", "return 2"),
+        "cc/engine/box.cc": "int x;\n",
+        "cc/engine/area.h": '#include "cc/engine/box.h"\n',
+        "cc/engine/area_test.cc": '#include "cc/engine/area.h"\n',
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    encoded = json.loads(
+        json.dumps(small_map()["lines"]).replace('"area.py"', '"tf_recsync/area.py"')
+    )
+    map_ = coverage_map.Map(coverage_map.by_function(encoded, tmp_path))
+    changed = {
+        "tf_recsync/area.py": {8, 16},
+        "tf_recsync/new.py": changes.NEW_FILE,
+        "tests/helpers.py": {1},
+        "cc/area.cc": {6},
+        "cc/engine/box.cc": changes.NEW_FILE,
+        "README.md": {1},
+    }
+    both = {"tests/test_a.py::one", "tests/test_a.py::two"}
+    assert changes.touched_tests(tmp_path, changed, map_) == {
+        "tf_recsync/area.py: Box.size": {"tests/test_a.py::two"},
+        "tf_recsync/area.py: fresh": both,
+        "tf_recsync/new.py": {"tests/test_a.py"},
+        "tests/helpers.py": {"tests/test_a.py", "tests/test_b.py"},
+        "cc/area.cc: int Area": {"tests/test_a.py", "cc/engine/area_test.cc"},
+        "cc/engine/box.cc": {"cc/engine/area_test.cc"},
+    }
+
+
+def test_every_changed_function_is_reached_within_the_budget_or_without():
+    touched = {"f": set(SECONDS), "g": {"tests/test_b.py::one"}, "h": set()}
+    assert changes.choose(touched, SECONDS, 1.0) == ["tests/test_b.py::one"]
+    assert changes.choose(touched, SECONDS, 6.0) == ["tests/test_a.py::one", "tests/test_b.py::one"]
+    assert changes.choose(touched, SECONDS, float("inf")) == sorted(SECONDS)
+
+
+def test_what_is_left_of_the_budget_goes_to_different_modules():
+    names = ["tests/test_a.py::1", "tests/test_a.py::2", "tests/test_b.py::1"]
+    seconds = dict(zip(names, (1.0, 2.0, 3.0), strict=True))
+    chosen = changes.choose({"f": set(names)}, seconds, 4.0)
+    assert chosen == ["tests/test_a.py::1", "tests/test_b.py::1"]
