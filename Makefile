@@ -11,6 +11,9 @@ TEST_PROCESSES ?= 2
 FULL ?= 0
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
+# Of make test-changed: the commit to compare with, and seconds of tests.
+BASE ?=
+BUDGET ?= 180
 
 # Warnings and errors of TensorFlow only.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
@@ -58,11 +61,13 @@ BENCH_INSTALLED := $(VENV)/.bench_installed
 BENCH_RESULTS := build/benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test lint format bench cc-test bazel-test clean
+.PHONY: help install build demo test test-changed coverage lint format bench cc-test bazel-test clean
 
 help:
 	@echo "make demo        train a Wide & Deep click model on a local cluster"
 	@echo "make test        all Python tests and the examples in docstrings"
+	@echo "make test-changed  the tests that reach what you have changed, in about three minutes"
+	@echo "make coverage    record which test reaches which line"
 	@echo "make lint        ruff and clang-format, which must find nothing"
 	@echo "make format      have ruff and clang-format rewrite what they can"
 	@echo "make cc-test     the C++ tests, under the sanitizers"
@@ -100,6 +105,13 @@ demo: build
 
 test: build
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+
+test-changed: build
+	@$(BIN)/python scripts/test_changed.py --budget=$(BUDGET) $(if $(BASE),--base=$(BASE)) \
+	  --processes=$(TEST_PROCESSES) --pytest='$(PYTEST_FLAGS)'
+
+coverage: $(INSTALLED)
+	@$(BIN)/python scripts/record_coverage.py --pytest='$(PYTEST_FLAGS)'
 
 lint: $(INSTALLED)
 	@echo "== ruff check"
