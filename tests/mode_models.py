@@ -58,6 +58,17 @@ def ledger_model(batches: int) -> keras.Model:
     return keras.Model({"number": number, "ids": ids, "seen": seen}, x)
 
 
+def small_model() -> keras.Model:
+    """A table and a dense layer, of the same data: variables for two servers, and soon traced."""
+    inputs = {
+        "number": keras.Input((1,), dtype="int32", name="number"),
+        "ids": keras.Input((IDS,), dtype="int32", name="ids"),
+        "seen": keras.Input((None,), dtype="int64", ragged=True, name="seen"),
+    }
+    x = keras.layers.Flatten()(keras.layers.Embedding(ROWS, 2, name="table")(inputs["ids"]))
+    return keras.Model(inputs, keras.layers.Dense(1, name="out")(x))
+
+
 class TiedLedger(keras.Model):
     """Uses its table as a whole, too; and a lookup that depends on another."""
 

@@ -15,8 +15,8 @@ from helpers import IDS, ROWS, assert_close, clicks, state_of, steps_of
 
 import tf_recsync as recsync
 
-PERIOD = 8
-STEPS = 20  # Of an epoch.
+PERIOD = 4
+STEPS = 10  # Of an epoch.
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def restore_checkpoint(model, trained):
 @pytest.mark.parametrize("attached", [False, True], ids=["unused", "used"])
 @pytest.mark.parametrize("load", [load_weights, restore_checkpoint])
 def test_training_goes_on_on_another_number_of_servers(clusters, trained, load, attached):
-    strategy = clusters.strategy(workers=1, ps=3)
+    strategy = recsync.AsyncStrategy(clusters.get(workers=1, ps=3, processes=0))
     model = compiled(strategy)
     if attached:
         model.fit(dataset(), verbose=0)
@@ -145,7 +145,7 @@ def test_training_goes_on_on_another_number_of_servers(clusters, trained, load, 
 
 @pytest.mark.parametrize("load", [load_weights, restore_checkpoint])
 def test_what_is_loaded_before_the_first_fit_is_not_lost(clusters, trained, load):
-    model = compiled(clusters.strategy(workers=1, ps=3))
+    model = compiled(recsync.AsyncStrategy(clusters.get(workers=1, ps=3, processes=0)))
     load(model, trained)
     model.fit(dataset(), steps_per_epoch=1, verbose=0)
     assert steps_of(model) == trained.steps + 1

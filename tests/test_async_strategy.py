@@ -56,20 +56,33 @@ def two(clusters):
     return clusters.strategy(workers=2, ps=2)
 
 
+def tiny() -> keras.Model:
+    """One layer, for tests that are not about the model."""
+    inputs = keras.Input((IDS,))
+    return keras.Model(inputs, keras.layers.Dense(1, "sigmoid", name="out")(inputs))
+
+
+def soon_learned(n: int = 320, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """`clicks` whose labels follow from the first id alone."""
+    ids, _ = clicks(n, seed)
+    return ids, (ids[:, :1] % 2).astype(np.float32)
+
+
 # With one worker, training is plain Keras to the bit of an operation's rounding.
 
 
 def check_same_as_local(strategy, make, build=functional, stock=None, data=None, **kwargs):
-    """Trains under the strategy and locally, on the same batches from the same weights."""
+    """Trains under the strategy, and eagerly here on the same batches from the same weights."""
     model = compiled(strategy, build, make, **kwargs)
     local = build()
     local.set_weights(model.get_weights())
-    local.compile((stock or make)(), LOSS)
-    data = data or dataset(200)  # 13 batches, the last of them smaller.
+    local.compile((stock or make)(), LOSS, run_eagerly=True)
+    data = data or dataset(72)  # 5 batches, the last of them smaller.
+    steps = 2 * len(data)
     remote = model.fit(data, epochs=2, verbose=0).history["loss"]
     assert_close(remote, local.fit(data, epochs=2, verbose=0).history["loss"])
     assert_close(model.get_weights(), local.get_weights())
-    assert steps_of(model) == steps_of(local) == 26
+    assert steps_of(model) == steps_of(local) == steps == 10
     if stock is None:  # Accumulators, versions, periods, staleness counters.
         # What a global step stands for is known on a cluster only.
         mine, theirs = (
@@ -81,7 +94,7 @@ def check_same_as_local(strategy, make, build=functional, stock=None, data=None,
     report = strategy.staleness(model)
     assert (report.dense.mean, report.dense.max) == (1.0, 1)
     assert (report.rows.mean, report.rows.max) == (1.0, 1)
-    assert report.dense.count == 26 * sum(
+    assert report.dense.count == steps * sum(
         not v.path.endswith("embeddings") for v in model.trainable_variables
     )
     return model
@@ -89,26 +102,23 @@ def check_same_as_local(strategy, make, build=functional, stock=None, data=None,
 
 def test_a_dataset_may_be_older_than_the_connection(clusters):
     clusters.close()
-    data = dataset().shuffle(4, seed=1)
-    for workers in (2, 1):
-        model = compiled(clusters.strategy(workers, ps=1))
+    data = dataset(96).shuffle(4, seed=1)
+    for workers in (2, 1):  # The latter's cluster is that of the tests that follow.
+        model = compiled(clusters.strategy(workers, ps=1), tiny)
         model.fit(data, verbose=0)
-        assert steps_of(model) == 20
+        assert steps_of(model) == 6
         assert np.isfinite(model.evaluate(data, verbose=0))
-        assert model.predict(data, verbose=0).shape == (320, 1)
+        assert model.predict(data, verbose=0).shape == (96, 1)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Adagrad(SCHEDULE),
-        lambda: SGD(0.2, clipnorm=0.05),
+        lambda: Adagrad(SCHEDULE, clipvalue=0.01, weight_decay=0.1),
         lambda: SGD(SCHEDULE, global_clipnorm=0.1),
-        lambda: Adagrad(0.1, clipvalue=0.01),
-        lambda: Adagrad(0.1, weight_decay=0.1),
-        lambda: SwapAdagrad(0.1, swap=recsync.Swap(period=5, decay=0.5), clipnorm=0.1),
+        lambda: SwapAdagrad(0.1, swap=recsync.Swap(period=5, decay=0.5), clipnorm=0.05),
     ],
-    ids=["schedule", "clipnorm", "global_clipnorm", "clipvalue", "weight_decay", "swap"],
+    ids=["schedule, clipvalue, weight_decay", "schedule, global_clipnorm", "swap, clipnorm"],
 )
 def test_one_worker_trains_like_local_keras(one, make):
     check_same_as_local(one, make)
@@ -127,14 +137,14 @@ def test_one_worker_trains_like_local_keras(one, make):
 )
 def test_one_worker_trains_like_stock_keras_with_its_own_optimizer(one, make, stock):
     # No row twice in a batch: stock Keras squares repeated rows before it sums them.
-    distinct = np.stack([np.random.permutation(20).reshape(5, IDS) for _ in range(13)])
-    labels = np.random.randint(0, 2, (13, 5, 1))
+    distinct = np.stack([np.random.permutation(20).reshape(5, IDS) for _ in range(5)])
+    labels = np.random.randint(0, 2, (5, 5, 1))
     data = tf.data.Dataset.from_tensor_slices((distinct, labels))
     check_same_as_local(one, make, stock=stock, data=data)
 
 
 def test_several_steps_per_execution_change_nothing_for_one_worker(one):
-    check_same_as_local(one, adagrad, steps_per_execution=4)
+    check_same_as_local(one, adagrad, steps_per_execution=2)
 
 
 def test_a_regularizer_on_a_table_acts_on_all_its_rows(one):
@@ -155,10 +165,10 @@ def test_tied_weights_get_the_gradients_of_both_uses(one):
     model = compiled(one, build, lambda: SGD(0.5))
     local = build()
     local.set_weights(model.get_weights())
-    local.compile(keras.optimizers.SGD(0.5), LOSS)
+    local.compile(keras.optimizers.SGD(0.5), LOSS, run_eagerly=True)
     before = model.get_weights()[0]
-    model.fit(dataset(), verbose=0)
-    local.fit(dataset(), verbose=0)
+    model.fit(dataset(160), verbose=0)
+    local.fit(dataset(160), verbose=0)
     assert_close(model.get_weights(), local.get_weights())
     assert not np.allclose(model.get_weights()[0], before, atol=1e-3)
 
@@ -179,47 +189,50 @@ def test_one_worker_keeps_the_moving_statistics_of_local_keras(one):
 
 @pytest.mark.parametrize("build", [functional, sequential, Subclassed])
 def test_models_of_every_kind_train_and_validate(two, build):
-    model = compiled(two, build, metrics=lambda: ["AUC"])
-    x, y = clicks()
-    validation = clicks(960, seed=4)
-    history = model.fit(x, y, BATCH, epochs=3, validation_data=validation, verbose=0).history
+    model = compiled(two, build, lambda: Adagrad(0.3), metrics=lambda: ["AUC"])
+    x, y = soon_learned()
+    validation = soon_learned(960, seed=4)
+    history = model.fit(
+        *(x, y, BATCH),
+        epochs=2,
+        validation_data=validation,
+        validation_batch_size=240,
+        verbose=0,
+    ).history
     assert set(history) == {"loss", "AUC", "val_loss", "val_AUC"}
-    assert all(len(values) == 3 for values in history.values())
+    assert all(len(values) == 2 for values in history.values())
     assert history["loss"][-1] < history["loss"][0]
     assert history["AUC"][-1] > history["AUC"][0]
     assert history["val_AUC"][-1] > 0.5
-    assert steps_of(model) == 3 * 20
+    assert steps_of(model) == 2 * 20
 
 
 @pytest.mark.parametrize(
-    ("kind", "steps_per_execution"),
+    ("steps_per_execution", "kinds"),
     [
-        ("arrays", 3),
-        ("dataset", 1),
-        ("static shapes", 1),
-        ("static shapes", 3),
-        ("unknown length", 1),
-        ("unknown length", 3),
+        (1, ["dataset", "static shapes", "unknown length"]),
+        (3, ["arrays", "static shapes", "unknown length"]),
     ],
 )
-def test_each_batch_of_an_epoch_goes_to_exactly_one_worker(two, kind, steps_per_execution):
-    model = compiled(two, metrics=sums, steps_per_execution=steps_per_execution, loss="mse")
-    data, arguments = numbered(kind)
-    history = model.fit(*data, epochs=3, verbose=0, **arguments).history
+def test_each_batch_of_an_epoch_goes_to_exactly_one_worker(two, steps_per_execution, kinds):
+    model = compiled(two, tiny, metrics=sums, steps_per_execution=steps_per_execution, loss="mse")
     numbers = np.arange(400.0)
-    assert history["examples"] == [400] * 3
-    assert history["label_sum"] == [numbers.sum()] * 3
-    assert history["squares"] == [(numbers**2).sum()] * 3
-    assert steps_of(model) == 75
-    evaluated = model.evaluate(*data, verbose=0, return_dict=True, **arguments)
-    assert evaluated["label_sum"] == numbers.sum()
-    assert evaluated["squares"] == (numbers**2).sum()
+    for trained, kind in enumerate(kinds):
+        data, arguments = numbered(kind)
+        history = model.fit(*data, epochs=2, verbose=0, **arguments).history
+        assert history["examples"] == [400] * 2, kind
+        assert history["label_sum"] == [numbers.sum()] * 2, kind
+        assert history["squares"] == [(numbers**2).sum()] * 2, kind
+        assert steps_of(model) == 50 * (trained + 1), kind
+        evaluated = model.evaluate(*data, verbose=0, return_dict=True, **arguments)
+        assert evaluated["label_sum"] == numbers.sum(), kind
+        assert evaluated["squares"] == (numbers**2).sum(), kind
 
 
 def test_logs_of_short_epochs_are_complete(two):
-    model = compiled(two, metrics=sums)
-    history = model.fit(*clicks(128), 64, epochs=15, verbose=0).history
-    assert history["examples"] == [128] * 15
+    model = compiled(two, tiny, metrics=sums)
+    history = model.fit(*clicks(128), 64, epochs=8, verbose=0).history
+    assert history["examples"] == [128] * 8
 
 
 def test_a_layer_that_counts_its_steps_counts_those_of_all_workers(two):
@@ -234,7 +247,7 @@ def test_a_layer_that_counts_its_steps_counts_those_of_all_workers(two):
 
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_steps_per_epoch_of_a_repeated_dataset_are_kept_exactly(two, steps_per_execution):
-    model = compiled(two, metrics=sums, steps_per_execution=steps_per_execution)
+    model = compiled(two, tiny, metrics=sums, steps_per_execution=steps_per_execution)
     (data,), _ = numbered("dataset")
     history = model.fit(data.repeat(), epochs=3, steps_per_epoch=20, verbose=0).history
     assert steps_of(model) == 60
@@ -243,7 +256,7 @@ def test_steps_per_epoch_of_a_repeated_dataset_are_kept_exactly(two, steps_per_e
 
 
 def test_steps_per_epoch_of_a_finite_dataset_go_on_where_the_last_epoch_ended(two):
-    model = compiled(two, metrics=sums, loss="mse")
+    model = compiled(two, tiny, metrics=sums, loss="mse")
     (data,), _ = numbered("dataset")
     history = model.fit(data.take(24), epochs=3, steps_per_epoch=8, verbose=0).history
     assert sum(history["label_sum"]) == np.arange(24 * 16.0).sum()
@@ -257,9 +270,11 @@ def test_metrics_merged_over_workers_are_those_of_one_process(two):
 
     model = compiled(two, metrics=metrics)
     model.fit(dataset(), verbose=0)
+    # On a server, each reading of one would be a call.
+    assert {v.value.device.split("/")[1] for v in model.metrics_variables} == {"job:chief"}
     local = functional()
     local.set_weights(model.get_weights())
-    local.compile("sgd", LOSS, metrics=metrics())
+    local.compile("sgd", LOSS, metrics=metrics(), run_eagerly=True)
     x, y = clicks(333)
     weights = np.linspace(0, 2, 333)
     mine = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
@@ -283,7 +298,7 @@ def test_a_number_of_steps_evaluates_and_predicts_the_first_batches(two):
     model = compiled(two)
     local = functional()
     local.set_weights(model.get_weights())
-    local.compile("sgd", LOSS)
+    local.compile("sgd", LOSS, run_eagerly=True)
     loss = local.evaluate(dataset(), steps=7, verbose=0)
     assert model.evaluate(dataset(), steps=7, verbose=0) == pytest.approx(loss, rel=1e-5)
     expected = local.predict(dataset(), steps=3, verbose=0)
@@ -296,10 +311,10 @@ def test_two_equal_workers_see_a_staleness_of_two(two):
     # worker's push falls between a pull and its push, and not beside them. With
     # single steps, two workers in step with each other see 1.5 while they are.
     model = compiled(two, steps_per_execution=5)
-    with compute_time(two, 0.05):
-        model.fit(dataset(160 * 8, 8), verbose=0)
+    with compute_time(two, 0.1):
+        model.fit(dataset(60 * 8, 8), verbose=0)
     report = two.staleness(model)
-    assert report.dense.count == 160 * 4
+    assert report.dense.count == 60 * 4
     assert report.dense.mean == pytest.approx(2, rel=0.15)
     assert report.rows.mean < report.dense.mean
 
@@ -326,16 +341,15 @@ def test_own_train_steps_and_an_optimizer_for_each_part_train(two):
         parts = keras.optimizers.OptimizerMap(SGD(0.3), {".*embeddings": Adagrad(0.3)})
         return keras.optimizers.MultiOptimizer(parts)
 
-    for build, maker in ((OwnStep, adagrad), (functional, make)):
+    ids, labels = soon_learned()
+    for build, maker in ((OwnStep, lambda: Adagrad(0.3)), (functional, make)):
         model = compiled(two, build, maker, metrics=lambda: ["AUC"])
-        # The model learns nothing at first, for longer in some orders of pushes than in others:
-        # after four epochs its AUC may still be 0.56, after six it is 0.78 or more.
-        history = model.fit(dataset(), epochs=6, verbose=0).history
+        history = model.fit(ids, labels, BATCH, epochs=3, verbose=0).history
         assert history["loss"][-1] < history["loss"][0]
         assert history["AUC"][-1] > 0.7
     parts = model.optimizer.optimizers
     assert sorted(type(part).__name__ for part in parts) == ["Adagrad", "SGD"]
-    assert [int(part.iterations.numpy()) for part in parts] == [120, 120]
+    assert [int(part.iterations.numpy()) for part in parts] == [60, 60]
 
 
 def test_two_models_and_two_strategies_on_one_cluster_do_not_disturb_each_other(two):
@@ -377,7 +391,7 @@ def test_early_stopping_and_checkpoints_and_tensorboard_work(two, tmp_path):
         keras.callbacks.TensorBoard(str(tmp_path / "logs"), write_graph=False),
     ]
     history = model.fit(
-        dataset(), epochs=9, validation_data=dataset(64), callbacks=callbacks, verbose=0
+        dataset(160), epochs=9, validation_data=dataset(64), callbacks=callbacks, verbose=0
     ).history
     assert len(history["loss"]) == 2
     local = functional()
@@ -390,17 +404,22 @@ def test_early_stopping_and_checkpoints_and_tensorboard_work(two, tmp_path):
 def test_the_training_report_puts_speed_and_staleness_into_logs_and_tensorboard(two, tmp_path):
     model = compiled(two)
     report = recsync.callbacks.TrainingReport(two, str(tmp_path))
-    times = []
+    before, after = [], []  # The report reads the clock between these two times.
 
     class Clock(keras.callbacks.Callback):
+        def __init__(self, times):
+            super().__init__()
+            self._times = times
+
         def on_epoch_begin(self, epoch, logs=None):
-            times.append(time.monotonic())
+            self._times.append(time.monotonic())
 
         def on_epoch_end(self, epoch, logs=None):
-            times[-1] = time.monotonic() - times[-1]
+            self._times.append(time.monotonic())
 
+    callbacks = [Clock(before), report, Clock(after)]
     with compute_time(two, 0.02):
-        history = model.fit(dataset(), epochs=2, callbacks=[Clock(), report], verbose=0).history
+        history = model.fit(dataset(), epochs=2, callbacks=callbacks, verbose=0).history
     names = ["steps_per_second", "staleness", "staleness_p99", "staleness_max", "lost_steps"]
     recorded = events(tmp_path)
     for name in names:
@@ -410,8 +429,10 @@ def test_the_training_report_puts_speed_and_staleness_into_logs_and_tensorboard(
     # TensorBoard shows a tag in one place only.
     assert ("scalars", histograms[0]) not in recorded
     assert all(1.0 < mean <= 2.5 for mean in history["staleness"])
-    steps = [len(dataset()) / seconds for seconds in times]
-    np.testing.assert_allclose(history["steps_per_second"], steps, rtol=0.2)
+    for epoch, speed in enumerate(history["steps_per_second"]):
+        begin, end = 2 * epoch, 2 * epoch + 1
+        seconds = len(dataset()) / speed
+        assert before[end] - after[begin] <= seconds <= after[end] - before[begin]
     assert all(speed <= 2 / 0.02 for speed in history["steps_per_second"])
     # Per epoch, each of the same number of updates; together the total.
     assert np.mean(history["staleness"]) == pytest.approx(two.staleness(model).dense.mean)
@@ -423,12 +444,12 @@ def test_stopping_in_mid_epoch_ends_fit_soon_and_the_next_fit_works(two):
     def stop():
         model.stop_training = True
 
-    ones = np.ones((400, 1))
+    ones = np.ones((2000, 1))  # For 20 seconds, of which far fewer are trained.
     with compute_time(two, 0.02):
         model.fit(ones, ones, 1, epochs=3, callbacks=[AtBatch(5, stop)], verbose=0)
     stopped = steps_of(model)
-    assert 5 <= stopped < 100
-    model.fit(ones, ones, 40, verbose=0)
+    assert 5 <= stopped < 500
+    model.fit(ones, ones, 200, verbose=0)
     # No step of the first fit was still on its way when it returned.
     assert steps_of(model) == stopped + 10
     assert model.get_weights()[0] == -(stopped + 10)

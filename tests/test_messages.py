@@ -17,10 +17,9 @@ from tf_recsync.synchronization.pull_push import Layout
 SERVERS = ("0", "1")
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with recsync.LocalCluster(workers=1, ps=2) as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(clusters):
+    return clusters.get(workers=1, ps=2)
 
 
 def click_model():

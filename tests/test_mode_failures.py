@@ -25,14 +25,7 @@ LOST = 8  # A worker holds few batches: the one in its step, and those fetched a
 @pytest.fixture
 def mortal(clusters):
     """A cluster of processes; a worker that the last test killed is started again."""
-    cluster = clusters.get(workers=2, ps=2)
-    cluster.connect()
-    dead = [i for i in range(2) if not cluster.is_alive("worker", i)]
-    for i in dead:
-        cluster.restart("worker", i)
-    if dead:
-        cluster.readmit()
-    return cluster
+    return clusters.get(workers=2, ps=2)
 
 
 def slopes_model() -> keras.Model:
@@ -66,13 +59,19 @@ def check_slopes(model, excluded=False):
         np.testing.assert_array_equal(slopes, [-steps_of(model)] * 2)
 
 
-def check_trains(strategy):
-    """The strategy still works, on all its workers."""
-    model = model_of(strategy)
+def check_trains(strategy, model=None):
+    """The strategy still works, on all its workers.
+
+    Args:
+        strategy: the strategy.
+        model: trained before, without leaving anything in buffers; a new one by default.
+    """
+    model = model or model_of(strategy)
+    before = steps_of(model)
     model.fit(ones(12), verbose=0)
     check_slopes(model, excluded=True)
     m = strategy.mode.capacity
-    assert 12 // strategy.mode.repeats <= steps_of(model) <= -(-12 // m)
+    assert 12 // strategy.mode.repeats <= steps_of(model) - before <= -(-12 // m)
 
 
 @pytest.mark.timeout(120)
@@ -142,7 +141,7 @@ def test_a_worker_that_comes_back_takes_part_again(mortal, mode, caplog):
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("mode", MAKERS)
 def test_training_fails_when_no_worker_is_left(mortal, mode):
-    strategy = MAKERS[mode](mortal, worker_timeout=2.0)
+    strategy = MAKERS[mode](mortal, worker_timeout=1.0)
     killed = []
 
     def kill():
@@ -187,8 +186,7 @@ def test_a_pass_that_is_stopped_ends_with_all_that_was_pushed(three, mode):
     slopes = model.get_weights()
     time.sleep(0.3)
     np.testing.assert_array_equal(model.get_weights(), slopes)
-    recsync.testing.set_compute_time(strategy, None)
-    check_trains(strategy)
+    check_trains(strategy, model)
 
 
 @pytest.mark.timeout(60)
@@ -200,15 +198,13 @@ def test_training_goes_on_after_it_was_interrupted(three, mode):
     def interrupt():
         raise KeyboardInterrupt
 
-    with compute_time(strategy, 0.05), pytest.raises(KeyboardInterrupt) as kept:
-        model.fit(ones(100), callbacks=[AtBatch(4, interrupt)], verbose=0)
-    # The traceback, which a notebook keeps, keeps the pass alive.
-    assert kept.traceback
-    before = None
-    with compute_time(strategy, 0.0):
+    with compute_time(strategy, 0.05):
+        with pytest.raises(KeyboardInterrupt) as kept:
+            model.fit(ones(100), callbacks=[AtBatch(4, interrupt)], verbose=0)
+        # The traceback, which a notebook keeps, keeps the pass alive.
+        assert kept.traceback
         model.fit(ones(9), callbacks=[], verbose=0)
-    before = steps_of(model)
-    assert before >= 9 // strategy.mode.capacity
+    assert steps_of(model) >= 9 // strategy.mode.capacity
     check_slopes(model, excluded=mode == "GBA")
     report = strategy.aggregation(model)
     if mode == "sync":  # Of each server's pushes, all are applied or counted as dropped.
@@ -219,17 +215,19 @@ def test_training_goes_on_after_it_was_interrupted(three, mode):
 @pytest.mark.parametrize("mode", ["sync", "backup workers", "bounded staleness"])
 def test_an_error_of_one_worker_ends_the_waits_of_the_others(three, mode):
     strategy = MAKERS[mode](three)
-    ids, labels = clicks(480)
-    ids[200, IDS - 1] = ROWS
+    ids, labels = clicks(240)
+    ids[100, IDS - 1] = ROWS
     model = compiled(strategy)
     with pytest.raises(tf.errors.InvalidArgumentError, match=f"{ROWS}"):
         model.fit(ids, labels, 8, verbose=0)
+    before = steps_of(model)
     model.fit(*clicks(96), 8, verbose=0)
-    check_trains(strategy)
+    m, r = strategy.mode.capacity, strategy.mode.repeats
+    assert 12 // r <= steps_of(model) - before <= -(-12 // m)
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("per_call", [1, 4])
+@pytest.mark.parametrize("per_call", [1, 3])
 @pytest.mark.parametrize("mode", MAKERS)
 def test_epochs_need_not_be_a_multiple_of_anything(three, mode, per_call):
     strategy = MAKERS[mode](three)

@@ -11,10 +11,9 @@ from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
 STEPS_PER_CALL = 4
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with recsync.LocalCluster(workers=1, ps=2) as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(clusters):
+    return clusters.get(workers=1, ps=2)
 
 
 def one_row_model(initial, learning_rate):

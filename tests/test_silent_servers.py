@@ -2,8 +2,6 @@
 
 import contextlib
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -127,39 +125,6 @@ def test_connections_are_cut_also_when_a_name_can_no_longer_be_resolved(two, mon
     two.cut_off("worker", 1)
     host, _, port = two.cluster_spec.task_address("worker", 1).rpartition(":")
     assert (host, int(port)) in cut[0]
-
-
-STANDING_STILL = """
-import tensorflow as tf
-import tf_recsync as recsync
-from tf_recsync.cluster import signs_of_life
-
-def error_of_connecting(timeout):
-    try:
-        cluster.connect(timeout)
-    except RuntimeError as error:
-        return str(error)
-
-with recsync.LocalCluster(workers=1, ps=1) as cluster:
-    cluster.pause("worker", 0)
-    message = error_of_connecting(1.0)
-    address = cluster.cluster_spec.task_address("worker", 0)
-    assert message == f"servers not up within timeout=1 s: worker:0 ({address})", message
-    # As if it began to stand still between our greeting and the connection.
-    signs_of_life.greets = signs_of_life.accepts_connections
-    assert "TensorFlow did not finish in time" in error_of_connecting(2.0)
-    assert "an earlier change of the connection has not ended yet" in error_of_connecting(0.5)
-    cluster.resume("worker", 0)
-    cluster.connect()
-    with tf.device("/job:worker/task:0"):
-        assert tf.add(1, 2) == 3
-"""
-
-
-def test_connecting_ends_in_time_when_a_server_stands_still_and_can_be_done_again():
-    # In a process that was not connected before: TensorFlow's first connection is another matter.
-    command = [sys.executable, "-c", STANDING_STILL]
-    subprocess.run(command, check=True, timeout=150)
 
 
 # The last one: what it leaves on the servers is that of a pass that failed.

@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import cancellation
 
-import tf_recsync as recsync
 from tf_recsync.ops import tokens as ops
 from tf_recsync.synchronization.token_list import TokenList, TokenListState
 
@@ -369,11 +368,9 @@ def test_a_state_says_who_waits_for_whom(changes, words):
 PS = "/job:ps/replica:0/task:0/device:CPU:0"
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with recsync.LocalCluster(workers=2, ps=1) as cluster:
-        cluster.connect()
-        yield cluster
+@pytest.fixture
+def cluster(clusters):
+    return clusters.get(workers=2, ps=1)
 
 
 def on_worker(cluster, function):
@@ -454,15 +451,14 @@ def test_a_killed_worker_is_lost_and_its_token_goes_to_the_other(cluster):
     assert int(tokens.take(1).index) == 1
 
 
-def test_deleting_a_list_is_quiet_when_its_server_is_gone(cluster, monkeypatch):
-    # The last test on this cluster: it ends it.
+def test_deleting_a_list_is_quiet_when_its_server_is_gone(clusters, cluster, monkeypatch):
     raised = []
     monkeypatch.setattr("sys.unraisablehook", raised.append)
     lists = [TokenList(repeats=1, gate="none", workers=1, device=PS) for _ in range(2)]
     cluster.kill("ps", 0)
     lists.pop()
     gc.collect()
-    cluster.close()
+    clusters.close()
     lists.pop()
     gc.collect()
     assert raised == []

@@ -19,7 +19,7 @@ from tensorflow.python.data.ops import dataset_ops, prefetch_op
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import data_errors
-from tf_recsync.strategies.pass_iterator import PassIterator, empty_iterator
+from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
 
@@ -167,10 +167,6 @@ class RegisteredDataset:
                 raise
             return False
         return True
-
-    def empty_iterator(self) -> tf.data.Iterator:
-        """An iterator of the same type without batches; call it under the worker's device."""
-        return empty_iterator(self.element_spec)
 
     def iterator(self, job: str, part: int = 0, parts: int = 1, taken: int = 0) -> PassIterator:
         """Joins a pass; call it under the worker's device scope.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -63,7 +66,8 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         self._mode = mode
         super().__init__(cluster.resolver)
         # What variables are colocated with that shall be on a certain server.
-        self._anchors = [self._anchor(i) for i in range(cluster.ps)]
+        self._anchors = [_anchor(f"/job:ps/replica:0/task:{i}") for i in range(cluster.ps)]
+        self._here = _anchor("/job:chief/replica:0/task:0")
         self._init_fit(
             cluster,
             local_batch_size,
@@ -90,9 +94,22 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         """The task indices of the servers that embedding tables are placed on: all."""
         return tuple(range(self._cluster.ps))
 
-    def _anchor(self, ps: int) -> tf.Variable:
-        with tf.device(f"/job:ps/replica:0/task:{ps}/device:CPU:0"):
-            return tf.Variable(0.0, trainable=False)
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[GroupStrategy]:
+        """A context in which variables are made on the parameter servers, and metrics here.
+
+        Workers keep metrics for themselves, and the coordinator adds them up: on a server, each
+        reading and each value would be a call.
+        """
+        with super().scope(), tf.variable_creator_scope(self._keep_metrics_here):
+            yield self
+
+    def _keep_metrics_here(self, create, **kwargs):
+        # Keras's metrics alone are read so.
+        is_metric = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+        if is_metric and kwargs.get("colocate_with") is None:
+            kwargs["colocate_with"] = self._here
+        return create(**kwargs)
 
     def placed_on(self, ps: int):
         """A context in which variables are made on one parameter server.
@@ -169,3 +186,8 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         """
         live = getattr(model.train_function, "aggregation", None)
         return None if live is None else live.report()
+
+
+def _anchor(server: str) -> tf.Variable:
+    with tf.device(f"{server}/device:CPU:0"):
+        return tf.Variable(0.0, trainable=False)

@@ -261,7 +261,7 @@ class Steps:
             # whether the worker has all functions.
             for function in self._current.values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
-                    function(data.empty_iterator(), *state.inputs)
+                    function(iterator.empty(), *state.inputs)
             state.read(self._reader, metrics, slot.device)
 
         def call(slot: Slot, n: int):

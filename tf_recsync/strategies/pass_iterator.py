@@ -31,6 +31,11 @@ class PassIterator(iterator_ops.OwnedIterator):
             # to wake up, and the worker's other calls wait with it.
             options.autotune.enabled = False
         super().__init__(dataset.prefetch(_AHEAD).with_options(options))
+        self._nothing: tf.data.Dataset | None = None  # Made once: on a worker, each op is a call.
+
+    def empty(self) -> tf.data.Iterator:
+        """An iterator of the same type without batches; call it in the worker's device scope."""
+        return iter(self._without_batches())
 
     def close(self) -> None:
         """Returns when it has left the data; call it in the worker's device scope.
@@ -41,19 +46,15 @@ class PassIterator(iterator_ops.OwnedIterator):
         # There is no op that ends an iterator; one that begins anew ends what it had. Not with
         # its own dataset's take(0), which asks the service whether it knows the dataset.
         tf.raw_ops.MakeIterator(
-            dataset=_nothing(self.element_spec)._variant_tensor, iterator=self._iterator_resource
+            dataset=self._without_batches()._variant_tensor, iterator=self._iterator_resource
         )
 
-
-def empty_iterator(element_spec: Any) -> tf.data.Iterator:
-    """An iterator over batches of a type, without any."""
-    return iter(_nothing(element_spec))
-
-
-def _nothing(element_spec: Any) -> tf.data.Dataset:
-    """A dataset of a type without elements."""
-    # In stock ops, since a worker may not have what makes the real batches.
-    return tf.data.Dataset.from_tensors(empty_batch(element_spec)).take(0)
+    def _without_batches(self) -> tf.data.Dataset:
+        """A dataset of the same type without elements."""
+        if self._nothing is None:
+            # In stock ops, since a worker may not have what makes the real batches.
+            self._nothing = tf.data.Dataset.from_tensors(empty_batch(self.element_spec)).take(0)
+        return self._nothing
 
 
 def empty_batch(element_spec: Any) -> Any:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies.pass_iterator import PassIterator, empty_iterator
+from tf_recsync.strategies.pass_iterator import PassIterator
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
@@ -84,10 +84,6 @@ class WorkerDatasets(DataAdapter):
     def new_job(self) -> str:
         """The name of a new pass."""
         return ""  # Nobody shares anything that would need one.
-
-    def empty_iterator(self) -> tf.data.Iterator:
-        """An iterator of the same type without batches; call it under the worker's device."""
-        return empty_iterator(self.element_spec)
 
     def iterator(self, job: str, part: int, parts: int, taken: int) -> PassIterator:
         """Begins a pass over a worker's pipelines; call it under the worker's device scope.

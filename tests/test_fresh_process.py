@@ -1,0 +1,103 @@
+"""What is shown by a process of its own: the first connection, and what could keep it forever."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# In a process that was not connected before: TensorFlow's first connection is another matter.
+# The second part would stand still with Python's lock held.
+PROGRAM = """
+import gc
+import traceback
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_recsync as recsync
+from tf_recsync.cluster import signs_of_life
+
+
+def error_of_connecting(cluster, timeout):
+    try:
+        cluster.connect(timeout)
+    except RuntimeError as error:
+        return str(error)
+
+
+def connecting():
+    with recsync.LocalCluster(workers=1, ps=1) as cluster:
+        cluster.pause("worker", 0)
+        message = error_of_connecting(cluster, 1.0)
+        address = cluster.cluster_spec.task_address("worker", 0)
+        assert message == f"servers not up within timeout=1 s: worker:0 ({address})", message
+        # As if it began to stand still between our greeting and the connection.
+        greets, signs_of_life.greets = signs_of_life.greets, signs_of_life.accepts_connections
+        assert "TensorFlow did not finish in time" in error_of_connecting(cluster, 2.0)
+        message = error_of_connecting(cluster, 0.5)
+        assert "an earlier change of the connection has not ended yet" in message, message
+        signs_of_life.greets = greets
+        cluster.resume("worker", 0)
+        cluster.connect()
+        with tf.device("/job:worker/task:0"):
+            assert tf.add(1, 2) == 3
+
+
+def endless():
+    while True:
+        yield np.ones((4, 1), np.float32), np.ones((4, 1), np.float32)
+
+
+def train():
+    cluster = recsync.LocalCluster(workers=2, ps=1)
+    strategy = recsync.AsyncStrategy(cluster)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(recsync.optimizers.SGD(0.1), "mse")
+    spec = tf.TensorSpec((4, 1))
+    ones = tf.data.Dataset.from_generator(endless, output_signature=(spec, spec))
+    model.fit(ones.prefetch(4), steps_per_epoch=20, verbose=0)
+    gc.disable()
+    assert cluster.data_service.tasks() == 1
+    cluster.close()
+
+
+def leaving():
+    train()
+    gc.collect()
+
+
+for part in (connecting, leaving):
+    try:
+        part()
+        print(part.__name__, "succeeded", flush=True)
+    except Exception:
+        traceback.print_exc()
+"""
+
+
+@pytest.fixture(scope="module")
+def done():
+    """The program's output, of which there is less if it stands still."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=200,
+            env=environ,
+        ).stdout.decode()
+    except subprocess.TimeoutExpired as error:
+        return (error.stdout or b"").decode() + "\n(ended after 200 s)"
+
+
+def test_connecting_ends_in_time_when_a_server_stands_still_and_can_be_done_again(done):
+    assert "connecting succeeded" in done, done[-2000:]
+
+
+def test_a_cluster_can_go_while_a_generator_still_makes_data(done):
+    assert "leaving succeeded" in done, done[-2000:]
+    assert "(ended after" not in done, done[-2000:]
