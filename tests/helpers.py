@@ -37,9 +37,10 @@ class Clusters:
         arguments = {"workers": workers, "ps": ps, **options}
         if self._cluster is None or self._arguments != arguments:
             self.close()
-            self._cluster = recsync.LocalCluster(**arguments)
+            # On a machine that does much else, servers take minutes to start.
+            self._cluster = recsync.LocalCluster(**{"start_timeout": 240.0, **arguments})
             self._arguments = arguments
-            self._cluster.connect()
+            self._cluster.connect(240.0)
         elif self._cluster.log_dir is not None and _start_again(self._cluster):
             self._strategy = None  # It has variables on the servers.
         return self._cluster
