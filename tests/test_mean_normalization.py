@@ -81,13 +81,13 @@ def test_a_step_compiled_by_xla_trains_alike(dtype):
     x = RNG.normal(1.0, 1.0, (64, 4)).astype(np.float32)
     target = x.sum(1, keepdims=True)
     weights = []
-    for jit_compile in (False, True):
+    for how in ({"run_eagerly": True}, {"jit_compile": True}):
         keras.config.set_dtype_policy(dtype)
         try:
             model = small_model()
         finally:
             keras.config.set_dtype_policy("float32")
-        model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=jit_compile)
+        model.compile(keras.optimizers.SGD(0.01), "mse", **how)
         model.fit(x, target, batch_size=16, epochs=2, verbose=0, shuffle=False)
         weights.append([np.asarray(w, np.float64) for w in model.get_weights()])
     tolerance = 0.1 if dtype == "mixed_bfloat16" else 1e-4

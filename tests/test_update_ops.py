@@ -1,7 +1,6 @@
 """The update, pull, normalization and delay ops agree with rules written in numpy."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -449,30 +448,35 @@ def test_a_gather_with_versions_has_the_gradient_of_a_stock_gather():
 
 @pytest.mark.parametrize("table", [False, True])
 def test_no_pull_sees_a_value_without_its_version(table):
-    # Every push adds 1 to the values and to their versions.
-    state, pushes, disagreements = State(np.zeros((256, 64)), table), [0, 0], []
-    end = time.monotonic() + 1.0
+    # Every push adds 1 to the values and to their versions. Pushes go on until every thread has
+    # done enough, however slowly one gets on.
+    state, disagreements = State(np.zeros((256, 64)), table), []
+    pushes, pulls = [0] * 2, [0] * 3
+
+    def enough():
+        return disagreements or (min(pushes) >= 300 and min(pulls) >= 300)
 
     def pushing(worker):
         rng = np.random.default_rng(worker)
-        while time.monotonic() < end:
+        while not enough():
             ids = rng.permutation(256) if table else None
             push("sgd", state, tf.ones((256, 64) if table else (256 * 64,)), ids=ids, lr=-1.0)
             pushes[worker] += 1
 
-    def pulling():
-        while time.monotonic() < end:
+    def pulling(reader):
+        while not enough():
             values, versions = pull(state, range(256) if table else None)
             values = values.numpy().reshape(256, 64)
             if not np.all(values == np.reshape(versions, (-1, 1))):
                 disagreements.append((values, versions))
+            pulls[reader] += 1
 
-    threads = [threading.Thread(target=pushing, args=(i,)) for i in range(2)]
-    threads += [threading.Thread(target=pulling) for _ in range(3)]
+    threads = [threading.Thread(target=pushing, args=(i,), daemon=True) for i in range(2)]
+    threads += [threading.Thread(target=pulling, args=(i,), daemon=True) for i in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(120)
+        assert not thread.is_alive()
     assert not disagreements
-    assert min(pushes) > 0
     assert np.all(state.value == float(sum(pushes)))  # no update was lost
