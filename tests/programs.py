@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 import keras
-from absl import logging
+from absl import app, logging
 from absl.testing import flagsaver
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -32,6 +32,7 @@ def modules_of(folder: pathlib.Path) -> Iterator[None]:
     So several programs that define the same flags can run in one process.
     """
     verbosity = logging.get_verbosity()
+    app.define_help_flags()  # It does so once, and they would be forgotten, too.
     with (
         flagsaver.flagsaver(),
         mock.patch.object(sys, "path", [str(folder), *sys.path]),
