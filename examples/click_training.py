@@ -24,6 +24,13 @@ flags.DEFINE_string(
     "test_location", None, "criteo: the test files. Default: the last tenth of the rows."
 )
 flags.DEFINE_integer("rows", 500_000, "synthetic: the number of training rows.", lower_bound=1)
+flags.DEFINE_integer("test_rows", 100_000, "synthetic: the number of test rows.", lower_bound=1)
+flags.DEFINE_list(
+    "cardinalities",
+    None,
+    "synthetic: the number of ids of each categorical feature, like 1000,50,3. Default: those of "
+    "26 features like Criteo's. A model of fewer features is built and traced sooner.",
+)
 flags.DEFINE_integer("epochs", 1, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_integer("steps", None, "Steps per epoch. Default: all of the data.", lower_bound=1)
 flags.DEFINE_integer(
@@ -57,6 +64,8 @@ _APPLIES = {
     "data_location": ("dataset", ["criteo", "adult"]),
     "test_location": ("dataset", ["criteo"]),
     "rows": ("dataset", ["synthetic"]),
+    "test_rows": ("dataset", ["synthetic"]),
+    "cardinalities": ("dataset", ["synthetic"]),
     "staleness": ("strategy", ["async", "bounded_staleness", *strategy_flags.SHADOW_SYNC]),
     "staleness_power": ("staleness", ["inverse_power"]),
     "staleness_baseline": ("staleness", ["inverse_power"]),
@@ -77,12 +86,29 @@ def check_flags() -> None:
     with strategy_flags.usage_errors():
         make_staleness()
         make_swap()
+        _cardinalities()
+
+
+def _cardinalities() -> list[int] | None:
+    """Those that the flag names."""
+    if FLAGS.cardinalities is None:
+        return None
+    if not all(size.isdecimal() and int(size) for size in FLAGS.cardinalities or [""]):
+        raise ValueError(
+            f"--cardinalities must be integers of at least 1, not {','.join(FLAGS.cardinalities)}"
+        )
+    return [int(size) for size in FLAGS.cardinalities]
 
 
 def make_data() -> recsync.data.ClickData:
     """The data set that the flags name."""
     if FLAGS.dataset == "synthetic":
-        return recsync.data.Synthetic(FLAGS.rows, seed=FLAGS.seed)
+        return recsync.data.Synthetic(
+            FLAGS.rows,
+            test_rows=FLAGS.test_rows,
+            cardinalities=_cardinalities(),
+            seed=FLAGS.seed,
+        )
     if FLAGS.dataset == "adult":
         return recsync.data.adult(FLAGS.data_location)
     return recsync.data.Criteo(FLAGS.data_location, test_path=FLAGS.test_location)

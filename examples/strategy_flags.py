@@ -199,6 +199,8 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
         # With TF_CONFIG only the cluster tells how many workers there are.
         if FLAGS.strategy in STRATEGIES and "TF_CONFIG" not in os.environ:
             STRATEGIES[FLAGS.strategy].mode_for(FLAGS.workers, **_mode_options())
+        if FLAGS.strategy == "hop" and "TF_CONFIG" not in os.environ:
+            TOPOLOGIES[FLAGS.topology](FLAGS.workers)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import pytest
 import tensorflow as tf
 from helpers import wait_until
 from sockets import listening_addresses
+from started_servers import Server
 from tensorflow.python.eager import context
 
 from tf_recsync import cluster as recsync_cluster
@@ -370,58 +371,51 @@ def test_servers_die_with_a_killed_parent(tmp_path):
     )
 
 
-@pytest.fixture(scope="module")
-def standalone():
-    """Servers by the name of what is to be seen: a good one, and two that cannot start."""
-    with contextlib.ExitStack() as stack:
-        taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        free = stack.enter_context(local_cluster._reserve_port())
-        servers = {}
-        for name, port, flags in (
-            ("good", free, []),
-            ("taken port", taken, []),
-            ("wrong task", free, ["--task_index=1"]),
-        ):
-            address = f"127.0.0.1:{port.getsockname()[1]}"
-            task = {"type": "worker", "index": 0}
-            config = {"cluster": {"worker": [address]}, "task": task}
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tf_recsync.server", *flags],
-                cwd=ROOT,
-                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_CONFIG": json.dumps(config)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT if flags or port is taken else subprocess.DEVNULL,
-                text=True,
-            )
-            stack.callback(process.stdout.close)
-            stack.callback(process.wait, 10)
-            stack.callback(process.kill)
-            servers[name] = (process, address)
-        yield servers
+@pytest.fixture
+def port():
+    """A port that a server can listen on."""
+    with local_cluster._reserve_port() as port:
+        yield port.getsockname()[1]
 
 
-def test_sigterm_ends_a_server_with_exit_code_0(standalone):
-    server, address = standalone["good"]
-    ready = server.stdout.readline()
-    assert ready == f"tf_recsync server worker:0 listening on {address}\n"
-    # Without --bind_address: the host of its own address.
-    assert listening_addresses(server.pid) == [tf_config.split_address(address)]
-    server.terminate()
-    assert server.wait(5.0) == 0
+def test_sigterm_ends_a_server_with_exit_code_0(port):
+    address = f"127.0.0.1:{port}"
+    config = {"cluster": {"worker": [address]}, "task": {"type": "worker", "index": 0}}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tf_recsync.server"],
+        cwd=ROOT,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_CONFIG": json.dumps(config)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        ready = server.stdout.readline()
+        assert ready == f"tf_recsync server worker:0 listening on {address}\n"
+        # Without --bind_address: the host of its own address.
+        assert listening_addresses(server.pid) == [tf_config.split_address(address)]
+        server.terminate()
+        assert server.wait(30.0) == 0
+    finally:
+        server.kill()
+        server.wait(10.0)
+        server.stdout.close()
 
 
-def test_taken_port_is_reported(standalone):
-    server, address = standalone["taken port"]
-    output, _ = server.communicate(timeout=60)
-    assert server.returncode == 98
-    assert f"worker:0 cannot listen on {address}: another process has the port" in output
+def test_taken_port_is_reported(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with Server(tmp_path, {"worker": [address]}, "worker", 0) as server:
+            assert server.wait(60.0) == 98
+            message = f"worker:0 cannot listen on {address}: another process has the port"
+            assert message in server.output()
 
 
-def test_server_with_wrong_task_is_refused(standalone):
-    server, _ = standalone["wrong task"]
-    output, _ = server.communicate(timeout=60)
-    assert server.returncode == 2
-    assert "must be an integer from 0 to 0 for job 'worker', got 1" in output
+def test_server_with_wrong_task_is_refused(port, tmp_path):
+    servers = {"worker": [f"127.0.0.1:{port}"]}
+    with Server(tmp_path, servers, "worker", 0, "--task_index=1") as server:
+        assert server.wait(60.0) == 2
+        assert "must be an integer from 0 to 0 for job 'worker', got 1" in server.output()
 
 
 def test_failed_start_is_reported_with_the_log(tmp_path, monkeypatch):
@@ -446,13 +440,17 @@ def test_servers_are_forked_from_one_process_for_each_import(monkeypatch):
         assert parent_of(cluster.pid("ps", 0)) == template != os.getpid()
         cluster.restart("ps", 0)
         assert parent_of(cluster.pid("ps", 0)) == template
-        # What is read at import takes another process; the servers that run stay.
+        # What is read at import takes another process; the servers that run stay, and the
+        # first one is used again.
         monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
         with recsync_cluster.LocalCluster(workers=1) as other:
             assert parent_of(other.pid("worker", 0)) not in (template, os.getpid())
             variables = pathlib.Path(f"/proc/{other.pid('worker', 0)}/environ")
             assert b"TF_ENABLE_ONEDNN_OPTS=0" in variables.read_bytes()
         assert cluster.is_alive("worker", 0)
+        monkeypatch.undo()
+        with recsync_cluster.LocalCluster(workers=1) as third:
+            assert parent_of(third.pid("worker", 0)) == template
 
 
 def test_servers_start_again_after_the_process_they_were_forked_from_was_killed():

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from helpers import compiled, mean_output, slope_model, steps_of, wait_until
 from sockets import listening_addresses
+from started_servers import Server
 from test_cluster import ROOT, is_running
 
 import tf_recsync as recsync
@@ -224,15 +225,7 @@ def test_wrong_tasks_are_refused(monkeypatch, arguments, message):
         server._loopback_address(server._read_tasks(flags))
 
 
-@pytest.mark.timeout(120)
-def test_a_server_with_wrong_tasks_ends():
-    done = subprocess.run(
-        [sys.executable, "-m", "tf_recsync.server", "--tasks=worker:0,worker:1"],
-        cwd=ROOT,
-        env={**os.environ, "TF_CONFIG": json.dumps({"cluster": ADDRESSES})},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "name it with --bind_address" in done.stderr
+def test_a_server_with_wrong_tasks_ends(tmp_path):
+    with Server(tmp_path, ADDRESSES, "worker", 0, "--tasks=worker:0,worker:1") as server:
+        assert server.wait(60.0) == 2
+        assert "name it with --bind_address" in server.output()

@@ -2,27 +2,15 @@
 
 import gzip
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from programs import EXAMPLES, run, run_here, strict_json
 
 import tf_recsync as recsync
 
-EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
-
-
-def run(program, *arguments, **environment):
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / program), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), **environment},
-    )
+SVM = EXAMPLES / "hop_svm.py"
+IMAGE = EXAMPLES / "hop_image.py"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +31,7 @@ def libsvm(tmp_path_factory):
 
 def test_the_svm_is_trained_with_slow_workers_and_leaves_a_timeline(libsvm, tmp_path):
     done = run(
-        "hop_svm.py",
+        SVM,
         f"--data_location={libsvm}",
         *("--workers=4", "--topology=ring", "--backup_workers=1", "--max_iteration_gap=4"),
         *("--max_jump=4", "--epochs=2", "--batch_size=16", "--steps_per_execution=2"),
@@ -52,7 +40,7 @@ def test_the_svm_is_trained_with_slow_workers_and_leaves_a_timeline(libsvm, tmp_
         f"--metrics_json={tmp_path / 'h.json'}",
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    figures = json.loads((tmp_path / "h.json").read_text())
+    figures = strict_json(tmp_path / "h.json")
     assert figures["accuracy"] > 0.9
     assert figures["jumps"] > 0
     assert "jumps" in done.stdout and "test accuracy" in done.stdout
@@ -78,14 +66,14 @@ def test_the_svm_is_trained_with_slow_workers_and_leaves_a_timeline(libsvm, tmp_
     ],
 )
 def test_wrong_flags_are_refused_before_training(libsvm, arguments, message):
-    done = run("hop_svm.py", f"--data_location={libsvm}", *arguments)
+    done = run_here(SVM, f"--data_location={libsvm}", *arguments)
     assert done.returncode != 0
     assert message in done.stderr
 
 
 @pytest.mark.parametrize("program", ["wide_deep_ctr.py", "hop_svm.py", "hop_image.py"])
 def test_help_names_the_flags_of_strategies_too(program):
-    text = run(program, "--help").stdout
+    text = run_here(EXAMPLES / program, "--help").stdout
     for flag in ("strategy", "workers", "topology", "epochs", "metrics_json"):
         assert f"--{flag}:" in text, text
 
@@ -97,11 +85,12 @@ def test_images_in_the_form_of_cifar_10_are_learned_without_any_click(tmp_path):
         records[:, 0] %= 10
         records.tofile(tmp_path / name)
     arguments = f"--data_location={tmp_path}", "--workers=2", "--topology=ring"
-    done = run("hop_image.py", *arguments, "--batch_size=8", "--width=0.05")
+    done = run(IMAGE, *arguments, "--batch_size=8", "--width=0.05")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "VGG11-style network" in done.stdout and "iterations" in done.stdout
     (tmp_path / "data_batch_3.bin").write_bytes(b"short")
-    done = run("hop_image.py", *arguments)
+    done = run_here(IMAGE, *arguments)
+    assert done.returncode != 0
     assert "data_batch_3.bin: 5 bytes are not records of 3073" in done.stderr
 
 
@@ -113,15 +102,15 @@ def test_wide_and_deep_trains_decentralized(tmp_path):
             numbers = random.integers(0, 5, 13)  # They tell nothing: only the tables can learn it.
             categories = [f"{label}{random.integers(0, 4):x}"] * 26
             file.write("\t".join(map(str, [label, *numbers, *categories])) + "\n")
-    done = run(
-        "wide_deep_ctr.py",
+    done = run_here(
+        EXAMPLES / "wide_deep_ctr.py",
         *("--dataset=criteo", f"--data_location={tmp_path / 'log.tsv'}"),
         *("--strategy=hop", "--workers=2", "--topology=ring", "--staleness_bound=1"),
         "--batch_size=64",
         f"--metrics_json={tmp_path / 'm.json'}",
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    figures = json.loads((tmp_path / "m.json").read_text())
+    figures = strict_json(tmp_path / "m.json")
     assert figures["auc"] > 0.7
     assert len(figures["iterations"]) == 2
 

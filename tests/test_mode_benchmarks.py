@@ -1,30 +1,20 @@
 """What the benchmarks of the training modes make of measurements: objects, files and pictures."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
+import types
 
 import pytest
+from programs import BENCHMARKS, imported
 
-BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
 PNG = b"\x89PNG\r\n"
 
 
 def run(program: str, folder: pathlib.Path, script: str, *arguments: str) -> dict:
-    """What a script writes as JSON that has a benchmark's module; flags are of its process."""
-    prologue = f"import json, sys, pathlib, types\nimport {program} as benchmark\n"
-    prologue += f"benchmark.FLAGS({[program, *arguments]!r})\nout = pathlib.Path({str(folder)!r})\n"
-    done = subprocess.run(
-        [sys.executable, "-c", prologue + script],
-        cwd=BENCHMARKS,
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    """What a script writes as JSON that has a benchmark's module, with these flags."""
+    with imported(BENCHMARKS / f"{program}.py") as benchmark:
+        benchmark.FLAGS([program, *arguments])
+        exec(script, {"benchmark": benchmark, "out": folder, "json": json, "types": types})
     return json.loads((folder / "result.json").read_text())
 
 
@@ -61,7 +51,6 @@ if plot_module() is not None:
 """
 
 
-@pytest.mark.timeout(300)
 def test_rows_of_modes_say_what_turns_measured(tmp_path):
     arguments = ("--workers=4", "--batch_size=8", "--compute_seconds=0.1", "--day_seconds=10")
     rows = run("modes", tmp_path, MODES, *arguments)
@@ -117,7 +106,6 @@ if plot_module() is not None:
 """
 
 
-@pytest.mark.timeout(300)
 def test_the_summary_of_switching_has_the_first_the_last_and_all_days(tmp_path):
     arguments = ("--sync_days=1", "--mode_days=2", "--return_days=2", "--workers=4")
     (row,) = run("switching", tmp_path, SWITCHING, *arguments)
@@ -182,7 +170,6 @@ if plot_module() is not None:
 """
 
 
-@pytest.mark.timeout(300)
 def test_differences_of_quality_are_those_of_pairs_that_go_on_from_the_same_checkpoint(tmp_path):
     arguments = ("--workers=2,4", "--rows=64", "--batch_size=16")
     sync, gba = run("async_quality", tmp_path, QUALITY, *arguments)

@@ -100,13 +100,16 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert not any(requirement.startswith("tensorflow") for requirement in plain)
 
 
-@pytest.mark.timeout(600)
-def test_the_installed_wheel_takes_a_step_outside_of_the_source_tree(clean_python, tmp_path):
+@pytest.fixture(scope="module")
+def installed(clean_python, tmp_path_factory) -> str:
+    """What a program prints that uses the installed wheel outside of the source tree."""
     program = """
         import pathlib, sys
         import numpy as np
         import keras
+        import tensorflow as tf
         import tf_recsync as recsync
+        from tf_recsync import ops
 
         assert pathlib.Path(recsync.__file__).is_relative_to(sys.prefix), recsync.__file__
         w = keras.Variable([1.0, 2.0])
@@ -118,16 +121,6 @@ def test_the_installed_wheel_takes_a_step_outside_of_the_source_tree(clean_pytho
         optimizer.apply([np.float32([1.5, -2.0])], [w])  # v = g^2 / 4 + g^2 / 4
         np.testing.assert_allclose(w.numpy(), [0.5 - 0.125**0.5, 2.5 + 0.125**0.5], rtol=1e-6)
         print("stepped")
-    """
-    assert "stepped" in run([clean_python, "-c", textwrap.dedent(program)], tmp_path)
-
-
-@pytest.mark.timeout(600)
-def test_a_cluster_runs_from_the_installed_wheel(clean_python, tmp_path):
-    program = """
-        import tensorflow as tf
-        import tf_recsync as recsync
-        from tf_recsync import ops
 
         with recsync.LocalCluster(workers=1, ps=1) as cluster:
             cluster.connect()
@@ -136,7 +129,18 @@ def test_a_cluster_runs_from_the_installed_wheel(clean_python, tmp_path):
             with tf.device("/job:worker/task:0"):
                 print("the step is", int(ops.next_global_step(step.handle)))
     """
-    assert "the step is 42" in run([clean_python, "-c", textwrap.dedent(program)], tmp_path)
+    folder = tmp_path_factory.mktemp("outside")
+    return run([clean_python, "-c", textwrap.dedent(program)], folder)
+
+
+@pytest.mark.timeout(600)
+def test_the_installed_wheel_takes_a_step_outside_of_the_source_tree(installed):
+    assert "stepped" in installed
+
+
+@pytest.mark.timeout(600)
+def test_a_cluster_runs_from_the_installed_wheel(installed):
+    assert "the step is 42" in installed
 
 
 @pytest.mark.timeout(300)

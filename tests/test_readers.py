@@ -1,19 +1,24 @@
 """Input pipelines that run in readers, processes of their own."""
 
 import contextlib
-import json
-import os
-import pathlib
-import subprocess
-import sys
 import threading
-import time
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import clicks, compiled, dataset, functional, mean_output, slope_model, steps_of
+from helpers import (
+    clicks,
+    compiled,
+    dataset,
+    functional,
+    mean_output,
+    slope_model,
+    steps_of,
+    wait_until,
+)
+from started_servers import OwnServer, Server
+from test_cluster import is_running
 
 import tf_recsync as recsync
 from tf_recsync import ops
@@ -21,54 +26,36 @@ from tf_recsync.cluster import data_service, local_cluster
 from tf_recsync.optimizers import SGD
 from tf_recsync.strategies import distributed_dataset
 
-
-@pytest.fixture(scope="module")
-def clusters_of_readers():
-    """Clusters by their readers, one at a time."""
-    clusters = {}
-
-    def get(readers=None):
-        if readers is None:
-            return next(iter(clusters.values()))
-        if readers not in clusters:
-            while clusters:
-                clusters.popitem()[1].close()
-            clusters[readers] = recsync.LocalCluster(workers=2, ps=1, readers=readers)
-            clusters[readers].connect()
-        return clusters[readers]
-
-    yield get
-    while clusters:
-        clusters.popitem()[1].close()
+SILENCE = 3.0  # Seconds after which a reader is given up.
 
 
 @pytest.fixture(params=[1, 2], ids=["one reader", "two readers"], scope="module")
-def cluster(clusters_of_readers, request):
-    return clusters_of_readers(request.param)
+def readers(request):
+    """How many; of the module, so that tests with the same number follow each other."""
+    return request.param
 
 
 @pytest.fixture
-def two_readers(clusters_of_readers):
-    return clusters_of_readers(2)
+def cluster(clusters, readers):
+    return ready(clusters.get(2, 1, readers=readers))
 
 
-@pytest.fixture(autouse=True)
-def readers_are_there(request):
-    """Waits for readers that begin anew after a test in which the first one was started again.
+@pytest.fixture
+def two_readers(clusters):
+    return ready(clusters.get(2, 1, readers=2))
 
-    For long, as that imports TensorFlow, maybe on a machine that does much else.
-    """
-    if not {"cluster", "two_readers"} & set(request.fixturenames):
-        return
-    cluster = request.getfixturevalue("clusters_of_readers")()
-    deadline = time.monotonic() + 200.0
+
+def ready(cluster):
+    """The cluster, once readers answer that began anew as the first one was started again."""
     for index in range(cluster.readers):
-        reachable = False
-        while not reachable:
-            assert time.monotonic() < deadline
-            probe = cluster.probe("reader", index)
-            probe.join()
-            reachable = probe.reachable
+        assert wait_until(lambda index=index: answers(cluster, index), 200.0)
+    return cluster
+
+
+def answers(cluster, index):
+    probe = cluster.probe("reader", index)
+    probe.join()
+    return probe.reachable
 
 
 class Sum(keras.metrics.Metric):
@@ -169,7 +156,7 @@ def test_arrays_are_trained_on_as_without_readers(cluster):
         keras.utils.set_random_seed(3)
         model = functional() if strategy is None else compiled(strategy, make=lambda: SGD(0.0))
         if strategy is None:
-            model.compile(SGD(0.0), "binary_crossentropy")
+            model.compile(SGD(0.0), "binary_crossentropy", run_eagerly=True)
         history = model.fit(ids, labels, batch_size=16, epochs=2, verbose=0).history
         losses.append(history["loss"])
     # Rows come in another order, on weights that stay.
@@ -256,8 +243,28 @@ def test_a_reader_that_is_started_again_goes_on_with_what_nobody_has_had(two_rea
     assert history["sum"][0] == everything
 
 
+def test_other_readers_are_started_again_with_the_first_one(two_readers):
+    pids = [two_readers.pid("reader", index) for index in range(2)]
+    log = two_readers.log_dir / "reader-1.log"
+    starts = log.read_text().count("listening on")
+    two_readers.restart("reader", 0)
+    assert wait_until(lambda: two_readers.pid("reader", 1) != pids[1], 200.0)
+    assert wait_until(lambda: answers(two_readers, 1), 200.0)
+    assert wait_until(lambda: log.read_text().count("listening on") == starts + 1, 200.0)
+    assert two_readers.is_alive("reader", 1)
+    assert not is_running(pids[0]) and not is_running(pids[1])
+    # It is found where it now is.
+    pid = two_readers.pid("reader", 1)
+    two_readers.kill("reader", 1)
+    assert not two_readers.is_alive("reader", 1) and not is_running(pid)
+    two_readers.restart("reader", 1)
+    assert answers(two_readers, 1)
+
+
 def test_a_reader_that_is_gone_with_its_part_of_the_data_ends_training(two_readers):
-    model = counting_model(recsync.AsyncStrategy(two_readers, worker_timeout=1.0))
+    model = counting_model(
+        recsync.AsyncStrategy(two_readers, worker_timeout=1.0, silence_timeout=SILENCE)
+    )
     callback = when(10, lambda: two_readers.kill("reader", 1))
     with pytest.raises(RuntimeError, match="reader:1 has not answered for .* start it again"):
         model.fit(numbered(160, 4, 0.05), callbacks=[callback], verbose=0)
@@ -266,10 +273,12 @@ def test_a_reader_that_is_gone_with_its_part_of_the_data_ends_training(two_reade
 
 
 def test_without_its_first_reader_training_does_not_begin(cluster):
-    model = counting_model(recsync.AsyncStrategy(cluster, worker_timeout=1.0))
+    model = counting_model(
+        recsync.AsyncStrategy(cluster, worker_timeout=1.0, silence_timeout=SILENCE)
+    )
     data = numbered(40, 4)
     cluster.kill("reader", 0)
-    with pytest.raises(RuntimeError, match=r"reader:0 \(grpc://127.* has not answered for 10 s"):
+    with pytest.raises(RuntimeError, match=r"reader:0 \(grpc://127.* has not answered for 3 s"):
         model.fit(data, verbose=0)
     cluster.restart("reader", 0)
     assert model.fit(data, verbose=0).history["sum"] == [40 * 39 / 2]
@@ -300,7 +309,9 @@ def test_a_first_reader_that_was_started_again_does_not_mistake_one_dataset_for_
 
 
 def test_a_reader_that_hangs_ends_training(cluster):
-    model = counting_model(recsync.AsyncStrategy(cluster, worker_timeout=1.0))
+    model = counting_model(
+        recsync.AsyncStrategy(cluster, worker_timeout=1.0, silence_timeout=SILENCE)
+    )
     callback = when(10, lambda: cluster.pause("reader", 0))
     with pytest.raises(RuntimeError, match="reader:0 has not answered for"):
         model.fit(numbered(4000, 4, 0.05), callbacks=[callback], verbose=0)
@@ -312,31 +323,14 @@ def test_a_reader_that_hangs_ends_training(cluster):
 
 
 @pytest.fixture
-def server():
+def server(tmp_path):
     """Starts servers by hand: `server(cluster, job, index, *flags)` gives the process."""
     with contextlib.ExitStack() as stack:
 
-        def start(cluster, job, index, *flags):
-            config = {"cluster": cluster, "task": {"type": job, "index": index}}
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tf_recsync.server", *flags],
-                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_CONFIG": json.dumps(config)},
-                cwd=pathlib.Path(__file__).parents[1],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            stack.callback(process.stdout.close)
-            stack.callback(process.wait, 10)
-            stack.callback(process.kill)
-            return process
+        def start(cluster, job, index, *flags, kind=Server):
+            return stack.enter_context(kind(tmp_path, cluster, job, index, *flags))
 
         yield start
-
-
-def lines_of(process):
-    """What it prints, up to its end."""
-    return iter(process.stdout.readline, "")
 
 
 def test_readers_start_in_any_order_and_end_at_sigterm(server):
@@ -344,35 +338,39 @@ def test_readers_start_in_any_order_and_end_at_sigterm(server):
         ports = [stack.enter_context(local_cluster._reserve_port()) for _ in range(2)]
         addresses = [f"127.0.0.1:{port.getsockname()[1]}" for port in ports]
         cluster = {"worker": ["127.0.0.1:1"], "reader": addresses}
-        waiting = server(cluster, "reader", 1)
-        assert any("Waiting for reader:0" in line for line in lines_of(waiting))
+        # This one replaces its process itself.
+        waiting = server(cluster, "reader", 1, kind=OwnServer)
+        assert waiting.says("Waiting for reader:0")
         first = server(cluster, "reader", 0)
         for index, process in ((0, first), (1, waiting)):
             ready = f"tf_recsync server reader:{index} listening on {addresses[index]}\n"
-            assert ready in lines_of(process)
+            assert process.says(ready)
         again = server(cluster, "reader", 0)
-        output, _ = again.communicate(timeout=60)
-        assert again.returncode == 98
-        assert f"reader:0 cannot listen on {addresses[0]}: another process has the port" in output
+        assert again.wait(60.0) == 98
+        taken = f"reader:0 cannot listen on {addresses[0]}: another process has the port"
+        assert taken in again.output()
         late = server({**cluster, "reader": ["127.0.0.1:1", "127.0.0.1:2"]}, "reader", 1)
-        assert any("Waiting for reader:0" in line for line in lines_of(late))
+        assert late.says("Waiting for reader:0")
         # Without the first one, the others begin anew, and have nothing left of before.
+        before = waiting.output()
         first.kill()
-        assert any("Waiting for reader:0" in line for line in lines_of(waiting))
+        assert wait_until(
+            lambda: "Waiting for reader:0" in waiting.output().removeprefix(before), 200.0
+        )
         first = server(cluster, "reader", 0)
-        assert f"tf_recsync server reader:1 listening on {addresses[1]}\n" in lines_of(waiting)
+        ready = f"tf_recsync server reader:1 listening on {addresses[1]}\n"
+        assert wait_until(lambda: ready in waiting.output().removeprefix(before), 200.0)
         for process in (waiting, first, late):
             process.terminate()
-            assert process.wait(5.0) == 0
+            assert process.wait(60.0) == 0
 
 
 def test_a_reader_that_cannot_listen_says_where(server):
     # An address of nobody, kept for documentation.
     foreign = server({"reader": ["192.0.2.1:45671"]}, "reader", 0, "--bind_address=192.0.2.1")
-    output, _ = foreign.communicate(timeout=60)
-    assert foreign.returncode == 1
-    assert "reader:0 cannot listen on 192.0.2.1:45671: " in output
-    assert "Traceback" not in output
+    assert foreign.wait(60.0) == 1
+    assert "reader:0 cannot listen on 192.0.2.1:45671: " in foreign.output()
+    assert "Traceback" not in foreign.output()
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
@@ -390,7 +388,7 @@ def test_readers_of_one_process_do_not_wait_for_each_other(server):
         both = server({"reader": addresses}, "reader", 0, "--tasks=reader:1,reader:0")
         for index in (1, 0):
             ready = f"tf_recsync server reader:{index} listening on {addresses[index]}\n"
-            assert ready in lines_of(both)
+            assert both.says(ready)
 
 
 @pytest.mark.parametrize("readers", [1, 2])
@@ -411,10 +409,10 @@ def test_a_pass_that_is_left_early_ends_on_all_readers(readers):
     )
 
     def wait_for(tasks):
-        deadline = time.monotonic() + 60
-        while [server._worker._num_tasks() for server in servers] != [tasks] * readers:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        expected = [tasks] * readers
+        assert wait_until(
+            lambda: [server._worker._num_tasks() for server in servers] == expected, 60.0
+        )
 
     iterator = registered.iterator("some pass")
     for _ in range(20):

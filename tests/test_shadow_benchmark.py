@@ -43,7 +43,6 @@ if mode_runs.plot_module() is not None:
 """
 
 
-@pytest.mark.timeout(300)
 def test_rows_of_shadowsync_say_what_was_measured(tmp_path):
     arguments = ("--trainers=2,4,8", "--quality_trainers=2,4", "--threads=3")
     *rows, summary = run("shadowsync", tmp_path, SCRIPT, *arguments)

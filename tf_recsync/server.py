@@ -235,12 +235,15 @@ def _name_of(config: tf_config.TFConfig) -> str:
     return f"{config.task_type}:{config.task_index}"
 
 
-def main(argv: list[str], arguments: list[str]) -> int:
+def main(
+    argv: list[str], arguments: list[str], begin_anew: Callable[[], None] | None = None
+) -> int:
     """Runs the server; returns the exit code if it could not start.
 
     Args:
       argv: The command line's positional arguments, the program first; no others allowed.
       arguments: The whole command line without the program.
+      begin_anew: See `run`.
 
     Returns:
       An exit code, see the module's documentation.
@@ -303,7 +306,7 @@ def main(argv: list[str], arguments: list[str]) -> int:
                     len(configs) * inter_op_threads,
                     args.intra_op_threads,
                     args.transport,
-                    None if has_first_reader else anew,
+                    None if has_first_reader else begin_anew or anew,
                 )
             )
         except (tf.errors.OpError, RuntimeError) as error:
@@ -318,22 +321,27 @@ def main(argv: list[str], arguments: list[str]) -> int:
     sys.stdout.flush()
     if args.ready_fd is not None and not args.has_told:
         anew.has_told = True
-        os.write(args.ready_fd, b"ready\n")
+        # After it has begun anew, nobody may want to know.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(args.ready_fd, b"ready\n")
         os.close(args.ready_fd)
     while servers:
         os.read(signal_fd, 4096)  # Returns after a signal; its handler ends the process.
     return 0
 
 
-def run(argv: list[str] | None = None) -> None:
+def run(argv: list[str] | None = None, begin_anew: Callable[[], None] | None = None) -> None:
     """Parses the flags and runs `main`; does not return.
 
     Args:
       argv: The command line, the program first. Default None: that of this process.
+      begin_anew: Ends this process and starts another one that does the same, for a reader
+        whose first one has ended. Default None: this process is replaced by Python's, which
+        imports TensorFlow again.
     """
     _define_flags()
     arguments = (sys.argv if argv is None else argv)[1:]
-    app.run(functools.partial(main, arguments=arguments), argv=argv)
+    app.run(functools.partial(main, arguments=arguments, begin_anew=begin_anew), argv=argv)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import selectors
-import signal
 import time
 from collections.abc import Mapping, Sequence
 
@@ -76,7 +75,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id of the latest start."""
+        """The process id of the latest start, or since a reader has begun anew."""
         return self._process.pid
 
     @property
@@ -90,8 +89,7 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Ends the process with SIGKILL and waits until it is gone."""
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait(10.0)
+        self._process.kill(10.0)
         self._close_pipes()
 
     def log_tail(self) -> str:

@@ -7,6 +7,8 @@ started its threads: the template only imports.
 `Template` is the side of the program with the cluster; the process itself runs this module.
 They talk over a Unix socket: a request is a line of JSON that comes with four file
 descriptors, the answer a line with the server's process id.
+
+A reader that must begin anew ends with a code that says so, and is forked once more.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 _MODULE = "tf_recsync.cluster.server_template"
 _MAX_REQUEST = 1 << 20
 _OUTPUT_LINES = 20
 _PARENT_POLL_MILLISECONDS = 1000
+_EXIT_TO_BEGIN_ANEW = 99  # None of the server's own exit codes, see server.py.
 
 # What environment variables are called that a library reads while it is imported: servers
 # for which they differ need another template. The rest a server finds in its own environment.
@@ -46,15 +50,11 @@ _READ_LATER = (
 )
 
 _lock = threading.Lock()
-_template: Template | None = None  # The latest one; guarded by _lock.
+_templates: list[Template] = []  # Those that live; guarded by _lock.
 
 
 class ForkedProcess:
-    """A server that the template has forked; as much of subprocess.Popen as is needed.
-
-    Attributes:
-      pid: Its process id.
-    """
+    """A server that the template has forked; as much of subprocess.Popen as is needed."""
 
     def __init__(self, pid: int, stdin_fd: int, exit_fd: int):
         """Takes over the file descriptors.
@@ -62,17 +62,24 @@ class ForkedProcess:
         Args:
           pid: The process id.
           stdin_fd: The write end of its standard input.
-          exit_fd: The read end of the pipe on which the template tells its exit code.
+          exit_fd: The read end of the pipe on which the template tells what becomes of it.
         """
-        self.pid = pid
+        self._pid = pid
         self._stdin_fd: int | None = stdin_fd
         self._exit_fd: int | None = exit_fd
+        self._told = b""  # The beginning of a line.
         self._exit_code: int | None = None
 
     def __del__(self):
         self.close_stdin()
         if self._exit_fd is not None:
             os.close(self._exit_fd)
+
+    @property
+    def pid(self) -> int:
+        """Its process id; another one after it has begun anew."""
+        self.poll()
+        return self._pid
 
     def close_stdin(self) -> None:
         """Lets the server's standard input end, if it has not."""
@@ -86,19 +93,43 @@ class ForkedProcess:
 
     def wait(self, timeout: float) -> int | None:
         """Waits until it has ended, or for `timeout` seconds; returns as `poll`."""
-        if self._exit_fd is not None and select.select([self._exit_fd], [], [], timeout)[0]:
-            told = os.read(self._exit_fd, 64)
-            # Nothing is told if the template was killed, and then so are its servers.
-            self._exit_code = int(told) if told else -signal.SIGKILL
+        deadline = time.monotonic() + timeout
+        while self._exit_fd is not None:
+            remaining = max(0.0, deadline - time.monotonic())
+            if not select.select([self._exit_fd], [], [], remaining)[0]:
+                break
+            self._hear(os.read(self._exit_fd, 64))
+        return self._exit_code
+
+    def _hear(self, told: bytes) -> None:
+        """Takes in what the template tells: lines "pid NUMBER", and "exit CODE" at the end."""
+        *lines, self._told = (self._told + told).split(b"\n")
+        for line in lines:
+            word, number = line.split()
+            if word == b"pid":
+                self._pid = int(number)
+            else:
+                self._exit_code = int(number)
+        if not told:
+            # The template was killed, and with it its servers.
+            self._exit_code = -signal.SIGKILL
+        if self._exit_code is not None:
             os.close(self._exit_fd)
             self._exit_fd = None
-        return self._exit_code
 
     def send_signal(self, number: int) -> None:
         """Sends a signal and does not wait; does nothing if it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # It has ended just now.
-                os.kill(self.pid, number)
+                os.kill(self._pid, number)
+
+    def kill(self, timeout: float) -> None:
+        """Ends it with SIGKILL and waits until it is gone, for `timeout` seconds at most."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None and time.monotonic() < deadline:
+            self.send_signal(signal.SIGKILL)
+            # It may just have begun anew, with another process id.
+            self.wait(min(1.0, timeout))
 
 
 class Template:
@@ -196,19 +227,21 @@ class Template:
 def template(environ: Mapping[str, str]) -> Template:
     """This process's template for an environment; started if there is none yet.
 
-    One at a time is used. Those that were there before stay for the servers that they have
-    forked, and end with this process.
+    Each stays until this process ends, for the servers that it has forked and will fork.
 
     Args:
       environ: The environment of the servers.
     """
-    global _template
     wanted = _import_settings(environ)
     with _lock:
-        if _template is None or not _template.is_alive() or _template.import_settings != wanted:
-            _template = Template(environ)
-            atexit.register(_template.close)
-        return _template
+        _templates[:] = [known for known in _templates if known.is_alive()]
+        for known in _templates:
+            if known.import_settings == wanted:
+                return known
+        new = Template(environ)
+        atexit.register(new.close)
+        _templates.append(new)
+        return new
 
 
 def _import_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -228,35 +261,64 @@ def _serve() -> None:
     from tf_recsync.cluster import hosted_servers  # noqa: F401
 
     control = socket.socket(fileno=os.dup(0))
-    children: dict[int, tuple[int, int]] = {}  # By pidfd: process id, and where to tell the end.
+    children: dict[int, _Child] = {}  # By pidfd.
     poll = select.poll()
     poll.register(control, select.POLLIN)
+
+    def start(child: _Child) -> None:
+        child.pid = os.fork()
+        if child.pid == 0:
+            for pidfd, other in children.items():
+                os.close(pidfd)
+                other.close()
+            os.close(child.exit_fd)
+            control.close()
+            _become_server(server, child.request, child.stdin_fd, child.log_fd, child.ready_fd)
+        pidfd = os.pidfd_open(child.pid)
+        children[pidfd] = child
+        poll.register(pidfd, select.POLLIN)
+
     # A child of the parent's may have inherited the other end of the socket.
     while os.getppid() == parent:
         for fd, _ in poll.poll(_PARENT_POLL_MILLISECONDS):
             if fd in children:
-                _tell_end(fd, children.pop(fd))
+                child = children.pop(fd)
                 poll.unregister(fd)
                 os.close(fd)
+                _, status = os.waitpid(child.pid, 0)
+                code = os.waitstatus_to_exitcode(status)
+                if code == _EXIT_TO_BEGIN_ANEW:
+                    start(child)
+                    child.tell(b"pid %d\n" % child.pid)
+                else:
+                    child.tell(b"exit %d\n" % code)
+                    child.close()
                 continue
             request, fds = _receive(control)
             if request is None:
                 return  # The program with the cluster has ended.
-            stdin_fd, log_fd, ready_fd, exit_fd = fds
-            pid = os.fork()
-            if pid == 0:
-                for pidfd, (_, other_exit_fd) in children.items():
-                    os.close(pidfd)
-                    os.close(other_exit_fd)
-                os.close(exit_fd)
-                control.close()
-                _become_server(server, request, stdin_fd, log_fd, ready_fd)
-            for unused in (stdin_fd, log_fd, ready_fd):
-                os.close(unused)
-            pidfd = os.pidfd_open(pid)
-            children[pidfd] = (pid, exit_fd)
-            poll.register(pidfd, select.POLLIN)
-            control.sendall(b"%d\n" % pid)
+            child = _Child(request, *fds)
+            start(child)
+            control.sendall(b"%d\n" % child.pid)
+
+
+class _Child:
+    """A server that runs, and what it takes to start it once more."""
+
+    def __init__(self, request: dict, stdin_fd: int, log_fd: int, ready_fd: int, exit_fd: int):
+        self.pid = 0
+        self.request = request
+        self.stdin_fd, self.log_fd, self.ready_fd = stdin_fd, log_fd, ready_fd
+        self.exit_fd = exit_fd
+
+    def tell(self, news: bytes) -> None:
+        """Tells what has become of it."""
+        with contextlib.suppress(BrokenPipeError):  # Nobody wants to know.
+            os.write(self.exit_fd, news)
+
+    def close(self) -> None:
+        for fd in (self.stdin_fd, self.log_fd, self.ready_fd, self.exit_fd):
+            os.close(fd)
 
 
 def _receive(control: socket.socket) -> tuple[dict | None, list[int]]:
@@ -275,14 +337,6 @@ def _receive(control: socket.socket) -> tuple[dict | None, list[int]]:
     return json.loads(request), fds
 
 
-def _tell_end(pidfd: int, child: tuple[int, int]) -> None:
-    pid, exit_fd = child
-    _, status = os.waitpid(pid, 0)
-    with contextlib.suppress(BrokenPipeError):  # Nobody wants to know.
-        os.write(exit_fd, b"%d" % os.waitstatus_to_exitcode(status))
-    os.close(exit_fd)
-
-
 def _become_server(server, request: dict, stdin_fd: int, log_fd: int, ready_fd: int) -> None:
     """Runs the server in a fresh child; does not return."""
     code = 1
@@ -296,7 +350,7 @@ def _become_server(server, request: dict, stdin_fd: int, log_fd: int, ready_fd: 
         os.environ.clear()
         os.environ.update(request["environ"])
         program = str(pathlib.Path(server.__file__))
-        server.run([program, *request["arguments"], f"--ready_fd={ready_fd}"])
+        server.run([program, *request["arguments"], f"--ready_fd={ready_fd}"], _begin_anew)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -305,6 +359,14 @@ def _become_server(server, request: dict, stdin_fd: int, log_fd: int, ready_fd: 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _begin_anew() -> NoReturn:
+    """Ends this server, which the template then starts once more; in whatever thread."""
+    with contextlib.suppress(OSError, ValueError):  # Nobody may be reading.
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(_EXIT_TO_BEGIN_ANEW)
 
 
 if __name__ == "__main__":
