@@ -45,14 +45,15 @@ def clusters():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def disconnect_for_others(request, clusters):
+def disconnect_for_others(request):
     """Ends the shared cluster before a module that does not use it.
 
     The module may connect to one of its own, or make functions that need not be known to servers.
     """
     items = (item for item in request.session.items if item.path == request.path)
+    # Not an argument of this fixture: every test would have it among its fixtures then.
     if not any("clusters" in item.fixturenames for item in items):
-        clusters.close()
+        request.getfixturevalue("clusters").close()
 
 
 @pytest.fixture(scope="module", autouse=True)
