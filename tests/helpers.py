@@ -37,7 +37,8 @@ class Clusters:
         arguments = {"workers": workers, "ps": ps, **options}
         if self._cluster is None or self._arguments != arguments:
             self.close()
-            self._cluster = recsync.LocalCluster(**arguments)
+            # On a busy machine the first servers of a process may take minutes to start.
+            self._cluster = recsync.LocalCluster(**{"start_timeout": 240.0, **arguments})
             self._arguments = arguments
             self._cluster.connect()
         elif self._cluster.log_dir is not None and _start_again(self._cluster):
