@@ -51,8 +51,8 @@ def disconnect_for_others(request):
     The module may connect to one of its own, or make functions that need not be known to servers.
     """
     items = (item for item in request.session.items if item.path == request.path)
+    # Not an argument of this fixture: every test would have it among its fixtures then.
     if not any("clusters" in item.fixturenames for item in items):
-        # Not an argument: each test would have it among its fixtures.
         request.getfixturevalue("clusters").close()
 
 

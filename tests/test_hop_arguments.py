@@ -7,14 +7,12 @@ import pytest
 import tf_recsync as recsync
 from tf_recsync import topology
 
-WORKERS, BATCH, WIDTH = 8, 4, 3
+WORKERS, BATCH, WIDTH = 4, 4, 3
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    with recsync.LocalCluster(workers=WORKERS, processes=0) as cluster:
-        cluster.connect()
-        yield cluster
+def cluster(clusters):
+    return clusters.get(WORKERS, processes=0)
 
 
 def classifier(optimizer):
@@ -32,18 +30,18 @@ def labelled(examples):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"topology": topology.ring(4)}, "as many workers as the cluster, 8, not 4"),
+        ({"topology": topology.ring(8)}, "as many workers as the cluster, 4, not 8"),
         ({"topology": "ring"}, "topology must be from tf_recsync.topology, not 'ring'"),
         ({"max_iteration_gap": 0}, "max_iteration_gap must be an int of at least 1, not 0"),
         ({"backup_workers": 3}, "less than the in-neighbors.*worker 0 has 3, and 3 backup"),
-        ({"backup_workers": [1] * 7}, "one for each of the 8 workers, not 7"),
+        ({"backup_workers": [1] * 3}, "one for each of the 4 workers, not 3"),
         ({"backup_workers": -1}, "backup_workers must be an int of at least 0, not -1"),
-        ({"backup_workers": None}, "must be an int or one for each of the 8 workers, not None"),
-        ({"backup_workers": 1.0}, "must be an int or one for each of the 8 workers, not 1.0"),
-        ({"backup_workers": True}, "must be an int or one for each of the 8 workers, not True"),
-        ({"backup_workers": "11111111"}, "must be an int or one for each of the 8 workers, not '1"),
-        ({"backup_workers": [1] * 7 + [0.5]}, "must be an int of at least 0, not 0.5"),
-        ({"backup_workers": [1] * 7 + [True]}, "must be an int of at least 0, not True"),
+        ({"backup_workers": None}, "must be an int or one for each of the 4 workers, not None"),
+        ({"backup_workers": 1.0}, "must be an int or one for each of the 4 workers, not 1.0"),
+        ({"backup_workers": True}, "must be an int or one for each of the 4 workers, not True"),
+        ({"backup_workers": "1111"}, "must be an int or one for each of the 4 workers, not '1"),
+        ({"backup_workers": [1] * 3 + [0.5]}, "must be an int of at least 0, not 0.5"),
+        ({"backup_workers": [1] * 3 + [True]}, "must be an int of at least 0, not True"),
         (
             {"backup_workers": 1, "max_iteration_gap": None},
             "backup_workers needs token queues",
@@ -59,8 +57,8 @@ def labelled(examples):
         ({"skip": 3}, "skip must be a Skip or None, not 3"),
         ({"order": "random"}, 'order must be "parallel" or "serial", not \'random\''),
         ({"protocol": "gossip"}, "protocol must be .* not 'gossip'"),
-        ({"read": 3.0}, 'read must be "mean" or from 0 to 7, not 3.0'),
-        ({"read": 8}, 'read must be "mean" or from 0 to 7, not 8'),
+        ({"read": 3.0}, 'read must be "mean" or from 0 to 3, not 3.0'),
+        ({"read": 4}, 'read must be "mean" or from 0 to 3, not 4'),
         ({"stall_seconds": 0}, "stall_seconds must be positive"),
         ({"check_invariants": 1}, "check_invariants must be a bool, not 1"),
     ],

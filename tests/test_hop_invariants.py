@@ -69,10 +69,8 @@ def test_a_token_too_many_is_named():
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    with recsync.LocalCluster(workers=WORKERS, processes=0) as cluster:
-        cluster.connect()
-        yield cluster
+def cluster(clusters):
+    return clusters.get(WORKERS, processes=0)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +100,7 @@ def test_training_ends_with_an_error_where_a_bound_does_not_hold(
     x = random.normal(size=(400 * BATCH, 2)).astype(np.float32)
     dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(BATCH)
     if message is None:
-        model.fit(dataset.take(100), verbose=0)
+        model.fit(dataset.take(32), verbose=0)
         return
     with pytest.raises(RuntimeError, match=message):
         model.fit(dataset, verbose=0)

@@ -26,10 +26,8 @@ COUNTS = (
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    with recsync.LocalCluster(workers=WORKERS, processes=0) as cluster:
-        cluster.connect()
-        yield cluster
+def cluster(clusters):
+    return clusters.get(WORKERS, processes=0)
 
 
 class Failing:
@@ -92,9 +90,9 @@ class Failing:
                     self.waits_ended.append(error.message)
 
 
-def trained(cluster, topo, seconds=None, **options):
+def trained(cluster, topo, seconds=None, iterations=12, **options):
     """A strategy and a model after some iterations, its data, and how it began."""
-    x, y, dataset = regression(WORKERS * 12)
+    x, y, dataset = regression(WORKERS * iterations)
     strategy = recsync.HopStrategy(cluster, topo, check_invariants=True, **options)
     recsync.testing.set_compute_time(strategy, seconds)
     with strategy.scope():
@@ -142,7 +140,7 @@ def test_a_call_that_was_given_up_and_waits_still_hinders_nobody(cluster, monkey
     monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.1)
     failing = Failing(monkeypatch, ["given up", None, None], cluster=cluster)
     topo = topology.ring(WORKERS)
-    strategy, model, x, y, start = trained(cluster, topo, seconds=0.3)
+    strategy, model, x, y, start = trained(cluster, topo, seconds=0.3, iterations=7)
     assert failing.failed["given up"] >= WORKERS
     assert any("was cancelled" in message for message in failing.waits_ended)
     at, numbers, histories = recorded(strategy, model)
@@ -174,25 +172,22 @@ def test_with_calls_that_fail_every_update_counts_once(cluster, monkeypatch, opt
     assert sent - 2 * WORKERS <= come <= sent
 
 
-@pytest.mark.parametrize(
-    ("error", "attempts"),
-    [
+def test_a_call_that_fails_again_and_again_ends_training_with_its_error(cluster, monkeypatch):
+    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.01)
+    _, model, *_ = trained(cluster, topology.ring(WORKERS), iterations=2)
+    dataset = regression(WORKERS * 12)[2]
+    for error, attempts in (
         (GARBLED, 4),
         (tf.errors.UnavailableError(None, None, "Connection reset"), 4),
         (tf.errors.InvalidArgumentError(None, None, "It does not fit"), 1),
         (tf.errors.FailedPreconditionError(None, None, "Further apart than it may be"), 1),
         (tf.errors.ResourceExhaustedError(None, None, "Too many"), 1),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
-)
-def test_a_call_that_fails_again_and_again_ends_training_with_its_error(
-    cluster, monkeypatch, error, attempts
-):
-    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.01)
-    failing = Failing(monkeypatch, ["collected"], edges=[(1, 2)], error=error)
-    with pytest.raises(type(error), match=error.message.partition("\n")[0]):
-        trained(cluster, topology.ring(WORKERS))
-    assert failing.calls[1, 2] == attempts
+    ):
+        with monkeypatch.context() as patch:
+            failing = Failing(patch, ["collected"], edges=[(1, 2)], error=error)
+            with pytest.raises(type(error), match=error.message.partition("\n")[0]):
+                model.fit(dataset, verbose=0)
+        assert failing.calls[1, 2] == attempts, error
 
 
 def test_the_wait_for_the_next_attempt_ends_with_training(cluster, monkeypatch):

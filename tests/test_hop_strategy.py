@@ -1,4 +1,4 @@
-"""Decentralized training with `model.fit`, on eight workers."""
+"""Decentralized training with `model.fit`."""
 
 import collections
 import gc
@@ -13,29 +13,28 @@ from decentralized_sgd import BATCH, RATE, WIDTH, Recording, recorded, regressio
 import tf_recsync as recsync
 from tf_recsync import topology
 from tf_recsync.ops import hop
-from tf_recsync.ops.hop import SPANS
 from tf_recsync.synchronization.hop_edges import at
 
-WORKERS = 8
+WORKERS = 4
+# A directed graph whose weights differ from edge to edge.
+UNEVEN = topology.from_edges(WORKERS, [(0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)])
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    with recsync.LocalCluster(workers=WORKERS, processes=4, inter_op_threads=24) as cluster:
-        cluster.connect()  # Before datasets are made.
-        yield cluster
+def cluster(clusters):
+    return clusters.get(WORKERS, processes=0)
 
 
 @pytest.mark.parametrize(
     ("topo", "options", "momentum"),
     [
-        (topology.ring_based(8), {}, 0.0),
-        (topology.ring_based(8), {"order": "serial"}, 0.0),
-        (topology.ring_based(8), {}, 0.9),
-        (topology.ring_based(8), {"order": "serial"}, 0.9),
-        (topology.exponential(8), {"max_iteration_gap": 2}, 0.0),
-        (topology.star(8), {"max_iteration_gap": None}, 0.0),
-        (topology.ring(8), {"protocol": "notify_ack"}, 0.0),
+        (topology.ring_based(WORKERS), {}, 0.0),
+        (UNEVEN, {"order": "serial"}, 0.0),
+        (UNEVEN, {}, 0.9),
+        (topology.ring(WORKERS), {"order": "serial"}, 0.9),
+        (topology.exponential(WORKERS), {"max_iteration_gap": 2}, 0.0),
+        (topology.star(WORKERS), {"max_iteration_gap": None}, 0.0),
+        (topology.ring(WORKERS), {"protocol": "notify_ack"}, 0.0),
     ],
     ids=[
         *("parallel", "serial", "parallel with momentum", "serial with momentum", "directed"),
@@ -43,7 +42,7 @@ def cluster():
     ],
 )
 def test_standard_training_is_decentralized_sgd_step_by_step(cluster, topo, options, momentum):
-    batches = WORKERS * 10
+    batches = WORKERS * 7
     x, y, dataset = regression(batches)
     strategy = recsync.HopStrategy(cluster, topo, check_invariants=True, **options)
     with strategy.scope():
@@ -84,7 +83,7 @@ def recording(cluster, topo, optimizer):
 
 
 def test_a_checkpoint_has_all_workers_go_on_as_they_were(cluster, tmp_path):
-    topo = topology.ring_based(8)
+    topo = UNEVEN
     x, y, dataset = regression(WORKERS * 7)
 
     def sgd():
@@ -145,7 +144,7 @@ def test_workers_of_another_number_begin_with_the_mean(cluster, caplog):
     def momentum():
         return keras.optimizers.SGD(RATE, momentum=0.9)
 
-    topo = topology.ring(8)
+    topo = topology.ring(WORKERS)
     _, _, dataset = regression(WORKERS * 4)
     strategy, model, workers = recording(cluster, topo, momentum)
     with pytest.raises(ValueError, match="must be built and compiled"):
@@ -157,7 +156,7 @@ def test_workers_of_another_number_begin_with_the_mean(cluster, caplog):
 
     strategy, model, workers = recording(cluster, topo, momentum)
     workers.deserialize(without_workers(saved, 3))
-    assert "parameters of 3 workers, and there are 8" in caplog.text
+    assert f"parameters of 3 workers, and there are {WORKERS}" in caplog.text
     mean = np.mean([copy[0] for copy in copies], axis=0)
     np.testing.assert_allclose(model.dense.kernel.numpy(), mean, rtol=1e-6)
     model.optimizer.learning_rate.assign(0.0)
@@ -171,7 +170,7 @@ def test_workers_of_another_number_begin_with_the_mean(cluster, caplog):
 
     # Of an optimizer that keeps less.
     _, _, workers = recording(cluster, topo, lambda: keras.optimizers.SGD(RATE))
-    with pytest.raises(ValueError, match="the checkpoint holds .* copies of 8 workers; the model"):
+    with pytest.raises(ValueError, match=f"holds .* copies of {WORKERS} workers; the model"):
         workers.deserialize(saved)
 
 
@@ -190,14 +189,15 @@ def classifier(optimizer, **compile_options):
     return model
 
 
-def labelled(examples=400, seed=1):
+def labelled(examples, seed=1):
     random = np.random.default_rng(seed)
     x = random.normal(size=(examples, WIDTH)).astype(np.float32)
     return x, (x.sum(1, keepdims=True) > 0).astype(np.float32)
 
 
 def test_fit_evaluate_predict_and_callbacks_work_as_users_know_them(cluster, tmp_path):
-    x, y = labelled()
+    batches = 8 * WORKERS
+    x, y = labelled(batches * BATCH)
     strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), check_invariants=True)
     with strategy.scope():
         model = classifier(keras.optimizers.SGD(0.1, momentum=0.9), steps_per_execution=2)
@@ -205,7 +205,7 @@ def test_fit_evaluate_predict_and_callbacks_work_as_users_know_them(cluster, tmp
 
     class Reads(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            if batch < 2 or batch > 97:
+            if batch < 2 or batch > batches - 3:
                 seen.append(float(np.abs(model.trainable_variables[0].numpy()).sum()))
 
     history = model.fit(
@@ -233,18 +233,21 @@ def test_fit_evaluate_predict_and_callbacks_work_as_users_know_them(cluster, tmp
     local = keras.Sequential.from_config(model.get_config())
     local.build(model.input_shape)
     local.set_weights(model.get_weights())
-    np.testing.assert_allclose(predicted, local.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(predicted, local(x), rtol=1e-5, atol=1e-6)
     copies = strategy.copies(model)
     for i, variable in enumerate(model.trainable_variables):
         mean = np.mean([copy[i] for copy in copies], axis=0)
         np.testing.assert_allclose(variable.numpy(), mean, rtol=1e-5, atol=1e-7)
     assert len({copy[0].tobytes() for copy in copies}) > 1
     loaded = keras.models.load_model(tmp_path / "best.keras")
-    assert loaded.evaluate(x, y, verbose=0)[0] == pytest.approx(min(history["val_loss"]), abs=1e-3)
+    loaded.run_eagerly = True  # Sooner done than traced.
+    assert loaded.evaluate(x, y, batch_size=len(x), verbose=0)[0] == pytest.approx(
+        min(history["val_loss"]), abs=1e-3
+    )
 
 
 def test_what_is_assigned_all_workers_take_over(cluster):
-    x, y = labelled(320)
+    x, y = labelled(4 * WORKERS * BATCH)
     strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), read=3)
     with strategy.scope():
         model = classifier(keras.optimizers.SGD(0.1))
@@ -265,117 +268,24 @@ def test_what_is_assigned_all_workers_take_over(cluster):
 
 
 def test_steps_per_epoch_splits_a_run_and_iterations_go_on(cluster):
-    x, y = labelled(640)
+    steps = 6 * WORKERS
+    x, y = labelled(4 * steps * BATCH)
     strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), check_invariants=True)
     with strategy.scope():
-        model = classifier(keras.optimizers.Adam(0.01))
+        model = classifier(keras.optimizers.Adam(0.03))
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat()
-    history = model.fit(dataset, epochs=3, steps_per_epoch=40, verbose=0).history
+    history = model.fit(dataset, epochs=3, steps_per_epoch=steps, verbose=0).history
     assert len(history["loss"]) == 3
     assert history["loss"][-1] < history["loss"][0]
     reports = strategy.workers(model)
     entered = sum(report.iteration + 1 for report in reports)
     # Epochs begin with everybody on the same iteration: some left out, none done twice.
-    assert 120 <= entered <= 120 + 3 * WORKERS * 5
-
-
-def entries(recording):
-    """When each worker entered which iteration, in microseconds."""
-    entered = collections.defaultdict(list)
-    for worker, span, begin, _, iteration, _ in recording.events():
-        if SPANS[span] == "compute":
-            entered[worker].append((begin, iteration))
-    return entered
-
-
-def slow_down_worker_2(strategy, model, dataset):
-    """Steps of 0.05 s, but of worker 2 at least six times that, and five iterations of the others.
-
-    On a busy machine all take long; a slow worker is one that takes longer than the others.
-    """
-    recsync.testing.set_compute_time(strategy, 0.05)
-    model.fit(dataset.take(2 * WORKERS), verbose=0)  # Is traced, too.
-    with strategy.record_events(model) as recording:
-        model.fit(dataset.take(5 * WORKERS), verbose=0)
-    begins = [np.diff([begin for begin, _ in times]) for times in entries(recording).values()]
-    iteration = np.median(np.concatenate(begins)) / 1e6
-    slow = recsync.testing.SlowWorkers(max(6.0, 5 * iteration / 0.05), [2])
-    recsync.testing.set_compute_time(strategy, 0.05, slow)
-
-
-def largest_gaps(recording, slow):
-    """How far each worker was ahead of the slow one at most, while all were there."""
-    entered = entries(recording)
-    assert len(entered) == WORKERS
-    # All clocks are this machine's. A worker leaves after it has entered its last iteration.
-    until = min(max(begins) for begins in entered.values())[0]
-    gaps = np.zeros(WORKERS)
-    for worker, begins in entered.items():
-        for begin, iteration in begins:
-            passed = [i for at, i in entered[slow] if at <= begin]
-            if passed and begin <= until:
-                gaps[worker] = max(gaps[worker], iteration - max(passed))
-    return gaps
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"max_iteration_gap": 4, "backup_workers": 1}, {"saved", "gap"}),
-        ({"max_iteration_gap": 4, "staleness_bound": 3}, {"gap"}),
-        ({"max_iteration_gap": 4, "staleness_bound": 2, "backup_workers": 1}, {"gap"}),
-        (
-            {"max_iteration_gap": 4, "backup_workers": 1, "skip": recsync.Skip(10)},
-            {"jumps", "saved"},
-        ),
-        (
-            {"max_iteration_gap": 5, "staleness_bound": 4, "skip": recsync.Skip(3, trigger=2)},
-            {"jumps"},
-        ),
-        ({"max_iteration_gap": 4, "backup_workers": [1] * 8, "order": "serial"}, {"gap"}),
-    ],
-    ids=["backup", "staleness", "hybrid", "skip", "skip with staleness", "serial backup"],
-)
-def test_a_slow_worker_is_tolerated_as_the_mode_says(cluster, options, expected):
-    x, y = labelled(800)
-    strategy = recsync.HopStrategy(
-        cluster, topology.ring_based(WORKERS), check_invariants=True, **options
-    )
-    with strategy.scope():
-        model = classifier(keras.optimizers.SGD(0.05), steps_per_execution=2)
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    slow_down_worker_2(strategy, model, dataset)
-    with strategy.record_events(model) as recording:
-        history = model.fit(dataset, verbose=0).history
-    assert np.isfinite(history["loss"][0])
-    reports = strategy.workers(model)
-    if "gap" in expected:
-        # Further than in standard training, and not further than this mode allows.
-        gaps = largest_gaps(recording, 2)
-        standard = topology.gap_bounds(strategy.topology, 4)[:, 2]
-        assert max(gaps) > standard.max()
-        bounds = topology.gap_bounds(
-            strategy.topology,
-            4,
-            backup_workers=options.get("backup_workers", 0),
-            staleness_bound=options.get("staleness_bound"),
-        )
-        assert (gaps <= bounds[:, 2]).all()
-    if "jumps" in expected:
-        assert reports[2].jumps > 0
-        assert reports[2].iterations_skipped >= reports[2].jumps
-        # Others may fall behind on a busy machine, but not as often.
-        assert reports[2].jumps == max(report.jumps for report in reports)
-    else:
-        assert all(report.jumps == 0 for report in reports)
-    if "saved" in expected:
-        assert sum(r.sends_saved + r.stale_updates_dropped for r in reports) > 0
-    assert all(report.updates_used > 0 for report in reports)
+    assert 3 * steps <= entered <= 3 * steps + 3 * WORKERS * 5
 
 
 def test_an_error_of_a_worker_ends_training_with_it(cluster):
-    x, y = labelled(320)
-    y[100] = np.nan
+    x, y = labelled(8 * WORKERS * BATCH)
+    y[4 * WORKERS * BATCH] = np.nan
 
     class Checked(keras.Model):
         def __init__(self):
@@ -396,7 +306,8 @@ def test_an_error_of_a_worker_ends_training_with_it(cluster):
     with pytest.raises(tf.errors.InvalidArgumentError, match="labels"):
         model.fit(x, y, batch_size=BATCH, verbose=0)
     # The cluster is as good as new.
-    model.fit(x[:64], y[:64], batch_size=BATCH, verbose=0)
+    few = 2 * WORKERS * BATCH
+    model.fit(x[:few], y[:few], batch_size=BATCH, verbose=0)
 
 
 def test_two_strategies_on_a_cluster_do_not_collide(cluster):

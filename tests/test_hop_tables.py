@@ -85,71 +85,71 @@ def split(flat):
 
 
 @pytest.mark.parametrize("make", [keras.optimizers.SGD, recsync.optimizers.SGD])
-def test_without_servers_tables_are_a_part_of_each_workers_copy(make):
-    batches = WORKERS * 10
+def test_without_servers_tables_are_a_part_of_each_workers_copy(clusters, make):
+    batches = WORKERS * 6
     ids, labels = clicks(batches)
     numbers = np.repeat(np.arange(batches)[:, None], BATCH, 1)
-    with recsync.LocalCluster(workers=WORKERS, processes=0) as cluster:
-        topo = topology.ring(WORKERS)
-        strategy = recsync.HopStrategy(cluster, topo, check_invariants=True)
-        with strategy.scope():
-            model = Recording()
-            model.compile(make(RATE), "mse")
-            model({name: np.zeros((1, width), np.int64) for name, width in IDS.items()})
-        names = [variable.physical_table.pieces[0].table for variable in model.tables.variables]
-        assert names == list(ROWS)
-        start = np.concatenate([model.tables.table_values(name).reshape(-1) for name in names])
-        dataset = tf.data.Dataset.from_tensor_slices(({**ids, "number": numbers}, labels))
-        model.fit(dataset, verbose=0)
+    cluster = clusters.get(WORKERS, processes=0)
+    topo = topology.ring(WORKERS)
+    strategy = recsync.HopStrategy(cluster, topo, check_invariants=True)
+    with strategy.scope():
+        model = Recording()
+        model.compile(make(RATE), "mse")
+        model({name: np.zeros((1, width), np.int64) for name, width in IDS.items()})
+    names = [variable.physical_table.pieces[0].table for variable in model.tables.variables]
+    assert names == list(ROWS)
+    start = np.concatenate([model.tables.table_values(name).reshape(-1) for name in names])
+    dataset = tf.data.Dataset.from_tensor_slices(({**ids, "number": numbers}, labels))
+    model.fit(dataset, verbose=0)
 
-        # Row by row as in numpy, until the first worker ran out of data.
-        group = strategy._group(model)
-        places = {id(variable): i for i, variable in enumerate(group.copies.variables)}
-        values = [group.copies.values(worker) for worker in range(WORKERS)]
-        at, noted, passed = (
-            [own[places[id(v._value)]] for own in values]
-            for v in (model.at, model.batches, model.passed)
+    # Row by row as in numpy, until the first worker ran out of data.
+    group = strategy._group(model)
+    places = {id(variable): i for i, variable in enumerate(group.copies.variables)}
+    values = [group.copies.values(worker) for worker in range(WORKERS)]
+    at, noted, passed = (
+        [own[places[id(v._value)]] for own in values]
+        for v in (model.at, model.batches, model.passed)
+    )
+    assert sum(at) == batches and min(at) >= 3
+    parameters = np.broadcast_to(start.astype(np.float64), (WORKERS, len(start)))
+    for k in range(min(at)):
+        steps = []
+        for worker in range(WORKERS):
+            found = passed[worker][k]
+            np.testing.assert_allclose(found, parameters[worker], rtol=1e-5, atol=2e-6)
+            batch = noted[worker][k]
+            own = {name: ids[name][batch] for name in IDS}
+            grads = gradients(split(parameters[worker]), own, labels[batch])
+            steps.append(RATE * np.concatenate([grad.reshape(-1) for grad in grads]))
+        parameters = topo.weights.T @ parameters - np.array(steps)
+
+    # Rows that nobody named are as they were; the others are each worker's own.
+    copies = [dict(zip(names, copy, strict=True)) for copy in strategy.copies(model)]
+    np.testing.assert_allclose(copies[1]["films"][-3:], split(start)[0][-3:], rtol=1e-6)
+    assert not np.allclose(copies[0]["films"], copies[1]["films"])
+    for name in names:
+        mean = np.mean([copy[name] for copy in copies], axis=0)
+        np.testing.assert_allclose(model.tables.table_values(name), mean, rtol=1e-5, atol=1e-7)
+
+
+def test_beside_parameter_servers_a_collection_is_refused(clusters):
+    cluster = clusters.get(2, 1, processes=0)
+    strategy = recsync.HopStrategy(cluster, topology.ring(2))
+    with strategy.scope():
+        inputs = keras.Input((2,), dtype="int64")
+        layer = EmbeddingCollection(
+            [TableConfig("films", 10, 2)], [FeatureConfig("film", "films")], name="clicks"
         )
-        assert sum(at) == batches and min(at) >= 3
-        parameters = np.broadcast_to(start.astype(np.float64), (WORKERS, len(start)))
-        for k in range(min(at)):
-            steps = []
-            for worker in range(WORKERS):
-                found = passed[worker][k]
-                np.testing.assert_allclose(found, parameters[worker], rtol=1e-5, atol=2e-6)
-                batch = noted[worker][k]
-                own = {name: ids[name][batch] for name in IDS}
-                grads = gradients(split(parameters[worker]), own, labels[batch])
-                steps.append(RATE * np.concatenate([grad.reshape(-1) for grad in grads]))
-            parameters = topo.weights.T @ parameters - np.array(steps)
-
-        # Rows that nobody named are as they were; the others are each worker's own.
-        copies = [dict(zip(names, copy, strict=True)) for copy in strategy.copies(model)]
-        np.testing.assert_allclose(copies[1]["films"][-3:], split(start)[0][-3:], rtol=1e-6)
-        assert not np.allclose(copies[0]["films"], copies[1]["films"])
-        for name in names:
-            mean = np.mean([copy[name] for copy in copies], axis=0)
-            np.testing.assert_allclose(model.tables.table_values(name), mean, rtol=1e-5, atol=1e-7)
-
-
-def test_beside_parameter_servers_a_collection_is_refused():
-    with recsync.LocalCluster(workers=2, ps=1, processes=0) as cluster:
-        strategy = recsync.HopStrategy(cluster, topology.ring(2))
-        with strategy.scope():
-            inputs = keras.Input((2,), dtype="int64")
-            layer = EmbeddingCollection(
-                [TableConfig("films", 10, 2)], [FeatureConfig("film", "films")], name="clicks"
-            )
-            inner = keras.Model(inputs, layer({"film": inputs})["film"])
-            model = keras.Sequential([inner, keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
-        x, y = np.zeros((8, 2), np.int64), np.zeros((8, 1), np.float32)
-        message = "EmbeddingCollection clicks can't be used under HopStrategy .* ps=1.*ps=0"
-        for call in (model.fit, model.evaluate):
-            with pytest.raises(ValueError, match=message):
-                call(x, y, verbose=0)
-        # Tables of Keras's own are like all variables.
-        with strategy.scope():
-            model = keras.Sequential([keras.layers.Embedding(10, 1), keras.layers.Flatten()])
-            model.compile("sgd", "mse")
-        model.fit(x, np.zeros((8, 2), np.float32), batch_size=2, verbose=0)
+        inner = keras.Model(inputs, layer({"film": inputs})["film"])
+        model = keras.Sequential([inner, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = np.zeros((8, 2), np.int64), np.zeros((8, 1), np.float32)
+    message = "EmbeddingCollection clicks can't be used under HopStrategy .* ps=1.*ps=0"
+    for call in (model.fit, model.evaluate):
+        with pytest.raises(ValueError, match=message):
+            call(x, y, verbose=0)
+    # Tables of Keras's own are like all variables.
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Embedding(10, 1), keras.layers.Flatten()])
+        model.compile("sgd", "mse")
+    model.fit(x, np.zeros((8, 2), np.float32), batch_size=2, verbose=0)

@@ -17,30 +17,30 @@ def test_the_default_is_enough_for_any_graph(workers):
 
 
 def test_all_may_wait_for_all_beside_a_parameter_server():
-    graph = topology.complete(16)
-    # Eight workers in each of two processes, which share its threads.
-    with recsync.LocalCluster(workers=16, ps=1, processes=3) as cluster:
+    graph = topology.complete(8)
+    # Four workers in each of two processes, which share its threads.
+    with recsync.LocalCluster(workers=8, ps=1, processes=3) as cluster:
         recsync.HopStrategy(cluster, graph)
-        for worker in (0, 15):
+        for worker in (0, 7):
             with at(cluster, worker):
-                assert int(ops.server_threads(1)) >= 8 * hop.threads_needed(graph, worker)
+                assert int(ops.server_threads(1)) >= 4 * hop.threads_needed(graph, worker)
 
 
 def test_too_few_threads_are_refused_and_named():
     with (
-        recsync.LocalCluster(workers=8, processes=2, inter_op_threads=17) as cluster,
+        recsync.LocalCluster(workers=3, processes=1, inter_op_threads=7) as cluster,
         pytest.raises(
             ValueError,
-            match="the process of workers 0, 1, 2 and 3 has 68 threads, and up to 72 calls may "
-            "wait in it for neighbors; start the servers with inter_op_threads=18 or more",
+            match="the process of workers 0, 1 and 2 has 21 threads, and up to 24 calls may "
+            "wait in it for neighbors; start the servers with inter_op_threads=8 or more",
         ),
     ):
-        recsync.HopStrategy(cluster, topology.complete(8))
+        recsync.HopStrategy(cluster, topology.complete(3))
 
 
 def test_servers_that_share_a_process_share_its_threads():
-    with recsync.LocalCluster(workers=16, processes=0) as cluster:
+    with recsync.LocalCluster(workers=12, processes=0) as cluster:
         cluster.connect()
-        recsync.HopStrategy(cluster, topology.ring_based(16))
-        with pytest.raises(ValueError, match="has 256 threads, and up to 544 calls .* processes=1"):
-            recsync.HopStrategy(cluster, topology.complete(16))
+        recsync.HopStrategy(cluster, topology.ring_based(12))
+        with pytest.raises(ValueError, match="has 256 threads, and up to 312 calls .* processes=1"):
+            recsync.HopStrategy(cluster, topology.complete(12))
