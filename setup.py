@@ -1,7 +1,8 @@
 """Builds the op library and the engine module with the installed TensorFlow.
 
 Everything else is in pyproject.toml. A source is compiled again only when it,
-a header that it includes, or a flag has changed; objects stay in build/.
+a header that it includes, or a flag has changed; objects stay in build/, where all
+libraries share those of the engine. TensorFlow's headers are compiled once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = pathlib.Path(__file__).resolve().parent
 REQUIRED_TENSORFLOW = "2.21"
+TENSORFLOW_HEADERS = "cc/tensorflow_headers.h"
 
 
 def sources(*folders: str) -> list[str]:
@@ -27,6 +29,17 @@ def sources(*folders: str) -> list[str]:
     for folder in folders:
         found += sorted(str(p.relative_to(ROOT)) for p in (ROOT / "cc" / folder).glob("*.cc"))
     return [path for path in found if not path.endswith("_test.cc")]
+
+
+def uses_tensorflow(source: str) -> bool:
+    """Whether a source includes TensorFlow's headers."""
+    return source.startswith(("cc/kernels/", "cc/ops/", "cc/transport/"))
+
+
+def objects_of(command: list[str]) -> pathlib.Path:
+    """The folder for what is compiled by a command."""
+    key = hashlib.sha256(shlex.join(command).encode()).hexdigest()[:12]
+    return ROOT / "build" / "objects" / key
 
 
 class OpLibrary(Extension):
@@ -69,11 +82,24 @@ class BuildExt(build_ext):
             if isinstance(ext, ServerLibrary):
                 link.append("-l:libtensorflow_cc.so.2")
         else:
-            flags += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
             link += ["-ldl"]
         flags += shlex.split(os.environ.get("CXXFLAGS", ""))
+        command = [*compiler, *flags]
+        python = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(lambda s: self._compile(compiler, flags, s), ext.sources))
+            # The headers come first, and what needs none of them beside.
+            headers = None
+            if isinstance(ext, OpLibrary):
+                headers = pool.submit(self._compile_headers, command)
+            compiled = {}
+            for source in sorted(ext.sources, key=uses_tensorflow):
+                own = command
+                if source.startswith("cc/python/"):
+                    own = [*command, *python]
+                elif uses_tensorflow(source):
+                    own = [*command, "-include", str(headers.result())]
+                compiled[source] = pool.submit(self._compile, own, source)
+            objects = [compiled[source].result() for source in ext.sources]
         output = pathlib.Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
         newest = max(path.stat().st_mtime for path in objects)
@@ -84,26 +110,42 @@ class BuildExt(build_ext):
         subprocess.check_call([*compiler, *map(str, objects), *link, "-o", str(linked)])
         linked.replace(output)
 
-    def _compile(self, compiler: list[str], flags: list[str], source: str) -> pathlib.Path:
-        command = [*compiler, *flags]
-        key = hashlib.sha256(shlex.join(command).encode()).hexdigest()[:12]
-        target = ROOT / "build" / "objects" / key / (source.replace("/", "_") + ".o")
-        depends = target.with_suffix(".d")
-        if not self._is_current(target, depends):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            subprocess.check_call(
-                [*command, "-MMD", "-MF", str(depends), "-c", str(ROOT / source), "-o", str(target)]
-            )
+    def _compile(self, command: list[str], source: str) -> pathlib.Path:
+        target = objects_of(command) / (source.replace("/", "_") + ".o")
+        headers = command[command.index("-include") + 1] if "-include" in command else None
+        # The compiler does not name what it read from a compiled header.
+        read = [f"{headers}.gch"] if headers else []
+        self._run(command, ROOT / source, target, ["-MMD", "-c"], read)
         return target
 
+    def _compile_headers(self, command: list[str]) -> pathlib.Path:
+        """Compiles TensorFlow's headers; gives the header to include, beside which that lies."""
+        include = objects_of(command) / pathlib.Path(TENSORFLOW_HEADERS).name
+        include.parent.mkdir(parents=True, exist_ok=True)
+        if not include.exists():  # For compilers that don't find, or don't take, the compiled one.
+            include.write_text(f'#include "{TENSORFLOW_HEADERS}"\n')
+        target = include.with_name(f"{include.name}.gch")
+        self._run(command, ROOT / TENSORFLOW_HEADERS, target, ["-MD", "-x", "c++-header"], [])
+        return include
+
     @staticmethod
-    def _is_current(target: pathlib.Path, depends: pathlib.Path) -> bool:
-        """Whether `target` is newer than all that the compiler read for it."""
-        if not target.exists() or not depends.exists():
-            return False
-        built = target.stat().st_mtime
-        names = shlex.split(depends.read_text().replace("\\\n", " ").partition(":")[2])
-        return all(os.path.exists(n) and os.stat(n).st_mtime <= built for n in names)
+    def _run(
+        command: list[str],
+        source: pathlib.Path,
+        target: pathlib.Path,
+        flags: list[str],
+        read: list[str],
+    ) -> None:
+        """Runs the compiler, unless `target` is newer than all that it read, and than `read`."""
+        depends = target.with_suffix(".d")
+        if target.exists() and depends.exists():
+            names = shlex.split(depends.read_text().replace("\\\n", " ").partition(":")[2])
+            built = target.stat().st_mtime
+            if all(os.path.exists(n) and os.stat(n).st_mtime <= built for n in [*names, *read]):
+                return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        output = ["-MF", str(depends), str(source), "-o", str(target)]
+        subprocess.check_call([*command, *flags, *output])
 
 
 setup(
