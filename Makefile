@@ -2,12 +2,14 @@
 #
 #   make demo PYTHON=python3.12          # the Python that .venv is made with
 #   make test PYTEST_FLAGS='-k staleness'
-#   make test TEST_PROCESSES=0           # all in one process; default: the files in two, side by side
+#   make test TEST_PROCESSES=0           # all in one process; default: the files in four, side by side
 #   make cc-test FULL=1                  # longer simulations; see scripts/cc_test.sh
 
 PYTHON ?= python3
 PYTEST_FLAGS ?=
-TEST_PROCESSES ?= 2
+# More than cores: tests on servers wait, too.
+TEST_PROCESSES ?= 4
+SOAK_FLAGS ?=
 FULL ?= 0
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
@@ -61,11 +63,12 @@ BENCH_INSTALLED := $(VENV)/.bench_installed
 BENCH_RESULTS := build/benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test test-changed coverage lint format bench cc-test bazel-test clean
+.PHONY: help install build demo test soak test-changed coverage lint format bench cc-test bazel-test clean
 
 help:
 	@echo "make demo        train a Wide & Deep click model on a local cluster"
 	@echo "make test        all Python tests and the examples in docstrings"
+	@echo "make soak        the tests that take long by their nature; make test leaves them out"
 	@echo "make test-changed  the tests that reach what you have changed, in about three minutes"
 	@echo "make coverage    record which test reaches which line"
 	@echo "make lint        ruff and clang-format, which must find nothing"
@@ -104,7 +107,12 @@ demo: build
 	@$(BIN)/python $(DEMO) $(DEMO_FLAGS)
 
 test: build
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+	  --durations=10 $(PYTEST_FLAGS)
+
+soak: build
+	@echo "== Tests of a minute and more each"
+	@$(BIN)/python -m pytest -m soak --durations=0 $(SOAK_FLAGS)
 
 test-changed: build
 	@$(BIN)/python scripts/test_changed.py --budget=$(BUDGET) $(if $(BASE),--base=$(BASE)) \

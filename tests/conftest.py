@@ -3,10 +3,10 @@
 import gc
 import random
 
-import keras
 import numpy as np
 import pytest
-from helpers import Clusters
+
+# Not TensorFlow: with several processes, the one that hands out the tests runs none.
 
 
 def pytest_sessionstart(session):
@@ -15,30 +15,35 @@ def pytest_sessionstart(session):
     gc.freeze()
 
 
-# The files that take longest, which go first: at the end of a run with several processes,
-# none shall have to wait long for another.
-_LONG = (
-    "test_async_strategy",
-    "test_examples",
-    "test_switching",
-    "test_hop_strategy",
-    "test_hop_examples",
-    "test_interactions_on_servers",
-    "test_collection_saving",
-    "test_mode_failures",
-    "test_modes",
+# The files that go first. What takes long does, as none of several processes shall have to wait
+# long for another at the end; and a process that takes one file after the other finds the cluster
+# that it needs more often, if those that share one stand together.
+_FIRST = (
+    *("test_examples", "test_hop_examples", "test_readers", "test_data_wait", "test_cluster"),
+    *("test_shadow_strategy", "test_shadow_failures", "test_modes", "test_mode_failures"),
+    *("test_mode_inputs", "test_lost_between_epochs", "test_hop_failures"),
+    *("test_hop_strategy", "test_hop_slow_workers", "test_hop_tables", "test_hop_retries"),
+    *("test_hop_reports", "test_hop_invariants", "test_hop_bandwidth", "test_hop_arguments"),
+    *("test_async_strategy", "test_async_failures", "test_silent_servers", "test_forgetting"),
+    *("test_async_saving", "test_switching", "test_transport", "test_slowdown", "test_bandwidth"),
+    *("test_interactions_on_servers", "test_collection_saving", "test_embedding_collection"),
+    *("test_prefetch", "test_messages", "test_profile", "test_worker_datasets"),
+    *("test_broken_connections", "test_gradient_buffer", "test_token_list"),
+    *("test_failure_schedule", "test_shadow_schedule"),
 )
 
 
 def pytest_collection_modifyitems(items):
     """Sorts the files, and leaves the order within them as it is."""
-    order = {name: number for number, name in enumerate(_LONG)}
+    order = {name: number for number, name in enumerate(_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(scope="session")
 def clusters():
     """Local clusters, one at a time, as a process has but one connection; modules share them."""
+    from helpers import Clusters
+
     clusters = Clusters()
     yield clusters
     clusters.close()
@@ -60,6 +65,8 @@ def disconnect_for_others(request):
 def leave_nothing_behind():
     """Has TensorFlow forget a module's functions: a connection takes all along, to each server."""
     yield
+    import keras
+
     keras.utils.clear_session()
     gc.collect()
 
