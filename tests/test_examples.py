@@ -197,7 +197,8 @@ def test_it_trains_on_a_cluster_with_all_its_options_and_saves(tmp_path):
 
 def test_it_goes_on_in_another_mode_from_what_an_earlier_run_saved(tmp_path):
     out, saved = tmp_path / "metrics.json", tmp_path / "out"
-    batches = [*SMALL, "--batch_size=100", "--global_batch_size=200", f"--metrics_json={out}"]
+    batches = [*SMALL, "--batch_size=100", "--global_batch_size=200", "--steps_per_execution=1"]
+    batches.append(f"--metrics_json={out}")
     done = run_here(WIDE_DEEP, "--strategy=sync", f"--output_dir={saved}", *batches)
     figures = figures_of(done, out)
     assert (figures["steps"], figures["excluded"], figures["staleness_max"]) == (20, 0, 1)

@@ -106,7 +106,8 @@ def test_wide_and_deep_trains_decentralized(tmp_path):
         EXAMPLES / "wide_deep_ctr.py",
         *("--dataset=criteo", f"--data_location={tmp_path / 'log.tsv'}"),
         *("--strategy=hop", "--workers=2", "--topology=ring", "--staleness_bound=1"),
-        "--batch_size=64",
+        # Each step of an execution is traced, with 26 features.
+        *("--batch_size=64", "--steps_per_execution=1"),
         f"--metrics_json={tmp_path / 'm.json'}",
     )
     assert done.returncode == 0, done.stderr[-3000:]
