@@ -398,7 +398,7 @@ def test_gradients_that_are_not_finite_end_training_with_error(dtype):
 
 def test_swap_keeps_learning_after_a_shift_on_which_plain_adagrad_stalls():
     # Online linear regression with noise, whose target flips after many steps.
-    long, short = 8_000, 100
+    long, short = 20_000, 150
     x = RNG.normal(size=(long + short, 3)).astype(np.float32)
     target = np.array([1.0, -2.0, 0.5], np.float32)
     sign = np.where(np.arange(long + short) < long, 1, -1).astype(np.float32)
@@ -419,8 +419,8 @@ def test_swap_keeps_learning_after_a_shift_on_which_plain_adagrad_stalls():
         train(x[long:], y[long:])
         return before, np.linalg.norm(w.numpy() + target)
 
-    plain = distances(optimizers.Adagrad(0.4))
-    swap = distances(optimizers.SwapAdagrad(0.4, swap=Swap(period=20, decay=0.3)))
+    plain = distances(optimizers.Adagrad(0.5))
+    swap = distances(optimizers.SwapAdagrad(0.5, swap=Swap(period=100, decay=0.5)))
     assert max(plain[0], swap[0]) < 0.3 * np.linalg.norm(target)  # both have learned the first
     assert plain[1] > np.linalg.norm(target)
     assert swap[1] < 0.3 * np.linalg.norm(target)
