@@ -74,7 +74,6 @@ def check_trains(strategy, model=None):
     assert 12 // strategy.mode.repeats <= steps_of(model) - before <= -(-12 // m)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("mode", MAKERS)
 def test_the_others_go_on_when_a_worker_is_killed(mortal, mode, caplog):
     strategy = MAKERS[mode](mortal)
@@ -107,7 +106,6 @@ def test_the_others_go_on_when_a_worker_is_killed(mortal, mode, caplog):
         assert 2 * (60 - LOST) <= counted <= 2 * 60
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("mode", ["sync", "bounded staleness"])
 def test_a_worker_that_comes_back_takes_part_again(mortal, mode, caplog):
     strategy = MAKERS[mode](mortal)
@@ -138,7 +136,6 @@ def test_a_worker_that_comes_back_takes_part_again(mortal, mode, caplog):
     check_trains(strategy)
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("mode", MAKERS)
 def test_training_fails_when_no_worker_is_left(mortal, mode):
     strategy = MAKERS[mode](mortal, worker_timeout=1.0)
@@ -167,7 +164,6 @@ def three(clusters):
     return clusters.get(workers=3, ps=2)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("mode", MAKERS)
 def test_a_pass_that_is_stopped_ends_with_all_that_was_pushed(three, mode):
     strategy = MAKERS[mode](three)
@@ -189,7 +185,6 @@ def test_a_pass_that_is_stopped_ends_with_all_that_was_pushed(three, mode):
     check_trains(strategy, model)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("mode", ["sync", "bounded staleness", "GBA"])
 def test_training_goes_on_after_it_was_interrupted(three, mode):
     strategy = MAKERS[mode](three)
@@ -211,7 +206,6 @@ def test_training_goes_on_after_it_was_interrupted(three, mode):
         assert report.included == 2 * 3 * steps_of(model) + report.abandoned
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("mode", ["sync", "backup workers", "bounded staleness"])
 def test_an_error_of_one_worker_ends_the_waits_of_the_others(three, mode):
     strategy = MAKERS[mode](three)
@@ -226,7 +220,6 @@ def test_an_error_of_one_worker_ends_the_waits_of_the_others(three, mode):
     assert 12 // r <= steps_of(model) - before <= -(-12 // m)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("per_call", [1, 3])
 @pytest.mark.parametrize("mode", MAKERS)
 def test_epochs_need_not_be_a_multiple_of_anything(three, mode, per_call):

@@ -58,7 +58,6 @@ class AfterReturn(AtBatch):
             self.model.stop_training = batch > self.returned + 20
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("mode", MAKERS)
 def test_others_go_on_when_a_worker_stands_still_and_it_takes_part_again(two, mode, caplog):
     strategy = MAKERS[mode](two, silence_timeout=LIMIT)
@@ -70,7 +69,6 @@ def test_others_go_on_when_a_worker_stands_still_and_it_takes_part_again(two, mo
     assert train(strategy, steps=6) == [-3.0 if mode != "async" else -6.0]
 
 
-@pytest.mark.timeout(120)
 def test_training_fails_when_all_workers_stand_still(two):
     strategy = recsync.SyncStrategy(two, worker_timeout=1.0, silence_timeout=LIMIT)
 
@@ -128,7 +126,6 @@ def test_connections_are_cut_also_when_a_name_can_no_longer_be_resolved(two, mon
 
 
 # The last one: what it leaves on the servers is that of a pass that failed.
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("mode", MAKERS)
 def test_training_fails_when_a_parameter_server_stands_still(two, mode, monkeypatch):
     # It also is asked who waits for whom, which is logged before it is given up.
