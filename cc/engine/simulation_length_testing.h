@@ -26,7 +26,8 @@ inline int64_t SimulationLength(int64_t full) {
               << "'; it must be above 0 and at most 100\n";
     std::exit(1);
   }
-  return std::max(int64_t{1}, std::llround(full * percent / 100.0));
+  const double runs = static_cast<double>(full) * percent / 100.0;
+  return std::max<int64_t>(1, std::llround(runs));
 }
 
 }  // namespace recsync
