@@ -23,6 +23,12 @@ flags.DEFINE_string("data_location", None, "criteo: a file, glob or folder; adul
 flags.DEFINE_string(
     "test_location", None, "criteo: the test files. Default: the last tenth of the rows."
 )
+flags.DEFINE_integer(
+    "hash_buckets",
+    100_000,
+    "criteo: the number of ids of each categorical feature, that of a missing one included.",
+    lower_bound=2,
+)
 flags.DEFINE_integer("rows", 500_000, "synthetic: the number of training rows.", lower_bound=1)
 flags.DEFINE_integer("test_rows", 100_000, "synthetic: the number of test rows.", lower_bound=1)
 flags.DEFINE_list(
@@ -63,6 +69,7 @@ flags.DEFINE_string("metrics_json", None, "Gets the final figures.")
 _APPLIES = {
     "data_location": ("dataset", ["criteo", "adult"]),
     "test_location": ("dataset", ["criteo"]),
+    "hash_buckets": ("dataset", ["criteo"]),
     "rows": ("dataset", ["synthetic"]),
     "test_rows": ("dataset", ["synthetic"]),
     "cardinalities": ("dataset", ["synthetic"]),
@@ -111,7 +118,9 @@ def make_data() -> recsync.data.ClickData:
         )
     if FLAGS.dataset == "adult":
         return recsync.data.adult(FLAGS.data_location)
-    return recsync.data.Criteo(FLAGS.data_location, test_path=FLAGS.test_location)
+    return recsync.data.Criteo(
+        FLAGS.data_location, hash_buckets=FLAGS.hash_buckets, test_path=FLAGS.test_location
+    )
 
 
 def make_staleness() -> recsync.staleness.Policy:

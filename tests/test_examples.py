@@ -43,6 +43,7 @@ def example():
         (["--data_location=x"], "--data_location applies only with --dataset=criteo or adult"),
         (["--dataset=adult"], "--dataset=adult needs --data_location"),
         (["--dataset=adult", "--data_location=x", "--rows=5"], "--rows applies only"),
+        (["--hash_buckets=5"], "--hash_buckets applies only with --dataset=criteo"),
         (["--dataset=adult", "--data_location=x", "--test_rows=5"], "--test_rows applies only"),
         (["--dataset=adult", "--data_location=x", "--cardinalities=5"], "--cardinalities applies"),
         (["--cardinalities=5,0"], "--cardinalities must be integers of at least 1, not 5,0"),

@@ -104,7 +104,7 @@ def test_wide_and_deep_trains_decentralized(tmp_path):
             file.write("\t".join(map(str, [label, *numbers, *categories])) + "\n")
     done = run_here(
         EXAMPLES / "wide_deep_ctr.py",
-        *("--dataset=criteo", f"--data_location={tmp_path / 'log.tsv'}"),
+        *("--dataset=criteo", f"--data_location={tmp_path / 'log.tsv'}", "--hash_buckets=1000"),
         *("--strategy=hop", "--workers=2", "--topology=ring", "--staleness_bound=1"),
         # Each step of an execution is traced, with 26 features.
         *("--batch_size=64", "--steps_per_execution=1"),
