@@ -19,7 +19,7 @@ def test_the_default_is_enough_for_any_graph(workers):
 def test_all_may_wait_for_all_beside_a_parameter_server():
     graph = topology.complete(8)
     # Four workers in each of two processes, which share its threads.
-    with recsync.LocalCluster(workers=8, ps=1, processes=3) as cluster:
+    with recsync.LocalCluster(workers=8, ps=1, processes=3, start_timeout=240) as cluster:
         recsync.HopStrategy(cluster, graph)
         for worker in (0, 7):
             with at(cluster, worker):
@@ -28,7 +28,9 @@ def test_all_may_wait_for_all_beside_a_parameter_server():
 
 def test_too_few_threads_are_refused_and_named():
     with (
-        recsync.LocalCluster(workers=3, processes=1, inter_op_threads=7) as cluster,
+        recsync.LocalCluster(
+            workers=3, processes=1, inter_op_threads=7, start_timeout=240
+        ) as cluster,
         pytest.raises(
             ValueError,
             match="the process of workers 0, 1 and 2 has 21 threads, and up to 24 calls may "

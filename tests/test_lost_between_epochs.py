@@ -10,14 +10,20 @@ from tf_recsync import topology
 from tf_recsync.strategies import copied_functions
 
 WORKERS, BATCH, WIDTH = 3, 8, 4
+STEPS = 24  # Of an epoch.
 NEVER = recsync.Foreground(gap=1_000_000)
 
 
 @pytest.fixture
-def cluster():
-    with recsync.LocalCluster(workers=WORKERS, ps=1) as cluster:
-        cluster.connect()
-        yield cluster
+def cluster(clusters):
+    return clusters.get(WORKERS, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_calls_of_servers_that_were_cut_off(clusters):
+    """Closes the cluster: else such a call may never end, and forgetting functions awaits all."""
+    yield
+    clusters.close()
 
 
 def make_strategy(kind, cluster):
@@ -34,7 +40,7 @@ def make_model(strategy, rate=0.1):
     return model
 
 
-def dataset(batches=60):
+def dataset(batches=STEPS):
     random = np.random.default_rng(1)
     x = random.normal(size=(batches * BATCH, WIDTH)).astype(np.float32)
     y = (x.sum(1, keepdims=True) > 0).astype(np.float32)
@@ -65,7 +71,7 @@ class UntilBack(keras.callbacks.Callback):
         self.model.stop_training = self._strategy.worker_steps(self.model)[1] > 0
 
 
-@pytest.mark.parametrize("steps", [None, 60], ids=["by passes", "by steps"])
+@pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])
 @pytest.mark.parametrize("kind", ["ShadowSync", "Hop"])
 def test_the_others_go_on_and_it_comes_back(cluster, kind, steps):
     strategy = make_strategy(kind, cluster)
@@ -107,7 +113,7 @@ def test_one_that_is_back_before_the_next_epoch_takes_part_in_it(cluster, kind):
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("steps", [None, 60], ids=["by passes", "by steps"])
+@pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])
 def test_one_that_stands_still_keeps_nobody_waiting_and_begins_anew(cluster, monkeypatch, steps):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), silence_timeout=2.0)
     model = make_model(strategy)
