@@ -126,11 +126,12 @@ def test_two_servers_train_as_one_process_does_and_as_with_the_worker(clusters, 
     assert_close(state_of(model), local.state)
     assert_close(state_of(model), worker.state)
     for before, after in zip(initial, state_of(model), strict=True):
-        assert np.abs(before - after).max() > 0.01
+        assert np.abs(before - after).max() > 0.005
     # One push a step: every looked-up row was updated once in each.
     assert int(model.optimizer.iterations.numpy()) == 12
     assert_close([model.predict(click_data(), verbose=0)], [local.predictions])
-    np.testing.assert_allclose(model.evaluate(click_data(), verbose=0), local.loss, rtol=1e-4)
+    if optimizer == "Adam":  # Once: the optimizer has no part in it.
+        np.testing.assert_allclose(model.evaluate(click_data(), verbose=0), local.loss, rtol=1e-4)
 
 
 def test_a_trainer_with_dense_parameters_of_its_own_trains_as_one_process_does(clusters):
