@@ -9,7 +9,10 @@ PYTHON ?= python3
 PYTEST_FLAGS ?=
 # More than cores: tests on servers wait, too.
 TEST_PROCESSES ?= 4
-SOAK_FLAGS ?=
+# Of make soak: how often it runs the tests that are about servers which fail.
+SOAK_ROUNDS ?= 10
+SOAK_FILES := $(wildcard $(addprefix tests/test_,$(addsuffix .py,*_failures lost_between_epochs \
+  broken_connections silent_servers transport readers hop_retries cluster)))
 FULL ?= 0
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
@@ -111,8 +114,12 @@ test: build
 	  --durations=10 $(PYTEST_FLAGS)
 
 soak: build
-	@echo "== Tests of a minute and more each"
-	@$(BIN)/python -m pytest -m soak --durations=0 $(SOAK_FLAGS)
+	@echo "== Tests that take minutes by their nature: about a quarter of an hour"
+	@$(BIN)/python -m pytest -m soak --durations=10 $(PYTEST_FLAGS)
+	@echo "== Tests that kill servers, stop them or cut connections, $(SOAK_ROUNDS) times: minutes each"
+	@for round in $$(seq $(SOAK_ROUNDS)); do echo "== Round $$round" && \
+	  $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+	  $(PYTEST_FLAGS) $(SOAK_FILES) || exit 1; done
 
 test-changed: build
 	@$(BIN)/python scripts/test_changed.py --budget=$(BUDGET) $(if $(BASE),--base=$(BASE)) \

@@ -1,0 +1,127 @@
+"""What takes a minute of real time and more: storms of kills, and memory over thousands of steps.
+
+`make soak` runs it, `make test` does not.
+"""
+
+import pathlib
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import logging
+from helpers import compiled, mean_output, slope_model
+
+import tf_recsync as recsync
+from tf_recsync.optimizers import SGD
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+
+WORKERS, PS = 4, 2
+STORM_SECONDS = 60.0
+MAKERS = {
+    "async": recsync.AsyncStrategy,
+    "sync": recsync.SyncStrategy,
+    "BSP": lambda cluster: recsync.BSPStrategy(cluster, WORKERS, 1),
+    "GBA": lambda cluster: recsync.GBAStrategy(cluster, WORKERS, 1, staleness_tolerance=2),
+    "backup workers": lambda cluster: recsync.BackupWorkersStrategy(cluster, backup_workers=1),
+    "bounded staleness": lambda cluster: recsync.BoundedStalenessStrategy(
+        cluster, staleness_bound=2
+    ),
+}
+
+
+@pytest.fixture
+def cluster(clusters):
+    return clusters.get(WORKERS, PS)
+
+
+def ones(batches: int) -> tf.data.Dataset:
+    """Batches of a single 1."""
+    return tf.data.Dataset.from_tensors((tf.ones([1, 1]), tf.ones([1, 1]))).repeat(batches)
+
+
+class Storm(threading.Thread):
+    """Kills a random worker every few seconds and starts it again, for a while.
+
+    Args:
+        cluster: whose workers.
+        seed: of what is random.
+    """
+
+    def __init__(self, cluster: recsync.LocalCluster, seed: int):
+        super().__init__(name="storm", daemon=True)
+        self._cluster = cluster
+        self._random = random.Random(seed)
+        self._over = threading.Event()
+        self.kills = 0
+
+    def run(self) -> None:
+        deadline = time.monotonic() + STORM_SECONDS
+        while time.monotonic() < deadline and not self._over.wait(self._random.uniform(0.0, 3.0)):
+            worker = self._random.randrange(WORKERS)
+            self._cluster.kill("worker", worker)
+            self.kills += 1
+            self._over.wait(self._random.uniform(0.0, 2.0))
+            self._cluster.restart("worker", worker)
+
+    def end(self) -> None:
+        """Ends it, with all workers started."""
+        self._over.set()
+        self.join()
+
+
+@pytest.mark.parametrize("mode", MAKERS)
+def test_every_batch_is_accounted_for_in_a_storm_of_kills(cluster, mode):
+    seed = random.SystemRandom().randrange(1 << 32)
+    logging.warning("%s: the storm's seed is %d.", mode, seed)  # Shown if the test fails.
+    strategy = MAKERS[mode](cluster)
+    recsync.testing.set_compute_time(strategy, 0.05)
+    model = compiled(strategy, slope_model, lambda: SGD(1.0), mean_output)
+    batches, epochs = 1500, 3
+    storm = Storm(cluster, seed)
+    storm.start()
+    done = []
+    try:
+        for _ in range(epochs):
+            model.fit(ones(batches), verbose=0)
+            done.append(sum(strategy.worker_steps(model)))
+    finally:
+        storm.end()
+    assert storm.kills > 5
+    losses = strategy.losses(model)
+    # A step that counts was done on each batch, or the batch was lost with a worker.
+    assert sum(done) + losses.batches == epochs * batches, (done, losses)
+    assert losses.workers <= storm.kills + epochs * WORKERS
+    # And training goes on as if nothing had happened.
+    before = losses.batches
+    model.fit(ones(40), verbose=0)
+    assert sum(strategy.worker_steps(model)) + strategy.losses(model).batches - before == 40
+
+
+def resident_megabytes(cluster: recsync.LocalCluster) -> np.ndarray:
+    """The memory of each server."""
+    servers = [("worker", i) for i in range(WORKERS)] + [("ps", i) for i in range(PS)]
+    found = []
+    for job, index in servers:
+        status = pathlib.Path(f"/proc/{cluster.pid(job, index)}/status").read_text()
+        found.append(int(status.partition("VmRSS:")[2].split()[0]) / 1024)
+    return np.array(found)
+
+
+def test_memory_of_servers_stays_over_thousands_of_steps_and_many_passes(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    # A push is 4 MB: of these few may stay.
+    model = compiled(strategy, lambda: slope_model(1 << 20), lambda: SGD(1e-3), mean_output)
+
+    def train(passes: int) -> None:
+        for _ in range(passes):
+            model.fit(ones(100), verbose=0)
+
+    train(5)
+    before = resident_megabytes(cluster)
+    train(25)
+    grown = resident_megabytes(cluster) - before
+    assert grown.max() < 40, grown
