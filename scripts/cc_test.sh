@@ -81,8 +81,9 @@ flags_of() {
   esac
 }
 
-# What is different for tests that are no simulations: in the address build it
-# takes twice as long to optimize them as not to, and they run for seconds.
+# What is different for tests that run for a moment, that is, all but
+# *_simulation_test and *_threads_test: in the address build, it takes twice as
+# long to optimize them as not to.
 test_flags_of() {
   [[ "$1" != address ]] || echo "-O0"
 }
@@ -156,6 +157,8 @@ $folder/%.o: cc/engine/%.cc $folder/flags
 $folder/%_test.o: cc/engine/%_test.cc $folder/flags $folder/precompiled.h.gch
 	@$CXX $test_flags -include $folder/precompiled.h -MMD -MP -c \$< -o \$@
 $folder/%_simulation_test.o: cc/engine/%_simulation_test.cc $folder/flags
+	@$CXX $flags -MMD -MP -c \$< -o \$@
+$folder/%_threads_test.o: cc/engine/%_threads_test.cc $folder/flags
 	@$CXX $flags -MMD -MP -c \$< -o \$@
 $folder/%_test: $folder/%_test.o \$(engine_$build)
 	@$CXX $flags \$^ -lgtest -lgtest_main -ldl -o \$@

@@ -4,9 +4,7 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -168,31 +166,6 @@ TEST(TaggedQueueTest, CallbacksMayCallTheQueue) {
   again();
   for (int i = 0; i < 3; ++i) queue.Enqueue("a", {0, 0});
   EXPECT_EQ(calls, 3);
-}
-
-TEST(TaggedQueueTest, ThreadsLoseNothingAndGetNothingTwice) {
-  constexpr int kSenders = 4;
-  constexpr int kIterations = 2000;
-  Queue queue({8, kSenders * kIterations});
-  std::vector<std::thread> threads;
-  for (int sender = 0; sender < kSenders; ++sender) {
-    threads.emplace_back([&queue, sender] {
-      for (int k = 0; k < kIterations; ++k) queue.Enqueue("x", {k, sender});
-    });
-  }
-  std::atomic<int> complete{0};
-  for (int reader = 0; reader < 2; ++reader) {
-    threads.emplace_back([&queue, &complete, reader] {
-      for (int k = reader; k < kIterations; k += 2) {
-        queue.Dequeue(kSenders, {k, kAny}, [&complete](auto, auto entries) {
-          if (entries.size() == kSenders) ++complete;
-        });
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(complete, kIterations);
-  EXPECT_EQ(queue.Size({kAny, kAny}), 0);
 }
 
 }  // namespace
