@@ -44,7 +44,7 @@ def sends(events):
 def test_an_update_takes_its_bytes_over_the_bandwidth_of_both_ends(cluster):
     strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
     recsync.testing.set_bandwidth(strategy, 500e3)
-    events = recorded(strategy, 3 * WORKERS)
+    events = recorded(strategy, 8 * WORKERS)
     found = sends(events)
     # Two neighbors of each, in some iterations.
     assert {(i, j) for i, j, _ in found} == set(topology.ring(WORKERS).edges)

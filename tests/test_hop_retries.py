@@ -140,7 +140,7 @@ def test_a_call_that_was_given_up_and_waits_still_hinders_nobody(cluster, monkey
     monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.1)
     failing = Failing(monkeypatch, ["given up", None, None], cluster=cluster)
     topo = topology.ring(WORKERS)
-    strategy, model, x, y, start = trained(cluster, topo, seconds=0.3, iterations=7)
+    strategy, model, x, y, start = trained(cluster, topo, seconds=0.3)
     assert failing.failed["given up"] >= WORKERS
     assert any("was cancelled" in message for message in failing.waits_ended)
     at, numbers, histories = recorded(strategy, model)
