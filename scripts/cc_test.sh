@@ -1,6 +1,6 @@
 #!/bin/bash
-# Builds the C++ tests of the engine (cc/engine/*_test.cc) and runs them, side by
-# side on all cores, each as soon as it is linked.
+# Builds the C++ tests of the engine (cc/engine/*_test.cc) and runs them, both
+# side by side on all cores.
 #
 #   scripts/cc_test.sh                           # all builds, all tests
 #   scripts/cc_test.sh thread                    # one build
@@ -18,7 +18,7 @@
 # A simulation is a test that does as many random runs as SimulationLength
 # (cc/engine/simulation_length_testing.h) says. The percentage of its full
 # length, by default and with FULL=1:
-#   thread    0.2     3  Hundreds of times as slow, with a single thread to watch.
+#   thread    0.2     3  Tens of times as slow, with a single thread to watch.
 #   address   1      10  Wrong accesses show in the first runs.
 #   plain    10     100  Where the protocol itself is tried.
 #
