@@ -1,6 +1,7 @@
-// The headers of TensorFlow that most kernels and ops include, which setup.py compiles once for
-// all of them: reading them takes a compiler ten seconds for each file. Files include what they
-// need as ever, and compile without this one.
+// The headers of TensorFlow that most kernels and ops include, which setup.py
+// compiles once for all of them: reading them takes a compiler ten seconds for
+// each file. Files include what they need as ever, and compile without this
+// one.
 
 #ifndef TF_RECSYNC_CC_TENSORFLOW_HEADERS_H_
 #define TF_RECSYNC_CC_TENSORFLOW_HEADERS_H_

@@ -64,6 +64,16 @@ def disconnect_for_others(request):
         request.getfixturevalue("clusters").close()
 
 
+@pytest.fixture(scope="module")
+def end_calls_of_servers_that_were_cut_off(clusters):
+    """For modules that pause servers or cut them off: the cluster ends with the module.
+
+    Calls to such a server may never end, and forgetting a module's functions waits for all.
+    """
+    yield
+    clusters.close()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def leave_nothing_behind():
     """Has TensorFlow forget a module's functions: a connection takes all along, to each server."""

@@ -18,6 +18,8 @@ from tf_recsync.cluster import device_of, is_reachable
 from tf_recsync.optimizers import SGD
 from tf_recsync.strategies import worker_functions, worker_run
 
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
+
 STEPS = 20  # Of a pass, and at least of one that lasts until a worker is back.
 
 

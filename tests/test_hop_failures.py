@@ -17,6 +17,8 @@ from tf_recsync import topology
 from tf_recsync.ops.hop import FOREVER
 from tf_recsync.synchronization.hop import HopGroup
 
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
+
 WORKERS = 4
 SECONDS = 60.0  # That anything may take on a busy machine.
 
@@ -24,13 +26,6 @@ SECONDS = 60.0  # That anything may take on a busy machine.
 @pytest.fixture
 def cluster(clusters):
     return clusters.get(WORKERS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_calls_of_servers_that_were_cut_off(clusters):
-    """Closes the cluster: else such a call may never end, and forgetting functions awaits all."""
-    yield
-    clusters.close()
 
 
 def make_model(strategy):

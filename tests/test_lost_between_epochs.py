@@ -9,6 +9,8 @@ import tf_recsync as recsync
 from tf_recsync import topology
 from tf_recsync.strategies import copied_functions
 
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
+
 WORKERS, BATCH, WIDTH = 3, 8, 4
 STEPS = 24  # Of an epoch.
 NEVER = recsync.Foreground(gap=1_000_000)
@@ -17,13 +19,6 @@ NEVER = recsync.Foreground(gap=1_000_000)
 @pytest.fixture
 def cluster(clusters):
     return clusters.get(WORKERS, 1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_calls_of_servers_that_were_cut_off(clusters):
-    """Closes the cluster: else such a call may never end, and forgetting functions awaits all."""
-    yield
-    clusters.close()
 
 
 def make_strategy(kind, cluster):

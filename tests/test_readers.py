@@ -26,6 +26,8 @@ from tf_recsync.cluster import data_service, local_cluster
 from tf_recsync.optimizers import SGD
 from tf_recsync.strategies import distributed_dataset
 
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
+
 SILENCE = 3.0  # Seconds after which a reader is given up.
 
 

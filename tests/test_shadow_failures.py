@@ -11,6 +11,8 @@ from helpers import AtBatch
 import tf_recsync as recsync
 from tf_recsync.strategies.copied_functions import CopiedTrainFunction
 
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
+
 WIDTH = 4
 
 

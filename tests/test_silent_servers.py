@@ -14,6 +14,8 @@ from tf_recsync.cluster.signs_of_life import cut_connections, peers_of
 from tf_recsync.optimizers import SGD
 from tf_recsync.strategies import worker_run
 
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
+
 MAKERS = {
     "async": recsync.AsyncStrategy,
     "sync": recsync.SyncStrategy,

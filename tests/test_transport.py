@@ -21,6 +21,8 @@ from sockets import listening_addresses, open_connections
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD, Adagrad
 
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
+
 SERVERS = [("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1)]
 
 
