@@ -113,7 +113,8 @@ def resident_megabytes(cluster: recsync.LocalCluster) -> np.ndarray:
 
 def test_memory_of_servers_stays_over_thousands_of_steps_and_many_passes(cluster):
     strategy = recsync.AsyncStrategy(cluster)
-    # A push is 4 MB: of these few may stay.
+    # A pull and a push are 4 MB each, and a worker does some 600: to keep one tensor a step would
+    # be 2.5 GB. What the allocator keeps differs by some dozens from run to run.
     model = compiled(strategy, lambda: slope_model(1 << 20), lambda: SGD(1e-3), mean_output)
 
     def train(passes: int) -> None:
@@ -124,4 +125,4 @@ def test_memory_of_servers_stays_over_thousands_of_steps_and_many_passes(cluster
     before = resident_megabytes(cluster)
     train(25)
     grown = resident_megabytes(cluster) - before
-    assert grown.max() < 40, grown
+    assert grown.max() < 200, grown
