@@ -47,6 +47,12 @@ def cc_compiles(tree: pathlib.Path, fault: faults_.Fault) -> bool:
         return subprocess.run(command, capture_output=True).returncode == 0
 
 
+def _put_back(path: pathlib.Path, text: str, state: os.stat_result) -> None:
+    """Writes what a file had, with the times that it had: nothing is compiled again for it."""
+    path.write_text(text)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
 class Place:
     """A copy of the tree in which one fault at a time is tried."""
 
@@ -219,23 +225,20 @@ class Place:
             yield
         finally:
             self._fault = None
-            path.write_text(source)
-            os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+            _put_back(path, source, state)
 
     @contextlib.contextmanager
     def _removed(self) -> Iterator[None]:
         """Has the copy without its fault for a while."""
         fault, path = self._fault, self._tree / self._fault.file
         faulty, times = path.read_text(), path.stat()
-        path.write_text(self._source)
-        os.utime(path, ns=(self._state.st_atime_ns, self._state.st_mtime_ns))
+        _put_back(path, self._source, self._state)
         self._fault = None
         try:
             yield
         finally:
             self._fault = fault
-            path.write_text(faulty)
-            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            _put_back(path, faulty, times)
 
     @contextlib.contextmanager
     def _built(self, fault: faults_.Fault) -> Iterator[None]:
