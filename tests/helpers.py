@@ -84,6 +84,11 @@ def wait_until(condition, seconds: float) -> bool:
     return condition()
 
 
+def missing(copies: Sequence[object]) -> list[int]:
+    """The workers that are lost, by what a strategy's `copies` gives."""
+    return [worker for worker, copy in enumerate(copies) if copy is None]
+
+
 def clicks(n: int = 320, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
     """Ids [n, IDS], repeated within a batch and even within an example, and labels [n, 1].
 

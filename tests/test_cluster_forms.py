@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import types
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import compiled, mean_output, slope_model, steps_of, wait_until
@@ -229,3 +232,28 @@ def test_a_server_with_wrong_tasks_ends(tmp_path):
     with Server(tmp_path, ADDRESSES, "worker", 0, "--tasks=worker:0,worker:1") as server:
         assert server.wait(60.0) == 2
         assert "name it with --bind_address" in server.output()
+
+
+def test_fit_in_another_thread_ends_with_an_error_when_the_cluster_is_closed(caplog):
+    cluster = recsync.LocalCluster(workers=2, processes=0)
+    strategy = recsync.HopStrategy(cluster, recsync.topology.ring(2))
+    recsync.testing.set_compute_time(strategy, 0.05)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensors((np.ones((4, 2)), np.ones((4, 1)))).repeat()
+    errors = []
+
+    def fit():
+        try:
+            model.fit(data, steps_per_epoch=100_000, verbose=0)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=fit)
+    thread.start()
+    assert wait_until(lambda: sum(strategy.worker_steps(model)) > 4, 60.0)
+    cluster.close()
+    thread.join(30.0)
+    assert len(errors) == 1 and "was closed in the middle of a pass" in errors[0]
+    assert "lost" not in caplog.text

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from decentralized_sgd import BATCH, RATE, WIDTH, Recording, recorded, regression, simulate
-from helpers import AtBatch, wait_until
+from helpers import AtBatch, missing, wait_until
 
 import tf_recsync as recsync
 from tf_recsync import topology
@@ -92,7 +92,7 @@ def test_with_backup_workers_the_others_go_on_when_a_worker_is_killed(cluster, c
     reports = strategy.workers(model)
     assert min(report.iteration for report in reports[:3]) > seen["killed at"] + 10
     assert "Worker 3 was lost; workers 0, 1 and 2 go on without it" in caplog.text
-    assert len(strategy.copies(model)) == WORKERS - 1
+    assert missing(strategy.copies(model)) == [3]
 
 
 @pytest.mark.parametrize(
@@ -152,12 +152,68 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
     assert watch.seen[-1][1].updates_used > seen["used"] > 0
     iterations = [report.iteration for report in watch.seen[-1]]
     assert min(iterations) > seen["back at"] + 20
-    assert len(strategy.copies(model)) == WORKERS
+    assert missing(strategy.copies(model)) == []
     # Its neighbors passed the iterations that were chosen for it first.
     assert len(chosen) > tellings_too_late
     # And do so in the next epoch.
     model.fit(dataset(60), verbose=0)
     assert min(report.iteration for report in strategy.workers(model)) > max(iterations)
+
+
+def test_a_worker_comes_back_while_its_neighbor_dies(cluster, caplog, monkeypatch):
+    load, killed = HopGroup._load_mean, []
+
+    def load_when_one_is_dead(group, worker, others):
+        if not killed:
+            killed.append(1)
+            cluster.kill("worker", 1)
+        return load(group, worker, others)
+
+    monkeypatch.setattr(HopGroup, "_load_mean", load_when_one_is_dead)
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), 4, backup_workers=1)
+    model = make_model(strategy)
+
+    def renew():
+        cluster.kill("worker", 0)
+        cluster.restart("worker", 0)
+        assert wait_until(lambda: "worker:0 is back and takes part again" in caplog.text, SECONDS)
+        assert wait_until(lambda: "Worker 1 was lost" in caplog.text, SECONDS)
+
+    def finish():
+        before = max(report.iteration for report in strategy.workers(model))
+        there = [0, 2, 3]
+
+        def slowest():
+            reports = strategy.workers(model)
+            return min(reports[worker].iteration for worker in there)
+
+        # Further than they could come if one of them waited for another.
+        assert wait_until(lambda: slowest() > before + 20, SECONDS)
+        model.stop_training = True
+
+    model.fit(dataset(), verbose=0, callbacks=[AtBatch(20, renew), AtBatch(24, finish)])
+    assert missing(strategy.copies(model)) == [1]
+
+
+def test_when_training_was_stopped_the_steps_in_flight_end_before_anybody_reads(cluster):
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), 4)
+    model = make_model(strategy)
+    recsync.testing.set_compute_time(strategy, 0.3)
+    model.fit(dataset(), verbose=0, callbacks=[AtBatch(6, lambda: stop(model))])
+    weights = model.get_weights()
+    steps = strategy.worker_steps(model)
+    time.sleep(0.5)
+    assert strategy.worker_steps(model) == steps
+    for now, then in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(now, then)
+    for copy in strategy.copies(model):
+        assert len(copy) == len(weights)
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith(("recsync_hop", "recsync_worker"))]
+
+
+def stop(model):
+    model.stop_training = True
 
 
 @pytest.mark.parametrize("seconds", [0.0, 2.0], ids=["lost at once", "calls made again before"])
@@ -198,7 +254,7 @@ def test_a_worker_whose_connection_breaks_comes_back_though_it_lived(
     iterations = [report.iteration for report in strategy.workers(model)]
     assert min(iterations) > seen["back at"]
     assert max(iterations) - min(iterations) <= 4 * WORKERS // 2
-    assert len(strategy.copies(model)) == WORKERS
+    assert missing(strategy.copies(model)) == []
     assert all(cluster.is_alive("worker", worker) for worker in range(WORKERS))
 
 

@@ -259,3 +259,14 @@ def test_reports_of_a_worker_go_on_where_they_were_when_it_is_back():
     assert reports.all()[0].updates_sent == 20 - 4
     reports.restore([1, 2, 3])
     assert [report.iteration for report in reports.all()] == [1, 2, 3]
+
+
+def test_a_callback_that_can_not_report_on_a_strategy_says_which_one_can(cluster):
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
+    for callback in (recsync.callbacks.TrainingReport, recsync.callbacks.ShadowReport):
+        with pytest.raises(ValueError, match="can't report on a HopStrategy; use HopReport"):
+            callback(strategy)
+    other = tf.distribute.OneDeviceStrategy("/CPU:0")
+    for callback in (recsync.callbacks.HopReport, recsync.callbacks.TrainingReport):
+        with pytest.raises(ValueError, match="OneDeviceStrategy; it is none of this package's"):
+            callback(other)

@@ -3,6 +3,7 @@
 import collections
 import gc
 import io
+import logging
 
 import keras
 import numpy as np
@@ -353,3 +354,17 @@ def test_a_queue_dies_with_its_strategy(cluster):
     for worker in range(WORKERS):
         with pytest.raises(tf.errors.NotFoundError):
             iteration(worker)
+
+
+def test_a_worker_that_had_left_does_the_steps_that_others_found_no_batches_for(cluster, caplog):
+    caplog.set_level(logging.INFO)
+    strategy = recsync.HopStrategy(cluster, topology.ring_based(WORKERS))
+    batch = np.ones((64, WIDTH), np.float32), np.ones((64, 1), np.float32)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1, "sigmoid")])
+        model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", steps_per_execution=8)
+    # Workers have batches ahead: the last calls find fewer than the steps that they took.
+    for _ in range(2):
+        model.fit(tf.data.Dataset.from_tensors(batch).repeat(78), steps_per_epoch=78, verbose=0)
+        assert sum(strategy.worker_steps(model)) == 78
+    assert "goes on from iteration" in caplog.text

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import missing
 
 import tf_recsync as recsync
 from tf_recsync import topology
@@ -22,6 +23,8 @@ def cluster(clusters):
 
 
 def make_strategy(kind, cluster):
+    if kind in ("Async", "Sync"):
+        return getattr(recsync, f"{kind}Strategy")(cluster)
     if kind == "Hop":
         return recsync.HopStrategy(cluster, topology.complete(WORKERS), 4, backup_workers=1)
     return recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
@@ -81,30 +84,59 @@ def test_the_others_go_on_and_it_comes_back(cluster, kind, steps):
     # It is missing in two passes, and may die at the very end of the first one; or in one pass.
     assert strategy.losses(model).workers in ([2, 3] if steps is None else [1])
     copies = strategy.copies(model)
-    assert len(copies) == WORKERS - 1
+    assert missing(copies) == [1]
     assert np.isfinite(copies[0][0]).all()
     cluster.restart("worker", 1)
     model.optimizer.learning_rate = 0.02
     model.fit(
         dataset().repeat(), steps_per_epoch=100_000, verbose=0, callbacks=[UntilBack(strategy)]
     )
-    assert len(strategy.copies(model)) == WORKERS
+    assert missing(strategy.copies(model)) == []
 
 
+@pytest.mark.parametrize("is_readmitted", [False, True], ids=["", "readmitted"])
+@pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])
 @pytest.mark.parametrize("kind", ["ShadowSync", "Hop"])
-def test_one_that_is_back_before_the_next_epoch_takes_part_in_it(cluster, kind):
+def test_one_that_is_back_before_the_next_epoch_takes_part_in_it(
+    cluster, kind, steps, is_readmitted
+):
     strategy = make_strategy(kind, cluster)
     model = make_model(strategy)
+    train_until_back_with_a_renewed_worker(cluster, strategy, model, steps, is_readmitted)
+    assert missing(strategy.copies(model)) == []
+
+
+@pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])
+@pytest.mark.parametrize("kind", ["Async", "Sync"])
+def test_one_that_was_readmitted_before_its_threads_noticed_takes_part_again(cluster, kind, steps):
+    strategy = make_strategy(kind, cluster)
+    train_until_back_with_a_renewed_worker(cluster, strategy, make_model(strategy), steps, True)
+
+
+def train_until_back_with_a_renewed_worker(cluster, strategy, model, steps, is_readmitted):
+    """Worker 1 is started again after an epoch, and takes part in the next one."""
 
     def renew():
         cluster.kill("worker", 1)
         cluster.restart("worker", 1)
+        if is_readmitted:
+            cluster.readmit()
 
-    model.fit(dataset(), verbose=0, callbacks=[AfterFirstEpoch(renew)])
-    model.fit(
-        dataset().repeat(), steps_per_epoch=100_000, verbose=0, callbacks=[UntilBack(strategy)]
-    )
-    assert len(strategy.copies(model)) == WORKERS
+    if steps is None:
+        model.fit(dataset(), verbose=0, callbacks=[AfterFirstEpoch(renew)])
+        model.fit(
+            dataset().repeat(), steps_per_epoch=100_000, verbose=0, callbacks=[UntilBack(strategy)]
+        )
+    else:
+        model.fit(
+            dataset().repeat(),
+            steps_per_epoch=steps,
+            epochs=3,
+            verbose=0,
+            callbacks=[AfterFirstEpoch(renew)],
+        )
+    # Of the pass that it had begun with, or of a new one.
+    assert strategy.worker_steps(model)[1] > (0 if steps is None else steps // WORKERS // 2)
 
 
 @pytest.mark.timeout(150)
@@ -134,7 +166,7 @@ def test_one_that_stands_still_keeps_nobody_waiting_and_begins_anew(cluster, mon
     model.fit(
         dataset().repeat(), steps_per_epoch=100_000, verbose=0, callbacks=[UntilBack(strategy)]
     )
-    assert len(strategy.copies(model)) == WORKERS
+    assert missing(strategy.copies(model)) == []
     if steps is not None:
         assert strategy.losses(model).workers == 1
 

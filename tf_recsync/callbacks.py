@@ -29,8 +29,12 @@ class TrainingReport(keras.callbacks.Callback):
     staleness. Put it before callbacks that read those logs.
 
     Args:
-        strategy: the strategy that the model trains on.
+        strategy: the strategy that the model trains on; for a `HopStrategy` there is
+            `HopReport`.
         log_dir: a folder for TensorBoard, or None (the default).
+
+    Raises:
+        ValueError: if the strategy is of another kind.
 
     Example:
 
@@ -39,8 +43,11 @@ class TrainingReport(keras.callbacks.Callback):
     ```
     """
 
+    _needs = "staleness"
+
     def __init__(self, strategy, log_dir: str | None = None):
         super().__init__()
+        _check_strategy(self, strategy, self._needs)
         self._strategy = strategy
         self._writer = tf.summary.create_file_writer(log_dir) if log_dir else None
         self._started = 0.0
@@ -123,6 +130,8 @@ class ShadowReport(TrainingReport):
     ```
     """
 
+    _needs = "sync_report"
+
     def on_epoch_begin(self, epoch, logs=None):
         super().on_epoch_begin(epoch, logs)
         self._synced = self._strategy.sync_report(self.model)
@@ -164,7 +173,7 @@ class HopReport(keras.callbacks.Callback):
             under the same names as in TensorBoard. Default False.
 
     Raises:
-        ValueError: if `per_worker` is no bool.
+        ValueError: if `per_worker` is no bool, or the strategy no `HopStrategy`.
 
     Example:
 
@@ -179,6 +188,7 @@ class HopReport(keras.callbacks.Callback):
         super().__init__()
         if not isinstance(per_worker, bool):
             raise ValueError(f"per_worker must be a bool, not {per_worker!r}")
+        _check_strategy(self, strategy, "workers")
         self._strategy = strategy
         self._writer = tf.summary.create_file_writer(log_dir) if log_dir else None
         self._per_worker = per_worker
@@ -236,6 +246,17 @@ class HopReport(keras.callbacks.Callback):
             self._writer.close()
 
 
+def _check_strategy(callback: keras.callbacks.Callback, strategy, needed: str) -> None:
+    """Raises a ValueError if a strategy does not have the method that a callback reports from."""
+    if not hasattr(strategy, needed):
+        own = {"staleness": "TrainingReport", "workers": "HopReport", "sync_report": "ShadowReport"}
+        fitting = [name for method, name in own.items() if hasattr(strategy, method)]
+        advice = f"use {' or '.join(fitting)}" if fitting else "it is none of this package's"
+        raise ValueError(
+            f"{type(callback).__name__} can't report on a {type(strategy).__name__}; {advice}"
+        )
+
+
 def _data_wait(strategy, model: keras.Model) -> float:
     """The seconds that a worker has waited for batches, on average."""
     waits = strategy.data_wait(model)
@@ -277,6 +298,7 @@ class HopTimeline(keras.callbacks.Callback):
 
     def __init__(self, strategy, path: str | os.PathLike[str], limit: int = 1_000_000):
         super().__init__()
+        _check_strategy(self, strategy, "record_events")
         self._strategy = strategy
         self._path = path
         self._limit = limit

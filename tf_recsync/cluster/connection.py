@@ -1,5 +1,6 @@
 """The connection of this process, the coordinator, to the servers of a cluster."""
 
+import collections
 import contextlib
 import copy
 import itertools
@@ -81,11 +82,13 @@ class Cluster:
         self.workers = len(self._addresses.get("worker", ()))
         self.ps = len(self._addresses.get("ps", ()))
         self.readers = len(self._readers)
-        self._reader_passes: weakref.WeakSet = weakref.WeakSet()
+        self._passes: weakref.WeakSet = weakref.WeakSet()
         self._passes_lock = threading.Lock()
         # Of each address, what connections to it have had at their other end: a name may get
         # another address, or none, when its machine is gone.
         self._peers: dict[str, set[signs_of_life.Peer]] = {}
+        # How often each server was readmitted as if it had been restarted; by job and index.
+        self._taken_anew: collections.Counter = collections.Counter()
         self.cluster_spec = tf.train.ClusterSpec(self._addresses)
         self.data_service = data_service.DataService(self.host)
         has_chief = _CHIEF in self._addresses
@@ -106,15 +109,20 @@ class Cluster:
         """The address of the readers' data service, "grpc://host:port"; they have to be there."""
         return f"grpc://{self._readers[0]}"
 
-    def add_reader_pass(self, run: Any) -> None:
-        """Keeps a pass that takes data from readers in mind, until it is dropped."""
-        with self._passes_lock:
-            self._reader_passes.add(run)
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
-    def reader_passes(self) -> list[Any]:
-        """The passes that take data from readers and have not been dropped."""
+    def add_pass(self, run: Any) -> None:
+        """Keeps a pass of the workers over data in mind, until it is dropped."""
         with self._passes_lock:
-            return list(self._reader_passes)
+            self._passes.add(run)
+
+    def passes(self) -> list[Any]:
+        """The passes that have not been dropped."""
+        with self._passes_lock:
+            return list(self._passes)
 
     def connect(self, timeout: float = 60.0) -> None:
         """Connects this process to the servers as job "chief".
@@ -243,6 +251,7 @@ class Cluster:
 
             def update() -> None:
                 if anew:
+                    self._taken_anew.update(anew)
                     # What is left out by the first is new to the second.
                     reduced = _make_server_def(without, self._chief_address)
                     context.context().update_server_def(reduced)
@@ -253,6 +262,19 @@ class Cluster:
                 deadline,
                 "readmitting servers (a call outside of dispatch_scope() may be in flight)",
             )
+
+    def life(self, job: str, index: int) -> tuple[int, int]:
+        """Which life of a server this process knows; compare it with one of earlier.
+
+        When a server that was started again is readmitted, by whatever thread, it begins another
+        life: what was made on it before is gone, though it answers.
+
+        Args:
+          job: "worker" or "ps".
+          index: Which of them.
+        """
+        number = signs_of_life.incarnation_of(signs_of_life.device_of(job, index))
+        return number, self._taken_anew[job, index]
 
     def _without(self, servers: Sequence[tuple[str, int]]) -> dict[str, dict[int, str]]:
         """The addresses of all other servers, by job and index."""
@@ -356,6 +378,7 @@ class Cluster:
             if self._closed:
                 return
             self._closed = True
+            self._end_passes()
             self.data_service.close()
             if _connected is not self:
                 self._stop_servers()
@@ -390,6 +413,15 @@ class Cluster:
     def __str__(self) -> str:
         readers = f", readers={self.readers}" if self.readers else ""
         return f"{type(self).__name__}(workers={self.workers}, ps={self.ps}{readers})"
+
+    def _end_passes(self) -> None:
+        """Has passes end that somebody has left early, or that other threads wait for."""
+        passes = self.passes()
+        for run in passes:
+            run.fail(RuntimeError(f"{self} was closed in the middle of a pass over the data"))
+        deadline = time.monotonic() + _QUIET_DISCONNECT_SECONDS
+        for run in passes:
+            run.join(max(0.0, deadline - time.monotonic()))
 
     def _stop_servers(self) -> None:
         """Stops servers that this object started; called once, by `close`."""

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from absl import logging
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.client import pywrap_tf_session
+from tensorflow.python.eager import context
 
 from tf_recsync.cluster import tf_config
 
@@ -42,6 +45,24 @@ def is_reachable(device: str) -> bool:
       device: The name of a device of the server.
     """
     return _ask(device) is None
+
+
+def incarnation_of(device: str) -> int:
+    """The number that a server, as this process is connected to it, drew when it started; else 0.
+
+    Args:
+      device: The name of a device of the server.
+    """
+    eager_context = context.context()
+    eager_context.ensure_initialized()
+    devices = pywrap_tfe.TFE_ContextListDevices(eager_context._handle)
+    try:
+        for i in range(pywrap_tf_session.TF_DeviceListCount(devices)):
+            if pywrap_tf_session.TF_DeviceListName(devices, i).startswith(f"{device}/"):
+                return pywrap_tf_session.TF_DeviceListIncarnation(devices, i)
+        return 0
+    finally:
+        pywrap_tf_session.TF_DeleteDeviceList(devices)
 
 
 class Probe(threading.Thread):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
-from tf_recsync.cluster import device_of
 from tf_recsync.strategies import model_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.fit_strategy import FitStrategy
@@ -77,6 +78,7 @@ class CopiedTrainFunction(Steps):
         super().__init__(model, settings)
         self.group: Synchronizer | None = None
         self._is_open = False  # Between an epoch's begin and its end.
+        self._flushing = threading.RLock()
         self._read = read
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
@@ -101,10 +103,27 @@ class CopiedTrainFunction(Steps):
         return self.group
 
     def _flush(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self.group.end()
-            self.group.copies.settled()
+        # The coordinator, or whoever reads a variable, or the thread of the worker that was last.
+        with self._flushing:
+            if self._is_open:
+                self._is_open = False
+                self.group.end()
+                self.group.copies.settled()
+
+    def _settle_if_stopped(self) -> None:
+        """If fit was stopped within an epoch, the steps in flight end before anybody sees."""
+        if self._run is not None and self._should_stop():
+            self._settle(self._run)
+
+    def _all_done(self, run: WorkerRun) -> None:
+        """No thread of a worker is at work any more."""
+        # Keras calls nobody if it was stopped within an epoch.
+        if not self._should_stop() or run is not self._run or self._settings.cluster.is_closed:
+            return
+        try:
+            self._flush()
+        except (tf.errors.OpError, RuntimeError) as error:
+            logging.warning("After a pass that was stopped: %s", error)
 
     def _should_stop(self) -> bool:
         return bool(self._model.stop_training)
@@ -140,8 +159,9 @@ class CopiedTrainFunction(Steps):
         """Tells the group which workers are gone; whether there are any."""
         cluster, limit = self._settings.cluster, self._settings.silence_timeout
         asked = sorted({*self.group.there, *self.group.copies.workers})
-        gone = silent_or_new(cluster, asked, limit)
-        for worker in gone:
+        gone = {worker for worker in asked if self.group.copies.is_of_earlier_life(worker)}
+        gone.update(silent_or_new(cluster, [w for w in asked if w not in gone], limit))
+        for worker in sorted(gone):
             if run is not None:
                 run.expect_loss(worker)
             self.group.lose(worker)
@@ -150,19 +170,15 @@ class CopiedTrainFunction(Steps):
     def ensure_group(self) -> Synchronizer:
         """The workers; made at the first call, when the model and its optimizer are built."""
         if self.group is None:
-            workers = range(self._settings.cluster.workers)
-            copies = Copies(
-                variables_of(self._model),
-                [device_of("worker", worker) for worker in workers],
-                self._settings.cluster.dispatch_scope,
-                self._read,
-            )
+            variables, cluster = variables_of(self._model), self._settings.cluster
+            copies = Copies(variables, cluster, self._read, self._settle_if_stopped)
             self.group = self._make_group(copies)
         return self.group
 
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
         run = super()._start(iterator)
         self.group.fail = run.fail
+        run.when_done(lambda: self._all_done(run))
         return run
 
     def _open(
@@ -197,11 +213,10 @@ class _State(WorkerState):
         self._group = group
         self._index = worker
         self._copies = group.copies.of(worker)
-        self._handles = group.handles(worker)
 
     @property
     def inputs(self) -> list[tf.Tensor]:
-        return [*super().inputs, *self._handles]
+        return [*super().inputs, *self._group.handles(self._index)]
 
     def begin(self, time: float) -> None:
         if self._copies is None or self._group.copies.of(self._index) is not self._copies:

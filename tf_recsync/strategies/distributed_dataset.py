@@ -70,7 +70,7 @@ def end_forgotten_passes(cluster: Cluster, reader_timeout: float) -> None:
     Raises:
         RuntimeError: if the first reader does not answer.
     """
-    for run in [run for run in cluster.reader_passes() if run.is_open]:
+    for run in [run for run in cluster.passes() if run.readers and run.is_open]:
         if not _ask_readers(cluster, run.data.is_known, reader_timeout):
             run.fail(data_errors.forgotten())
             run.stop()

@@ -213,7 +213,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         function = model.train_function
         return function.events.record(limit, function.collect_events, failed)
 
-    def copies(self, model: keras.Model) -> list[list[np.ndarray]]:
+    def copies(self, model: keras.Model) -> list[list[np.ndarray] | None]:
         """The parameters of each worker.
 
         Args:
@@ -221,14 +221,13 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
 
         Returns:
             For each worker, by its index, arrays like `model.trainable_variables`; all the
-            same before the model has trained.
+            same before the model has trained. None for a worker that is lost.
         """
         group = self._group(model)
         if group is None:
             values = [np.asarray(v) for v in model.trainable_variables]
             return [values] * self.topology.size
-        count = len(model.trainable_variables)
-        return [group.copies.values(worker)[:count] for worker in group.copies.workers]
+        return group.copies.by_worker(len(model.trainable_variables))
 
     def worker_states(self, model: keras.Model) -> WorkerStates:
         """The parameters and the iteration of each worker, for a `tf.train.Checkpoint`.

@@ -214,22 +214,22 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
             syncs = report.sync_ps_bytes / (8 * report.elements) if report.elements else 0
         return report.steps / syncs if syncs else float("inf")
 
-    def copies(self, model: keras.Model) -> list[list[np.ndarray]]:
+    def copies(self, model: keras.Model) -> list[list[np.ndarray] | None]:
         """The dense parameters of each trainer.
 
         Args:
             model: a model that was compiled in this strategy's scope.
 
         Returns:
-            For each trainer that is there, by its index, arrays like those of
-            `model.trainable_variables` that are not on embedding PSs; all the same before the
-            model has trained.
+            For each trainer, by its index, arrays like those of `model.trainable_variables`
+            that are not on embedding PSs; all the same before the model has trained. None for
+            a trainer that is lost.
         """
         group = self._group(model)
         dense = [v for v in model.trainable_variables if device_of(v) == LOCAL]
         if group is None or not group.copies.workers:
             return [[np.asarray(v) for v in dense]] * self._cluster.workers
-        return [group.copies.values(worker)[: len(dense)] for worker in group.copies.workers]
+        return group.copies.by_worker(len(dense))
 
     def worker_states(self, model: keras.Model) -> WorkerStates:
         """The copies of each trainer and of the sync PSs, for a `tf.train.Checkpoint`.

@@ -55,6 +55,7 @@ class Slot:
         state: what `open_worker` returned and the calls then updated.
         busy_since: when its call in flight began (time.monotonic), or None.
         lost: whether it is gone at the moment.
+        life: the worker's when the thread opened it, see `Cluster.life`.
         silent: whether it was given up because it did not answer.
         breaks: how often its connection broke while it lived, since it last finished a call.
         forgotten: whether it lacks functions, and has to be taken into the cluster anew.
@@ -70,6 +71,7 @@ class Slot:
         self.state: State | None = None
         self.busy_since: float | None = None
         self.lost = False
+        self.life: tuple[int, int] | None = None
         self.silent = False
         self.breaks = 0
         self.forgotten = False
@@ -86,6 +88,9 @@ class Crew(Protocol):
 
     def leave(self, thread: int) -> None:
         """A worker's thread has nothing to do at the moment; its slot's number."""
+
+    def resume(self, thread: int) -> None:
+        """A thread that may have left is about to take steps, which others have given back."""
 
     def release(self) -> None:
         """Ends all waits of workers, with errors."""

@@ -94,6 +94,7 @@ class WorkerRun:
         self._finished_parts = 0  # Threads that have seen the end of the dataset.
         self._live = cluster.workers * threads  # Threads that have not finished.
         self._losses = Losses()
+        self._actions: list[Callable[[], None]] = []  # When no thread is at work any more.
         self._results: dict[int, Any] = {}
         self._next_result = 0
         self._without_worker_since: float | None = None
@@ -109,8 +110,7 @@ class WorkerRun:
         self._watch = SilenceWatch(cluster, self._suspects, self._give_up, silence_timeout)
         for thread in self._threads:
             thread.start()
-        if self._readers:
-            cluster.add_reader_pass(self)
+        cluster.add_pass(self)
 
     # The coordinator's side.
 
@@ -119,6 +119,11 @@ class WorkerRun:
         with self._changed:
             self._granted += steps
             self._changed.notify_all()
+
+    @property
+    def readers(self) -> int:
+        """How many readers may have parts of its data."""
+        return self._readers
 
     @property
     def is_open(self) -> bool:
@@ -184,6 +189,14 @@ class WorkerRun:
             self._stopped = True
             self._changed.notify_all()
 
+    def when_done(self, action: Callable[[], None]) -> None:
+        """Calls `action` when no thread is at work any more, in one of them, or here."""
+        with self._changed:
+            if self._live > 0:
+                self._actions.append(action)
+                return
+        action()
+
     def expect_loss(self, worker: int) -> None:
         """If a worker's next call fails it is lost, also if it answers by then."""
         for slot in self.slots:
@@ -193,12 +206,14 @@ class WorkerRun:
     def stop(self) -> None:
         """Ends the pass; waits for the calls in flight, with a limit."""
         self.request_stop()
-        self._join(_STALL_SECONDS)
+        self.join(_STALL_SECONDS)
 
-    def _join(self, seconds: float) -> None:
+    def join(self, seconds: float) -> None:
+        """Waits until the workers' threads have ended, for so many seconds at most."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     @contextlib.contextmanager
     def _leaving(self) -> Iterator[None]:
@@ -211,7 +226,7 @@ class WorkerRun:
                 self.request_stop()
                 # In a thread, as the server that it calls may be the one that failed.
                 threading.Thread(target=self._release, name="recsync_release", daemon=True).start()
-                self._join(self._leave_seconds)
+                self.join(self._leave_seconds)
             raise
         except BaseException:  # As by Ctrl-C, after which the caller may go on.
             self.request_stop()
@@ -350,13 +365,17 @@ class WorkerRun:
         finally:
             with self._changed:
                 self._live -= 1
+                actions: list[Callable[[], None]] = []
                 if self._live == 0:
                     self._watch.end()
+                    actions, self._actions = self._actions, []
                 slot.running = False
                 slot.busy_since = None
                 self._changed.notify_all()
             if self._error is not None:
                 self._release()
+            for action in actions:
+                action()
 
     def _release(self) -> None:
         """Has workers that wait for one whose step has failed end, too."""
@@ -401,6 +420,12 @@ class WorkerRun:
             if n is None:
                 self._leave(slot)
                 n = self._take()
+                if n and self._crew is not None:
+                    resumed = self._guarded(slot, lambda: self._crew.resume(slot.number))
+                    if resumed is None:
+                        self._give_back(n, lost=False)
+                        opened = False
+                        continue
             if n == 0:
                 self._leave(slot)
                 return
@@ -408,7 +433,7 @@ class WorkerRun:
             outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
             if outcome is None:
                 slot.lost_steps += n
-                self._give_back(n)
+                self._give_back(n, lost=True)
                 opened = False
                 continue
             done, ended, result = outcome[0]
@@ -425,6 +450,7 @@ class WorkerRun:
         # to a worker, one would use it there before the other has sent it.
         with self._opening[slot.index]:
             before = slot.state
+            slot.life = self._cluster.life("worker", slot.index)
             try:
                 self._open_worker(slot)
             finally:
@@ -474,11 +500,12 @@ class WorkerRun:
                 self._results[number] = value
             self._changed.notify_all()
 
-    def _give_back(self, taken: int) -> None:
-        """A call's steps were lost with its worker."""
+    def _give_back(self, taken: int, lost: bool) -> None:
+        """A call's steps were not done, or were lost with its worker."""
         with self._changed:
             self._taken -= taken
-            self._losses += Losses(steps=taken)
+            if lost:
+                self._losses += Losses(steps=taken)
             self._changed.notify_all()
 
     def _guarded(self, slot: Slot, action: Callable[[], Any]) -> tuple[Any] | None:
@@ -494,10 +521,13 @@ class WorkerRun:
 
     def _diagnose(self, slot: Slot, error: tf.errors.OpError) -> None:
         """Returns if the worker is lost; else raises what really is wrong."""
+        if self._cluster.is_closed:
+            return  # And all servers with it.
         check_parameter_servers(self._cluster, error)
         if self._readers:
             data_errors.check(error)
-        if not slot.silent and is_reachable(slot.device):
+        is_same = slot.life == self._cluster.life("worker", slot.index)
+        if not slot.silent and is_same and is_reachable(slot.device):
             forgotten = _is_unknown_function(error)
             broken = forgotten or isinstance(error, tf.errors.UnavailableError)
             if not broken or slot.breaks == _MOST_BREAKS:

@@ -249,6 +249,9 @@ class Aggregation:
             with tf.device(self._tokens.device):
                 self._tokens.leave(worker)
 
+    def resume(self, worker: int) -> None:
+        """Does nothing: a worker that takes a token is one of them again."""
+
     def pause(self) -> contextlib.AbstractContextManager:
         """Workers call parameter servers only, which stay where they are."""
         return contextlib.nullcontext()

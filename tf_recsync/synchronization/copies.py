@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 from tensorflow.python.ops import resource_variable_ops
 
+from tf_recsync.cluster import Cluster, device_of
 from tf_recsync.synchronization.remote_values import PackedReader, on_worker
 
 Refresh = Callable[[], None]
@@ -37,24 +38,26 @@ class Copies:
 
     Args:
         variables: what users see of them, in an order that all copies keep.
-        devices: the device of each worker.
-        dispatch_scope: a scope for remote calls, see `Cluster.dispatch_scope`.
+        cluster: the connected cluster.
         read: "mean", or the index of the worker whose copy is read.
+        settle: is called before users see them; returns when no worker trains them that will
+            soon do so no longer.
     """
 
     def __init__(
         self,
         variables: Sequence[CopiedVariable],
-        devices: Sequence[str],
-        dispatch_scope: Callable[[], contextlib.AbstractContextManager],
+        cluster: Cluster,
         read: str | int = "mean",
+        settle: Callable[[], None] = lambda: None,
     ):
         self.variables = list(variables)
-        self._devices = list(devices)
-        self._scope = dispatch_scope
+        self._cluster = cluster
         self._read = read
+        self._settle = settle
         self._lock = threading.RLock()
         self._copies: dict[int, list[tf.Variable]] = {}  # By worker.
+        self._lives: dict[int, tuple[int, int]] = {}  # The workers' when theirs were made.
         # What workers begin with that have none yet, if it is not what users see.
         self._loaded: dict[int, list[np.ndarray]] = {}
         self._shown: list[np.ndarray] = []  # What users see, as far as is known.
@@ -84,24 +87,36 @@ class Copies:
         with self._lock:
             return self._copies.get(worker)
 
+    def is_of_earlier_life(self, worker: int) -> bool:
+        """Whether a worker's copies, if it has any, are gone although it answers.
+
+        It was started again, and somebody has readmitted it.
+        """
+        with self._lock:
+            made_in = self._lives.get(worker)
+        return made_in is not None and made_in != self._cluster.life("worker", worker)
+
     def make(self, worker: int, values: Sequence[np.ndarray]) -> None:
         """Makes a worker's copies anew, with these values."""
-        with self._scope(), tf.device(self._devices[worker]):
+        life = self._cluster.life("worker", worker)
+        with self._at(worker):
             made = []
             for variable, value in zip(self.variables, values, strict=True):
                 made.append(tf.Variable(on_worker(value), trainable=False, shape=variable.shape))
         with self._lock:
             self._copies[worker] = made
+            self._lives[worker] = life
 
     def drop(self, worker: int) -> None:
         """Forgets the copies of a worker that is lost."""
         with self._lock:
             self._copies.pop(worker, None)
+            self._lives.pop(worker, None)
 
     def values(self, worker: int) -> list[np.ndarray]:
         """A worker's copies."""
-        with self._scope():
-            return self._reader(self.handles(worker), self._devices[worker])
+        with self._cluster.dispatch_scope():
+            return self._reader(self.handles(worker), device_of("worker", worker))
 
     def all_values(self) -> dict[int, list[np.ndarray]]:
         """The copies by worker, of those that have some or will begin with some.
@@ -123,6 +138,14 @@ class Copies:
         if failed is not None and not found:
             raise failed
         return found
+
+    def by_worker(self, count: int) -> list[list[np.ndarray] | None]:
+        """The first copies of each worker; None for one that has none, or does not answer."""
+        found = self.all_values()
+        return [
+            found[worker][:count] if worker in found else None
+            for worker in range(self._cluster.workers)
+        ]
 
     def begin(self) -> None:
         """Has the copies take over what users have assigned; nobody may train them."""
@@ -193,6 +216,8 @@ class Copies:
         """Writes what the copies come to into what users see."""
         if not (self._stale or force) or _refreshing.active:
             return
+        if not force:
+            self._settle()
         with self._lock, _refreshing:
             found = self._combined()
             if found is None:
@@ -246,10 +271,15 @@ class Copies:
         ]
 
     def _assign(self, worker: int, values: Sequence[np.ndarray | None]) -> None:
-        with self._scope(), tf.device(self._devices[worker]):
+        with self._at(worker):
             for copy, value in zip(self._copies[worker], values, strict=True):
                 if value is not None:
                     copy.assign(on_worker(value), read_value=False)
+
+    @contextlib.contextmanager
+    def _at(self, worker: int) -> Iterator[None]:
+        with self._cluster.dispatch_scope(), tf.device(device_of("worker", worker)):
+            yield
 
     def _current(self) -> list[np.ndarray]:
         with _refreshing:

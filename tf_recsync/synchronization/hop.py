@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster
+from tf_recsync.cluster import Cluster, device_of, is_reachable
 from tf_recsync.ops import hop
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop_edges import Edges, at
@@ -77,11 +77,17 @@ class HopGroup:
         self._restored: int | None = None  # The latest iteration of a checkpoint.
         self._lost: set[int] = set()
         self._left: dict[int, int] = {}  # And in which iteration.
+        self._resuming: set[int] = set()  # They have left and take part again soon.
         self._ending = False
         self._all_there = True  # As long as that, the bounds hold.
         self._edges = Edges(
-            cluster, dtype, lambda: dict(self._living()), lambda error: self.fail(error)
+            cluster,
+            dtype,
+            lambda: dict(self._living()),
+            self._answers,
+            lambda error: self.fail(error),
         )
+        self._joining = threading.Lock()  # One worker at a time takes part again.
         self._monitor: threading.Thread | None = None
         self._stop_monitor = threading.Event()
         self._events = events
@@ -116,7 +122,8 @@ class HopGroup:
             if has_all and not was_lost:
                 return
         if was_lost:
-            self._come_back(worker)
+            with self._joining:
+                self._come_back(worker)
         else:
             self.copies.ensure(worker)
             self._make(worker, self._first)
@@ -163,6 +170,27 @@ class HopGroup:
             self._all_there = False
         self._void_bounds()
         self._tell_neighbors(worker, 0, iteration)
+
+    def resume(self, worker: int) -> None:
+        """A worker that has left in this epoch takes steps again: its neighbors count on it.
+
+        It had batches ahead when no steps were left, and others found no batches for theirs.
+        """
+        with self._joining:
+            with self._lock:
+                if worker not in self._left or worker in self._lost:
+                    return
+            self._states()  # What it has counted up to now.
+            try:
+                with self._edges.renew(worker), self._lock:
+                    self._resuming.add(worker)
+                there = set(self.there)
+                first = self._join(worker, [w for w in self._neighbors(worker) if w in there])
+            finally:
+                with self._lock:
+                    self._resuming.discard(worker)
+            logging.info("Worker %d goes on from iteration %d.", worker, first)
+            self.carry_on()
 
     def release(self) -> None:
         """Ends all waits, with errors."""
@@ -237,7 +265,7 @@ class HopGroup:
         with self._lock:
             if self._ending:
                 return
-            there = self._handles.keys() - self._lost
+            there = set(self.there)
             for sender, receiver in self._pairs():
                 if {sender, receiver} <= there:
                     self._edges.start(sender, receiver)
@@ -313,18 +341,51 @@ class HopGroup:
 
     def _come_back(self, worker: int) -> None:
         """A lost worker takes its neighbors' parameters, and part from a later iteration on."""
-        senders = [w for w in self._topology.in_neighbors(worker) if self._is_there(w)]
-        source = senders or [w for w, _ in self._living() if w != worker]
+        senders = set(self._topology.in_neighbors(worker))
+        there = self.there
+        source = [w for w in there if w in senders and w not in self._left] or there
         is_loaded = self.copies.is_loaded(worker)
         if not source and not is_loaded:
             raise RuntimeError(f"worker {worker} is back, but no worker has parameters for it")
-        self._edges.renew(worker)
+        with self._edges.renew(worker):
+            pass  # It is no living one since it was lost.
         if is_loaded:
             self.copies.ensure(worker)
         else:
-            self.copies.make(worker, self.copies.mean([self.copies.values(w) for w in source]))
+            source = self._load_mean(worker, source)
+        first = self._join(worker, source)
+        logging.warning(
+            "Worker %d goes on from iteration %d with %s.",
+            worker,
+            first,
+            "those of the checkpoint" if is_loaded else f"the mean parameters of {listed(source)}",
+        )
+        self.carry_on()
+
+    def _load_mean(self, worker: int, others: Sequence[int]) -> list[int]:
+        """Gives a worker the mean of others' parameters; returns whose."""
+        taken = {}
+        for other in others:
+            # One that is gone as well, its own thread will find out.
+            with contextlib.suppress(tf.errors.OpError, KeyError):
+                taken[other] = self.copies.values(other)
+        # If nobody answers any more, what was known of them last.
+        values = self.copies.mean(taken.values()) if taken else self.copies.shown
+        self.copies.make(worker, values)
+        return list(taken)
+
+    def _join(self, worker: int, others: Sequence[int]) -> int:
+        """Has a worker with parameters take part in an epoch under way; under _joining.
+
+        Args:
+            worker: nobody counts on it.
+            others: it begins behind their iterations.
+
+        Returns:
+            The iteration that it begins with.
+        """
         margin = _MARGIN
-        first = max([self._iteration(w) for w in source], default=self._first) + margin
+        first = max([self._first - 1, *self._iterations(others).values()]) + margin
         while True:
             self._make(worker, first)
             now = self._tell_neighbors(worker, first, hop.FOREVER)
@@ -334,22 +395,30 @@ class HopGroup:
             # Somebody has been faster, and would be again and again.
             margin *= 2
             first = latest + margin
-        for neighbor in self._neighbors(worker):
-            since, until = now.get(neighbor, 0), hop.FOREVER
-            if neighbor in self._lost:
-                since, until = 0, -1
-            elif neighbor in self._left:
-                since, until = 0, self._left[neighbor]
-            hop.set_neighbor(self.handle(worker), neighbor, max(since, 0), until)
         with self._lock:
+            # From now on it is told itself of neighbors that leave or are lost.
             self._lost.discard(worker)
-        logging.warning(
-            "Worker %d goes on from iteration %d with %s.",
-            worker,
-            first,
-            "those of the checkpoint" if is_loaded else f"the mean parameters of {listed(source)}",
-        )
-        self.carry_on()
+            self._left.pop(worker, None)
+        for neighbor in self._neighbors(worker):
+            since = max(now.get(neighbor, 0), 0)
+            told: int | None = None
+            while told != (until := self._takes_part_until(neighbor)):
+                told = until
+                is_live = told == hop.FOREVER
+                hop.set_neighbor(self.handle(worker), neighbor, since if is_live else 0, told)
+        return first
+
+    def _takes_part_until(self, worker: int) -> int:
+        with self._lock:
+            return -1 if worker in self._lost else self._left.get(worker, hop.FOREVER)
+
+    def _iterations(self, workers: Sequence[int]) -> dict[int, int]:
+        """Where workers stand; of one that is gone as well, nothing."""
+        found = {}
+        for worker in workers:
+            with contextlib.suppress(tf.errors.OpError):
+                found[worker] = self._iteration(worker)
+        return found
 
     def _iteration(self, worker: int) -> int:
         with at(self._cluster, worker):
@@ -390,7 +459,14 @@ class HopGroup:
 
     def _living(self) -> list[tuple[int, tf.Tensor]]:
         with self._lock:
-            return [(w, h) for w, h in sorted(self._handles.items()) if w not in self._lost]
+            gone = self._lost | self._resuming
+            return [(w, h) for w, h in sorted(self._handles.items()) if w not in gone]
+
+    def _answers(self, worker: int) -> bool:
+        """Whether a worker gives signs of life, and of the one that its copies are of."""
+        return not self.copies.is_of_earlier_life(worker) and is_reachable(
+            device_of("worker", worker)
+        )
 
     def _states(self) -> dict[int, State]:
         """The states of the workers that answer in time; takes what they have done along."""

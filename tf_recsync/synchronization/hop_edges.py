@@ -19,7 +19,7 @@ from absl import logging
 from tensorflow.python.framework import ops as framework_ops
 
 from tf_recsync import ops
-from tf_recsync.cluster import Cluster, device_of, is_reachable
+from tf_recsync.cluster import Cluster, device_of
 from tf_recsync.ops import hop
 
 PARCELS_PER_CALL = 3
@@ -51,6 +51,7 @@ class Edges:
         dtype: of the parameters.
         living: gives the workers that are there, with the handles of what they keep; called
             again whenever a loop goes on.
+        answers: whether a worker that was there gives signs of the same life.
         fail: is called with what has gone wrong between two workers that are there.
     """
 
@@ -59,11 +60,13 @@ class Edges:
         cluster: Cluster,
         dtype: tf.DType,
         living: Callable[[], Mapping[int, tf.Tensor]],
+        answers: Callable[[int], bool],
         fail: Callable[[Exception], None],
     ):
         self._cluster = cluster
         self._dtype = dtype
         self._living = living
+        self._answers = answers
         self._fail = fail
         self._limits: dict[str, float] = {}  # Bytes per second, by device.
         self._ending = False
@@ -123,14 +126,17 @@ class Edges:
 
         threading.Thread(target=end_waits, name="recsync_hop_leave", daemon=True).start()
 
-    def renew(self, worker: int) -> None:
-        """Lets new loops start from and to a worker that is back, before it is a living one.
+    @contextlib.contextmanager
+    def renew(self, worker: int) -> Iterator[None]:
+        """Has the loops from and to a worker end, and inside, no worker calls another.
 
-        Calls of old ones end: they might carry something to what it kept before.
+        They might carry something to what it kept before. New ones can start when it is over;
+        by then it must not be one of the living with what it kept.
         """
         with self.pause():
             for pair in [pair for pair in self._threads if worker in pair]:
                 del self._threads[pair]
+            yield
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -239,7 +245,7 @@ class Edges:
         if self._ending or not self._is_in_charge(sender, receiver, self._living()):
             return False
         # One that is gone is found out by the thread that drives it.
-        if not all(is_reachable(device_of("worker", worker)) for worker in (sender, receiver)):
+        if not all(self._answers(worker) for worker in (sender, receiver)):
             return False
         if failures >= _ATTEMPTS or not isinstance(error, _PASSING):
             self._fail(error)

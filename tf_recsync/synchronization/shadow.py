@@ -157,6 +157,9 @@ class ShadowGroup:
             self._away.add(thread)
             self._changed.notify_all()
 
+    def resume(self, thread: int) -> None:
+        """Does nothing: see `training`."""
+
     def release(self) -> None:
         """Ends all waits."""
         with self._changed:
@@ -414,7 +417,9 @@ class ShadowGroup:
             self._changed.wait_for(lambda: self._ending, _RETRY_SECONDS)
 
     def _answers(self, worker: int) -> bool:
-        """Whether a trainer gives a sign of life soon."""
+        """Whether a trainer gives a sign of life soon, and of the life that its copies are of."""
+        if self.copies.is_of_earlier_life(worker):
+            return False
         probe = Probe(self._cluster, device_of("worker", worker))
         _wait_for_answers([probe])
         return probe.reachable

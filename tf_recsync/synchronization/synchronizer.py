@@ -16,7 +16,7 @@ class Synchronizer(Protocol):
     """Workers with parameters of their own, while they train.
 
     It makes what workers need, mixes their copies, and is told who is gone. The threads that
-    drive the workers call `open`, `lose`, `leave`, `pause`, `describe` and `release`, see
+    drive the workers call `open`, `lose`, `leave`, `resume`, `pause`, `describe` and `release`, see
     `slots.Crew`.
 
     Attributes:
@@ -59,6 +59,9 @@ class Synchronizer(Protocol):
 
     def leave(self, thread: int) -> None:
         """A worker's thread has nothing to do at the moment."""
+
+    def resume(self, thread: int) -> None:
+        """A worker's thread that may have left is about to take steps."""
 
     def release(self) -> None:
         """Ends all waits of workers, with errors."""
