@@ -121,9 +121,12 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
         )
         return Lookups()
     batch = wrapped.inputs[: len(specs)]
+    # What is bound at each call, as the table of a StringLookup, a pruned function would not have.
+    bound_late = {id(t) for t in wrapped.graph.deferred_internal_captures}
+    known = {t.op.name for t in wrapped.inputs if id(t) not in bound_late}
 
     def computable(request):
-        return all(_depends_only_on(t, batch, wrapped.inputs) for t in request.tensors)
+        return all(_depends_only_on(t, known) for t in request.tensors)
 
     # A request is recognised by its place among those of its tables.
     late = {i for tables, request in found if not computable(request) for i in tables}
@@ -141,9 +144,8 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
     return Lookups(tuple(tables for tables, _ in early), compute, frozenset(whole))
 
 
-def _depends_only_on(tensor: tf.Tensor, allowed, captured) -> bool:
-    """Whether a tensor can be computed from `allowed` (and what the graph captured)."""
-    known = {t.op.name for t in [*allowed, *captured]}
+def _depends_only_on(tensor: tf.Tensor, known: set[str]) -> bool:
+    """Whether a tensor can be computed from the inputs of the graph that have these names."""
     pending = [tensor.op]
     seen = set()
     while pending:
