@@ -43,7 +43,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_exactly_the_rows_that_the_layers_name_are_trained(cluster, kind):
+def test_the_rows_that_the_layers_name_are_trained(cluster, kind):
     strategy = STRATEGIES[kind](cluster)
     with strategy.scope():
         inputs, pooled = {}, []
@@ -60,7 +60,9 @@ def test_exactly_the_rows_that_the_layers_name_are_trained(cluster, kind):
         ids = np.asarray(make()(values)).ravel()
         counts = np.bincount(ids, minlength=ROWS)
         table = np.asarray(model.get_layer(f"rows_of_{name}").embeddings.value).ravel()
-        np.testing.assert_array_equal(table < 1.0, counts > 0, name)
+        assert not np.any((table < 1.0) & (counts == 0)), name
+        if kind != "ShadowSync":  # Whose output need not have come by all trainers' steps.
+            np.testing.assert_array_equal(table < 1.0, counts > 0, name)
         if kind == "Async":
             # A gradient of 1 for each time that a row is named.
             np.testing.assert_allclose(table, 1.0 - RATE * counts, atol=1e-6, err_msg=name)
