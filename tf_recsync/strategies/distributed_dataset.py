@@ -18,7 +18,8 @@ from tensorflow.python.data.experimental.service import _pywrap_server_lib
 from tensorflow.python.data.ops import dataset_ops, prefetch_op
 
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies import data_errors
+from tf_recsync.cluster.data_service import DataService
+from tf_recsync.strategies import data_errors, reshuffling
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
@@ -33,7 +34,11 @@ _TRAILING = (
 
 
 def register(
-    cluster: Cluster, dataset: tf.data.Dataset, readers: int, reader_timeout: float
+    cluster: Cluster,
+    dataset: tf.data.Dataset,
+    readers: int,
+    reader_timeout: float,
+    for_one_pass: bool = False,
 ) -> RegisteredDataset:
     """Registers a dataset with a cluster's data service, which then runs its pipeline.
 
@@ -42,12 +47,17 @@ def register(
         dataset: batches.
         readers: in how many readers it runs; 0: in this process.
         reader_timeout: seconds to wait for the first reader.
+        for_one_pass: whether it may be forgotten with what this returns.
 
     Raises:
         RuntimeError: if the first reader does not answer.
     """
     if readers == 0:
-        return _register(cluster, dataset, cluster.data_service.start(), 0)
+        # A service keeps what was registered, and with it arrays, for as long as it lives.
+        service = DataService(cluster.host) if for_one_pass else cluster.data_service
+        registered = _register(cluster, dataset, service.start(), 0)
+        registered.service = service
+        return registered
     if readers > 1:
         dataset = _without_assertions(dataset)
     return _ask_readers(
@@ -134,7 +144,10 @@ class RegisteredDataset:
 
     Attributes:
         readers: in how many readers it runs; 0: in the coordinator's process.
+        service: in this process, which lives as long as this; None if it is the readers'.
     """
+
+    service: DataService | None = None
 
     def __init__(
         self,
@@ -212,6 +225,7 @@ class DistributedDataset:
         reader_timeout: seconds to wait for the first reader.
         apart: the datasets that workers make, of which `dataset` is the first; None if
             there is one for all.
+        passes: counts the passes over datasets that are shuffled anew in each.
     """
 
     def __init__(
@@ -225,7 +239,9 @@ class DistributedDataset:
         in_order: bool = False,
         reader_timeout: float = 60.0,
         apart: WorkerDatasets | None = None,
+        passes: reshuffling.Passes | None = None,
     ):
+        self._passes = passes or reshuffling.Passes()
         self._reader_timeout = reader_timeout
         is_here = in_order or start_predict is not None
         self.readers = 0 if is_here or apart is not None else cluster.readers
@@ -278,10 +294,19 @@ class DistributedDataset:
             return self._apart
         if self.readers:
             end_forgotten_passes(self._cluster, self._reader_timeout)
-        if self._registered is None:
-            # Predictions go back into the order of the data by their numbers.
-            dataset = self.dataset if self.start_predict is None else self.dataset.enumerate()
-            self._registered = register(self._cluster, dataset, self.readers, self._reader_timeout)
+        is_reshuffled = reshuffling.is_reshuffled(self.dataset)
+        if self._registered is None or is_reshuffled:
+            dataset = self.dataset
+            if is_reshuffled:
+                # The servers' names mean nothing to the service: pin nothing.
+                with tf.device("/CPU:0"):
+                    dataset = reshuffling.in_pass(dataset, self._passes.next(dataset))
+            if self.start_predict is not None:
+                # Predictions go back into the order of the data by their numbers.
+                dataset = dataset.enumerate()
+            self._registered = register(
+                self._cluster, dataset, self.readers, self._reader_timeout, is_reshuffled
+            )
         return self._registered
 
     def local(self) -> tf.data.Dataset:

@@ -14,7 +14,7 @@ from absl import logging
 from tensorflow.python.data.experimental.ops import distribute
 
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies import model_functions, worker_functions
+from tf_recsync.strategies import model_functions, reshuffling, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedDataset
 from tf_recsync.strategies.silence_watch import silence_limit
 from tf_recsync.strategies.slots import Losses
@@ -58,6 +58,7 @@ class FitStrategy:
         self._local_batch_size = local_batch_size
         self._compute_time: worker_functions.ComputeTime | None = None
         self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
+        self._passes = reshuffling.Passes()
         self._settings = model_functions.Settings(
             cluster=cluster,
             worker_timeout=worker_timeout,
@@ -113,6 +114,7 @@ class FitStrategy:
             in_order,
             self._settings.silence_timeout,
             apart,
+            self._passes,
         )
 
     def distribute_datasets_from_function(
@@ -206,10 +208,10 @@ class FitStrategy:
             ValueError: if the strategy was told something else.
         """
         told = self._local_batch_size
-        if known is None and told is None:
+        if known is None:
             with tf.device("/CPU:0"):
                 found = int(distribute.compute_batch_size(dataset))
-            return found if found > 0 else None
+            known = found if found > 0 else None
         if None not in (known, told) and known != told:
             raise ValueError(
                 f"the dataset's batches have {known} examples, local_batch_size is {told}"

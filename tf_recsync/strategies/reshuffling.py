@@ -1,0 +1,107 @@
+"""Has datasets that shuffle do so anew in each pass, as TensorFlow does where it iterates itself.
+
+tf.data's service builds a dataset anew for each pass, from a description in which seeds are
+constants: with a seed, of the dataset or of the program, each pass would have the order of the
+first.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.python.data.ops import dataset_ops, random_op, shuffle_op
+
+# Ops that count passes, and the places of the two seeds and of the count among their inputs.
+_SEEDS = {
+    "RandomDatasetV2": ((0, 1), 2),
+    "ShuffleAndRepeatDatasetV2": ((2, 3), 5),
+    "ShuffleDatasetV3": ((2, 3), 4),
+}
+_EACH_PASS = ("reshuffle_each_iteration", "rerandomize_each_iteration")
+
+
+class Passes:
+    """Counts the passes over datasets; as long as somebody has them."""
+
+    def __init__(self):
+        self._counts: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
+
+    def next(self, dataset: tf.data.Dataset) -> int:
+        """How many passes over a dataset there were before this one."""
+        count = self._counts.get(dataset, 0)
+        self._counts[dataset] = count + 1
+        return count
+
+
+def is_reshuffled(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset's order depends on a seed and on the number of the pass."""
+    pending = [dataset]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, shuffle_op._ShuffleDataset):
+            is_anew = found._reshuffle_each_iteration
+        else:
+            is_anew = isinstance(found, random_op._RandomDataset) and found._rerandomize
+        # Two zeros: another order each time it is built.
+        if is_anew and any(int(seed) for seed in (found._seed, found._seed2)):
+            return True
+        pending += found._inputs()
+    return False
+
+
+def in_pass(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
+    """A dataset with the seeds of a pass.
+
+    Args:
+        dataset: one that `is_reshuffled`.
+        number: of the pass, from 0, in which the seeds are the dataset's own.
+
+    Returns:
+        The same elements in an order that depends on the dataset's seeds and the number.
+    """
+    if number == 0:
+        return dataset
+    try:
+        described = dataset._as_serialized_graph(
+            external_state_policy=dataset.options().experimental_external_state_policy
+        )
+        graph = graph_pb2.GraphDef.FromString(described.numpy())
+        _reseed(graph, number)
+        variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+    except (tf.errors.OpError, ValueError) as error:
+        logging.warning("The dataset keeps its order in each epoch: %s", error)
+        return dataset
+    rebuilt = dataset_ops._VariantDataset(variant, dataset.element_spec)
+    return rebuilt.with_options(dataset.options())
+
+
+def _reseed(graph: graph_pb2.GraphDef, number: int) -> None:
+    """Replaces the seeds of what counts passes."""
+    by_name = {node.name: node for node in graph.node}
+    for node in list(graph.node):
+        if node.op not in _SEEDS or not any(node.attr[name].b for name in _EACH_PASS):
+            continue
+        places, count = _SEEDS[node.op]
+        seeds = [_value(by_name[node.input[place]]) for place in places]
+        if not any(seeds):
+            continue
+        entropy = [seed % 2**64 for seed in seeds]
+        fresh = np.random.SeedSequence([*entropy, number]).generate_state(2, np.uint64) >> 1
+        for place, seed in zip(places, fresh, strict=True):
+            # A node of its own: others may share the constant.
+            constant = graph.node.add()
+            constant.CopyFrom(by_name[node.input[place]])
+            constant.name = f"{node.name}_seed_{place}"
+            tensor = tf.make_tensor_proto(np.int64(seed))
+            constant.attr["value"].tensor.CopyFrom(tensor)
+            node.input[place] = constant.name
+        # The count that the described dataset goes by is bound to its own seeds.
+        node.input[count] = graph.node.add(op="DummySeedGenerator", name=f"{node.name}_count").name
+
+
+def _value(constant: node_def_pb2.NodeDef) -> int:
+    return int(tf.make_ndarray(constant.attr["value"].tensor))
