@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -20,7 +20,7 @@ from tensorflow.python.data.ops import dataset_ops, prefetch_op
 from tf_recsync.cluster import Cluster
 from tf_recsync.cluster.data_service import DataService
 from tf_recsync.strategies import data_errors, reshuffling
-from tf_recsync.strategies.pass_iterator import PassIterator
+from tf_recsync.strategies.pass_iterator import PassIterator, empty_batch
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
 
@@ -309,12 +309,30 @@ class DistributedDataset:
             )
         return self._registered
 
-    def local(self) -> tf.data.Dataset:
-        """The dataset, for an iterator in this process."""
+    def local_batches(self) -> Iterator[Any]:
+        """Batches in this process, for Keras to see what they look like; at least one."""
         # An iterator is put where its dataset is; one made before the cluster was connected is
         # on a device that has another name now.
+        is_empty = True
+        for dataset in [self.dataset] if self._apart is None else self._apart.all():
+            with tf.device("/CPU:0"):
+                dataset = dataset.take(-1)
+            for batch in dataset:
+                is_empty = False
+                yield batch
+        if is_empty:
+            yield self._empty_batch()
+
+    def _empty_batch(self) -> Any:
+        """A batch without examples, if models can be built for it."""
+        for spec in tf.nest.flatten(self.element_spec, expand_composites=True):
+            if spec.shape.rank is None or None in spec.shape[1:]:
+                raise ValueError(
+                    "the dataset has no batches, and their shapes are not known without one: "
+                    f"element_spec={self.element_spec}"
+                )
         with tf.device("/CPU:0"):
-            return self.dataset.take(-1)
+            return empty_batch(self.element_spec)
 
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(self)
@@ -342,7 +360,7 @@ class DistributedIterator:
                 self.run = self.distributed.start_predict(self)
             return self.run.next_result()
         if self._local is None:
-            self._local = iter(self.distributed.local())
+            self._local = self.distributed.local_batches()
         return next(self._local)
 
     def __del__(self):

@@ -161,8 +161,10 @@ class Steps:
         # The end of data of unknown length shows when a call has no step left.
         # Not where Keras stops by itself, though there may have been less than it expects.
         before = self._target - steps
-        is_asked = self._epoch_end < float("inf") or before < self._expected < float("inf")
-        if not running and not is_asked and done <= before:
+        ends = (self._epoch_end, self._expected)
+        is_asked = any(before < end < float("inf") for end in ends)
+        is_over = not running or before >= self._epoch_end  # As of a dataset without batches.
+        if is_over and not is_asked and done <= before:
             iterator.distributed.ended(int(self._target - self._epoch_began))
             raise StopIteration
         return self._logs
@@ -216,6 +218,7 @@ class Steps:
         steps = iterator.distributed.steps_per_epoch
         done = run.completed
         self._is_final = False
+        self._refreshed = 0.0  # The first call shows nothing of the epoch before.
         self._target = done
         length = iterator.distributed.length
         self._epoch_began = done

@@ -149,6 +149,12 @@ class WorkerDatasets(DataAdapter):
         """The first pipeline, in this process."""
         return self._first
 
+    def all(self) -> Iterator[tf.data.Dataset]:
+        """All pipelines, in this process; made when they are asked for."""
+        yield self._first
+        for number in range(1, self.pipelines):
+            yield self._local(number)
+
     # What Keras asks a data adapter for.
 
     def get_tf_dataset(self) -> WorkerDatasets:
