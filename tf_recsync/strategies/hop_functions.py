@@ -19,6 +19,7 @@ from tf_recsync.strategies.copied_functions import (
 )
 from tf_recsync.strategies.model_functions import Settings
 from tf_recsync.strategies.step_counts import DataWait, add_step, read_steps
+from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop import HopGroup
 from tf_recsync.synchronization.hop_events import EventLog
@@ -94,7 +95,15 @@ class HopTrainFunction(CopiedTrainFunction):
             self.group.reports()
 
     def _trace(self, layout: Layout, element_spec, steps, compute_time) -> Callable:
-        return _trace(self._model, layout, self._protocol, element_spec, steps, compute_time)
+        return _trace(
+            self._model,
+            layout,
+            self._protocol,
+            element_spec,
+            steps,
+            compute_time,
+            self._step_logs,
+        )
 
 
 def _trace(
@@ -104,6 +113,7 @@ def _trace(
     element_spec: Any,
     steps_per_call: int,
     compute_time: worker_functions.ComputeTime | None,
+    step_logs: StepLogs,
 ) -> Callable:
     """Traces `model.train_step` and the exchange around it, once for all workers.
 
@@ -115,13 +125,12 @@ def _trace(
     parameters = [variable._value for variable in model.trainable_variables]
     handles = [variable.handle for variable in parameters]
     dtype = exchange_dtype(model)
-    known = {*model.get_metrics_result(), *(metric.name for metric in model.metrics)}
     constrained = [v for v in model.trainable_variables if v.constraint is not None]
 
     @tf.function(autograph=False)
     def compute(data):
         logs = strategy.run(model.train_step, args=(data,))
-        worker_functions.check_logs(model, "train_step", logs, known)
+        step_logs.check(logs)
         return logs
 
     def run_step(data, waited, worker, began, count, hop_handle):

@@ -20,6 +20,7 @@ from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Crew, Losses, Slot
 from tf_recsync.strategies.step_counts import COUNTS
+from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState
 from tf_recsync.synchronization import links
@@ -100,6 +101,7 @@ class Steps:
         self._settings = settings
         self._functions: dict[Any, tuple[dict[int, Callable], Layout]] = {}
         self._current: dict[int, Callable] = {}  # Of those, by their steps.
+        self._step_logs: StepLogs | None = None
         self._logs: dict[str, Any] = {}
         self._refreshed = 0.0
         self._is_final = False  # Whether the logs are those of all steps granted.
@@ -349,6 +351,7 @@ class Steps:
         key = (repr(spec), lengths, compute_time, tuple(bandwidths.items()), states)
         if key not in self._functions:
             layout = self._layout()
+            self._step_logs = StepLogs(self._model, self.method, spec)
             with links.limited(bandwidths):
                 functions = {
                     steps: self._trace(layout, spec, steps, compute_time) for steps in lengths
@@ -373,6 +376,7 @@ class Steps:
             compute_time,
             self._aggregation_of(layout),
             self.method == "train_step" and self._settings.prefetch_lookups,
+            self._step_logs,
         )
 
     def _aggregation_of(self, layout: Layout) -> Aggregation | None:
@@ -392,8 +396,7 @@ class Steps:
                 continue  # Its thread finds out that the worker is lost.
             self._merger.update(slot.number, values)
         self._merger.assign()
-        # As numbers: Keras converts them at each step, and on a server that takes a call each.
-        self._logs = keras.tree.map_structure(np.asarray, self._model.get_metrics_result())
+        self._logs = self._step_logs.results()
         self._refreshed = time.monotonic()
 
 

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync.strategies.step_counts import DataWait, add_step, read_steps
+from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Ahead, Layout, Step
@@ -33,6 +34,7 @@ def trace_steps(
     compute_time: ComputeTime | None,
     aggregation: Aggregation | None = None,
     prefetch_lookups: bool = False,
+    step_logs: StepLogs | None = None,
 ) -> Callable:
     """Traces `model.train_step` or `model.test_step` for the workers.
 
@@ -47,6 +49,7 @@ def trace_steps(
         aggregation: see `Step`.
         prefetch_lookups: whether a step pulls the lookups of the call's next one
             before it computes.
+        step_logs: is told what the steps return; default None.
 
     Returns:
         A concrete function of (iterator, the worker's index, when the pass began,
@@ -60,8 +63,7 @@ def trace_steps(
         ValueError: if the model's own step can't be run on workers.
     """
     is_training = method == "train_step"
-    # What Keras's own steps return, or {m.name: m.result() for m in self.metrics}.
-    known = {*model.get_metrics_result(), *(metric.name for metric in model.metrics)}
+    step_logs = step_logs or StepLogs(model, method, element_spec)
     lookups = find_lookups(model, layout, method, element_spec)
 
     def pull(batch, worker, handles, before) -> Step:
@@ -72,7 +74,7 @@ def trace_steps(
         """The operations that are the step's end, and what the worker computes for them."""
         with step.computing():
             logs = getattr(model, method)(data)
-        check_logs(model, method, logs, known)
+        step_logs.check(logs)
         if is_training and layout.optimizers and not step.pushed:
             raise ValueError(
                 f"{type(model).__name__}.train_step applied no gradients; it has to call "
@@ -248,14 +250,3 @@ def _read(handle: tf.Tensor, like: keras.Variable) -> tf.Tensor:
     """The value of a worker's own copy of a variable."""
     value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=like._value.dtype)
     return tf.ensure_shape(value, like.shape)
-
-
-def check_logs(model: keras.Model, method: str, logs: Any, known: set[str]) -> None:
-    """Metrics are kept per worker and merged; nothing else can be reported."""
-    unknown = set(logs) - known if isinstance(logs, dict) else {repr(logs)}
-    if unknown:
-        raise ValueError(
-            f"{type(model).__name__}.{method} must return the results of the model's metrics "
-            f"({sorted(known)}), which can be merged over workers; it also returned "
-            f"{sorted(unknown)}. Report them through a keras.metrics.Metric."
-        )
