@@ -91,7 +91,13 @@ absl::Status RowWidth(const Var& variable, int64_t* width) {
     return absl::InvalidArgumentError("a table must have rows, not shape []");
   }
   *width = 1;
-  for (int d = 1; d < shape.dims(); ++d) *width *= shape.dim_size(d);
+  for (int d = 1; d < shape.dims(); ++d) {
+    // A table without rows may have any other dimensions.
+    if (__builtin_mul_overflow(*width, shape.dim_size(d), width)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "rows of a table of shape ", shape.DebugString(), " are too large"));
+    }
+  }
   return absl::OkStatus();
 }
 
