@@ -13,6 +13,8 @@ TEST_PROCESSES ?= 4
 SOAK_ROUNDS ?= 10
 SOAK_FILES := $(wildcard $(addprefix tests/test_,$(addsuffix .py,*_failures lost_between_epochs \
   broken_connections silent_servers transport readers hop_retries cluster)))
+# Of make fuzz: --calls, --seed and more; scripts/fuzz_ops.py says which.
+FUZZ_FLAGS ?= --minutes=5
 FULL ?= 0
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
@@ -66,12 +68,13 @@ BENCH_INSTALLED := $(VENV)/.bench_installed
 BENCH_RESULTS := build/benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test soak test-changed coverage lint format bench cc-test bazel-test clean
+.PHONY: help install build demo test soak fuzz test-changed coverage lint format bench cc-test bazel-test clean
 
 help:
 	@echo "make demo        train a Wide & Deep click model on a local cluster"
 	@echo "make test        all Python tests and the examples in docstrings"
 	@echo "make soak        the tests that take long by their nature; make test leaves them out"
+	@echo "make fuzz        call the ops with what is mostly right, until one ends its process"
 	@echo "make test-changed  the tests that reach what you have changed, in about three minutes"
 	@echo "make coverage    record which test reaches which line"
 	@echo "make lint        ruff and clang-format, which must find nothing"
@@ -120,6 +123,10 @@ soak: build
 	@for round in $$(seq $(SOAK_ROUNDS)); do echo "== Round $$round" && \
 	  $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  $(PYTEST_FLAGS) $(SOAK_FILES) || exit 1; done
+
+fuzz: build
+	@echo "== Calls of all ops with arguments that are mostly right: $(FUZZ_FLAGS)"
+	@$(BIN)/python scripts/fuzz_ops.py $(FUZZ_FLAGS)
 
 test-changed: build
 	@$(BIN)/python scripts/test_changed.py --budget=$(BUDGET) $(if $(BASE),--base=$(BASE)) \

@@ -223,6 +223,23 @@ def test_a_late_push_leaves_adams_moments_as_if_it_had_come_in_time():
         np.testing.assert_allclose(late, moments[0], 1e-5)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("power", [-0.5, -0.7])
+def test_ftrl_without_any_regularization_gives_zero_where_no_gradient_came(power, jit):
+    optimizer = optimizers.Ftrl(LR, learning_rate_power=power, initial_accumulator_value=0.0)
+    variable = keras.Variable([0.0, 0.5, 0.0])
+    gradient = tf.constant([0.0, 0.0, 2.0])
+    for _ in range(2):
+        tf.function(lambda: optimizer.apply([gradient], [variable]), jit_compile=jit)()
+    # n is 8 after two gradients of 2, z is 2 + 2 and what w's move to its own n takes from it.
+    w, n, z = 0.0, 0.0, 0.0
+    for _ in range(2):
+        z += 2.0 - ((n + 4.0) ** -power - n**-power) / LR * w
+        n += 4.0
+        w = -z * LR / n**-power
+    np.testing.assert_allclose(variable.numpy(), [0.0, 0.0, w], 1e-5)
+
+
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam", "ftrl"])
 def test_rows_of_bfloat16_tables_are_rounded_to_the_nearest_even(rule):
     # One step from the same values, in float32: the narrow table holds its rounding.

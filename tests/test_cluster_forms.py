@@ -103,7 +103,7 @@ def test_the_pool_of_threads_is_made_once():
     size = ops.server_threads(256)
     assert size.dtype == tf.int32 and size.shape == () and size > 0
     assert ops.server_threads(size + 1) == size
-    for wrong in (0, -1, [1, 2]):
+    for wrong in (0, -1, 2**31 - 1, [1, 2]):
         with pytest.raises(tf.errors.InvalidArgumentError, match="threads must be"):
             ops.server_threads(wrong)
     with pytest.raises(ValueError, match="rank"):

@@ -69,3 +69,39 @@ def test_pushes_and_pulls_of_shared_tables_in_any_order_all_end_and_none_is_lost
         expected[ids] = times
         np.testing.assert_array_equal(table.versions.numpy(), expected)
         np.testing.assert_array_equal(table.value.numpy()[:, 0], expected.astype(np.float32))
+
+
+def test_a_push_is_not_applied_by_halves_when_versions_are_set_back_meanwhile():
+    variables = [tf.Variable(tf.zeros([50])) for _ in range(4)]
+    versions = [tf.Variable(tf.constant(9, tf.int64)) for _ in variables]
+    counters = [tf.Variable(tf.zeros([staleness.COUNTERS], tf.int64)) for _ in variables]
+    refused, is_over = 0, threading.Event()
+
+    def set_back():
+        while not is_over.is_set():
+            for value in (0, 9):
+                versions[-1].assign(value)
+
+    thread = threading.Thread(target=set_back, daemon=True)
+    thread.start()
+    pushes = 1000
+    for _ in range(pushes):
+        try:
+            ops.sgd_dense(
+                variables=[v.handle for v in variables],
+                versions=[v.handle for v in versions],
+                counters=[c.handle for c in counters],
+                last_periods=[],
+                last_updates=[],
+                gradient=tf.ones([4 * 50]),
+                pulled_versions=np.full(4, 9),
+                learning_rate=-1.0,
+                global_step=1,
+                hogwild=False,
+            )
+        except tf.errors.InvalidArgumentError:
+            refused += 1
+    is_over.set()
+    thread.join(60)
+    for variable in variables:
+        np.testing.assert_array_equal(variable, np.full(50, pushes - refused))

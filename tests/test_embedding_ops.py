@@ -70,9 +70,12 @@ def test_an_empty_batch_is_routed_to_nothing():
         ({"shard_tables": [0]}, "shard_tables must have 2 values, not 1"),
         ({"shard_tables": [0, 2]}, "shard 0 of feature b can't be at row 5 of physical table 2"),
         ({"shard_offsets": [0, -5]}, "shard 0 of feature b can't be at row -5"),
-        ({"shard_counts": [1, 0], "shard_tables": [0], "shard_offsets": [0]}, "feature b needs"),
-        ({"table_rows": [0, 20]}, "feature a needs at least one row"),
-        ({"lengths": [-1, 0]}, "feature a needs"),
+        (
+            {"shard_counts": [1, 0], "shard_tables": [0], "shard_offsets": [0]},
+            "shard_counts must be from 1 to .*, not 0 for feature b",
+        ),
+        ({"table_rows": [0, 20]}, "table_rows must be at least 1 .* not 0 and 1 for feature a"),
+        ({"lengths": [-1, 0]}, "lengths at least 0, not 10 and -1 for feature a"),
         ({"combiners": ["sum", "max"]}, "combiners can't be 'max'"),
         ({"out_of_range": ["error", "wrap"]}, "out_of_range can't be 'wrap'"),
         ({"has_bags": [False, False]}, "has_bags must be true for the table of feature b"),
@@ -122,7 +125,7 @@ def test_partial_pools_of_a_slot_are_added_and_missing_ones_are_zero():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": int64(-1)[0]}, "batch must be a scalar"),
+        ({"batch": int64(-1)[0]}, "batch must be at least 0, not -1"),
         ({"batch": int64(2, 2)}, "batch must be a scalar"),
         ({"batch": int64(1)[0]}, "slots holds"),
         ({"slots": [tf.constant([0, 4]), tf.constant([2, 3])]}, "slots holds 4"),
@@ -133,7 +136,7 @@ def test_partial_pools_of_a_slot_are_added_and_missing_ones_are_zero():
         ({"sources": [NONE, tf.constant([0, 1])]}, "sources holds 1, there are 1 vectors"),
         ({"sources": [NONE, tf.constant([0, -1])]}, "sources holds -1"),
         ({"pooled": [tf.constant([1.0, 2.0]), tf.constant([[5.0]])]}, "pooled must be"),
-        ({"dimensions": [2, 0]}, "dimensions must be positive, not 0"),
+        ({"dimensions": [2, 0]}, "dimensions must be positive and at most .*, not 2, 0"),
     ],
 )
 def test_bad_assembling_is_refused_with_what_is_wrong(changes, message):

@@ -50,13 +50,13 @@ def test_buffers_of_one_name_are_one_until_it_is_destroyed():
         ({"capacity": 0}, "capacity must be at least 1, not 0"),
         ({"divisor": 0.0}, "divisor must be positive and finite, not 0"),
         ({"divisor": float("nan")}, "divisor must be positive and finite, not nan"),
-        ({"dense_size": -1}, "dense_size must be at least 0, not -1"),
-        ({"dense_count": -1}, "dense_count must be at least 0, not -1"),
+        ({"dense_size": -1}, "dense_size must be from 0 to 2147483647, not -1"),
+        ({"dense_count": -1}, "dense_count must be from 0 to 2147483647, not -1"),
         (
             {"table_rows": [1]},
             "table_rows and table_widths must be of the same tables, not 1 and 2",
         ),
-        ({"table_rows": [1, -2]}, "table 1 must have at least 0 rows and floats, not -2 rows of 1"),
+        ({"table_rows": [1, -2]}, "table 1 must have at least 0 rows, .* not -2 rows of 1"),
     ],
 )
 def test_a_bad_buffer_is_refused_by_name(changes, message):
@@ -178,7 +178,7 @@ def test_other_bad_calls_are_refused_by_name():
         buffer.push(0, 1, 0)
     with pytest.raises(INVALID, match=r"step = 1 is not in \[1, 0\], the steps given out"):
         buffer_ops.buffer_applied(buffer.handle, True, 1)
-    with pytest.raises(INVALID, match="step must be at least 0, not -1"):
+    with pytest.raises(INVALID, match="step must be from 0 to .*, not -1"):
         buffer.restore(-1)
     with pytest.raises(ValueError, match="tables must be tables of the buffer, not d0/kernel"):
         buffer.push(0, 0, 0, tables=model.dense_states[:1])

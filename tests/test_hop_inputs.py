@@ -1,5 +1,6 @@
 """What the ops of decentralized training refuse."""
 
+import pathlib
 import threading
 import time
 
@@ -226,6 +227,52 @@ def test_the_state_names_the_iteration_that_is_waited_for():
     waiting.join()
     assert cancelled
     tf.raw_ops.DestroyResourceOp(resource=handle)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": [0.5, 0.25]}, r"weights=\[0.25, 0.25\], not \[0.5, 0.25\]"),
+        ({"out_neighbors": [1, 2]}, r"out_neighbors=\[1\], not \[1, 2\]"),
+        ({"max_iteration_gap": 2}, "max_iteration_gap=3, not 2"),
+        ({"capacity": 13}, "capacity=12, not 13"),
+        ({"staleness_bound": 1}, "staleness_bound=-1, not 1"),
+        ({"gap_bounds": [1, 1]}, r"gap_bounds=\[\], not \[1, 1\]"),
+    ],
+)
+def test_a_name_is_not_taken_for_a_worker_with_other_options(changes, message):
+    handle = worker("same")
+    hop.begin(handle, 5)
+    with pytest.raises(INVALID, match=f"shared_name same is a worker with {message}"):
+        worker("same", **changes)
+    again = worker("same")  # With the same ones it is the same worker, where it was.
+    hop.enter(again, 5, UPDATE, send=False)
+    assert int(hop.state(handle).iteration) == 5
+    tf.raw_ops.DestroyResourceOp(resource=handle)
+
+
+def test_a_destroyed_worker_and_the_updates_in_its_queue_are_freed():
+    def resident():
+        status = pathlib.Path("/proc/self/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+    large = tf.ones([8 << 20])  # 32 MB
+    small = variable()
+
+    def round_of_training():
+        handle = worker("freed", slots=8, weights=[0.5], in_neighbors=[1])
+        hop.begin(handle, 0)
+        hop.deliver(handle, 1, 1, 0, UPDATE)
+        hop.deliver(handle, 1, 2, 1, large * 2.0)  # A tensor of its own, which stays.
+        # The last wait of the worker: what it held on to, nobody would let go.
+        hop.receive(handle, 0, UPDATE, [small.handle], relative=True)
+        tf.raw_ops.DestroyResourceOp(resource=handle)
+
+    round_of_training()
+    before = resident()
+    for _ in range(10):
+        round_of_training()
+    assert resident() < before + 100  # MB; all of them would be 320.
 
 
 def test_what_was_destroyed_is_not_found():

@@ -246,7 +246,7 @@ def test_interpolation_moves_variables_of_any_sizes_each_to_its_part(hogwild):
 @pytest.mark.parametrize("hogwild", [True, False])
 def test_an_interpolation_of_one_variable_twice_is_an_error(hogwild):
     variable = tf.Variable(np.ones(4, np.float32))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="must name each variable once"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the same variable is passed twice"):
         ops.interpolate(
             [variable.handle] * 2, np.zeros(8, np.float32), 0.5, hogwild=hogwild, answer=False
         )

@@ -35,6 +35,8 @@ def test_wrong_arguments_are_refused(changes, message):
         ({"clock_bound": 1}, "clock_bound must be 0 with gate=step, not 1"),
         ({"servers": 0}, "servers"),
         ({"workers": 0}, "workers"),
+        ({"servers": 2**31 - 1}, "servers must be from 1 to 1048576, not 2147483647"),
+        ({"workers": 2**31 - 1}, "workers must be from 1 to 1048576, not 2147483647"),
         ({"shared_name": ""}, "shared_name must not be empty"),
     ],
 )

@@ -5,6 +5,7 @@
 #include <sstream>
 #include <utility>
 
+#include "cc/engine/limits.h"
 #include "cc/engine/message.h"
 #include "cc/engine/row_checks.h"
 
@@ -42,17 +43,20 @@ std::string CheckOptions(const GradientBufferOptions& options) {
     return "a buffer's weight must depend on the token's age alone, not on an "
            "update_sensitivity or a target_deviation";
   }
-  if (options.dense_size < 0) {
-    return Message("dense_size must be at least 0, not ", options.dense_size);
-  }
-  if (options.dense_count < 0) {
-    return Message("dense_count must be at least 0, not ", options.dense_count);
+  for (const auto& [name, value] :
+       {std::pair("dense_size", options.dense_size),
+        std::pair("dense_count", options.dense_count)}) {
+    if (value < 0 || value > kMostElements) {
+      return Message(name, " must be from 0 to ", kMostElements, ", not ",
+                     value);
+    }
   }
   for (size_t t = 0; t < options.tables.size(); ++t) {
     const GradientBufferOptions::Table& table = options.tables[t];
-    if (table.rows < 0 || table.width < 0) {
-      return Message("table ", t, " must have at least 0 rows and floats, not ",
-                     table.rows, " rows of ", table.width);
+    if (table.rows < 0 || table.width < 0 || table.width > kMostElements) {
+      return Message("table ", t, " must have at least 0 rows, of 0 to ",
+                     kMostElements, " floats, not ", table.rows, " rows of ",
+                     table.width);
     }
   }
   return "";
@@ -229,6 +233,13 @@ std::string GradientBuffer::Check(const GradientPush& push) const {
     if (rows.table < 0 || rows.table >= tables) {
       return Message("table ", rows.table, " is not in [0, ", tables, ")");
     }
+    // Many rows may share one gradient, by its bag, and each has a sum.
+    const int64_t width = options_.tables[rows.table].width;
+    if (rows.n > kMostElements / std::max<int64_t>(width, 1)) {
+      return Message("indices must name at most ", kMostElements,
+                     " floats of table ", rows.table, " in a push, not ",
+                     rows.n, " rows of ", width);
+    }
     const int64_t count = options_.tables[rows.table].rows;
     const int64_t bad = FirstNotARow(rows.ids, rows.n, count);
     if (bad >= 0) {
@@ -276,6 +287,9 @@ std::string GradientBuffer::CheckVersions(const GradientPush& push) const {
 void GradientBuffer::Add(const GradientPush& push, float weight) {
   GradientSums& sums = **sums_;
   if (push.dense != nullptr) {
+    // Not before, as an attribute alone says the size: now there is a gradient
+    // that has it.
+    sums.dense.resize(options_.dense_size);
     float* to = sums.dense.data();
     const float* from = push.dense;
     const int64_t n = options_.dense_size;
@@ -285,6 +299,7 @@ void GradientBuffer::Add(const GradientPush& push, float weight) {
       for (int64_t i = 0; i < n; ++i) to[i] = weight * from[i];
     }
     if (push.dense_versions != nullptr) {
+      sums.dense_versions.resize(options_.dense_count);
       for (int64_t i = 0; i < options_.dense_count; ++i) {
         int64_t& oldest = sums.dense_versions[i];
         oldest = sums.has_dense ? std::min(oldest, push.dense_versions[i])
@@ -316,8 +331,6 @@ std::unique_ptr<Aggregate::Lease> GradientBuffer::FreshSums() {
       (*sums)->tables.emplace_back().set_width(table.width);
     }
   }
-  (*sums)->dense.resize(options_.dense_size);
-  (*sums)->dense_versions.resize(options_.dense_count);
   return sums;
 }
 

@@ -60,8 +60,8 @@ struct GradientBufferOptions {
   double divisor = 1.0;  // of their sum
   StalenessWeight weight;
   bool drop_late = false;
-  int64_t dense_size = 0;   // elements of all dense variables
-  int64_t dense_count = 0;  // dense variables
+  int64_t dense_size = 0;   // elements of all dense variables, kMostElements
+  int64_t dense_count = 0;  // dense variables, at most as many
   std::vector<Table> tables;
 };
 

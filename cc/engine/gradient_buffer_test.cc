@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <set>
 #include <string>
 #include <vector>
@@ -249,13 +250,15 @@ TEST(GradientBufferTest, BadOptionsAreNamed) {
   EXPECT_EQ(check_with([](O* o) { o->divisor = std::nan(""); }),
             "divisor must be positive and finite, not nan");
   EXPECT_EQ(check_with([](O* o) { o->dense_size = -1; }),
-            "dense_size must be at least 0, not -1");
+            "dense_size must be from 0 to 2147483647, not -1");
   EXPECT_EQ(check_with([](O* o) { o->dense_count = -1; }),
-            "dense_count must be at least 0, not -1");
-  EXPECT_EQ(check_with([](O* o) {
-              o->tables = {{5, 2}, {-1, 2}};
-            }),
-            "table 1 must have at least 0 rows and floats, not -1 rows of 2");
+            "dense_count must be from 0 to 2147483647, not -1");
+  EXPECT_EQ(
+      check_with([](O* o) {
+        o->tables = {{5, 2}, {-1, 2}};
+      }),
+      "table 1 must have at least 0 rows, of 0 to 2147483647 floats, not -1 "
+      "rows of 2");
   EXPECT_NE(check_with([](O* o) { o->weight.update_sensitivity = 0; }), "");
   EXPECT_NE(check_with([](O* o) { o->weight.target_deviation = 1; }), "");
 }
@@ -289,6 +292,43 @@ TEST(GradientBufferTest, OptionsThatDifferHaveOtherDescriptions) {
   EXPECT_TRUE(describe([](O* o) { o->dense_count = 9; }));
   EXPECT_TRUE(describe([](O* o) { o->tables = {{1, 2}}; }));
   EXPECT_TRUE(describe([](O* o) { o->tables = {{2, 1}}; }));
+}
+
+TEST(GradientBufferTest, SizesThatNoTensorHasAreRefused) {
+  GradientBufferOptions options;
+  options.dense_size = int64_t{1} << 40;
+  EXPECT_EQ(CheckOptions(options),
+            "dense_size must be from 0 to 2147483647, not 1099511627776");
+  options.dense_size = 1;
+  options.tables = {{5, int64_t{1} << 31}};
+  EXPECT_EQ(CheckOptions(options),
+            "table 0 must have at least 0 rows, of 0 to 2147483647 floats, not "
+            "5 rows of 2147483648");
+}
+
+TEST(GradientBufferTest, RowsThatShareAGradientCantAddUpToMoreThanATensor) {
+  GradientBufferOptions options;
+  const int64_t width = int64_t{1} << 20;
+  options.tables = {{int64_t{1} << 20, width}};
+  GradientBuffer buffer(options);
+  const std::vector<float> gradient(width, 1.0f);
+  std::vector<int64_t> ids(2048);
+  std::iota(ids.begin(), ids.end(), 0);
+  const std::vector<int32_t> bags(ids.size(), 0);
+  GradientPush push;
+  push.tables.emplace_back();
+  push.tables[0].ids = ids.data();
+  push.tables[0].n = ids.size();
+  push.tables[0].push.gradient = gradient.data();
+  push.tables[0].push.bags.bags = bags.data();
+  std::unique_ptr<Aggregate> aggregate;
+  EXPECT_EQ(buffer.Push(push, &aggregate),
+            "indices must name at most 2147483647 floats of table 0 in a push, "
+            "not 2048 rows of 1048576");
+  push.tables[0].n = 2;
+  EXPECT_EQ(buffer.Push(push, &aggregate), "");
+  ASSERT_NE(aggregate, nullptr);
+  EXPECT_EQ(aggregate->rows(0).size(), 2);
 }
 
 }  // namespace

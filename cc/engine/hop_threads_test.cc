@@ -160,14 +160,16 @@ TEST(HopThreadsTest, AnInterruptEndsTheWaitAndNothingElse) {
   options.capacity = 4;
   for (int round = 0; round < 200; ++round) {
     Worker worker(options);
-    std::thread interrupter([&worker] { worker.Interrupt(); });
+    const int64_t call = worker.BeginCall();
+    std::thread interrupter([&worker, call] { worker.InterruptCall(call); });
     std::promise<Worker::Answer> done;
     worker.Receive(
         0, [&done](Worker::Answer answer, auto) { done.set_value(answer); });
     interrupter.join();
-    worker.Interrupt();
     EXPECT_EQ(done.get_future().get(), Worker::Answer::kCancelled);
-    // It goes on as if nothing had been.
+    // It goes on as if nothing had been, also where that comes late.
+    worker.BeginCall();
+    worker.InterruptCall(call);
     worker.Deliver(1, /*number=*/1, 0, std::make_shared<int64_t>(0));
     EXPECT_EQ(Wait([&](auto then) {
                 worker.Receive(0, [then](Worker::Answer answer, auto received) {

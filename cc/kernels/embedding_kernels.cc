@@ -2,12 +2,16 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "cc/engine/id_router.h"
+#include "cc/engine/limits.h"
+#include "cc/kernels/checked_shape.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
 
@@ -62,7 +66,15 @@ absl::Status ReadFeatures(OpKernelConstruction* ctx, int tables,
   TF_RETURN_IF_ERROR(ReadList(ctx, "out_of_range", f, &out_of_range));
   TF_RETURN_IF_ERROR(ReadList(ctx, "shard_counts", f, &counts));
   int64_t shards = 0;
-  for (int64_t count : counts) shards += std::max<int64_t>(count, 0);
+  for (int i = 0; i < f; ++i) {
+    // Bounded before they are added up, which may overflow.
+    if (counts[i] < 1 || counts[i] > kMostEntries) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("shard_counts must be from 1 to ", kMostEntries,
+                       ", not ", counts[i], " for feature ", names[i]));
+    }
+    shards += counts[i];
+  }
   TF_RETURN_IF_ERROR(ReadList(ctx, "shard_tables", shards, &shard_tables));
   TF_RETURN_IF_ERROR(ReadList(ctx, "shard_offsets", shards, &shard_offsets));
   size_t next = 0;
@@ -79,14 +91,15 @@ absl::Status ReadFeatures(OpKernelConstruction* ctx, int tables,
                                           {"clip", OutOfRange::kClip},
                                           {"hash", OutOfRange::kHash}},
                                          &feature.out_of_range));
-    if (rows[i] < 1 || lengths[i] < 0 || counts[i] < 1) {
+    if (rows[i] < 1 || lengths[i] < 0) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "feature ", names[i], " needs at least one row and one shard and no ",
-          "negative length, not ", rows[i], ", ", counts[i], ", ", lengths[i]));
+          "table_rows must be at least 1 and lengths at least 0, not ", rows[i],
+          " and ", lengths[i], " for feature ", names[i]));
     }
     for (int64_t s = 0; s < counts[i]; ++s, ++next) {
       if (shard_tables[next] < 0 || shard_tables[next] >= tables ||
-          shard_offsets[next] < 0) {
+          shard_offsets[next] < 0 ||
+          shard_offsets[next] > std::numeric_limits<int64_t>::max() - rows[i]) {
         return absl::InvalidArgumentError(absl::StrCat(
             "shard ", s, " of feature ", names[i], " can't be at row ",
             shard_offsets[next], " of physical table ", shard_tables[next]));
@@ -234,7 +247,7 @@ class Columns {
   explicit Columns(const std::vector<int64_t>& dimensions) {
     for (int64_t dimension : dimensions) {
       begins_.push_back(width_);
-      width_ += dimension;
+      width_ += dimension;  // at most kMostElements, as ReadDimensions checks
     }
     dimensions_ = dimensions;
   }
@@ -284,11 +297,14 @@ class Columns {
 absl::Status ReadDimensions(OpKernelConstruction* ctx, const char* name,
                             std::vector<int64_t>* dimensions) {
   TF_RETURN_IF_ERROR(ctx->GetAttr(name, dimensions));
+  int64_t left = kMostElements;
   for (int64_t dimension : *dimensions) {
-    if (dimension < 1) {
+    if (dimension < 1 || dimension > left) {
       return absl::InvalidArgumentError(
-          absl::StrCat(name, " must be positive, not ", dimension));
+          absl::StrCat(name, " must be positive and at most ", kMostElements,
+                       " together, not ", absl::StrJoin(*dimensions, ", ")));
     }
+    left -= dimension;
   }
   return absl::OkStatus();
 }
@@ -306,16 +322,17 @@ class AssembleOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->input_list("sources", &sources));
     const Tensor& examples = ctx->input(0);
     OP_REQUIRES(
-        ctx,
-        TensorShapeUtils::IsScalar(examples.shape()) &&
-            examples.scalar<int64_t>()() >= 0,
-        absl::InvalidArgumentError("batch must be a scalar, at least 0"));
+        ctx, TensorShapeUtils::IsScalar(examples.shape()),
+        absl::InvalidArgumentError(absl::StrCat(
+            "batch must be a scalar, not ", examples.shape().DebugString())));
     const int64_t batch = examples.scalar<int64_t>()();
     const Columns columns(dimensions_);
-    Tensor* assembled;
+    TensorShape shape;
     OP_REQUIRES_OK(
-        ctx, ctx->allocate_output(0, TensorShape({batch, columns.width()}),
-                                  &assembled));
+        ctx,
+        MakeShape({{"batch", batch}, {"dimensions", columns.width()}}, &shape));
+    Tensor* assembled;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, shape, &assembled));
     float* out = assembled->flat<float>().data();
     std::fill_n(out, assembled->NumElements(), 0.0f);
     for (int t = 0; t < pooled.size(); ++t) {
@@ -383,16 +400,19 @@ class AssembleGradOp : public OpKernel {
     for (int t = 0; t < slots.size(); ++t) {
       const int64_t n = vectors.flat<int32_t>()(t);
       OP_REQUIRES(ctx,
-                  n >= 0 && TensorShapeUtils::IsVector(slots[t].shape()) &&
+                  TensorShapeUtils::IsVector(slots[t].shape()) &&
                       TensorShapeUtils::IsVector(sources[t].shape()),
                   absl::InvalidArgumentError(
                       absl::StrCat("slots and sources must be vectors, not ",
                                    slots[t].shape().DebugString(), " and ",
                                    sources[t].shape().DebugString())));
       const int64_t dimension = table_dimensions_[t];
+      TensorShape shape;
+      OP_REQUIRES_OK(
+          ctx,
+          MakeShape({{"vectors", n}, {"table_dimensions", dimension}}, &shape));
       Tensor* part;
-      OP_REQUIRES_OK(ctx,
-                     pooled.allocate(t, TensorShape({n, dimension}), &part));
+      OP_REQUIRES_OK(ctx, pooled.allocate(t, shape, &part));
       float* to = part->flat<float>().data();
       std::fill_n(to, part->NumElements(), 0.0f);
       OP_REQUIRES_OK(ctx, columns.Visit(slots[t], sources[t], n, dimension,

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "cc/engine/gradient_buffer.h"
+#include "cc/engine/limits.h"
 #include "cc/kernels/packed_rows.h"
 #include "cc/kernels/parallel_for.h"
 #include "cc/kernels/update_attributes.h"
@@ -366,9 +367,9 @@ class RestoreOp : public BufferOp {
                          GradientBuffer* buffer) override {
     int64_t step;
     TF_RETURN_IF_ERROR(ReadScalar(ctx, "step", &step));
-    if (step < 0) {
+    if (step < 0 || step > kMostSteps) {
       return absl::InvalidArgumentError(
-          absl::StrCat("step must be at least 0, not ", step));
+          absl::StrCat("step must be from 0 to ", kMostSteps, ", not ", step));
     }
     buffer->Restore(step);
     return absl::OkStatus();

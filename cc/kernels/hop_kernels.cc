@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "cc/engine/hop_worker.h"
+#include "cc/engine/limits.h"
 #include "cc/engine/weighted_average.h"
 #include "cc/kernels/parallel_for.h"
 #include "cc/kernels/variable_access.h"
@@ -75,12 +76,10 @@ absl::Status LookupWorker(OpKernelContext* ctx, WorkerPtr* worker) {
   return absl::OkStatus();
 }
 
-// Sums with iterations must not overflow.
-constexpr int64_t kMost = int64_t{1} << 61;
-
 // Reads input `i`, a scalar from `least` to `most`.
 absl::Status ReadScalar(OpKernelContext* ctx, int i, const char* name,
-                        int64_t least, int64_t* value, int64_t most = kMost) {
+                        int64_t least, int64_t* value,
+                        int64_t most = kMostSteps) {
   const Tensor& input = ctx->input(i);
   if (input.dims() != 0) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -178,12 +177,15 @@ class TrainerOp : public AsyncOpKernel {
     WorkerPtr worker;
     OP_REQUIRES_OK_ASYNC(ctx, LookupWorker(ctx, &worker), done);
     tensorflow::CancellationManager* manager = ctx->cancellation_manager();
+    // Before the registration: a cancellation counts from there on, also before
+    // anything waits.
+    const int64_t call = worker->BeginCall();
     DoneCallback end = done;
     if (manager != nullptr) {
       const tensorflow::CancellationToken token =
           manager->get_cancellation_token();
-      const bool registered =
-          manager->RegisterCallback(token, [worker] { worker->Interrupt(); });
+      const bool registered = manager->RegisterCallback(
+          token, [worker, call] { worker->InterruptCall(call); });
       OP_REQUIRES_ASYNC(ctx, registered, Ended(Worker::Answer::kCancelled),
                         done);
       end = [manager, token, done] {
@@ -270,9 +272,6 @@ absl::Status AverageAny(OpKernelContext* ctx, tensorflow::DataType dtype,
                                         : Average<float>(ctx, received, base);
 }
 
-// Of iterations and updates that wait, which take memory.
-constexpr int64_t kMostOption = int64_t{1} << 20;
-
 class HopWorkerOp : public OpKernel {
  public:
   explicit HopWorkerOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
@@ -310,12 +309,46 @@ class HopWorkerOp : public OpKernel {
                    *made = new HopWorkerResource(options_);
                    return absl::OkStatus();
                  }));
+    OP_REQUIRES_OK(ctx, CheckSame(resource->worker()->options()));
     Tensor* output;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &output));
     output->scalar<tensorflow::ResourceHandle>()() = handle;
   }
 
  private:
+  // The options by their names, as text.
+  static std::vector<std::pair<const char*, std::string>> Named(
+      const HopOptions& options) {
+    const auto list = [](const auto& values) {
+      return absl::StrCat("[", absl::StrJoin(values, ", "), "]");
+    };
+    return {{"in_neighbors", list(options.in_neighbors)},
+            {"weights", list(options.weights)},
+            {"out_neighbors", list(options.out_neighbors)},
+            {"max_iteration_gap", absl::StrCat(options.max_iteration_gap)},
+            {"slots", absl::StrCat(options.slots)},
+            {"capacity", absl::StrCat(options.capacity)},
+            {"backup_workers", absl::StrCat(options.backup_workers)},
+            {"staleness_bound", absl::StrCat(options.staleness_bound)},
+            {"max_jump", absl::StrCat(options.max_jump)},
+            {"jump_trigger", absl::StrCat(options.jump_trigger)},
+            {"notify_ack", options.notify_ack ? "true" : "false"},
+            {"gap_bounds", list(options.gap_bounds)}};
+  }
+
+  // Refuses a worker that was made with other options than these.
+  absl::Status CheckSame(const HopOptions& found) const {
+    const auto theirs = Named(found);
+    const auto wanted = Named(options_);
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      if (theirs[i] == wanted[i]) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "shared_name ", name_, " is a worker with ", theirs[i].first, "=",
+          theirs[i].second, ", not ", wanted[i].second));
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status Check() const {
     const int64_t in = options_.in_neighbors.size();
     if (options_.weights.size() != options_.in_neighbors.size()) {
@@ -347,9 +380,9 @@ class HopWorkerOp : public OpKernel {
           std::pair("staleness_bound", options_.staleness_bound),
           std::pair("max_jump", options_.max_jump),
           std::pair("jump_trigger", options_.jump_trigger)}) {
-      if (value > kMostOption) {
+      if (value > kMostEntries) {
         return absl::InvalidArgumentError(absl::StrCat(
-            name, " must be at most ", kMostOption, ", not ", value));
+            name, " must be at most ", kMostEntries, ", not ", value));
       }
     }
     if (options_.backup_workers > in) {

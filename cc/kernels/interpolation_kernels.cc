@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <set>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -95,12 +94,7 @@ class InterpolateOp : public OpKernel {
     for (const VariablePtr& variable : variables) {
       vars.push_back(variable.get());
     }
-    // Whoever locks one twice waits for itself.
-    OP_REQUIRES(
-        ctx,
-        std::set<tensorflow::Var*>(vars.begin(), vars.end()).size() ==
-            vars.size(),
-        absl::InvalidArgumentError("variables must name each variable once"));
+    OP_REQUIRES_OK(ctx, CheckDistinct(vars));
     const WriteLocks locks(ctx, vars, hogwild_);
     OP_REQUIRES_OK(ctx, locks.status());
     std::vector<Part> parts;

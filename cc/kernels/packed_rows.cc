@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "absl/strings/str_cat.h"
+#include "cc/engine/limits.h"
 
 namespace recsync {
 namespace {
@@ -125,10 +126,13 @@ absl::Status PackedStarts(const PackedRows& rows,
   for (int64_t i = 0; i < rows.tables(); ++i) {
     int64_t size, end;
     if (__builtin_mul_overflow(widths[i], rows.bag_count(i), &size) ||
-        __builtin_add_overflow(starts->back(), size, &end)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("bag_counts[", i, "] = ", rows.bag_count(i),
-                       " vectors of ", widths[i], " floats are too many"));
+        __builtin_add_overflow(starts->back(), size, &end) ||
+        end > kMostElements) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          rows.bags.bags == nullptr ? "counts[" : "bag_counts[", i,
+          "] = ", rows.bag_count(i), " vectors of ", widths[i],
+          " floats are too many: all tables' together must be at most ",
+          kMostElements, " floats"));
     }
     starts->push_back(end);
   }

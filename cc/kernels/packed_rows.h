@@ -39,7 +39,8 @@ absl::Status ReadPackedRows(tensorflow::OpKernelContext* ctx, int64_t tables,
                             PackedRows* rows);
 
 // Where each table's vectors start among the packed floats, with the total at
-// the end; `widths` holds the floats of a row of each table.
+// the end; `widths` holds the floats of a row of each table. InvalidArgument if
+// there are more than kMostElements floats: bag_counts alone may say so many.
 absl::Status PackedStarts(const PackedRows& rows,
                           const std::vector<int64_t>& widths,
                           std::vector<int64_t>* starts);

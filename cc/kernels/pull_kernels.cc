@@ -70,7 +70,6 @@ class PullDenseOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->allocate_output(1, TensorShape({n}), &pulled));
     float* to = packed->flat<float>().data();
     for (int64_t i = 0; i < n; ++i) {
-      // The update ops take both locks in this order too.
       const ReadSession session({variables[i].get(), versions[i].get()});
       const Tensor& value = *variables[i]->tensor();
       OP_REQUIRES(ctx, value.NumElements() == sizes[i],
@@ -233,8 +232,7 @@ class PullTableOp : public OpKernel {
     OP_REQUIRES_OK(ctx, LookupVariables(ctx, "variable", &variable));
     OP_REQUIRES_OK(ctx, LookupVariables(ctx, "versions", &versions));
     OP_REQUIRES_OK(ctx, CheckDistinct({variable[0].get(), versions[0].get()}));
-    tf_shared_lock lock(*variable[0]->mu());
-    tf_shared_lock versions_lock(*versions[0]->mu());
+    const SharedLocks locks({variable[0].get(), versions[0].get()});
     OP_REQUIRES_OK(
         ctx, CheckVariable(*variable[0], "variable", tensorflow::DT_FLOAT));
     OP_REQUIRES_OK(

@@ -11,6 +11,7 @@
 
 #include "absl/base/no_destructor.h"
 #include "absl/strings/str_cat.h"
+#include "cc/engine/limits.h"
 #include "cc/engine/link.h"
 #include "cc/engine/mutex.h"
 #include "cc/engine/timer.h"
@@ -164,9 +165,10 @@ class ServerThreadsOp : public OpKernel {
         absl::InvalidArgumentError(absl::StrCat(
             "threads must be a scalar, not ", input.shape().DebugString())));
     const int32_t threads = input.flat<int32_t>()(0);
-    OP_REQUIRES(ctx, threads >= 1,
-                absl::InvalidArgumentError(
-                    absl::StrCat("threads must be at least 1, not ", threads)));
+    OP_REQUIRES(
+        ctx, threads >= 1 && threads <= kMostThreads,
+        absl::InvalidArgumentError(absl::StrCat(
+            "threads must be from 1 to ", kMostThreads, ", not ", threads)));
     tensorflow::SessionOptions options;
     options.config.set_inter_op_parallelism_threads(threads);
     Tensor* output;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "cc/engine/limits.h"
 #include "cc/engine/mutex.h"
 #include "cc/engine/token_list.h"
 #include "tensorflow/core/framework/cancellation.h"
@@ -118,6 +119,13 @@ class TokenListOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("workers", &options_.workers));
     OP_REQUIRES(ctx, !name_.empty(),
                 absl::InvalidArgumentError("shared_name must not be empty"));
+    for (const auto& [name, value] : {std::pair("servers", options_.servers),
+                                      std::pair("workers", options_.workers)}) {
+      OP_REQUIRES(
+          ctx, value >= 1 && value <= kMostEntries,
+          absl::InvalidArgumentError(absl::StrCat(
+              name, " must be from 1 to ", kMostEntries, ", not ", value)));
+    }
     options_.gate = gate == "step"    ? TokenList::Gate::kStep
                     : gate == "clock" ? TokenList::Gate::kClock
                                       : TokenList::Gate::kNone;

@@ -72,7 +72,6 @@ struct Target {
   tensorflow::Var* last_updates = nullptr;  // null without update_sensitivity
   tensorflow::Var* last_steps = nullptr;    // null unless the rule keeps them
 
-  // In the order in which they are locked.
   std::vector<tensorflow::Var*> All() const {
     std::vector<tensorflow::Var*> all = {variable};
     all.insert(all.end(), accumulators.begin(), accumulators.end());

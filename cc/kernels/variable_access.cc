@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 
 #include "absl/strings/str_cat.h"
 #include "tensorflow/core/framework/resource_handle.h"
@@ -58,10 +59,17 @@ absl::Status CheckVariable(const Var& variable, absl::string_view name,
   return absl::OkStatus();
 }
 
+std::vector<Var*> LockOrder(std::vector<Var*> variables) {
+  std::sort(variables.begin(), variables.end(), [](Var* a, Var* b) {
+    return std::less<void*>()(a->mu(), b->mu());
+  });
+  variables.erase(std::unique(variables.begin(), variables.end()),
+                  variables.end());
+  return variables;
+}
+
 absl::Status CheckDistinct(const std::vector<Var*>& variables) {
-  std::vector<Var*> sorted = variables;
-  std::sort(sorted.begin(), sorted.end());
-  if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) {
+  if (LockOrder(variables).size() != variables.size()) {
     return absl::InvalidArgumentError(
         "the same variable is passed twice to one update");
   }
@@ -83,7 +91,13 @@ absl::Status RowWidth(const Var& variable, int64_t* width) {
     return absl::InvalidArgumentError("a table must have rows, not shape []");
   }
   *width = 1;
-  for (int d = 1; d < shape.dims(); ++d) *width *= shape.dim_size(d);
+  for (int d = 1; d < shape.dims(); ++d) {
+    // A table without rows may have any other dimensions.
+    if (__builtin_mul_overflow(*width, shape.dim_size(d), width)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "rows of a table of shape ", shape.DebugString(), " are too large"));
+    }
+  }
   return absl::OkStatus();
 }
 

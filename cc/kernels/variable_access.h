@@ -27,20 +27,26 @@ absl::Status LookupVariables(tensorflow::OpKernelContext* ctx,
 absl::Status CheckVariable(const tensorflow::Var& variable,
                            absl::string_view name, tensorflow::DataType dtype);
 
-// InvalidArgument if one variable stands in the list twice: its lock would be
-// taken twice.
+// InvalidArgument if one variable stands in the list twice: what is written to
+// it for one of its parts would be overwritten for the other.
 absl::Status CheckDistinct(const std::vector<tensorflow::Var*>& variables);
 
 // The number of elements in a row of a table, a variable of float or bfloat16.
 // Lock: the variable's, shared or exclusive.
 absl::Status RowWidth(const tensorflow::Var& variable, int64_t* width);
 
-// Holds the locks of several variables, taken in the order given, which every
-// kernel keeps the same: the variable first, then what lives beside it.
+// The order in which every kernel takes the locks of these variables, each
+// once. It does not depend on the order in which a caller names them, so that
+// two calls never wait for each other. It is that of the mutexes' addresses, as
+// in TensorFlow's own updates of several variables.
+std::vector<tensorflow::Var*> LockOrder(
+    std::vector<tensorflow::Var*> variables);
+
+// Holds the locks of several variables, in any order, also named twice.
 class ExclusiveLocks {
  public:
   explicit ExclusiveLocks(const std::vector<tensorflow::Var*>& variables)
-      ABSL_NO_THREAD_SAFETY_ANALYSIS : variables_(variables) {
+      ABSL_NO_THREAD_SAFETY_ANALYSIS : variables_(LockOrder(variables)) {
     for (tensorflow::Var* variable : variables_) variable->mu()->lock();
   }
   ~ExclusiveLocks() ABSL_NO_THREAD_SAFETY_ANALYSIS {
@@ -50,6 +56,25 @@ class ExclusiveLocks {
   }
   ExclusiveLocks(const ExclusiveLocks&) = delete;
   ExclusiveLocks& operator=(const ExclusiveLocks&) = delete;
+
+ private:
+  const std::vector<tensorflow::Var*> variables_;  // Not owned.
+};
+
+// As ExclusiveLocks, but shared with others that only read.
+class SharedLocks {
+ public:
+  explicit SharedLocks(const std::vector<tensorflow::Var*>& variables)
+      ABSL_NO_THREAD_SAFETY_ANALYSIS : variables_(LockOrder(variables)) {
+    for (tensorflow::Var* variable : variables_) variable->mu()->lock_shared();
+  }
+  ~SharedLocks() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    for (auto it = variables_.rbegin(); it != variables_.rend(); ++it) {
+      (*it)->mu()->unlock_shared();
+    }
+  }
+  SharedLocks(const SharedLocks&) = delete;
+  SharedLocks& operator=(const SharedLocks&) = delete;
 
  private:
   const std::vector<tensorflow::Var*> variables_;  // Not owned.

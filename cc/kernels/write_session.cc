@@ -9,7 +9,7 @@ using tensorflow::Var;
 WriteSession::WriteSession(tensorflow::OpKernelContext* ctx,
                            const std::vector<Var*>& variables)
     ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  for (Var* variable : variables) {
+  for (Var* variable : LockOrder(variables)) {
     const bool leads = WriterGroups::Global().Enter(
         variable, [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
           variable->mu()->lock();
@@ -50,7 +50,7 @@ WriteLocks::WriteLocks(tensorflow::OpKernelContext* ctx,
 
 ReadSession::ReadSession(const std::vector<Var*>& variables)
     ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  for (Var* variable : variables) {
+  for (Var* variable : LockOrder(variables)) {
     const bool joined = WriterGroups::Global().Join(variable);
     if (!joined) variable->mu()->lock_shared();
     needs_row_locks_ |= joined;

@@ -22,8 +22,7 @@ namespace recsync {
 //
 // Blocks in the constructor (until stock ops are done) and in the destructor
 // (the group's leader, until the other members are done), so it belongs in the
-// op's own thread. The variables come in the order that every kernel keeps: the
-// table first, then what lives beside it.
+// op's own thread. The variables come in any order, also twice.
 class WriteSession {
  public:
   WriteSession(tensorflow::OpKernelContext* ctx,
@@ -41,7 +40,7 @@ class WriteSession {
 };
 
 // Keeps stock ops out of variables, and makes them writable; other updates too,
-// unless both are Hogwild's. Order and blocking as above.
+// unless both are Hogwild's. Blocking as above.
 class WriteLocks {
  public:
   WriteLocks(tensorflow::OpKernelContext* ctx,
@@ -58,7 +57,7 @@ class WriteLocks {
 
 // Shared access to variables: to those that a group of writers works on as a
 // member, so that rows must be read under their row locks; to the others by
-// their mutexes, shared. Order and blocking as above.
+// their mutexes, shared. Blocking as above.
 class ReadSession {
  public:
   explicit ReadSession(const std::vector<tensorflow::Var*>& variables);

@@ -58,8 +58,9 @@ gate: When a worker may take a token. "none": at once. "step": when the next
   clock, the number of tokens that it has taken, is at most clock_bound ahead of
   the slowest live worker's.
 clock_bound: Only for the gate "clock", else 0.
-servers: How many servers report their steps.
-workers: How many workers take tokens. All are live at the start, with clock 0.
+servers: How many servers report their steps, at most 2^20.
+workers: How many workers take tokens, at most 2^20. All are live at the start,
+  with clock 0.
 )doc");
 
 REGISTER_OP("RecsyncTakeToken")

@@ -1,5 +1,6 @@
 // Ops of embedding collections that run beside the model, on the trainer.
 
+#include "absl/strings/str_cat.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -97,7 +98,13 @@ REGISTER_OP("RecsyncAssemble")
       std::vector<int> dimensions;
       TF_RETURN_IF_ERROR(c->GetAttr("dimensions", &dimensions));
       int64_t width = 0;
-      for (int dimension : dimensions) width += dimension;
+      for (int dimension : dimensions) {
+        if (dimension < 1) {
+          return absl::InvalidArgumentError(
+              absl::StrCat("dimensions must be positive, not ", dimension));
+        }
+        width += dimension;
+      }
       c->set_output(0, c->Matrix(InferenceContext::kUnknownDim, width));
       return absl::OkStatus();
     })
@@ -112,7 +119,8 @@ pooled: For each physical table [vectors, dimension].
 slots: For each physical table, slots: feature * batch + example.
 sources: For each physical table, the vector that each slot takes; empty where it
   is slot i that takes vector i.
-assembled: [batch, sum of the dimensions]: the features' vectors in their order.
+assembled: [batch, sum of the dimensions]: the features' vectors in their order;
+  at most 2^31 - 1 elements.
 dimensions: The dimension of each feature.
 )doc");
 
@@ -135,6 +143,10 @@ REGISTER_OP("RecsyncAssembleGrad")
             "table_dimensions must have a number for each physical table");
       }
       for (int i = 0; i < p; ++i) {
+        if (table_dimensions[i] < 1) {
+          return absl::InvalidArgumentError(absl::StrCat(
+              "table_dimensions must be positive, not ", table_dimensions[i]));
+        }
         c->set_output(
             i, c->Matrix(InferenceContext::kUnknownDim, table_dimensions[i]));
       }
@@ -147,8 +159,8 @@ gradient: [batch, sum of the dimensions].
 vectors: [P], how many vectors of each physical table there are.
 slots: As for RecsyncAssemble.
 sources: As for RecsyncAssemble.
-pooled: For each physical table [vectors, dimension]; the gradients of the slots
-  that take the same vector are added up.
+pooled: For each physical table [vectors, dimension], at most 2^31 - 1 elements;
+  the gradients of the slots that take the same vector are added up.
 dimensions: The dimension of each feature.
 table_dimensions: [P], the dimension of each physical table.
 )doc");

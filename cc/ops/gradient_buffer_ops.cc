@@ -115,10 +115,10 @@ staleness_normalized: true for (mu / tau)^k, false for tau^-k.
 staleness_iota: The largest age that a threshold lets pass.
 drop_late: Whether a push whose token value is less than the step is dropped on
   arrival and not counted, and so is a token that the step has taken already.
-dense_size: The elements of all dense variables.
-dense_count: The dense variables.
+dense_size: The elements of all dense variables, at most 2^31 - 1.
+dense_count: The dense variables, at most as many.
 table_rows: The rows of each table.
-table_widths: The floats of a row of each table.
+table_widths: The floats of a row of each table, at most 2^31 - 1.
 buffer: A scalar, the handle.
 )doc");
 

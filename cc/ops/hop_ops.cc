@@ -58,7 +58,8 @@ which answers all that wait with Cancelled.
 
 worker: A scalar, the handle.
 container: Where the device keeps it; empty for the default container.
-shared_name: The worker's name, not empty.
+shared_name: The worker's name, not empty. If there is one of this name, all
+  attributes must be those that it was made with.
 in_neighbors: The numbers of the workers that send to this one, without itself.
 weights: Of their updates, where all of them are waited for and must be of the
   same iteration; the worker's own parameters have the rest of 1.

@@ -90,7 +90,8 @@ scales: [n], or empty for 1: the weight of each index in its bag.
 bag_counts: [N], the number of bags of each table, or empty: every index is a
   bag of its own.
 packed: A vector: for each table [bags, width], flattened, one after the other;
-  a bag is the sum of its rows times their scales, zero if it has none.
+  a bag is the sum of its rows times their scales, zero if it has none. It has
+  at most 2^31 - 1 elements.
 pulled_versions: [n], by index, to be sent back with the gradients; empty
   without versions.
 )doc");

@@ -39,7 +39,7 @@ Makes the pool of threads that all TensorFlow servers of this process share.
 It is made once: by this op, or with the first server of the process, as large
 as that wants it.
 
-threads: A scalar, at least 1: how large to make it, if there is none.
+threads: A scalar, from 1 to 4096: how large to make it, if there is none.
 size: A scalar: how large the pool is.
 )doc");
 

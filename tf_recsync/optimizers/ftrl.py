@@ -116,7 +116,9 @@ class Ftrl(base.Optimizer):
         root = new_n**power
         z = z + gradient - (root - n**power) / learning_rate * value
         quadratic = (root + self.beta) / learning_rate + 2 * self.l2
-        return [new_n, z], value - (tf.clip_by_value(z, -self.l1, self.l1) - z) / quadratic
+        # Without a square or a regularization there is nothing that a gradient has said.
+        new_value = tf.math.divide_no_nan(tf.clip_by_value(z, -self.l1, self.l1) - z, quadratic)
+        return [new_n, z], value - new_value
 
     def get_config(self):
         config = super().get_config()
