@@ -152,16 +152,17 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
     def build(self, variables):
         if self.built:
             return
-        self._check_memory(variables)
-        super().build(variables)
-        self._states = [self._make_state(variable) for variable in variables]
-        self._make_step_variable()
-        if self._saved_variables is not None:
-            saved, self._saved_variables = self._saved_variables, None
-            # The first step may be traced, and build within it.
-            with tf.init_scope():
+        # The first step may be traced, and build within it. What a checkpoint is restored to has
+        # to have its initial values by then.
+        with tf.init_scope():
+            self._check_memory(variables)
+            super().build(variables)
+            self._states = [self._make_state(variable) for variable in variables]
+            self._make_step_variable()
+            if self._saved_variables is not None:
+                saved, self._saved_variables = self._saved_variables, None
                 saving.load_variables(self, saved)
-        saving.track_variables(self, self._saved_group)
+            saving.track_variables(self, self._saved_group)
 
     def _check_memory(self, variables) -> None:
         """Checks that servers hold no more of an `EmbeddingCollection` than it allows."""
@@ -226,6 +227,11 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
 
     def save_own_variables(self, store):
         """Saves the variables, those beside collections' tables row by row."""
+        if self._saved_variables is not None:
+            # What was loaded, and is to be built yet.
+            for name, value in self._saved_variables.items():
+                store[name] = value
+            return
         saving.save_variables(self, store)
 
     def load_own_variables(self, store):

@@ -78,9 +78,17 @@ def load_variables(optimizer: Any, saved: Mapping[str, np.ndarray]) -> None:
             optimizer.name,
         )
         return
-    if signature is not None:
-        _check_signature(optimizer, json.loads(bytes(signature).decode()))
     collections = _collections(optimizer)
+    if signature is not None:
+        kept = json.loads(bytes(signature).decode())
+        renamed = _renamed(kept["tables"], list(collections))
+        kept["tables"] = {
+            f"{renamed[name]}/{table}": value
+            for (name, table), value in ((_of_table(key), v) for key, v in kept["tables"].items())
+        }
+        _check_signature(optimizer, kept)
+        keys = {_key(old, ""): _key(new, "") for old, new in renamed.items()}
+        saved = {_with_prefix(key, keys): value for key, value in saved.items()}
     others = _others(optimizer, collections)
     values: list[tuple[keras.Variable, np.ndarray]] = []
     expected = {str(i) for i in range(len(others))}
@@ -118,6 +126,30 @@ def load_variables(optimizer: Any, saved: Mapping[str, np.ndarray]) -> None:
         variable.assign(value)
     if steps is not None:
         optimizer.load_steps(steps)
+
+
+def _of_table(key: str) -> tuple[str, str]:
+    """The collection's and the table's name in a signature's key."""
+    collection, _, table = key.rpartition("/")
+    return collection, table
+
+
+def _renamed(tables: Mapping[str, Any], own: list[str]) -> dict[str, str]:
+    """The collections' names here by those in a signature.
+
+    In a program that makes a second model, Keras gives its layers other names.
+    """
+    there = list(dict.fromkeys(_of_table(key)[0] for key in tables))
+    if set(there) == set(own) or len(there) != len(own):
+        return {name: name for name in there}
+    return dict(zip(there, own, strict=True))
+
+
+def _with_prefix(key: str, prefixes: Mapping[str, str]) -> str:
+    for old, new in prefixes.items():
+        if key.startswith(old):
+            return new + key.removeprefix(old)
+    return key
 
 
 def _signature(optimizer: Any) -> dict:
