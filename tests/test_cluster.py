@@ -176,7 +176,8 @@ def test_a_server_that_stands_still_stops_only_threads_that_need_it(cluster, nee
                 make_function()
             elif needs == "a constant there":
                 with tf.device(device):
-                    tf.constant(3.0)
+                    # TensorFlow keeps numbers that were sent before.
+                    tf.constant(time.monotonic())
             else:
                 answers.append(there.numpy())
         answers.append("done")

@@ -363,8 +363,10 @@ def test_a_worker_that_had_left_does_the_steps_that_others_found_no_batches_for(
     with strategy.scope():
         model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1, "sigmoid")])
         model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", steps_per_execution=8)
-    # Workers have batches ahead: the last calls find fewer than the steps that they took.
-    for _ in range(2):
+    # Workers have batches ahead: as a rule the last calls find fewer than the steps they took.
+    for _ in range(20):
         model.fit(tf.data.Dataset.from_tensors(batch).repeat(78), steps_per_epoch=78, verbose=0)
         assert sum(strategy.worker_steps(model)) == 78
-    assert "goes on from iteration" in caplog.text
+        if "goes on from iteration" in caplog.text:
+            return
+    pytest.fail("no worker came back to do steps that another had given back")

@@ -59,7 +59,8 @@ class StepLogs:
                 found = self._compute(*[tf.constant(np.asarray(v)) for v in variables])
         # As numbers: Keras converts them at each step, and on a server that takes a call each.
         found = keras.tree.map_structure(np.asarray, found)
-        if self._returned is None:
+        # A metric's own name may stand for several results, as that of the compiled ones.
+        if self._returned is None or not self._returned <= found.keys():
             return found
         return {name: value for name, value in found.items() if name in self._returned}
 
