@@ -14,7 +14,7 @@ from decentralized_sgd import BATCH, RATE, WIDTH, Recording, recorded, regressio
 import tf_recsync as recsync
 from tf_recsync import topology
 from tf_recsync.ops import hop
-from tf_recsync.synchronization.hop_edges import at
+from tf_recsync.synchronization.remote_values import at
 
 WORKERS = 4
 # A directed graph whose weights differ from edge to edge.

@@ -6,7 +6,7 @@ import tf_recsync as recsync
 from tf_recsync import ops, topology
 from tf_recsync.cluster import hosted_servers
 from tf_recsync.synchronization import hop
-from tf_recsync.synchronization.hop_edges import at
+from tf_recsync.synchronization.remote_values import at
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 16, 33])

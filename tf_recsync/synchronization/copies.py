@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -12,7 +12,7 @@ from absl import logging
 from tensorflow.python.ops import resource_variable_ops
 
 from tf_recsync.cluster import Cluster, device_of
-from tf_recsync.synchronization.remote_values import PackedReader, on_worker
+from tf_recsync.synchronization.remote_values import PackedReader, at, on_worker
 
 Refresh = Callable[[], None]
 
@@ -99,7 +99,7 @@ class Copies:
     def make(self, worker: int, values: Sequence[np.ndarray]) -> None:
         """Makes a worker's copies anew, with these values."""
         life = self._cluster.life("worker", worker)
-        with self._at(worker):
+        with at(self._cluster, worker):
             made = []
             for variable, value in zip(self.variables, values, strict=True):
                 made.append(tf.Variable(on_worker(value), trainable=False, shape=variable.shape))
@@ -271,15 +271,10 @@ class Copies:
         ]
 
     def _assign(self, worker: int, values: Sequence[np.ndarray | None]) -> None:
-        with self._at(worker):
+        with at(self._cluster, worker):
             for copy, value in zip(self._copies[worker], values, strict=True):
                 if value is not None:
                     copy.assign(on_worker(value), read_value=False)
-
-    @contextlib.contextmanager
-    def _at(self, worker: int) -> Iterator[None]:
-        with self._cluster.dispatch_scope(), tf.device(device_of("worker", worker)):
-            yield
 
     def _current(self) -> list[np.ndarray]:
         with _refreshing:

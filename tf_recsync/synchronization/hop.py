@@ -19,11 +19,12 @@ from absl import logging
 from tf_recsync.cluster import Cluster, device_of, is_reachable
 from tf_recsync.ops import hop
 from tf_recsync.synchronization.copies import Copies
-from tf_recsync.synchronization.hop_edges import Edges, at
+from tf_recsync.synchronization.hop_edges import Edges
 from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.hop_invariants import Invariants
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport, look, parse
+from tf_recsync.synchronization.remote_values import at
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 from tf_recsync.topology import Topology
 

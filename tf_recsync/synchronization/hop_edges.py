@@ -21,6 +21,7 @@ from tensorflow.python.framework import ops as framework_ops
 from tf_recsync import ops
 from tf_recsync.cluster import Cluster, device_of
 from tf_recsync.ops import hop
+from tf_recsync.synchronization.remote_values import at
 
 PARCELS_PER_CALL = 3
 NO_LIMIT = 1e15  # Bytes per second.
@@ -302,10 +303,3 @@ def carry_function(dtype: tf.DType, is_limited: bool) -> Callable:
     return tf.function(carry, autograph=False).get_concrete_function(
         handle, number, handle, number, bandwidth, bandwidth
     )
-
-
-@contextlib.contextmanager
-def at(cluster: Cluster, worker: int) -> Iterator[None]:
-    """Inside, this thread calls on a worker, and hinders no other thread."""
-    with cluster.dispatch_scope(), tf.device(device_of("worker", worker)):
-        yield

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
+
+from tf_recsync.cluster import Cluster, device_of
 
 
 class PackedReader:
@@ -70,3 +73,10 @@ def on_worker(value: np.ndarray) -> tf.Tensor:
         # before the other has sent it.
         local = tf.constant(np.asarray(value))
     return tf.identity(local)
+
+
+@contextlib.contextmanager
+def at(cluster: Cluster, worker: int) -> Iterator[None]:
+    """Inside, this thread calls on a worker, and hinders no other thread."""
+    with cluster.dispatch_scope(), tf.device(device_of("worker", worker)):
+        yield
