@@ -135,6 +135,24 @@ def test_killed_server_fails_at_once_and_comes_back(cluster):
     assert survivor.numpy() == 7.0
 
 
+def test_a_worker_that_is_back_can_be_used_though_another_has_failed_meanwhile(
+    cluster, monkeypatch
+):
+    assert add_on("worker", 0)[0] == 5.0  # TensorFlow keeps the numbers.
+    cluster.kill("worker", 0)
+    cluster.restart("worker", 0)
+
+    def fail():
+        # As if another server had ended after this one was taken in.
+        raise tf.errors.UnavailableError(None, None, "Connection refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(context.context(), "_initialize_logical_devices", fail)
+        with pytest.raises(tf.errors.UnavailableError, match="Connection refused"):
+            cluster.readmit(timeout=10.0)
+    assert add_on("worker", 0)[0] == 5.0
+
+
 def test_readmit_does_not_wait_for_calls_in_dispatch_scope(cluster):
     queue = make_queue("/job:ps/task:0")
 

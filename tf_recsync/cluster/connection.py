@@ -254,8 +254,8 @@ class Cluster:
                     self._taken_anew.update(anew)
                     # What is left out by the first is new to the second.
                     reduced = _make_server_def(without, self._chief_address)
-                    context.context().update_server_def(reduced)
-                context.context().update_server_def(_own_server_def)
+                    _update_server_def(reduced)
+                _update_server_def(_own_server_def)
 
             _run_with_limit(
                 update,
@@ -564,19 +564,29 @@ def _set_server_def(server_def: tensorflow_server_pb2.ServerDef) -> None:
     current = eager_context.get_server_def()
     try:
         if current is not None and _chief_of(current) == _chief_of(server_def):
-            eager_context.update_server_def(server_def)
+            _update_server_def(server_def)
         else:
             # TensorFlow's first connection keeps Python's lock until all servers have answered,
             # a later one does not: the first is to nobody.
             alone = _make_server_def({}, _chief_of(server_def))
             eager_context.set_server_def(alone)
             eager_context.ensure_initialized()
-            eager_context.update_server_def(server_def)
+            _update_server_def(server_def)
     except Exception:
         # The context stores the new one before it connects; it shall not keep a wrong one.
         eager_context._server_def = current
         raise
     _own_server_def = server_def
+
+
+def _update_server_def(server_def: tensorflow_server_pb2.ServerDef) -> None:
+    """Tells the servers of each other, and those that are new of this process."""
+    try:
+        context.context().update_server_def(server_def)
+    finally:
+        # If a server fails meanwhile, TensorFlow keeps its tensors of Python's numbers, also those
+        # on servers that were started again: calls would name tensors that these don't have.
+        context.context()._clear_caches()
 
 
 def _chief_of(server_def: tensorflow_server_pb2.ServerDef) -> str:

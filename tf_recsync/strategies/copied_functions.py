@@ -184,6 +184,9 @@ class CopiedTrainFunction(Steps):
     def _open(
         self, worker: int, iterator: PassIterator, private, before: WorkerState | None
     ) -> WorkerState:
+        if self.group.copies.is_of_earlier_life(worker):
+            # Its server was readmitted by another thread; the group does not know yet.
+            raise tf.errors.UnavailableError(None, None, "its copies were of an earlier life")
         self.group.open(worker)
         return _State(self.group, worker, iterator, private, before)
 

@@ -529,7 +529,8 @@ class WorkerRun:
         is_same = slot.life == self._cluster.life("worker", slot.index)
         if not slot.silent and is_same and is_reachable(slot.device):
             forgotten = _is_unknown_function(error)
-            broken = forgotten or isinstance(error, tf.errors.UnavailableError)
+            unavailable = isinstance(error, tf.errors.UnavailableError)
+            broken = forgotten or unavailable or _is_unknown_tensor(error)
             if not broken or slot.breaks == _MOST_BREAKS:
                 raise error
             slot.breaks += 1
@@ -628,6 +629,13 @@ def _is_unknown_function(error: tf.errors.OpError) -> bool:
     if isinstance(error, tf.errors.FailedPreconditionError):  # The function of a dataset.
         return "Could not find required function definition" in error.message
     return isinstance(error, tf.errors.NotFoundError) and "name of a function" in error.message
+
+
+def _is_unknown_tensor(error: tf.errors.OpError) -> bool:
+    """Whether a server has not got a tensor: it was readmitted while the call was made."""
+    return isinstance(error, tf.errors.InvalidArgumentError) and (
+        "Unable to find the relevant tensor remote_handle" in error.message
+    )
 
 
 def check_parameter_servers(cluster: Cluster, error: Exception) -> None:
