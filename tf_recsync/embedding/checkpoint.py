@@ -7,13 +7,14 @@ of all its shards together when it is saved, and takes them apart when it is res
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import keras
 import tensorflow as tf
 from tensorflow.python.checkpoint import tensor_callable
 
 from tf_recsync.embedding.physical_tables import Piece
+from tf_recsync.shown_variable import shown
 
 _KEY = "values"
 
@@ -70,6 +71,7 @@ class SavedRows(tf.__internal__.tracking.Trackable):
         return operations
 
     def _serialize_to_tensors(self):
+        _tell(variable for variable, _ in self._shards)
         return _saved(self.read, self._dtype)
 
     def _restore_from_tensors(self, restored_tensors):
@@ -94,6 +96,7 @@ class SavedCounters(tf.__internal__.tracking.Trackable):
         return tf.where(is_maximum, tf.reduce_max(values, 0), tf.reduce_sum(values, 0))
 
     def _serialize_to_tensors(self):
+        _tell(self._variables)
         return _saved(self._read, tf.int64)
 
     def _restore_from_tensors(self, restored_tensors):
@@ -101,6 +104,15 @@ class SavedCounters(tf.__internal__.tracking.Trackable):
         first, *others = (v._value for v in self._variables)
         values = restored_tensors[_KEY]
         return [first.assign(values), *(v.assign(tf.zeros(v.shape, v.dtype)) for v in others)]
+
+
+def _tell(variables: Iterable[keras.Variable]) -> None:
+    """Tells those who train variables that they are about to be read."""
+    with tf.init_scope():
+        for variable in variables:
+            found = shown(variable._value)
+            if found is not None:
+                found.tell()
 
 
 def _saved(read, dtype: tf.DType) -> dict:

@@ -110,10 +110,17 @@ class CopiedTrainFunction(Steps):
                 self.group.end()
                 self.group.copies.settled()
 
-    def _settle_if_stopped(self) -> None:
-        """If fit was stopped within an epoch, the steps in flight end before anybody sees."""
+    def _hold(self) -> bool:
+        # If fit was stopped within an epoch, its steps have come to an end.
         if self._run is not None and self._should_stop():
             self._settle(self._run)
+            return False
+        return super()._hold()
+
+    def _go_on(self) -> None:
+        if self.group is not None:
+            self.group.copies.carried_on()
+        super()._go_on()
 
     def _all_done(self, run: WorkerRun) -> None:
         """No thread of a worker is at work any more."""
@@ -171,13 +178,15 @@ class CopiedTrainFunction(Steps):
         """The workers; made at the first call, when the model and its optimizer are built."""
         if self.group is None:
             variables, cluster = variables_of(self._model), self._settings.cluster
-            copies = Copies(variables, cluster, self._read, self._settle_if_stopped)
+            peeked = [variable._value for variable in model_functions.peeked_variables(self._model)]
+            copies = Copies(variables, cluster, self._read, self._hold, peeked)
             self.group = self._make_group(copies)
         return self.group
 
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
         run = super()._start(iterator)
         self.group.fail = run.fail
+        run.when_done(self._go_on)
         run.when_done(lambda: self._all_done(run))
         return run
 

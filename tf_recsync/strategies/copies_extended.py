@@ -7,18 +7,14 @@ import re
 from collections.abc import Sequence
 
 import tensorflow as tf
-from tensorflow.python.ops import resource_variable_ops
 
 from tf_recsync.cluster import device_of
 from tf_recsync.optimizers.base import DEFAULT_TABLES
+from tf_recsync.shown_variable import ShownVariable, arguments_of
 from tf_recsync.strategies.fit_strategy import near
 from tf_recsync.synchronization.copies import CopiedVariable
 
 _CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
-_ARGUMENTS = (
-    *("initial_value", "trainable", "validate_shape", "name", "dtype", "constraint"),
-    *("synchronization", "aggregation", "shape"),
-)
 
 
 class CopiesExtended(tf.distribute.StrategyExtended):
@@ -48,10 +44,10 @@ class CopiesExtended(tf.distribute.StrategyExtended):
             if self._servers and re.fullmatch(DEFAULT_TABLES, kwargs.get("name") or ""):
                 device = self._servers[self._next % len(self._servers)]
                 self._next += 1
-        arguments = {name: kwargs[name] for name in _ARGUMENTS if name in kwargs}
+        arguments = arguments_of(kwargs)
         if device is not None:
             with tf.device(device):
-                return resource_variable_ops.ResourceVariable(**arguments)
+                return ShownVariable(**arguments)
         with tf.device(_CHIEF):
             return CopiedVariable(**arguments)
 

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync import staleness
+from tf_recsync import shown_variable, staleness
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import model_functions, predict_function, worker_run
 from tf_recsync.strategies.fit_strategy import (
@@ -101,7 +101,9 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         Workers keep metrics for themselves, and the coordinator adds them up: on a server, each
         reading and each value would be a call.
         """
-        with super().scope(), tf.variable_creator_scope(self._keep_metrics_here):
+        # What enters last is asked first.
+        of_shown = tf.variable_creator_scope(shown_variable.create)
+        with of_shown, super().scope(), tf.variable_creator_scope(self._keep_metrics_here):
             yield self
 
     def _keep_metrics_here(self, create, **kwargs):

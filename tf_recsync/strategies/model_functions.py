@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from absl import logging
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.optimizers import base
+from tf_recsync.shown_variable import shown
 from tf_recsync.strategies import worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.pass_iterator import PassIterator
@@ -88,6 +90,16 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
     return list(inner)
 
 
+def peeked_variables(model: keras.Model) -> list[keras.Variable]:
+    """Those that callbacks look at while workers train: reading them holds nobody."""
+    found = list(model.metrics_variables)
+    for optimizer in optimizers_of(model):
+        found += [optimizer.iterations, *(state.counters for state in optimizer.states)]
+        if isinstance(optimizer._learning_rate, keras.Variable):
+            found.append(optimizer._learning_rate)
+    return found
+
+
 class Steps:
     """Trains or evaluates: runs workers, and merges their metrics."""
 
@@ -116,6 +128,9 @@ class Steps:
         self._batches = float("inf")  # Of an epoch, if known; of several readers, at least.
         self._losses = Losses()  # Of earlier passes, and of batches.
         self._waited = [0.0] * settings.cluster.workers  # For batches, in earlier passes.
+        self._is_advancing = False  # Whether Keras waits for steps.
+        self._holding = threading.Lock()
+        self._held: contextlib.ExitStack | None = None  # What ends when workers go on.
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         """Waits until `steps_per_execution` more steps are finished; gives the metrics."""
@@ -124,6 +139,8 @@ class Steps:
                 "train_on_batch and test_on_batch can't be used under this strategy; use fit "
                 "and evaluate with a dataset"
             )
+        self._go_on()
+        self._is_advancing = True
         try:
             return self._advance(iterator)
         except StopIteration:
@@ -132,6 +149,35 @@ class Steps:
             if iterator.run is not None:
                 iterator.run.request_stop()
             raise
+        finally:
+            self._is_advancing = False
+
+    def _hold(self) -> bool:
+        """Lets the steps in flight end; none begins before Keras asks for the next ones.
+
+        What this process reads until then, as to save it, is of one moment. Whether it is: not
+        where Keras waits for steps now, as it does when another thread reads.
+        """
+        with self._holding:
+            run = self._run
+            if run is None or self._is_advancing:
+                return False
+            if self._held is None:
+                run.hold()
+                self._held = contextlib.ExitStack()
+                crew = self._crew()
+                if crew is not None:
+                    self._held.enter_context(crew.pause())
+            return True
+
+    def _go_on(self) -> None:
+        """Workers that were held begin steps again."""
+        with self._holding:
+            held, self._held = self._held, None
+            if held is None:
+                return
+            held.close()
+            self._run.go_on()
 
     def _advance(self, iterator: DistributedIterator) -> dict[str, Any]:
         steps = self._model.steps_per_execution
@@ -404,6 +450,16 @@ class TrainFunction(Steps):
     """`model.train_function` under a parameter-server strategy."""
 
     method = "train_step"
+
+    def _start(self, iterator: DistributedIterator) -> WorkerRun:
+        run = super()._start(iterator)
+        peeked = {id(variable) for variable in peeked_variables(self._model)}
+        for variable in [*self._model.variables, *self._model.optimizer.variables]:
+            found = shown(variable._value)
+            if found is not None and id(variable) not in peeked:
+                found.before_read = self._hold
+        run.when_done(self._go_on)
+        return run
 
     def _aggregation_of(self, layout: Layout) -> Aggregation | None:
         mode = self._settings.mode

@@ -84,6 +84,7 @@ class WorkerRun:
         self._granted: float = 0.0
         self._taken = 0
         self._completed = 0
+        self._is_held = False
         self._progressed = time.monotonic()  # When a step was done.
         self._longest_call = 0.0  # In seconds, of those that ended.
         self._stopped = False
@@ -231,6 +232,23 @@ class WorkerRun:
         except BaseException:  # As by Ctrl-C, after which the caller may go on.
             self.request_stop()
             raise
+
+    def hold(self) -> None:
+        """Returns when no worker is in a step; none begins one before `go_on` is called.
+
+        Raises:
+            Exception: what goes wrong meanwhile.
+        """
+        with self._changed:
+            self._is_held = True
+            if self._error is None:
+                self._wait_until(lambda: self._taken == self._completed or self._idle())
+
+    def go_on(self) -> None:
+        """Workers begin steps again."""
+        with self._changed:
+            self._is_held = False
+            self._changed.notify_all()
 
     def settle(self) -> None:
         """Waits for the calls in flight of a pass that was stopped, with a limit."""
@@ -481,7 +499,7 @@ class WorkerRun:
                 if self._stopped or self._should_stop() or self._error is not None:
                     return 0
                 free = self._granted - self._taken
-                if free > 0:
+                if free > 0 and not self._is_held:
                     n = int(min(free, self._steps_per_call))
                     self._taken += n
                     return n

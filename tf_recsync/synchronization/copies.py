@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
-from tensorflow.python.ops import resource_variable_ops
 
 from tf_recsync.cluster import Cluster, device_of
+from tf_recsync.shown_variable import ShownVariable
 from tf_recsync.synchronization.remote_values import PackedReader, at, on_worker
 
-Refresh = Callable[[], None]
 
-
-class CopiedVariable(resource_variable_ops.ResourceVariable):
+class CopiedVariable(ShownVariable):
     """What users see of a variable of which every worker has a copy.
 
     Reading it gives what the copies come to, their mean as a rule: whoever owns the
     copies refreshes it first. What is assigned to it the copies take over before they
     are trained again.
     """
-
-    refresh: Refresh | None = None  # Called before an eager read.
-
-    def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
-        if self.refresh is not None and tf.executing_eagerly():
-            self.refresh()
-        return super()._read_variable_op(no_copy)
 
 
 class Copies:
@@ -40,8 +31,9 @@ class Copies:
         variables: what users see of them, in an order that all copies keep.
         cluster: the connected cluster.
         read: "mean", or the index of the worker whose copy is read.
-        settle: is called before users see them; returns when no worker trains them that will
-            soon do so no longer.
+        hold: is called before users see them; returns whether no worker trains them until
+            `carried_on` is called.
+        peeked: those of the variables that are read without it.
     """
 
     def __init__(
@@ -49,12 +41,15 @@ class Copies:
         variables: Sequence[CopiedVariable],
         cluster: Cluster,
         read: str | int = "mean",
-        settle: Callable[[], None] = lambda: None,
+        hold: Callable[[], bool] = lambda: False,
+        peeked: Collection[tf.Variable] = (),
     ):
         self.variables = list(variables)
         self._cluster = cluster
         self._read = read
-        self._settle = settle
+        self._hold = hold
+        self._peeked = {id(variable) for variable in peeked}
+        self._is_held = False  # And users see them as they are.
         self._lock = threading.RLock()
         self._copies: dict[int, list[tf.Variable]] = {}  # By worker.
         self._lives: dict[int, tuple[int, int]] = {}  # The workers' when theirs were made.
@@ -121,11 +116,14 @@ class Copies:
     def all_values(self) -> dict[int, list[np.ndarray]]:
         """The copies by worker, of those that have some or will begin with some.
 
-        Those of a worker that does not answer are left out.
+        Those of a worker that does not answer are left out. Workers are held first, as before
+        users read a variable.
 
         Raises:
             tf.errors.OpError: if none of them answers.
         """
+        if self._stale and not _refreshing.active:
+            self._hold()
         with self._lock:
             found = dict(self._loaded)
         failed: tf.errors.OpError | None = None
@@ -203,26 +201,40 @@ class Copies:
         """The copies are being trained: what users see is no longer what they are."""
         self._stale = True
         for variable in self.variables:
-            variable.refresh = self.refresh
+            is_peeked = id(variable) in self._peeked
+            variable.before_read = self._peek if is_peeked else self.refresh
+
+    def carried_on(self) -> None:
+        """The copies are trained again after users have seen them."""
+        self._is_held = False
 
     def settled(self) -> None:
         """Nobody trains the copies any more; after one more refresh nothing changes."""
         self.refresh(force=True)
         self._stale = False
         for variable in self.variables:
-            variable.refresh = None
+            variable.before_read = None
 
     def refresh(self, force: bool = False) -> None:
         """Writes what the copies come to into what users see."""
         if not (self._stale or force) or _refreshing.active:
             return
+        is_held = False
         if not force:
-            self._settle()
+            is_held = self._hold()
+            if is_held and self._is_held:
+                return
+        self._peek()
+        self._is_held = is_held
+
+    def _peek(self) -> None:
+        """Writes what the copies come to, which may be trained meanwhile, into what users see."""
+        if _refreshing.active:
+            return
         with self._lock, _refreshing:
             found = self._combined()
-            if found is None:
-                return
-            self._show(found)
+            if found is not None:
+                self._show(found)
 
     def _show(self, values: list[np.ndarray]) -> None:
         for variable, value in zip(self.variables, values, strict=True):

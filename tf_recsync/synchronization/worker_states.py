@@ -26,8 +26,8 @@ class WorkerStates(tf.train.experimental.PythonState):
     def serialize(self) -> bytes:
         """All copies, and what belongs to them; `tf.train.Checkpoint` calls this."""
         group = self._group()
+        values = group.copies.all_values()  # First: within an epoch, it lets steps end.
         extras = group.extras()
-        values = group.copies.all_values()
         arrays = {
             "format": np.int64(_FORMAT),
             "workers": np.array(sorted(values), np.int64),

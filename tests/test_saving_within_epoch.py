@@ -1,0 +1,180 @@
+"""What is read or saved within an epoch, while workers train, is of one moment."""
+
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_recsync as recsync
+
+WORKERS, PS = 3, 2
+BATCH, BATCHES = 4, 36
+ROWS = 6
+ASYNC, COPIES = ["async", "bounded", "sync", "backup", "gba"], ["shadow", "all-reduce", "hop"]
+
+
+@pytest.fixture(scope="module")
+def cluster(clusters):
+    return clusters.get(WORKERS, PS)
+
+
+def make_strategy(name, cluster):
+    batches = {"local_batch_size": BATCH, "global_batch_size": 2 * BATCH}
+    make = {
+        "async": lambda: recsync.AsyncStrategy(cluster),
+        "bounded": lambda: recsync.BoundedStalenessStrategy(cluster, 1),
+        "sync": lambda: recsync.SyncStrategy(cluster, **batches),
+        "backup": lambda: recsync.BackupWorkersStrategy(cluster, 1),
+        "gba": lambda: recsync.GBAStrategy(cluster, staleness_tolerance=100, **batches),
+        "shadow": lambda: recsync.ShadowSyncStrategy(
+            cluster, recsync.EASGD(0.3), threads_per_trainer=2, sync_ps=1
+        ),
+        "all-reduce": lambda: recsync.ShadowSyncStrategy(
+            cluster, recsync.ModelAveraging(0.5), recsync.Foreground(gap=2)
+        ),
+        "hop": lambda: recsync.HopStrategy(
+            cluster, recsync.topology.ring(WORKERS), 2, check_invariants=True
+        ),
+    }
+    return make[name]()
+
+
+class Sum(keras.layers.Layer):
+    """Adds up its inputs and its variables: the gradient of each element is 1."""
+
+    def build(self, input_shape):
+        del input_shape
+        self.parts = [self.add_weight(shape=(4,), initializer="zeros") for _ in range(3)]
+
+    def call(self, inputs):
+        return keras.ops.sum(inputs, -1, keepdims=True) + sum(map(keras.ops.sum, self.parts))
+
+
+def make_model(shards=1):
+    ids = keras.Input((ROWS,), dtype="int64")
+    if shards == 0:
+        table = keras.layers.Flatten()(keras.layers.Embedding(ROWS, 2, "zeros")(ids))
+    else:
+        table = recsync.layers.EmbeddingCollection(
+            [recsync.layers.TableConfig("rows", ROWS, 2, initializer="zeros", shards=shards)],
+            [recsync.layers.FeatureConfig("ids", "rows")],
+            name="tables",
+        )({"ids": ids})["ids"]
+    model = keras.Model(ids, Sum()(table))
+    optimizer = recsync.optimizers.Adagrad(0.1, staleness=recsync.staleness.Constant())
+    model.compile(optimizer, loss=lambda y, p: p)
+    optimizer.build(model.trainable_variables)
+    return model
+
+
+def dataset():
+    ids = np.tile(np.arange(ROWS), (BATCH * BATCHES, 1))
+    return tf.data.Dataset.from_tensor_slices((ids, np.zeros((len(ids), 1)))).batch(BATCH)
+
+
+class Every(keras.callbacks.Callback):
+    """Calls `look` after each fourth batch."""
+
+    def __init__(self, look):
+        super().__init__()
+        self._look = look
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch % 4 == 3:
+            self._look(self.model)
+
+
+def fit(model, strategy, look, compute_time=0.03):
+    recsync.testing.set_compute_time(strategy, compute_time)
+    model.fit(dataset(), verbose=0, callbacks=[Every(look)])
+    assert sum(strategy.worker_steps(model)) == BATCHES
+
+
+def updates_of(model) -> set[tuple[int, bool]]:
+    """How many updates each element has had by its accumulator, and whether its weight and its
+    version tell the same."""
+    found = set()
+    for state in model.optimizer.states:
+        weights, sums = (np.asarray(v._value) for v in (state.variable, state.accumulators[0]))
+        for weight, sum_ in zip(weights.flat, sums.flat, strict=True):
+            count = round(sum_ - 0.1)
+            expected = -0.1 * sum((0.1 + i) ** -0.5 for i in range(1, count + 1))
+            found.add((count, bool(abs(weight - expected) < 1e-3)))
+    return found
+
+
+@pytest.mark.parametrize("form", ["weights", "checkpoint"])
+@pytest.mark.parametrize("name", ASYNC)
+def test_all_in_a_file_is_of_as_many_updates(name, form, cluster, tmp_path):
+    strategy = make_strategy(name, cluster)
+    with strategy.scope():
+        model = make_model(shards=2)
+    paths = []
+
+    def save(model):
+        path = str(tmp_path / f"{len(paths)}.weights.h5")
+        if form == "weights":
+            model.save_weights(path)
+        else:
+            tf.train.Checkpoint(model=model).write(path)
+        paths.append(path)
+
+    fit(model, strategy, save)
+    restored = make_model()
+    counts = []
+    for path in paths:
+        if form == "weights":
+            restored.load_weights(path)
+        else:
+            tf.train.Checkpoint(model=restored).read(path).assert_consumed()
+        ((count, is_consistent),) = updates_of(restored)
+        assert is_consistent
+        counts.append(count)
+    assert len(counts) == BATCHES // 4
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_stand_still_while_they_are_read_and_go_on_after(name, cluster):
+    strategy = make_strategy(name, cluster)
+    with strategy.scope():
+        model = make_model(shards=0 if name == "hop" else 1)
+    seen = []
+
+    def read_twice(model):
+        first = strategy.worker_states(model).serialize()
+        weights = model.get_weights()
+        time.sleep(0.1)
+        for weight, again in zip(weights, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(weight, again)
+        assert strategy.worker_states(model).serialize() == first
+        seen.append(np.mean(weights[-1]))
+
+    # Keras counts more slowly than this model trains.
+    fit(model, strategy, read_twice, compute_time=0.1)
+    assert seen[0] > seen[-1]
+
+
+def test_what_another_thread_reads_stops_nobody(cluster):
+    strategy = make_strategy("sync", cluster)
+    with strategy.scope():
+        model = make_model()
+    is_over = threading.Event()
+    reads = []
+
+    def read():
+        while not is_over.is_set():
+            reads.append(model.get_weights())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        fit(model, strategy, lambda model: None)
+    finally:
+        is_over.set()
+        thread.join()
+    assert len(reads) > 1

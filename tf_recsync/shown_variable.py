@@ -1,0 +1,66 @@
+"""Variables that this process shows to users while workers train them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+
+
+class ShownVariable(resource_variable_ops.ResourceVariable):
+    """A variable whose owner is told before this process reads it.
+
+    Attributes:
+        before_read: is called before an eager read, and before it is written to a checkpoint;
+            None: there is nobody to tell.
+    """
+
+    before_read: Callable[[], None] | None = None
+
+    def tell(self) -> None:
+        """Tells the owner that the variable is about to be read."""
+        if self.before_read is not None and tf.executing_eagerly():
+            self.before_read()
+
+    def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
+        self.tell()
+        return super()._read_variable_op(no_copy)
+
+    def _serialize_to_tensors(self):
+        # What reads it is traced if a checkpoint's variables lie on several servers.
+        with tf.init_scope():
+            self.tell()
+        return super()._serialize_to_tensors()
+
+
+def shown(variable: tf.Variable) -> ShownVariable | None:
+    """The variable behind what a `tf.distribute` strategy may have put around it; None if it is
+    of another kind."""
+    variable = getattr(variable, "_v", variable)
+    return variable if isinstance(variable, ShownVariable) else None
+
+
+def create(next_creator: Callable[..., tf.Variable], **kwargs) -> tf.Variable:
+    """For `tf.variable_creator_scope`: makes such a variable where TensorFlow's own would be.
+
+    Args:
+        next_creator: is called where a variable is not to be made at once.
+        **kwargs: what creators get.
+    """
+    if not tf.executing_eagerly() or kwargs.get("initial_value") is None:
+        return next_creator(**kwargs)
+    return ShownVariable(
+        **arguments_of(kwargs), distribute_strategy=kwargs.get("distribute_strategy")
+    )
+
+
+def arguments_of(kwargs: dict) -> dict:
+    """Those of a creator's arguments that a variable's constructor takes."""
+    return {name: kwargs[name] for name in _ARGUMENTS if name in kwargs}
+
+
+_ARGUMENTS = (
+    *("initial_value", "trainable", "validate_shape", "name", "dtype", "constraint"),
+    *("synchronization", "aggregation", "shape"),
+)
