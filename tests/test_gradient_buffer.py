@@ -234,7 +234,7 @@ def test_rows_come_once_each_in_the_order_of_their_first_push():
     assert last.row_versions.shape == [0]
 
 
-def test_a_flush_divides_by_the_number_of_pushes():
+def test_pushes_weigh_in_a_flush_as_in_a_full_step():
     model, plain = Model(), Model()
     buffer = model.buffer(8)
     pushes = [RandomPush(1), RandomPush(2), RandomPush(3)]
@@ -243,7 +243,7 @@ def test_a_flush_divides_by_the_number_of_pushes():
     assert last.ready and last.step.numpy() == 1
     model.apply(last)
     assert buffer.applied(last).numpy() == 1
-    plain.apply_mean(pushes, 3)
+    plain.apply_mean(pushes, 8)
     model.expect_equal(plain)
     # There is nothing left, and no step in that.
     nothing = buffer.flush()

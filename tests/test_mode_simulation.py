@@ -167,7 +167,8 @@ def test_a_flush_is_a_step_of_what_is_there_and_all_go_on_from_it():
         pieces.push(of_ones(worker, 0, gradient))
     np.testing.assert_array_equal(variable.numpy(), [0.0, 0.0, 0.0])
     pieces.aggregation.flush()
-    np.testing.assert_allclose(variable.numpy(), [-RATE * 2, -RATE * 3, 0.0], 1e-6)
+    # Two of the three of a step.
+    np.testing.assert_allclose(variable.numpy(), [-RATE * 4 / 3, -RATE * 6 / 3, 0.0], 1e-6)
     assert int(optimizer.iterations.numpy()) == 1
     pieces.aggregation.flush()
     assert int(optimizer.iterations.numpy()) == 1

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers import compute_time
 from mode_models import (
     LOCAL,
@@ -46,7 +47,7 @@ def trained(strategy, build, make, batches, epochs, steps, seconds=0.01, **kwarg
     return model, weights
 
 
-def check_is_one_process(build, make, batches, groups, weights, tolerance=2e-5):
+def check_is_one_process(build, make, batches, groups, full, weights, tolerance=2e-5):
     """One process that trains on each of the groups as one batch has the same weights.
 
     Args:
@@ -54,13 +55,19 @@ def check_is_one_process(build, make, batches, groups, weights, tolerance=2e-5):
         make: makes the optimizer.
         batches: the data.
         groups: for each epoch, the numbers of the batches of each step.
+        full: how many a whole global batch has.
         weights: after each epoch.
     """
     keras.utils.set_random_seed(3)
     local = build(batches.count)
     local.compile(make(), "mse", run_eagerly=True)
     for steps, expected in zip(groups, weights, strict=True):
-        local.fit(batches.dataset(steps), verbose=0)
+        for group, (inputs, labels) in zip(steps, batches.dataset(steps), strict=True):
+            with tf.GradientTape() as tape:
+                loss = local.compute_loss(inputs, labels, local(inputs, training=True))
+                loss *= len(group) / full
+            variables = local.trainable_variables
+            local.optimizer.apply(tape.gradient(loss, variables), variables)
         mine = weights_of(local)
         assert sorted(mine) == sorted(expected)
         for name, value in mine.items():
@@ -127,7 +134,7 @@ def test_synchronous_training_is_that_of_one_process(three, case):
     epoch = [m] * (steps // m) + [steps % m] * (steps % m > 0)
     assert [len(group) for group in groups] == epoch * 2
     groups = [groups[: len(epoch)], groups[len(epoch) :]]
-    check_is_one_process(build, make, batches, groups, weights)
+    check_is_one_process(build, make, batches, groups, m, weights)
     report = check_counts(strategy, model, 14, 2 * len(epoch))
     assert (report.late, report.excluded, report.duplicates, report.age_max) == (0, 0, 0, 0)
     assert (report.staleness.mean, report.staleness.max) == (1.0, 1)
@@ -256,6 +263,23 @@ def test_a_single_worker_computes_global_batches_as_one_process_does(one, mode, 
     model, weights = trained(strategy, ledger_model, make, batches, 1, None, seconds=None)
     groups = groups_of(model)
     assert [len(group) for group in groups] == [m] * (8 // m) + [8 % m] * (8 % m > 0)
-    check_is_one_process(ledger_model, make, batches, [groups], weights)
+    check_is_one_process(ledger_model, make, batches, [groups], m, weights)
     report = check_counts(strategy, model, 8, -(-8 // m))
     assert (report.included, report.age_max, report.staleness.max) == (16, 0, 1)
+
+
+def test_what_does_not_fill_a_global_batch_can_be_left_out(one):
+    strategy = recsync.GBAStrategy(one, 3 * LOCAL, LOCAL, 0, last_global_batch="drop")
+    batches = Batches(8)
+    model, weights = trained(
+        strategy, ledger_model, lambda: Adagrad(0.1), batches, 2, None, seconds=None
+    )
+    whole = [[0, 1, 2], [3, 4, 5]]
+    check_is_one_process(ledger_model, lambda: Adagrad(0.1), batches, [whole] * 2, 3, weights)
+    report = strategy.aggregation(model)
+    assert (report.global_step, report.left_over) == (4, 2 * 2 * 2)  # On two servers.
+
+
+def test_another_fate_of_the_last_global_batch_is_refused():
+    with pytest.raises(ValueError, match="last_global_batch must be 'weigh' or 'drop', not 'pad'"):
+        recsync.SyncStrategy.mode_for(2, last_global_batch="pad")

@@ -166,7 +166,7 @@ std::string GradientBuffer::Push(const GradientPush& push,
   state_.age_max = std::max(state_.age_max, age);
   StalenessCounters(state_.staleness.data()).Add(step - push.pulled_step + 1);
   if (++state_.pending == options_.capacity) {
-    *aggregate = Drain(options_.divisor);
+    *aggregate = Drain();
   }
   return "";
 }
@@ -174,7 +174,7 @@ std::string GradientBuffer::Push(const GradientPush& push,
 std::unique_ptr<Aggregate> GradientBuffer::Flush() {
   MutexLock lock(&mu_);
   if (state_.pending == 0) return nullptr;
-  return Drain(static_cast<double>(state_.pending));
+  return Drain();
 }
 
 std::string GradientBuffer::Applied(int64_t step) {
@@ -316,12 +316,13 @@ void GradientBuffer::Add(const GradientPush& push, float weight) {
   }
 }
 
-std::unique_ptr<Aggregate> GradientBuffer::Drain(double divisor) {
+std::unique_ptr<Aggregate> GradientBuffer::Drain() {
   std::unique_ptr<Aggregate::Lease> sums = std::exchange(sums_, FreshSums());
   taken_.clear();
   state_.pending = 0;
   ++state_.applications;
-  return std::make_unique<Aggregate>(++state_.step, divisor, std::move(sums));
+  return std::make_unique<Aggregate>(++state_.step, options_.divisor,
+                                     std::move(sums));
 }
 
 std::unique_ptr<Aggregate::Lease> GradientBuffer::FreshSums() {

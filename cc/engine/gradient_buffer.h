@@ -171,9 +171,9 @@ class GradientBuffer {
                    std::unique_ptr<Aggregate>* aggregate)
       ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Gives out the pushes that are there, divided by their number (excluded ones
-  // included) instead of `divisor`, as one process does with its last, smaller
-  // batch; null if there are none, and then no step is counted.
+  // Gives out the pushes that are there, though they are fewer than a step has:
+  // their sum / divisor, so that each weighs as in a step that is full. Null if
+  // there are none, and then no step is counted.
   std::unique_ptr<Aggregate> Flush() ABSL_LOCKS_EXCLUDED(mu_);
 
   // Marks an application as done; nothing if it is already: another may say so
@@ -199,8 +199,7 @@ class GradientBuffer {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Add(const GradientPush& push, float weight)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  std::unique_ptr<Aggregate> Drain(double divisor)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  std::unique_ptr<Aggregate> Drain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::unique_ptr<Aggregate::Lease> FreshSums();
 
   const GradientBufferOptions options_;

@@ -91,7 +91,7 @@ class Simulation {
 
   int64_t pending() const { return kept_.size(); }
 
-  void ExpectEqual(const Aggregate& aggregate, double divisor) {
+  void ExpectEqual(const Aggregate& aggregate) {
     EXPECT_EQ(aggregate.step(), ++step);
     std::vector<double> dense(options_.dense_size, 0.0);
     Ids dense_versions;
@@ -134,7 +134,7 @@ class Simulation {
       Floats got(options_.dense_size);
       aggregate.WriteDense(0, options_.dense_size, got.data());
       for (size_t i = 0; i < got.size(); ++i) {
-        EXPECT_NEAR(got[i], dense[i] / divisor, 1e-4);
+        EXPECT_NEAR(got[i], dense[i] / options_.divisor, 1e-4);
       }
       EXPECT_EQ(aggregate.dense_versions(), dense_versions);
     }
@@ -153,7 +153,8 @@ class Simulation {
           EXPECT_EQ(row.oldest, -1);
         }
         for (int64_t j = 0; j < width; ++j) {
-          EXPECT_NEAR(values[i * width + j], row.sum[j] / divisor, 1e-4);
+          EXPECT_NEAR(values[i * width + j], row.sum[j] / options_.divisor,
+                      1e-4);
         }
       }
     }
@@ -249,17 +250,15 @@ void CompareWithSimulation(GradientBufferOptions options, bool versioned,
     ASSERT_EQ(buffer.Push(push.View(), &aggregate), "");
     const bool ready = simulation.Push(push);
     ASSERT_EQ(aggregate != nullptr, ready);
-    double divisor = options.divisor;
     if (!ready && random() % 50 == 0) {
-      divisor = simulation.pending();
       aggregate = buffer.Flush();
-      ASSERT_EQ(aggregate != nullptr, divisor > 0);
+      ASSERT_EQ(aggregate != nullptr, simulation.pending() > 0);
     }
     EXPECT_EQ(buffer.state().pending,
               aggregate == nullptr ? simulation.pending() : 0);
     if (aggregate == nullptr) continue;
     ++given_out;
-    simulation.ExpectEqual(*aggregate, divisor);
+    simulation.ExpectEqual(*aggregate);
     held.push_back(std::move(aggregate));
     if (random() % 2 == 0) held.clear();
   }

@@ -216,9 +216,8 @@ REGISTER_OP("RecsyncFlushBuffer")
         R"doc(
 Gives out the pushes that a gradient buffer holds, though its step is not full.
 
-Their sum is divided by their number, excluded pushes included, instead of the
-buffer's divisor: as one process does with its last, smaller batch. Without
-pushes nothing is ready, and no step is counted.
+Their sum is divided by the buffer's divisor: each weighs as in a step that is
+full. Without pushes nothing is ready, and no step is counted.
 
 buffer: A gradient buffer.
 )doc" RECSYNC_AGGREGATE_DOC);

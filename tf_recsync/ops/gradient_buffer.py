@@ -213,10 +213,10 @@ def push_to_buffer(
 
 
 def flush_buffer(buffer: tf.Tensor) -> Aggregate:
-    """Gives out the pushes that a buffer holds, divided by their number.
+    """Gives out the pushes that a buffer holds, though its step is not full.
 
-    As one process does with its last, smaller batch. Without pushes nothing is
-    ready, and no step is counted.
+    Each weighs as in a step that is. Without pushes nothing is ready, and no step
+    is counted.
     """
     return _aggregate(ops.library.recsync_flush_buffer(buffer))
 

@@ -10,7 +10,7 @@ from tf_recsync import staleness
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.fit_strategy import check_at_least, check_cluster
 from tf_recsync.strategies.group_strategy import GroupStrategy
-from tf_recsync.synchronization.modes import Mode
+from tf_recsync.synchronization.modes import LastGlobalBatch, Mode
 
 _WORKER_TIMEOUT = 600.0
 
@@ -111,9 +111,6 @@ class SyncStrategy(GroupStrategy):
     batches. The tokens of a worker that is lost go to the others, with other
     batches, so a step always has its global batch; the batches in its hands are lost.
 
-    At the end of an epoch (or of `steps_per_epoch`) the batches that do not fill a
-    global batch are applied, divided by their number.
-
     `fit`, `evaluate` and `predict` as in `AsyncStrategy`. The optimizer's `staleness`
     policy is not used, as nothing is stale.
 
@@ -125,6 +122,10 @@ class SyncStrategy(GroupStrategy):
             `local_batch_size`. Defaults to None: one batch of each worker.
         local_batch_size: examples of the dataset's batches; needed with
             `global_batch_size`. Defaults to None.
+        last_global_batch: what becomes of the batches at the end of an epoch that do not
+            fill a global batch. "weigh" (the default): they are applied at their share of
+            it, their sum divided by as many as a global batch has. "drop": they are left
+            out.
         worker_timeout: as in `AsyncStrategy`.
         silence_timeout: as in `AsyncStrategy`.
 
@@ -139,18 +140,26 @@ class SyncStrategy(GroupStrategy):
         *,
         global_batch_size: int | None = None,
         local_batch_size: int | None = None,
+        last_global_batch: LastGlobalBatch = "weigh",
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
     ):
         check_cluster("SyncStrategy", cluster)
         mode = self.mode_for(
-            cluster.workers, global_batch_size=global_batch_size, local_batch_size=local_batch_size
+            cluster.workers,
+            global_batch_size=global_batch_size,
+            local_batch_size=local_batch_size,
+            last_global_batch=last_global_batch,
         )
         super().__init__(cluster, mode, worker_timeout, silence_timeout, local_batch_size)
 
     @staticmethod
     def mode_for(
-        workers: int, *, global_batch_size: int | None = None, local_batch_size: int | None = None
+        workers: int,
+        *,
+        global_batch_size: int | None = None,
+        local_batch_size: int | None = None,
+        last_global_batch: LastGlobalBatch = "weigh",
     ) -> Mode:
         """The mode with these arguments on so many workers, without a cluster.
 
@@ -160,6 +169,7 @@ class SyncStrategy(GroupStrategy):
             workers: of the cluster, an int of at least 1.
             global_batch_size: as in the strategy.
             local_batch_size: as in the strategy.
+            last_global_batch: as in the strategy.
 
         Raises:
             ValueError: if an argument is wrong.
@@ -175,6 +185,7 @@ class SyncStrategy(GroupStrategy):
             gate="step",
             drop_late=True,
             uses_buffers=True,
+            last_global_batch=last_global_batch,
         )
 
 
@@ -191,6 +202,7 @@ class BSPStrategy(GroupStrategy):
         global_batch_size: examples that are applied together, a multiple of
             `local_batch_size`.
         local_batch_size: examples of the dataset's batches.
+        last_global_batch: as in `SyncStrategy`.
         prefetch_lookups: as in `AsyncStrategy`.
         worker_timeout: as in `AsyncStrategy`.
         silence_timeout: as in `AsyncStrategy`.
@@ -205,18 +217,26 @@ class BSPStrategy(GroupStrategy):
         global_batch_size: int,
         local_batch_size: int,
         *,
+        last_global_batch: LastGlobalBatch = "weigh",
         prefetch_lookups: bool = False,
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
     ):
         check_cluster("BSPStrategy", cluster)
-        mode = self.mode_for(cluster.workers, global_batch_size, local_batch_size)
+        mode = self.mode_for(
+            cluster.workers, global_batch_size, local_batch_size, last_global_batch
+        )
         super().__init__(
             cluster, mode, worker_timeout, silence_timeout, local_batch_size, prefetch_lookups
         )
 
     @staticmethod
-    def mode_for(workers: int, global_batch_size: int, local_batch_size: int) -> Mode:
+    def mode_for(
+        workers: int,
+        global_batch_size: int,
+        local_batch_size: int,
+        last_global_batch: LastGlobalBatch = "weigh",
+    ) -> Mode:
         """The mode with these arguments on so many workers, without a cluster.
 
         Checks the arguments as the strategy does, before any server is started.
@@ -225,13 +245,20 @@ class BSPStrategy(GroupStrategy):
             workers: of the cluster, an int of at least 1.
             global_batch_size: as in the strategy.
             local_batch_size: as in the strategy.
+            last_global_batch: as in the strategy.
 
         Raises:
             ValueError: if an argument is wrong.
         """
         check_at_least("workers", workers, 1)
         batches = _batches_of("BSPStrategy", global_batch_size, local_batch_size)
-        return Mode("BSP", repeats=batches, capacity=batches, uses_buffers=True)
+        return Mode(
+            "BSP",
+            repeats=batches,
+            capacity=batches,
+            uses_buffers=True,
+            last_global_batch=last_global_batch,
+        )
 
 
 class GBAStrategy(GroupStrategy):
@@ -260,6 +287,7 @@ class GBAStrategy(GroupStrategy):
             "inverse_power": weighted by ((iota + 1) / (age + 1))^2. Or a policy of
             `tf_recsync.staleness`, of tau = age + 1; `staleness_tolerance` must then be
             None.
+        last_global_batch: as in `SyncStrategy`.
         prefetch_lookups: as in `AsyncStrategy`.
         worker_timeout: as in `AsyncStrategy`.
         silence_timeout: as in `AsyncStrategy`.
@@ -291,13 +319,19 @@ class GBAStrategy(GroupStrategy):
         staleness_tolerance: int | None = None,
         decay: str | staleness.Policy = "threshold",
         *,
+        last_global_batch: LastGlobalBatch = "weigh",
         prefetch_lookups: bool = False,
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
     ):
         check_cluster("GBAStrategy", cluster)
         mode = self.mode_for(
-            cluster.workers, global_batch_size, local_batch_size, staleness_tolerance, decay
+            cluster.workers,
+            global_batch_size,
+            local_batch_size,
+            staleness_tolerance,
+            decay,
+            last_global_batch,
         )
         super().__init__(
             cluster, mode, worker_timeout, silence_timeout, local_batch_size, prefetch_lookups
@@ -310,6 +344,7 @@ class GBAStrategy(GroupStrategy):
         local_batch_size: int,
         staleness_tolerance: int | None = None,
         decay: str | staleness.Policy = "threshold",
+        last_global_batch: LastGlobalBatch = "weigh",
     ) -> Mode:
         """The mode with these arguments on so many workers, without a cluster.
 
@@ -321,6 +356,7 @@ class GBAStrategy(GroupStrategy):
             local_batch_size: as in the strategy.
             staleness_tolerance: as in the strategy.
             decay: as in the strategy.
+            last_global_batch: as in the strategy.
 
         Raises:
             ValueError: if an argument is wrong.
@@ -328,7 +364,14 @@ class GBAStrategy(GroupStrategy):
         check_at_least("workers", workers, 1)
         batches = _batches_of("GBAStrategy", global_batch_size, local_batch_size)
         weight = _decay(staleness_tolerance, decay)
-        return Mode("GBA", repeats=batches, capacity=batches, weight=weight, uses_buffers=True)
+        return Mode(
+            "GBA",
+            repeats=batches,
+            capacity=batches,
+            weight=weight,
+            uses_buffers=True,
+            last_global_batch=last_global_batch,
+        )
 
 
 class BackupWorkersStrategy(GroupStrategy):
@@ -344,6 +387,7 @@ class BackupWorkersStrategy(GroupStrategy):
         backup_workers: b, how many workers are not waited for, from 0 to the
             cluster's workers less 1.
         local_batch_size: as in `AsyncStrategy`.
+        last_global_batch: as in `SyncStrategy`.
         worker_timeout: as in `AsyncStrategy`.
         silence_timeout: as in `AsyncStrategy`.
 
@@ -358,15 +402,18 @@ class BackupWorkersStrategy(GroupStrategy):
         backup_workers: int,
         *,
         local_batch_size: int | None = None,
+        last_global_batch: LastGlobalBatch = "weigh",
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
     ):
         check_cluster("BackupWorkersStrategy", cluster)
-        mode = self.mode_for(cluster.workers, backup_workers)
+        mode = self.mode_for(cluster.workers, backup_workers, last_global_batch)
         super().__init__(cluster, mode, worker_timeout, silence_timeout, local_batch_size)
 
     @staticmethod
-    def mode_for(workers: int, backup_workers: int) -> Mode:
+    def mode_for(
+        workers: int, backup_workers: int, last_global_batch: LastGlobalBatch = "weigh"
+    ) -> Mode:
         """The mode with these arguments on so many workers, without a cluster.
 
         Checks the arguments as the strategy does, before any server is started.
@@ -374,6 +421,7 @@ class BackupWorkersStrategy(GroupStrategy):
         Args:
             workers: of the cluster, an int of at least 1.
             backup_workers: as in the strategy.
+            last_global_batch: as in the strategy.
 
         Raises:
             ValueError: if an argument is wrong.
@@ -392,6 +440,7 @@ class BackupWorkersStrategy(GroupStrategy):
             gate="step",
             drop_late=True,
             uses_buffers=True,
+            last_global_batch=last_global_batch,
         )
 
 

@@ -44,6 +44,8 @@ class Report:
             that was lost.
         abandoned: pushes, counted above, that a pass that ended with an exception left
             in the buffers, and that the next pass dropped.
+        left_over: pushes, counted above, that did not fill a global batch at the end of an
+            epoch and were left out (`last_global_batch="drop"`).
         lost: tokens that were lost with a worker.
         reissued: tokens of lost workers that others got.
         age_mean: the mean age of the tokens pushed; 0 is fresh.
@@ -59,6 +61,7 @@ class Report:
     late: int
     duplicates: int
     abandoned: int
+    left_over: int
     lost: int
     reissued: int
     age_mean: float
@@ -81,7 +84,7 @@ class Aggregation:
         self._optimizers = tuple(optimizers)
         self._workers = workers
         self._buffers: dict[tuple[str, int], _Buffer] = {}
-        self._abandoned = 0
+        self._abandoned = self._left_over = 0
         if mode.uses_buffers:
             for optimizer in optimizers:
                 for device, states in _by_device(optimizer.states).items():
@@ -159,7 +162,7 @@ class Aggregation:
         """Has tokens and buffers go on at the optimizer's global step; nobody may be in a step."""
         step = int(np.asarray(self._optimizers[0]._iterations._value.read_value()))
         if self.mode.uses_buffers:
-            pending = sum(buffer.state().pending for buffer in self._buffers.values())
+            pending = self._pending()
             if pending:
                 # They may be of other parameters than those of now.
                 logging.warning(
@@ -174,18 +177,27 @@ class Aggregation:
             self._tokens.seek(0)
 
     def flush(self) -> None:
-        """Applies what the buffers still hold, and has all servers go on at the same step.
+        """Applies or drops what the buffers still hold, and has all go on at the same step.
 
         Nobody may be in a step.
         """
         if not self._buffers:
             return
-        if any(buffer.state().pending for buffer in self._buffers.values()):
+        pending = self._pending()
+        if pending and self.mode.last_global_batch == "weigh":
             self._flush(repr([o.traced_state for o in self._optimizers if o.built]))
+        elif pending:
+            self._left_over += pending
+            for buffer in self._buffers.values():
+                buffer.restore(buffer.state().step)
         steps = [buffer.state().step for buffer in self._buffers.values()]
         for optimizer in self._optimizers:
             optimizer._iterations.assign(max(steps))
         self.begin()
+
+    def _pending(self) -> int:
+        """The pushes that the buffers hold."""
+        return sum(buffer.state().pending for buffer in self._buffers.values())
 
     def _trace_flush(self, states: str) -> None:
         del states  # Tells what is traced from what was traced before.
@@ -281,6 +293,7 @@ class Aggregation:
             late=sum(state.late for state in states),
             duplicates=sum(state.duplicates for state in states),
             abandoned=self._abandoned,
+            left_over=self._left_over,
             lost=tokens.lost,
             reissued=tokens.reissued,
             age_mean=sum(s.ages.mean * s.ages.count for s in states) / max(counted, 1),

@@ -230,9 +230,9 @@ class GradientBuffer:
             )
 
     def flush(self) -> buffer_ops.Aggregate:
-        """Gives out the pushes that are there, divided by their number.
+        """Gives out the pushes that are there, though they are fewer than a step has.
 
-        Not by `divisor`: as one process does with its last, smaller batch. Without
+        Their sum is divided by `divisor`: each weighs as in a step that is full. Without
         pushes nothing is ready, and no step is counted.
         """
         with tf.device(self._device):

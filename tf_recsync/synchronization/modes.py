@@ -17,9 +17,12 @@ server's global step and k a push's token:
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal, get_args
 
 from tf_recsync import staleness
 from tf_recsync.ops.tokens import Gate
+
+LastGlobalBatch = Literal["weigh", "drop"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,11 @@ class Mode:
             the staleness of versions.
         drop_late: whether pushes of steps that are over are dropped.
         uses_buffers: whether servers collect pushes; else they apply each at once.
+        last_global_batch: what becomes of what buffers still hold at the end of an epoch.
+            "weigh": it is applied at its share of a global batch. "drop": it is left out.
+
+    Raises:
+        ValueError: if `last_global_batch` is something else.
     """
 
     name: str
@@ -49,6 +57,14 @@ class Mode:
     weight: staleness.Policy = staleness.Constant()
     drop_late: bool = False
     uses_buffers: bool = False
+    last_global_batch: LastGlobalBatch = "weigh"
+
+    def __post_init__(self) -> None:
+        """Checks what users choose."""
+        if self.last_global_batch not in get_args(LastGlobalBatch):
+            raise ValueError(
+                f"last_global_batch must be 'weigh' or 'drop', not {self.last_global_batch!r}"
+            )
 
     @property
     def uses_tokens(self) -> bool:
