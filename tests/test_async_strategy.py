@@ -19,6 +19,7 @@ from helpers import (
     Tied,
     adagrad,
     assert_close,
+    check_group_auc,
     clicks,
     compiled,
     compute_time,
@@ -266,6 +267,7 @@ def test_steps_per_epoch_of_a_finite_dataset_go_on_where_the_last_epoch_ended(tw
 def test_metrics_merged_over_workers_are_those_of_one_process(two):
     def metrics():
         ours = [recsync.metrics.AUC(name="area"), recsync.metrics.NormalizedEntropy()]
+        ours.append(recsync.metrics.Calibration())
         return ["AUC", *ours, "mae", "binary_accuracy"]
 
     model = compiled(two, metrics=metrics)
@@ -279,8 +281,12 @@ def test_metrics_merged_over_workers_are_those_of_one_process(two):
     weights = np.linspace(0, 2, 333)
     mine = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
     theirs = local.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
-    assert mine.keys() == theirs.keys() and len(mine) == 6
+    assert mine.keys() == theirs.keys() and len(mine) == 7
     assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_the_group_auc_of_each_epoch_is_that_of_its_predictions(two):
+    check_group_auc(two, adagrad)
 
 
 def test_predictions_come_in_the_order_of_the_data(two):
