@@ -148,13 +148,25 @@ def test_several_steps_per_execution_change_nothing_for_one_worker(one):
     check_same_as_local(one, adagrad, steps_per_execution=2)
 
 
-def test_a_regularizer_on_a_table_acts_on_all_its_rows(one):
+def test_a_regularizer_on_a_table_acts_on_all_its_rows_and_warns_of_that(one, caplog):
     def build():
         return functional(embeddings_regularizer=keras.regularizers.L2(0.05))
 
     model = check_same_as_local(one, lambda: SGD(0.3), build)
+    # Once by each of the two optimizers.
+    assert caplog.text.count(f"The table table/embeddings, {ROWS} x 3, has a regularizer") == 2
     versions = next(v for path, v in state_of(model).items() if path.endswith("embeddings_version"))
     assert (versions > 0).all()  # Of the rows, too, that no batch names.
+
+
+def test_an_activity_regularizer_of_a_table_acts_on_the_rows_that_are_looked_up(one, caplog):
+    def build():
+        return functional(activity_regularizer=keras.regularizers.L2(0.05))
+
+    model = check_same_as_local(one, lambda: SGD(0.3), build)
+    assert "regularizer" not in caplog.text
+    versions = next(v for path, v in state_of(model).items() if path.endswith("embeddings_version"))
+    assert (versions[-4:] == 0).all() and (versions[:-4] > 0).any()  # No batch names the last.
 
 
 def test_tied_weights_get_the_gradients_of_both_uses(one):
