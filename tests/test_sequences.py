@@ -145,6 +145,16 @@ def test_a_table_without_a_combiner_gives_single_ids_one_vector():
     assert empty["seen"].shape == (0, 0, DIMENSION)
 
 
+def test_a_sequence_of_another_number_of_examples_is_refused_with_feature_and_table():
+    layer = EmbeddingCollection(
+        [TableConfig("films", ROWS, DIMENSION, combiner=None), TableConfig("users", 9, 2)],
+        [FeatureConfig("seen", "films"), FeatureConfig("user", "users")],
+    )
+    layer.build()
+    with pytest.raises(ValueError, match="feature 'user' of table 'users': has 3.*'seen' has 2"):
+        layer.call({"seen": tf.constant([[1, 2], [3, 4]]), "user": tf.constant([1, 2, 3])})
+
+
 def test_masks_reach_the_layers_that_follow(tmp_path):
     ids = keras.Input((None,), dtype="int64", name="seen")
     (vectors,) = collection(None, PAD, name="embed")({"seen": ids}).values()

@@ -142,6 +142,13 @@ def read(
         if weights.get(feature.name) is not None:
             _check_weighable(feature, tables[feature.table])
     read = [_read(f, inputs[f.name], weights.get(f.name)) for f in features]
+    if any(tables[feature.table].combiner is None for feature in features):
+        # The op compares those that it looks up together.
+        for feature, own in zip(features, read, strict=True):
+            if None not in (own.batch, read[0].batch) and own.batch != read[0].batch:
+                raise _wrong(feature)(
+                    f"has {own.batch} examples, feature {features[0].name!r} has {read[0].batch}"
+                )
     # The ops take one type of ids.
     dtype = tf.int32 if all(r.ids.dtype == tf.int32 for r in read) else tf.int64
     read = [dataclasses.replace(r, ids=tf.cast(r.ids, dtype)) for r in read]
