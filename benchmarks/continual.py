@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_recsync as recsync
-from tf_recsync.data._auc import exact_auc
+from tf_recsync.metrics.exact import exact_auc
 
 Features = dict[str, np.ndarray]
 # The 0.975 quantile of Student's t distribution for 1, 2, ... degrees of freedom.

@@ -155,7 +155,7 @@ def compile_model(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> 
         optimizer=optimizer,
         loss="binary_crossentropy",
         metrics=[
-            recsync.metrics.AUC(num_thresholds=10_000),
+            recsync.metrics.AUC(),
             recsync.metrics.NormalizedEntropy(),
         ],
         steps_per_execution=FLAGS.steps_per_execution,

@@ -266,7 +266,8 @@ def _add_log_loss(w: World) -> dict:
 
 def _add_scores(w: World) -> dict:
     buckets = np.zeros([2, w.small(1, 9)])
-    return {"buckets": buckets, **_examples(w, w.choose([np.float32, np.float64]))}
+    examples = _examples(w, w.choose([np.float32, np.float64]))
+    return {"buckets": buckets, **examples, "spacing": w.choose(["linear", "logit"])}
 
 
 def _mean_normalize(w: World) -> dict:
@@ -476,6 +477,7 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     "unpack": _unpack,
     "add_log_loss": _add_log_loss,
     "add_scores": _add_scores,
+    "area_under_curve": lambda w: {"buckets": np.ones([2, w.small(1, 9)])},
     "mean_normalize": _mean_normalize,
     "mean_normalize_grad": _mean_normalize_grad,
     "route_ids": _route_ids,

@@ -30,6 +30,7 @@ _FIRST = (
     *("test_async_strategy", "test_async_failures", "test_silent_servers", "test_forgetting"),
     *("test_async_saving", "test_switching", "test_transport", "test_slowdown", "test_bandwidth"),
     *("test_interactions_on_servers", "test_collection_saving", "test_embedding_collection"),
+    *("test_sequences", "test_serving"),
     *("test_prefetch", "test_messages", "test_profile", "test_worker_datasets"),
     *("test_broken_connections", "test_gradient_buffer", "test_token_list"),
     *("test_failure_schedule", "test_shadow_schedule"),

@@ -331,6 +331,39 @@ class AtBatch(keras.callbacks.Callback):
             action()
 
 
+def rated_by_users() -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Inputs "user" and "x" of 60 examples, labels and weights."""
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, 2, 60).astype(np.float32)
+    inputs = {"user": rng.integers(0, 9, 60).astype(np.float32), "x": rng.random((60, 1))}
+    return inputs, labels, rng.uniform(0.1, 2, 60)
+
+
+def model_of_users() -> keras.Model:
+    """A model of `rated_by_users`, which looks at "x" alone."""
+    inputs = {"user": keras.Input((), name="user"), "x": keras.Input((1,), name="x")}
+    return keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(inputs["x"]))
+
+
+def check_group_auc(strategy, make_optimizer) -> None:
+    """Checks that the callback GroupAUC, and Calibration, do what they are for."""
+    with strategy.scope():
+        model = model_of_users()
+        model.compile(make_optimizer(), LOSS, weighted_metrics=[recsync.metrics.Calibration()])
+    inputs, labels, weights = rated_by_users()
+    data = tf.data.Dataset.from_tensor_slices((inputs, labels, weights)).batch(8)
+    callback = recsync.callbacks.GroupAUC(data, "user")
+    history = model.fit(
+        data, epochs=2, validation_data=data, callbacks=[callback], verbose=0
+    ).history
+    predictions = model.predict(data, verbose=0)
+    expected = recsync.metrics.group_auc(labels, predictions, inputs["user"], weights)
+    assert len(history["val_gauc"]) == 2
+    assert history["val_gauc"][-1] == np.float64(expected)
+    calibration = (predictions[:, 0] * weights).sum() / (labels * weights).sum()
+    assert abs(history["val_calibration"][-1] / calibration - 1) < 1e-5
+
+
 def end_of(device: str) -> str:
     """Who has a device: a server's number, or "worker"."""
     return device.partition("/job:ps/replica:0/task:")[2][:1] or "worker"

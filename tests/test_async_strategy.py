@@ -19,6 +19,7 @@ from helpers import (
     Tied,
     adagrad,
     assert_close,
+    check_group_auc,
     clicks,
     compiled,
     compute_time,
@@ -147,13 +148,25 @@ def test_several_steps_per_execution_change_nothing_for_one_worker(one):
     check_same_as_local(one, adagrad, steps_per_execution=2)
 
 
-def test_a_regularizer_on_a_table_acts_on_all_its_rows(one):
+def test_a_regularizer_on_a_table_acts_on_all_its_rows_and_warns_of_that(one, caplog):
     def build():
         return functional(embeddings_regularizer=keras.regularizers.L2(0.05))
 
     model = check_same_as_local(one, lambda: SGD(0.3), build)
+    # Once by each of the two optimizers.
+    assert caplog.text.count(f"The table table/embeddings, {ROWS} x 3, has a regularizer") == 2
     versions = next(v for path, v in state_of(model).items() if path.endswith("embeddings_version"))
     assert (versions > 0).all()  # Of the rows, too, that no batch names.
+
+
+def test_an_activity_regularizer_of_a_table_acts_on_the_rows_that_are_looked_up(one, caplog):
+    def build():
+        return functional(activity_regularizer=keras.regularizers.L2(0.05))
+
+    model = check_same_as_local(one, lambda: SGD(0.3), build)
+    assert "regularizer" not in caplog.text
+    versions = next(v for path, v in state_of(model).items() if path.endswith("embeddings_version"))
+    assert (versions[-4:] == 0).all() and (versions[:-4] > 0).any()  # No batch names the last.
 
 
 def test_tied_weights_get_the_gradients_of_both_uses(one):
@@ -266,6 +279,7 @@ def test_steps_per_epoch_of_a_finite_dataset_go_on_where_the_last_epoch_ended(tw
 def test_metrics_merged_over_workers_are_those_of_one_process(two):
     def metrics():
         ours = [recsync.metrics.AUC(name="area"), recsync.metrics.NormalizedEntropy()]
+        ours.append(recsync.metrics.Calibration())
         return ["AUC", *ours, "mae", "binary_accuracy"]
 
     model = compiled(two, metrics=metrics)
@@ -279,8 +293,12 @@ def test_metrics_merged_over_workers_are_those_of_one_process(two):
     weights = np.linspace(0, 2, 333)
     mine = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
     theirs = local.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
-    assert mine.keys() == theirs.keys() and len(mine) == 6
+    assert mine.keys() == theirs.keys() and len(mine) == 7
     assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_the_group_auc_of_each_epoch_is_that_of_its_predictions(two):
+    check_group_auc(two, adagrad)
 
 
 def test_predictions_come_in_the_order_of_the_data(two):

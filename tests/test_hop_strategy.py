@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from decentralized_sgd import BATCH, RATE, WIDTH, Recording, recorded, regression, simulate
+from helpers import check_group_auc
 
 import tf_recsync as recsync
 from tf_recsync import topology
@@ -245,6 +246,10 @@ def test_fit_evaluate_predict_and_callbacks_work_as_users_know_them(cluster, tmp
     assert loaded.evaluate(x, y, batch_size=len(x), verbose=0)[0] == pytest.approx(
         min(history["val_loss"]), abs=1e-3
     )
+
+
+def test_the_group_auc_of_each_epoch_is_that_of_its_predictions(cluster):
+    check_group_auc(recsync.HopStrategy(cluster, topology.ring(WORKERS)), keras.optimizers.SGD)
 
 
 def test_what_is_assigned_all_workers_take_over(cluster):

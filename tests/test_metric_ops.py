@@ -48,6 +48,13 @@ def test_sums_that_are_no_scalars_are_refused(name):
 def test_buckets_of_wrong_shapes_are_refused(shape):
     with pytest.raises(INVALID, match="buckets must be"):
         ops.add_scores(tf.zeros(shape, tf.float64), **GOOD)
+    with pytest.raises(INVALID, match="buckets must be"):
+        ops.area_under_curve(tf.zeros(shape, tf.float64))
+
+
+def test_spacings_that_there_are_not_are_refused():
+    with pytest.raises(INVALID, match="spacing"):
+        ops.add_scores(**BUCKETS, **GOOD, spacing="log")
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, 0.5, float("nan")])
@@ -70,5 +77,7 @@ def test_shapes_are_inferred():
         )
 
     sums, buckets = call.get_concrete_function().output_shapes
+    area = tf.function(lambda: ops.area_under_curve(BUCKETS["buckets"])).get_concrete_function()
+    assert area.output_shapes.rank == 0
     assert [shape.rank for shape in sums] == [0] * 3
     assert buckets.as_list() == [2, 4]

@@ -132,6 +132,20 @@ def test_the_stand_in_repeats_rows_as_the_batches_do():
     assert first.scales.numpy().tolist() == [0.5] * 4
 
 
+@pytest.mark.parametrize("combiner", ["sum", None])
+def test_padding_is_not_looked_up_and_ids_of_sequences_one_by_one(combiner):
+    table = TableConfig("a", 100, 4, combiner=combiner)
+    features = [FeatureConfig("x", "a", padding=-1), FeatureConfig("y", "a")]
+    batch = {"x": np.array([[7, -1], [8, 9]]), "y": np.array([7, 3])}
+    (request,) = profile._bags(table, features, [batch])
+    assert request.ids.shape == (5,) and len(set(request.ids.numpy())) == 4
+    bags = None if request.bags is None else request.bags.numpy().tolist()
+    assert bags == ([0, 1, 1, 2, 3] if combiner else None)
+    looked_up = []
+    recsync.profile_costs([table], features, [batch], lambda _, ids: looked_up.extend(ids))
+    assert looked_up == [7, 8, 9, 7, 3]
+
+
 def test_a_batch_without_ids_costs_nothing_to_speak_of():
     empty = {"x": tf.RaggedTensor.from_row_lengths(tf.zeros([0], tf.int64), [0, 0])}
     costs = recsync.profile_costs(

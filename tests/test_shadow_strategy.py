@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import events, wait_until
+from helpers import check_group_auc, events, wait_until
 
 import tf_recsync as recsync
 from tf_recsync.synchronization.shadow_trainers import Trainers
@@ -211,6 +211,11 @@ def test_synchronizations_in_flight_are_done_when_fit_shows_what_was_trained(
     time.sleep(0.5)
     for variable, copy in zip(shown, strategy.copies(model)[0], strict=True):
         np.testing.assert_array_equal(variable, copy)
+
+
+def test_the_group_auc_of_each_epoch_is_that_of_its_predictions(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.ModelAveraging(0.3))
+    check_group_auc(strategy, adagrad)
 
 
 def test_tables_are_on_embedding_servers_and_the_rest_is_copied(cluster):

@@ -18,6 +18,7 @@ from tf_recsync.cluster import Cluster, LocalCluster, cluster_from_tf_config  # 
 from tf_recsync.embedding.bin_packing import plan_placement  # noqa: E402
 from tf_recsync.embedding.placement import PlacementPlan  # noqa: E402
 from tf_recsync.embedding.profile import profile_costs  # noqa: E402
+from tf_recsync.serving import export_model  # noqa: E402
 from tf_recsync.strategies import (  # noqa: E402
     AsyncStrategy,
     BackupWorkersStrategy,
@@ -65,6 +66,7 @@ __all__ = [
     "callbacks",
     "cluster_from_tf_config",
     "data",
+    "export_model",
     "layers",
     "metrics",
     "optimizers",

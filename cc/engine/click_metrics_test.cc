@@ -84,7 +84,7 @@ TEST(AddScores, CountsEachExampleInTheBucketOfItsPrediction) {
                   {0.0f, 0.25f, 0.26f, 0.5f, 1.0f, 7.0f},
                   {1.0f, 2.0f, 4.0f, 8.0f, 16.0f, 32.0f}};
   std::vector<double> positives(4), negatives(4);
-  AddScores(data.examples(), false, absl::MakeSpan(positives),
+  AddScores(data.examples(), false, Spacing::kLinear, absl::MakeSpan(positives),
             absl::MakeSpan(negatives));
   EXPECT_EQ(positives, (std::vector<double>{2.0, 4.0, 0.0, 16.0}));
   EXPECT_EQ(negatives, (std::vector<double>{1.0, 8.0, 0.0, 32.0}));
@@ -96,12 +96,30 @@ TEST(AddScores, LeavesOutWhatIsNoNumberAndClipsTheRest) {
       {1.0f, 1.0f, 0.0f},
       {std::numeric_limits<float>::quiet_NaN(), infinity, -infinity},
       {1.0f}};
+  for (Spacing spacing : {Spacing::kLinear, Spacing::kLogit}) {
+    for (bool from_logits : {false, true}) {
+      std::vector<double> positives(3), negatives(3);
+      AddScores(data.examples(), from_logits, spacing,
+                absl::MakeSpan(positives), absl::MakeSpan(negatives));
+      EXPECT_EQ(positives, (std::vector<double>{0.0, 0.0, 1.0}));
+      EXPECT_EQ(negatives, (std::vector<double>{1.0, 0.0, 0.0}));
+    }
+  }
+}
+
+TEST(AddScores, LogitSpacingDividesLogitsEvenly) {
+  // Buckets to logits of -8.5, 0, 8.5, 17.
+  const Vector logits{-20.0f, -9.0f, -8.0f, 0.0f, 0.1f, 8.4f, 8.6f, 16.0f};
+  Data data{Vector(8), logits, {1.0f}};
   for (bool from_logits : {false, true}) {
-    std::vector<double> positives(3), negatives(3);
-    AddScores(data.examples(), from_logits, absl::MakeSpan(positives),
-              absl::MakeSpan(negatives));
-    EXPECT_EQ(positives, (std::vector<double>{0.0, 0.0, 1.0}));
-    EXPECT_EQ(negatives, (std::vector<double>{1.0, 0.0, 0.0}));
+    for (size_t i = 0; i < logits.size(); ++i) {
+      data.predictions[i] =
+          from_logits ? logits[i] : 1.0f / (1.0f + std::exp(-logits[i]));
+    }
+    std::vector<double> positives(4), negatives(4);
+    AddScores(data.examples(), from_logits, Spacing::kLogit,
+              absl::MakeSpan(positives), absl::MakeSpan(negatives));
+    EXPECT_EQ(negatives, (std::vector<double>{2.0, 2.0, 2.0, 2.0}));
   }
 }
 
@@ -109,17 +127,31 @@ TEST(AddScores, StaysWithinMoreBucketsThanAFloatCanCount) {
   const size_t count = (1 << 24) + 3;
   std::vector<double> positives(count), negatives(count);
   const Data data{{1.0f}, {1.0f}, {1.0f}};
-  AddScores(data.examples(), false, absl::MakeSpan(positives),
+  AddScores(data.examples(), false, Spacing::kLinear, absl::MakeSpan(positives),
             absl::MakeSpan(negatives));
   EXPECT_EQ(positives.back(), 1.0);
 }
 
 TEST(AddScores, NoExamplesChangeNothing) {
   std::vector<double> positives{1.0}, negatives{2.0};
-  AddScores(Examples<double>{}, false, absl::MakeSpan(positives),
-            absl::MakeSpan(negatives));
+  AddScores(Examples<double>{}, false, Spacing::kLogit,
+            absl::MakeSpan(positives), absl::MakeSpan(negatives));
   EXPECT_EQ(positives[0], 1.0);
   EXPECT_EQ(negatives[0], 2.0);
+}
+
+TEST(AreaUnderCurve, IsTheShareOfPairsInTheRightOrder) {
+  const std::vector<double> positives{1.0, 0.0, 2.0}, negatives{3.0, 1.0, 4.0};
+  // 1 of the first bucket ties with 3 of 8; 2 of the last win over 4, tie
+  // with 4.
+  EXPECT_DOUBLE_EQ(AreaUnderCurve(positives, negatives),
+                   (1.5 + 2.0 * (4.0 + 2.0)) / (3.0 * 8.0));
+}
+
+TEST(AreaUnderCurve, IsZeroWithoutBothLabels) {
+  const std::vector<double> some{1.0, 2.0}, none{0.0, 0.0};
+  EXPECT_EQ(AreaUnderCurve(some, none), 0.0);
+  EXPECT_EQ(AreaUnderCurve(none, some), 0.0);
 }
 
 }  // namespace

@@ -1,7 +1,9 @@
 // Kernels of the metrics.
 
 #include <algorithm>
+#include <string>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "cc/engine/click_metrics.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -49,6 +51,17 @@ absl::Status ReadExamples(OpKernelContext* ctx, int first,
   return absl::OkStatus();
 }
 
+// The number of buckets, of each label.
+absl::StatusOr<size_t> CountBuckets(const Tensor& buckets) {
+  if (buckets.dims() != 2 || buckets.dim_size(0) != 2 ||
+      buckets.dim_size(1) == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("buckets must be [2, at least 1], not ",
+                     buckets.shape().DebugString()));
+  }
+  return static_cast<size_t>(buckets.dim_size(1));
+}
+
 template <typename T>
 class AddLogLossOp : public OpKernel {
  public:
@@ -92,16 +105,15 @@ class AddScoresOp : public OpKernel {
  public:
   explicit AddScoresOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("from_logits", &from_logits_));
+    std::string spacing;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("spacing", &spacing));
+    spacing_ = spacing == "logit" ? Spacing::kLogit : Spacing::kLinear;
   }
 
   void Compute(OpKernelContext* ctx) override {
     const Tensor& buckets = ctx->input(0);
-    OP_REQUIRES(ctx,
-                buckets.dims() == 2 && buckets.dim_size(0) == 2 &&
-                    buckets.dim_size(1) > 0,
-                absl::InvalidArgumentError(
-                    absl::StrCat("buckets must be [2, at least 1], not ",
-                                 buckets.shape().DebugString())));
+    const absl::StatusOr<size_t> count = CountBuckets(buckets);
+    OP_REQUIRES_OK(ctx, count.status());
     Examples<T> examples;
     OP_REQUIRES_OK(ctx, ReadExamples(ctx, 1, &examples));
     Tensor* sums;
@@ -109,14 +121,34 @@ class AddScoresOp : public OpKernel {
     const absl::Span<const double> before = SpanOf<double>(buckets);
     const absl::Span<double> after(sums->flat<double>().data(), before.size());
     std::copy(before.begin(), before.end(), after.begin());
-    const size_t count = before.size() / 2;
-    AddScores(examples, from_logits_, after.subspan(count),
-              after.subspan(0, count));
+    AddScores(examples, from_logits_, spacing_, after.subspan(*count),
+              after.subspan(0, *count));
   }
 
  private:
   bool from_logits_;
+  Spacing spacing_;
 };
+
+class AreaUnderCurveOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* ctx) override {
+    const Tensor& buckets = ctx->input(0);
+    const absl::StatusOr<size_t> count = CountBuckets(buckets);
+    OP_REQUIRES_OK(ctx, count.status());
+    Tensor* area;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &area));
+    const absl::Span<const double> sums = SpanOf<double>(buckets);
+    area->scalar<double>()() =
+        AreaUnderCurve(sums.subspan(*count), sums.subspan(0, *count));
+  }
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("RecsyncAreaUnderCurve").Device(tensorflow::DEVICE_CPU),
+    AreaUnderCurveOp);
 
 #define REGISTER_METRICS(T)                                   \
   REGISTER_KERNEL_BUILDER(Name("RecsyncAddLogLoss")           \

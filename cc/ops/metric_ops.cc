@@ -66,6 +66,7 @@ REGISTER_OP("RecsyncAddScores")
     .Output("new_buckets: double")
     .Attr("T: {float, double}")
     .Attr("from_logits: bool = false")
+    .Attr("spacing: {'linear', 'logit'} = 'linear'")
     .SetShapeFn([](InferenceContext* c) {
       ShapeHandle buckets;
       TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 2, &buckets));
@@ -75,15 +76,36 @@ REGISTER_OP("RecsyncAddScores")
     .Doc(R"doc(
 Adds the weights of a batch's examples to buckets, by their predictions.
 
-Bucket i of n has predictions above i / n, up to and with (i + 1) / n; the first also those
-of 0. Predictions are clipped to between 0 and 1; those that are NaN are left out.
+With linear spacing, bucket i of n has predictions above i / n, up to and with (i + 1) / n; the
+first also those of 0. Predictions are clipped to between 0 and 1; those that are NaN are left
+out. With logit spacing, the same goes for (logit + 17) / 34, of logits clipped to [-17, 17].
 
 buckets: [2, n], the sums so far: of examples with a label of 0, and of the others.
 labels: [m].
 predictions: [m], probabilities or logits.
 weights: [m], or [1]: the same for all.
 from_logits: Whether predictions are logits.
+spacing: What the buckets divide evenly, probabilities or logits.
 new_buckets: Shaped like buckets.
+)doc");
+
+REGISTER_OP("RecsyncAreaUnderCurve")
+    .Input("buckets: double")
+    .Output("area: double")
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle buckets;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 2, &buckets));
+      c->set_output(0, c->Scalar());
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+The area under the ROC curve of what RecsyncAddScores added up.
+
+That is the chance that an example with a label other than 0 lies in a higher bucket than one
+with a label of 0; the same bucket counts a half.
+
+buckets: [2, n], the weights of examples with a label of 0, and of the others.
+area: A scalar; 0 where there are not both.
 )doc");
 
 }  // namespace recsync

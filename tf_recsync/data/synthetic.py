@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync.data import _spec
-from tf_recsync.data._auc import exact_auc
+from tf_recsync.metrics.exact import exact_auc
 
 # Roughly the Criteo data set, with the largest columns cut down to 100,000 ids.
 _CARDINALITIES = (

@@ -33,7 +33,8 @@ class TableConfig:
         initializer: First values of the rows: whatever `keras.initializers.get` takes.
             `"uniform"` by default.
         combiner: What becomes of the rows of one sample: their `"sum"` (the default), their
-            `"mean"`, or their sum divided by the square root of their number (`"sqrtn"`).
+            `"mean"`, or their sum divided by the square root of their number (`"sqrtn"`). With
+            None they are not combined: the table's features give sequences of rows.
         shards: Number of parts the table is split into, each on another parameter server, from 1
             to `rows`. None (the default) leaves it to the placement plan.
         dtype: Type of the values, `"float32"` (the default) or `"bfloat16"`.
@@ -53,7 +54,7 @@ class TableConfig:
     rows: int
     dimension: int
     initializer: Any = "uniform"
-    combiner: str = "sum"
+    combiner: str | None = "sum"
     shards: int | None = None
     dtype: str = "float32"
 
@@ -62,7 +63,7 @@ class TableConfig:
         _check_name("name", self.name)
         _check_positive("rows", self.rows)
         _check_positive("dimension", self.dimension)
-        _check_choice("combiner", self.combiner, COMBINERS)
+        _check_choice("combiner", self.combiner, (*COMBINERS, None))
         _check_choice("dtype", self.dtype, tuple(_BYTES_PER_ELEMENT))
         if self.shards is not None:
             _check_positive("shards", self.shards)
@@ -124,24 +125,33 @@ class FeatureConfig:
         out_of_range: What becomes of ids below 0 or beyond the last row. `"error"` (the default)
             rejects them; `"clip"` takes 0 for those below and the last row for those beyond;
             `"hash"` hashes all ids into the rows of the table.
+        padding: A number that stands for no id, such as -1 or 0, by which lists of ids are filled
+            up to one length. Where it occurs there is no id: nothing is looked up, it counts in no
+            mean, and it is not out of range. With None (the default) all ids count.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Example:
-        >>> FeatureConfig("user", table="users", out_of_range="hash")
-        FeatureConfig(name='user', table='users', out_of_range='hash')
+        >>> FeatureConfig("watched", table="films", padding=-1)
+        FeatureConfig(name='watched', table='films', out_of_range='error', padding=-1)
     """
 
     name: str
     table: str
     out_of_range: str = "error"
+    padding: int | None = None
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
         _check_name("name", self.name)
         _check_name("table", self.table)
         _check_choice("out_of_range", self.out_of_range, OUT_OF_RANGE)
+        is_int = isinstance(self.padding, int) and not isinstance(self.padding, bool)
+        if self.padding is not None and not (is_int and -(2**63) <= self.padding < 2**63):
+            raise ValueError(
+                f"padding={self.padding!r}: must be None or an int from -2**63 to 2**63 - 1."
+            )
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments as a dict that can be written as JSON."""
@@ -247,7 +257,7 @@ def _check_positive(argument: str, value: object) -> None:
         raise ValueError(f"{argument}={value!r}: must be an int of at least 1.")
 
 
-def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_choice(argument: str, value: object, choices: tuple[str | None, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{argument}={value!r}: must be one of {', '.join(map(repr, choices))}.")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tf_recsync import ops
@@ -24,6 +25,9 @@ class FeatureInput:
         splits: int64 [batch + 1], where each example's ids begin; None with a length.
         weights: float32 [n], or None.
         batch: the static batch size, or None.
+        is_vector: whether the ids came as [batch].
+        kept: int64 [n], where these ids are among those of `given`; None without padding.
+        given: what it was before padding was left out; None without.
     """
 
     ids: tf.Tensor
@@ -31,11 +35,94 @@ class FeatureInput:
     splits: tf.Tensor | None
     weights: tf.Tensor | None
     batch: int | None
+    is_vector: bool = False
+    kept: tf.Tensor | None = None
+    given: FeatureInput | None = None
 
     @property
     def is_single(self) -> bool:
         """Whether every example has one id, of weight 1."""
         return self.length == 1 and self.weights is None
+
+    def without(self, padding: int) -> FeatureInput:
+        """The same without the ids that are equal to a number."""
+        count = tf.size(self.ids, tf.int64)
+        # The number may be beyond int32.
+        counts = tf.cast(self.ids, tf.int64) != padding
+        kept = tf.reshape(tf.where(counts), [-1])
+        splits = self.splits
+        if splits is None:
+            splits = tf.range(0, count + 1, self.length)
+        before = tf.concat([[0], tf.cumsum(tf.cast(counts, tf.int64))], 0)
+        return FeatureInput(
+            tf.gather(self.ids, kept),
+            0,
+            tf.gather(before, splits),
+            None if self.weights is None else tf.gather(self.weights, kept),
+            self.batch,
+            self.is_vector,
+            kept,
+            self,
+        )
+
+
+def check_names(
+    features: Sequence[FeatureConfig],
+    inputs: Mapping[str, Any],
+    weights: Mapping[str, Any] | None,
+) -> None:
+    """Raises ValueError unless there are inputs for all features, and no others."""
+    names = [feature.name for feature in features]
+    if not isinstance(inputs, Mapping):
+        raise ValueError(f"inputs must be a dict of the features {names}, not {inputs!r}")
+    for argument, given in (("inputs", inputs), ("weights", weights or {})):
+        unknown = sorted(set(given) - set(names))
+        if unknown:
+            raise ValueError(f"{argument} has unknown features {unknown}; the features are {names}")
+    missing = [name for name in names if name not in inputs]
+    if missing:
+        raise ValueError(f"inputs lacks the features {missing}")
+
+
+def check_symbolic(
+    features: Sequence[FeatureConfig],
+    tables: Mapping[str, TableConfig],
+    inputs: Mapping[str, keras.KerasTensor],
+    weights: Mapping[str, keras.KerasTensor] | None,
+) -> None:
+    """Checks what the layer is called with when a model is built.
+
+    Raises:
+        ValueError: if a feature is missing or unknown, or has a wrong type or shape.
+    """
+    check_names(features, inputs, weights)
+    for feature in features:
+        ids, own = inputs[feature.name], (weights or {}).get(feature.name)
+        wrong = _wrong(feature)
+        if not tf.as_dtype(ids.dtype).is_integer:
+            raise wrong(f"ids must be int32 or int64, not {ids.dtype}")
+        if len(ids.shape) not in (1, 2):
+            raise wrong(f"ids must be [batch] or [batch, k], not {ids.shape}")
+        if own is None:
+            continue
+        _check_weighable(feature, tables[feature.table])
+        if not tf.as_dtype(own.dtype).is_floating:
+            raise wrong(f"weights must be floats, not {own.dtype}")
+        if len(own.shape) != len(ids.shape):
+            raise wrong(f"the weights are {own.shape}, the ids {ids.shape}")
+
+
+def _wrong(feature: FeatureConfig) -> Callable[[str], ValueError]:
+    """Makes errors that name a feature."""
+    return lambda what: ValueError(f"feature {feature.name!r} of table {feature.table!r}: {what}")
+
+
+def _check_weighable(feature: FeatureConfig, table: TableConfig) -> None:
+    if table.combiner is None:
+        raise _wrong(feature)(
+            "weights are for ids whose rows are combined, and its table has combiner=None; "
+            "multiply the sequence that it gives"
+        )
 
 
 def read(
@@ -49,27 +136,35 @@ def read(
     Raises:
         ValueError: if a feature is missing or unknown, or has a wrong type or shape.
     """
-    names = [feature.name for feature in features]
-    if not isinstance(inputs, Mapping):
-        raise ValueError(f"inputs must be a dict of the features {names}, not {inputs!r}")
+    check_names(features, inputs, weights)
     weights = weights or {}
-    for argument, given in (("inputs", inputs), ("weights", weights)):
-        unknown = sorted(set(given) - set(names))
-        if unknown:
-            raise ValueError(f"{argument} has unknown features {unknown}; the features are {names}")
-    missing = [name for name in names if name not in inputs]
-    if missing:
-        raise ValueError(f"inputs lacks the features {missing}")
-    read = [_read(f, tables[f.table], inputs[f.name], weights.get(f.name)) for f in features]
+    for feature in features:
+        if weights.get(feature.name) is not None:
+            _check_weighable(feature, tables[feature.table])
+    read = [_read(f, inputs[f.name], weights.get(f.name)) for f in features]
+    if any(tables[feature.table].combiner is None for feature in features):
+        # The op compares those that it looks up together.
+        for feature, own in zip(features, read, strict=True):
+            if None not in (own.batch, read[0].batch) and own.batch != read[0].batch:
+                raise _wrong(feature)(
+                    f"has {own.batch} examples, feature {features[0].name!r} has {read[0].batch}"
+                )
     # The ops take one type of ids.
     dtype = tf.int32 if all(r.ids.dtype == tf.int32 for r in read) else tf.int64
-    return [dataclasses.replace(r, ids=tf.cast(r.ids, dtype)) for r in read]
+    read = [dataclasses.replace(r, ids=tf.cast(r.ids, dtype)) for r in read]
+    return [
+        own if feature.padding is None else own.without(feature.padding)
+        for feature, own in zip(features, read, strict=True)
+    ]
 
 
-def _read(feature: FeatureConfig, table: TableConfig, ids: Any, weights: Any) -> FeatureInput:
-    def wrong(what: str) -> ValueError:
-        return ValueError(f"feature {feature.name!r} of table {table.name!r}: {what}")
+def read_given(feature: FeatureConfig, ids: Any) -> FeatureInput:
+    """Reads the ids of one feature, padding included; raises ValueError as `read` does."""
+    return _read(feature, ids, None)
 
+
+def _read(feature: FeatureConfig, ids: Any, weights: Any) -> FeatureInput:
+    wrong, is_vector = _wrong(feature), False
     if isinstance(ids, tf.SparseTensor):
         if ids.shape.rank != 2:
             raise wrong(f"sparse ids must be [batch, any], not {ids.shape}")
@@ -92,7 +187,7 @@ def _read(feature: FeatureConfig, table: TableConfig, ids: Any, weights: Any) ->
         ids = tf.convert_to_tensor(ids)
         if ids.shape.rank not in (1, 2):
             raise wrong(f"dense ids must be [batch] or [batch, k], not {ids.shape}")
-        values, splits, batch = _flat(ids), None, ids.shape[0]
+        values, splits, batch, is_vector = _flat(ids), None, ids.shape[0], ids.shape.rank == 1
         length = 1 if ids.shape.rank == 1 else (ids.shape[1] or 0)
         if length == 0:
             # Keras, too, builds a model of ragged inputs with dense ones of unknown k.
@@ -112,7 +207,7 @@ def _read(feature: FeatureConfig, table: TableConfig, ids: Any, weights: Any) ->
         flat_weights = tf.stop_gradient(tf.cast(flat_weights, tf.float32))
     if splits is not None:
         splits = tf.cast(splits, tf.int64)
-    return FeatureInput(values, length, splits, flat_weights, batch)
+    return FeatureInput(values, length, splits, flat_weights, batch, is_vector)
 
 
 def _flat(tensor: tf.Tensor) -> tf.Tensor:
@@ -189,7 +284,7 @@ class Routes:
         # Rows that are not pooled are summed by nobody.
         pools = [True] * len(self._features) + [is_pooled for _, is_pooled in self._alone]
         combiners = [
-            table.combiner if is_pooled else "sum"
+            (table.combiner if is_pooled else None) or "sum"
             for table, is_pooled in zip(tables, pools, strict=True)
         ]
         shards = [
@@ -322,7 +417,11 @@ def _pool(data: FeatureInput, table: TableConfig, rows: tf.Tensor) -> tf.Tensor:
     if data.is_single:
         return rows
     weights = data.weights if data.weights is not None else tf.ones_like(rows[:, 0])
-    if data.splits is not None:
+    if data.given is not None and data.given.length:
+        # As below, which XLA can't compile.
+        count = tf.size(data.given.ids) // data.given.length
+        bags = tf.cast(data.kept, tf.int32) // data.given.length
+    elif data.splits is not None:
         count = tf.size(data.splits) - 1
         bags = tf.ragged.row_splits_to_segment_ids(data.splits, out_type=tf.int32)
     else:

@@ -222,6 +222,12 @@ def result_widths(
                     f"interaction {interaction.name!r}: its feature {feature!r} is not among the "
                     f"features {list(table_of)}."
                 )
+            if table_of[feature].combiner is None and feature not in interaction.unpooled:
+                raise ValueError(
+                    f"interaction {interaction.name!r}: the table of its feature {feature!r}, "
+                    f"{table_of[feature].name!r}, has combiner=None; it must have one, or the "
+                    "feature be among unpooled."
+                )
         own = {table_of[feature].name: table_of[feature] for feature in interaction.features}
         for table in own.values():
             if (table.shards or 1) > 1:

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.embedding import feature_inputs
+from tf_recsync.embedding import feature_inputs, sequences
 from tf_recsync.embedding.bin_packing import plan_placement
 from tf_recsync.embedding.config import FeatureConfig, TableConfig, check_configs
 from tf_recsync.embedding.physical_tables import physical_tables
@@ -150,12 +150,19 @@ def _flat(ids: Any) -> np.ndarray:
     return np.asarray(ids).ravel()
 
 
+def _ids(batch: Mapping[str, Any], feature: FeatureConfig) -> np.ndarray:
+    """The ids of a feature in a batch that are looked up, as one dimension."""
+    ids = _flat(batch[feature.name])
+    return ids if feature.padding is None else ids[ids != feature.padding]
+
+
 def _time_lookup(tables, features, batches, lookup) -> dict[str, float]:
     """The median seconds of a lookup of the caller's; it ignores the first, slower ones."""
     seconds: dict[str, list[float]] = {table.name: [] for table in tables}
     for batch in batches:
         for table in seconds:
-            ids = np.concatenate([_flat(batch[f.name]) for f in features if f.table == table])
+            own = [_ids(batch, feature) for feature in features if feature.table == table]
+            ids = np.concatenate(own)
             start = time.perf_counter()
             lookup(table, ids)
             seconds[table].append(time.perf_counter() - start)
@@ -166,13 +173,20 @@ def _bags(table: TableConfig, features: list[FeatureConfig], batches) -> list[Ba
     """What each batch looks up in a table, in a table of just the rows that they name."""
     by_name = {table.name: table}
     physical = physical_tables([table], plan_placement([_unsplit(table)], 1))
-    routes = feature_inputs.Routes(features, by_name, physical)
+    # Sequences are looked up feature by feature, each id by itself.
+    groups = [features] if table.combiner is not None else [[feature] for feature in features]
+    groups = [(own, feature_inputs.Routes(own, by_name, physical)) for own in groups]
     requests = []
     for batch in batches:
-        inputs = {feature.name: batch[feature.name] for feature in features}
-        read = feature_inputs.read(features, by_name, inputs, None)
-        routed = routes.route({f.name: own for f, own in zip(features, read, strict=True)})
-        requests.append(routed.bags[0])
+        parts = []
+        for features, routes in groups:
+            inputs = {feature.name: batch[feature.name] for feature in features}
+            read = feature_inputs.read(features, by_name, inputs, None)
+            if table.combiner is None:
+                read = [sequences.singles(own) for own in read]
+            routed = routes.route({f.name: own for f, own in zip(features, read, strict=True)})
+            parts.append(routed.bags[0])
+        requests.append(merge(parts))
     ids = [request.ids.numpy() for request in requests]
     named, compact = np.unique(np.concatenate(ids), return_inverse=True)
     # In their own order, neighbours in the stand-in would be rows far apart in the table.

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.eager import tape
 
 from tf_recsync import ops
-from tf_recsync.embedding import feature_inputs
+from tf_recsync.embedding import feature_inputs, sequences
 from tf_recsync.embedding.bin_packing import plan_placement
 from tf_recsync.embedding.checkpoint import SavedRows
 from tf_recsync.embedding.config import (
@@ -83,7 +83,8 @@ class EmbeddingCollection(keras.layers.Layer):
 
     Call arguments:
         inputs: a dict from the features' names to their ids, int32 or int64: dense
-            [batch] or [batch, k], a tf.RaggedTensor or tf.SparseTensor [batch, any].
+            [batch] or [batch, k], a tf.RaggedTensor or tf.SparseTensor [batch, any]. Ids
+            equal to their feature's `padding` are no ids.
         weights: a dict from names of some features to float weights shaped like
             their ids, or None. Weights get no gradient.
 
@@ -91,7 +92,11 @@ class EmbeddingCollection(keras.layers.Layer):
         A dict from the returned features' names to their pooled vectors, [batch,
         dimension], and from the interactions' names to their results, [batch, width];
         with `concatenate`, these side by side in this order. float32, or the layer's
-        compute dtype.
+        compute dtype. A feature of a table with `combiner=None` gives a vector for each
+        of its ids instead: [batch, length, dimension], with zeros, and a Keras mask that
+        is False, where there is no id. The length is that of dense ids, else that of the
+        batch's longest example. Of ids [batch], these are [batch, dimension], without a
+        mask.
 
     Raises:
         ValueError: if tables, features and interactions do not fit together, a feature
@@ -140,7 +145,15 @@ class EmbeddingCollection(keras.layers.Layer):
         widths = result_widths(interactions, tables, features)
         self._interactions = tuple(zip(interactions, widths, strict=True))
         self._returned_features = returned_features and tuple(returned_features)
-        self._returned = _returned(features, interactions, returned_features)
+        returned = _returned(features, interactions, returned_features)
+        combiners = {table.name: table.combiner for table in tables}
+        self._sequences = tuple(f for f in returned if combiners[f.table] is None)
+        self._returned = tuple(f for f in returned if combiners[f.table] is not None)
+        if concatenate and self._sequences:
+            raise ValueError(
+                f"concatenate=True: the tables of the features {[f.name for f in self._sequences]} "
+                "have combiner=None, and sequences have no place beside vectors; it must be False"
+            )
         self._table_configs = tuple(tables)
         self._feature_configs = tuple(features)
         self._by_name = {table.name: table for table in tables}
@@ -219,6 +232,9 @@ class EmbeddingCollection(keras.layers.Layer):
             self._physical,
             [use for beside in self._beside for use in beside.looked_up],
         )
+        self._sequence_routes = [
+            feature_inputs.Routes([f], self._by_name, self._physical) for f in self._sequences
+        ]
         self._saved_tables = {
             f"table_{name}": SavedRows(f"table {name!r} of layer {self.name!r}", shards, "float32")
             for name, shards in shards_of(self._physical, self._variables).items()
@@ -242,8 +258,35 @@ class EmbeddingCollection(keras.layers.Layer):
         values = [variable.value for variable in self._variables]
         # In a worker's step a stand-in is there for the table on its server.
         pulled = all(hasattr(value, "look_up") for value in values)
-        if not pulled and (in_xla_context() or not training):
-            # Stock ops alone: an exported model serves without this package.
+        # Stock ops alone: an exported model serves without this package.
+        plain = not pulled and (in_xla_context() or not training)
+        found = self._side_by_side(features, values, plain, pulled)
+        if self._concatenate:
+            return found
+        for feature, routes in zip(self._sequences, self._sequence_routes, strict=True):
+            own = features[feature.name]
+            ids = {feature.name: sequences.singles(own)}
+            if plain:
+                vectors, _ = routes.plain(ids, values)
+            else:
+                vectors = _assembled(routes, routes.route(ids), values, pulled)
+            found[feature.name] = tf.cast(sequences.arrange(vectors, own), self.compute_dtype)
+        return {name: found[name] for name, _ in self._outputs()}
+
+    def compute_mask(self, inputs, previous_mask=None):
+        """Masks of the sequences, where they are shorter than others or have padding."""
+        del previous_mask
+        if not self._sequences:
+            return None
+        masks = {f.name: sequences.SequenceMask(f)(inputs[f.name]) for f in self._sequences}
+        return {name: masks.get(name) for name, _ in self._outputs()}
+
+    def _side_by_side(self, features, values, plain: bool, pulled: bool):
+        """Pooled vectors and results: by name, or with `concatenate` side by side."""
+        if not self._returned and not self._beside:
+            return {}
+        batch = next(iter(features.values())).batch
+        if plain:
             vectors, alone = self._routes.plain(features, values)
             parts = [] if vectors is None else [vectors]
             for beside in self._beside:
@@ -251,7 +294,7 @@ class EmbeddingCollection(keras.layers.Layer):
                 parts.append(beside.compute(features, own))
         else:
             parts = self._looked_up(features, values, pulled)
-        parts = [tf.ensure_shape(part, [read[0].batch, part.shape[1]]) for part in parts]
+        parts = [tf.ensure_shape(part, [batch, part.shape[1]]) for part in parts]
         vectors = tf.cast(tf.concat(parts, 1), self.compute_dtype)
         columns = [(f.name, self._by_name[f.table].dimension) for f in self._returned]
         columns += [(n, w) for b in self._beside for n, w in zip(b.names, b.widths, strict=True)]
@@ -260,28 +303,15 @@ class EmbeddingCollection(keras.layers.Layer):
             return vectors
         # Interactions come server by server.
         parts = tf.split(vectors, [width for _, width in columns], axis=1)
-        by_name = {name: part for (name, _), part in zip(columns, parts, strict=True)}
-        found = {name: by_name[name] for name, _ in outputs}
-        return tf.concat(list(found.values()), 1) if self._concatenate else found
+        found = {name: part for (name, _), part in zip(columns, parts, strict=True)}
+        return tf.concat([found[name] for name, _ in outputs], 1) if self._concatenate else found
 
     def _looked_up(self, features, values, pulled: bool) -> list[tf.Tensor]:
         """The returned features' vectors, and each server's interactions."""
         routed = self._routes.route(features)
         parts = []
         if self._returned:
-            tables = [values[i] for i in self._routes.looked_up]
-            if pulled:
-                pooled = [v.lookup_bags(b) for v, b in zip(tables, routed.bags, strict=True)]
-            else:
-                pooled = look_up(tables, routed.bags)
-            vectors = ops.assemble(
-                routed.batch,
-                pooled,
-                routed.slots,
-                routed.sources,
-                dimensions=self._routes.dimensions,
-            )
-            parts.append(tf.ensure_shape(vectors, [None, sum(self._routes.dimensions)]))
+            parts.append(_assembled(self._routes, routed, values, pulled))
         first = 0
         for beside in self._beside:
             own = slice(first, first + len(beside.looked_up))
@@ -297,7 +327,12 @@ class EmbeddingCollection(keras.layers.Layer):
 
     def _outputs(self) -> list[tuple[str, int]]:
         """The name and the width of each output, in their order."""
-        outputs = [(f.name, self._by_name[f.table].dimension) for f in self._returned]
+        own = {f.name for f in (*self._returned, *self._sequences)}
+        outputs = [
+            (f.name, self._by_name[f.table].dimension)
+            for f in self._feature_configs
+            if f.name in own
+        ]
         return outputs + [(interaction.name, width) for interaction, width in self._interactions]
 
     def save_own_variables(self, store):
@@ -337,15 +372,21 @@ class EmbeddingCollection(keras.layers.Layer):
         return gather_logical(self._physical, values)[table]
 
     def compute_output_spec(self, inputs, weights=None, training=False):
-        del weights, training
+        del training
+        feature_inputs.check_symbolic(self._feature_configs, self._by_name, inputs, weights)
         batch = _batch_of(inputs)
         outputs = self._outputs()
         if self._concatenate:
             width = sum(width for _, width in outputs)
             return keras.KerasTensor((batch, width), dtype=self.compute_dtype)
-        return {
-            name: keras.KerasTensor((batch, width), dtype=self.compute_dtype)
+        own = {f.name for f in self._sequences}
+        shapes = {
+            name: sequences.shape_of(inputs[name], width) if name in own else (batch, width)
             for name, width in outputs
+        }
+        return {
+            name: keras.KerasTensor(shape, dtype=self.compute_dtype)
+            for name, shape in shapes.items()
         }
 
     def get_config(self):
@@ -374,6 +415,19 @@ class EmbeddingCollection(keras.layers.Layer):
         layer = cls(**config)
         layer._placement_is_restored = True
         return layer
+
+
+def _assembled(routes, routed, values, pulled: bool) -> tf.Tensor:
+    """The vectors of features that are looked up together, side by side."""
+    tables = [values[i] for i in routes.looked_up]
+    if pulled:
+        pooled = [v.lookup_bags(b) for v, b in zip(tables, routed.bags, strict=True)]
+    else:
+        pooled = look_up(tables, routed.bags)
+    vectors = ops.assemble(
+        routed.batch, pooled, routed.slots, routed.sources, dimensions=routes.dimensions
+    )
+    return tf.ensure_shape(vectors, [None, sum(routes.dimensions)])
 
 
 def look_up(tables: Sequence[Any], bags: Sequence[Bags]) -> list[tf.Tensor]:

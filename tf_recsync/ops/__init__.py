@@ -37,6 +37,7 @@ ftrl_dense = library.recsync_ftrl_dense
 mean_normalize = library.recsync_mean_normalize
 add_log_loss = library.recsync_add_log_loss
 add_scores = library.recsync_add_scores
+area_under_curve = library.recsync_area_under_curve
 delay = library.recsync_delay
 transfer = library.recsync_transfer
 server_threads = library.recsync_server_threads
@@ -88,6 +89,7 @@ for _name in (
     "RecsyncMeanNormalizeGrad",
     "RecsyncAddLogLoss",
     "RecsyncAddScores",
+    "RecsyncAreaUnderCurve",
     "RecsyncDelay",
     "RecsyncTransfer",
     "RecsyncServerThreads",

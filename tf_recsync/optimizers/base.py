@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from tf_recsync import ops
 from tf_recsync import staleness as staleness_lib
@@ -158,6 +159,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             self._check_memory(variables)
             super().build(variables)
             self._states = [self._make_state(variable) for variable in variables]
+            _warn_of_regularizers(state.variable for state in self._states if state.is_table)
             self._make_step_variable()
             if self._saved_variables is not None:
                 saved, self._saved_variables = self._saved_variables, None
@@ -443,6 +445,25 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                     config[name], custom_objects=custom_objects
                 )
         return super().from_config(config, custom_objects=custom_objects)
+
+
+def _warn_of_regularizers(tables: Iterable[keras.Variable]) -> None:
+    """Warns of each table with a regularizer: nothing else makes a step as slow without a word."""
+    for table in tables:
+        if getattr(table, "regularizer", None) is None:
+            continue
+        physical = getattr(table, "physical_table", None)
+        names = [] if physical is None else sorted({piece.table for piece in physical.pieces})
+        logging.warning(
+            "The table %s%s, %s, has a regularizer (%s): each step computes with all of its rows, "
+            "and moves them, not only those that the batch names. On a large table that takes most "
+            "of the step. An activity_regularizer of its layer acts on the rows that are looked "
+            "up, and so do l1 and l2 of recsync.optimizers.Ftrl.",
+            table.path,
+            f" (of {', '.join(names)})" if names else "",
+            " x ".join(f"{size:,}" for size in table.shape),
+            type(table.regularizer).__name__,
+        )
 
 
 def no_versions() -> tf.Tensor:

@@ -1,0 +1,185 @@
+"""Exported models take ragged and sparse ids, and run without this package."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import assert_close
+
+import tf_recsync as recsync
+from tf_recsync.layers import AttentionPooling, EmbeddingCollection, FeatureConfig, TableConfig
+
+DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "serving.md"
+
+
+def run_without_the_package(program: str, folder: pathlib.Path) -> str:
+    """Runs a program in a process that can't import this package."""
+    hidden = "import sys\nsys.modules['tf_recsync'] = None\n"
+    result = subprocess.run(
+        [sys.executable, "-c", hidden + program],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+def test_the_recipe_of_the_documentation_works(tmp_path, monkeypatch):
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    train, load, by_name, sequences = blocks
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(train, str(DOCUMENT), "exec"), names)
+    run_without_the_package(load + by_name, tmp_path)
+    with pytest.raises(AssertionError, match="tf_recsync"):
+        run_without_the_package("import tf_recsync", tmp_path)
+    names["film_ids"] = keras.Input((), dtype="int64")
+    names["ragged_film_ids"] = keras.Input((None,), dtype="int64", ragged=True)
+    exec(compile(sequences, str(DOCUMENT), "exec"), names)
+    assert names["taste"].shape == (None, 1, 8)
+
+
+def click_model() -> keras.Model:
+    """Of all forms of input: pooled, padded, weighted, a sequence, an interaction."""
+    inputs = {
+        "film": keras.Input((), dtype="int64", name="film"),
+        "seen": keras.Input((None,), dtype="int64", name="seen", ragged=True),
+        "tags": keras.Input((3,), dtype="int64", name="tags"),
+        "words": keras.Input((None,), dtype="int64", name="words", sparse=True),
+    }
+    weights = keras.Input((None,), dtype="float32", name="weights", ragged=True)
+    tables = [
+        TableConfig("films", 20, 4, combiner="mean"),
+        TableConfig("tags", 9, 4, combiner="sqrtn"),
+        TableConfig("words", 30, 4, combiner=None),
+    ]
+    found = EmbeddingCollection(
+        tables,
+        [
+            FeatureConfig("film", "films"),
+            FeatureConfig("seen", "films", padding=0),
+            FeatureConfig("tags", "tags", padding=-1),
+            FeatureConfig("words", "words", out_of_range="hash"),
+        ],
+        interactions=[AttentionPooling("taste", "film", "seen")],
+        returned_features=["film", "seen", "tags", "words"],
+    )(inputs, {"seen": weights})
+    found["words"] = keras.layers.GlobalAveragePooling1D()(found["words"])
+    vectors = keras.layers.concatenate(list(found.values()))
+    return keras.Model({**inputs, "weights": weights}, keras.layers.Dense(1)(vectors))
+
+
+def click_inputs() -> dict:
+    seen = tf.ragged.constant([[3, 0, 4], [], [5]], tf.int64)
+    return {
+        "film": tf.constant([1, 2, 3], tf.int64),
+        "seen": seen,
+        "tags": tf.constant([[1, -1, 2], [-1, -1, -1], [3, 4, 5]], tf.int64),
+        "words": tf.ragged.constant([[99], [1, 2], [-5, 6, 7]], tf.int64).to_sparse(),
+        "weights": seen.with_values(tf.constant([0.5, 9.0, 1.5, 2.0])),
+    }
+
+
+PROGRAM = """
+import numpy as np
+import tensorflow as tf
+
+with np.load("inputs.npz") as file:
+    parts = {name: tf.constant(file[name]) for name in file}
+served = tf.saved_model.load("exported")
+inputs = {"film": parts["film"], "tags": parts["tags"]}
+for name in ("seen", "weights"):
+    splits = parts[name + "_row_splits"]
+    inputs[name] = tf.RaggedTensor.from_row_splits(parts[name], splits)
+inputs["words"] = tf.SparseTensor(
+    parts["words_indices"], parts["words"], parts["words_dense_shape"]
+)
+by_name = served.signatures["serving_default"](**parts)
+np.savez("served.npz", served.serve(inputs), *by_name.values())
+"""
+
+
+@pytest.mark.parametrize("on_servers", [False, True])
+def test_all_forms_of_input_are_served_without_this_package(clusters, tmp_path, on_servers):
+    strategy = tf.distribute.get_strategy()
+    if on_servers:
+        strategy = recsync.AsyncStrategy(clusters.get(workers=1, ps=2))
+    with strategy.scope():
+        model = click_model()
+        model.compile(recsync.optimizers.Adagrad(0.1), "mse", jit_compile=False)
+    inputs = click_inputs()
+    data = tf.data.Dataset.from_tensors((inputs, tf.constant([[1.0], [0.0], [2.0]])))
+    model.fit(data.repeat(3), verbose=0)
+    recsync.export_model(model, tmp_path / "exported")
+    parts = {name: x for name, x in inputs.items() if isinstance(x, tf.Tensor)}
+    for name in ("seen", "weights"):
+        parts |= {name: inputs[name].values, f"{name}_row_splits": inputs[name].row_splits}
+    words = inputs["words"]
+    parts |= {"words": words.values, "words_indices": words.indices}
+    parts["words_dense_shape"] = words.dense_shape
+    np.savez(tmp_path / "inputs.npz", **{name: x.numpy() for name, x in parts.items()})
+    run_without_the_package(PROGRAM, tmp_path)
+    with np.load(tmp_path / "served.npz") as file:
+        expected = model.predict(data, verbose=0)
+        assert_close([file["arr_0"], file["arr_1"]], [expected, expected], 1e-5)
+
+
+class Own(keras.Model):
+    """A model of a user's own class."""
+
+    def __init__(self):
+        super().__init__()
+        tables = [TableConfig("films", 20, 4)]
+        self.films = EmbeddingCollection(tables, [FeatureConfig("seen", "films")])
+
+    def call(self, ids):
+        return self.films({"seen": ids})["seen"]
+
+
+def test_a_model_of_ones_own_class_takes_a_signature(tmp_path):
+    model, ids = Own(), tf.ragged.constant([[1, 2], []], tf.int64)
+    expected = model(ids)
+    with pytest.raises(ValueError, match="input_signature=None: must be given for the model 'own"):
+        recsync.export_model(model, tmp_path)
+    spec = tf.RaggedTensorSpec([None, None], tf.int64)
+    recsync.export_model(model, tmp_path, input_signature=spec)
+    served = tf.saved_model.load(str(tmp_path))
+    assert_close([served.serve(ids)], [expected])
+    by_name = served.signatures["serving_default"]
+    found = by_name(input=ids.values, input_row_splits=ids.row_splits)
+    assert_close([found["output_0"]], [expected])
+
+
+def test_a_model_of_dense_inputs_alone_is_exported_as_keras_does(tmp_path):
+    inputs = keras.Input((3,), dtype="int64", name="tags")
+    layer = EmbeddingCollection(
+        [TableConfig("tags", 9, 4, combiner="mean")], [FeatureConfig("tags", "tags", padding=-1)]
+    )
+    model = keras.Model(inputs, layer({"tags": inputs})["tags"])
+    ids = tf.constant([[1, 2, -1], [-1, -1, -1]], tf.int64)
+    recsync.export_model(model, tmp_path / "ours")
+    model.export(tmp_path / "keras", verbose=False)
+    for folder in ("ours", "keras"):
+        served = tf.saved_model.load(str(tmp_path / folder))
+        assert_close([served.serve(ids)], [model(ids)])
+        found = served.signatures["serving_default"](tags=ids)
+        assert_close([found["output_0"]], [model(ids)])
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    with pytest.raises(ValueError, match="model=.*must be a keras.Model that has been built"):
+        recsync.export_model(Own(), tmp_path)
+    model = keras.Sequential([keras.Input((1,), name="x"), keras.layers.Dense(1)])
+    recsync.export_model(model, tmp_path)
+    assert tf.saved_model.load(str(tmp_path)).serve(tf.ones([2, 1])).shape == (2, 1)
+    for wrong in ("int64", tf.RaggedTensorSpec([None, None, None], tf.int64, ragged_rank=2)):
+        with pytest.raises(ValueError, match="input_signature: has .*must be a tf.TensorSpec"):
+            recsync.export_model(model, tmp_path, input_signature={"tags": wrong})

@@ -1,0 +1,185 @@
+"""Exporting models whose inputs are ragged or sparse."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def export_model(
+    model: keras.Model,
+    filepath: str | os.PathLike,
+    input_signature: Any = None,
+    verbose: bool = False,
+) -> None:
+    """Exports a model as a SavedModel that takes ragged and sparse inputs as they are.
+
+    `model.export` of Keras declares all inputs dense, so that lists of ids must be filled up. Here
+    an input made by `keras.Input(..., ragged=True)` takes a `tf.RaggedTensor`, and one with
+    `sparse=True` a `tf.SparseTensor`. What is exported computes in inference, of stock TensorFlow
+    ops, and is served without this package.
+
+    The SavedModel has two endpoints:
+
+    - `serve`, the function that `tf.saved_model.load(filepath).serve` is: it takes what the model
+      takes.
+    - `serving_default`, the signature that TensorFlow Serving calls. It takes dense tensors by
+      name: a dense input under its name; a ragged one as its values, under its name, and
+      `<name>_row_splits` (int64, [batch + 1]: where each example's values begin, and where the
+      last ones end); a sparse one as `<name>_indices`, `<name>` (its values) and
+      `<name>_dense_shape`.
+
+    An input's name is its key, where the model takes a dict, or that of the `keras.Input`.
+
+    Args:
+        model: A built model; where it is trained, and under which strategy, makes no difference.
+        filepath: The folder to write.
+        input_signature: The `tf.TypeSpec`s of the model's inputs, in the structure that it takes
+            them: `tf.TensorSpec`, `tf.RaggedTensorSpec` of ragged rank 1, or
+            `tf.SparseTensorSpec`. None (the default) reads them off a model that was made of
+            `keras.Input`s, for batches of any size.
+        verbose: Whether Keras says what it wrote. Default False.
+
+    Raises:
+        ValueError: If `model` is no built Keras model, or `input_signature` is None and the model
+            was not made of `keras.Input`s, or it has other entries.
+
+    Example:
+        >>> import tempfile
+        >>> from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
+        >>> watched = keras.Input((None,), dtype="int64", ragged=True, name="watched")
+        >>> layer = EmbeddingCollection(
+        ...     [TableConfig("films", rows=100, dimension=4)], [FeatureConfig("watched", "films")]
+        ... )
+        >>> model = keras.Model({"watched": watched}, layer({"watched": watched})["watched"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     export_model(model, folder)
+        ...     served = tf.saved_model.load(folder)
+        ...     vectors = served.serve({"watched": tf.ragged.constant([[1, 2], []], tf.int64)})
+        >>> tuple(vectors.shape)
+        (2, 4)
+    """
+    if not isinstance(model, keras.Model) or not model.built:
+        raise ValueError(f"model={model!r}: must be a keras.Model that has been built.")
+    if input_signature is None:
+        input_signature = tf.nest.map_structure(_spec, _inputs_of(model))
+    specs = keras.tree.flatten_with_path(input_signature)
+    for path, spec in specs:
+        _check_spec(path, spec)
+
+    @tf.function(input_signature=[input_signature], autograph=False)
+    def serve(inputs):
+        return model(inputs, training=False)
+
+    archive = keras.export.ExportArchive()
+    for layer in _layers(model):
+        archive.track(layer)
+    serve.get_concrete_function()
+    archive.add_endpoint("serve", serve)
+    parts = [_Parts(_name(path, spec), spec) for path, spec in specs]
+    if any(not isinstance(part.spec, tf.TensorSpec) for part in parts):
+
+        @tf.function(input_signature=[[spec for part in parts for spec in part.specs]])
+        def serve_parts(tensors):
+            left = iter(tensors)
+            inputs = [part.join([next(left) for _ in part.specs]) for part in parts]
+            return model(tf.nest.pack_sequence_as(input_signature, inputs), training=False)
+
+        serve_parts.get_concrete_function()
+        archive.add_endpoint("serving_default", serve_parts)
+    archive.write_out(os.fspath(filepath), verbose=verbose)
+
+
+class _Parts:
+    """The dense tensors that an input consists of.
+
+    Args:
+        name: the input's name.
+        spec: its type.
+
+    Attributes:
+        spec: as above.
+        specs: those of the tensors, which have names.
+    """
+
+    def __init__(self, name: str, spec: tf.TypeSpec):
+        self.spec = spec
+        if isinstance(spec, tf.RaggedTensorSpec):
+            values = [None, *spec.shape[spec.ragged_rank + 1 :]]
+            self.specs = [
+                tf.TensorSpec(values, spec.dtype, name),
+                tf.TensorSpec([None], spec.row_splits_dtype, f"{name}_row_splits"),
+            ]
+        elif isinstance(spec, tf.SparseTensorSpec):
+            rank = spec.shape.rank
+            self.specs = [
+                tf.TensorSpec([None, rank], tf.int64, f"{name}_indices"),
+                tf.TensorSpec([None], spec.dtype, name),
+                tf.TensorSpec([rank], tf.int64, f"{name}_dense_shape"),
+            ]
+        else:
+            self.specs = [tf.TensorSpec(spec.shape, spec.dtype, name)]
+
+    def join(self, tensors: list[tf.Tensor]) -> Any:
+        """The input that tensors make."""
+        if isinstance(self.spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensor.from_row_splits(*tensors)
+        return tf.SparseTensor(*tensors) if len(tensors) == 3 else tensors[0]
+
+
+def _inputs_of(model: keras.Model) -> Any:
+    """The symbolic inputs of a model, as it takes them."""
+    symbolic = getattr(model, "inputs", None)
+    if symbolic and isinstance(model, keras.Sequential):
+        return symbolic[0]
+    if not symbolic:
+        raise ValueError(
+            f"input_signature=None: must be given for the model {model.name!r}, which was not made "
+            "of keras.Input."
+        )
+    return model.input
+
+
+def _layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
+    """The layers of a model, which may hold lookup tables.
+
+    Not models: Keras would call one that it tracks with dense inputs, and float32 ones if it is of
+    one's own class.
+    """
+    for layer in model.layers:
+        if isinstance(layer, keras.Model):
+            yield from _layers(layer)
+        else:
+            yield layer
+
+
+def _spec(x: keras.KerasTensor) -> tf.TypeSpec:
+    shape = [None, *x.shape[1:]]
+    if x.ragged:
+        return tf.RaggedTensorSpec(shape, x.dtype, ragged_rank=1)
+    if x.sparse:
+        return tf.SparseTensorSpec(shape, x.dtype)
+    return tf.TensorSpec(shape, x.dtype, name=x.name)
+
+
+def _check_spec(path: tuple, spec: Any) -> None:
+    is_ragged = isinstance(spec, tf.RaggedTensorSpec)
+    if isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec) or (
+        is_ragged and spec.ragged_rank == 1
+    ):
+        return
+    raise ValueError(
+        f"input_signature: has {spec!r} at {path}, must be a tf.TensorSpec, a tf.RaggedTensorSpec "
+        "of ragged rank 1 or a tf.SparseTensorSpec."
+    )
+
+
+def _name(path: tuple, spec: tf.TypeSpec) -> str:
+    if path and isinstance(path[-1], str):
+        return path[-1]
+    name = getattr(spec, "name", None)
+    return name or "_".join(["input", *map(str, path)])
