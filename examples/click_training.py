@@ -245,6 +245,7 @@ def train(title, model, data, strategy) -> None:
         "workers": strategy.cluster.workers if strategy else 1,
         "ps": strategy.cluster.ps if strategy else 0,
         "examples": examples,
+        "batches": -(-examples // FLAGS.batch_size),
         "steps": global_steps,
         "wall_seconds": wall_seconds,
         "examples_per_second": examples / wall_seconds,
@@ -299,9 +300,11 @@ def _finite(figures: dict) -> dict:
 
 def report(title: str, figures: dict, data: recsync.data.ClickData) -> None:
     """Prints the figures for people."""
+    copied = "iterations" in figures or "syncs" in figures
     print(
         f"\n{title} on {figures['dataset']}, {figures['strategy']}: "
-        f"{figures['workers']} workers, {figures['ps']} ps, {figures['steps']} steps"
+        f"{figures['workers']} workers, {figures['ps']} ps; {figures['batches']:,} batches, "
+        f"{figures['steps']:,} {'iterations' if copied else 'global steps'}"
     )
     best = ""
     if isinstance(data, recsync.data.Synthetic):
@@ -330,7 +333,7 @@ def report(title: str, figures: dict, data: recsync.data.ClickData) -> None:
         print(strategy_flags.describe_shadow(figures))
     if figures.get("included"):
         print(
-            f"  gradients                {figures['included']:,} applied, "
+            f"  pushes on all servers    {figures['included']:,} applied, "
             f"{figures['excluded']:,} excluded, {figures['late']:,} dropped; "
             f"age mean {figures['token_age_mean']:.2f}, max {figures['token_age_max']}"
         )

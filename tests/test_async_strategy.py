@@ -438,7 +438,8 @@ def test_the_training_report_puts_speed_and_staleness_into_logs_and_tensorboard(
     callbacks = [Clock(before), report, Clock(after)]
     with compute_time(two, 0.02):
         history = model.fit(dataset(), epochs=2, callbacks=callbacks, verbose=0).history
-    names = ["steps_per_second", "staleness", "staleness_p99", "staleness_max", "lost_steps"]
+    speeds = ["batches_per_second", "global_steps_per_second"]
+    names = [*speeds, "staleness", "staleness_p99", "staleness_max", "lost_steps"]
     recorded = events(tmp_path)
     for name in names:
         assert recorded["scalars", f"recsync/{name}"] == pytest.approx(history[name], rel=1e-5)
@@ -447,11 +448,13 @@ def test_the_training_report_puts_speed_and_staleness_into_logs_and_tensorboard(
     # TensorBoard shows a tag in one place only.
     assert ("scalars", histograms[0]) not in recorded
     assert all(1.0 < mean <= 2.5 for mean in history["staleness"])
-    for epoch, speed in enumerate(history["steps_per_second"]):
+    assert history[speeds[0]] == history[speeds[1]]
+    assert all(type(steps) is int for steps in history["lost_steps"])
+    for epoch, speed in enumerate(history[speeds[0]]):
         begin, end = 2 * epoch, 2 * epoch + 1
         seconds = len(dataset()) / speed
         assert before[end] - after[begin] <= seconds <= after[end] - before[begin]
-    assert all(speed <= 2 / 0.02 for speed in history["steps_per_second"])
+    assert all(speed <= 2 / 0.02 for speed in history[speeds[0]])
     # Per epoch, each of the same number of updates; together the total.
     assert np.mean(history["staleness"]) == pytest.approx(two.staleness(model).dense.mean)
 

@@ -92,5 +92,5 @@ def test_what_servers_take_is_no_wait_for_data(cluster):
         history = model.fit(data, verbose=0, callbacks=[report_of(strategy)]).history
     finally:
         recsync.testing.set_bandwidth(strategy, None)
-    assert history["steps_per_second"][0] < 20
+    assert history["batches_per_second"][0] < 20
     assert history["data_wait"][0] < 0.3, history

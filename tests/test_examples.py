@@ -17,6 +17,7 @@ KEYS = {
     "workers",
     "ps",
     "examples",
+    "batches",
     "steps",
     "wall_seconds",
     "examples_per_second",

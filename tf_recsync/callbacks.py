@@ -23,12 +23,14 @@ from tf_recsync.synchronization.hop_reports import WorkerReport
 class TrainingReport(keras.callbacks.Callback):
     """Adds speed and staleness to each epoch's logs, and to TensorBoard.
 
-    To the progress bar and `History` it adds `steps_per_second`, `staleness`
-    (the mean over dense variables in this epoch), `staleness_p99`,
-    `staleness_max`, `data_wait` (the share of the epoch that workers waited for
-    batches, 0 to 1) and `lost_steps` (in flight when a worker was lost); with a
-    `log_dir`, TensorBoard gets the same scalars and a histogram of the epoch's
-    staleness. Put it before callbacks that read those logs.
+    To the progress bar and `History` it adds `batches_per_second` (of all workers, as
+    the bar counts them), `global_steps_per_second` (of updates of the parameters, each
+    of as many batches as the mode applies together), `staleness` (the mean over dense
+    variables in this epoch), `staleness_p99`, `staleness_max`, `data_wait` (the share
+    of the epoch that workers waited for batches, 0 to 1) and `lost_steps` (an int: the
+    batches in flight when a worker was lost); with a `log_dir`, TensorBoard gets the
+    same scalars and a histogram of the epoch's staleness. Put it before callbacks that
+    read those logs.
 
     Args:
         strategy: the strategy that the model trains on; for a `HopStrategy` there is
@@ -55,7 +57,7 @@ class TrainingReport(keras.callbacks.Callback):
         self._started = 0.0
         self._ended: float | None = None
         self._before: Statistics | None = None
-        self._steps = 0
+        self._batches = self._global_step = 0
         self._lost_steps = 0
         self._data_wait = 0.0
 
@@ -63,9 +65,13 @@ class TrainingReport(keras.callbacks.Callback):
         self._started = time.monotonic()
         self._lost_steps = self._strategy.losses(self.model).steps
         self._before = self._strategy.staleness(self.model).dense
-        self._steps = self._step_count()
+        self._batches = 0
         self._data_wait = _data_wait(self._strategy, self.model)
+        self._global_step = _global_step(self.model)
         self._ended = None
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._batches = batch + 1
 
     def on_test_begin(self, logs=None):
         # Validation after the epoch is no training time.
@@ -76,7 +82,7 @@ class TrainingReport(keras.callbacks.Callback):
         seconds = (self._ended or time.monotonic()) - self._started
         measured = self._strategy.staleness(self.model).dense.since(self._before)
         report = {
-            "steps_per_second": (self._step_count() - self._steps) / seconds,
+            "batches_per_second": self._batches / seconds,
             "staleness": measured.mean,
             "staleness_p99": measured.quantile(0.99),
             "staleness_max": measured.max,
@@ -101,22 +107,17 @@ class TrainingReport(keras.callbacks.Callback):
 
     def _more(self, seconds: float) -> dict[str, float]:
         """What else there is to report of an epoch of so many seconds."""
-        del seconds
-        return {}
-
-    def _step_count(self) -> int:
-        # A MultiOptimizer counts in its parts only.
-        optimizer = self.model.optimizer
-        parts = getattr(optimizer, "optimizers", [optimizer])
-        return max(int(part.iterations.numpy()) for part in parts)
+        steps = _global_step(self.model) - self._global_step
+        return {"global_steps_per_second": steps / seconds}
 
 
 class ShadowReport(TrainingReport):
     """Adds what trainers of a `ShadowSyncStrategy` did in each epoch to its logs.
 
     To the progress bar and `History`, and with a `log_dir` to TensorBoard, it adds what
-    `TrainingReport` does, of all threads of all trainers, where `staleness` is that among the
-    threads of a trainer; and `examples_per_second` (EPS; of batches whose size is known),
+    `TrainingReport` does, of all threads of all trainers, without the global steps, which each
+    trainer has of its own; `staleness` is that among the threads of a trainer. It also adds
+    `examples_per_second` (EPS; of batches whose size is known),
     `syncs_per_second` (of all trainers), `average_sync_gap` (the steps of a trainer from one
     synchronization to the next; infinite if there was none), `sync_seconds` (the mean duration
     of one) and `sync_ps_bytes` (received and sent by the sync PSs).
@@ -150,10 +151,6 @@ class ShadowReport(TrainingReport):
             "sync_seconds": (sum(now.seconds) - sum(then.seconds)) / syncs if syncs else 0.0,
             "sync_ps_bytes": now.sync_ps_bytes - then.sync_ps_bytes,
         }
-
-    def _step_count(self) -> int:
-        # The optimizer's count is that of one trainer.
-        return self._strategy.sync_report(self.model).steps
 
 
 class GroupAUC(keras.callbacks.Callback):
@@ -349,6 +346,13 @@ def _check_strategy(callback: keras.callbacks.Callback, strategy, needed: str) -
         raise ValueError(
             f"{type(callback).__name__} can't report on a {type(strategy).__name__}; {advice}"
         )
+
+
+def _global_step(model: keras.Model) -> int:
+    """The updates of the parameters."""
+    # A MultiOptimizer counts in its parts only.
+    parts = getattr(model.optimizer, "optimizers", [model.optimizer])
+    return max(int(part.iterations.numpy()) for part in parts)
 
 
 def _data_wait(strategy, model: keras.Model) -> float:
