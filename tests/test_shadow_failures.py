@@ -210,6 +210,12 @@ def test_without_the_first_trainer_the_others_are_shown_and_saved(cluster):
         group.copies.all_values()
 
 
+def test_a_strategy_can_be_made_while_a_worker_is_away(cluster, caplog):
+    cluster.kill("worker", 1)
+    recsync.ShadowSyncStrategy(cluster, recsync.ModelAveraging(0.3))
+    assert "worker:1 does not answer, and whether it has threads enough is not known" in caplog.text
+
+
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "mode", ["shadow", recsync.Foreground(gap=3)], ids=["shadow", "foreground"]

@@ -226,6 +226,7 @@ class DistributedDataset:
         apart: the datasets that workers make, of which `dataset` is the first; None if
             there is one for all.
         passes: counts the passes over datasets that are shuffled anew in each.
+        is_over: whether the call that it was made for has ended.
     """
 
     def __init__(
@@ -240,7 +241,9 @@ class DistributedDataset:
         reader_timeout: float = 60.0,
         apart: WorkerDatasets | None = None,
         passes: reshuffling.Passes | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ):
+        self.is_over = is_over
         self._passes = passes or reshuffling.Passes()
         self._reader_timeout = reader_timeout
         is_here = in_order or start_predict is not None

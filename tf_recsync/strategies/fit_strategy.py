@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Mapping
+import sys
+import time
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -20,6 +23,8 @@ from tf_recsync.strategies.silence_watch import silence_limit
 from tf_recsync.strategies.slots import Losses
 from tf_recsync.strategies.worker_datasets import DatasetFunction, WorkerDatasets
 from tf_recsync.synchronization.modes import Mode
+
+_ASK_SECONDS = 0.2  # How often it is looked whether Keras has left.
 
 
 class FitStrategy:
@@ -115,6 +120,7 @@ class FitStrategy:
             self._settings.silence_timeout,
             apart,
             self._passes,
+            caller.is_over,
         )
 
     def distribute_datasets_from_function(
@@ -383,6 +389,7 @@ class _Caller:
         length: the steps of an epoch where Keras knows them, or None.
         batch_size: the examples of a batch where Keras knows them, or None.
         arguments: what Keras makes its epoch iterator of.
+        is_over: whether that call has ended, in whatever way.
     """
 
     model: keras.Model | None = None
@@ -391,6 +398,37 @@ class _Caller:
     length: int | None = None
     batch_size: int | None = None
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_over: Callable[[], bool] = lambda: False
+
+
+class _IsOver:
+    """Whether a call that was on some thread's stack has ended, in whatever way.
+
+    An error that leaves `fit` tells nobody else, and the frames of its traceback refer to Keras's
+    iterator for as long as somebody keeps it, as notebooks do.
+
+    Args:
+        frame: the call's; it is not kept.
+    """
+
+    def __init__(self, frame: types.FrameType):
+        self._id, self._code = id(frame), frame.f_code
+        self._is_over = False
+        self._asked = time.monotonic()
+
+    def __call__(self) -> bool:
+        # Every worker's thread asks, between all of its calls.
+        if not self._is_over and time.monotonic() - self._asked > _ASK_SECONDS:
+            self._asked = time.monotonic()
+            self._is_over = not any(map(self._has, sys._current_frames().values()))
+        return self._is_over
+
+    def _has(self, frame: types.FrameType | None) -> bool:
+        while frame is not None:
+            if id(frame) == self._id and frame.f_code is self._code:
+                return True
+            frame = frame.f_back
+        return False
 
 
 def _keras_caller() -> _Caller:
@@ -416,7 +454,7 @@ def _keras_caller() -> _Caller:
         if isinstance(caller, keras.Model) and verb in ("fit", "evaluate", "predict"):
             if verb == "fit" and "epoch_iterator" in frame.f_locals:
                 verb = "validate"  # What is trained on has been distributed.
-            return dataclasses.replace(found, model=caller, verb=verb)
+            return dataclasses.replace(found, model=caller, verb=verb, is_over=_IsOver(frame))
         frame = frame.f_back
     logging.warning("Called outside of model.fit, evaluate and predict; use strategy.attach.")
     return found

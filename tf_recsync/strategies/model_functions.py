@@ -69,7 +69,7 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return []
-    inner = optimizer.optimizers if hasattr(optimizer, "optimizers") else [optimizer]
+    inner = _parts_of(optimizer)
     for one in inner:
         if not isinstance(one, base.Optimizer):
             raise ValueError(
@@ -87,14 +87,19 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
             raise ValueError(
                 f"the constraint of {variable.path} can't be kept under this strategy; remove it"
             )
-    return list(inner)
+    return inner
+
+
+def _parts_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """The optimizers of a MultiOptimizer, or the optimizer itself."""
+    return list(getattr(optimizer, "optimizers", [optimizer]))
 
 
 def peeked_variables(model: keras.Model) -> list[keras.Variable]:
     """Those that callbacks look at while workers train: reading them holds nobody."""
     found = list(model.metrics_variables)
-    for optimizer in optimizers_of(model):
-        found += [optimizer.iterations, *(state.counters for state in optimizer.states)]
+    for optimizer in _parts_of(model.optimizer):
+        found += [optimizer.iterations, *(s.counters for s in getattr(optimizer, "states", ()))]
         if isinstance(optimizer._learning_rate, keras.Variable):
             found.append(optimizer._learning_rate)
     return found
@@ -281,7 +286,7 @@ class Steps:
         run.grant(float("inf") if steps is None else steps)
 
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
-        data = iterator.distributed.shared()
+        data, is_over = iterator.distributed.shared(), iterator.distributed.is_over
         steps_per_call = self._model.steps_per_execution
         layout = self._continue(iterator)
         job = data.new_job()
@@ -330,7 +335,7 @@ class Steps:
             open_worker,
             call,
             steps_per_call,
-            self._should_stop,
+            lambda: self._should_stop() or is_over(),
             self._settings.worker_timeout,
             self._settings.silence_timeout,
             self._crew(),

@@ -46,7 +46,7 @@ class PredictFunction:
 
     def start(self, iterator: DistributedIterator) -> WorkerRun:
         """Starts the workers on a pass; called by the iterator."""
-        data = iterator.distributed.shared()
+        data, is_over = iterator.distributed.shared(), iterator.distributed.is_over
         layout = self._layout()
         with links.limited(self._settings.bandwidths()):
             function = worker_functions.trace_predict(self._model, layout, data.element_spec)
@@ -70,7 +70,7 @@ class PredictFunction:
             open_worker,
             call,
             1,
-            lambda: bool(getattr(self._model, "stop_predicting", False)),
+            lambda: bool(getattr(self._model, "stop_predicting", False)) or is_over(),
             self._settings.worker_timeout,
             self._settings.silence_timeout,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tensorflow as tf
+from absl import logging
 
 from tf_recsync import ops
 from tf_recsync.cluster import Cluster, LocalCluster, device_of
@@ -13,6 +14,8 @@ from tf_recsync.synchronization.hop import listed
 
 def check_threads(cluster: Cluster, needed: Sequence[int], why: str) -> None:
     """Raises a ValueError if calls that wait could take all threads of a worker's process.
+
+    A worker that does not answer is not checked: training goes on without it, as when it is lost.
 
     Args:
         cluster: a connected cluster.
@@ -26,8 +29,16 @@ def check_threads(cluster: Cluster, needed: Sequence[int], why: str) -> None:
         processes.setdefault(process, []).append(worker)
     for workers in processes.values():
         together = sum(needed[worker] for worker in workers)
-        with tf.device(device_of("worker", workers[0])):
-            threads = int(ops.server_threads(together))
+        try:
+            with tf.device(device_of("worker", workers[0])):
+                threads = int(ops.server_threads(together))
+        except tf.errors.OpError as error:
+            logging.warning(
+                "worker:%d does not answer, and whether it has threads enough is not known: %s",
+                workers[0],
+                error.message.partition("\n")[0],
+            )
+            continue
         if threads < together:
             each = max(needed[worker] for worker in workers)
             raise ValueError(

@@ -100,6 +100,8 @@ class WorkerRun:
         self._next_result = 0
         self._without_worker_since: float | None = None
         self._away: set[int] = set()  # Workers that were lost and have not taken part since.
+        # Of which workers, in which life of theirs, it was said that they were lost.
+        self._told: set[tuple[int, tuple[int, int] | None]] = set()
         self._opening = [threading.Lock() for _ in range(cluster.workers)]
         self.slots = [Slot(i, i // threads) for i in range(cluster.workers * threads)]
         self._threads = [
@@ -554,8 +556,11 @@ class WorkerRun:
             slot.breaks += 1
             slot.forgotten = forgotten
         reason = f"{type(error).__name__}: {error.message.partition(chr(10))[0]}"
-        if slot.index in self._away:
-            logging.info("worker:%d is not back yet (%s).", slot.index, reason)
+        with self._changed:
+            is_told = slot.index in self._away or (slot.index, slot.life) in self._told
+            self._told.add((slot.index, slot.life))
+        if is_told:
+            logging.info("worker:%d is still away (%s).", slot.index, reason)
         else:
             logging.warning(
                 "worker:%d was lost in the middle of a pass (%s); the batches in its hands are "
@@ -590,13 +595,16 @@ class WorkerRun:
                     return False
             if not self._is_back(slot):
                 continue
-            slot.lost = slot.silent = False
             with self._changed:
+                is_first = not self._has_live_thread(slot.index)
+                slot.lost = slot.silent = False
                 self._without_worker_since = None
             if self._guarded(slot, lambda: self._open(slot)) is not None:
                 with self._changed:
                     self._away.discard(slot.index)
-                logging.warning("worker:%d is back and takes part again.", slot.index)
+                    self._told.discard((slot.index, slot.life))
+                if is_first:
+                    logging.warning("worker:%d is back and takes part again.", slot.index)
                 return True
 
     def _is_over(self) -> bool:
