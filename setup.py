@@ -85,6 +85,12 @@ class BuildExt(build_ext):
             link += ["-ldl"]
         flags += shlex.split(os.environ.get("CXXFLAGS", ""))
         command = [*compiler, *flags]
+        # What TensorFlow's servers include beside its own headers.
+        external = pathlib.Path(tf.sysconfig.get_include(), "external")
+        servers = [
+            f"-isystem{external / folder}"
+            for folder in ("com_github_grpc_grpc/include", "farmhash_archive/src")
+        ]
         python = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             # The headers come first, and what needs none of them beside.
@@ -97,7 +103,9 @@ class BuildExt(build_ext):
                 if source.startswith("cc/python/"):
                     own = [*command, *python]
                 elif uses_tensorflow(source):
-                    own = [*command, "-include", str(headers.result())]
+                    if source.startswith("cc/transport/"):
+                        own = [*command, *servers]
+                    own = [*own, "-include", str(headers.result())]
                 compiled[source] = pool.submit(self._compile, own, source)
             objects = [compiled[source].result() for source in ext.sources]
         output = pathlib.Path(self.get_ext_fullpath(ext.name))
