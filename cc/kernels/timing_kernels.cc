@@ -17,6 +17,7 @@
 #include "cc/engine/timer.h"
 #include "tensorflow/core/common_runtime/process_util.h"
 #include "tensorflow/core/framework/cancellation.h"
+#include "tensorflow/core/framework/log_memory.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/platform/threadpool.h"
@@ -104,6 +105,14 @@ class DelayOp : public AsyncOpKernel {
   }
 };
 
+// Whether TensorFlow does not run a step, but computes constants while it
+// optimizes a graph, be it in Grappler, where nothing can be cancelled, or when
+// a function is built. If that fails, it leaves the op where it is.
+bool ComputesAhead(const OpKernelContext& ctx) {
+  return ctx.cancellation_manager() == nullptr ||
+         ctx.step_id() == tensorflow::LogMemory::CONSTANT_FOLDING_STEP_ID;
+}
+
 // The link of a device.
 class LinkResource : public tensorflow::ResourceBase {
  public:
@@ -116,6 +125,10 @@ class TransferOp : public AsyncOpKernel {
   using AsyncOpKernel::AsyncOpKernel;
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
+    OP_REQUIRES_ASYNC(ctx, !ComputesAhead(*ctx),
+                      absl::UnimplementedError(
+                          "a message passes its link when a step is run"),
+                      done);
     const Tensor& message = ctx->input(0);
     const Tensor& rate = ctx->input(1);
     OP_REQUIRES_ASYNC(ctx, rate.NumElements() == 1,
