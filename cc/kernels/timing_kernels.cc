@@ -15,8 +15,8 @@
 #include "cc/engine/link.h"
 #include "cc/engine/mutex.h"
 #include "cc/engine/timer.h"
+#include "cc/kernels/cancellable.h"
 #include "tensorflow/core/common_runtime/process_util.h"
-#include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/log_memory.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
@@ -47,7 +47,6 @@ struct Wait {
   }
   Mutex mu;
   AsyncOpKernel::DoneCallback done ABSL_GUARDED_BY(mu);
-  tensorflow::CancellationToken token = 0;
 };
 
 // Ends an op after a time, or at once when its step is cancelled; returns
@@ -59,27 +58,21 @@ void EndAfter(double seconds, const char* what, OpKernelContext* ctx,
     MutexLock lock(&wait->mu);
     wait->done = std::move(done);
   }
-  tensorflow::CancellationManager* manager = ctx->cancellation_manager();
-  if (manager != nullptr) {
-    wait->token = manager->get_cancellation_token();
-    const bool registered =
-        manager->RegisterCallback(wait->token, [ctx, wait, what] {
-          AsyncOpKernel::DoneCallback end = wait->Take();
-          if (end == nullptr) return;
-          ctx->SetStatus(
-              absl::CancelledError(absl::StrCat(what, " was cancelled")));
-          end();
-        });
-    OP_REQUIRES_ASYNC(
-        ctx, registered,
-        absl::CancelledError(absl::StrCat(what, " was cancelled")),
-        wait->Take());
-  }
-  SharedTimer().CallAfter(seconds, [manager, wait] {
+  Cancellable cancellable;
+  const bool registered = cancellable.Register(ctx, [ctx, wait, what] {
     AsyncOpKernel::DoneCallback end = wait->Take();
-    // A cancelled op has ended already, and `manager` may be gone.
     if (end == nullptr) return;
-    if (manager != nullptr) manager->TryDeregisterCallback(wait->token);
+    ctx->SetStatus(absl::CancelledError(absl::StrCat(what, " was cancelled")));
+    end();
+  });
+  OP_REQUIRES_ASYNC(ctx, registered,
+                    absl::CancelledError(absl::StrCat(what, " was cancelled")),
+                    wait->Take());
+  SharedTimer().CallAfter(seconds, [cancellable, wait] {
+    AsyncOpKernel::DoneCallback end = wait->Take();
+    // A cancelled op has ended already, and what cancels it may be gone.
+    if (end == nullptr) return;
+    cancellable.Deregister();
     end();
   });
 }
