@@ -75,6 +75,8 @@ class BuildExt(build_ext):
         # TensorFlow's headers count as system headers: their warnings are not ours.
         flags = [f.replace("-I", "-isystem", 1) for f in tf.sysconfig.get_compile_flags()]
         flags += ["-fPIC", "-O3", "-fno-math-errno", "-fvisibility=hidden", f"-I{ROOT}"]
+        # Products are rounded before they are added, on all processors as on x86-64.
+        flags += ["-ffp-contract=off"]
         flags += ["-DEIGEN_USE_THREADS", "-Wall", "-Wno-sign-compare", "-pthread"]
         link = ["-shared", "-pthread"]
         if isinstance(ext, OpLibrary):
@@ -85,6 +87,12 @@ class BuildExt(build_ext):
             link += ["-ldl"]
         flags += shlex.split(os.environ.get("CXXFLAGS", ""))
         command = [*compiler, *flags]
+        # What TensorFlow's servers include beside its own headers.
+        external = pathlib.Path(tf.sysconfig.get_include(), "external")
+        servers = [
+            f"-isystem{external / folder}"
+            for folder in ("com_github_grpc_grpc/include", "farmhash_archive/src")
+        ]
         python = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             # The headers come first, and what needs none of them beside.
@@ -97,7 +105,9 @@ class BuildExt(build_ext):
                 if source.startswith("cc/python/"):
                     own = [*command, *python]
                 elif uses_tensorflow(source):
-                    own = [*command, "-include", str(headers.result())]
+                    if source.startswith("cc/transport/"):
+                        own = [*command, *servers]
+                    own = [*own, "-include", str(headers.result())]
                 compiled[source] = pool.submit(self._compile, own, source)
             objects = [compiled[source].result() for source in ext.sources]
         output = pathlib.Path(self.get_ext_fullpath(ext.name))

@@ -135,7 +135,7 @@ update() {
 write_makefile() {
   local build="$1" source
   local folder="$ROOT/$build"
-  local flags="-std=c++17 -g1 -fno-omit-frame-pointer -pthread -Wall -Wextra -Werror"
+  local flags="-std=c++17 -g1 -fno-omit-frame-pointer -ffp-contract=off -pthread -Wall -Wextra -Werror"
   flags+=" $(flags_of "$build") -I. -isystem $include ${CXXFLAGS:-}"
   local test_flags
   test_flags="$flags $(test_flags_of "$build")"

@@ -53,6 +53,16 @@ def test_a_message_takes_its_bytes_over_the_bandwidth_and_no_processor():
     assert quickest(lambda: taken(lambda: ops.transfer(message, 1e5)), 0.6) < 0.6
 
 
+def test_a_message_that_is_a_constant_takes_its_time_in_each_call_too():
+    @tf.function
+    def step():
+        return ops.transfer(tf.zeros([10_000], tf.uint8), 1e5)
+
+    step()
+    for _ in range(3):
+        assert taken(step) >= 0.1
+
+
 def test_messages_of_several_threads_pass_one_after_the_other():
     message = tf.zeros([10_000], tf.uint8)
 

@@ -105,3 +105,40 @@ def test_a_push_is_not_applied_by_halves_when_versions_are_set_back_meanwhile():
     thread.join(60)
     for variable in variables:
         np.testing.assert_array_equal(variable, np.full(50, pushes - refused))
+
+
+def test_a_periods_decay_is_not_lost_by_hogwilds_updates_that_begin_it_side_by_side():
+    size, rounds = 1_000_000, 40
+    value = tf.Variable(tf.zeros([size]))
+    accumulator = tf.Variable(tf.ones([size]))
+    version, period = (tf.Variable(tf.constant(0, tf.int64)) for _ in range(2))
+    counters = tf.Variable(tf.zeros([staleness.COUNTERS], tf.int64))
+    gradient = tf.zeros([size])
+
+    def update():
+        for step in range(1, rounds + 1):
+            ops.adagrad_dense(
+                variables=[value.handle],
+                versions=[version.handle],
+                counters=[counters.handle],
+                last_periods=[period.handle],
+                last_updates=[],
+                accumulators=[accumulator.handle],
+                gradient=gradient,
+                pulled_versions=tf.zeros([0], tf.int64),
+                learning_rate=0.1,
+                global_step=step,
+                swap_period=1,
+                swap_decay=0.5,
+                hogwild=True,
+            )
+
+    # More than cores: one that stands still between reading and writing back is what loses it.
+    threads = [threading.Thread(target=update, daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    # No gradient adds anything: each period halves what is there.
+    np.testing.assert_array_equal(accumulator.numpy(), np.full(size, 0.5**rounds, np.float32))

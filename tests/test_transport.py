@@ -1,6 +1,10 @@
 """Servers that fetch tensors from each other over connections of this package."""
 
+import contextlib
 import os
+import resource
+import socket
+import struct
 import time
 
 import keras
@@ -136,6 +140,84 @@ def test_an_error_on_one_server_reaches_those_that_wait_for_its_tensors(cluster)
         with pytest.raises(tf.errors.InvalidArgumentError, match="division by zero"):
             function(tf.constant(0))
         np.testing.assert_array_equal(function(tf.constant(2)), [5])
+
+
+def test_tensors_with_names_that_are_too_long_for_a_request_arrive(cluster):
+    @tf.function
+    def function(value):
+        with tf.device("/job:worker/task:0"):
+            value = tf.identity(value, name="n" * 70_000)
+        with tf.device("/job:ps/task:0"):
+            value = tf.identity(value, name="m" * 70_000)
+        with tf.device("/job:worker/task:0"):
+            return value + 1
+
+    pass_on([tf.constant(1)])()
+    connections = connections_to(cluster, "ps", 0)
+    for _ in range(5):
+        assert function(tf.constant(1)).numpy() == 2
+    assert connections_to(cluster, "ps", 0) >= connections
+
+
+def message(head: bytes, body: int = 0) -> bytes:
+    """A message as the transport frames it, but for the body."""
+    return struct.pack("=IQ", len(head), body) + head
+
+
+MAGIC = b"RECSYNC\x01"
+REFUSED = b"this server has version 1 of the transport, not 7"
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(100), b""),  # gRPC's greeting.
+        (message(b""), b""),
+        (message(b"\0" * 40), b""),
+        (message(MAGIC + struct.pack("=I", 7) + bytes(16)), REFUSED),
+        (message(MAGIC + struct.pack("=I", 1) + bytes(16)), b""),  # Not the secret.
+        (message(MAGIC + struct.pack("=I", 1), body=2**63), b""),
+        (struct.pack("=IQ", 2**32 - 1, 2**64 - 1), b""),
+    ],
+)
+def test_whoever_does_not_greet_as_it_should_is_sent_away(cluster, sent, answered):
+    with socket.create_connection(("127.0.0.1", own_port(cluster, "ps", 0)), timeout=5) as client:
+        client.sendall(sent)
+        got = b""
+        with contextlib.suppress(ConnectionResetError):  # It has not read all of it.
+            while part := client.recv(1000):
+                got += part
+    assert got.endswith(answered)
+    assert bool(got) == bool(answered)
+    np.testing.assert_array_equal(pass_on([tf.constant([1.0])])(), [[1.0]])
+
+
+def test_a_server_lives_through_more_connections_than_it_has_descriptors_for(cluster):
+    pid = cluster.pid("ps", 0)
+    address = ("127.0.0.1", own_port(cluster, "ps", 0))
+    function = pass_on([tf.constant([1.0])])
+    function()
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = max(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
+    with contextlib.ExitStack() as stack:
+        try:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 10, before[1]))
+            for _ in range(30):
+                stack.enter_context(socket.create_connection(address, timeout=5))
+            start, busy = time.monotonic(), cpu_seconds(pid)
+            while time.monotonic() < start + 1:
+                np.testing.assert_array_equal(function(), [[1.0]])
+                time.sleep(0.05)
+            assert cpu_seconds(pid) < busy + 0.5  # It does not spin.
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    np.testing.assert_array_equal(function(), [[1.0]])
+
+
+def cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def trained_weights(cluster) -> list[np.ndarray]:

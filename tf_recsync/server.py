@@ -271,15 +271,14 @@ def main(
 
     import tensorflow as tf
 
-    from tf_recsync import _engine
-    from tf_recsync.cluster import hosted_servers
+    from tf_recsync.cluster import hosted_servers, redirections
 
     transports.load(args.transport)
     if bind_address:
         try:
-            _engine.confine_listeners(bind_address)
+            redirections.confine_listeners(bind_address)
         except ValueError as error:
-            return _fail(f"--bind_address: {error}", EXIT_BAD_CONFIGURATION)
+            return _fail(f"cannot listen on {bind_address}: {error}", EXIT_BAD_CONFIGURATION)
     else:
         logging.warning(
             "%s listens on all interfaces, without authentication: whoever reaches port %s "

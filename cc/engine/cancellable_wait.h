@@ -8,7 +8,7 @@
 //   const auto ticket = queue.Await([&] { waits.End(wait); ... });
 //   waits.Guard(wait, [&, ticket] { if (queue.Cancel(ticket)) ... });
 //   // and elsewhere
-//   waits.InterruptCall(call);
+//   waits.Interrupt(call);
 //
 // What interrupts a call between its beginning and a wait ends that wait as
 // soon as it is guarded: an interruption is never lost. What a wait holds, it
@@ -22,6 +22,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -72,23 +73,14 @@ class CancellableWait {
     dropped = std::exchange(cancel_, nullptr);
   }
 
-  // Ends the wait that there is, or the next one of the call.
-  void Interrupt() ABSL_LOCKS_EXCLUDED(mu_) {
+  // Ends the wait that there is, or the next one of the call; of a call with a
+  // number, unless a later one has begun.
+  void Interrupt(std::optional<int64_t> call = std::nullopt)
+      ABSL_LOCKS_EXCLUDED(mu_) {
     std::function<void()> cancel;
     {
       MutexLock lock(&mu_);
-      is_interrupted_ = true;
-      cancel = std::exchange(cancel_, nullptr);
-    }
-    if (cancel != nullptr) cancel();
-  }
-
-  // The same, unless a later call has begun.
-  void InterruptCall(int64_t call) ABSL_LOCKS_EXCLUDED(mu_) {
-    std::function<void()> cancel;
-    {
-      MutexLock lock(&mu_);
-      if (call != call_) return;
+      if (call.has_value() && *call != call_) return;
       is_interrupted_ = true;
       cancel = std::exchange(cancel_, nullptr);
     }

@@ -25,7 +25,7 @@ TEST(CancellableWaitTest, AnInterruptionBeforeAWaitEndsEveryWaitOfItsCall) {
   CancellableWait waits;
   int cancelled = 0;
   const int64_t call = waits.BeginCall();
-  waits.InterruptCall(call);
+  waits.Interrupt(call);
   for (int i = 0; i < 2; ++i) {
     waits.Guard(waits.Begin(), [&] { ++cancelled; });
   }
@@ -40,9 +40,9 @@ TEST(CancellableWaitTest, AnInterruptionThatComesLateSparesTheNextCall) {
   bool cancelled = false;
   const int64_t before = waits.BeginCall();
   waits.BeginCall();
-  waits.InterruptCall(before);
+  waits.Interrupt(before);
   waits.Guard(waits.Begin(), [&] { cancelled = true; });
-  waits.InterruptCall(before);
+  waits.Interrupt(before);
   EXPECT_FALSE(cancelled);
 }
 

@@ -161,7 +161,7 @@ TEST(HopThreadsTest, AnInterruptEndsTheWaitAndNothingElse) {
   for (int round = 0; round < 200; ++round) {
     Worker worker(options);
     const int64_t call = worker.BeginCall();
-    std::thread interrupter([&worker, call] { worker.InterruptCall(call); });
+    std::thread interrupter([&worker, call] { worker.Interrupt(call); });
     std::promise<Worker::Answer> done;
     worker.Receive(
         0, [&done](Worker::Answer answer, auto) { done.set_value(answer); });
@@ -169,7 +169,7 @@ TEST(HopThreadsTest, AnInterruptEndsTheWaitAndNothingElse) {
     EXPECT_EQ(done.get_future().get(), Worker::Answer::kCancelled);
     // It goes on as if nothing had been, also where that comes late.
     worker.BeginCall();
-    worker.InterruptCall(call);
+    worker.Interrupt(call);
     worker.Deliver(1, /*number=*/1, 0, std::make_shared<int64_t>(0));
     EXPECT_EQ(Wait([&](auto then) {
                 worker.Receive(0, [then](Worker::Answer answer, auto received) {

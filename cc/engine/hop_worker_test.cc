@@ -587,7 +587,7 @@ TEST(HopWorkerTest, AnInterruptionBeforeAWaitIsNotLost) {
   options.notify_ack = true;
   Worker with_acks(options);
   const auto ends = [](Worker* worker, auto wait) {
-    worker->InterruptCall(worker->BeginCall());
+    worker->Interrupt(worker->BeginCall());
     Outcome outcome;
     wait(&outcome);
     EXPECT_EQ(outcome.answer, Answer::kCancelled);

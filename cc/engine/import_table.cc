@@ -9,13 +9,23 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
 
 namespace recsync {
+namespace {
 
-bool IsTensorFlowObject(const std::string& path) {
+// How the names of TensorFlow's C functions for running ops eagerly begin. Its
+// Python modules share a library that calls them
+// (lib_pywrap_tensorflow_common), which has another name in other versions.
+constexpr char kEagerApi[] = "TFE_";
+
+}  // namespace
+
+bool IsTensorFlowObject(const LoadedObject& object) {
+  const std::string& path = object.path();
   const size_t slash = path.rfind('/');
   const std::string name =
       slash == std::string::npos ? path : path.substr(slash + 1);
@@ -24,7 +34,8 @@ bool IsTensorFlowObject(const std::string& path) {
   return name.rfind("libtensorflow", 0) == 0 || name.rfind("_pywrap", 0) == 0 ||
          name.rfind("_recsync_transport", 0) == 0 ||
          path.find("/site-packages/tensorflow/") != std::string::npos ||
-         path.find("/dist-packages/tensorflow/") != std::string::npos;
+         path.find("/dist-packages/tensorflow/") != std::string::npos ||
+         object.RefersTo(kEagerApi);
 }
 
 #if defined(__linux__) && (defined(__x86_64__) || defined(__aarch64__))
@@ -47,6 +58,11 @@ struct DynamicSection {
   const Elf64_Rela* plt_rela = nullptr;
   size_t plt_rela_bytes = 0;
 };
+
+// What is done with a symbol to which an object refers, and the place that
+// holds the symbol's address.
+using ReferenceFunction = std::function<void(const Elf64_Sym& symbol,
+                                             const char* name, uintptr_t slot)>;
 
 struct Patcher {
   const char* name = nullptr;
@@ -124,43 +140,69 @@ bool WriteSlot(const dl_phdr_info& object, uintptr_t slot, uintptr_t value) {
   return !relro || mprotect(page, page_size, PROT_READ) == 0;
 }
 
-void PatchRelocations(const dl_phdr_info& object, const DynamicSection& section,
-                      const Elf64_Rela* rela, size_t bytes, Patcher* patcher) {
-  if (rela == nullptr) return;
-  const Elf64_Rela* const end = rela + bytes / sizeof(Elf64_Rela);
-  for (; rela != end; ++rela) {
-    const uint32_t type = ELF64_R_TYPE(rela->r_info);
-    if (type != kJumpSlot && type != kGlobDat) continue;
-    const Elf64_Sym& symbol = section.symbols[ELF64_R_SYM(rela->r_info)];
-    if (symbol.st_shndx != SHN_UNDEF ||
-        std::strcmp(section.strings + symbol.st_name, patcher->name) != 0) {
-      continue;
+void ForEachReference(const dl_phdr_info& object,
+                      const ReferenceFunction& function) {
+  for (int i = 0; i < object.dlpi_phnum; ++i) {
+    if (object.dlpi_phdr[i].p_type != PT_DYNAMIC) continue;
+    const DynamicSection section = ReadDynamicSection(
+        object, reinterpret_cast<const Elf64_Dyn*>(
+                    object.dlpi_addr + object.dlpi_phdr[i].p_vaddr));
+    if (section.symbols == nullptr || section.strings == nullptr) continue;
+    const auto visit = [&](const Elf64_Rela* rela, size_t bytes) {
+      if (rela == nullptr) return;
+      const Elf64_Rela* const end = rela + bytes / sizeof(Elf64_Rela);
+      for (; rela != end; ++rela) {
+        const uint32_t type = ELF64_R_TYPE(rela->r_info);
+        if (type != kJumpSlot && type != kGlobDat) continue;
+        const Elf64_Sym& symbol = section.symbols[ELF64_R_SYM(rela->r_info)];
+        function(symbol, section.strings + symbol.st_name,
+                 object.dlpi_addr + rela->r_offset);
+      }
+    };
+    visit(section.rela, section.rela_bytes);
+    visit(section.plt_rela, section.plt_rela_bytes);
+  }
+}
+
+class ElfObject : public LoadedObject {
+ public:
+  explicit ElfObject(const dl_phdr_info& info)
+      : info_(info), path_(info.dlpi_name) {}
+  const std::string& path() const override { return path_; }
+  bool RefersTo(const std::string& prefix) const override {
+    bool found = false;
+    ForEachReference(info_, [&](const Elf64_Sym&, const char* name, uintptr_t) {
+      found = found || std::strncmp(name, prefix.c_str(), prefix.size()) == 0;
+    });
+    return found;
+  }
+
+ private:
+  const dl_phdr_info& info_;
+  const std::string path_;
+};
+
+int PatchObject(dl_phdr_info* object, size_t, void* data) {
+  Patcher* const patcher = static_cast<Patcher*>(data);
+  // Most objects do not import the function, which is soon found out.
+  bool is_chosen = false, is_known = false;
+  ForEachReference(*object, [&](const Elf64_Sym& symbol, const char* name,
+                                uintptr_t slot) {
+    if (symbol.st_shndx != SHN_UNDEF || std::strcmp(name, patcher->name) != 0) {
+      return;
     }
-    if (WriteSlot(object, object.dlpi_addr + rela->r_offset,
+    if (!is_known) is_chosen = (*patcher->filter)(ElfObject(*object));
+    is_known = true;
+    if (!is_chosen) return;
+    if (WriteSlot(*object, slot,
                   reinterpret_cast<uintptr_t>(patcher->replacement))) {
       ++patcher->entries;
     } else {
       patcher->error = std::string("could not change the entry for ") +
-                       patcher->name + " in " + object.dlpi_name + ": " +
+                       patcher->name + " in " + object->dlpi_name + ": " +
                        std::strerror(errno);
     }
-  }
-}
-
-int PatchObject(dl_phdr_info* object, size_t, void* data) {
-  Patcher* const patcher = static_cast<Patcher*>(data);
-  if (!(*patcher->filter)(object->dlpi_name)) return 0;
-  for (int i = 0; i < object->dlpi_phnum; ++i) {
-    if (object->dlpi_phdr[i].p_type != PT_DYNAMIC) continue;
-    const DynamicSection section = ReadDynamicSection(
-        *object, reinterpret_cast<const Elf64_Dyn*>(
-                     object->dlpi_addr + object->dlpi_phdr[i].p_vaddr));
-    if (section.symbols == nullptr || section.strings == nullptr) continue;
-    PatchRelocations(*object, section, section.rela, section.rela_bytes,
-                     patcher);
-    PatchRelocations(*object, section, section.plt_rela, section.plt_rela_bytes,
-                     patcher);
-  }
+  });
   return 0;
 }
 
@@ -194,7 +236,7 @@ void* FindFunction(const std::string& name, const ObjectFilter& filter) {
   dl_iterate_phdr(
       [](dl_phdr_info* object, size_t, void* data) {
         const auto* const search = static_cast<Search*>(data);
-        if ((*search->filter)(object->dlpi_name)) {
+        if ((*search->filter)(ElfObject(*object))) {
           search->paths->push_back(object->dlpi_name);
         }
         return 0;

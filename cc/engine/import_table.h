@@ -21,12 +21,24 @@
 
 namespace recsync {
 
-// Says whether an object's imports are to be redirected. `path` is the loader's
-// name of the object: a file path, empty for the main program.
-using ObjectFilter = std::function<bool(const std::string& path)>;
+// A library, an extension module or the main program, as it is loaded.
+class LoadedObject {
+ public:
+  virtual ~LoadedObject() = default;
+  // The loader's name: a file path, empty for the main program.
+  virtual const std::string& path() const = 0;
+  // Whether it refers to a symbol whose name begins with `prefix`: one that it
+  // imports, or one of its own that others may replace.
+  virtual bool RefersTo(const std::string& prefix) const = 0;
+};
 
-// True for TensorFlow's own shared libraries and extension modules.
-bool IsTensorFlowObject(const std::string& path);
+// Says whether an object's imports are to be redirected.
+using ObjectFilter = std::function<bool(const LoadedObject& object)>;
+
+// True for TensorFlow's own shared libraries and extension modules: by their
+// names, by where they lie, or, wherever that is, by the names of TensorFlow's
+// functions for Python that they refer to.
+bool IsTensorFlowObject(const LoadedObject& object);
 
 // Points the entries for the function `name` of the objects that `filter`
 // accepts at `replacement`, which must have its signature and stay for as long

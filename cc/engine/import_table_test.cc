@@ -6,6 +6,7 @@
 
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -15,8 +16,8 @@ namespace {
 
 constexpr int kOther = 12345;
 
-bool IsMainProgram(const std::string& path) { return path.empty(); }
-bool IsNoObject(const std::string&) { return false; }
+bool IsMainProgram(const LoadedObject& object) { return object.path().empty(); }
+bool IsNoObject(const LoadedObject&) { return false; }
 
 pid_t OtherParent() { return kOther; }
 uid_t OtherUser() { return kOther; }
@@ -58,6 +59,62 @@ TEST(ImportTableTest, FunctionsThatNobodyImportsAreNamed) {
   EXPECT_NE(error.find("recsync_no_such_function"), std::string::npos) << error;
   EXPECT_EQ(entries, 0);
   EXPECT_EQ(FindFunction("recsync_no_such_function", IsMainProgram), nullptr);
+}
+
+TEST(ImportTableTest, ObjectsAreKnownByTheSymbolsTheyReferTo) {
+  int entries = 0;
+  const auto refers_to = [&](const std::string& prefix) {
+    bool found = false;
+    RedirectImports(
+        "getppid", reinterpret_cast<void*>(&OtherParent),
+        [&](const LoadedObject& object) {
+          if (object.path().empty()) found = object.RefersTo(prefix);
+          return false;
+        },
+        &entries);
+    return found;
+  };
+  EXPECT_TRUE(refers_to("getppid"));
+  EXPECT_TRUE(refers_to("getpp"));
+  EXPECT_FALSE(refers_to("getppid_of_nobody"));
+  EXPECT_FALSE(refers_to("TFE_"));
+}
+
+// An object of a name and symbols of our choice.
+class NamedObject : public LoadedObject {
+ public:
+  NamedObject(std::string path, std::string symbol)
+      : path_(std::move(path)), symbol_(std::move(symbol)) {}
+  const std::string& path() const override { return path_; }
+  bool RefersTo(const std::string& prefix) const override {
+    return symbol_.rfind(prefix, 0) == 0;
+  }
+
+ private:
+  const std::string path_, symbol_;
+};
+
+TEST(ImportTableTest, TensorFlowObjectsAreRecognizedByPath) {
+  for (const char* path :
+       {"/a/site-packages/tensorflow/libtensorflow_cc.so.2",
+        "/opt/lib/libtensorflow_framework.so.2", "libtensorflow.so",
+        "/a/site-packages/tensorflow/python/_pywrap_tfe.so",
+        "/a/site-packages/tensorflow/compiler/tf2xla/ops/_xla_ops.so",
+        "/a/site-packages/tf_recsync/_recsync_transport.so"}) {
+    EXPECT_TRUE(IsTensorFlowObject(NamedObject(path, "bind"))) << path;
+  }
+  for (const char* path :
+       {"", "/lib/x86_64-linux-gnu/libc.so.6", "linux-vdso.so.1",
+        "/a/lib/python3.11/lib-dynload/_socket.cpython-311-x86_64.so",
+        "/a/site-packages/tf_recsync/_engine.cpython-311-x86_64.so"}) {
+    EXPECT_FALSE(IsTensorFlowObject(NamedObject(path, "bind"))) << path;
+  }
+}
+
+TEST(ImportTableTest, TensorFlowObjectsElsewhereAreRecognizedByTheirSymbols) {
+  const std::string path = "/target/tensorflow/lib_pywrap_tensorflow_common.so";
+  EXPECT_TRUE(IsTensorFlowObject(NamedObject(path, "TFE_Execute")));
+  EXPECT_FALSE(IsTensorFlowObject(NamedObject(path, "TFLite_Execute")));
 }
 
 TEST(ImportTableTest, ThreadsRedirectAndCallSideBySide) {

@@ -19,7 +19,7 @@
 namespace recsync {
 namespace {
 
-bool IsMainProgram(const std::string& path) { return path.empty(); }
+bool IsMainProgram(const LoadedObject& object) { return object.path().empty(); }
 
 // A socket that is closed at the end of its scope.
 class Socket {
@@ -100,7 +100,7 @@ TEST_F(ListenAddressTest, MalformedAddressChangesNothing) {
 
 TEST_F(ListenAddressTest, NoObjectToPatchIsAnError) {
   const std::string error =
-      ConfineListeners("127.0.0.1", [](const std::string&) { return false; });
+      ConfineListeners("127.0.0.1", [](const LoadedObject&) { return false; });
   EXPECT_NE(error.find("none of the loaded libraries"), std::string::npos);
   EXPECT_EQ(ConfinedAddress(), "");
 }
@@ -205,23 +205,6 @@ TEST_F(ListenAddressTest, ThreadsBindWhileTheAddressChanges) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-}
-
-TEST_F(ListenAddressTest, TensorFlowObjectsAreRecognizedByPath) {
-  for (const char* path :
-       {"/a/site-packages/tensorflow/libtensorflow_cc.so.2",
-        "/opt/lib/libtensorflow_framework.so.2", "libtensorflow.so",
-        "/a/site-packages/tensorflow/python/_pywrap_tfe.so",
-        "/a/site-packages/tensorflow/compiler/tf2xla/ops/_xla_ops.so",
-        "/a/site-packages/tf_recsync/_recsync_transport.so"}) {
-    EXPECT_TRUE(IsTensorFlowObject(path)) << path;
-  }
-  for (const char* path :
-       {"", "/lib/x86_64-linux-gnu/libc.so.6", "linux-vdso.so.1",
-        "/a/lib/python3.11/lib-dynload/_socket.cpython-311-x86_64.so",
-        "/a/site-packages/tf_recsync/_engine.cpython-311-x86_64.so"}) {
-    EXPECT_FALSE(IsTensorFlowObject(path)) << path;
-  }
 }
 
 }  // namespace

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "cc/engine/mutex.h"
+#include "cc/engine/sockets.h"
 #include "gtest/gtest.h"
 
 namespace recsync {
@@ -99,6 +100,7 @@ class MessageLoopTest : public testing::Test {
     port_ = server_.value().Listen(
         "127.0.0.1",
         [this](std::shared_ptr<Connection> connection) {
+          connection->Admit();
           accepted_.set_value(std::move(connection));
           return at_server_;
         },
@@ -146,7 +148,13 @@ class MessageLoopTest : public testing::Test {
   std::shared_ptr<Mailbox> at_server_ = std::make_shared<Mailbox>();
   std::shared_ptr<Mailbox> at_client_ = std::make_shared<Mailbox>();
   std::promise<std::shared_ptr<Connection>> accepted_;
-  std::optional<MessageLoop> server_{std::in_place}, client_{std::in_place};
+  Mailbox warned_;  // What the server's loop says, as heads.
+  std::optional<MessageLoop> server_{std::in_place,
+                                     [this](const std::string& text) {
+                                       warned_.Head(text, 0);
+                                       warned_.Body();
+                                     }};
+  std::optional<MessageLoop> client_{std::in_place};
   int port_ = 0;
   std::shared_ptr<Connection> to_server_, to_client_;
 };
@@ -292,7 +300,7 @@ TEST_F(MessageLoopTest, MessagesOnTheirWayToNobodyEndWithAReason) {
 }
 
 TEST_F(MessageLoopTest, NamesAndAddressesThatAreNoneAreErrors) {
-  EXPECT_TRUE(MessageLoop::Resolve("no such host.invalid", &error_).empty());
+  EXPECT_TRUE(ResolveHost("no such host.invalid", &error_).empty());
   EXPECT_NE(error_.find("no such host.invalid"), std::string::npos) << error_;
   EXPECT_EQ(client_.value().Connect("a host", 1, std::make_shared<Mailbox>(),
                                     &error_),
@@ -306,19 +314,21 @@ TEST_F(MessageLoopTest, NamesAndAddressesThatAreNoneAreErrors) {
 }
 
 TEST_F(MessageLoopTest, HostsAreResolvedToNumericAddresses) {
-  EXPECT_EQ(MessageLoop::Resolve("127.0.0.5", &error_),
+  EXPECT_EQ(ResolveHost("127.0.0.5", &error_),
             std::vector<std::string>{"127.0.0.5"});
-  EXPECT_EQ(MessageLoop::Resolve("::1", &error_),
-            std::vector<std::string>{"::1"});
-  const auto addresses = MessageLoop::Resolve("localhost", &error_);
+  EXPECT_EQ(ResolveHost("::1", &error_), std::vector<std::string>{"::1"});
+  const auto addresses = ResolveHost("localhost", &error_);
   EXPECT_NE(std::find(addresses.begin(), addresses.end(), "127.0.0.1"),
             addresses.end());
 }
 
 // A process without descriptors left, as when somebody opens connections and
 // says nothing.
-TEST_F(MessageLoopTest, WhatThereIsNoRoomForIsRefused) {
+TEST_F(MessageLoopTest, WhatThereIsNoRoomForWaitsUntilThereIs) {
   WaitUntilAccepted();
+  std::promise<std::shared_ptr<Connection>> next;
+  accepted_ = std::move(next);
+  auto accepted = accepted_.get_future();
   rlimit before{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
   const int probe = open("/dev/null", O_RDONLY);
@@ -328,12 +338,107 @@ TEST_F(MessageLoopTest, WhatThereIsNoRoomForIsRefused) {
   few.rlim_cur = probe + 1;  // One more: the end that connects.
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
   const int fd = ConnectRaw();
-  char byte;
-  EXPECT_EQ(read(fd, &byte, 1), 0);
-  close(fd);
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_EQ(warned_.WaitFor(1).at(0).first,
+            "no connection can be accepted for now: Too many open files");
   EXPECT_TRUE(Send(to_server_.get(), "still", "there"));
   EXPECT_EQ(at_server_->WaitFor(2).at(1), Message("still", "there"));
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_EQ(accepted.wait_for(kLimit), std::future_status::ready);
+  close(fd);
+  EXPECT_EQ(warned_.WaitFor(1).size(), 1);
+}
+
+// A loop whose newcomers nobody admits, unless they say something.
+class NewcomersTest : public testing::Test {
+ protected:
+  class Guest : public MessageReceiver {
+   public:
+    explicit Guest(std::shared_ptr<Connection> connection)
+        : connection_(std::move(connection)) {}
+    char* Head(std::string_view, uint64_t) override {
+      connection_->Admit();
+      connection_->Send("welcome");
+      return nullptr;
+    }
+    void Body() override {}
+    void Closed(const std::string&) override { connection_.reset(); }
+
+   private:
+    std::shared_ptr<Connection> connection_;
+  };
+
+  void Start(NewcomerLimits limits) {
+    loop_.emplace(nullptr, limits);
+    port_ = loop_->Listen(
+        "127.0.0.1",
+        [](std::shared_ptr<Connection> connection) {
+          return std::make_shared<Guest>(std::move(connection));
+        },
+        &error_);
+    ASSERT_GT(port_, 0) << error_;
+  }
+
+  std::shared_ptr<Mailbox> Connect(std::shared_ptr<Connection>* connection) {
+    auto mailbox = std::make_shared<Mailbox>();
+    *connection = clients_.Connect("127.0.0.1", port_, mailbox, &error_);
+    EXPECT_NE(*connection, nullptr) << error_;
+    return mailbox;
+  }
+
+  // Whether one that connects now is welcomed.
+  bool IsWelcomed() {
+    std::shared_ptr<Connection> connection;
+    const auto mailbox = Connect(&connection);
+    connection->Send("hello");
+    return mailbox->WaitFor(1).size() == 1;
+  }
+
+  std::string error_;
+  int port_ = 0;
+  std::optional<MessageLoop> loop_;
+  MessageLoop clients_;
+};
+
+TEST_F(NewcomersTest, WhoDoesNotSayWhoItIsIsSentAwayAndOthersStay) {
+  Start({/*count=*/256, /*patience=*/std::chrono::milliseconds(1),
+         /*deadline=*/std::chrono::milliseconds(300)});
+  std::shared_ptr<Connection> silent, known;
+  const auto of_known = Connect(&known);
+  known->Send("hello");
+  EXPECT_EQ(of_known->WaitFor(1).size(), 1);
+  EXPECT_EQ(Connect(&silent)->WaitForEnd(),
+            "the other end has closed the connection");
+  known->Send("hello again");
+  EXPECT_EQ(of_known->WaitFor(2).size(), 2);
+  EXPECT_EQ(of_known->times_closed(), 0);
+}
+
+TEST_F(NewcomersTest, TheOldestMakesRoomWhenThereAreTooManyWhoSayNothing) {
+  Start({/*count=*/3, /*patience=*/std::chrono::milliseconds(50),
+         /*deadline=*/std::chrono::hours(1)});
+  std::vector<std::shared_ptr<Connection>> silent(6);
+  std::vector<std::shared_ptr<Mailbox>> mailboxes;
+  for (auto& one : silent) mailboxes.push_back(Connect(&one));
+  EXPECT_TRUE(IsWelcomed());
+  // That one has been the seventh, and three at most have said nothing since.
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(mailboxes[i]->WaitForEnd(),
+              "the other end has closed the connection");
+  }
+  EXPECT_EQ(mailboxes[5]->times_closed(), 0);
+}
+
+TEST_F(NewcomersTest, MoreThanThereMayBeAreAllAdmittedIfTheySayWhoTheyAre) {
+  Start({/*count=*/2, /*patience=*/std::chrono::seconds(30),
+         /*deadline=*/std::chrono::hours(1)});
+  std::vector<std::shared_ptr<Connection>> all(40);
+  std::vector<std::shared_ptr<Mailbox>> mailboxes;
+  for (auto& one : all) mailboxes.push_back(Connect(&one));
+  // Those that wait hear nothing before those who are there have spoken.
+  for (auto& one : all) one->Send("hello");
+  for (const auto& mailbox : mailboxes) {
+    EXPECT_EQ(mailbox->WaitFor(1).size(), 1);
+  }
 }
 
 // What does not know the protocol.
@@ -348,9 +453,34 @@ TEST_F(MessageLoopTest, AHeadThatIsTooLargeEndsTheConnection) {
   char byte;
   EXPECT_EQ(read(fd, &byte, 1), 0);
   close(fd);
-  EXPECT_NE(at_server_->WaitForEnd().find("a head of"), std::string::npos);
+  EXPECT_NE(at_server_->WaitForEnd().find("a head of 542393671 bytes"),
+            std::string::npos);
   EXPECT_TRUE(Send(to_server_.get(), "still", "there"));
   EXPECT_EQ(at_server_->WaitFor(2).at(1), Message("still", "there"));
+}
+
+TEST_F(MessageLoopTest, ABodyThatIsTooLargeEndsTheConnection) {
+  WaitUntilAccepted();
+  std::promise<std::shared_ptr<Connection>> unused;
+  accepted_ = std::move(unused);
+  const int fd = ConnectRaw();
+  // A head of one byte, and a body of 2^64 - 1.
+  const std::string text = std::string("\1\0\0\0", 4) + std::string(8, '\xff');
+  ASSERT_EQ(write(fd, text.data(), text.size()),
+            static_cast<ssize_t>(text.size()));
+  char byte;
+  EXPECT_EQ(read(fd, &byte, 1), 0);
+  close(fd);
+  EXPECT_NE(at_server_->WaitForEnd().find("a body of 18446744073709551615"),
+            std::string::npos);
+}
+
+TEST_F(MessageLoopTest, AMessageThatIsTooLargeIsNotSentAndTheOthersAre) {
+  EXPECT_FALSE(Send(to_server_.get(), std::string(kMaxHeadBytes + 1, 'x'), ""));
+  EXPECT_FALSE(to_server_->Send("head", nullptr, kMaxBodyBytes + 1));
+  const std::string largest(kMaxHeadBytes, 'x');
+  EXPECT_TRUE(Send(to_server_.get(), largest, "body"));
+  EXPECT_EQ(at_server_->WaitFor(1).at(0), Message(largest, "body"));
 }
 
 }  // namespace

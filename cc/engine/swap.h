@@ -39,6 +39,11 @@ struct Swap {
     return (global_step + offset) / period;
   }
 
+  // Whether a period that is not applied to an accumulator yet has begun.
+  bool Enters(int64_t last_period, int64_t global_step) const {
+    return PeriodOf(global_step) > last_period;
+  }
+
   // The product of lambda_t over the periods entered since `*last_period`,
   // which it brings up to date. A push that arrives after a younger one (its
   // period is over already) decays nothing.

@@ -53,6 +53,17 @@ TEST(SwapTest, ThePeriodIsTheNumberOfMultiplesUpToTheStep) {
   }
 }
 
+TEST(SwapTest, APeriodIsEnteredExactlyWhenThereIsSomethingToDecay) {
+  const Swap swap{/*period=*/10, /*decay=*/0.25, /*offset=*/3};
+  for (int64_t step = 0; step <= 50; ++step) {
+    for (int64_t last = 0; last <= 6; ++last) {
+      int64_t last_period = last;
+      const bool decays = swap.DecaySince(&last_period, step) != 1.0f;
+      EXPECT_EQ(swap.Enters(last, step), decays) << step << ", " << last;
+    }
+  }
+}
+
 TEST(SwapTest, DecaysOnceAtTheStepThatCompletesAPeriod) {
   const Swap swap{/*period=*/10, /*decay=*/0.25};
   int64_t last_period = 0;

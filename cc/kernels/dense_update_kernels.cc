@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "cc/engine/row_locks.h"
 #include "cc/engine/span_update.h"
 #include "cc/engine/staleness_counters.h"
+#include "cc/engine/swap.h"
 #include "cc/engine/update_rules.h"
 #include "cc/kernels/parallel_for.h"
 #include "cc/kernels/update_op.h"
@@ -97,6 +99,14 @@ class DenseUpdateOp : public UpdateOp<Rule> {
     return &RowLocks::Global().Of(target.versions, 0);
   }
 
+  // Whether the update would decay what SWAP's period before has left.
+  bool EntersPeriod(const Target& target, int64_t global_step) const {
+    const Swap& swap = this->options_.swap;
+    if (!swap.enabled()) return false;
+    const RowLock lock(LockOf(target));
+    return swap.Enters(*Data<int64_t>(target.last_periods), global_step);
+  }
+
   // Refuses a gradient that is not finite, naming its variable.
   static absl::Status CheckFinite(const std::vector<Target>& targets,
                                   const T* g, int64_t total) {
@@ -119,9 +129,20 @@ class DenseUpdateOp : public UpdateOp<Rule> {
   absl::Status UpdateOne(OpKernelContext* ctx, const Rule& rule,
                          int64_t global_step, const int64_t* pulled, const T* g,
                          int64_t total, const Target& target, int64_t* offset) {
-    const WriteLocks locks(ctx, target.All(), hogwild_);
-    TF_RETURN_IF_ERROR(locks.status());
+    std::optional<WriteLocks> locks;
+    bool is_shared = hogwild_;
+    locks.emplace(ctx, target.All(), is_shared);
+    TF_RETURN_IF_ERROR(locks->status());
     TF_RETURN_IF_ERROR(CheckDense(target));
+    if (is_shared && EntersPeriod(target, global_step)) {
+      // Another update beside it could write back what it has read before the
+      // decay. If one is faster to begin the period, nothing is left to decay.
+      is_shared = false;
+      locks.reset();
+      locks.emplace(ctx, target.All(), is_shared);
+      TF_RETURN_IF_ERROR(locks->status());
+      TF_RETURN_IF_ERROR(CheckDense(target));
+    }
     const int64_t size = target.variable->tensor()->NumElements();
     // The sizes were added up under another lock: a variable may have been
     // assigned a value of another shape since.
@@ -181,10 +202,10 @@ class DenseUpdateOp : public UpdateOp<Rule> {
       const float* piece =
           AsFloat(g + *offset + begin, end - begin, &converted);
       const double part =
-          hogwild_ ? UpdateHogwild<Rule>(apply, own, w + begin, slots.data(),
-                                         piece, end - begin, rho, decay)
-                   : apply(own, w + begin, slots.data(), piece, end - begin,
-                           rho, decay);
+          is_shared ? UpdateHogwild<Rule>(apply, own, w + begin, slots.data(),
+                                          piece, end - begin, rho, decay)
+                    : apply(own, w + begin, slots.data(), piece, end - begin,
+                            rho, decay);
       if (measure) {
         MutexLock lock(&mu);
         squares += part;

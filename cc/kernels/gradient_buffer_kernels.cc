@@ -11,12 +11,13 @@
 #include "absl/strings/str_cat.h"
 #include "cc/engine/gradient_buffer.h"
 #include "cc/engine/limits.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/packed_rows.h"
 #include "cc/kernels/parallel_for.h"
+#include "cc/kernels/resource_op.h"
 #include "cc/kernels/update_attributes.h"
 #include "cc/kernels/update_op.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 
 namespace recsync {
@@ -25,7 +26,6 @@ namespace {
 using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
-using tensorflow::ResourceHandle;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
@@ -49,14 +49,12 @@ class BufferResource : public tensorflow::ResourceBase {
 
 using BufferPtr = tensorflow::core::RefCountPtr<BufferResource>;
 
-class GradientBufferOp : public OpKernel {
+class GradientBufferOp : public ResourceOp<BufferResource> {
  public:
-  explicit GradientBufferOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+  explicit GradientBufferOp(OpKernelConstruction* ctx) : ResourceOp(ctx) {
     float divisor;
     std::vector<int64_t> rows, widths;
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("container", &container_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("shared_name", &name_));
-    if (name_.empty()) name_ = name();
+    if (shared_name_.empty()) shared_name_ = name();
     OP_REQUIRES_OK(ctx, ctx->GetAttr("capacity", &options_.capacity));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("divisor", &divisor));
     OP_REQUIRES_OK(ctx, ReadStalenessWeight(ctx, &options_.weight));
@@ -77,30 +75,21 @@ class GradientBufferOp : public OpKernel {
     OP_REQUIRES_OK(ctx, AsStatus(CheckOptions(options_)));
   }
 
-  void Compute(OpKernelContext* ctx) override {
-    const ResourceHandle handle =
-        tensorflow::MakeResourceHandle<BufferResource>(ctx, container_, name_);
-    BufferPtr resource;
-    OP_REQUIRES_OK(ctx, tensorflow::LookupOrCreateResource<BufferResource>(
-                            ctx, handle, &resource, [this](BufferResource** r) {
-                              *r = new BufferResource(options_);
-                              return absl::OkStatus();
-                            }));
+ protected:
+  BufferPtr Make() const override {
+    return BufferPtr(new BufferResource(options_));
+  }
+
+  absl::Status CheckSame(const BufferResource& resource) const override {
     const std::string wanted = Describe(options_);
-    const std::string found = Describe(resource->buffer.options());
-    OP_REQUIRES(ctx, wanted == found,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "shared_name = ", name_,
-                    " is a gradient buffer of other options: ", found, "; not ",
-                    wanted)));
-    Tensor* output;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &output));
-    output->scalar<ResourceHandle>()() = handle;
+    const std::string found = Describe(resource.buffer.options());
+    if (found == wanted) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(
+        "shared_name = ", shared_name_,
+        " is a gradient buffer of other options: ", found, "; not ", wanted));
   }
 
  private:
-  std::string container_;
-  std::string name_;
   GradientBufferOptions options_;
 };
 
@@ -110,14 +99,8 @@ class BufferOp : public OpKernel {
   using OpKernel::OpKernel;
 
   void Compute(OpKernelContext* ctx) override {
-    const Tensor& input = ctx->input(0);
-    OP_REQUIRES(
-        ctx, input.NumElements() == 1,
-        absl::InvalidArgumentError(absl::StrCat(
-            "buffer must be one resource handle, not ", input.DebugString())));
     BufferPtr resource;
-    OP_REQUIRES_OK(ctx, tensorflow::LookupResource(
-                            ctx, input.flat<ResourceHandle>()(0), &resource));
+    OP_REQUIRES_OK(ctx, LookupInput(ctx, "buffer", &resource));
     OP_REQUIRES_OK(ctx, ComputeOn(ctx, &resource->buffer));
   }
 
@@ -125,24 +108,6 @@ class BufferOp : public OpKernel {
   virtual absl::Status ComputeOn(OpKernelContext* ctx,
                                  GradientBuffer* buffer) = 0;
 };
-
-template <typename V>
-absl::Status WriteScalar(OpKernelContext* ctx, const char* name, V value) {
-  Tensor* output;
-  TF_RETURN_IF_ERROR(ctx->allocate_output(name, TensorShape({}), &output));
-  output->scalar<V>()() = value;
-  return absl::OkStatus();
-}
-
-// Allocates a vector of outputs; `values` may be written.
-template <typename V>
-absl::Status MakeVector(OpKernelContext* ctx, const char* name, int64_t size,
-                        V** values) {
-  Tensor* output;
-  TF_RETURN_IF_ERROR(ctx->allocate_output(name, TensorShape({size}), &output));
-  *values = output->flat<V>().data();
-  return absl::OkStatus();
-}
 
 // Writes a step that was given out, or that there is none (null), to the
 // outputs of a push or flush.
@@ -366,11 +331,7 @@ class RestoreOp : public BufferOp {
   absl::Status ComputeOn(OpKernelContext* ctx,
                          GradientBuffer* buffer) override {
     int64_t step;
-    TF_RETURN_IF_ERROR(ReadScalar(ctx, "step", &step));
-    if (step < 0 || step > kMostSteps) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("step must be from 0 to ", kMostSteps, ", not ", step));
-    }
+    TF_RETURN_IF_ERROR(ReadInteger(ctx, "step", 0, &step));
     buffer->Restore(step);
     return absl::OkStatus();
   }

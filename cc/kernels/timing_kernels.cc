@@ -15,8 +15,9 @@
 #include "cc/engine/link.h"
 #include "cc/engine/mutex.h"
 #include "cc/engine/timer.h"
+#include "cc/kernels/cancellable.h"
 #include "tensorflow/core/common_runtime/process_util.h"
-#include "tensorflow/core/framework/cancellation.h"
+#include "tensorflow/core/framework/log_memory.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/platform/threadpool.h"
@@ -46,7 +47,6 @@ struct Wait {
   }
   Mutex mu;
   AsyncOpKernel::DoneCallback done ABSL_GUARDED_BY(mu);
-  tensorflow::CancellationToken token = 0;
 };
 
 // Ends an op after a time, or at once when its step is cancelled; returns
@@ -58,27 +58,21 @@ void EndAfter(double seconds, const char* what, OpKernelContext* ctx,
     MutexLock lock(&wait->mu);
     wait->done = std::move(done);
   }
-  tensorflow::CancellationManager* manager = ctx->cancellation_manager();
-  if (manager != nullptr) {
-    wait->token = manager->get_cancellation_token();
-    const bool registered =
-        manager->RegisterCallback(wait->token, [ctx, wait, what] {
-          AsyncOpKernel::DoneCallback end = wait->Take();
-          if (end == nullptr) return;
-          ctx->SetStatus(
-              absl::CancelledError(absl::StrCat(what, " was cancelled")));
-          end();
-        });
-    OP_REQUIRES_ASYNC(
-        ctx, registered,
-        absl::CancelledError(absl::StrCat(what, " was cancelled")),
-        wait->Take());
-  }
-  SharedTimer().CallAfter(seconds, [manager, wait] {
+  Cancellable cancellable;
+  const bool registered = cancellable.Register(ctx, [ctx, wait, what] {
     AsyncOpKernel::DoneCallback end = wait->Take();
-    // A cancelled op has ended already, and `manager` may be gone.
     if (end == nullptr) return;
-    if (manager != nullptr) manager->TryDeregisterCallback(wait->token);
+    ctx->SetStatus(absl::CancelledError(absl::StrCat(what, " was cancelled")));
+    end();
+  });
+  OP_REQUIRES_ASYNC(ctx, registered,
+                    absl::CancelledError(absl::StrCat(what, " was cancelled")),
+                    wait->Take());
+  SharedTimer().CallAfter(seconds, [cancellable, wait] {
+    AsyncOpKernel::DoneCallback end = wait->Take();
+    // A cancelled op has ended already, and what cancels it may be gone.
+    if (end == nullptr) return;
+    cancellable.Deregister();
     end();
   });
 }
@@ -104,6 +98,14 @@ class DelayOp : public AsyncOpKernel {
   }
 };
 
+// Whether TensorFlow does not run a step, but computes constants while it
+// optimizes a graph, be it in Grappler, where nothing can be cancelled, or when
+// a function is built. If that fails, it leaves the op where it is.
+bool ComputesAhead(const OpKernelContext& ctx) {
+  return ctx.cancellation_manager() == nullptr ||
+         ctx.step_id() == tensorflow::LogMemory::CONSTANT_FOLDING_STEP_ID;
+}
+
 // The link of a device.
 class LinkResource : public tensorflow::ResourceBase {
  public:
@@ -116,6 +118,10 @@ class TransferOp : public AsyncOpKernel {
   using AsyncOpKernel::AsyncOpKernel;
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
+    OP_REQUIRES_ASYNC(ctx, !ComputesAhead(*ctx),
+                      absl::UnimplementedError(
+                          "a message passes its link when a step is run"),
+                      done);
     const Tensor& message = ctx->input(0);
     const Tensor& rate = ctx->input(1);
     OP_REQUIRES_ASYNC(ctx, rate.NumElements() == 1,

@@ -10,9 +10,10 @@
 #include "cc/engine/limits.h"
 #include "cc/engine/mutex.h"
 #include "cc/engine/token_list.h"
-#include "tensorflow/core/framework/cancellation.h"
+#include "cc/kernels/cancellable.h"
+#include "cc/kernels/inputs.h"
+#include "cc/kernels/resource_op.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 
 namespace recsync {
@@ -66,58 +67,25 @@ class TokenListResource : public tensorflow::ResourceBase {
 
 using ResourcePtr = tensorflow::core::RefCountPtr<TokenListResource>;
 
-absl::Status LookupList(OpKernelContext* ctx, ResourcePtr* resource) {
-  const Tensor& input = ctx->input(0);
-  if (input.NumElements() != 1) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "list must be one resource handle, not ", input.shape().DebugString()));
-  }
-  return tensorflow::LookupResource(
-      ctx, input.flat<tensorflow::ResourceHandle>()(0), resource);
-}
-
-// Reads input `i`, a scalar in [0, largest].
-absl::Status ReadScalar(OpKernelContext* ctx, int i, const char* name,
-                        int64_t largest, int64_t* value) {
-  const Tensor& input = ctx->input(i);
-  if (input.dims() != 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        name, " must be a scalar, not ", input.shape().DebugString()));
-  }
-  *value = input.scalar<int64_t>()();
-  if (*value >= 0 && *value <= largest) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat(name, " must be from 0 to ", largest, ", not ", *value));
-}
-
 absl::Status ReadWorker(OpKernelContext* ctx, const TokenList& list,
                         int* worker) {
   int64_t value;
   TF_RETURN_IF_ERROR(
-      ReadScalar(ctx, 1, "worker", list.options().workers - 1, &value));
+      ReadInteger(ctx, "worker", 0, &value, list.options().workers - 1));
   *worker = static_cast<int>(value);
   return absl::OkStatus();
 }
 
-absl::Status SetScalar(OpKernelContext* ctx, int i, int64_t value) {
-  Tensor* output;
-  TF_RETURN_IF_ERROR(ctx->allocate_output(i, TensorShape({}), &output));
-  output->scalar<int64_t>()() = value;
-  return absl::OkStatus();
-}
-
-class TokenListOp : public OpKernel {
+class TokenListOp : public ResourceOp<TokenListResource> {
  public:
-  explicit TokenListOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+  explicit TokenListOp(OpKernelConstruction* ctx) : ResourceOp(ctx) {
     std::string gate;
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("container", &container_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("shared_name", &name_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("repeats", &options_.repeats));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("gate", &gate));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("clock_bound", &options_.clock_bound));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("servers", &options_.servers));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("workers", &options_.workers));
-    OP_REQUIRES(ctx, !name_.empty(),
+    OP_REQUIRES(ctx, !shared_name_.empty(),
                 absl::InvalidArgumentError("shared_name must not be empty"));
     for (const auto& [name, value] : {std::pair("servers", options_.servers),
                                       std::pair("workers", options_.workers)}) {
@@ -137,30 +105,21 @@ class TokenListOp : public OpKernel {
                          options_.clock_bound)));
   }
 
-  void Compute(OpKernelContext* ctx) override {
-    const auto handle = tensorflow::MakeResourceHandle<TokenListResource>(
-        ctx, container_, name_);
-    ResourcePtr resource;
-    OP_REQUIRES_OK(
-        ctx, tensorflow::LookupOrCreateResource<TokenListResource>(
-                 ctx, handle, &resource, [this](TokenListResource** made) {
-                   *made = new TokenListResource(options_);
-                   return absl::OkStatus();
-                 }));
-    const std::string found = Describe(resource->list()->options());
+ protected:
+  ResourcePtr Make() const override {
+    return ResourcePtr(new TokenListResource(options_));
+  }
+
+  absl::Status CheckSame(const TokenListResource& resource) const override {
+    const std::string found = Describe(resource.list()->options());
     const std::string wanted = Describe(options_);
-    OP_REQUIRES(ctx, found == wanted,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "shared_name ", name_, " is a token list with ", found,
-                    ", not ", wanted)));
-    Tensor* output;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &output));
-    output->scalar<tensorflow::ResourceHandle>()() = handle;
+    if (found == wanted) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat("shared_name ", shared_name_,
+                                                   " is a token list with ",
+                                                   found, ", not ", wanted));
   }
 
  private:
-  std::string container_;
-  std::string name_;
   TokenList::Options options_;
 };
 
@@ -174,7 +133,7 @@ class TakeTokenOp : public AsyncOpKernel {
     {
       // Let go before the wait: the resource must be destructible.
       ResourcePtr resource;
-      OP_REQUIRES_OK_ASYNC(ctx, LookupList(ctx, &resource), done);
+      OP_REQUIRES_OK_ASYNC(ctx, LookupInput(ctx, "list", &resource), done);
       list = resource->list();
     }
     OP_REQUIRES_OK_ASYNC(ctx, ReadWorker(ctx, *list, &worker), done);
@@ -186,22 +145,18 @@ class TakeTokenOp : public AsyncOpKernel {
       done();
     };
     auto wait = std::make_shared<WaitState>();
-    tensorflow::CancellationManager* manager = ctx->cancellation_manager();
-    tensorflow::CancellationToken token = 0;
-    if (manager != nullptr) {
-      token = manager->get_cancellation_token();
-      const bool registered = manager->RegisterCallback(token, [wait, cancel] {
-        const TokenList::Ticket ticket = wait->Cancelled();
-        if (ticket != 0) cancel(ticket);
-      });
-      OP_REQUIRES_ASYNC(ctx, registered,
-                        absl::CancelledError("taking a token was cancelled"),
-                        done);
-    }
+    Cancellable cancellable;
+    const bool registered = cancellable.Register(ctx, [wait, cancel] {
+      const TokenList::Ticket ticket = wait->Cancelled();
+      if (ticket != 0) cancel(ticket);
+    });
+    OP_REQUIRES_ASYNC(ctx, registered,
+                      absl::CancelledError("taking a token was cancelled"),
+                      done);
     const TokenList::Ticket ticket = list->Take(
-        worker, [ctx, done, manager, token, worker](TokenList::Answer answer,
-                                                    TokenList::Token taken) {
-          if (manager != nullptr) manager->TryDeregisterCallback(token);
+        worker, [ctx, done, cancellable, worker](TokenList::Answer answer,
+                                                 TokenList::Token taken) {
+          cancellable.Deregister();
           ctx->SetStatus(Output(ctx, worker, answer, taken));
           done();
         });
@@ -235,8 +190,8 @@ class TakeTokenOp : public AsyncOpKernel {
                              TokenList::Answer answer, TokenList::Token taken) {
     switch (answer) {
       case TokenList::Answer::kToken:
-        TF_RETURN_IF_ERROR(SetScalar(ctx, 0, taken.index));
-        return SetScalar(ctx, 1, taken.value);
+        TF_RETURN_IF_ERROR(WriteScalar<int64_t>(ctx, 0, taken.index));
+        return WriteScalar<int64_t>(ctx, 1, taken.value);
       case TokenList::Answer::kGone:
         return absl::CancelledError(
             absl::StrCat("worker ", worker,
@@ -255,11 +210,11 @@ class LoseWorkerOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     ResourcePtr resource;
     int worker;
-    OP_REQUIRES_OK(ctx, LookupList(ctx, &resource));
+    OP_REQUIRES_OK(ctx, LookupInput(ctx, "list", &resource));
     OP_REQUIRES_OK(ctx, ReadWorker(ctx, *resource->list(), &worker));
     const TokenList::Loss loss = resource->list()->Lose(worker);
-    OP_REQUIRES_OK(ctx, SetScalar(ctx, 0, loss.lost));
-    OP_REQUIRES_OK(ctx, SetScalar(ctx, 1, loss.reissued));
+    OP_REQUIRES_OK(ctx, WriteScalar<int64_t>(ctx, 0, loss.lost));
+    OP_REQUIRES_OK(ctx, WriteScalar<int64_t>(ctx, 1, loss.reissued));
   }
 };
 
@@ -270,7 +225,7 @@ class LeaveTokensOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     ResourcePtr resource;
     int worker;
-    OP_REQUIRES_OK(ctx, LookupList(ctx, &resource));
+    OP_REQUIRES_OK(ctx, LookupInput(ctx, "list", &resource));
     OP_REQUIRES_OK(ctx, ReadWorker(ctx, *resource->list(), &worker));
     resource->list()->Leave(worker);
   }
@@ -284,11 +239,11 @@ class ReportStepOp : public OpKernel {
     ResourcePtr resource;
     int64_t server;
     int64_t step;
-    OP_REQUIRES_OK(ctx, LookupList(ctx, &resource));
+    OP_REQUIRES_OK(ctx, LookupInput(ctx, "list", &resource));
     TokenList& list = *resource->list();
-    OP_REQUIRES_OK(
-        ctx, ReadScalar(ctx, 1, "server", list.options().servers - 1, &server));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 2, "step", list.max_step(), &step));
+    OP_REQUIRES_OK(ctx, ReadInteger(ctx, "server", 0, &server,
+                                    list.options().servers - 1));
+    OP_REQUIRES_OK(ctx, ReadInteger(ctx, "step", 0, &step, list.max_step()));
     list.ReportStep(static_cast<int>(server), step);
   }
 };
@@ -300,9 +255,9 @@ class SeekTokensOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     ResourcePtr resource;
     int64_t step;
-    OP_REQUIRES_OK(ctx, LookupList(ctx, &resource));
+    OP_REQUIRES_OK(ctx, LookupInput(ctx, "list", &resource));
     TokenList& list = *resource->list();
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, 1, "step", list.max_step(), &step));
+    OP_REQUIRES_OK(ctx, ReadInteger(ctx, "step", 0, &step, list.max_step()));
     OP_REQUIRES(ctx, list.Seek(step),
                 absl::FailedPreconditionError(absl::StrCat(
                     "a token list can't go to step ", step,
@@ -316,7 +271,7 @@ class TokenListStateOp : public OpKernel {
 
   void Compute(OpKernelContext* ctx) override {
     ResourcePtr resource;
-    OP_REQUIRES_OK(ctx, LookupList(ctx, &resource));
+    OP_REQUIRES_OK(ctx, LookupInput(ctx, "list", &resource));
     const TokenList::State state = resource->list()->GetState();
     int64_t held = 0;
     for (const auto& worker : state.workers) held += worker.held.size();

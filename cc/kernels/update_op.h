@@ -13,6 +13,7 @@
 #include "cc/engine/staleness_counters.h"
 #include "cc/engine/update_options.h"
 #include "cc/engine/update_rules.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/update_attributes.h"
 #include "cc/kernels/variable_access.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -36,30 +37,6 @@ absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, SgdRule* rule);
 absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, AdagradRule* rule);
 absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, AdamRule* rule);
 absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, FtrlRule* rule);
-
-template <typename V>
-absl::Status ReadScalar(tensorflow::OpKernelContext* ctx, const char* name,
-                        V* value) {
-  const tensorflow::Tensor* input;
-  TF_RETURN_IF_ERROR(ctx->input(name, &input));
-  if (!tensorflow::TensorShapeUtils::IsScalar(input->shape())) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        name, " must be a scalar, not ", input->shape().DebugString()));
-  }
-  *value = input->scalar<V>()();
-  return absl::OkStatus();
-}
-
-inline absl::Status ReadVector(tensorflow::OpKernelContext* ctx,
-                               const char* name,
-                               const tensorflow::Tensor** input) {
-  TF_RETURN_IF_ERROR(ctx->input(name, input));
-  if (!tensorflow::TensorShapeUtils::IsVector((*input)->shape())) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        name, " must be a vector, not ", (*input)->shape().DebugString()));
-  }
-  return absl::OkStatus();
-}
 
 // One updated variable with everything that lives beside it. Pointers into
 // buffers stay valid while the locks are held.

@@ -42,43 +42,39 @@ absl::Status RowWidth(const tensorflow::Var& variable, int64_t* width);
 std::vector<tensorflow::Var*> LockOrder(
     std::vector<tensorflow::Var*> variables);
 
-// Holds the locks of several variables, in any order, also named twice.
-class ExclusiveLocks {
+// Holds the locks of several variables, in any order, also named twice; shared
+// with others that only read, or exclusive.
+template <bool is_shared>
+class VariableLocks {
  public:
-  explicit ExclusiveLocks(const std::vector<tensorflow::Var*>& variables)
+  explicit VariableLocks(const std::vector<tensorflow::Var*>& variables)
       ABSL_NO_THREAD_SAFETY_ANALYSIS : variables_(LockOrder(variables)) {
-    for (tensorflow::Var* variable : variables_) variable->mu()->lock();
-  }
-  ~ExclusiveLocks() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    for (auto it = variables_.rbegin(); it != variables_.rend(); ++it) {
-      (*it)->mu()->unlock();
+    for (tensorflow::Var* variable : variables_) {
+      if (is_shared) {
+        variable->mu()->lock_shared();
+      } else {
+        variable->mu()->lock();
+      }
     }
   }
-  ExclusiveLocks(const ExclusiveLocks&) = delete;
-  ExclusiveLocks& operator=(const ExclusiveLocks&) = delete;
+  ~VariableLocks() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    for (auto it = variables_.rbegin(); it != variables_.rend(); ++it) {
+      if (is_shared) {
+        (*it)->mu()->unlock_shared();
+      } else {
+        (*it)->mu()->unlock();
+      }
+    }
+  }
+  VariableLocks(const VariableLocks&) = delete;
+  VariableLocks& operator=(const VariableLocks&) = delete;
 
  private:
   const std::vector<tensorflow::Var*> variables_;  // Not owned.
 };
 
-// As ExclusiveLocks, but shared with others that only read.
-class SharedLocks {
- public:
-  explicit SharedLocks(const std::vector<tensorflow::Var*>& variables)
-      ABSL_NO_THREAD_SAFETY_ANALYSIS : variables_(LockOrder(variables)) {
-    for (tensorflow::Var* variable : variables_) variable->mu()->lock_shared();
-  }
-  ~SharedLocks() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    for (auto it = variables_.rbegin(); it != variables_.rend(); ++it) {
-      (*it)->mu()->unlock_shared();
-    }
-  }
-  SharedLocks(const SharedLocks&) = delete;
-  SharedLocks& operator=(const SharedLocks&) = delete;
-
- private:
-  const std::vector<tensorflow::Var*> variables_;  // Not owned.
-};
+using SharedLocks = VariableLocks</*is_shared=*/true>;
+using ExclusiveLocks = VariableLocks</*is_shared=*/false>;
 
 // Makes the variable's buffer, if it has one, its own, so that it may be
 // written in place: a reader that still holds the old buffer keeps what it

@@ -65,7 +65,8 @@ previous: A scalar: the limit before.
 
 // Not stateful, although it has a state: tf.function runs stateful ops one
 // after the other, and messages of different servers, or there and back, pass
-// side by side. Whether it runs is decided by who needs the message.
+// side by side. Whether it runs is decided by who needs the message. Where both
+// inputs are constants, TensorFlow would fold it; the kernel prevents that.
 REGISTER_OP("RecsyncTransfer")
     .Input("message: T")
     .Input("bytes_per_second: double")

@@ -1,9 +1,13 @@
 #include "cc/transport/rendezvous_mgr.h"
 
-#include <cstdlib>
 #include <utility>
 
 #include "absl/log/log.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/string_view.h"
+#include "cc/engine/sockets.h"
+#include "cc/engine/tensor_messages.h"
 #include "cc/transport/receive_call.h"
 #include "tensorflow/core/common_runtime/device_mgr.h"
 #include "tensorflow/core/distributed_runtime/worker_session.h"
@@ -28,6 +32,9 @@ constexpr int64_t kGiveUpMicroseconds = 1000000;
 // TensorFlow's calls alone waits for somebody to send the tensor that we ask
 // for.
 constexpr int64_t kAddressMicroseconds = 10000000;
+
+// What a server tells: its version of the transport, host, port and secret.
+constexpr int64_t kAddressParts = 4;
 
 bool IsInMemory(const Rendezvous::ParsedKey& key) {
   return key.src.type == "CPU" && key.dst.type == "CPU";
@@ -58,7 +65,8 @@ class RemoteRendezvous : public BaseRemoteRendezvous {
       done(found, Rendezvous::Args(), args, Tensor(), false);
       return;
     }
-    if (IsInMemory(parsed)) {
+    // A key that is too long for a request's head goes TensorFlow's way.
+    if (IsInMemory(parsed) && parsed.FullKey().size() <= kMaxKeyBytes) {
       auto client = mgr_->ClientOf(parsed, worker, session());
       if (client != nullptr) {
         call = std::make_shared<TransportCall>(
@@ -113,6 +121,8 @@ RendezvousMgr::RendezvousMgr(const WorkerEnv* env, std::string host)
     : BaseRendezvousMgr(env),
       env_(env),
       host_(std::move(host)),
+      loop_(
+          [](const std::string& text) { LOG(WARNING) << "Tensors: " << text; }),
       server_(
           &loop_,
           [this](int64_t step, const Rendezvous::ParsedKey& key,
@@ -134,12 +144,12 @@ void RendezvousMgr::RecvLocalAsync(int64_t step_id,
     BaseRendezvousMgr::RecvLocalAsync(step_id, parsed, std::move(done));
     return;
   }
-  // The secret has a fixed size; the host may have any.
-  Tensor address(tensorflow::DT_STRING, {3});
+  Tensor address(tensorflow::DT_STRING, {kAddressParts});
   auto parts = address.vec<tsl::tstring>();
-  parts(0) = host_;
-  parts(1) = std::to_string(server_.port());
-  parts(2) = server_.secret();
+  parts(0) = std::to_string(kTransportVersion);
+  parts(1) = host_;
+  parts(2) = std::to_string(server_.port());
+  parts(3) = server_.secret();
   done(absl::OkStatus(), Rendezvous::Args(), Rendezvous::Args(), address,
        false);
 }
@@ -189,22 +199,43 @@ void RendezvousMgr::Ask(const Rendezvous::ParsedKey& parsed,
       Forget(incarnation);
       return;
     }
-    const Tensor& address = call->tensor();
-    if (address.dtype() != tensorflow::DT_STRING ||
-        address.NumElements() != 3) {
-      return;  // It has nothing to do with us.
-    }
-    const auto parts = address.flat<tsl::tstring>();
-    const std::string host(parts(0)), port(parts(1)), secret(parts(2));
-    std::string error;
-    auto addresses = MessageLoop::Resolve(host, &error);
-    if (addresses.empty()) {
-      LOG(WARNING) << "Tensors of " << worker << " go through gRPC: " << error;
-      return;
-    }
-    ConnectTo(incarnation, worker, std::move(addresses),
-              std::atoi(port.c_str()), secret);
+    // Looking a name up may take long, which gRPC's threads must not.
+    env_->env->SchedClosure(
+        [this, worker, incarnation, address = call->tensor()] {
+          std::string problem = ConnectToAddress(incarnation, worker, address);
+          if (problem.empty()) return;
+          LOG(WARNING) << "Tensors of " << worker
+                       << " go through gRPC: " << problem;
+        });
   });
+}
+
+std::string RendezvousMgr::ConnectToAddress(uint64_t incarnation,
+                                            const std::string& worker,
+                                            const Tensor& address) {
+  // The version comes first in all versions.
+  if (address.dtype() != tensorflow::DT_STRING || address.NumElements() < 1) {
+    return "what it tells is no address";
+  }
+  const auto parts = address.flat<tsl::tstring>();
+  const std::string version(parts(0));
+  if (version != std::to_string(kTransportVersion)) {
+    return "it has version \"" + absl::CHexEscape(version.substr(0, 32)) +
+           "\" of the transport, not " + std::to_string(kTransportVersion);
+  }
+  int port = 0;
+  if (parts.size() != kAddressParts ||
+      !absl::SimpleAtoi(absl::string_view(parts(2)), &port) || port < 1 ||
+      port > 65535) {
+    return "what it tells is no address";
+  }
+  const std::string host(parts(1));
+  std::string error;
+  auto addresses = ResolveHost(host, &error);
+  if (addresses.empty()) return error;
+  ConnectTo(incarnation, worker, std::move(addresses), port,
+            std::string(parts(3)));
+  return "";
 }
 
 void RendezvousMgr::Forget(uint64_t incarnation) {

@@ -5,8 +5,9 @@
 // Where the other server is found: the first tensor of a server is fetched as
 // TensorFlow does it, and beside it the server is asked for the address of its
 // TensorServer, by the same kind of call, for a step that no program has. What
-// has no such address, does not let us connect, or keeps its tensors elsewhere
-// than in a CPU's memory, is asked TensorFlow's way on and on.
+// has no such address, or one of another version, does not let us connect, or
+// keeps its tensors elsewhere than in a CPU's memory, is asked TensorFlow's way
+// on and on; a warning says why, unless it has told nothing at all.
 
 #ifndef TF_RECSYNC_CC_TRANSPORT_RENDEZVOUS_MGR_H_
 #define TF_RECSYNC_CC_TRANSPORT_RENDEZVOUS_MGR_H_
@@ -29,7 +30,8 @@ namespace recsync {
 class RendezvousMgr : public tensorflow::BaseRendezvousMgr {
  public:
   // `host` is by which others know this server. Throws std::exception if it
-  // can't listen. It must outlive what its server does, and so the process.
+  // can't listen. Once its server has started, it must outlive what that does,
+  // and so the process.
   RendezvousMgr(const tensorflow::WorkerEnv* env, std::string host);
 
   // Also tells the address; see above.
@@ -56,6 +58,11 @@ class RendezvousMgr : public tensorflow::BaseRendezvousMgr {
 
   void Ask(const tensorflow::Rendezvous::ParsedKey& parsed,
            const std::string& worker, tensorflow::WorkerSession* session);
+  // Returns what is wrong with what a server has told, empty if nothing is. May
+  // block.
+  std::string ConnectToAddress(uint64_t incarnation, const std::string& worker,
+                               const tensorflow::Tensor& address)
+      ABSL_LOCKS_EXCLUDED(mu_);
   void Forget(uint64_t incarnation) ABSL_LOCKS_EXCLUDED(mu_);
   // Tries one of a server's addresses after the other, from the first on.
   void ConnectTo(uint64_t incarnation, const std::string& worker,

@@ -8,8 +8,10 @@
 
 #include "absl/status/status.h"
 #include "cc/transport/rendezvous_mgr.h"
+#include "tensorflow/core/distributed_runtime/rpc/grpc_server_lib.h"
 #include "tensorflow/core/distributed_runtime/server_lib.h"
 #include "tensorflow/core/distributed_runtime/worker_env.h"
+#include "tensorflow/core/platform/env.h"
 #include "tensorflow/core/protobuf/cluster.pb.h"
 #include "tensorflow/core/protobuf/tensorflow_server.pb.h"
 
@@ -34,6 +36,33 @@ std::string OwnHost(const tensorflow::ServerDef& server_def) {
   return "";
 }
 
+// TensorFlow's server, given another rendezvous manager by its own option.
+class Server : public tensorflow::GrpcServer {
+ public:
+  explicit Server(const tensorflow::ServerDef& server_def)
+      : GrpcServer(server_def, tensorflow::Env::Default()) {}
+
+  // As TensorFlow's factory does it; `host` is by which others know the server.
+  absl::Status Prepare(tensorflow::DeviceMgr* local_devices, std::string host) {
+    std::unique_ptr<RendezvousMgr> rendezvous_mgr;
+    // Here, as TensorFlow's code lets no exception pass.
+    try {
+      rendezvous_mgr =
+          std::make_unique<RendezvousMgr>(worker_env(), std::move(host));
+    } catch (const std::exception& error) {
+      return absl::UnknownError(std::string("tensor transport: ") +
+                                error.what());
+    }
+    tensorflow::GrpcServerOptions options;
+    options.local_device_mgr = local_devices;
+    // The server destroys it.
+    options.rendezvous_mgr_func = [&](const tensorflow::WorkerEnv*) {
+      return rendezvous_mgr.release();
+    };
+    return Init(options);
+  }
+};
+
 class ServerFactory : public tensorflow::ServerFactory {
  public:
   bool AcceptsOptions(const tensorflow::ServerDef& server_def) override {
@@ -45,27 +74,19 @@ class ServerFactory : public tensorflow::ServerFactory {
       std::unique_ptr<tensorflow::ServerInterface>* out_server) override {
     tensorflow::ServerDef inner = server_def;
     inner.set_protocol(kInner);
-    absl::Status status =
-        tensorflow::NewServerWithOptions(inner, options, out_server);
-    if (!status.ok()) return status;
-    tensorflow::WorkerEnv* const env = (*out_server)->worker_env();
-    try {
-      // Before anything asks for it: the server has not been started. As the
-      // one whose place it takes, it lives as long as the process.
-      auto rendezvous_mgr =
-          std::make_unique<RendezvousMgr>(env, OwnHost(server_def));
-      env->rendezvous_mgr = rendezvous_mgr.release();
-    } catch (const std::exception& error) {
-      return absl::UnknownError(std::string("tensor transport: ") +
-                                error.what());
-    }
-    return absl::OkStatus();
+    auto server = std::make_unique<Server>(inner);
+    const absl::Status status =
+        server->Prepare(options.local_device_mgr, OwnHost(server_def));
+    if (status.ok()) *out_server = std::move(server);
+    return status;
   }
 };
 
 // Registered when the library is loaded.
 [[maybe_unused]] const bool is_registered = [] {
-  tensorflow::ServerFactory::Register(kProtocol, new ServerFactory());
+  // TensorFlow keeps it for as long as the process lives.
+  tensorflow::ServerFactory::Register(
+      kProtocol, std::make_unique<ServerFactory>().release());
   return true;
 }();
 

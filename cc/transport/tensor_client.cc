@@ -1,5 +1,6 @@
 #include "cc/transport/tensor_client.h"
 
+#include <new>
 #include <utility>
 
 #include "tensorflow/core/framework/tensor.pb.h"
@@ -14,21 +15,43 @@ using tensorflow::DataType;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
-// The tensor that an answer announces, not yet filled; false if it can't be
-// one.
-bool Allocate(const Answer& answer, uint64_t size,
-              tensorflow::Allocator* allocator, Tensor* tensor) {
-  const DataType dtype = static_cast<DataType>(answer.dtype);
+// Of an element that travels as bytes; 0 for others, and for no type at all.
+uint64_t WidthOf(int32_t dtype) {
+  if (!tensorflow::DataType_IsValid(dtype)) return 0;
+  const DataType type = static_cast<DataType>(dtype);
+  return tensorflow::DataTypeCanUseMemcpy(type) ? tensorflow::DataTypeSize(type)
+                                                : 0;
+}
+
+// The tensor that an answer announces, not yet filled. BodyProblem knows
+// nothing against it.
+absl::Status Allocate(const Answer& answer, tensorflow::Allocator* allocator,
+                      Tensor* tensor) {
   TensorShape shape;
-  if (!tensorflow::DataType_IsValid(answer.dtype) ||
-      !tensorflow::DataTypeCanUseMemcpy(dtype) ||
-      !TensorShape::BuildTensorShape(answer.shape, &shape).ok()) {
-    return false;
+  const absl::Status built =
+      TensorShape::BuildTensorShape(answer.shape, &shape);
+  if (!built.ok()) return built;
+  *tensor = Tensor(allocator, static_cast<DataType>(answer.dtype), shape);
+  if (tensor->IsInitialized()) return absl::OkStatus();
+  return absl::ResourceExhaustedError("there is no memory for a tensor of " +
+                                      shape.DebugString());
+}
+
+// The tensor of a TensorProto that came as so many bytes.
+absl::Status Parse(const char* bytes, uint64_t size, Tensor* tensor) {
+  tensorflow::TensorProto proto;
+  TensorShape shape;
+  if (!proto.ParseFromArray(bytes, static_cast<int>(size)) ||
+      !TensorShape::BuildTensorShape(proto.tensor_shape(), &shape).ok()) {
+    return absl::InternalError("no TensorProto");
   }
-  const uint64_t width = tensorflow::DataTypeSize(dtype);
-  if (size != width * shape.num_elements()) return false;
-  *tensor = Tensor(allocator, dtype, shape);
-  return tensor->IsInitialized();
+  // As TensorFlow writes them; and few bytes can't fill the memory.
+  if (static_cast<uint64_t>(shape.num_elements()) > size) {
+    return absl::InternalError("a TensorProto of " + std::to_string(size) +
+                               " bytes for a shape of " + shape.DebugString());
+  }
+  if (tensor->FromProto(proto)) return absl::OkStatus();
+  return absl::InternalError("a TensorProto whose values do not fit");
 }
 
 }  // namespace
@@ -38,8 +61,8 @@ void TensorClient::Connect(MessageLoop* loop, const std::string& address,
                            std::function<void(const absl::Status&)> ready,
                            const std::shared_ptr<TensorClient>& self) {
   std::string error;
-  Request greeting;
-  greeting.text = secret;
+  Greeting greeting;
+  greeting.secret = secret;
   {
     MutexLock lock(&mu_);
     ready_ = std::move(ready);
@@ -62,11 +85,11 @@ uint64_t TensorClient::Receive(int64_t step, std::string_view key,
   Request request;
   request.kind = RequestKind::kReceive;
   request.step = step;
-  request.text = std::string(key);
+  request.key = std::string(key);
   std::shared_ptr<Connection> connection;
   {
     MutexLock lock(&mu_);
-    if (connection_ == nullptr) return 0;
+    if (connection_ == nullptr || key.size() > kMaxKeyBytes) return 0;
     connection = connection_;
     request.id = ++last_id_;
     asked_[request.id] = {allocator, std::move(done)};
@@ -111,51 +134,100 @@ tensorflow::Allocator* TensorClient::AllocatorOf(uint64_t id) {
   return found == asked_.end() ? nullptr : found->second.allocator;
 }
 
-char* TensorClient::Head(std::string_view head, uint64_t size) {
-  answer_ = Answer();
-  bool is_right = Decode(head, &answer_);
-  if (is_right && answer_.form == BodyForm::kBytes) {
-    tensorflow::Allocator* const allocator = AllocatorOf(answer_.id);
-    if (allocator == nullptr) return nullptr;  // It was given up.
-    is_right = Allocate(answer_, size, allocator, &tensor_);
-    if (is_right) return const_cast<char*>(tensor_.tensor_data().data());
-  } else if (is_right && answer_.form == BodyForm::kProto) {
-    proto_.resize(size);
-    return proto_.data();
-  } else if (is_right && size == 0) {
-    return nullptr;
+void TensorClient::Close(const std::string& reason) {
+  std::shared_ptr<Connection> connection;
+  {
+    MutexLock lock(&mu_);
+    connection = connection_;
   }
-  MutexLock lock(&mu_);
-  if (connection_ != nullptr)
-    connection_->Close("an answer that can't be read");
-  answer_.id = ~uint64_t{0};  // Nobody's.
-  return nullptr;
+  if (connection != nullptr) connection->Close(reason);
 }
 
-void TensorClient::Body() {
-  if (answer_.id == 0) {  // The greeting's.
+void TensorClient::TakeWelcome(std::string_view head, uint64_t size) {
+  Welcome welcome;
+  if (size > 0 || !Decode(head, &welcome)) {
+    Close("what listens there does not know the transport");
+  } else if (!welcome.refusal.empty()) {
+    Close("it says: " + welcome.refusal);
+  } else if (welcome.version != kTransportVersion) {
+    Close("it has version " + std::to_string(welcome.version) +
+          " of the transport, not " + std::to_string(kTransportVersion));
+  } else {
+    is_welcome_ = true;
     std::function<void(const absl::Status&)> ready;
     {
       MutexLock lock(&mu_);
       ready.swap(ready_);
     }
     if (ready) ready(absl::OkStatus());
-    return;
   }
+}
+
+char* TensorClient::Head(std::string_view head, uint64_t size) {
+  answer_ = Answer();
+  // Nobody's, unless it is an answer: Body has nothing to do then.
+  if (!is_welcome_) {
+    TakeWelcome(head, size);
+    return nullptr;
+  }
+  if (!Decode(head, &answer_)) {
+    answer_ = Answer();
+    Close("an answer that can't be read");
+    return nullptr;
+  }
+  const std::string problem =
+      BodyProblem(answer_, size, WidthOf(answer_.dtype));
+  if (!problem.empty()) {
+    Fail(absl::InternalError("an answer with " + problem), size);
+    return nullptr;
+  }
+  if (answer_.form == BodyForm::kNone) return nullptr;
+  tensorflow::Allocator* const allocator = AllocatorOf(answer_.id);
+  if (allocator == nullptr) return nullptr;  // It was given up.
+  if (answer_.form == BodyForm::kBytes) {
+    const absl::Status status = Allocate(answer_, allocator, &tensor_);
+    if (status.ok()) return const_cast<char*>(tensor_.tensor_data().data());
+    Fail(status, size);
+    return nullptr;
+  }
+  // Not written to before the bytes come.
+  proto_.reset(new (std::nothrow) char[size]);
+  proto_size_ = size;
+  if (proto_ == nullptr && size > 0) {
+    Fail(absl::ResourceExhaustedError(
+             "there is no memory for a TensorProto of " + std::to_string(size) +
+             " bytes"),
+         size);
+  }
+  return proto_.get();
+}
+
+void TensorClient::Fail(const absl::Status& status, uint64_t size) {
+  // What comes is dropped, and the other answers are as good as before.
+  answer_.code = static_cast<int32_t>(status.code());
+  answer_.text =
+      name_ + " sent what can't be taken: " + std::string(status.message());
+  answer_.form = BodyForm::kNone;
+  if (size > 0) Finish();  // Else Body is called.
+}
+
+void TensorClient::Body() { Finish(); }
+
+void TensorClient::Finish() {
   // The tensor is theirs alone, who may write to it.
   Tensor tensor;
   std::swap(tensor, tensor_);
-  std::string text;
-  text.swap(proto_);
+  const std::unique_ptr<char[]> proto = std::move(proto_);
   Done done;
   if (!Take(answer_.id, &done)) return;  // It was given up.
   absl::Status status(static_cast<absl::StatusCode>(answer_.code),
                       answer_.text);
   if (answer_.is_derived) status = tsl::StatusGroup::MakeDerived(status);
   if (status.ok() && answer_.form == BodyForm::kProto) {
-    tensorflow::TensorProto proto;
-    if (!proto.ParseFromString(text) || !tensor.FromProto(proto)) {
-      status = absl::InternalError("a tensor of " + name_ + " can't be read");
+    status = Parse(proto.get(), proto_size_, &tensor);
+    if (!status.ok()) {
+      status = absl::InternalError(name_ + " sent what can't be taken: " +
+                                   std::string(status.message()));
     }
   }
   done(status, tensor, answer_.is_dead);

@@ -1,4 +1,8 @@
 // Fetches tensors from another server, over a connection of its own.
+//
+// The server's answers are not believed: one that can't be, as its bytes don't
+// fit its shape, fails the one tensor that it is about, and what is no answer
+// at all ends the connection.
 
 #ifndef TF_RECSYNC_CC_TRANSPORT_TENSOR_CLIENT_H_
 #define TF_RECSYNC_CC_TRANSPORT_TENSOR_CLIENT_H_
@@ -13,7 +17,7 @@
 #include "absl/status/status.h"
 #include "cc/engine/message_loop.h"
 #include "cc/engine/mutex.h"
-#include "cc/transport/tensor_messages.h"
+#include "cc/engine/tensor_messages.h"
 #include "tensorflow/core/framework/allocator.h"
 #include "tensorflow/core/framework/tensor.h"
 
@@ -30,8 +34,8 @@ class TensorClient : public MessageReceiver {
   explicit TensorClient(std::string name) : name_(std::move(name)) {}
 
   // Connects to a numeric address; call it once. `ready` is called with OK when
-  // the server has accepted the secret, or with an error when the connection
-  // has ended before.
+  // the server has welcomed us, or with an error when the connection has ended
+  // before.
   void Connect(MessageLoop* loop, const std::string& address, int port,
                const std::string& secret,
                std::function<void(const absl::Status&)> ready,
@@ -39,7 +43,8 @@ class TensorClient : public MessageReceiver {
       ABSL_LOCKS_EXCLUDED(mu_);
 
   // Asks for a tensor, whose memory is the allocator's; returns its number, or
-  // 0 if the connection has ended and `done` will not be called.
+  // 0 if the connection has ended, or the key is longer than kMaxKeyBytes, and
+  // `done` will not be called.
   uint64_t Receive(int64_t step, std::string_view key,
                    tensorflow::Allocator* allocator, Done done)
       ABSL_LOCKS_EXCLUDED(mu_);
@@ -63,11 +68,22 @@ class TensorClient : public MessageReceiver {
   // Null if nobody waits for the tensor any more.
   tensorflow::Allocator* AllocatorOf(uint64_t id) ABSL_LOCKS_EXCLUDED(mu_);
 
+  void Close(const std::string& reason) ABSL_LOCKS_EXCLUDED(mu_);
+  // The loop's thread alone calls these.
+  void TakeWelcome(std::string_view head, uint64_t size)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Makes the answer, `size` bytes of which follow, an error.
+  void Fail(const absl::Status& status, uint64_t size) ABSL_LOCKS_EXCLUDED(mu_);
+  void Finish() ABSL_LOCKS_EXCLUDED(mu_);
+
   const std::string name_;
-  // Of the answer that is being read; the loop's thread alone uses them.
+  // The loop's thread alone uses these; all but the first are of the answer
+  // that is being read.
+  bool is_welcome_ = false;
   Answer answer_;
   tensorflow::Tensor tensor_;
-  std::string proto_;
+  std::unique_ptr<char[]> proto_;
+  uint64_t proto_size_ = 0;
 
   Mutex mu_;
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);

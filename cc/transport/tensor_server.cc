@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "cc/transport/tensor_messages.h"
+#include "cc/engine/tensor_messages.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/tensor.pb.h"
 #include "tensorflow/core/framework/types.h"
@@ -20,6 +20,8 @@ namespace {
 
 // Of an error: what is longer is cut off, as TensorFlow does.
 constexpr size_t kMaxText = 3072;
+// What one client may have asked for and not got yet.
+constexpr size_t kMaxAsked = 1 << 20;
 
 using tensorflow::Rendezvous;
 using tensorflow::Tensor;
@@ -47,10 +49,10 @@ class Serving : public MessageReceiver,
 
   char* Head(std::string_view head, uint64_t size) override {
     Request request;
-    if (size > 0 || !Decode(head, &request)) {
+    if (!has_greeted_) {
+      Greet(head, size);
+    } else if (size > 0 || !Decode(head, &request)) {
       connection_->Close("a request that can't be read");
-    } else if (!has_greeted_) {
-      Greet(request);
     } else if (request.kind == RequestKind::kReceive) {
       Produce(request);
     } else if (request.kind == RequestKind::kCancel) {
@@ -73,26 +75,43 @@ class Serving : public MessageReceiver,
   }
 
  private:
-  void Greet(const Request& request) {
-    if (request.kind != RequestKind::kGreeting || request.text != secret_) {
+  void Greet(std::string_view head, uint64_t size) {
+    Greeting greeting;
+    if (size > 0 || !Decode(head, &greeting)) {
+      connection_->Close("no greeting");
+    } else if (greeting.version != kTransportVersion) {
+      Welcome welcome;
+      welcome.refusal =
+          "this server has version " + std::to_string(kTransportVersion) +
+          " of the transport, not " + std::to_string(greeting.version);
+      connection_->Send(Encode(welcome));
+      connection_->Close("a greeting of another version");
+    } else if (greeting.secret != secret_) {
       connection_->Close("a greeting with another secret");
-      return;
+    } else {
+      has_greeted_ = true;
+      connection_->Admit();
+      connection_->Send(Encode(Welcome()));
     }
-    has_greeted_ = true;
-    connection_->Send(Encode(Answer()));
   }
 
   void Produce(const Request& request) {
     const uint64_t id = request.id;
     Rendezvous::ParsedKey key;
-    const absl::Status status = Rendezvous::ParseKey(request.text, &key);
-    if (!status.ok()) {
-      Send(id, status, Tensor(), false);
-      return;
-    }
-    {
+    absl::Status status = Rendezvous::ParseKey(request.key, &key);
+    if (status.ok()) {
       MutexLock lock(&mu_);
-      asked_[id] = request.step;
+      if (asked_.size() < kMaxAsked) {
+        asked_[id] = request.step;
+      } else {
+        status = absl::ResourceExhaustedError(
+            std::to_string(kMaxAsked) +
+            " tensors have been asked for over one connection and not sent");
+      }
+    }
+    if (!status.ok()) {
+      SendError(id, status);
+      return;
     }
     auto done = [self = shared_from_this(), id](
                     const absl::Status& status, const Rendezvous::Args&,
@@ -121,18 +140,38 @@ class Serving : public MessageReceiver,
     return asked_.erase(id) > 0;
   }
 
+  void SendError(uint64_t id, const absl::Status& status) {
+    Answer answer;
+    answer.id = id;
+    answer.code = static_cast<int32_t>(status.code());
+    answer.text = std::string(status.message().substr(0, kMaxText));
+    answer.is_derived = tsl::StatusGroup::IsDerived(status);
+    connection_->Send(Encode(answer));
+  }
+
+  // If it can't be, whoever waits for it has to hear so.
+  void SendBody(const Answer& answer, const char* bytes, uint64_t size,
+                uint64_t most, std::shared_ptr<const void> keep) {
+    if (size <= most) {
+      connection_->Send(Encode(answer), bytes, size, std::move(keep));
+    } else {
+      SendError(answer.id,
+                absl::InvalidArgumentError(
+                    "a tensor of " + std::to_string(size) +
+                    " bytes can't be sent, only " + std::to_string(most) +
+                    "; with transport=\"grpc\" fewer still"));
+    }
+  }
+
   void Send(uint64_t id, const absl::Status& status, const Tensor& tensor,
             bool is_dead) {
+    if (!status.ok()) {
+      SendError(id, status);
+      return;
+    }
     Answer answer;
     answer.id = id;
     answer.is_dead = is_dead;
-    if (!status.ok()) {
-      answer.code = static_cast<int32_t>(status.code());
-      answer.text = std::string(status.message().substr(0, kMaxText));
-      answer.is_derived = tsl::StatusGroup::IsDerived(status);
-      connection_->Send(Encode(answer));
-      return;
-    }
     if (is_dead) {
       connection_->Send(Encode(answer));
       return;
@@ -145,15 +184,18 @@ class Serving : public MessageReceiver,
       }
       auto keep = std::make_shared<Tensor>(tensor);
       const auto bytes = keep->tensor_data();
-      connection_->Send(Encode(answer), bytes.data(), bytes.size(),
-                        std::move(keep));
+      SendBody(answer, bytes.data(), bytes.size(), kMaxTensorBytes,
+               std::move(keep));
       return;
     }
     answer.form = BodyForm::kProto;
     tensorflow::TensorProto proto;
     tensor.AsProtoTensorContent(&proto);
-    auto keep = std::make_shared<std::string>(proto.SerializeAsString());
-    connection_->Send(Encode(answer), keep->data(), keep->size(), keep);
+    auto keep = std::make_shared<std::string>();
+    // Fails for more than it may have.
+    const bool is_whole = proto.SerializeToString(keep.get());
+    const uint64_t size = is_whole ? keep->size() : proto.ByteSizeLong();
+    SendBody(answer, keep->data(), size, kMaxProtoBytes, keep);
   }
 
   const std::shared_ptr<Connection> connection_;

@@ -18,7 +18,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 
 from tf_recsync import _engine
-from tf_recsync.cluster import data_service, signs_of_life, tf_config
+from tf_recsync.cluster import data_service, redirections, signs_of_life, tf_config
 
 _CHIEF = "chief"
 _DISCONNECT_SECONDS = 9.0  # How long `close` waits for TensorFlow.
@@ -179,7 +179,7 @@ class Cluster:
             self._confine_listeners()
             servers = {**self._addresses, tf_config.READER: self._readers}
             _wait_until(signs_of_life.greets, servers, timeout)
-            _engine.keep_python_running(connected=True)
+            redirections.keep_python_running(connected=True)
             os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
             os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
             os.environ["GRPC_FAIL_FAST"] = "use_caller"
@@ -384,7 +384,7 @@ class Cluster:
                 self._stop_servers()
                 return
             _connected = None
-            _engine.keep_python_running(connected=False)
+            redirections.keep_python_running(connected=False)
             # With the chief alone in it: functions are no longer sent to the servers, while
             # variables of this process, and the port of its server, stay for the next cluster.
             server_def = _make_server_def({}, self._chief_address)
@@ -428,7 +428,7 @@ class Cluster:
 
     def _confine_listeners(self) -> None:
         if self._bind_address is not None:
-            _engine.confine_listeners(self._bind_address)
+            redirections.confine_listeners(self._bind_address)
             return
         confined = _engine.confined_address()
         if confined:

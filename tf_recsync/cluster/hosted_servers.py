@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
-from tf_recsync import _engine, ops
-from tf_recsync.cluster import transports
+from tf_recsync import ops
+from tf_recsync.cluster import redirections, transports
 
 Task = tuple[str, int]  # Job and index.
 
@@ -43,7 +43,7 @@ def start_server(
     """Starts the server of a task in this process; TensorFlow can't end it before the process.
 
     Load the transport (`transports.load`) and then confine the process's listeners first
-    (`_engine.confine_listeners`).
+    (`redirections.confine_listeners`).
 
     Args:
       cluster: Addresses "host:port" of the tasks of each job.
@@ -141,7 +141,7 @@ class HostedServers:
                 f"server or connection: use processes=1 or more"
             )
         transports.load(self._transport)
-        _engine.confine_listeners(host)
+        redirections.confine_listeners(host)
         for task in tasks:
             idle = _idle.get((self._transport, host, *task))
             if idle:

@@ -1,6 +1,6 @@
 // The tagged queue: order, tags, what is dropped, waits and their ends.
 
-#include "cc/engine/tagged_queue.h"
+#include "cc/engine/update_queue.h"
 
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 namespace recsync {
 namespace {
 
-using Queue = TaggedQueue<std::string>;
+using Queue = UpdateQueue<std::string>;
 
 std::vector<std::string> Values(const std::vector<Queue::Entry>& entries) {
   std::vector<std::string> values;
@@ -37,7 +37,7 @@ struct Outcome {
 
 using Values_ = std::vector<std::string>;
 
-TEST(TaggedQueueTest, DequeueTakesTheFirstEntriesOfItsTag) {
+TEST(UpdateQueueTest, DequeueTakesTheFirstEntriesOfItsTag) {
   Queue queue({3, 10});
   for (const int64_t iteration : {0, 1, 2, 1}) {
     for (const int64_t sender : {4, 5}) {
@@ -59,7 +59,7 @@ TEST(TaggedQueueTest, DequeueTakesTheFirstEntriesOfItsTag) {
   EXPECT_EQ(queue.counts().dequeued, 8);
 }
 
-TEST(TaggedQueueTest, SlotsThatTwoIterationsShareKeepThemApart) {
+TEST(UpdateQueueTest, SlotsThatTwoIterationsShareKeepThemApart) {
   Queue queue({2, 10});
   queue.Enqueue("1", {1, 0});
   queue.Enqueue("3", {3, 0});
@@ -68,7 +68,7 @@ TEST(TaggedQueueTest, SlotsThatTwoIterationsShareKeepThemApart) {
   EXPECT_EQ(Values(queue.Drain({kAny, kAny})), (Values_{"1"}));
 }
 
-TEST(TaggedQueueTest, DequeueWaitsUntilThereAreEnough) {
+TEST(UpdateQueueTest, DequeueWaitsUntilThereAreEnough) {
   Queue queue({2, 10});
   Outcome outcome;
   queue.Dequeue(2, {5, kAny}, outcome.Callback());
@@ -80,7 +80,7 @@ TEST(TaggedQueueTest, DequeueWaitsUntilThereAreEnough) {
   EXPECT_EQ(outcome.answer, Queue::Answer::kEntries);
 }
 
-TEST(TaggedQueueTest, WhoWaitsFirstIsServedFirst) {
+TEST(UpdateQueueTest, WhoWaitsFirstIsServedFirst) {
   Queue queue({2, 10});
   Outcome first, second;
   queue.Dequeue(1, {kAny, kAny}, first.Callback());
@@ -90,7 +90,7 @@ TEST(TaggedQueueTest, WhoWaitsFirstIsServedFirst) {
   EXPECT_FALSE(second.called);
 }
 
-TEST(TaggedQueueTest, WhatIsBelowTheFloorIsDroppedAndCounted) {
+TEST(UpdateQueueTest, WhatIsBelowTheFloorIsDroppedAndCounted) {
   Queue queue({4, 10});
   queue.Enqueue("0", {0, 0});
   queue.Enqueue("1", {1, 0});
@@ -101,7 +101,7 @@ TEST(TaggedQueueTest, WhatIsBelowTheFloorIsDroppedAndCounted) {
   EXPECT_EQ(queue.counts().enqueued, 3);
 }
 
-TEST(TaggedQueueTest, NewestOnlyKeepsTheNewestOfEachSender) {
+TEST(UpdateQueueTest, NewestOnlyKeepsTheNewestOfEachSender) {
   Queue queue({4, 2, /*newest_only=*/true});
   queue.Enqueue("3", {3, 0});
   EXPECT_EQ(queue.Enqueue("2", {2, 0}), Queue::Enqueued::kSuperseded);
@@ -111,7 +111,7 @@ TEST(TaggedQueueTest, NewestOnlyKeepsTheNewestOfEachSender) {
   EXPECT_EQ(queue.counts().superseded, 2);
 }
 
-TEST(TaggedQueueTest, TheCapacityCountsWhatIsLeft) {
+TEST(UpdateQueueTest, TheCapacityCountsWhatIsLeft) {
   Queue queue({4, 2});
   queue.Enqueue("0", {0, 0});
   queue.Enqueue("1", {1, 0});
@@ -120,7 +120,7 @@ TEST(TaggedQueueTest, TheCapacityCountsWhatIsLeft) {
   EXPECT_EQ(queue.Enqueue("2", {2, 0}), Queue::Enqueued::kQueued);
 }
 
-TEST(TaggedQueueTest, UnlimitLastsUntilReset) {
+TEST(UpdateQueueTest, UnlimitLastsUntilReset) {
   Queue queue({2, 1});
   queue.Change([](Queue::Entries* entries) { entries->Unlimit(); });
   for (const int64_t iteration : {0, 1, 2, 3}) {
@@ -132,7 +132,7 @@ TEST(TaggedQueueTest, UnlimitLastsUntilReset) {
   EXPECT_EQ(queue.Enqueue("x", {1, 0}), Queue::Enqueued::kFull);
 }
 
-TEST(TaggedQueueTest, ACancelledWaitIsNeverCalledAndTakesNothing) {
+TEST(UpdateQueueTest, ACancelledWaitIsNeverCalledAndTakesNothing) {
   Queue queue({1, 1});
   Outcome outcome;
   const auto ticket = queue.Dequeue(1, {kAny, kAny}, outcome.Callback());
@@ -143,7 +143,7 @@ TEST(TaggedQueueTest, ACancelledWaitIsNeverCalledAndTakesNothing) {
   EXPECT_EQ(queue.Size({kAny, kAny}), 1);
 }
 
-TEST(TaggedQueueTest, CloseAnswersAllThatWaitAndAllThatCome) {
+TEST(UpdateQueueTest, CloseAnswersAllThatWaitAndAllThatCome) {
   Outcome before, after;
   Queue queue({1, 1});
   queue.Dequeue(1, {kAny, kAny}, before.Callback());
@@ -155,7 +155,7 @@ TEST(TaggedQueueTest, CloseAnswersAllThatWaitAndAllThatCome) {
   EXPECT_EQ(queue.Enqueue("a", {0, 0}), Queue::Enqueued::kClosed);
 }
 
-TEST(TaggedQueueTest, CallbacksMayCallTheQueue) {
+TEST(UpdateQueueTest, CallbacksMayCallTheQueue) {
   Queue queue({1, 4});
   int calls = 0;
   std::function<void()> again = [&] {

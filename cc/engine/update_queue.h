@@ -2,7 +2,7 @@
 // the worker that sent them. The update queue of decentralized training (Hop,
 // section 4.1).
 //
-//   TaggedQueue<std::string> queue({/*slots=*/6, /*capacity=*/12});
+//   UpdateQueue<std::string> queue({/*slots=*/6, /*capacity=*/12});
 //   queue.Enqueue("x", {/*iteration=*/3, /*sender=*/1});
 //   queue.Dequeue(2, {3, kAny}, [](auto answer, auto entries) { ... });
 //
@@ -20,8 +20,8 @@
 // queue but must not block. Who waits first is served first. The destructor
 // closes the queue.
 
-#ifndef TF_RECSYNC_CC_ENGINE_TAGGED_QUEUE_H_
-#define TF_RECSYNC_CC_ENGINE_TAGGED_QUEUE_H_
+#ifndef TF_RECSYNC_CC_ENGINE_UPDATE_QUEUE_H_
+#define TF_RECSYNC_CC_ENGINE_UPDATE_QUEUE_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -49,13 +49,13 @@ struct Tag {
   }
 };
 
-struct TaggedQueueOptions {
+struct UpdateQueueOptions {
   int64_t slots = 1;         // at least 1
   int64_t capacity = 1;      // at least 1
   bool newest_only = false;  // keep the newest entry of each sender only
 };
 
-struct TaggedQueueCounts {
+struct UpdateQueueCounts {
   int64_t enqueued = 0;    // that came, the dropped ones too
   int64_t dequeued = 0;    // that were taken
   int64_t unusable = 0;    // dropped: their iteration was below the floor
@@ -63,7 +63,7 @@ struct TaggedQueueCounts {
 };
 
 template <typename Update>
-class TaggedQueue {
+class UpdateQueue {
  public:
   struct Entry {
     Tag tag;
@@ -80,7 +80,7 @@ class TaggedQueue {
   // The entries as a rule sees them, under the queue's lock.
   class Entries {
    public:
-    explicit Entries(const TaggedQueueOptions& options)
+    explicit Entries(const UpdateQueueOptions& options)
         : options_(options), slots_(options.slots) {}
 
     int64_t floor() const { return floor_; }
@@ -152,7 +152,7 @@ class TaggedQueue {
     }
 
    private:
-    friend class TaggedQueue;
+    friend class UpdateQueue;
     static constexpr int64_t kTaken = -1;
 
     Enqueued Add(Update update, const Tag& tag) {
@@ -201,26 +201,26 @@ class TaggedQueue {
       return erased;
     }
 
-    const TaggedQueueOptions options_;
+    const UpdateQueueOptions options_;
     std::vector<std::vector<Entry>> slots_;
     int64_t size_ = 0;
     bool limited_ = true;
     int64_t floor_ = 0;
     int64_t next_number_ = 0;
-    TaggedQueueCounts counts_;
+    UpdateQueueCounts counts_;
   };
 
   // Decides whether a wait has come to its end, and what it takes; called under
   // the lock after every change. It must not call the queue.
   using Rule = std::function<bool(Entries*, std::vector<Entry>*)>;
 
-  explicit TaggedQueue(const TaggedQueueOptions& options)
+  explicit UpdateQueue(const UpdateQueueOptions& options)
       : options_(options), entries_(options) {}
-  ~TaggedQueue() { Close(); }
-  TaggedQueue(const TaggedQueue&) = delete;
-  TaggedQueue& operator=(const TaggedQueue&) = delete;
+  ~UpdateQueue() { Close(); }
+  UpdateQueue(const UpdateQueue&) = delete;
+  UpdateQueue& operator=(const UpdateQueue&) = delete;
 
-  const TaggedQueueOptions& options() const { return options_; }
+  const UpdateQueueOptions& options() const { return options_; }
 
   // `tag` has no kAny.
   Enqueued Enqueue(Update update, const Tag& tag) ABSL_LOCKS_EXCLUDED(mu_) {
@@ -301,7 +301,7 @@ class TaggedQueue {
     Send(&replies);
   }
 
-  TaggedQueueCounts counts() ABSL_LOCKS_EXCLUDED(mu_) {
+  UpdateQueueCounts counts() ABSL_LOCKS_EXCLUDED(mu_) {
     MutexLock lock(&mu_);
     return entries_.counts_;
   }
@@ -353,7 +353,7 @@ class TaggedQueue {
     }
   }
 
-  const TaggedQueueOptions options_;
+  const UpdateQueueOptions options_;
   Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   Entries entries_ ABSL_GUARDED_BY(mu_);
@@ -364,4 +364,4 @@ class TaggedQueue {
 
 }  // namespace recsync
 
-#endif  // TF_RECSYNC_CC_ENGINE_TAGGED_QUEUE_H_
+#endif  // TF_RECSYNC_CC_ENGINE_UPDATE_QUEUE_H_

@@ -7,14 +7,14 @@
 #include <thread>
 #include <vector>
 
-#include "cc/engine/tagged_queue.h"
+#include "cc/engine/update_queue.h"
 
 namespace recsync {
 namespace {
 
-using Queue = TaggedQueue<std::string>;
+using Queue = UpdateQueue<std::string>;
 
-TEST(TaggedQueueThreadsTest, ThreadsLoseNothingAndGetNothingTwice) {
+TEST(UpdateQueueThreadsTest, ThreadsLoseNothingAndGetNothingTwice) {
   constexpr int kSenders = 4;
   constexpr int kIterations = 2000;
   Queue queue({8, kSenders * kIterations});

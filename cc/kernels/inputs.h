@@ -1,0 +1,87 @@
+// Reads inputs, with errors that name the input, what it is and what it may be,
+// and writes small outputs.
+
+#ifndef TF_RECSYNC_CC_KERNELS_INPUTS_H_
+#define TF_RECSYNC_CC_KERNELS_INPUTS_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "cc/engine/limits.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace recsync {
+
+// Reads an input, a scalar.
+template <typename V>
+absl::Status ReadScalar(tensorflow::OpKernelContext* ctx, const char* name,
+                        V* value) {
+  const tensorflow::Tensor* input;
+  TF_RETURN_IF_ERROR(ctx->input(name, &input));
+  if (!tensorflow::TensorShapeUtils::IsScalar(input->shape())) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, " must be a scalar, not ", input->shape().DebugString()));
+  }
+  *value = input->scalar<V>()();
+  return absl::OkStatus();
+}
+
+// Reads an input, a scalar from `least` to `most`.
+inline absl::Status ReadInteger(tensorflow::OpKernelContext* ctx,
+                                const char* name, int64_t least, int64_t* value,
+                                int64_t most = kMostSteps) {
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, name, value));
+  if (*value >= least && *value <= most) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      name, " must be from ", least, " to ", most, ", not ", *value));
+}
+
+// Reads an input, a vector.
+inline absl::Status ReadVector(tensorflow::OpKernelContext* ctx,
+                               const char* name,
+                               const tensorflow::Tensor** input) {
+  TF_RETURN_IF_ERROR(ctx->input(name, input));
+  if (!tensorflow::TensorShapeUtils::IsVector((*input)->shape())) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, " must be a vector, not ", (*input)->shape().DebugString()));
+  }
+  return absl::OkStatus();
+}
+
+// Writes an output, which is named, or numbered, by `output`.
+template <typename V, typename Output>
+absl::Status WriteScalar(tensorflow::OpKernelContext* ctx, Output output,
+                         V value) {
+  tensorflow::Tensor* to;
+  TF_RETURN_IF_ERROR(
+      ctx->allocate_output(output, tensorflow::TensorShape({}), &to));
+  to->scalar<V>()() = value;
+  return absl::OkStatus();
+}
+
+// Allocates a vector of outputs; `values` may be written.
+template <typename V, typename Output>
+absl::Status MakeVector(tensorflow::OpKernelContext* ctx, Output output,
+                        int64_t size, V** values) {
+  tensorflow::Tensor* to;
+  TF_RETURN_IF_ERROR(
+      ctx->allocate_output(output, tensorflow::TensorShape({size}), &to));
+  *values = to->flat<V>().data();
+  return absl::OkStatus();
+}
+
+template <typename Output>
+absl::Status WriteVector(tensorflow::OpKernelContext* ctx, Output output,
+                         const std::vector<int64_t>& values) {
+  int64_t* to;
+  TF_RETURN_IF_ERROR(MakeVector<int64_t>(ctx, output, values.size(), &to));
+  std::copy(values.begin(), values.end(), to);
+  return absl::OkStatus();
+}
+
+}  // namespace recsync
+
+#endif  // TF_RECSYNC_CC_KERNELS_INPUTS_H_

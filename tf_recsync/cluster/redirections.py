@@ -1,0 +1,81 @@
+"""What this package changes about TensorFlow in this process, and the switch that turns it off.
+
+TensorFlow's servers listen on all interfaces, and its calls to servers hold Python's lock while
+they wait. No parameter changes that, so this package redirects the functions that TensorFlow's
+libraries import (`cc/engine/import_table.h`). The environment variable
+`TF_RECSYNC_REDIRECT_CALLS=0` leaves them as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from absl import logging
+
+from tf_recsync import _engine
+
+VARIABLE = "TF_RECSYNC_REDIRECT_CALLS"
+_VALUES = {"": True, "1": True, "0": False}
+
+
+def are_on() -> bool:
+    """Whether calls may be redirected.
+
+    Raises:
+      ValueError: The environment variable has a value of no meaning.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value not in _VALUES:
+        raise ValueError(f"the environment variable {VARIABLE} must be 0 or 1, got {value!r}")
+    return _VALUES[value]
+
+
+def confine_listeners(address: str) -> None:
+    """Has TensorFlow's servers in this process listen on one address only.
+
+    Args:
+      address: A numeric address of this machine. "0.0.0.0": all interfaces.
+
+    Raises:
+      ValueError: The address, or the environment variable, is malformed.
+      RuntimeError: No library could be confined.
+    """
+    if are_on():
+        _engine.confine_listeners(address)
+    else:
+        _warn_of_listeners()
+
+
+def keep_python_running(*, connected: bool) -> None:
+    """Has TensorFlow wait for servers without Python's lock.
+
+    Args:
+      connected: See `_engine.keep_python_running`.
+
+    Raises:
+      ValueError: The environment variable is malformed.
+      RuntimeError: TensorFlow's calls could not be redirected.
+    """
+    if are_on():
+        _engine.keep_python_running(connected=connected)
+    else:
+        _warn_of_lock()
+
+
+@functools.cache
+def _warn_of_listeners() -> None:
+    logging.warning(
+        "%s=0: TensorFlow's servers in this process listen on all interfaces, without "
+        "authentication: whoever reaches their ports can run code here.",
+        VARIABLE,
+    )
+
+
+@functools.cache
+def _warn_of_lock() -> None:
+    logging.warning(
+        "%s=0: a server that does not answer stops all threads of this program, also those that "
+        "watch for servers that don't.",
+        VARIABLE,
+    )
