@@ -273,7 +273,7 @@ def main(
 
     from tf_recsync.cluster import hosted_servers, redirections
 
-    transports.load(args.transport)
+    transport = transports.load(args.transport)
     if bind_address:
         try:
             redirections.confine_listeners(bind_address)
@@ -304,7 +304,7 @@ def main(
                     config,
                     len(configs) * inter_op_threads,
                     args.intra_op_threads,
-                    args.transport,
+                    transport,
                     None if has_first_reader else begin_anew or anew,
                 )
             )
