@@ -23,7 +23,6 @@ from helpers import (
 from sockets import listening_addresses, open_connections
 
 import tf_recsync as recsync
-from tf_recsync.cluster import transports
 from tf_recsync.optimizers import SGD, Adagrad
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
@@ -332,20 +331,6 @@ def test_training_gives_the_same_as_over_grpc(clusters):
     for others in weights[1:]:
         for ours, theirs in zip(weights[0], others, strict=True):
             np.testing.assert_array_equal(ours, theirs)
-
-
-def test_servers_use_tensorflows_calls_where_the_transport_cannot_be_loaded(
-    monkeypatch, tmp_path, caplog
-):
-    assert transports.DEFAULT == "recsync"
-    monkeypatch.setattr(transports, "_LIBRARY", tmp_path / "missing.so")
-    transports._load_library.cache_clear()
-    try:
-        assert [transports.load("recsync") for _ in range(3)] == ["grpc"] * 3
-    finally:
-        transports._load_library.cache_clear()
-    assert caplog.text.count("fetch tensors over gRPC, as the transport 'recsync' can't be") == 1
-    assert "missing.so" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", ["tcp", None, 1])

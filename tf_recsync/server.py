@@ -273,7 +273,7 @@ def main(
 
     from tf_recsync.cluster import hosted_servers, redirections
 
-    transport = transports.load(args.transport)
+    transports.load(args.transport)
     if bind_address:
         try:
             redirections.confine_listeners(bind_address)
@@ -304,7 +304,7 @@ def main(
                     config,
                     len(configs) * inter_op_threads,
                     args.intra_op_threads,
-                    transport,
+                    args.transport,
                     None if has_first_reader else begin_anew or anew,
                 )
             )

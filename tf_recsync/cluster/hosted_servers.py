@@ -42,7 +42,7 @@ def start_server(
 ) -> tf.distribute.Server:
     """Starts the server of a task in this process; TensorFlow can't end it before the process.
 
-    Load the transport and then confine the process's listeners first
+    Load the transport (`transports.load`) and then confine the process's listeners first
     (`redirections.confine_listeners`).
 
     Args:
@@ -50,7 +50,7 @@ def start_server(
       task: Which one.
       pool_threads: Threads that run ops, of all servers of the process; that of the first
         one counts.
-      transport: What `transports.load` returned.
+      transport: One of `transports.TRANSPORTS`.
       intra_op_threads: Threads that one op may use. Default None: the number of cores.
 
     Returns:
@@ -140,7 +140,7 @@ class HostedServers:
                 f"threads each, and its pool has {threads}; its size was decided with the first "
                 f"server or connection: use processes=1 or more"
             )
-        self._transport = transports.load(self._transport)
+        transports.load(self._transport)
         redirections.confine_listeners(host)
         for task in tasks:
             idle = _idle.get((self._transport, host, *task))

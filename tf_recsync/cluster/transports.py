@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import pathlib
 
-from absl import logging
-
 RECSYNC = "recsync"
 GRPC = "grpc"
 TRANSPORTS = (RECSYNC, GRPC)
-DEFAULT = RECSYNC
+DEFAULT = GRPC
 
 _LIBRARY = pathlib.Path(__file__).resolve().parent.parent / "_recsync_transport.so"
 _PROTOCOLS = {RECSYNC: "grpc+recsync", GRPC: "grpc"}
@@ -27,36 +25,20 @@ def check(transport: str) -> str:
     return transport
 
 
-def load(transport: str) -> str:
+def load(transport: str) -> None:
     """Makes a transport known to TensorFlow in this process.
 
     Call it before the process's listeners are confined: it listens, too.
-
-    Args:
-      transport: One of `TRANSPORTS`.
-
-    Returns:
-      The transport that servers of this process can have: `GRPC`, of which a warning says why,
-      where another one can't be loaded.
     """
-    return _load_library() if transport == RECSYNC else transport
+    if transport == RECSYNC:
+        _load_library()
 
 
 @functools.cache
-def _load_library() -> str:
+def _load_library() -> None:
     import tensorflow as tf
 
-    try:
-        tf.load_library(str(_LIBRARY))
-    except (tf.errors.OpError, OSError, RuntimeError) as error:
-        logging.warning(
-            "The servers of this process fetch tensors over gRPC, as the transport %r can't be "
-            "loaded: %s",
-            RECSYNC,
-            getattr(error, "message", error),
-        )
-        return GRPC
-    return RECSYNC
+    tf.load_library(str(_LIBRARY))
 
 
 def protocol(transport: str) -> str:
