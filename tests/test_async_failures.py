@@ -106,6 +106,8 @@ def test_options_of_models_that_can_not_work_are_refused(two):
         constrained.fit(dataset(), verbose=0)
     with pytest.raises(ValueError, match="run_eagerly"):
         compiled(two, run_eagerly=True).fit(dataset(), verbose=0)
+    with pytest.raises(ValueError, match="jit_compile=True can't be used.*XLA"):
+        compiled(two, jit_compile=True).fit(dataset(), verbose=0)
     with pytest.raises(ValueError, match="float32.*table/embeddings.*float16"):
         compiled(two, lambda: functional(dtype="float16")).fit(dataset(), verbose=0)
 

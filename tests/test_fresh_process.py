@@ -23,23 +23,26 @@ import tf_recsync as recsync
 from tf_recsync.cluster import signs_of_life
 
 
-def error_of_connecting(cluster, timeout):
+def error_of(call, *arguments):
     try:
-        cluster.connect(timeout)
+        call(*arguments)
     except RuntimeError as error:
         return str(error)
+
+
+made_before = tf.Variable(1.0, name="made_before")
 
 
 def connecting():
     with recsync.LocalCluster(workers=1, ps=1) as cluster:
         cluster.pause("worker", 0)
-        message = error_of_connecting(cluster, 1.0)
+        message = error_of(cluster.connect, 1.0)
         address = cluster.cluster_spec.task_address("worker", 0)
         assert message == f"servers not up within timeout=1 s: worker:0 ({address})", message
         # As if it began to stand still between our greeting and the connection.
         greets, signs_of_life.greets = signs_of_life.greets, signs_of_life.accepts_connections
-        assert "TensorFlow did not finish in time" in error_of_connecting(cluster, 2.0)
-        message = error_of_connecting(cluster, 0.5)
+        assert "TensorFlow did not finish in time" in error_of(cluster.connect, 2.0)
+        message = error_of(cluster.connect, 0.5)
         assert "an earlier change of the connection has not ended yet" in message, message
         signs_of_life.greets = greets
         cluster.resume("worker", 0)
@@ -65,6 +68,9 @@ def train():
     gc.disable()
     assert cluster.data_service.tasks() == 1
     cluster.close()
+    closed = "LocalCluster(workers=2, ps=1) is closed, and what lay on its servers is gone"
+    for call in (model.get_weights, lambda: model.evaluate(ones), strategy.scope().__enter__):
+        assert closed in error_of(call)
 
 
 def leaving():
@@ -101,6 +107,11 @@ def test_connecting_ends_in_time_when_a_server_stands_still_and_can_be_done_agai
     assert "connecting succeeded" in done, done[-2000:]
 
 
-def test_a_cluster_can_go_while_a_generator_still_makes_data(done):
+def test_variables_from_before_the_first_connection_are_named(done):
+    (line,) = [line for line in done.splitlines() if "can't be used from now on" in line]
+    assert "names: made_before. Make the strategy first" in line
+
+
+def test_a_closed_cluster_says_so_and_can_go_while_a_generator_still_makes_data(done):
     assert "leaving succeeded" in done, done[-2000:]
     assert "(ended after" not in done, done[-2000:]

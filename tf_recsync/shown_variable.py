@@ -14,13 +14,19 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
     Attributes:
         before_read: is called before an eager read, and before it is written to a checkpoint;
             None: there is nobody to tell.
+        check: is called before that, and raises an error if it can't be read any more.
     """
 
     before_read: Callable[[], None] | None = None
+    check: Callable[[], None] | None = None
 
     def tell(self) -> None:
         """Tells the owner that the variable is about to be read."""
-        if self.before_read is not None and tf.executing_eagerly():
+        if not tf.executing_eagerly():
+            return
+        if self.check is not None:
+            self.check()
+        if self.before_read is not None:
             self.before_read()
 
     def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
@@ -41,18 +47,23 @@ def shown(variable: tf.Variable) -> ShownVariable | None:
     return variable if isinstance(variable, ShownVariable) else None
 
 
-def create(next_creator: Callable[..., tf.Variable], **kwargs) -> tf.Variable:
+def create(
+    check: Callable[[], None], next_creator: Callable[..., tf.Variable], **kwargs
+) -> tf.Variable:
     """For `tf.variable_creator_scope`: makes such a variable where TensorFlow's own would be.
 
     Args:
+        check: the variable's.
         next_creator: is called where a variable is not to be made at once.
         **kwargs: what creators get.
     """
     if not tf.executing_eagerly() or kwargs.get("initial_value") is None:
         return next_creator(**kwargs)
-    return ShownVariable(
+    variable = ShownVariable(
         **arguments_of(kwargs), distribute_strategy=kwargs.get("distribute_strategy")
     )
+    variable.check = check
+    return variable
 
 
 def arguments_of(kwargs: dict) -> dict:

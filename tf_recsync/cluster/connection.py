@@ -18,7 +18,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 
 from tf_recsync import _engine
-from tf_recsync.cluster import data_service, redirections, signs_of_life, tf_config
+from tf_recsync.cluster import data_service, left_behind, redirections, signs_of_life, tf_config
 
 _CHIEF = "chief"
 _DISCONNECT_SECONDS = 9.0  # How long `close` waits for TensorFlow.
@@ -79,6 +79,7 @@ class Cluster:
         self._chief_address = chief_address
         self._bind_address = bind_address
         self._closed = False
+        self._has_warned = False  # Of what was made before the connection.
         self.workers = len(self._addresses.get("worker", ()))
         self.ps = len(self._addresses.get("ps", ()))
         self.readers = len(self._readers)
@@ -113,6 +114,14 @@ class Cluster:
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    def check_open(self) -> None:
+        """Raises a RuntimeError if `close` was called."""
+        if self._closed:
+            raise RuntimeError(
+                f"{self} is closed, and what lay on its servers is gone: make a new cluster, a "
+                "strategy on it and the model in its scope(), and load what was saved"
+            )
 
     def add_pass(self, run: Any) -> None:
         """Keeps a pass of the workers over data in mind, until it is dropped."""
@@ -159,8 +168,7 @@ class Cluster:
         """Connects; False if this cluster is connected."""
         global _connected
         with _lock:
-            if self._closed:
-                raise RuntimeError("this cluster is closed; make a new one to connect to")
+            self.check_open()
             if _connected is self:
                 return False
             if _connected is not None:
@@ -176,6 +184,9 @@ class Cluster:
                     "tf.distribute.ParameterServerStrategy or "
                     "tf.config.experimental_connect_to_cluster; connect by this cluster only"
                 )
+            if current is None and not self._has_warned:
+                self._has_warned = True
+                left_behind.warn()
             self._confine_listeners()
             servers = {**self._addresses, tf_config.READER: self._readers}
             _wait_until(signs_of_life.greets, servers, timeout)

@@ -236,9 +236,19 @@ class FitStrategy:
             ValueError: if the model or its optimizer was made outside of the scope, or
                 can't be trained on parameter servers.
         """
+        self._cluster.check_open()
         if model._distribute_strategy is not self:
-            raise ValueError(f"model {model.name} was not made inside this strategy's scope()")
+            raise ValueError(
+                f"model {model.name} was not made inside this strategy's scope(): build and "
+                "compile it there"
+            )
         self._check_optimizer(model)
+        compiled = getattr(model, "_compile_config", None)
+        if compiled is not None and compiled.config.get("jit_compile") is True:
+            raise ValueError(
+                "jit_compile=True can't be used under this strategy, as XLA can't compile what a "
+                "worker's step pulls and pushes; leave it unset in compile"
+            )
         if isinstance(model.train_function, model_functions.Steps):
             return
         if getattr(model, "run_eagerly", False):

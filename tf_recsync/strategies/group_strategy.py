@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import keras
@@ -102,7 +103,10 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         reading and each value would be a call.
         """
         # What enters last is asked first.
-        of_shown = tf.variable_creator_scope(shown_variable.create)
+        self._cluster.check_open()
+        of_shown = tf.variable_creator_scope(
+            functools.partial(shown_variable.create, self._cluster.check_open)
+        )
         with of_shown, super().scope(), tf.variable_creator_scope(self._keep_metrics_here):
             yield self
 
