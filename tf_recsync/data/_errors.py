@@ -13,6 +13,9 @@ import tensorflow as tf
 # number in the lower ones. One number per row shuffles and batches faster than a name and a number.
 LINE_BITS = 40
 
+# Stands for a line that a file no longer has; no text has it.
+MISSING = b"\x00\x02missing\x02\x00"
+
 
 @dataclasses.dataclass(frozen=True)
 class Location:
@@ -26,12 +29,21 @@ class Location:
     files: Sequence[str]
     codes: tf.Tensor
 
-    def describe(self, row: tf.Tensor) -> tf.Tensor:
-        """Returns the string `malformed row in FILE, line N` for a row of the batch."""
+    def file_numbers(self) -> tf.Tensor:
+        """Returns which of the files each row is from: int64 `[batch]`."""
+        return tf.bitwise.right_shift(self.codes, LINE_BITS)
+
+    def place(self, row: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the name of the file and the number of the line, as strings, of a row."""
         code = self.codes[row]
         file = tf.gather(tf.constant(list(self.files)), tf.bitwise.right_shift(code, LINE_BITS))
         line = tf.bitwise.bitwise_and(code, tf.constant((1 << LINE_BITS) - 1, tf.int64))
-        return tf.strings.join(["malformed row in ", file, ", line ", tf.strings.as_string(line)])
+        return file, tf.strings.as_string(line)
+
+    def describe(self, row: tf.Tensor) -> tf.Tensor:
+        """Returns the string `malformed row in FILE, line N` for a row of the batch."""
+        file, line = self.place(row)
+        return tf.strings.join(["malformed row in ", file, ", line ", line])
 
 
 def require_columns(counts: tf.Tensor, names: Sequence[str], where: Location) -> tf.Tensor:
@@ -65,6 +77,53 @@ def require_columns(counts: tf.Tensor, names: Sequence[str], where: Location) ->
         )
 
     return tf.cond(tf.reduce_any(wrong), fail, lambda: tf.constant(True))
+
+
+def require_lines(wrong: tf.Tensor, reason: str, where: Location) -> tf.Tensor:
+    """Raises InvalidArgumentError for the first line that is wrong.
+
+    Args:
+        wrong: bool `[batch]`.
+        reason: What is the matter with it, like `is too long`, of one of its fields.
+        where: Where the rows come from.
+
+    Returns:
+        A bool scalar to depend on.
+    """
+
+    def fail() -> tf.Tensor:
+        row = tf.argmax(tf.cast(wrong, tf.int32))
+        return _raise([where.describe(row), f": a field {reason}"])
+
+    return tf.cond(tf.reduce_any(wrong), fail, lambda: tf.constant(True))
+
+
+def require_whole_files(lines: tf.Tensor, where: Location) -> tf.Tensor:
+    """Raises InvalidArgumentError if a file ended before all lines were read that it had.
+
+    Args:
+        lines: string `[batch]`; `MISSING` in place of a line that is not there.
+        where: Where the rows come from.
+
+    Returns:
+        A bool scalar to depend on.
+    """
+    missing = tf.equal(lines, MISSING)
+
+    def fail() -> tf.Tensor:
+        file, line = where.place(tf.argmax(tf.cast(missing, tf.int32)))
+        return _raise(
+            [
+                "the file ",
+                file,
+                " ends before line ",
+                line,
+                ", which it had when its lines were counted: it has changed, or this copy of it "
+                "is truncated",
+            ]
+        )
+
+    return tf.cond(tf.reduce_any(missing), fail, lambda: tf.constant(True))
 
 
 def require_fields(

@@ -1,11 +1,15 @@
-"""Data sets of text files with one row per line: finding, counting, splitting and reading them."""
+"""Data sets of text files with one row per line: finding, counting and reading them."""
 
 import abc
+import codecs
+import contextlib
 import dataclasses
 import glob
 import gzip
 import os
-from collections.abc import Sequence
+import urllib.parse
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 import numpy as np
@@ -17,6 +21,7 @@ from tf_recsync.data import _errors, _spec
 Batch = tuple[dict[str, tf.Tensor], tf.Tensor]
 
 _CHUNK = 1024
+_HIVE_MISSING = "__HIVE_DEFAULT_PARTITION__"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +34,7 @@ class TextFile:
         header: Number of lines before the first row.
         lines: Number of lines after the header.
         ignored: int64 `[n]`, ascending: which of these lines hold no row (blank or a comment).
+        has_bom: Whether it begins with the byte order mark of UTF-8, which is no part of its text.
     """
 
     path: str
@@ -36,6 +42,7 @@ class TextFile:
     header: int
     lines: int
     ignored: np.ndarray
+    has_bom: bool = False
 
     @property
     def rows(self) -> int:
@@ -61,7 +68,8 @@ def find_files(path: str | os.PathLike[str]) -> list[str]:
     """Returns the files that a path stands for, sorted by name.
 
     Args:
-        path: A file, a folder (all its files but hidden ones) or a glob pattern.
+        path: A file, a folder or a glob pattern. A folder stands for its files and those of its
+            folders with names like `day=2024-01-01`, and so on down, but for hidden ones.
 
     Raises:
         FileNotFoundError: If there is no such file; the message names the path.
@@ -69,19 +77,66 @@ def find_files(path: str | os.PathLike[str]) -> list[str]:
     path = os.fspath(path)
     if os.path.isfile(path):
         return [path]
-    pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
-    # glob leaves hidden files out unless the pattern asks for them.
-    files = sorted(name for name in glob.glob(pattern) if os.path.isfile(name))
+    if os.path.isdir(path):
+        files = list(_files_in(path))
+    else:
+        # glob leaves hidden files out unless the pattern asks for them.
+        files = [name for name in glob.glob(path) if os.path.isfile(name)]
     if not files:
         raise FileNotFoundError(f"No file matches path={path!r} (a file, folder or glob pattern).")
-    return files
+    return sorted(files)
 
 
-def open_text(path: str) -> BinaryIO:
-    """Opens a plain or gzip file for reading bytes."""
-    if _compression(path):
-        return gzip.open(path, "rb")
-    return open(path, "rb")
+def _files_in(folder: str) -> Iterator[str]:
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if name.startswith("."):
+            continue
+        if os.path.isfile(path):
+            yield path
+        elif "=" in name and os.path.isdir(path):
+            yield from _files_in(path)
+
+
+def folder_values(path: str, names: Sequence[str]) -> list[str]:
+    """Returns the values that the names of a file's folders give to columns.
+
+    Args:
+        path: The file, like `clicks/day=2024-01-01/part.csv`. Values may be percent-encoded, and
+            Hive's name for a missing value is one.
+        names: The columns, like `["day"]`.
+
+    Raises:
+        ValueError: If none of the folders gives a value to a column; the message names the file.
+    """
+    folders = os.path.dirname(path).split(os.sep)
+    found = dict(folder.split("=", 1) for folder in folders if "=" in folder)
+    for name in names:
+        if name not in found:
+            raise ValueError(
+                f"The file {path!r} is in no folder {name + '=...'!r}; every file must be, with "
+                f"partitions={tuple(names)}."
+            )
+    values = [found[name] for name in names]
+    return ["" if value == _HIVE_MISSING else urllib.parse.unquote(value) for value in values]
+
+
+@contextlib.contextmanager
+def open_text(path: str) -> Iterator[BinaryIO]:
+    """Opens a plain or gzip file for reading bytes, after its byte order mark if it has one.
+
+    Raises:
+        ValueError: Where it is read inside, if it is truncated or corrupted; the message names it.
+    """
+    try:
+        with gzip.open(path, "rb") if _compression(path) else open(path, "rb") as stream:
+            if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+                stream.seek(0)
+            yield stream
+    except EOFError as error:
+        raise ValueError(f"The file {path!r} is truncated: {error}") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"The file {path!r} is corrupted: {error}") from error
 
 
 def is_ignored(line: bytes, comment: str | None) -> bool:
@@ -100,18 +155,19 @@ def scan(path: str, header: int = 0, comment: str | None = None) -> TextFile:
         comment: Lines that begin with this text hold no row; None for no such lines.
 
     Raises:
-        ValueError: If the file has no rows; the message names it.
+        ValueError: If the file has no rows, is truncated or corrupted; the message names it.
     """
     lines = 0
     ignored = []
     with open_text(path) as stream:
+        begins_with_bom = stream.tell() > 0
         for line in stream:
             if is_ignored(line, comment):
                 ignored.append(lines - header)
             lines += 1
     lines = max(lines - header, 0)
     gaps = np.array([line for line in ignored if line >= 0], dtype=np.int64)
-    file = TextFile(path, _compression(path), header, lines, gaps)
+    file = TextFile(path, _compression(path), header, lines, gaps, begins_with_bom)
     if not file.rows:
         raise ValueError(f"The file {path!r} has no rows; every file must have at least one.")
     return file
@@ -169,33 +225,27 @@ def read_lines(parts: Sequence[Segment], comment: str | None = None) -> tf.data.
             keep = tf.logical_and(keep, tf.not_equal(begins, comment))
         return tf.boolean_mask(codes, keep), tf.boolean_mask(lines, keep)
 
+    def without_bom(codes: tf.Tensor, lines: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        in_file = tf.bitwise.bitwise_and(codes, tf.constant((1 << _errors.LINE_BITS) - 1, tf.int64))
+        texts = tf.strings.regex_replace(lines, r"^\x{FEFF}", "")
+        return codes, tf.where(tf.equal(in_file, 1), texts, lines)
+
+    has_bom = any(part.file.has_bom and not part.skip for part in parts)
+
     def read(path, compression, start, skip, lines):
-        numbered = tf.data.TextLineDataset(path, compression).skip(skip).take(lines)
-        numbered = numbered.enumerate(start)
-        if dropping:
+        # TensorFlow takes a truncated gzip file for a shorter one.
+        end = tf.data.Dataset.from_tensors(_errors.MISSING).repeat()
+        numbered = tf.data.TextLineDataset(path, compression).skip(skip).concatenate(end)
+        numbered = numbered.take(lines).enumerate(start)
+        if dropping or has_bom:
             # By the thousand: calling a predicate for every single line is twenty times slower.
-            numbered = numbered.batch(_CHUNK).map(drop).unbatch()
+            numbered = numbered.batch(_CHUNK)
+            numbered = numbered.map(without_bom) if has_bom else numbered
+            numbered = numbered.map(drop) if dropping else numbered
+            numbered = numbered.unbatch()
         return numbered
 
     return sources.flat_map(read)
-
-
-def split_columns(lines: tf.Tensor, separator: str, names: Sequence[str], where) -> tf.Tensor:
-    """Splits lines into fields.
-
-    Args:
-        lines: string `[batch]`.
-        separator: What stands between two fields.
-        names: Names of the columns.
-        where: The `_errors.Location` of the rows.
-
-    Returns:
-        string `[batch, len(names)]`. Computing it fails if a row has another number of fields.
-    """
-    ragged = tf.strings.split(lines, separator)
-    check = _errors.require_columns(ragged.row_lengths(), names, where)
-    with tf.control_dependencies([check]):
-        return tf.reshape(ragged.flat_values, [-1, len(names)])
 
 
 class TextData(_spec.ClickData):
@@ -281,7 +331,10 @@ class TextData(_spec.ClickData):
         names = [part.file.path for part in parts]
 
         def parse(codes: tf.Tensor, lines: tf.Tensor) -> Batch:
-            return self._parse(lines, _errors.Location(names, codes))
+            where = _errors.Location(names, codes)
+            with tf.control_dependencies([_errors.require_whole_files(lines, where)]):
+                lines = tf.identity(lines)
+            return self._parse(lines, where)
 
         rows = read_lines(parts, self._comment)
         if shuffle:

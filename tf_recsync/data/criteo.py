@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_recsync.data import _errors, _spec, _text
+from tf_recsync.data import _errors, _fields, _spec, _text
 
 _INTEGERS = tuple(f"I{i}" for i in range(1, 14))
 _CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
@@ -90,7 +90,7 @@ class Criteo(_text.TextData):
         return self._spec
 
     def _parse(self, lines: tf.Tensor, where: _errors.Location) -> _text.Batch:
-        fields = _text.split_columns(lines, "\t", _COLUMNS, where)
+        fields = _fields.split_columns(lines, "\t", _COLUMNS, where)
         # One match for the whole line is several times faster than one for each field, so the
         # fields are looked at only where a line is not as it should be.
         good = tf.reduce_all(tf.strings.regex_full_match(lines, _GOOD_LINE))

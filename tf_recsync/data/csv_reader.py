@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync.data import _errors, _spec, _text
+from tf_recsync.data import _errors, _fields, _spec, _text
 from tf_recsync.data.csv_schema import NUMBER, CategoricalColumn, CsvSchema, NumericColumn
 
 _FINGERPRINTS = 2**63 - 1
@@ -19,7 +19,8 @@ class Csv(_text.TextData):
 
     Args:
         path: A file, a folder of files, or a glob pattern; files may be plain or gzip. Several
-            files are read in the order of their names.
+            files are read in the order of their names. A folder may have folders named like
+            `day=2024-01-01` in it, which can be a column (`CsvSchema.partitions`).
         schema: What the columns are.
         test_path: Files with the test rows, given like `path`. By default (None) the test part
             is made of the last rows of `path`.
@@ -29,10 +30,11 @@ class Csv(_text.TextData):
     Raises:
         FileNotFoundError: If no file matches a path.
         ValueError: If a header is not that of the schema, `test_fraction` is out of range or a
-            file has no rows.
+            file has no rows, or is truncated or corrupted (gzip).
 
     Iterating over a data set raises `tf.errors.InvalidArgumentError` for a malformed line; the
-    message names the file, the line (from 1) and the column.
+    message names the file, the line (from 1) and the column. So it does for a file that has fewer
+    lines than were counted.
 
     Example:
         >>> import pathlib, tempfile
@@ -80,8 +82,14 @@ class Csv(_text.TextData):
 
     def _parse(self, lines: tf.Tensor, where: _errors.Location) -> _text.Batch:
         schema = self._schema
-        fields = _text.split_columns(lines, schema.separator, schema.columns, where)
-        position = {name: i for i, name in enumerate(schema.columns)}
+        fields = _fields.split_columns(
+            lines, schema.separator, schema.columns, where, schema.quotechar
+        )
+        if schema.partitions:
+            values = [_text.folder_values(name, schema.partitions) for name in where.files]
+            of_rows = tf.gather(tf.constant(values), where.file_numbers())
+            fields = tf.concat([fields, of_rows], axis=1)
+        position = {name: i for i, name in enumerate(schema.all_columns)}
         used = [c.name for c in schema.numeric] + [schema.label]
         checked = tf.strings.strip(tf.gather(fields, [position[name] for name in used], axis=1))
         absent = tf.logical_or(tf.equal(checked, ""), tf.equal(checked, schema.missing))

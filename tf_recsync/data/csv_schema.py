@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from tf_recsync.data import _spec, _text
+from tf_recsync.data import _fields, _spec, _text
 
 # What counts as a number, in the syntax that Python and TensorFlow have in common.
 NUMBER = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2})?"
@@ -128,8 +128,9 @@ class CrossedColumn:
 class CsvSchema:
     """What the columns of a CSV file are.
 
-    Spaces around a field do not count. An empty field and one equal to `missing` are missing.
-    Fields cannot be quoted: a separator always separates.
+    Spaces around a field do not count. An empty field and one equal to `missing` are missing. A
+    field that begins with a quotation mark ends with the next one and may have separators in it,
+    and quotation marks if they are doubled, as in Python's `csv`; it cannot hold a line break.
 
     Args:
         columns: Names of all columns of the file in order.
@@ -145,10 +146,15 @@ class CsvSchema:
         separator: What separates fields. Default a comma.
         missing: A text that means a missing value. Default `"?"`.
         comment: Lines that begin with this text are left out; None (the default) for no such lines.
+        quotechar: The quotation mark. Default `'"'`; None reads quotation marks as text.
+        partitions: Names of further columns, whose values are in the names of the folders that a
+            file is in, as Hive, Spark and pandas write them: `("day",)` for
+            `clicks/day=2024-01-01/part.csv`. Default none.
 
     Raises:
-        ValueError: If a column is not in `columns`, `positive` is empty, a feature name is used
-            twice or the separator is blank.
+        ValueError: If a column is neither in `columns` nor in `partitions` or is in both,
+            `positive` is empty, a feature name is used twice, the separator is blank or
+            `quotechar` is not one character.
 
     Example:
         >>> schema = CsvSchema(
@@ -173,12 +179,28 @@ class CsvSchema:
     separator: str = ","
     missing: str = "?"
     comment: str | None = None
+    quotechar: str | None = '"'
+    partitions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks that the parts fit together."""
+        for name in self.partitions:
+            if name in self.columns:
+                raise ValueError(
+                    f"partitions={self.partitions}: {name!r} must not be one of "
+                    f"columns={self.columns}."
+                )
         for name in (self.label, *(c.name for c in (*self.numeric, *self.categorical))):
-            if name not in self.columns:
-                raise ValueError(f"column {name!r}: must be one of columns={self.columns}.")
+            self._check_column(name)
+        if self.quotechar is not None and (
+            len(self.quotechar) != 1
+            or self.quotechar in " \r\n"
+            or self.quotechar in self.separator
+        ):
+            raise ValueError(
+                f"quotechar={self.quotechar!r}: must be None or one character, no space or "
+                f"backslash and not in separator={self.separator!r}."
+            )
         if not self.positive:
             raise ValueError("positive=(): must have at least one value of the label.")
         # A tab is a fine separator though it is white space; spaces around fields are dropped.
@@ -193,6 +215,17 @@ class CsvSchema:
         for name, count in Counter(names + [c.name for c in self.crosses]).items():
             if count > 1:
                 raise ValueError(f"feature {name!r}: is defined {count} times.")
+
+    def _check_column(self, name: str) -> None:
+        if name not in self.all_columns:
+            allowed = f"columns={self.columns}"
+            allowed += f" or partitions={self.partitions}" if self.partitions else ""
+            raise ValueError(f"column {name!r}: must be one of {allowed}.")
+
+    @property
+    def all_columns(self) -> tuple[str, ...]:
+        """The names of the columns of the file and, after them, of those in names of folders."""
+        return (*self.columns, *self.partitions)
 
     @property
     def spec(self) -> _spec.FeatureSpec:
@@ -225,6 +258,8 @@ class CsvSchema:
         separator: str = ",",
         missing: str = "?",
         comment: str | None = None,
+        quotechar: str | None = '"',
+        partitions: Sequence[str] = (),
     ) -> "CsvSchema":
         """Computes vocabularies, means, deviations and bucket boundaries from training files.
 
@@ -251,6 +286,8 @@ class CsvSchema:
             separator: See `CsvSchema`.
             missing: See `CsvSchema`.
             comment: See `CsvSchema`.
+            quotechar: See `CsvSchema`.
+            partitions: See `CsvSchema`.
 
         Returns:
             The schema; vocabularies are in alphabetical order.
@@ -270,7 +307,7 @@ class CsvSchema:
             if count < 2:
                 raise ValueError(f"buckets[{name!r}]={count}: must be at least 2.")
         if columns is None:
-            columns = _first_line(files[0], separator, comment)
+            columns = _first_line(files[0], separator, comment, quotechar)
             header = True
         # The layout is enough to read the files; the columns follow from what is read.
         layout = cls(
@@ -282,6 +319,8 @@ class CsvSchema:
             separator=separator,
             missing=missing,
             comment=comment,
+            quotechar=quotechar,
+            partitions=tuple(partitions),
         )
         numbers, words = _read_values(files, layout, numeric, categorical)
         return dataclasses.replace(
@@ -310,7 +349,7 @@ class CsvSchema:
         """
         if self.header is False:
             return 0
-        found = tuple(_first_line(path, self.separator, self.comment))
+        found = tuple(_first_line(path, self.separator, self.comment, self.quotechar))
         if self.header and found != self.columns:
             raise ValueError(
                 f"The file {path!r} begins with {found}; the header must be {self.columns}."
@@ -318,27 +357,35 @@ class CsvSchema:
         return int(found == self.columns)
 
     def scan(self, path: str) -> _text.TextFile:
-        """Counts the lines of a file."""
+        """Counts the lines of a file.
+
+        Raises:
+            ValueError: If it has no rows, is truncated or corrupted, has another header than the
+                schema, or lacks a folder of `partitions`; the message names it.
+        """
+        _text.folder_values(path, self.partitions)
         return _text.scan(path, self.header_lines(path), self.comment)
 
 
-def _first_line(path: str, separator: str, comment: str | None) -> list[str]:
+def _first_line(path: str, separator: str, comment: str | None, quotechar: str | None) -> list[str]:
     """Returns the fields of the first line of a file; none if that is not a row."""
     with _text.open_text(path) as stream:
         line = stream.readline()
     if _text.is_ignored(line, comment):
         return []
-    return [field.strip() for field in line.decode().split(separator)]
+    fields = _fields.split_line(line.decode(), separator, quotechar)
+    if fields is None:
+        raise ValueError(f"malformed row in {path}, line 1: a field {_fields.UNCLOSED}")
+    return fields
 
 
 def _read_values(
     files: Sequence[str], layout: CsvSchema, numeric: Sequence[str], categorical: Sequence[str]
 ) -> tuple[dict[str, list[float]], dict[str, set[str]]]:
     """Returns the values that are present: of each numeric column all, of the others each once."""
-    position = {name: i for i, name in enumerate(layout.columns)}
     for name in (*numeric, *categorical):
-        if name not in position:
-            raise ValueError(f"column {name!r}: must be one of columns={layout.columns}.")
+        layout._check_column(name)
+    position = {name: i for i, name in enumerate(layout.all_columns)}
     numbers: dict[str, list[float]] = {name: [] for name in numeric}
     words: dict[str, set[str]] = {name: set() for name in categorical}
     for where, fields in _rows(files, layout):
@@ -365,12 +412,15 @@ def _rows(files: Sequence[str], layout: CsvSchema) -> Iterator[tuple[str, list[s
     """Yields for each row where it is, in words, and its fields."""
     for path in files:
         header = layout.header_lines(path)
+        values = _text.folder_values(path, layout.partitions)
         with _text.open_text(path) as stream:
             for number, line in enumerate(stream, start=1):
                 if number <= header or _text.is_ignored(line, layout.comment):
                     continue
-                fields = [field.strip() for field in line.decode().split(layout.separator)]
                 where = f"{path}, line {number}"
+                fields = _fields.split_line(line.decode(), layout.separator, layout.quotechar)
+                if fields is None:
+                    raise ValueError(f"malformed row in {where}: a field {_fields.UNCLOSED}")
                 count, expected = len(fields), len(layout.columns)
                 if count != expected:
                     column = [*layout.columns, expected + 1][min(count, expected)]
@@ -378,7 +428,7 @@ def _rows(files: Sequence[str], layout: CsvSchema) -> Iterator[tuple[str, list[s
                         f"malformed row in {where}, column {column}: found {count} columns "
                         f"instead of {expected}"
                     )
-                yield where, fields
+                yield where, fields + values
 
 
 def _fit_numeric(name: str, values: np.ndarray, log1p: bool, buckets: int) -> NumericColumn:
