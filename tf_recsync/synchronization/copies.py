@@ -152,8 +152,9 @@ class Copies:
             self.assigned = [False] * len(shown)
             if self._copies or self._loaded:
                 assigned = [
-                    new if not np.array_equal(new, old) else None
-                    for new, old in zip(shown, self._shown, strict=True)
+                    # What is no number is the same as itself here: nobody assigned it.
+                    None if np.array_equal(new, old, equal_nan=variable.dtype.is_floating) else new
+                    for variable, new, old in zip(self.variables, shown, self._shown, strict=True)
                 ]
                 self.assigned = [value is not None for value in assigned]
                 for worker in self._copies:
