@@ -261,7 +261,10 @@ def test_dlrm_trains_with_trainers_that_synchronize_in_the_background(tmp_path):
         *(*SMALL, "--batch_size=100", f"--metrics_json={out}"),
     )
     figures = figures_of(done, out)
-    assert "DLRM on synthetic, shadow_easgd: 2 workers, 3 ps, 120 steps" in done.stdout
+    assert (
+        "DLRM on synthetic, shadow_easgd: 2 workers, 3 ps; 120 batches, 120 iterations"
+        in done.stdout
+    )
     assert figures["auc"] > 0.6
     # Counted by the coordinator and, in bytes, by the sync PSs.
     assert figures["average_sync_gap"] == figures["average_sync_gap_by_bytes"]

@@ -59,14 +59,22 @@ class AfterFirstEpoch(keras.callbacks.Callback):
 
 
 class UntilBack(keras.callbacks.Callback):
-    """Ends training when worker 1 takes part."""
+    """Ends training when worker 1 takes part.
+
+    Attributes:
+        before: how many steps it had done in the pass before it was lost.
+    """
+
+    before = 0
 
     def __init__(self, strategy):
         super().__init__()
         self._strategy = strategy
 
     def on_train_batch_end(self, batch, logs=None):
-        self.model.stop_training = self._strategy.worker_steps(self.model)[1] > 0
+        if self.before is not None:
+            steps = self._strategy.worker_steps(self.model)[1]
+            self.model.stop_training = steps > self.before
 
 
 @pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])
@@ -116,8 +124,11 @@ def test_one_that_was_readmitted_before_its_threads_noticed_takes_part_again(clu
 def train_until_back_with_a_renewed_worker(cluster, strategy, model, steps, is_readmitted):
     """Worker 1 is started again after an epoch, and takes part in the next one."""
 
+    until_back = UntilBack(strategy)
+
     def renew():
         cluster.kill("worker", 1)
+        until_back.before = strategy.worker_steps(model)[1]
         cluster.restart("worker", 1)
         if is_readmitted:
             cluster.readmit()
@@ -128,15 +139,16 @@ def train_until_back_with_a_renewed_worker(cluster, strategy, model, steps, is_r
             dataset().repeat(), steps_per_epoch=100_000, verbose=0, callbacks=[UntilBack(strategy)]
         )
     else:
+        # The pass that it had begun with goes on until it is back.
+        until_back.before = None
         model.fit(
             dataset().repeat(),
             steps_per_epoch=steps,
-            epochs=3,
+            epochs=1000,
             verbose=0,
-            callbacks=[AfterFirstEpoch(renew)],
+            callbacks=[AfterFirstEpoch(renew), until_back],
         )
-    # Of the pass that it had begun with, or of a new one.
-    assert strategy.worker_steps(model)[1] > (0 if steps is None else steps // WORKERS // 2)
+        assert strategy.worker_steps(model)[1] > until_back.before
 
 
 @pytest.mark.timeout(150)
