@@ -14,6 +14,7 @@ from helpers import AtBatch, missing, wait_until
 
 import tf_recsync as recsync
 from tf_recsync import topology
+from tf_recsync.ops import hop
 from tf_recsync.ops.hop import FOREVER
 from tf_recsync.synchronization.hop import HopGroup
 
@@ -96,12 +97,12 @@ def test_with_backup_workers_the_others_go_on_when_a_worker_is_killed(cluster, c
 
 
 @pytest.mark.parametrize(
-    ("gap", "staleness_bound", "tellings_too_late"),
-    [(4, None, 0), (4, 3, 0), (60, None, 2)],
-    ids=["without bound", "with bound", "while neighbors go on"],
+    ("gap", "staleness_bound", "tellings_too_late", "is_carried_early"),
+    [(4, None, 0, False), (4, 3, 0, False), (60, None, 2, False), (4, None, 0, True)],
+    ids=["without bound", "with bound", "while neighbors go on", "while tokens are carried"],
 )
 def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
-    cluster, caplog, monkeypatch, gap, staleness_bound, tellings_too_late
+    cluster, caplog, monkeypatch, gap, staleness_bound, tellings_too_late, is_carried_early
 ):
     tell, chosen = HopGroup._tell_neighbors, []
 
@@ -115,7 +116,7 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
     monkeypatch.setattr(HopGroup, "_tell_neighbors", tell_late)
     strategy = recsync.HopStrategy(
         cluster,
-        topology.ring(WORKERS),
+        topology.complete(WORKERS) if is_carried_early else topology.ring(WORKERS),
         gap,
         backup_workers=1,
         staleness_bound=staleness_bound,
@@ -123,6 +124,16 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
     )
     model = make_model(strategy)
     seen = {}
+    set_neighbor = hop.set_neighbor
+
+    def set_neighbor_late(handle, neighbor, since, until):
+        if is_carried_early and until == FOREVER:
+            # As a worker's thread does that begins a step meanwhile.
+            model.train_function.group.carry_on()
+            time.sleep(1.0)
+        return set_neighbor(handle, neighbor, since, until)
+
+    monkeypatch.setattr(hop, "set_neighbor", set_neighbor_late)
 
     def kill():
         # The others can come this far without it.

@@ -396,17 +396,23 @@ class HopGroup:
             # Somebody has been faster, and would be again and again.
             margin *= 2
             first = latest + margin
+        told: dict[int, int] = {}
+
+        def tell_of_neighbors() -> None:
+            for neighbor in self._neighbors(worker):
+                since = max(now.get(neighbor, 0), 0)
+                while told.get(neighbor) != (until := self._takes_part_until(neighbor)):
+                    told[neighbor] = until
+                    is_live = until == hop.FOREVER
+                    hop.set_neighbor(self.handle(worker), neighbor, since if is_live else 0, until)
+
+        # Before anybody carries something to it: what had come it would forget.
+        tell_of_neighbors()
         with self._lock:
             # From now on it is told itself of neighbors that leave or are lost.
             self._lost.discard(worker)
             self._left.pop(worker, None)
-        for neighbor in self._neighbors(worker):
-            since = max(now.get(neighbor, 0), 0)
-            told: int | None = None
-            while told != (until := self._takes_part_until(neighbor)):
-                told = until
-                is_live = told == hop.FOREVER
-                hop.set_neighbor(self.handle(worker), neighbor, since if is_live else 0, told)
+        tell_of_neighbors()
         return first
 
     def _takes_part_until(self, worker: int) -> int:
