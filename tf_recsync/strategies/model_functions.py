@@ -168,21 +168,21 @@ class Steps:
             if run is None or self._is_advancing:
                 return False
             if self._held is None:
-                run.hold()
-                self._held = contextlib.ExitStack()
-                crew = self._crew()
-                if crew is not None:
-                    self._held.enter_context(crew.pause())
+                with contextlib.ExitStack() as held:
+                    held.callback(run.go_on)
+                    run.hold()
+                    crew = self._crew()
+                    if crew is not None:
+                        held.enter_context(crew.pause())
+                    self._held = held.pop_all()
             return True
 
     def _go_on(self) -> None:
         """Workers that were held begin steps again."""
         with self._holding:
             held, self._held = self._held, None
-            if held is None:
-                return
+        if held is not None:
             held.close()
-            self._run.go_on()
 
     def _advance(self, iterator: DistributedIterator) -> dict[str, Any]:
         steps = self._model.steps_per_execution
