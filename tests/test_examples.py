@@ -249,7 +249,7 @@ def test_it_trains_in_the_other_modes(tmp_path, arguments, steps):
     # Once a minute, by default.
     has_none = "synchronizations         none" in done.stdout
     assert has_none == (figures["strategy"] == "fr_bmuf")
-    # Twenty steps teach little, the less the more the threads of a busy machine wait for each other.
+    # Twenty steps teach little, and less if the machine is busy.
     assert 0.45 < figures["auc"] < 1 and figures["staleness_mean"] >= 1
 
 
