@@ -15,6 +15,7 @@ from absl import logging
 
 from tf_recsync.metrics.exact import group_auc
 from tf_recsync.ops import hop
+from tf_recsync.optimizers.base import parts_of
 from tf_recsync.staleness import Statistics
 from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_reports import WorkerReport
@@ -351,8 +352,7 @@ def _check_strategy(callback: keras.callbacks.Callback, strategy, needed: str) -
 def _global_step(model: keras.Model) -> int:
     """The updates of the parameters."""
     # A MultiOptimizer counts in its parts only.
-    parts = getattr(model.optimizer, "optimizers", [model.optimizer])
-    return max(int(part.iterations.numpy()) for part in parts)
+    return max(int(part.iterations.numpy()) for part in parts_of(model.optimizer))
 
 
 def _data_wait(strategy, model: keras.Model) -> float:

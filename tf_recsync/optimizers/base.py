@@ -476,3 +476,8 @@ def sum_repeated_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     ids, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(ids))
     return tf.IndexedSlices(values, ids, gradient.dense_shape)
+
+
+def parts_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """The optimizers of a MultiOptimizer, or the optimizer itself."""
+    return list(getattr(optimizer, "optimizers", [optimizer]))

@@ -186,7 +186,6 @@ class CopiedTrainFunction(Steps):
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
         run = super()._start(iterator)
         self.group.fail = run.fail
-        run.when_done(self._go_on)
         run.when_done(lambda: self._all_done(run))
         return run
 

@@ -69,7 +69,7 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return []
-    inner = _parts_of(optimizer)
+    inner = base.parts_of(optimizer)
     for one in inner:
         if not isinstance(one, base.Optimizer):
             raise ValueError(
@@ -90,15 +90,10 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
     return inner
 
 
-def _parts_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """The optimizers of a MultiOptimizer, or the optimizer itself."""
-    return list(getattr(optimizer, "optimizers", [optimizer]))
-
-
 def peeked_variables(model: keras.Model) -> list[keras.Variable]:
     """Those that callbacks look at while workers train: reading them holds nobody."""
     found = list(model.metrics_variables)
-    for optimizer in _parts_of(model.optimizer):
+    for optimizer in base.parts_of(model.optimizer):
         found += [optimizer.iterations, *(s.counters for s in getattr(optimizer, "states", ()))]
         if isinstance(optimizer._learning_rate, keras.Variable):
             found.append(optimizer._learning_rate)
@@ -342,6 +337,7 @@ class Steps:
             self.threads,
             data,
         )
+        self._run.when_done(self._go_on)
         return self._run
 
     def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
@@ -463,7 +459,6 @@ class TrainFunction(Steps):
             found = shown(variable._value)
             if found is not None and id(variable) not in peeked:
                 found.before_read = self._hold
-        run.when_done(self._go_on)
         return run
 
     def _aggregation_of(self, layout: Layout) -> Aggregation | None:
