@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import types
 
 import keras
@@ -62,13 +63,45 @@ def test_servers_in_this_process_train_and_can_not_be_killed():
     cluster.close()  # Once more does nothing.
     with pytest.raises(RuntimeError, match="closed"):
         cluster.is_alive("worker", 0)
-    # They idle, and the next cluster uses them again, with others if it needs more.
-    with recsync.LocalCluster(workers=3, ps=3, processes=0) as larger:
-        assert addresses_of(larger) == first
-        assert larger.cluster_spec.num_tasks("ps") == 3
+    # They idle, and the next cluster that is as large uses them again.
+    with recsync.LocalCluster(workers=3, ps=2, processes=0) as again:
+        assert addresses_of(again) == first
         with recsync.LocalCluster(workers=3, ps=2, processes=0) as beside:
             assert not addresses_of(beside) & first
-        check_trains(recsync.AsyncStrategy(larger))
+        check_trains(recsync.AsyncStrategy(again))
+
+
+def test_a_call_in_flight_ends_with_its_cluster_and_hinders_no_later_one_in_this_process():
+    about_to_wait = threading.Event()
+    errors = []
+
+    def wait(cluster):
+        with cluster.dispatch_scope(), tf.device("/job:ps/task:1"):
+            empty = tf.queue.FIFOQueue(1, [tf.float32])
+            about_to_wait.set()
+            try:
+                empty.dequeue()
+            except tf.errors.OpError as error:
+                errors.append(error)
+
+    with recsync.LocalCluster(workers=1, ps=2, processes=0) as cluster:
+        cluster.connect()
+        waiting = threading.Thread(target=wait, args=(cluster,), daemon=True)
+        waiting.start()
+        assert about_to_wait.wait(10)
+        time.sleep(0.2)  # Until the call has reached the server.
+    waiting.join(10)
+    assert len(errors) == 1
+    for ps in (3, 2):
+        with recsync.LocalCluster(workers=1, ps=ps, processes=0) as cluster:
+            cluster.connect()
+            with cluster.dispatch_scope():
+                numbers = []
+                for index in range(ps):
+                    with tf.device(f"/job:ps/task:{index}"):
+                        numbers.append(tf.add(1.0, float(index)))
+                with tf.device("/job:ps/task:1"):  # It fetches them from the others.
+                    assert float(tf.add_n(numbers)) == ps * (ps + 1) / 2
 
 
 @pytest.mark.timeout(240)

@@ -101,7 +101,9 @@ def test_the_others_go_on_when_a_worker_is_killed(mortal, mode, caplog):
     assert f"{losses.batches} batches of the epoch were lost" in caplog.text
     m = strategy.mode.capacity
     # With buffers a lost push may have reached one server and not the other.
-    check_slopes(model, excluded=mode in ("BSP", "GBA", "bounded staleness"))
+    excluded = mode in ("BSP", "GBA", "bounded staleness")
+    # What is left after the loss may not fill the last global batch of a step with two batches.
+    check_slopes(model, excluded, strategy.mode if mode == "sync" else None)
     if mode == "backup workers":  # A step takes one or two batches.
         assert 30 - LOST <= steps_of(model) <= 60
     else:

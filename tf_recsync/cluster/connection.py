@@ -85,6 +85,7 @@ class Cluster:
         self.readers = len(self._readers)
         self._passes: weakref.WeakSet = weakref.WeakSet()
         self._passes_lock = threading.Lock()
+        self._scopes: set[object] = set()  # Dispatch scopes that threads are in.
         # Of each address, what connections to it have had at their other end: a name may get
         # another address, or none, when its machine is gone.
         self._peers: dict[str, set[signs_of_life.Peer]] = {}
@@ -363,11 +364,14 @@ class Cluster:
         context.ensure_initialized()
         handle = context.context()._handle
         own = pywrap_tfe.TFE_NewExecutor(False, True, 0)
+        scope = object()
+        self._scopes.add(scope)
         before = pywrap_tfe.TFE_ContextGetExecutorForThread(handle)
         pywrap_tfe.TFE_ContextSetExecutorForThread(handle, own)
         try:
             yield
         finally:
+            self._scopes.discard(scope)
             pywrap_tfe.TFE_ContextSetExecutorForThread(handle, before)
             pywrap_tfe.TFE_DeleteExecutor(before)  # What refers to it, not the executor.
             try:

@@ -90,10 +90,13 @@ def reserve_threads() -> int:
         return int(ops.server_threads(_POOL_THREADS))
 
 
-# Servers of this process that no cluster uses at the moment, by their transport, host and
-# task: (address, server, the socket that keeps the port). Guarded by _lock.
-_Idle = tuple[str, tf.distribute.Server, socket.socket]
-_idle: dict[tuple[str, str, str, int], list[_Idle]] = {}
+# (address, server, the socket that keeps the port)
+_Server = tuple[str, tf.distribute.Server, socket.socket]
+
+# Servers of this process that no cluster uses at the moment, by their transport, host and tasks.
+# Those of one cluster stay together: a call of it that has not ended keeps a server's knowledge of
+# the others alive, and TensorFlow gives that to the next cluster. Guarded by _lock.
+_idle: dict[tuple[str, str, tuple[Task, ...]], list[dict[Task, _Server]]] = {}
 
 
 class HostedServers:
@@ -127,7 +130,7 @@ class HostedServers:
         tasks = [(job, index) for job, size in sizes.items() for index in range(size)]
         self._host = host
         self._transport = transport
-        self._servers: dict[Task, _Idle] = {}
+        self._servers: dict[Task, _Server] = {}
         with _lock:
             self._start(tasks, reserve_port)
 
@@ -142,29 +145,32 @@ class HostedServers:
             )
         transports.load(self._transport)
         redirections.confine_listeners(host)
-        for task in tasks:
-            idle = _idle.get((self._transport, host, *task))
-            if idle:
-                self._servers[task] = idle.pop()
+        idle = _idle.get((self._transport, host, tuple(tasks)))
+        if idle:
+            self._servers = idle.pop()
+            self.addresses = _by_job({task: server[0] for task, server in self._servers.items()})
+            return
+        ports = {task: reserve_port() for task in tasks}
+        self.addresses = _by_job({t: f"{host}:{p.getsockname()[1]}" for t, p in ports.items()})
         try:
-            ports = {task: reserve_port() for task in tasks if task not in self._servers}
-            address_of = {task: server[0] for task, server in self._servers.items()}
-            for task, port in ports.items():
-                address_of[task] = f"{host}:{port.getsockname()[1]}"
-            self.addresses: dict[str, list[str]] = {}
-            for job, index in tasks:
-                self.addresses.setdefault(job, []).append(address_of[job, index])
-            for task, port in ports.items():
-                server = start_server(self.addresses, task, threads, self._transport)
-                self._servers[task] = (address_of[task], server, port)
+            for (job, index), port in ports.items():
+                server = start_server(self.addresses, (job, index), threads, self._transport)
+                self._servers[job, index] = (self.addresses[job][index], server, port)
         except BaseException:
-            self.release()
+            self.release()  # For a cluster of those that have started.
             raise
 
     def release(self) -> None:
         """Leaves the servers to the next cluster of this process."""
         with _lock:
-            for task, server in self._servers.items():
-                key = (self._transport, self._host, *task)
-                _idle.setdefault(key, []).append(server)
-            self._servers.clear()
+            _idle.setdefault((self._transport, self._host, tuple(self._servers)), []).append(
+                self._servers
+            )
+
+
+def _by_job(addresses: Mapping[Task, str]) -> dict[str, list[str]]:
+    """Addresses of the tasks of each job, of tasks in the order of their numbers."""
+    of_job: dict[str, list[str]] = {}
+    for (job, _), address in addresses.items():
+        of_job.setdefault(job, []).append(address)
+    return of_job

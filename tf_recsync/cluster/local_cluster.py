@@ -406,6 +406,10 @@ class LocalCluster(connection.Cluster):
     def _stop_servers(self) -> None:
         with self._mutex:
             if self._hosted is not None:
+                if self._scopes:  # Their calls would wait on: the servers don't end.
+                    for job, size in self._sizes.items():
+                        for index in range(size):
+                            self.cut_off(job, index)
                 self._hosted.release()
                 self._hosted = None
             self._end_processes()
