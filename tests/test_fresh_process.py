@@ -5,6 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+import tf_recsync as recsync
 
 pytestmark = pytest.mark.timeout(600)
 _SECONDS = 500  # On a busy machine, importing TensorFlow twice takes minutes.
@@ -87,13 +91,52 @@ for part in (connecting, leaving):
 """
 
 
-@pytest.fixture(scope="module")
-def done():
-    """The program's output, of which there is less if it stands still."""
+# Made before the cluster, used beside it, after it, and beside the next one.
+NAMES = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_recsync as recsync
+
+recsync.use_final_device_names()
+recsync.use_final_device_names()
+variable = tf.Variable([1.0, 2.0])
+ones = np.ones((64, 1), np.float32)
+dataset = tf.data.Dataset.from_tensor_slices((ones, ones)).batch(4)
+iterator = iter(dataset)
+local = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+local.compile("sgd", "mse")
+
+
+def use():
+    next(iterator)
+    variable.assign_add([1.0, 1.0])
+    local.fit(dataset, verbose=0)
+    assert len(list(dataset)) == 16
+
+
+use()
+for processes in (2, 0):
+    with recsync.LocalCluster(workers=2, ps=1, processes=processes) as cluster:
+        strategy = recsync.AsyncStrategy(cluster)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            model.compile(recsync.optimizers.SGD(0.1), "mse")
+        model.fit(dataset, epochs=2, verbose=0)
+        assert model.evaluate(dataset, verbose=0) < 1e-3
+        use()
+    use()
+print(variable.numpy(), variable.device)
+"""
+
+
+def output_of(program):
+    """What a program has written, of which there is less if it stands still."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         return subprocess.run(
-            [sys.executable, "-c", PROGRAM],
+            [sys.executable, "-c", program],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=_SECONDS,
@@ -101,6 +144,26 @@ def done():
         ).stdout.decode()
     except subprocess.TimeoutExpired as error:
         return (error.stdout or b"").decode() + f"\n(ended after {_SECONDS} s)"
+
+
+@pytest.fixture(scope="module")
+def done():
+    return output_of(PROGRAM)
+
+
+def test_with_final_device_names_what_was_made_before_the_cluster_lives_on_after_it():
+    said = output_of(NAMES)
+    assert "[6. 7.] /job:chief/replica:0/task:0/device:CPU:0" in said, said[-2000:]
+    assert "can't be used" not in said
+
+
+def test_final_device_names_come_before_the_first_op():
+    tf.add(1, 2)
+    if context.get_server_def() is None:
+        with pytest.raises(RuntimeError, match="before TensorFlow runs its first op"):
+            recsync.use_final_device_names()
+    else:  # This process has them from a cluster of other tests.
+        recsync.use_final_device_names()
 
 
 def test_connecting_ends_in_time_when_a_server_stands_still_and_can_be_done_again(done):

@@ -14,7 +14,12 @@ from tf_recsync import (  # noqa: E402
     testing,
     topology,
 )
-from tf_recsync.cluster import Cluster, LocalCluster, cluster_from_tf_config  # noqa: E402
+from tf_recsync.cluster import (  # noqa: E402
+    Cluster,
+    LocalCluster,
+    cluster_from_tf_config,
+    use_final_device_names,
+)
 from tf_recsync.embedding.bin_packing import plan_placement  # noqa: E402
 from tf_recsync.embedding.placement import PlacementPlan  # noqa: E402
 from tf_recsync.embedding.profile import profile_costs  # noqa: E402
@@ -75,4 +80,5 @@ __all__ = [
     "staleness",
     "testing",
     "topology",
+    "use_final_device_names",
 ]

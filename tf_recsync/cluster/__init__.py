@@ -1,6 +1,7 @@
 """Clusters of TensorFlow servers: starting them, connecting to them, losing some of them."""
 
 from tf_recsync.cluster.connection import Cluster, cluster_from_tf_config
+from tf_recsync.cluster.device_names import use_final_device_names
 from tf_recsync.cluster.local_cluster import LocalCluster
 from tf_recsync.cluster.signs_of_life import Probe, device_of, is_reachable
 
@@ -11,4 +12,5 @@ __all__ = [
     "cluster_from_tf_config",
     "device_of",
     "is_reachable",
+    "use_final_device_names",
 ]

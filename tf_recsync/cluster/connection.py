@@ -165,6 +165,12 @@ class Cluster:
         if not self._connect(timeout, deadline):
             self._reach_parameter_servers(timeout, deadline)
 
+    def start_alone(self) -> None:
+        """Starts this process's server, and connects it to nobody yet; see `device_names`."""
+        with _lock:
+            self._confine_listeners()
+            _set_server_def(_make_server_def({}, self._chief_address))
+
     def _connect(self, timeout: float, deadline: float) -> bool:
         """Connects; False if this cluster is connected."""
         global _connected

@@ -25,7 +25,8 @@ def warn() -> None:
     logging.warning(
         "Variables that were made before this process connected to the cluster can't be used from "
         "now on, because TensorFlow gives this process's devices other names: %s%s. Make the "
-        "strategy first, and models after it. Datasets from before can be given to fit, evaluate "
+        "strategy first, and models after it, or call use_final_device_names() in the first lines "
+        "of the program. Datasets from before can be given to fit, evaluate "
         "and predict of a model that is made in the strategy's scope().",
         ", ".join(names[:_NAMED]),
         more,

@@ -483,6 +483,11 @@ def _reserve_chief_address() -> str:
         return f"{_HOST}:{_chief_port.getsockname()[1]}"
 
 
+def alone() -> connection.Cluster:
+    """This process as the coordinator of local clusters, without one."""
+    return connection.Cluster({}, chief_address=_reserve_chief_address(), bind_address=_HOST)
+
+
 def _check_integer(name: str, value: int, minimum: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
