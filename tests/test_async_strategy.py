@@ -313,6 +313,27 @@ def test_predictions_come_in_the_order_of_the_data(two):
     assert_close([model.predict_on_batch(x[:7])], [expected[:7]])
 
 
+def test_predict_is_traced_once(two):
+    traced = []
+
+    class Noting(keras.layers.Dense):
+        def call(self, inputs):
+            if isinstance(inputs, tf.Tensor):
+                traced.append(inputs.shape)
+            return super().call(inputs)
+
+    def build():
+        return keras.Sequential([keras.Input((3,)), Noting(1)])
+
+    model = compiled(two, build)
+    x = np.ones((12, 3), np.float32)
+    first = model.predict(x, batch_size=4, verbose=0)
+    count = len(traced)
+    model.layers[0].kernel.assign(2 * model.layers[0].kernel)
+    assert_close([model.predict(x, batch_size=4, verbose=0)], [2 * first])
+    assert len(traced) == count
+
+
 def test_a_number_of_steps_evaluates_and_predicts_the_first_batches(two):
     model = compiled(two)
     local = functional()

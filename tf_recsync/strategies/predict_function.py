@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -28,6 +29,8 @@ class PredictFunction:
     def __init__(self, model: keras.Model, settings: Settings):
         self._model = model
         self._settings = settings
+        self._key: Any = None
+        self._traced: tuple[Callable, Layout] | None = None
 
     def __call__(self, batches: list[Any]) -> Any:
         outputs = [
@@ -44,12 +47,22 @@ class PredictFunction:
         """Where a step finds the model's variables."""
         return Layout.of(self._model, optimizers_of(self._model))
 
+    def _function(self, element_spec: Any) -> tuple[Callable, Layout]:
+        """Predicts a batch; and where it finds the variables. Traced where it has changed."""
+        bandwidths = self._settings.bandwidths()
+        states = tuple(o.traced_state for o in optimizers_of(self._model) if o.built)
+        key = (repr(element_spec), tuple(bandwidths.items()), states)
+        if key != self._key:
+            layout = self._layout()
+            with links.limited(bandwidths):
+                function = worker_functions.trace_predict(self._model, layout, element_spec)
+            self._key, self._traced = key, (function, layout)
+        return self._traced
+
     def start(self, iterator: DistributedIterator) -> WorkerRun:
         """Starts the workers on a pass; called by the iterator."""
         data, is_over = iterator.distributed.shared(), iterator.distributed.is_over
-        layout = self._layout()
-        with links.limited(self._settings.bandwidths()):
-            function = worker_functions.trace_predict(self._model, layout, data.element_spec)
+        function, layout = self._function(data.element_spec)
         job = data.new_job()
         initial = [np.asarray(v._value.read_value()) for v in layout.private]
 
