@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -134,7 +134,7 @@ class Cluster:
         with self._passes_lock:
             return list(self._passes)
 
-    def connect(self, timeout: float = 60.0) -> None:
+    def connect(self, timeout: float = 60.0, *, min_workers: int | None = None) -> None:
         """Connects this process to the servers as job "chief".
 
         Connect before you make variables, datasets or other resources: TensorFlow renames
@@ -143,7 +143,7 @@ class Cluster:
 
         If this cluster is connected, waits until its parameter servers can be used, also those
         to which a connection has broken meanwhile. If one was started again, `readmit` takes all
-        such servers in, for which all have to be up.
+        such servers in.
 
         All servers see each other (no device filters). For the whole process, it sets the
         environment variables `TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE=False` and
@@ -154,15 +154,28 @@ class Cluster:
         Args:
           timeout: Seconds to wait for the servers to be up, and for TensorFlow to connect to
             them; default 60.
+          min_workers: How many workers suffice if the others are not up within `timeout`; all
+            parameter servers and readers have to be. Training begins without those that are
+            missing, as if they had been lost, and takes each in when it is up. Default None:
+            all workers. For a cluster that is connected it has no meaning.
 
         Raises:
           RuntimeError: This process is connected to another cluster, this one is closed, or
             a server was not up in time; the message names it.
-          ValueError: `timeout` or the bind address is wrong.
+          ValueError: `timeout`, `min_workers` or the bind address is wrong.
         """
         _check_timeout(timeout)
         deadline = time.monotonic() + timeout
-        if not self._connect(timeout, deadline):
+        spare = 0
+        if min_workers is not None:
+            is_integer = isinstance(min_workers, int) and not isinstance(min_workers, bool)
+            if not is_integer or not 1 <= min_workers <= self.workers:
+                raise ValueError(
+                    f"min_workers must be an integer from 1 to the cluster's {self.workers} "
+                    f"workers, got {min_workers!r}"
+                )
+            spare = self.workers - min_workers
+        if not self._connect(timeout, deadline, spare):
             self._reach_parameter_servers(timeout, deadline)
 
     def start_alone(self) -> None:
@@ -171,8 +184,8 @@ class Cluster:
             self._confine_listeners()
             _set_server_def(_make_server_def({}, self._chief_address))
 
-    def _connect(self, timeout: float, deadline: float) -> bool:
-        """Connects; False if this cluster is connected."""
+    def _connect(self, timeout: float, deadline: float, spare: int) -> bool:
+        """Connects, without `spare` workers at most; False if this cluster is connected."""
         global _connected
         with _lock:
             self.check_open()
@@ -195,13 +208,20 @@ class Cluster:
                 self._has_warned = True
                 left_behind.warn()
             self._confine_listeners()
-            servers = {**self._addresses, tf_config.READER: self._readers}
-            _wait_until(signs_of_life.greets, servers, timeout)
+            servers = self._without([]) | {tf_config.READER: dict(enumerate(self._readers))}
+            missing = _wait_until(signs_of_life.greets, servers, timeout, spare)
+            if missing:
+                logging.warning(
+                    "Connecting without servers not up within %g s: %s.",
+                    timeout,
+                    _in_words(missing),
+                )
             redirections.keep_python_running(connected=True)
             os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
             os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
             os.environ["GRPC_FAIL_FAST"] = "use_caller"
-            server_def = _make_server_def(self._addresses, self._chief_address)
+            present = self._without([("worker", index) for _, index, _ in missing])
+            server_def = _make_server_def(present, self._chief_address)
             _run_with_limit(lambda: _set_server_def(server_def), deadline, "connecting")
             _connected = self
         for address in itertools.chain.from_iterable(self._addresses.values()):
@@ -227,18 +247,29 @@ class Cluster:
             missing = [index for index, probe in probes.items() if not probe.reachable]
             if not missing:
                 return
-            error = _not_up_error(timeout, [(f"ps:{i}", self._addresses["ps"][i]) for i in missing])
+            servers = [("ps", i, self._addresses["ps"][i]) for i in missing]
+            error = RuntimeError(
+                f"servers not up within timeout={timeout:g} s: {_in_words(servers)}"
+            )
             if any(probe.answered and not probe.reachable for probe in probes.values()):
                 # It doesn't know us: it was started again.
                 try:
-                    self.readmit(max(0.1, min(_ANSWER_SECONDS, deadline - time.monotonic())))
+                    self.readmit(
+                        max(0.1, min(_ANSWER_SECONDS, deadline - time.monotonic())),
+                        without=self._absent_workers(),
+                    )
                 except (RuntimeError, tf.errors.OpError) as reason:
                     error.__cause__ = reason  # Such as a worker that is not up.
             if time.monotonic() >= deadline:
                 raise error
             time.sleep(_RETRY_SECONDS)
 
-    def readmit(self, timeout: float = 60.0, anew: Sequence[tuple[str, int]] = ()) -> None:
+    def readmit(
+        self,
+        timeout: float = 60.0,
+        anew: Sequence[tuple[str, int]] = (),
+        without: Collection[int] = (),
+    ) -> None:
         """Makes servers usable again that were killed and have been started again.
 
         Resources on the other servers stay; those of a restarted server are lost and have to
@@ -253,27 +284,30 @@ class Cluster:
           timeout: Seconds to wait for all servers to be up and readmitted; default 60.
           anew: Servers, as ("worker" or "ps", index), that are treated as if they had been
             restarted: their resources are lost, and they get all functions again; default none.
+          without: Workers, by index, that need not be up and are left out, until they are
+            readmitted; default none.
 
         Raises:
           RuntimeError: The cluster is not connected, or a server was not up in time.
-          ValueError: `timeout` is wrong, or `anew` names no server of the cluster.
+          ValueError: `timeout` is wrong, or `anew` or `without` names no server of the cluster.
           tf.errors.OpError: A server failed meanwhile; try again.
         """
         _check_timeout(timeout)
-        without = self._without(anew)
+        left_out = [("worker", index) for index in without]
+        present = self._without(left_out, "without")
+        reduced = self._without([*left_out, *anew])
         with _lock:
             if _connected is not self:
                 raise RuntimeError("readmit needs a connected cluster; call connect() first")
             deadline = time.monotonic() + timeout
-            self.wait_for_servers(timeout)
+            _wait_until(signs_of_life.accepts_connections, present, timeout)
 
             def update() -> None:
                 if anew:
                     self._taken_anew.update(anew)
                     # What is left out by the first is new to the second.
-                    reduced = _make_server_def(without, self._chief_address)
-                    _update_server_def(reduced)
-                _update_server_def(_own_server_def)
+                    _update_server_def(_make_server_def(reduced, self._chief_address))
+                _update_server_def(_make_server_def(present, self._chief_address))
 
             _run_with_limit(
                 update,
@@ -294,14 +328,22 @@ class Cluster:
         number = signs_of_life.incarnation_of(signs_of_life.device_of(job, index))
         return number, self._taken_anew[job, index]
 
-    def _without(self, servers: Sequence[tuple[str, int]]) -> dict[str, dict[int, str]]:
-        """The addresses of all other servers, by job and index."""
+    def _absent_workers(self) -> list[int]:
+        """The workers at whose address nothing listens."""
+        addresses = self._addresses.get("worker", ())
+        up = signs_of_life.accepts_connections
+        return [index for index, address in enumerate(addresses) if not up(address)]
+
+    def _without(
+        self, servers: Sequence[tuple[str, int]], argument: str = "anew"
+    ) -> dict[str, dict[int, str]]:
+        """The addresses of all other servers, by job and index; `argument` names them."""
         rest = {job: dict(enumerate(addresses)) for job, addresses in self._addresses.items()}
         for job, index in servers:
             if job == _CHIEF or rest.get(job, {}).pop(index, None) is None:
                 raise ValueError(
-                    f"anew must name servers of {self}, each once, as in ('worker', 0), got "
-                    f"{(job, index)!r}"
+                    f"{argument} must name servers of {self}, each once, as in ('worker', 0), "
+                    f"got {(job, index)!r}"
                 )
         return rest
 
@@ -464,17 +506,14 @@ class Cluster:
             self._chief_address,
         )
 
-    def wait_for_servers(self, timeout: float = 60.0) -> None:
-        """Waits until all workers and parameter servers accept connections.
+    def is_up(self, job: str, index: int) -> bool:
+        """Whether a server accepts connections; it may stand still.
 
         Args:
-          timeout: Seconds to wait; default 60.
-
-        Raises:
-          RuntimeError: A server was not up in time; the message names it.
+          job: "worker" or "ps".
+          index: Which of them.
         """
-        _check_timeout(timeout)
-        _wait_until(signs_of_life.accepts_connections, self._addresses, timeout)
+        return signs_of_life.accepts_connections(self._addresses[job][index])
 
 
 def cluster_from_tf_config(bind_address: str | None = None) -> Cluster:
@@ -591,17 +630,19 @@ def _set_server_def(server_def: tensorflow_server_pb2.ServerDef) -> None:
             # a later one does not: the first is to nobody.
             alone = _make_server_def({}, _chief_of(server_def))
             eager_context.set_server_def(alone)
+            _own_server_def = alone
             eager_context.ensure_initialized()
             _update_server_def(server_def)
     except Exception:
         # The context stores the new one before it connects; it shall not keep a wrong one.
-        eager_context._server_def = current
+        eager_context._server_def = _own_server_def = current
         raise
-    _own_server_def = server_def
 
 
 def _update_server_def(server_def: tensorflow_server_pb2.ServerDef) -> None:
     """Tells the servers of each other, and those that are new of this process."""
+    global _own_server_def
+    _own_server_def = server_def  # The context stores it, too, before it connects.
     try:
         context.context().update_server_def(server_def)
     finally:
@@ -615,33 +656,48 @@ def _chief_of(server_def: tensorflow_server_pb2.ServerDef) -> str:
 
 
 def _wait_until(
-    is_up: Callable[[str], bool], addresses: Mapping[str, Sequence[str]], timeout: float
-) -> None:
+    is_up: Callable[[str], bool],
+    addresses: Mapping[str, Mapping[int, str]],
+    timeout: float,
+    spare: int = 0,
+) -> list[tuple[str, int, str]]:
     """Waits until all servers but the chief are up.
+
+    Args:
+      is_up: Whether the one at an address is.
+      addresses: Of the servers of each job, by their index.
+      timeout: Seconds to wait at most.
+      spare: How many workers may be missing then.
+
+    Returns:
+      The workers that are missing, as (job, index, address).
 
     Raises:
       RuntimeError: A server was not up in time; the message names it.
     """
     deadline = time.monotonic() + timeout
     missing = [
-        (f"{job}:{index}", address)
+        (job, index, address)
         for job, of_job in addresses.items()
-        for index, address in enumerate(of_job)
+        for index, address in of_job.items()
         if job != _CHIEF
     ]
     while True:
-        missing = [item for item in missing if not is_up(item[1])]
+        missing = [server for server in missing if not is_up(server[2])]
         if not missing:
-            return
+            return []
         if time.monotonic() >= deadline:
-            raise _not_up_error(timeout, missing)
+            if len(missing) <= spare and all(job == "worker" for job, _, _ in missing):
+                return missing
+            raise RuntimeError(
+                f"servers not up within timeout={timeout:g} s: {_in_words(missing)}"
+            )
         time.sleep(_RETRY_SECONDS)
 
 
-def _not_up_error(timeout: float, missing: Sequence[tuple[str, str]]) -> RuntimeError:
-    """The error that names servers, each with its address."""
-    names = ", ".join(f"{name} ({address})" for name, address in missing)
-    return RuntimeError(f"servers not up within timeout={timeout:g} s: {names}")
+def _in_words(servers: Sequence[tuple[str, int, str]]) -> str:
+    """The names of servers, each with its address."""
+    return ", ".join(f"{job}:{index} ({address})" for job, index, address in servers)
 
 
 def _check_timeout(timeout: float) -> None:

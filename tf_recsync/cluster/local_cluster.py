@@ -174,10 +174,10 @@ class LocalCluster(connection.Cluster):
             raise
         atexit.register(self.close)
 
-    def connect(self, timeout: float = 60.0) -> None:
+    def connect(self, timeout: float = 60.0, *, min_workers: int | None = None) -> None:
         """See `Cluster.connect`."""
         hosted_servers.reserve_threads()  # For a later cluster with processes=0.
-        super().connect(timeout)
+        super().connect(timeout, min_workers=min_workers)
 
     def close(self) -> None:
         """Disconnects and ends the servers; does nothing the second time.

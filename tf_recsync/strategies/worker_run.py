@@ -561,6 +561,8 @@ class WorkerRun:
             self._told.add((slot.index, slot.life))
         if is_told:
             logging.info("worker:%d is still away (%s).", slot.index, reason)
+        elif not slot.life[0]:  # It was not up when this process connected.
+            logging.warning("worker:%d is not up yet; the others begin without it.", slot.index)
         else:
             logging.warning(
                 "worker:%d was lost in the middle of a pass (%s); the batches in its hands are "
@@ -623,12 +625,16 @@ class WorkerRun:
         if self._has_live_thread(slot.index):
             # Another one has readmitted it, or will find out that it is lost, too.
             return self._ask(slot).reachable
+        if not self._cluster.is_up("worker", slot.index):
+            return False
+        with self._changed:
+            away = {s.index for s in self.slots if s.lost} - {slot.index}
         try:
-            self._cluster.wait_for_servers(timeout=_RETRY_SECONDS)
+            without = [i for i in sorted(away) if not self._cluster.is_up("worker", i)]
             pause = contextlib.nullcontext() if self._crew is None else self._crew.pause()
             anew = [("worker", slot.index)] if slot.forgotten else []
             with pause:
-                self._cluster.readmit(timeout=_READMIT_SECONDS, anew=anew)
+                self._cluster.readmit(_READMIT_SECONDS, anew, without)
             slot.forgotten = False
         except (RuntimeError, tf.errors.OpError) as error:
             logging.log_every_n_seconds(

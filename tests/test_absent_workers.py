@@ -1,0 +1,77 @@
+"""Training begins with the workers that are up, and takes in each of the others when it is."""
+
+import logging
+
+import keras
+import pytest
+import tensorflow as tf
+from helpers import AtBatch, compiled, mean_output, slope_model, wait_until
+
+import tf_recsync as recsync
+
+WORKERS = 4
+
+STRATEGIES = {
+    "async": recsync.AsyncStrategy,
+    "sync": recsync.SyncStrategy,
+    "Hop": lambda cluster: recsync.HopStrategy(
+        cluster, recsync.topology.complete(WORKERS), 100_000, backup_workers=3, staleness_bound=4
+    ),
+    "ShadowSync": lambda cluster: recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3)),
+}
+
+
+@pytest.fixture
+def cluster():
+    with recsync.LocalCluster(workers=WORKERS, ps=1, processes=WORKERS + 1) as cluster:
+        yield cluster
+
+
+def ones():
+    return tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1]))).repeat()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_workers_join_one_by_one(cluster, name, caplog):
+    caplog.set_level(logging.WARNING, "absl")
+    for index in (1, 2, 3):
+        cluster.kill("worker", index)
+    missing = r"not up within timeout=0.2 s: worker:1 \(.*worker:3"
+    with pytest.raises(RuntimeError, match=missing):
+        cluster.connect(0.2, min_workers=2)
+    cluster.connect(0.2, min_workers=1)
+    assert "Connecting without servers not up within 0.2 s: worker:1 (" in caplog.text
+    strategy = STRATEGIES[name](cluster)
+    optimizers = keras.optimizers if name == "Hop" else recsync.optimizers
+    model = compiled(strategy, slope_model, lambda: optimizers.SGD(0.001), mean_output)
+    recsync.testing.set_compute_time(strategy, 0.02)
+
+    def join(index):
+        def act():
+            assert not cluster.is_alive("worker", 3)  # The others do without it.
+            cluster.restart("worker", index)
+            back = f"worker:{index} is back and takes part again"
+            assert wait_until(lambda: back in caplog.text, 30)
+
+        return act
+
+    def stop():
+        steps = model.train_function.worker_steps
+        assert wait_until(lambda: all(steps()[:3]), 30), steps()
+        assert steps()[3] == 0
+        model.stop_training = True
+
+    then = [AtBatch(5, join(2)), AtBatch(8, join(1)), AtBatch(9, stop)]
+    model.fit(ones(), steps_per_epoch=100_000, callbacks=then, verbose=0)
+    assert strategy.losses(model).workers == 3
+    assert "worker:3 is not up yet; the others begin without it" in caplog.text
+
+
+def test_min_workers_is_a_number_of_workers_of_the_cluster(cluster):
+    for wrong in (0, WORKERS + 1, True, 1.5):
+        message = f"min_workers must be .* from 1 to .* 4 workers, got {wrong}"
+        with pytest.raises(ValueError, match=message):
+            cluster.connect(min_workers=wrong)
+    cluster.connect()
+    with pytest.raises(ValueError, match=r"without must name servers .* got \('worker', 4\)"):
+        cluster.readmit(without=[4])
