@@ -23,6 +23,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 namespace recsync {
 
@@ -36,7 +37,12 @@ struct Swap {
   // The period that `global_step` (counted from 1) falls into: the number of
   // multiples of T in 1..global_step + offset.
   int64_t PeriodOf(int64_t global_step) const {
-    return (global_step + offset) / period;
+    int64_t sum;
+    // Steps come from checkpoints and peers: any number may.
+    if (__builtin_add_overflow(global_step, offset, &sum)) {
+      sum = std::numeric_limits<int64_t>::max();
+    }
+    return sum / period;
   }
 
   // Whether a period that is not applied to an accumulator yet has begun.
@@ -49,11 +55,13 @@ struct Swap {
   // period is over already) decays nothing.
   float DecaySince(int64_t* last_period, int64_t global_step) const {
     const int64_t now = PeriodOf(global_step);
-    const int64_t missed = now - *last_period;
-    if (missed <= 0) return 1.0f;
+    const int64_t before = *last_period;
+    if (now <= before) return 1.0f;
     *last_period = now;
-    if (missed == 1) return static_cast<float>(decay);
-    return static_cast<float>(std::pow(decay, static_cast<double>(missed)));
+    if (now - 1 == before) return static_cast<float>(decay);
+    const double missed =
+        static_cast<double>(now) - static_cast<double>(before);
+    return static_cast<float>(std::pow(decay, missed));
   }
 };
 

@@ -689,9 +689,7 @@ def _wait_until(
         if time.monotonic() >= deadline:
             if len(missing) <= spare and all(job == "worker" for job, _, _ in missing):
                 return missing
-            raise RuntimeError(
-                f"servers not up within timeout={timeout:g} s: {_in_words(missing)}"
-            )
+            raise RuntimeError(f"servers not up within timeout={timeout:g} s: {_in_words(missing)}")
         time.sleep(_RETRY_SECONDS)
 
 

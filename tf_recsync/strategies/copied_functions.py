@@ -18,7 +18,8 @@ from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.predict_function import PredictFunction
 from tf_recsync.strategies.silence_watch import silent_or_new
 from tf_recsync.strategies.slots import Crew
-from tf_recsync.strategies.worker_run import WorkerRun, check_parameter_servers
+from tf_recsync.strategies.watched_calls import check_parameter_servers
+from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization import pull_push
 from tf_recsync.synchronization.copies import CopiedVariable, Copies

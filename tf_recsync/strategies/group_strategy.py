@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf_recsync import shown_variable, staleness
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies import model_functions, predict_function, worker_run
+from tf_recsync.strategies import model_functions, predict_function, watched_calls
 from tf_recsync.strategies.fit_strategy import (
     FitStrategy,
     check_at_least,
@@ -158,7 +158,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         try:
             counters = {s.variable.path: np.asarray(s.counters._value.read_value()) for s in states}
         except tf.errors.OpError as error:
-            worker_run.check_parameter_servers(self._cluster, error)
+            watched_calls.check_parameter_servers(self._cluster, error)
             raise
         of = staleness.Statistics.from_counters
         dense = of(counters[s.variable.path] for s in states if not s.is_table)

@@ -17,7 +17,7 @@ from absl import logging
 from tf_recsync.cluster import Cluster
 from tf_recsync.optimizers import base
 from tf_recsync.shown_variable import shown
-from tf_recsync.strategies import worker_functions
+from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Crew, Losses, Slot
@@ -163,7 +163,7 @@ class Steps:
             if run is None or self._is_advancing:
                 return False
             if self._held is None:
-                with contextlib.ExitStack() as held:
+                with self._watched(), contextlib.ExitStack() as held:
                     held.callback(run.go_on)
                     run.hold()
                     crew = self._crew()
@@ -183,15 +183,17 @@ class Steps:
         steps = self._model.steps_per_execution
         run = iterator.run
         if run is None:
-            run = iterator.run = self._start(iterator)
-            for optimizer in self._optimizers():
-                optimizer.wait_for_steps = lambda: self._settle(run)
-            self._begin_epoch(iterator)
+            with self._watched():
+                run = iterator.run = self._start(iterator)
+                for optimizer in self._optimizers():
+                    optimizer.wait_for_steps = lambda: self._settle(run)
+                self._begin_epoch(iterator)
         elif not run.wait(0) and self._target >= self._epoch_end:
             # The next epoch on the same data (steps_per_epoch is set). A checkpoint may
             # have been loaded between.
-            self._continue(iterator)
-            self._begin_epoch(iterator)
+            with self._watched():
+                self._continue(iterator)
+                self._begin_epoch(iterator)
         self._target += steps
         # The last time that Keras asks, all that there is left is done.
         is_last = self._target >= self._expected
@@ -199,11 +201,13 @@ class Steps:
         done = run.completed
         finished = not running or done >= self._epoch_end
         if finished and not self._is_final:
-            self._count_lost_batches(run)
-            self._flush()
-            self._refresh(run)
+            with self._watched():
+                self._count_lost_batches(run)
+                self._flush()
+                self._refresh(run)
         elif not finished and time.monotonic() - self._refreshed > _REFRESH_SECONDS:
-            self._refresh(run)
+            with self._watched():
+                self._refresh(run)
         # Workers may be done long before Keras has counted their steps.
         self._is_final = finished
         # The end of data of unknown length shows when a call has no step left.
@@ -216,6 +220,16 @@ class Steps:
             iterator.distributed.ended(int(self._target - self._epoch_began))
             raise StopIteration
         return self._logs
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, this process calls servers: it shall not wait forever for one."""
+
+        def expect_loss(worker: int) -> None:
+            if self._run is not None:
+                self._run.expect_loss(worker)
+
+        settings = self._settings
+        return watched_calls.watched(settings.cluster, settings.silence_timeout, expect_loss)
 
     def _optimizers(self) -> list[base.Optimizer]:
         """The optimizers that the servers apply."""
@@ -259,7 +273,8 @@ class Steps:
     def _settle(self, run: WorkerRun) -> None:
         """Waits for the steps in flight of a pass that was stopped, and applies all of them."""
         run.settle()
-        self._flush()
+        with self._watched():
+            self._flush()
 
     def _begin_epoch(self, iterator: DistributedIterator) -> None:
         run = iterator.run

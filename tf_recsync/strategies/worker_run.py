@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, Probe, device_of, is_reachable
+from tf_recsync.cluster import Cluster, Probe, is_reachable
 from tf_recsync.strategies import data_errors
 from tf_recsync.strategies.silence_watch import Server, SilenceWatch, suspicious_after
 from tf_recsync.strategies.slots import Crew, Losses, Slot, State
+from tf_recsync.strategies.watched_calls import check_parameter_servers, silent_parameter_server
 
 if TYPE_CHECKING:
     from tf_recsync.strategies.distributed_dataset import RegisteredDataset
@@ -340,12 +341,7 @@ class WorkerRun:
             self._give_up_reader(index, seconds)
             return
         if job == "ps":
-            self.fail(
-                RuntimeError(
-                    f"parameter server ps:{index} has not answered for {seconds:.0f} s; end it, "
-                    "start it again and load a checkpoint into a new model"
-                )
-            )
+            self.fail(silent_parameter_server(index, seconds))
         else:
             self.expect_loss(index)
             logging.warning("worker:%d has not answered for %.0f s.", index, seconds)
@@ -668,13 +664,3 @@ def _is_unknown_tensor(error: tf.errors.OpError) -> bool:
     return isinstance(error, tf.errors.InvalidArgumentError) and (
         "Unable to find the relevant tensor remote_handle" in error.message
     )
-
-
-def check_parameter_servers(cluster: Cluster, error: Exception) -> None:
-    """Raises a RuntimeError that names a parameter server that is lost, if one is."""
-    for i in range(cluster.ps):
-        if not is_reachable(device_of("ps", i)):
-            raise RuntimeError(
-                f"parameter server ps:{i} was lost, and its parameters with it; start it "
-                "again and load a checkpoint into a new model"
-            ) from error

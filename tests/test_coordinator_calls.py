@@ -1,0 +1,91 @@
+"""Calls that the coordinator makes itself, beside the workers' steps, end and name the server."""
+
+import time
+
+import keras
+import pytest
+import tensorflow as tf
+from helpers import AtBatch, compiled, mean_output, slope_model
+
+import tf_recsync as recsync
+from tf_recsync.optimizers import SGD
+
+pytestmark = pytest.mark.timeout(200)
+
+LIMIT = 1.0
+STRATEGIES = {
+    "async": lambda c: recsync.AsyncStrategy(c, silence_timeout=LIMIT),
+    "GBA": lambda c: recsync.GBAStrategy(c, 4, 2, 4, silence_timeout=LIMIT),
+    "ShadowSync": lambda c: recsync.ShadowSyncStrategy(
+        c, recsync.EASGD(0.3), recsync.Foreground(gap=4), silence_timeout=LIMIT
+    ),
+}
+SILENT = r"parameter server ps:0 has not answered for \d+ s; end it, start it again"
+LOST = "ps:0 was lost, and its (parameters|part of the central copy) with it"
+
+
+@pytest.fixture
+def two(clusters):
+    return clusters.get(workers=2, ps=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end(end_calls_of_servers_that_were_cut_off):
+    pass
+
+
+def ones(steps=12):
+    return tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1]))).repeat(steps)
+
+
+def model_of(strategy):
+    model = compiled(strategy, slope_model, lambda: SGD(0.01), mean_output)
+    model.fit(ones(), verbose=0)
+    return model
+
+
+def begin_and_end(cluster, how):
+    act = {"silent": cluster.pause, "lost": cluster.kill}[how]
+    return lambda: act("ps", 0), {"silent": SILENT, "lost": LOST}[how]
+
+
+@pytest.mark.parametrize(
+    ("name", "when", "how"),
+    [
+        ("async", "before fit", "silent"),
+        ("async", "epoch's end", "lost"),
+        ("async", "last batch", "silent"),
+        ("GBA", "before fit", "lost"),
+        ("GBA", "epoch's end", "silent"),
+        ("GBA", "last batch", "silent"),
+        ("ShadowSync", "before fit", "silent"),
+        ("ShadowSync", "epoch's end", "lost"),
+        ("ShadowSync", "last batch", "silent"),
+    ],
+)
+def test_a_parameter_server_that_is_gone_between_steps_is_named(two, name, when, how):
+    strategy = STRATEGIES[name](two)
+    model = model_of(strategy)
+    end, message = begin_and_end(two, how)
+    callbacks = {
+        "before fit": [],
+        "epoch's end": [keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: end())],
+        "last batch": [AtBatch(10, end)],
+    }[when]
+    if when == "before fit":
+        end()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=message):
+        model.fit(ones(), epochs=2, callbacks=callbacks, verbose=0)
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_worker_that_stands_still_when_it_has_finished_holds_nobody(two, name):
+    strategy = STRATEGIES[name](two)
+    model = model_of(strategy)
+    pause = AtBatch(10, lambda: two.pause("worker", 1))
+    began = time.monotonic()
+    model.fit(ones(), epochs=2, callbacks=[pause], verbose=0)
+    model.evaluate(ones(), verbose=0)
+    assert time.monotonic() - began < 60
