@@ -390,10 +390,23 @@ def test_gradients_that_are_not_finite_are_skipped_row_by_row_and_counted(jit, d
 def test_gradients_that_are_not_finite_end_training_with_error(dtype):
     dense = keras.Variable(np.ones(2), name="kernel", dtype=dtype)
     optimizer = optimizers.SGD(0.1, nonfinite="error")
-    with pytest.raises(tf.errors.InvalidArgumentError, match="not finite"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="gradient of kernel is not finite"):
         optimizer.apply([tf.constant([1, np.nan], dtype)], [dense])
     with pytest.raises(ValueError, match="nonfinite must be .* with jit_compile"):
         tf.function(lambda: optimizer.apply([tf.ones(2, dtype)]), jit_compile=True)()
+
+
+def test_the_error_of_a_gradient_that_is_not_finite_names_table_and_row():
+    table = keras.Variable(np.ones((4, 2)), name="embeddings", dtype="float32")
+    optimizer = optimizers.Adagrad(0.1, nonfinite="error")
+    optimizer.build([table])
+    gradient = tf.IndexedSlices(
+        tf.constant([[1, 1], [np.nan, 1]], "float32"), tf.constant([3, 2]), tf.constant([4, 2])
+    )
+    message = "gradient of embeddings, row 2 is not finite"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        optimizer.apply([gradient])
+    assert np.all(table.numpy() == 1)
 
 
 def test_swap_keeps_learning_after_a_shift_on_which_plain_adagrad_stalls():

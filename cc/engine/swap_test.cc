@@ -86,6 +86,20 @@ TEST(SwapTest, APeriodOfOneStepDecaysAtEveryStep) {
   }
 }
 
+TEST(SwapTest, NumbersBeyondAnyStepMakeNoMoreOfIt) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+  const Swap swap{/*period=*/2, /*decay=*/0.5, /*offset=*/kMost};
+  EXPECT_EQ(swap.PeriodOf(kMost), kMost / 2);
+  int64_t last_period = kMost / 2;
+  EXPECT_EQ(swap.DecaySince(&last_period, kMost), 1.0f);
+  last_period = kMost / 2 - 1;
+  EXPECT_EQ(swap.DecaySince(&last_period, kMost), 0.5f);
+  last_period = kLeast;
+  EXPECT_EQ(swap.DecaySince(&last_period, kMost), 0.0f);
+  EXPECT_EQ(last_period, kMost / 2);
+}
+
 TEST(SwapTest, MissedPeriodsMultiply) {
   const Swap swap{/*period=*/10, /*decay=*/0.9};
   for (int missed = 0; missed <= 60; ++missed) {

@@ -108,8 +108,8 @@ class DenseUpdateOp : public UpdateOp<Rule> {
   }
 
   // Refuses a gradient that is not finite, naming its variable.
-  static absl::Status CheckFinite(const std::vector<Target>& targets,
-                                  const T* g, int64_t total) {
+  absl::Status CheckFinite(const std::vector<Target>& targets, const T* g,
+                           int64_t total) const {
     if (AllFinite(g, total)) return absl::OkStatus();
     int64_t element = 0;
     while (AllFinite(g + element, 1)) ++element;
@@ -122,8 +122,8 @@ class DenseUpdateOp : public UpdateOp<Rule> {
       element -= size;
     }
     return absl::InvalidArgumentError(
-        absl::StrCat("gradient of variable ", i, " is not finite: its element ",
-                     element, " is ", value));
+        absl::StrCat("gradient of ", this->options_.NameOf("variable", i),
+                     " is not finite: its element ", element, " is ", value));
   }
 
   absl::Status UpdateOne(OpKernelContext* ctx, const Rule& rule,

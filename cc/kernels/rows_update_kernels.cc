@@ -234,7 +234,8 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     const int64_t row = FindNonfiniteRow(push->push, width, push->partitions);
     if (row < 0) return absl::OkStatus();
     return absl::InvalidArgumentError(
-        absl::StrCat("gradient of table ", i, ", row ", row, " is not finite"));
+        absl::StrCat("gradient of ", this->options_.NameOf("table", i),
+                     ", row ", row, " is not finite"));
   }
 
   // Lock: the target's, by a session.

@@ -57,6 +57,7 @@ absl::Status ReadUpdateAttributes(tensorflow::OpKernelConstruction* ctx,
   TF_RETURN_IF_ERROR(ctx->GetAttr("target_deviation", &deviation));
   TF_RETURN_IF_ERROR(ctx->GetAttr("target_mean", &mean));
   TF_RETURN_IF_ERROR(ctx->GetAttr("nonfinite", &nonfinite));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("names", &options->names));
   TF_RETURN_IF_ERROR(Check(swap.period >= 0, "swap_period", swap.period,
                            "0 (off) or a positive number of global steps"));
   TF_RETURN_IF_ERROR(Check(swap_decay > 0.0f && swap_decay <= 1.0f,

@@ -59,7 +59,8 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
       .Attr("update_sensitivity: float = -1.0")      \
       .Attr("target_deviation: float = 0.0")         \
       .Attr("target_mean: float = 0.0")              \
-      .Attr("nonfinite: string = 'apply'")
+      .Attr("nonfinite: string = 'apply'")           \
+      .Attr("names: list(string) = []")
 
 #define RECSYNC_COMMON_DOC                                                     \
   "\nlearning_rate: A scalar.\n"                                               \
@@ -82,7 +83,9 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "for the paper's simplified delta' tau / delta.\n"                           \
   "nonfinite: What becomes of a variable or row whose gradient holds an "      \
   "infinity or no number: 'apply' applies it, 'skip' leaves the variable or "  \
-  "row as it is and counts that, 'error' refuses the whole push.\n"
+  "row as it is and counts that, 'error' refuses the whole push.\n"            \
+  "names: Of the variables, for the error of nonfinite; none, or each "        \
+  "one's.\n"
 
 #define RECSYNC_DENSE_DOC                                                     \
   "\n"                                                                        \

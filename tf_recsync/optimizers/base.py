@@ -423,6 +423,8 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             "learning_rate": learning_rate,
             **self.step_arguments(global_step),
             "nonfinite": self.nonfinite,
+            # For its error.
+            "names": [s.variable.path for s in states] if self.nonfinite == "error" else [],
             **policy.attributes(),
         }
 
