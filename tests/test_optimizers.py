@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tf_recsync import Swap, optimizers, staleness
+from tf_recsync.optimizers.plain_update import has_ops
 from tf_recsync.staleness import Constant, InversePower, Rescale, Threshold
 
 RNG = np.random.default_rng(11)
@@ -407,6 +408,13 @@ def test_the_error_of_a_gradient_that_is_not_finite_names_table_and_row():
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         optimizer.apply([gradient])
     assert np.all(table.numpy() == 1)
+
+
+def test_updates_of_variables_on_accelerators_use_stock_ops():
+    for device in ("", "/CPU:0", "/job:worker/replica:0/task:1/device:CPU:0", "/job:ps/task:0"):
+        assert has_ops(device)
+    for device in ("/GPU:0", "/job:localhost/replica:0/task:0/device:GPU:1", "/device:TPU:0"):
+        assert not has_ops(device)
 
 
 def test_swap_keeps_learning_after_a_shift_on_which_plain_adagrad_stalls():

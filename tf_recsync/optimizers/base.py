@@ -23,7 +23,7 @@ from tf_recsync.embedding.physical_tables import check_memory
 from tf_recsync.ops.bags import Bags, PackedBags
 from tf_recsync.optimizers import saving
 from tf_recsync.optimizers.global_step import CountsSteps
-from tf_recsync.optimizers.plain_update import as_rows, in_xla_context, plain_update
+from tf_recsync.optimizers.plain_update import as_rows, has_ops, in_xla_context, plain_update
 from tf_recsync.swap import Swap
 from tf_recsync.synchronization import context
 
@@ -315,7 +315,9 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         learning_rate = tf.cast(learning_rate, tf.float32)
         step = tf.cast(self.iterations, tf.int64) + 1
         known = ("float32", "bfloat16") if state.is_table else ("float32",)
-        if in_xla_context() or state.variable.dtype not in known:
+        device = getattr(state.variable._value, "device", None)
+        is_plain = state.variable.dtype not in known or not has_ops(device or "")
+        if in_xla_context() or is_plain:
             plain_update(self, state, variable, gradient, learning_rate, step)
         elif state.is_table:
             lookup = ops.lookup_of(gradient)

@@ -1,4 +1,4 @@
-"""An update in stock ops: for XLA, which knows no custom ops, and for other dtypes than float32."""
+"""An update in stock ops: for XLA, which knows no custom ops, other dtypes, and accelerators."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def in_xla_context() -> bool:
     if tf.executing_eagerly():
         return False
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def has_ops(device: str) -> bool:
+    """Whether the ops of this package can use a variable on a device: they run on processors."""
+    return tf.DeviceSpec.from_string(device).device_type in (None, "CPU")
 
 
 def as_rows(gradient, shape) -> tuple[tf.Tensor, tf.Tensor]:

@@ -77,6 +77,9 @@ def on_worker(value: np.ndarray) -> tf.Tensor:
 
 @contextlib.contextmanager
 def at(cluster: Cluster, worker: int) -> Iterator[None]:
-    """Inside, this thread calls on a worker, and hinders no other thread."""
-    with cluster.dispatch_scope(), tf.device(device_of("worker", worker)):
+    """Inside, this thread calls on a worker's processor, and hinders no other thread.
+
+    What it makes there, the ops of this package can use: they run on no other device.
+    """
+    with cluster.dispatch_scope(), tf.device(device_of("worker", worker) + "/device:CPU:0"):
         yield

@@ -18,7 +18,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tf_recsync.cluster import Cluster, device_of
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.copies import Copies
-from tf_recsync.synchronization.remote_values import on_worker
+from tf_recsync.synchronization.remote_values import at, on_worker
 from tf_recsync.synchronization.shadow_algorithms import Algorithm, Center, Trainer
 
 # Servers build their parts of a function at the first call, one after the other.
@@ -326,7 +326,7 @@ class Trainers:
         for part, (first, last) in zip(self._parts, self._ranges(), strict=True):
             part.assign(center[first:last])
         for worker, own in self._there.items():
-            with self._cluster.dispatch_scope(), tf.device(device_of("worker", worker)):
+            with at(self._cluster, worker):
                 for name, value in states.items():
                     own[name].assign(on_worker(value))
 
@@ -348,11 +348,7 @@ class Trainers:
             others = list(self._there.items())
         for worker, states in others:
             # One that is lost its own threads find out.
-            with (
-                contextlib.suppress(tf.errors.OpError),
-                self._cluster.dispatch_scope(),
-                tf.device(device_of("worker", worker)),
-            ):
+            with contextlib.suppress(tf.errors.OpError), at(self._cluster, worker):
                 self._first_states = {n: np.asarray(v.read_value()) for n, v in states.items()}
                 return self._first_states
         if self._all_gone:
