@@ -291,6 +291,19 @@ def test_on_another_number_of_trainers_all_begin_with_the_mean(clusters, tmp_pat
                 np.testing.assert_allclose(copy[0], (one + other) / 2, rtol=1e-5)
 
 
+def test_a_table_on_a_closed_cluster_says_so(clusters):
+    clusters.close()
+    with recsync.LocalCluster(workers=1, ps=2, processes=0) as cluster:
+        strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), sync_ps=[1])
+        with strategy.scope():
+            table = keras.layers.Embedding(4, 2)
+            table.build((None, 1))
+        assert "/job:ps/replica:0/task:0" in table.embeddings.value.device
+    message = r"LocalCluster\(workers=1, ps=2\) is closed, and what lay on its servers is gone"
+    with pytest.raises(RuntimeError, match=message):
+        table.get_weights()
+
+
 def test_one_thread_with_synchronization_in_the_foreground_is_numpys_sequence(clusters):
     """Of logistic regression, gradient steps with an exchange after every third one."""
     clusters.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -22,12 +22,19 @@ class CopiesExtended(tf.distribute.StrategyExtended):
 
     Args:
         strategy: the strategy.
+        check: raises an error if what lies on servers can't be read any more.
         servers: the parameter servers, by task index, that hold embedding tables, of which
             there is one copy for all workers; none: each worker has a copy of everything.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, servers: Sequence[int] = ()):
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        check: Callable[[], None],
+        servers: Sequence[int] = (),
+    ):
         super().__init__(strategy)
+        self._check = check
         self._servers = [device_of("ps", server) + "/device:CPU:0" for server in servers]
         self._next = 0  # Of the servers, for a table that nobody has placed.
 
@@ -47,7 +54,9 @@ class CopiesExtended(tf.distribute.StrategyExtended):
         arguments = arguments_of(kwargs)
         if device is not None:
             with tf.device(device):
-                return ShownVariable(**arguments)
+                table = ShownVariable(**arguments)
+                table.check = self._check
+                return table
         with tf.device(_CHIEF):
             return CopiedVariable(**arguments)
 

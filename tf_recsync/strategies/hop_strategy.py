@@ -154,7 +154,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         cluster.connect()
         needed = [threads_needed(topology, worker) for worker in range(topology.size)]
         check_threads(cluster, needed, "for neighbors")
-        super().__init__(CopiesExtended(self))
+        super().__init__(CopiesExtended(self, cluster.check_open))
         self._init_fit(cluster, None, worker_timeout, silence_timeout, Mode("hop"))
 
     @property

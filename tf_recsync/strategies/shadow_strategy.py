@@ -131,7 +131,7 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
         cluster.connect()
         # Its threads' steps, a synchronization of its own, and its part in another one's.
         check_threads(cluster, [threads_per_trainer + 2] * cluster.workers, "for other servers")
-        super().__init__(CopiesExtended(self, self._embedding_ps))
+        super().__init__(CopiesExtended(self, cluster.check_open, self._embedding_ps))
         self._init_fit(cluster, local_batch_size, worker_timeout, silence_timeout, Mode("shadow"))
 
     @property
