@@ -81,6 +81,7 @@ COMMON = [
     ),
     case("a negative deviation", "target_deviation .* -1", target_deviation=plain(-1.0)),
     case("a negative mean", "target_mean .* -1", target_mean=plain(-1.0)),
+    case("a window of 0 pushes", "deviation_window .* 0", deviation_window=plain(0)),
     case("a negative epsilon", "epsilon .* -1", epsilon=plain(-1.0)),
     case(
         "no periods with SWAP",

@@ -101,7 +101,7 @@ def test_a_threshold_compares_the_age_which_is_zero_when_fresh():
 
 
 positive = st.floats(1e-3, 1e3)
-rescales = st.none() | st.builds(Rescale, positive, st.none() | positive)
+rescales = st.none() | st.builds(Rescale, positive, st.none() | positive, st.integers(1, 10**6))
 policies = st.one_of(
     st.builds(Constant),
     st.builds(Threshold, st.floats(0, 1e4)),
@@ -160,6 +160,9 @@ def test_policies_come_back_from_their_config(policy):
             lambda: Rescale(deviation=1.0, mean=-2),
             "mean must be positive and finite, or None, not -2",
         ),
+        (lambda: Rescale(1.0, window=0), "window must be a positive int, not 0"),
+        (lambda: Rescale(1.0, window=2.5), "window must be a positive int, not 2.5"),
+        (lambda: Rescale(1.0, window=True), "window must be a positive int, not True"),
     ],
 )
 def test_bad_arguments_are_refused_with_name_value_and_what_is_allowed(make, message):

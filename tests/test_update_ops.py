@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from tf_recsync import ops
 
-# Count, sum, sum of squares, max; exact buckets; eight an octave; skipped.
-COUNTERS = 4 + 32 + 8 * 27 + 1
+# Count, sum, sum of squares, max; exact buckets; eight an octave; skipped; a window.
+COUNTERS = 4 + 32 + 8 * 27 + 1 + 7
 EPSILON = 1e-7
 FLOATS = [tf.float32, tf.float16, tf.bfloat16]
 RNG = np.random.default_rng(7)
@@ -330,7 +330,20 @@ POLICIES = {
         {**POWER, "target_deviation": 0.7, "target_mean": 1.5},
         lambda tau, _, sd, mean: max(1, 0.7 * (tau - mean) / sd + 1.5 if sd > 0.7 else tau) ** -2,
     ),
+    "deviation and mean of the last pushes": (
+        {**POWER, "target_deviation": 0.7, "target_mean": 1.5, "deviation_window": 6},
+        lambda tau, _, sd, mean: max(1, 0.7 * (tau - mean) / sd + 1.5 if sd > 0.7 else tau) ** -2,
+    ),
 }
+
+
+def recent(pushes, window) -> list:
+    """The staleness that counts as measured, of lists by push.
+
+    The window moves on by `window` pushes at once, and holds as many of before that.
+    """
+    first = max(len(pushes) // window - 1, 0) * window
+    return [tau for taus in pushes[first:] for tau in taus]
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adagrad"])
@@ -339,23 +352,27 @@ POLICIES = {
 def test_the_gradient_is_weighted_before_it_enters_the_accumulator(policy, table, rule):
     attributes, rho = POLICIES[policy]
     value = RNG.normal(size=(5, 2))
-    state, one, taus = State(value, table), Rule(value, rule == "adagrad"), []
+    state, one, pushes = State(value, table), Rule(value, rule == "adagrad"), []
     for step in range(1, 40):
         ids = RNG.integers(0, 5, 4) if table else None
         gradient = random_gradient((4, 2) if table else (10,))
         now = state.version.numpy()[ids] if table else state.version.numpy()[None]
-        pulled = np.maximum(now - RNG.integers(0, 8, now.shape), 0)
+        # As on a larger cluster at first.
+        pulled = np.maximum(now - RNG.integers(0, 8 if step < 20 else 4, now.shape), 0)
         push(rule, state, gradient, pulled.tolist(), ids, step=step, **attributes)
         # What was measured before this push counts, for all its rows alike.
-        measured = (np.std(taus), np.mean(taus)) if taus else (0.0, 0.0)
+        measured = recent(pushes, attributes.get("deviation_window", 1000))
+        measured = (np.std(measured), np.mean(measured)) if measured else (0.0, 0.0)
+        pushes.append([])
         rows = summed(ids, gradient) if table else {...: np.reshape(gradient, (5, 2))}
         for row, g in rows.items():
             own = (ids == row) if table else [True]
             tau = int((now - pulled + 1)[own].max())
             one.update(row, g, rho(tau, one.length.get(row, 0.0), *measured))
-            taus.append(tau)
+            pushes[-1].append(tau)
     one.check(state, 1e-4)
-    np.testing.assert_array_equal(state.counters, expected_counters(taus))
+    counted = expected_counters([tau for taus in pushes for tau in taus])
+    np.testing.assert_array_equal(state.counters[:-7], counted[:-7])
     if policy == "sensitivity":
         lengths = [one.length.get(row, 0) for row in (range(5) if table else [...])]
         np.testing.assert_allclose(np.ravel(state.length), lengths, rtol=1e-4)

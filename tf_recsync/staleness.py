@@ -29,22 +29,38 @@ class Rescale:
     mu being the measured mean. While the measured deviation is not above the
     baseline's, tau is kept.
 
+    Both are measured in a window of the last pushes to the variable: so what a
+    checkpoint brings from another cluster is forgotten, and so is what was
+    before the cluster changed.
+
     Reference: Liu and Zhao 2021, section "Staleness Normalization".
 
     Args:
         deviation: delta', a positive float in updates: the deviation of tau on
             the baseline cluster (`strategy.staleness().dense.deviation` there).
         mean: mu', a positive float in updates, or None (the default).
+        window: a positive int in pushes. At least so many of the last pushes are
+            measured, less than twice as many, and all of them at first: the
+            window moves on by `window` pushes at a time. Take at least some tens
+            for each worker. Defaults to 1000, from which the deviation of a dense
+            variable is known to a few percent.
+
+    Raises:
+        ValueError: for a value out of range.
     """
 
     deviation: float
     mean: float | None = None
+    window: int = 1000
 
     def __post_init__(self) -> None:
         if not 0 < self.deviation < math.inf:
             raise ValueError(f"deviation must be positive and finite, not {self.deviation!r}")
         if self.mean is not None and not 0 < self.mean < math.inf:
             raise ValueError(f"mean must be positive and finite, or None, not {self.mean!r}")
+        is_int = isinstance(self.window, int) and not isinstance(self.window, bool)
+        if not is_int or not 1 <= self.window < 2**63:
+            raise ValueError(f"window must be a positive int, not {self.window!r}")
 
     def get_config(self) -> dict:
         return dataclasses.asdict(self)
@@ -81,6 +97,7 @@ class Policy:
             mean: the mean of tau measured so far.
         """
         attributes = self.attributes()
+        del attributes["deviation_window"]
         prefix = "staleness_"
         arguments = {k.removeprefix(prefix): v for k, v in attributes.items()}
         return _engine.staleness_weight(
@@ -116,6 +133,7 @@ def _attributes(decay: str, **changes) -> dict:
         "update_sensitivity": -1.0,
         "target_deviation": 0.0,
         "target_mean": 0.0,
+        "deviation_window": 1000,
     }
     attributes.update(changes)
     return attributes
@@ -195,6 +213,7 @@ class InversePower(Policy):
             update_sensitivity=sensitivity,
             target_deviation=float(self.rescale.deviation) if self.rescale else 0.0,
             target_mean=float(self.rescale.mean or 0.0) if self.rescale else 0.0,
+            **({"deviation_window": self.rescale.window} if self.rescale else {}),
         )
 
 
@@ -321,3 +340,5 @@ class Report:
 COUNTERS: int = _engine.STALENESS_COUNTERS
 # Which of the counters is a maximum; the others are sums.
 MAXIMUM = 3
+# Which of them counts what was left out; what follows is of the window of `Rescale`.
+SKIPPED: int = _engine.STALENESS_FIRST_BUCKET + _engine.STALENESS_BUCKETS

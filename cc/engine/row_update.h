@@ -99,7 +99,7 @@ inline int64_t FindNonfiniteRow(const RowPush& push, int64_t width,
 template <typename Rule>
 class RowUpdate {
  public:
-  // Reads what was measured so far: the weights of all rows refer to that.
+  // Reads what was measured before: the weights of all rows refer to that.
   RowUpdate(const Rule& rule, const UpdateOptions& options, int64_t global_step,
             const TableView& table, const RowPush& push)
       : rule_(rule),
@@ -112,9 +112,10 @@ class RowUpdate {
                          : ChooseSpanUpdate<Rule, false>()) {
     if (!options.weight.rescales()) return;
     RowLock lock(&CountersLock());
-    const StalenessCounters counters(table.counters);
-    mean_ = counters.Mean();
-    deviation_ = std::sqrt(counters.Variance());
+    const auto measured =
+        StalenessCounters(table.counters).BeginPush(options.weight.window);
+    mean_ = measured.mean;
+    deviation_ = std::sqrt(measured.variance);
   }
 
   // Updates the rows of partitions [begin, end).

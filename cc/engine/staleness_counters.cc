@@ -13,17 +13,33 @@ int FloorLog2(int64_t value) {
 
 }  // namespace
 
-double StalenessCounters::Mean() const {
-  if (count() == 0) return 0.0;
-  return static_cast<double>(counters_[kSum]) / count();
+StalenessCounters::Moments StalenessCounters::BeginPush(int64_t window) {
+  static_assert(kCount == 0 && kSum == 1 && kSumOfSquares == 2,
+                "totals are copied at once");
+  int64_t& pushes = counters_[kPushes];
+  int64_t* const half = counters_ + kHalfBefore;
+  if (pushes == 0) std::copy_n(counters_, 3, half);
+  if (pushes == 0 || pushes >= window) {
+    std::copy_n(half, 3, counters_ + kBefore);
+    std::copy_n(counters_, 3, half);
+    pushes = 0;
+  }
+  ++pushes;
+  return MomentsSince(counters_ + kBefore);
 }
 
-double StalenessCounters::Variance() const {
-  if (count() == 0) return 0.0;
-  const double mean = Mean();
-  const double mean_of_squares =
-      static_cast<double>(counters_[kSumOfSquares]) / count();
-  return std::max(0.0, mean_of_squares - mean * mean);
+StalenessCounters::Moments StalenessCounters::MomentsSince(
+    const int64_t* before) const {
+  const auto since = [&](int i) {
+    const int64_t first = before == nullptr ? 0 : before[i];
+    // Unsigned, as what a variable holds may be anything.
+    return static_cast<double>(static_cast<int64_t>(
+        static_cast<uint64_t>(counters_[i]) - static_cast<uint64_t>(first)));
+  };
+  const double n = since(kCount);
+  if (n <= 0.0) return {};
+  const double mean = since(kSum) / n;
+  return {mean, std::max(0.0, since(kSumOfSquares) / n - mean * mean)};
 }
 
 int64_t StalenessCounters::Quantile(double quantile) const {

@@ -12,6 +12,9 @@
 //   bucket  a histogram: exact for tau < 32, eight buckets per octave beyond
 //   skipped updates left out because their gradient was not finite; they count
 //           in nothing else
+//   window  what `BeginPush` needs: pushes since the window's second half
+//   began,
+//           and what count, sum and sum_sq were when each half did
 //
 // Thread compatible: the caller holds the variable's lock, or works on a copy
 // of its own and merges it under the lock.
@@ -37,7 +40,10 @@ class StalenessCounters {
   static constexpr int kOctaves = 27;  // 2^5 .. 2^32
   static constexpr int kBuckets = kExactBuckets + kBucketsPerOctave * kOctaves;
   static constexpr int kSkipped = kFirstBucket + kBuckets;
-  static constexpr int kSize = kSkipped + 1;
+  static constexpr int kPushes = kSkipped + 1;
+  static constexpr int kBefore = kPushes + 1;      // kCount .. kSumOfSquares
+  static constexpr int kHalfBefore = kBefore + 3;  // the same
+  static constexpr int kSize = kHalfBefore + 3;
 
   // `counters` points at kSize values, outlives this object and starts zeroed.
   explicit StalenessCounters(int64_t* counters) : counters_(counters) {}
@@ -58,7 +64,19 @@ class StalenessCounters {
     counters_[kSkipped] = SaturatingAdd(counters_[kSkipped], 1);
   }
 
-  // Adds what another set of counters has counted.
+  struct Moments {
+    double mean = 0.0;
+    // Of the population, not of a sample. Both are 0 without updates.
+    double variance = 0.0;
+  };
+
+  // Begins a push, whose updates are counted after that. Returns the moments of
+  // the updates of the last pushes: of `window` (1 or more) to 2 window - 1, or
+  // all since the first call if there are less. Counts from before the first
+  // call are left out.
+  Moments BeginPush(int64_t window);
+
+  // Adds what another set of counters, which has begun no push, has counted.
   void Merge(const int64_t* other) {
     for (int i = 0; i < kSize; ++i) {
       if (i == kMax) continue;
@@ -70,10 +88,9 @@ class StalenessCounters {
   int64_t count() const { return counters_[kCount]; }
   int64_t max() const { return counters_[kMax]; }
   int64_t skipped() const { return counters_[kSkipped]; }
-  // 0 before the first update.
-  double Mean() const;
-  // Of the population, not of a sample; 0 before the first update.
-  double Variance() const;
+  // Of all updates.
+  double Mean() const { return MomentsSince(nullptr).mean; }
+  double Variance() const { return MomentsSince(nullptr).variance; }
   // The smallest tau that `quantile` (in [0, 1]) of the updates did not exceed;
   // beyond the exact buckets, the upper edge of its bucket (or the maximum, if
   // that is less). 0 before the first update.
@@ -85,6 +102,9 @@ class StalenessCounters {
   static int64_t UpperEdge(int bucket);
 
  private:
+  // Of the updates since kCount .. kSumOfSquares were `before`; null: all.
+  Moments MomentsSince(const int64_t* before) const;
+
   static int64_t SaturatingAdd(int64_t a, int64_t b) {
     int64_t sum;
     return __builtin_add_overflow(a, b, &sum)

@@ -60,6 +60,31 @@ TEST(StalenessCountersTest, EverythingIsZeroBeforeTheFirstUpdate) {
   EXPECT_EQ(counters.Quantile(1.0), 0);
 }
 
+TEST(StalenessCountersTest, AWindowForgetsWhatIsOlderThanTwiceItsPushes) {
+  Values values = Zeros();
+  StalenessCounters counters(values.data());
+  const Values taus = RandomTaus(50, 5);
+  // Of before the first push: left out.
+  for (int i = 0; i < 9; ++i) counters.Add(1000);
+  constexpr int kWindow = 7;
+  for (int push = 0; push < 25; ++push) {
+    const int first = 2 * std::max(push / kWindow - 1, 0) * kWindow;
+    double sum = 0.0, squares = 0.0;
+    for (int i = first; i < 2 * push; ++i) {
+      sum += static_cast<double>(taus[i]);
+      squares += static_cast<double>(taus[i] * taus[i]);
+    }
+    const double n = std::max(2 * push - first, 1);
+    const auto measured = counters.BeginPush(kWindow);
+    EXPECT_DOUBLE_EQ(measured.mean, sum / n);
+    EXPECT_NEAR(measured.variance, squares / n - sum * sum / n / n,
+                1e-9 * squares);
+    counters.Add(taus[2 * push]);
+    counters.Add(taus[2 * push + 1]);
+  }
+  EXPECT_EQ(counters.count(), 59);
+}
+
 TEST(StalenessCountersTest, SkippedUpdatesCountInNothingElse) {
   Values values = Zeros();
   StalenessCounters counters(values.data());

@@ -52,12 +52,15 @@ struct StalenessWeight {
   // paper's tau' = (delta' / delta) tau.
   double target_deviation = 0.0;
   double target_mean = 0.0;
+  // The deviation and mean of tau are those of so many pushes, or up to twice
+  // as many, see StalenessCounters::BeginPush.
+  int64_t window = 1000;
 
   bool uses_last_update() const { return update_sensitivity >= 0.0; }
   bool rescales() const { return target_deviation > 0.0; }
 
   // The weight at staleness `tau`. `last_update` is |dw|, the length of the
-  // last update applied; `deviation` and `mean` are those measured so far. With
+  // last update applied; `deviation` and `mean` are those measured. With
   // no spread measured yet there is nothing to rescale by, and tau is kept.
   double Of(double tau, double last_update, double deviation,
             double mean) const {

@@ -173,10 +173,11 @@ class DenseUpdateOp : public UpdateOp<Rule> {
         *offset += size;
         return absl::OkStatus();
       }
+      StalenessCounters::Moments measured;
+      if (weight.rescales()) measured = counters.BeginPush(weight.window);
       rho = static_cast<float>(
           weight.Of(static_cast<double>(tau), measure ? *last_update : 0.0,
-                    weight.rescales() ? std::sqrt(counters.Variance()) : 0.0,
-                    counters.Mean()));
+                    std::sqrt(measured.variance), measured.mean));
       if (this->options_.swap.enabled()) {
         decay = this->options_.swap.DecaySince(
             Data<int64_t>(target.last_periods), global_step);

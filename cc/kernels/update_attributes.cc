@@ -56,6 +56,7 @@ absl::Status ReadUpdateAttributes(tensorflow::OpKernelConstruction* ctx,
   TF_RETURN_IF_ERROR(ctx->GetAttr("update_sensitivity", &sensitivity));
   TF_RETURN_IF_ERROR(ctx->GetAttr("target_deviation", &deviation));
   TF_RETURN_IF_ERROR(ctx->GetAttr("target_mean", &mean));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("deviation_window", &weight.window));
   TF_RETURN_IF_ERROR(ctx->GetAttr("nonfinite", &nonfinite));
   TF_RETURN_IF_ERROR(ctx->GetAttr("names", &options->names));
   TF_RETURN_IF_ERROR(Check(swap.period >= 0, "swap_period", swap.period,
@@ -70,6 +71,8 @@ absl::Status ReadUpdateAttributes(tensorflow::OpKernelConstruction* ctx,
                            "target_deviation", deviation, "at least 0"));
   TF_RETURN_IF_ERROR(Check(mean >= 0.0f && std::isfinite(mean), "target_mean",
                            mean, "at least 0"));
+  TF_RETURN_IF_ERROR(Check(weight.window >= 1, "deviation_window",
+                           weight.window, "at least 1"));
   TF_RETURN_IF_ERROR(Check(std::isfinite(sensitivity), "update_sensitivity",
                            sensitivity, "finite; negative for off"));
   swap.decay = swap_decay;

@@ -59,6 +59,7 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
       .Attr("update_sensitivity: float = -1.0")      \
       .Attr("target_deviation: float = 0.0")         \
       .Attr("target_mean: float = 0.0")              \
+      .Attr("deviation_window: int = 1000")          \
       .Attr("nonfinite: string = 'apply'")           \
       .Attr("names: list(string) = []")
 
@@ -78,9 +79,11 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "update_sensitivity: lambda: rho is taken at tau sigmoid(lambda |dw|); "     \
   "negative switches it off.\n"                                                \
   "target_deviation: delta' that tau is rescaled to, by the deviation "        \
-  "measured so far; 0 switches it off.\n"                                      \
+  "measured; 0 switches it off.\n"                                             \
   "target_mean: mu' of the full rescaling delta' (tau - mu) / delta + mu'; 0 " \
   "for the paper's simplified delta' tau / delta.\n"                           \
+  "deviation_window: The pushes that the deviation and mean of tau are "       \
+  "measured in, or up to twice as many: earlier ones are forgotten.\n"         \
   "nonfinite: What becomes of a variable or row whose gradient holds an "      \
   "infinity or no number: 'apply' applies it, 'skip' leaves the variable or "  \
   "row as it is and counts that, 'error' refuses the whole push.\n"            \

@@ -116,7 +116,7 @@ def gradient_buffer(
     attributes = weight.attributes()
     sensitivity = attributes.pop("update_sensitivity")
     rescales = attributes.pop("target_deviation") > 0
-    del attributes["target_mean"]
+    del attributes["target_mean"], attributes["deviation_window"]
     if sensitivity >= 0 or rescales:
         raise ValueError(
             "weight must depend on the token's age alone, without update_sensitivity and "

@@ -117,8 +117,9 @@ def plain_update(
             tf.fill([3], updates),
             [tf.cast(0, tf.int64)],
             [tf.cast(0, tf.int64), updates],
-            tf.zeros([staleness_lib.COUNTERS - 7], tf.int64),
+            tf.zeros([staleness_lib.SKIPPED - 6], tf.int64),
             [skipped],
+            tf.zeros([staleness_lib.COUNTERS - staleness_lib.SKIPPED - 1], tf.int64),
         ],
         0,
     )
