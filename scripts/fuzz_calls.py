@@ -144,9 +144,12 @@ def _update(rule: str, table: bool) -> Callable[[World], dict]:
         if w.chance(0.3):
             arguments |= {"update_sensitivity": 1.0, "target_deviation": float(w.small(0, 1))}
             arguments["target_mean"] = float(w.small(0, 1))
+            arguments["deviation_window"] = w.small(1, 3)
             arguments["last_updates"] = [w.variable(np.ones(s, np.float32)) for s in beside]
         if rule == "adam":
             arguments |= {"last_steps": ints(beside), "beta_1": 0.9, "beta_2": 0.99}
+            if table:
+                arguments["lazy"] = w.chance(0.5)
         if rule == "ftrl":
             arguments |= {"learning_rate_power": -0.5, "l1": 0.1, "l2": 0.1, "beta": 0.0}
         if rule in ("adagrad", "adam"):

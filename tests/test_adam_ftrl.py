@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tf_recsync as recsync
 from tf_recsync import Swap, ops, optimizers, staleness
-from tf_recsync.ops.bags import PackedBags
+from tf_recsync.ops.bags import Bags, PackedBags
 
 RNG = np.random.default_rng(17)
 SEED = RNG.bit_generator.state
@@ -118,6 +119,142 @@ def test_dense_variables_and_rows_follow_the_eager_rule(case, swap, jit):
     np.testing.assert_allclose(table.numpy(), by_row.w, 2e-4, 2e-5)
     np.testing.assert_allclose(dense.numpy(), whole.w, 2e-4, 2e-5)
     np.testing.assert_array_equal(table.numpy()[6], values[0][6].astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_adam_that_is_not_lazy_moves_all_rows_as_the_stock_one_does(jit, dtype):
+    values = RNG.normal(size=(40, 3))
+    table, stock_table = (keras.Variable(values, dtype=dtype, name="embeddings") for _ in "ab")
+    optimizer = optimizers.Adam(LR, lazy=False, beta_2=0.9)
+    stock = keras.optimizers.Adam(LR, beta_2=0.9)
+    for one, variable in ((optimizer, table), (stock, stock_table)):
+        one.build([variable])
+
+    @tf.function(jit_compile=jit)
+    def apply(ids, rows):
+        optimizer.apply([tf.IndexedSlices(rows, ids, tf.constant([40, 3]))])
+
+    for _ in range(20):
+        ids = RNG.integers(0, 30, 4)  # some twice; rows from 30 never come
+        rows = RNG.normal(size=(4, 3)).astype(dtype)
+        apply(tf.constant(ids), tf.constant(rows))
+        summed = np.zeros((40, 3))
+        np.add.at(summed, ids, rows)
+        stock.apply([tf.constant(summed, dtype)])
+    np.testing.assert_allclose(table.numpy(), stock_table.numpy(), rtol=1e-5, atol=1e-5)
+    state = optimizer.state_of(table)
+    assert np.unique(state.last_steps[0].numpy()).tolist() == [20]
+    # What moves by itself is no update that others could be stale by.
+    assert state.versions.numpy()[30:].sum() == 0 < state.versions.numpy()[:30].sum()
+
+
+def test_rows_make_up_for_steps_that_brought_no_push():
+    values = RNG.normal(size=(5, 2))
+    table, stock_table = (keras.Variable(values, dtype="float32", name="embeddings") for _ in "ab")
+    optimizer, stock = optimizers.Adam(LR, lazy=False), keras.optimizers.Adam(LR)
+    for one, variable in ((optimizer, table), (stock, stock_table)):
+        one.build([variable])
+    state = optimizer.state_of(table)
+    empty = tf.zeros([0], tf.int64)
+    for step in range(1, 16):
+        gradient = np.zeros((5, 2), np.float32)
+        if step in (1, 3, 9, 15):
+            gradient[step % 3] = RNG.normal(size=2)
+            rows = PackedBags.pack([Bags(tf.constant([step % 3], tf.int64))])
+            pushed = tf.constant(gradient[step % 3])
+            optimizer.apply_rows([state], pushed, rows, empty, LR, tf.constant(step, tf.int64))
+        stock.apply([tf.constant(gradient)])
+    np.testing.assert_allclose(table.numpy(), stock_table.numpy(), rtol=1e-5, atol=1e-5)
+
+
+class StockAdam(keras.optimizers.Adam):
+    """Keras's Adam on dense gradients: of a sparse one it squares rows named twice one by one."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply([tf.convert_to_tensor(g) for g in grads], trainable_variables)
+
+
+def click_model(layer, optimizer, **options):
+    """A compiled model on the mean of three rows of a table."""
+    inputs = keras.Input((3,), dtype="int64")
+    if isinstance(layer, keras.layers.Embedding):
+        pooled = keras.layers.GlobalAveragePooling1D()(layer(inputs))
+    else:
+        pooled = layer({"id": inputs})["id"]
+    model = keras.Model(inputs, keras.layers.Dense(1)(pooled))
+    model.compile(optimizer, "mse", **options)
+    return model
+
+
+def sharded_table():
+    """24 rows, the even ones on one server and the odd ones on another."""
+    table = recsync.layers.TableConfig("rows", 24, 4, "normal", "mean", 2)
+    return recsync.layers.EmbeddingCollection(
+        [table], [recsync.layers.FeatureConfig("id", "rows")], name="table"
+    )
+
+
+def weights_of(model):
+    """The table, and the dense layer's."""
+    layer = model.get_layer("table")
+    table = layer.get_weights()[0]
+    if hasattr(layer, "table_values"):
+        table = layer.table_values("rows")
+    return [table, *model.layers[-1].get_weights()]
+
+
+EMBEDDING = {"input_dim": 24, "output_dim": 4, "name": "table"}
+STRATEGIES = {
+    "async": recsync.AsyncStrategy,
+    "sync": lambda cluster: recsync.SyncStrategy(cluster, global_batch_size=16, local_batch_size=8),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("make_table", [lambda: keras.layers.Embedding(**EMBEDDING), sharded_table])
+def test_adam_that_is_not_lazy_on_parameter_servers_is_stock_adam(clusters, make_table, name):
+    strategy = STRATEGIES[name](clusters.get(1, 2))
+    # Rows from 20 never come, and no row of one of the servers in half of the global batches.
+    ids = RNG.integers(0, 10, (128, 3)) * 2 + np.arange(128)[:, None] // 16 % 2
+    labels = RNG.normal(size=(128, 1)).astype(np.float32)
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = click_model(make_table(), optimizers.Adam(0.02, lazy=False))
+    stock = click_model(keras.layers.Embedding(**EMBEDDING), StockAdam(0.02))
+    stock.set_weights(weights_of(model))
+    before = weights_of(model)[0]
+    model.fit(ids, labels, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    size = 16 if name == "sync" else 8
+    stock.fit(ids, labels, batch_size=size, epochs=2, shuffle=False, verbose=0)
+    for got, expected in zip(weights_of(model), stock.get_weights(), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(weights_of(model)[0][20:], before[20:])
+
+
+def test_adam_that_is_not_lazy_goes_on_from_servers_checkpoint_in_one_process(clusters, tmp_path):
+    ids = RNG.integers(0, 20, (64, 3))
+    labels = RNG.normal(size=(64, 1)).astype(np.float32)
+    fit = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    keras.utils.set_random_seed(7)
+    with recsync.AsyncStrategy(clusters.get(1, 2)).scope():
+        model = click_model(sharded_table(), optimizers.Adam(0.02, lazy=False))
+    stock = click_model(keras.layers.Embedding(**EMBEDDING), StockAdam(0.02))
+    stock.set_weights(weights_of(model))
+    model.fit(ids, labels, **fit)
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert again.optimizer.get_config()["lazy"] is False
+    again.fit(ids[:32], labels[:32], **fit)
+    stock.fit(ids, labels, **fit)
+    stock.fit(ids[:32], labels[:32], **fit)
+    for got, expected in zip(weights_of(again), stock.get_weights(), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_lazy_must_be_true_or_false():
+    with pytest.raises(ValueError, match="lazy must be True or False, not 0"):
+        optimizers.Adam(lazy=0)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 """Pushes and pulls from many threads at once."""
 
+import concurrent.futures
 import threading
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import tf_recsync as recsync
 from tf_recsync import ops, staleness
+from tf_recsync.ops.bags import Bags, PackedBags
 
 ROWS, WIDTH, BATCH = 20_000, 16, 8_000
 
@@ -142,3 +146,29 @@ def test_a_periods_decay_is_not_lost_by_hogwilds_updates_that_begin_it_side_by_s
     assert not any(thread.is_alive() for thread in threads)
     # No gradient adds anything: each period halves what is there.
     np.testing.assert_array_equal(accumulator.numpy(), np.full(size, 0.5**rounds, np.float32))
+
+
+def test_pushes_side_by_side_that_move_all_rows_take_each_row_to_the_last_step():
+    rows, threads, pushes = 3_000, 4, 15
+    table = keras.Variable(np.ones((rows, 4), np.float32), name="embeddings")
+    optimizer = recsync.optimizers.Adam(0.01, lazy=False)
+    optimizer.build([table])
+    state = optimizer.state_of(table)
+    rng = np.random.default_rng(5)
+    named = [rng.integers(0, rows // 2, 200) for _ in range(threads * pushes)]
+
+    def push_those_of(thread):
+        for i in range(thread, len(named), threads):
+            ids, step = tf.constant(named[i]), tf.constant(i + 1, tf.int64)
+            bags, fresh = PackedBags.pack([Bags(ids)]), tf.zeros([0], tf.int64)
+            optimizer.apply_rows([state], tf.ones([len(ids) * 4]), bags, fresh, 0.01, step)
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        list(pool.map(push_those_of, range(threads)))
+    assert np.unique(state.last_steps[0].numpy()).tolist() == [len(named)]
+    # Only what a push named has a new version.
+    expected = sum(np.bincount(np.unique(ids), minlength=rows) for ids in named)
+    np.testing.assert_array_equal(state.versions.numpy(), expected)
+    values = table.numpy()
+    np.testing.assert_array_equal(values[rows // 2 :], 1)
+    assert np.all(np.isfinite(values)) and np.all(values[expected > 0] < 1)

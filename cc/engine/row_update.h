@@ -5,6 +5,9 @@
 //   RowUpdate<AdagradRule> update(rule, options, step, table, push);
 //   // in any threads, each partition once:
 //   update.Run(partitions, begin, end);
+//   // after that, in any threads, each row of the table once, if
+//   // MovesAll(rule):
+//   update.RunRest(begin, end);
 //
 // A row and all that lives beside it is read and written under its row lock, so
 // that pushes to other rows go on meanwhile and a reader who takes the lock too
@@ -108,6 +111,8 @@ class RowUpdate {
         table_(table),
         push_(push),
         measures_(options.weight.uses_last_update()),
+        moves_all_(MovesAll(rule)),
+        zeros_(moves_all_ ? table.width : 0, 0.0f),
         apply_(measures_ ? ChooseSpanUpdate<Rule, true>()
                          : ChooseSpanUpdate<Rule, false>()) {
     if (!options.weight.rescales()) return;
@@ -127,6 +132,26 @@ class RowUpdate {
     }
     RowLock lock(&CountersLock());
     StalenessCounters(table_.counters).Merge(counted.data());
+  }
+
+  // Whether a step moves rows that its push does not name, too.
+  static bool MovesAll(const Rule& rule) {
+    if constexpr (Rule::kKeepsSteps) return !rule.lazy;
+    return false;
+  }
+
+  // Has those of rows [begin, end) that have not made this step make it, with a
+  // gradient of 0. That is no update: their versions stay.
+  void RunRest(int64_t begin, int64_t end) const {
+    Scratch& scratch = OwnScratch();
+    for (int64_t row = begin; row < end; ++row) {
+      RowLock lock(&RowLocks::Global().Of(table_.id(), row));
+      if (table_.last_steps[row] >= global_step_) continue;
+      const auto slots = SlotsOf(row);
+      float* w = Widened(row, &scratch);
+      CatchUp(row, global_step_, w, slots.data(), SwapDecay(row));
+      Narrow(row, w);
+    }
   }
 
  private:
@@ -204,46 +229,87 @@ class RowUpdate {
                     std::array<float, kRemembered>* weights,
                     Scratch* scratch) const {
     const int64_t width = table_.width;
-    std::array<float*, TableView::kMaxAccumulators> slots{};
-    for (int a = 0; a < Rule::kAccumulators; ++a) {
-      slots[a] = table_.accumulators[a] + row * width;
-    }
+    const auto slots = SlotsOf(row);
     RowLock lock(&RowLocks::Global().Of(table_.id(), row));
     int64_t& version = table_.versions[row];
     // The version may have been set back since the push was checked.
     const int64_t tau =
         oldest < 0 ? 1 : std::max<int64_t>(version - oldest + 1, 1);
     const float rho = Weight(tau, row, weights);
-    const float decay =
-        options_.swap.enabled()
-            ? options_.swap.DecaySince(&table_.last_periods[row], global_step_)
-            : 1.0f;
-    float* w;
-    if (table_.values != nullptr) {
-      w = table_.values + row * width;
-    } else {
-      const BFloat16* narrow = table_.narrow + row * width;
-      scratch->wide.resize(width);
-      w = scratch->wide.data();
-      for (int64_t i = 0; i < width; ++i) w[i] = static_cast<float>(narrow[i]);
-    }
+    float decay = SwapDecay(row);
+    float* w = Widened(row, scratch);
     double squares;
     if constexpr (Rule::kKeepsSteps) {
+      if (moves_all_) {
+        decay = CatchUp(row, global_step_ - 1, w, slots.data(), decay);
+      }
       squares = apply_(rule_.At(global_step_, &table_.last_steps[row]), w,
                        slots.data(), gradient, width, rho, decay);
     } else {
       squares = apply_(rule_, w, slots.data(), gradient, width, rho, decay);
     }
-    if (table_.values == nullptr) {
-      BFloat16* narrow = table_.narrow + row * width;
-      for (int64_t i = 0; i < width; ++i) narrow[i] = ToBFloat16(w[i]);
-    }
+    Narrow(row, w);
     if (measures_) {
       table_.last_updates[row] = static_cast<float>(std::sqrt(squares));
     }
     // Atomically, for those who check versions without the row's lock.
     __atomic_store_n(&version, version + 1, __ATOMIC_RELAXED);
     return tau;
+  }
+
+  using Slots = std::array<float*, TableView::kMaxAccumulators>;
+
+  Slots SlotsOf(int64_t row) const {
+    Slots slots{};
+    for (int a = 0; a < Rule::kAccumulators; ++a) {
+      slots[a] = table_.accumulators[a] + row * table_.width;
+    }
+    return slots;
+  }
+
+  // Lock: the row's, as for all below.
+  float SwapDecay(int64_t row) const {
+    return options_.swap.enabled()
+               ? options_.swap.DecaySince(&table_.last_periods[row],
+                                          global_step_)
+               : 1.0f;
+  }
+
+  // The row as floats: itself, or a copy in `scratch`.
+  float* Widened(int64_t row, Scratch* scratch) const {
+    const int64_t width = table_.width;
+    if (table_.values != nullptr) return table_.values + row * width;
+    const BFloat16* narrow = table_.narrow + row * width;
+    scratch->wide.resize(width);
+    float* w = scratch->wide.data();
+    for (int64_t i = 0; i < width; ++i) w[i] = static_cast<float>(narrow[i]);
+    return w;
+  }
+
+  // Writes back what `Widened` gave.
+  void Narrow(int64_t row, const float* w) const {
+    if (table_.values != nullptr) return;
+    BFloat16* narrow = table_.narrow + row * table_.width;
+    for (int64_t i = 0; i < table_.width; ++i) narrow[i] = ToBFloat16(w[i]);
+  }
+
+  // Makes the steps up to `step` that the row has not made, one by one as long
+  // as it moves. Returns what is left of SWAP's decay: 1 if there was a step
+  // that it went into.
+  float CatchUp(int64_t row, int64_t step, float* w, float* const* slots,
+                float decay) const {
+    if constexpr (Rule::kKeepsSteps) {
+      int64_t& last = table_.last_steps[row];
+      for (int64_t made = 0; last < step; ++made) {
+        const int64_t next = made < rule_.moving_steps() ? last + 1 : step;
+        Rule rule = rule_;
+        if (next != global_step_) rule.Begin(next);
+        apply_(rule.At(next, &last), w, slots, zeros_.data(), table_.width,
+               1.0f, decay);
+        decay = 1.0f;
+      }
+    }
+    return decay;
   }
 
   float Weight(int64_t tau, int64_t row,
@@ -269,6 +335,8 @@ class RowUpdate {
   const TableView table_;
   const RowPush push_;
   const bool measures_;
+  const bool moves_all_;
+  const std::vector<float> zeros_;  // a gradient
   const SpanUpdate<Rule> apply_;
   double mean_ = 0.0;
   double deviation_ = 0.0;

@@ -88,8 +88,9 @@ struct AdagradRule {
 //   w <- w - lr sqrt(1 - beta_2^t) / (1 - beta_1^t) m / (sqrt(v) + epsilon)
 //
 // The moments are those of Adam with gradients of 0 at the steps between; w
-// does not move at those steps. A push that arrives after a younger one (t <=
-// s) enters the moments with the weight that it would have by now, beta^(s-t).
+// does not move at those steps, unless `lazy` is false: then RowUpdate has each
+// row make them. A push that arrives after a younger one (t <= s) enters the
+// moments with the weight that it would have by now, beta^(s-t).
 struct AdamRule {
   static constexpr int kAccumulators = 2;  // m and v
   static constexpr bool kKeepsSteps = true;
@@ -97,6 +98,7 @@ struct AdamRule {
   double beta_1 = 0.9;
   double beta_2 = 0.999;
   float epsilon = 0.0f;
+  bool lazy = true;
 
   void Begin(int64_t global_step) {
     log_beta_1_ = std::log(beta_1);
@@ -105,6 +107,12 @@ struct AdamRule {
         learning_rate *
         std::sqrt(1.0 - Power(beta_2, log_beta_2_, global_step)) /
         (1.0 - Power(beta_1, log_beta_1_, global_step)));
+    // By how much m / sqrt(v) falls in each of them; it may rise instead.
+    const double fall = log_beta_2_ / 2 - log_beta_1_;
+    constexpr double kStill = 25.0;  // e^-25 < 2^-36
+    if (fall > kStill / kMostSteps) {
+      moving_steps_ = static_cast<int64_t>(kStill / fall) + 1;
+    }
   }
 
   AdamRule At(int64_t global_step, int64_t* last_step) const {
@@ -121,6 +129,9 @@ struct AdamRule {
         static_cast<float>((1.0 - beta_2) * Power(beta_2, log_beta_2_, late));
     return rule;
   }
+
+  // After as many steps without a gradient w moves no more that float32 knows.
+  int64_t moving_steps() const { return moving_steps_; }
 
   template <bool kMeasure>
   RECSYNC_ALWAYS_INLINE double Apply(float* __restrict w,
@@ -145,12 +156,15 @@ struct AdamRule {
   }
 
  private:
+  static constexpr int64_t kMostSteps = 100000;
+
   static double Power(double beta, double log_beta, int64_t n) {
     if (n == 0) return 1.0;
     if (n == 1) return beta;
     return std::exp(static_cast<double>(n) * log_beta);
   }
 
+  int64_t moving_steps_ = kMostSteps;
   double log_beta_1_ = 0.0;
   double log_beta_2_ = 0.0;
   float rate_ = 0.0f;

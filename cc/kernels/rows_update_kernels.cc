@@ -54,7 +54,8 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     PackedRows rows;
     OP_REQUIRES_OK(ctx, ReadPush(ctx, targets, &rows, &*scratch));
     // Then there is nothing to update, and no table to be locked.
-    if (rows.size() == 0 && rows.bag_offsets.back() == 0 &&
+    const bool moves_all = RowUpdate<Rule>::MovesAll(rule);
+    if (!moves_all && rows.size() == 0 && rows.bag_offsets.back() == 0 &&
         IsEmpty(ctx, "gradient")) {
       return;
     }
@@ -80,7 +81,7 @@ class RowsUpdateOp : public UpdateOp<Rule> {
       TablePush& push = scratch->pushes[i];
       if (n > 1) {  // else the session of the check goes on
         session.reset();
-        if (push.n == 0) continue;
+        if (push.n == 0 && !moves_all) continue;
         session.emplace(ctx, targets[i].All());
         OP_REQUIRES_OK(ctx, session->status());
         int64_t width;
@@ -100,6 +101,10 @@ class RowsUpdateOp : public UpdateOp<Rule> {
                   [&](int64_t begin, int64_t end) {
                     update.Run(partitions, begin, end);
                   });
+      if (!moves_all) continue;
+      ParallelFor(
+          ctx, push.rows, 50 + 4 * widths[i],
+          [&](int64_t begin, int64_t end) { update.RunRest(begin, end); });
     }
   }
 

@@ -48,6 +48,10 @@ absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx,
 absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, AdamRule* rule) {
   TF_RETURN_IF_ERROR(ReadBeta(ctx, "beta_1", &rule->beta_1));
   TF_RETURN_IF_ERROR(ReadBeta(ctx, "beta_2", &rule->beta_2));
+  // The op of dense variables has it not: each push moves all of one.
+  if (ctx->HasAttr("lazy")) {
+    TF_RETURN_IF_ERROR(ctx->GetAttr("lazy", &rule->lazy));
+  }
   return ReadPositive(ctx, "epsilon", &rule->epsilon);
 }
 

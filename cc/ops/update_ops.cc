@@ -280,6 +280,7 @@ REGISTER_OP("RecsyncAdamRows")
     .Attr("beta_1: float = 0.9")
     .Attr("beta_2: float = 0.999")
     .Attr("epsilon: float = 1e-7")
+    .Attr("lazy: bool = true")
     .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
     .SetShapeFn(RowsUpdateShape)
     .Doc(
@@ -291,7 +292,9 @@ REGISTER_OP("RecsyncAdamRows")
         "moments are decayed for the steps since.\n"
         "beta_1: The decay of the first moment in a step, in [0, 1).\n"
         "beta_2: That of the second moment.\n"
-        "epsilon: Added to the root of the second moment." RECSYNC_COMMON_DOC);
+        "epsilon: Added to the root of the second moment.\n"
+        "lazy: Whether rows that are not named stay where they are; else all "
+        "rows of the tables make each step." RECSYNC_COMMON_DOC);
 
 REGISTER_OP("RecsyncFtrlDense")
     .Input("variables: N * resource")

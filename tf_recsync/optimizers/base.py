@@ -78,6 +78,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
 
     accumulator_names: tuple[str, ...] = ()
     keeps_steps = False  # whether the ops take `last_steps`
+    lazy = True  # whether rows that a step does not name stay where they are
 
     def __init__(
         self,

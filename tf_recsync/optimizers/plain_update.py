@@ -73,6 +73,10 @@ def plain_update(
         # [rows] as [rows, 1, ...]; a dense variable's scalar as it is.
         return tf.reshape(per_row, [-1] + [1] * (rank - 1)) if state.is_table else per_row
 
+    moved = touched
+    if state.is_table and not optimizer.lazy:
+        moved = tf.ones_like(touched)
+        gradient = tf.where(wide(touched), gradient, tf.zeros([], dtype))
     decay = tf.ones([], dtype)
     if optimizer.swap:
         last_period = state.last_periods[0].value
@@ -82,7 +86,7 @@ def plain_update(
             wide(tf.cast(optimizer.swap.decay, tf.float32) ** tf.cast(missed, tf.float32)), dtype
         )
         last_period.assign(
-            tf.where(touched, tf.maximum(last_period.read_value(), period), last_period)
+            tf.where(moved, tf.maximum(last_period.read_value(), period), last_period)
         )
     accumulators = [a.value for a in state.accumulators]
     last_step = state.last_steps[0].value.read_value() if state.last_steps else None
@@ -96,8 +100,8 @@ def plain_update(
         last_step=None if last_step is None else wide(last_step),
     )
     for last_steps in state.last_steps:
-        last_steps.value.assign(tf.where(touched, step, last_step))
-    mask = wide(touched)
+        last_steps.value.assign(tf.where(moved, step, last_step))
+    mask = wide(moved)
     for accumulator, new in zip(accumulators, new_accumulators, strict=True):
         accumulator.assign(tf.where(mask, new, accumulator))
     # In the accumulators' type: a bfloat16 value is rounded once, at the end.

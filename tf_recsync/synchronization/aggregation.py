@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -302,6 +302,16 @@ class Aggregation:
         )
 
 
+def _only_if(condition: tf.Tensor, make: Callable[[], tf.Operation]) -> tf.Operation:
+    """An operation that is run where a condition holds."""
+
+    def run():
+        with tf.control_dependencies([make()]):
+            return tf.constant(True)
+
+    return tf.cond(condition, run, lambda: tf.constant(False)).op
+
+
 class _Buffer:
     """The gradient buffer of one server for one optimizer.
 
@@ -360,8 +370,9 @@ class _Buffer:
                 )
             )
         if self.tables:
-            operations.append(
-                optimizer.apply_rows(
+
+            def apply_rows():
+                return optimizer.apply_rows(
                     self.tables,
                     aggregate.values,
                     aggregate.rows,
@@ -370,6 +381,10 @@ class _Buffer:
                     aggregate.step,
                     weighted=False,
                 )
+
+            # Without rows there would be nothing to update, but for rows that move at each step.
+            operations.append(
+                apply_rows() if optimizer.lazy else _only_if(aggregate.ready, apply_rows)
             )
         with tf.control_dependencies(operations):
             return self.buffer.applied(aggregate)
@@ -389,11 +404,10 @@ class _Buffer:
                 value.assign_sub(tf.cast(share, value.dtype) * value.read_value(), read_value=False)
                 for value in values
             ]
-            with tf.control_dependencies(operations):
-                return tf.constant(True)
+            return tf.group(*operations)
 
         # Whole tables are read and written, so only where there is a step.
-        return [tf.cond(aggregate.ready, decay, lambda: tf.constant(False)).op]
+        return [_only_if(aggregate.ready, decay)]
 
     def settle(self, step: int) -> int:
         """Marks all steps up to `step` as applied; returns up to which one all are."""
