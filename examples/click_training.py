@@ -44,6 +44,12 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_enum("optimizer", "adagrad", ["adagrad", "swap_adagrad", "sgd"], "The optimizer.")
 flags.DEFINE_float("deep_learning_rate", 0.1, "Of all but linear parts.", lower_bound=0)
+flags.DEFINE_float(
+    "initial_accumulator_value",
+    1e-5,
+    "adagrad, swap_adagrad: what accumulators begin at. Keras's 0.1 holds rows with few clicks.",
+    lower_bound=0,
+)
 flags.DEFINE_integer("swap_period", 10_000, "swap_adagrad: the period in steps.", lower_bound=1)
 flags.DEFINE_float("swap_decay", 0.8, "swap_adagrad: the accumulators' factor per period.")
 flags.DEFINE_enum(
@@ -77,6 +83,7 @@ _APPLIES = {
     "staleness_power": ("staleness", ["inverse_power"]),
     "staleness_baseline": ("staleness", ["inverse_power"]),
     "update_sensitivity": ("staleness", ["inverse_power"]),
+    "initial_accumulator_value": ("optimizer", ["adagrad", "swap_adagrad"]),
     "swap_period": ("optimizer", ["swap_adagrad"]),
     "swap_decay": ("optimizer", ["swap_adagrad"]),
 }
@@ -144,9 +151,13 @@ def make_optimizer(learning_rate: float) -> keras.optimizers.Optimizer:
     staleness = make_staleness()
     if FLAGS.optimizer == "sgd":
         return recsync.optimizers.SGD(learning_rate, staleness=staleness)
+    options = {
+        "initial_accumulator_value": FLAGS.initial_accumulator_value,
+        "staleness": staleness,
+    }
     if FLAGS.optimizer == "adagrad":
-        return recsync.optimizers.Adagrad(learning_rate, staleness=staleness)
-    return recsync.optimizers.SwapAdagrad(learning_rate, swap=make_swap(), staleness=staleness)
+        return recsync.optimizers.Adagrad(learning_rate, **options)
+    return recsync.optimizers.SwapAdagrad(learning_rate, swap=make_swap(), **options)
 
 
 def compile_model(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:

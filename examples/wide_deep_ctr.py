@@ -48,8 +48,9 @@ def check_flags() -> None:
 def make_optimizer(learning_rate: float) -> keras.optimizers.Optimizer:
     """One optimizer; the wide and the deep part may have different ones."""
     if FLAGS.tf:
-        stock = {"adagrad": keras.optimizers.Adagrad, "sgd": keras.optimizers.SGD}
-        return stock[FLAGS.optimizer](learning_rate)
+        if FLAGS.optimizer == "sgd":
+            return keras.optimizers.SGD(learning_rate)
+        return keras.optimizers.Adagrad(learning_rate, FLAGS.initial_accumulator_value)
     return click_training.make_optimizer(learning_rate)
 
 

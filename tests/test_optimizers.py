@@ -30,7 +30,7 @@ class Rule:
 
     def __init__(self, value, kind):
         self.w, self.kind, self.step = np.array(value, np.float64), kind, 0
-        self.v = np.full_like(self.w, 0.1)
+        self.v = np.full_like(self.w, 1e-5 if kind == "swap" else 0.1)
 
     def update(self, gradient, lr, touched=...):
         g = np.asarray(gradient, np.float64)

@@ -26,7 +26,8 @@ class Adagrad(base.Optimizer):
 
     Args:
         learning_rate: a float, a schedule or a callable. Defaults to 0.001.
-        initial_accumulator_value: a float of at least 0. Defaults to 0.1.
+        initial_accumulator_value: a float of at least 0. Defaults to 0.1, as in Keras, which is
+            much where gradients are small: a row with few clicks then hardly moves. Try 1e-5.
         epsilon: a positive float, added under the root. Defaults to 1e-7.
         swap: a `tf_recsync.Swap`, or None (the default) for plain Adagrad.
         staleness: a policy of `tf_recsync.staleness`, or None (the default) for
@@ -96,18 +97,30 @@ class Adagrad(base.Optimizer):
 
 @keras.saving.register_keras_serializable(package="tf_recsync")
 class SwapAdagrad(Adagrad):
-    """`Adagrad` with SWAP on by default: a period of 10,000 steps, a decay of 0.8.
+    """`Adagrad` for rows with few clicks, with SWAP: a period of 10,000 steps, a decay of 0.8.
 
     Args:
         learning_rate: a float, a schedule or a callable. Defaults to 0.001.
         swap: a `tf_recsync.Swap`. Defaults to `Swap(10_000, 0.8)`; choose the
             period from the data, e.g. a fifth of a day's steps.
+        initial_accumulator_value: a float of at least 0. Defaults to 1e-5, not to Keras's 0.1: the
+            first gradients of a row, which are small, then move it by about the learning rate.
         **kwargs: as in `Adagrad`.
     """
 
     def __init__(
-        self, learning_rate=0.001, *, swap: Swap | None = None, name="swap_adagrad", **kwargs
+        self,
+        learning_rate=0.001,
+        *,
+        swap: Swap | None = None,
+        initial_accumulator_value: float = 1e-5,
+        name="swap_adagrad",
+        **kwargs,
     ):
         super().__init__(
-            learning_rate, swap=swap or Swap(period=10_000, decay=0.8), name=name, **kwargs
+            learning_rate,
+            swap=swap or Swap(period=10_000, decay=0.8),
+            initial_accumulator_value=initial_accumulator_value,
+            name=name,
+            **kwargs,
         )
