@@ -41,6 +41,7 @@ DEMO := examples/wide_deep_ctr.py --dataset=synthetic --rows=300000 --batch_size
 
 # What makes a benchmark small; one without a line here runs with its defaults.
 # BENCH_FLAGS, if set, takes the place of these.
+SMALL_adam_staleness := --steps=300 --seeds=1
 SMALL_all_reduce := --elements=1000,1000000 --rounds=5
 SMALL_async_quality := --workers=2,4 --processes=3 --seeds=1 --days=1 --swap_days=2 --rows=4096 \
   --steps=100 --compute_seconds=0.03 --speed_seconds=2 --sync_days=1

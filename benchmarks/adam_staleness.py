@@ -1,0 +1,195 @@
+"""What staleness does to Adam: a deep regression at a high learning rate.
+
+What is measured: the error of a network of two embeddings and four hidden layers on examples that
+it was not trained on, as a share of the variance of what it predicts: 0 is perfect, 1 is no better
+than the mean. Half of the rows are rare, and wait for tens of steps between two batches that name
+them. The systems:
+
+- `keras_adamw`: `keras.optimizers.AdamW` in one process, each gradient applied so many steps after
+  it was computed (`delay`): staleness without anything else of asynchronous training;
+- `async`: `recsync.optimizers.Adam`, lazy and not, under `AsyncStrategy`, whose gradients are as
+  stale as it has workers, on average;
+- `async_inverse_power`: the same with `staleness=InversePower(k=1)`: a weight of 1 / tau;
+- `sync`: the same under `SyncStrategy`, which divides `--batch_size` among the workers.
+
+How: each system is trained on the same number of examples, with as many seeds as `--seeds`; `error`
+is the median, `errors` are all of them. A worker's step takes `--compute_seconds` at least, so that
+workers of one machine overlap.
+
+    python benchmarks/adam_staleness.py --json=adam_staleness.json
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import common  # First: it has Python find this project.
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import app, flags, logging
+
+import tf_recsync as recsync
+
+FLAGS = flags.FLAGS
+SYSTEMS = ("keras_adamw", "async", "async_inverse_power", "sync")
+flags.DEFINE_integer("steps", 1500, "Batches that a system is trained on.", lower_bound=1)
+flags.DEFINE_integer("batch_size", 64, "Examples of a batch.", lower_bound=1)
+flags.DEFINE_integer("seeds", 3, "Runs of each system.", lower_bound=1)
+flags.DEFINE_list("systems", list(SYSTEMS), "What to run.")
+flags.DEFINE_list("workers", ["1", "2"], "Numbers of workers.")
+flags.DEFINE_list("delays", ["0", "1", "3"], "Steps by which keras_adamw applies gradients late.")
+flags.DEFINE_list("learning_rates", ["0.01"], "Learning rates.")
+flags.DEFINE_list("beta_1", ["0.9"], "Decays of the first moment.")
+flags.DEFINE_float("compute_seconds", 0.005, "Artificial time of a worker's step.", lower_bound=0)
+flags.DEFINE_string("json", None, "Gets the printed lines.")
+
+IDS, FEATURES, TEST = 400, 2, 8192
+
+
+class Delayed(keras.optimizers.AdamW):
+    """AdamW that applies each gradient `delay` steps after it came."""
+
+    def __init__(self, *args, delay: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._delay = delay
+
+    def build(self, variables):
+        super().build(variables)
+        zeros = keras.initializers.Zeros()
+        self._waiting = [
+            [self.add_variable(v.shape, zeros, v.dtype, name="waiting") for v in variables]
+            for _ in range(self._delay)
+        ]
+
+    def apply(self, grads, trainable_variables=None):
+        if not self.built:
+            with tf.init_scope():
+                self.build(trainable_variables)
+        grads = [tf.convert_to_tensor(gradient) for gradient in grads]
+        for waiting in self._waiting:
+            late = [keras.ops.copy(v) for v in waiting]
+            for variable, gradient in zip(waiting, grads, strict=True):
+                variable.assign(gradient)
+            grads = late
+        super().apply(grads, trainable_variables)
+
+
+def make_data(seed: int, examples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, the later ones rarer and rarer, and a function of two numbers that each stands for."""
+    places = np.random.default_rng(0).uniform(-1, 1, (FEATURES, IDS, 2))
+    rng = np.random.default_rng(seed)
+    ids = (IDS * rng.random((examples, FEATURES)) ** 2).astype(np.int32)
+    a, b = (places[i, ids[:, i]] for i in range(FEATURES))
+    y = np.sin(3 * a[:, 0] + 2 * b[:, 0]) + np.cos(3 * a[:, 1] * b[:, 1]) * a[:, 0]
+    return ids, (y + 0.1 * rng.normal(size=examples))[:, None].astype(np.float32)
+
+
+def make_model(optimizer: keras.optimizers.Optimizer) -> keras.Model:
+    inputs = keras.Input((FEATURES,), dtype="int32")
+    shifted = inputs + np.arange(FEATURES, dtype=np.int32) * IDS
+    x = keras.layers.Flatten()(keras.layers.Embedding(FEATURES * IDS, 8)(shifted))
+    for _ in range(4):
+        x = keras.layers.Dense(64, "relu")(x)
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    model.compile(optimizer, "mse", jit_compile=False)
+    return model
+
+
+def error_of(model: keras.Model, seed: int, batch_size: int) -> float:
+    """Trains a model; its error on other examples."""
+    ids, labels = make_data(1000 + seed, FLAGS.steps * FLAGS.batch_size)
+    model.fit(ids, labels, batch_size=batch_size, shuffle=False, verbose=0)
+    test, wanted = make_data(1, TEST)
+    found = model.predict(test, batch_size=1024, verbose=0)
+    return float(np.mean((found - wanted) ** 2) / np.var(wanted))
+
+
+def report(make: Callable[[int], float], **line) -> float:
+    """Runs a system with each seed, and reports it."""
+    errors = []
+    for seed in range(FLAGS.seeds):
+        keras.utils.set_random_seed(seed)
+        errors.append(round(make(seed), 4))
+    line["error"] = statistics.median(errors)
+    common.report({**line, "errors": errors})
+    return line["error"]
+
+
+def settings() -> list[dict[str, float]]:
+    return [
+        {"learning_rate": float(rate), "beta_1": float(beta)}
+        for rate in FLAGS.learning_rates
+        for beta in FLAGS.beta_1
+    ]
+
+
+def run_delayed() -> None:
+    for setting in settings():
+        for delay in map(int, FLAGS.delays):
+
+            def one(seed, setting=setting, delay=delay):
+                model = make_model(Delayed(**setting, delay=delay))
+                return error_of(model, seed, FLAGS.batch_size)
+
+            report(one, system="keras_adamw", delay=delay, **setting)
+
+
+def run_workers(workers: int) -> dict[str, float]:
+    """The errors of asynchronous training with the first setting."""
+    ours, results = recsync.optimizers.Adam, {}
+    weighed = recsync.staleness.InversePower(k=1)
+    with recsync.LocalCluster(workers=workers, ps=1) as cluster:
+        asynchronous = recsync.AsyncStrategy(cluster, local_batch_size=FLAGS.batch_size)
+        local = FLAGS.batch_size // workers
+        sync = recsync.SyncStrategy(
+            cluster, global_batch_size=local * workers, local_batch_size=local
+        )
+        for strategy in (asynchronous, sync):
+            recsync.testing.set_compute_time(strategy, FLAGS.compute_seconds)
+        systems = {
+            "async": (asynchronous, FLAGS.batch_size, {}),
+            "async_inverse_power": (asynchronous, FLAGS.batch_size, {"staleness": weighed}),
+            "sync": (sync, local, {}),
+        }
+        for setting in settings():
+            for name, (strategy, batch_size, options) in systems.items():
+                if name not in FLAGS.systems or (workers == 1 and name != "async"):
+                    continue
+                for lazy in (True, False):
+
+                    def one(
+                        seed,
+                        strategy=strategy,
+                        batch_size=batch_size,
+                        arguments={**setting, **options, "lazy": lazy},  # noqa: B006
+                    ):
+                        with strategy.scope():
+                            model = make_model(ours(**arguments))
+                        return error_of(model, seed, batch_size)
+
+                    line = {"system": name, "workers": workers, "lazy": lazy, **setting}
+                    error = report(one, **line)
+                    if setting == settings()[0] and name == "async":
+                        results[f"error_{workers}_{'lazy' if lazy else 'not_lazy'}"] = error
+    return results
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)
+    if unknown := set(FLAGS.systems) - set(SYSTEMS):
+        raise app.UsageError(f"--systems must be among {SYSTEMS}, not {sorted(unknown)}")
+    if "keras_adamw" in FLAGS.systems:
+        run_delayed()
+    results: dict[str, float] = {}
+    if set(FLAGS.systems) - {"keras_adamw"}:
+        for workers in map(int, FLAGS.workers):
+            results |= run_workers(workers)
+    common.report({"benchmark": "adam_staleness", "steps": FLAGS.steps, **results})
+
+
+if __name__ == "__main__":
+    app.run(main)
