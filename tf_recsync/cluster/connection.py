@@ -2,23 +2,28 @@
 
 import collections
 import contextlib
-import copy
 import itertools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
-from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 
 from tf_recsync import _engine
-from tf_recsync.cluster import data_service, left_behind, redirections, signs_of_life, tf_config
+from tf_recsync.cluster import (
+    data_service,
+    left_behind,
+    redirections,
+    server_defs,
+    signs_of_life,
+    tf_config,
+)
 
 _CHIEF = "chief"
 _DISCONNECT_SECONDS = 9.0  # How long `close` waits for TensorFlow.
@@ -26,12 +31,10 @@ _QUIET_DISCONNECT_SECONDS = 1.0  # How much of it before the servers are stopped
 _RETRY_SECONDS = 0.1  # Between attempts to reach a server.
 _ANSWER_SECONDS = 10.0  # For a server to answer in an attempt.
 
-# The eager context, and with it the connection, belongs to the whole process.
+# The eager context, and with it the connection, belongs to the whole process. Held by whoever
+# changes it, see `server_defs`.
 _lock = threading.RLock()
 _connected: "Cluster | None" = None  # Guarded by _lock.
-# The last that we set. Written by the one change in progress, whose starter holds _lock.
-_own_server_def: tensorflow_server_pb2.ServerDef | None = None
-_pending: threading.Thread | None = None  # A change that ran out of time. Guarded by _lock.
 
 
 class Cluster:
@@ -182,7 +185,7 @@ class Cluster:
         """Starts this process's server, and connects it to nobody yet; see `device_names`."""
         with _lock:
             self._confine_listeners()
-            _set_server_def(_make_server_def({}, self._chief_address))
+            server_defs.connect(server_defs.make({}, self._chief_address))
 
     def _connect(self, timeout: float, deadline: float, spare: int) -> bool:
         """Connects, without `spare` workers at most; False if this cluster is connected."""
@@ -196,9 +199,9 @@ class Cluster:
                     f"this process is connected to another cluster, {_connected}, and TensorFlow "
                     "knows one at a time; call close() on that one first"
                 )
-            _wait_for_pending(deadline, "connecting")
+            server_defs.wait_for_pending(deadline, "connecting")
             current = context.get_server_def()
-            if current is not None and current != _own_server_def:
+            if current is not None and not server_defs.is_ours(current):
                 raise RuntimeError(
                     "this process is connected to a cluster by other means, like "
                     "tf.distribute.ParameterServerStrategy or "
@@ -209,20 +212,22 @@ class Cluster:
                 left_behind.warn()
             self._confine_listeners()
             servers = self._without([]) | {tf_config.READER: dict(enumerate(self._readers))}
-            missing = _wait_until(signs_of_life.greets, servers, timeout, spare)
+            missing = signs_of_life.wait_until(signs_of_life.greets, servers, timeout, spare)
             if missing:
                 logging.warning(
                     "Connecting without servers not up within %g s: %s.",
                     timeout,
-                    _in_words(missing),
+                    signs_of_life.in_words(missing),
                 )
             redirections.keep_python_running(connected=True)
             os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
             os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
             os.environ["GRPC_FAIL_FAST"] = "use_caller"
             present = self._without([("worker", index) for _, index, _ in missing])
-            server_def = _make_server_def(present, self._chief_address)
-            _run_with_limit(lambda: _set_server_def(server_def), deadline, "connecting")
+            server_def = server_defs.make(present, self._chief_address)
+            server_defs.run_with_limit(
+                lambda: server_defs.connect(server_def), deadline, "connecting"
+            )
             _connected = self
         for address in itertools.chain.from_iterable(self._addresses.values()):
             self._known_peers(address)
@@ -249,7 +254,7 @@ class Cluster:
                 return
             servers = [("ps", i, self._addresses["ps"][i]) for i in missing]
             error = RuntimeError(
-                f"servers not up within timeout={timeout:g} s: {_in_words(servers)}"
+                f"servers not up within timeout={timeout:g} s: {signs_of_life.in_words(servers)}"
             )
             if any(probe.answered and not probe.reachable for probe in probes.values()):
                 # It doesn't know us: it was started again.
@@ -300,16 +305,16 @@ class Cluster:
             if _connected is not self:
                 raise RuntimeError("readmit needs a connected cluster; call connect() first")
             deadline = time.monotonic() + timeout
-            _wait_until(signs_of_life.accepts_connections, present, timeout)
+            signs_of_life.wait_until(signs_of_life.accepts_connections, present, timeout)
 
             def update() -> None:
                 if anew:
                     self._taken_anew.update(anew)
                     # What is left out by the first is new to the second.
-                    _update_server_def(_make_server_def(reduced, self._chief_address))
-                _update_server_def(_make_server_def(present, self._chief_address))
+                    server_defs.update(server_defs.make(reduced, self._chief_address))
+                server_defs.update(server_defs.make(present, self._chief_address))
 
-            _run_with_limit(
+            server_defs.run_with_limit(
                 update,
                 deadline,
                 "readmitting servers (a call outside of dispatch_scope() may be in flight)",
@@ -450,15 +455,15 @@ class Cluster:
             redirections.keep_python_running(connected=False)
             # With the chief alone in it: functions are no longer sent to the servers, while
             # variables of this process, and the port of its server, stay for the next cluster.
-            server_def = _make_server_def({}, self._chief_address)
-            disconnecting = _Change(lambda: _set_server_def(server_def))
+            server_def = server_defs.make({}, self._chief_address)
+            disconnecting = server_defs.Change(lambda: server_defs.connect(server_def))
             # First while the servers are there, as TensorFlow then logs no errors. If it waits
             # for calls in flight, the end of the servers ends those.
             disconnecting.join(_QUIET_DISCONNECT_SECONDS)
             self._stop_servers()
             disconnecting.join(_DISCONNECT_SECONDS - _QUIET_DISCONNECT_SECONDS)
             if disconnecting.is_alive():
-                _leave_pending(disconnecting)
+                server_defs.leave_pending(disconnecting)
                 logging.warning(
                     "TensorFlow did not disconnect from %s within %g s; calls may be in flight.",
                     self,
@@ -558,144 +563,6 @@ def cluster_from_tf_config(bind_address: str | None = None) -> Cluster:
     if bind_address is None:
         bind_address = tf_config.loopback_address(config.own_address)
     return Cluster(config.cluster, chief_address=config.own_address, bind_address=bind_address)
-
-
-class _Change(threading.Thread):
-    """Changes the connection in a thread of its own, for TensorFlow offers no time limit."""
-
-    def __init__(self, change: Callable[[], None]):
-        super().__init__(name="tf_recsync_connection", daemon=True)
-        self._change = change
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._change()
-        except Exception as error:  # Raised or logged by whoever waits.
-            self.error = error
-
-
-def _leave_pending(change: _Change) -> None:
-    global _pending
-    _pending = change
-
-
-def _wait_for_pending(deadline: float, what: str) -> None:
-    """Waits for a change that ran out of time; what it has set counts when it has ended."""
-    if _pending is not None:
-        _pending.join(max(0.0, deadline - time.monotonic()))
-        if _pending.is_alive():
-            raise RuntimeError(f"{what}: an earlier change of the connection has not ended yet")
-
-
-def _run_with_limit(change: Callable[[], None], deadline: float, what: str) -> None:
-    """Runs `change`, after one that is still going on, until `deadline` at most."""
-    _wait_for_pending(deadline, what)
-    thread = _Change(change)
-    thread.join(max(1.0, deadline - time.monotonic()))
-    if thread.is_alive():
-        _leave_pending(thread)
-        raise RuntimeError(f"{what}: TensorFlow did not finish in time")
-    if thread.error is not None:
-        raise thread.error
-
-
-def _make_server_def(
-    servers: Mapping[str, Sequence[str] | Mapping[int, str]], chief_address: str
-) -> tensorflow_server_pb2.ServerDef:
-    session_config = copy.deepcopy(context.context().config)
-    if "worker" in servers:  # As tf.config.experimental_connect_to_cluster does.
-        session_config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
-    spec = tf.train.ClusterSpec({**servers, _CHIEF: [chief_address]})
-    return tensorflow_server_pb2.ServerDef(
-        cluster=spec.as_cluster_def(),
-        job_name=_CHIEF,
-        task_index=0,
-        protocol="grpc",
-        default_session_config=session_config,
-    )
-
-
-def _set_server_def(server_def: tensorflow_server_pb2.ServerDef) -> None:
-    """Connects the eager context; keeps the chief's server if its address stays."""
-    global _own_server_def
-    eager_context = context.context()
-    current = eager_context.get_server_def()
-    try:
-        if current is not None and _chief_of(current) == _chief_of(server_def):
-            _update_server_def(server_def)
-        else:
-            # TensorFlow's first connection keeps Python's lock until all servers have answered,
-            # a later one does not: the first is to nobody.
-            alone = _make_server_def({}, _chief_of(server_def))
-            eager_context.set_server_def(alone)
-            _own_server_def = alone
-            eager_context.ensure_initialized()
-            _update_server_def(server_def)
-    except Exception:
-        # The context stores the new one before it connects; it shall not keep a wrong one.
-        eager_context._server_def = _own_server_def = current
-        raise
-
-
-def _update_server_def(server_def: tensorflow_server_pb2.ServerDef) -> None:
-    """Tells the servers of each other, and those that are new of this process."""
-    global _own_server_def
-    _own_server_def = server_def  # The context stores it, too, before it connects.
-    try:
-        context.context().update_server_def(server_def)
-    finally:
-        # If a server fails meanwhile, TensorFlow keeps its tensors of Python's numbers, also those
-        # on servers that were started again: calls would name tensors that these don't have.
-        context.context()._clear_caches()
-
-
-def _chief_of(server_def: tensorflow_server_pb2.ServerDef) -> str:
-    return tf.train.ClusterSpec(server_def.cluster).task_address(_CHIEF, 0)
-
-
-def _wait_until(
-    is_up: Callable[[str], bool],
-    addresses: Mapping[str, Mapping[int, str]],
-    timeout: float,
-    spare: int = 0,
-) -> list[tuple[str, int, str]]:
-    """Waits until all servers but the chief are up.
-
-    Args:
-      is_up: Whether the one at an address is.
-      addresses: Of the servers of each job, by their index.
-      timeout: Seconds to wait at most.
-      spare: How many workers may be missing then.
-
-    Returns:
-      The workers that are missing, as (job, index, address).
-
-    Raises:
-      RuntimeError: A server was not up in time; the message names it.
-    """
-    deadline = time.monotonic() + timeout
-    missing = [
-        (job, index, address)
-        for job, of_job in addresses.items()
-        for index, address in of_job.items()
-        if job != _CHIEF
-    ]
-    while True:
-        missing = [server for server in missing if not is_up(server[2])]
-        if not missing:
-            return []
-        if time.monotonic() >= deadline:
-            if len(missing) <= spare and all(job == "worker" for job, _, _ in missing):
-                return missing
-            raise RuntimeError(f"servers not up within timeout={timeout:g} s: {_in_words(missing)}")
-        time.sleep(_RETRY_SECONDS)
-
-
-def _in_words(servers: Sequence[tuple[str, int, str]]) -> str:
-    """The names of servers, each with its address."""
-    return ", ".join(f"{job}:{index} ({address})" for job, index, address in servers)
 
 
 def _check_timeout(timeout: float) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
@@ -17,6 +18,7 @@ from tensorflow.python.eager import context
 from tf_recsync.cluster import tf_config
 
 _GREETING_SECONDS = 1.0  # For the answer to it.
+_RETRY_SECONDS = 0.1  # Between attempts to reach servers.
 # What a client of HTTP/2, and so of gRPC, begins with: a fixed text and empty settings.
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
@@ -185,3 +187,46 @@ def _ask(device: str) -> Exception | None:
         logging.debug("%s can't be reached: %s", device, error)
         return error
     return None
+
+
+def wait_until(
+    is_up: Callable[[str], bool],
+    addresses: Mapping[str, Mapping[int, str]],
+    timeout: float,
+    spare: int = 0,
+) -> list[tuple[str, int, str]]:
+    """Waits until all servers but the chief are up.
+
+    Args:
+      is_up: Whether the one at an address is.
+      addresses: Of the servers of each job, by their index.
+      timeout: Seconds to wait at most.
+      spare: How many workers may be missing then.
+
+    Returns:
+      The workers that are missing, as (job, index, address).
+
+    Raises:
+      RuntimeError: A server was not up in time; the message names it.
+    """
+    deadline = time.monotonic() + timeout
+    missing = [
+        (job, index, address)
+        for job, of_job in addresses.items()
+        for index, address in of_job.items()
+        if job != "chief"
+    ]
+    while True:
+        missing = [server for server in missing if not is_up(server[2])]
+        if not missing:
+            return []
+        if time.monotonic() >= deadline:
+            if len(missing) <= spare and all(job == "worker" for job, _, _ in missing):
+                return missing
+            raise RuntimeError(f"servers not up within timeout={timeout:g} s: {in_words(missing)}")
+        time.sleep(_RETRY_SECONDS)
+
+
+def in_words(servers: Sequence[tuple[str, int, str]]) -> str:
+    """The names of servers, each with its address."""
+    return ", ".join(f"{job}:{index} ({address})" for job, index, address in servers)

@@ -1,0 +1,120 @@
+"""Which servers the eager context, and so this process, is connected to.
+
+TensorFlow has one connection a process, and changes it without a time limit. One change is made at
+a time: whoever makes one holds the lock of the connected cluster.
+"""
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import tensorflow as tf
+from tensorflow.core.protobuf import tensorflow_server_pb2
+from tensorflow.python.eager import context
+
+_CHIEF = "chief"
+_own: tensorflow_server_pb2.ServerDef | None = None  # The last that we set.
+_pending: threading.Thread | None = None  # A change that ran out of time.
+
+
+def is_ours(server_def: tensorflow_server_pb2.ServerDef) -> bool:
+    """Whether it was set here, not by other means."""
+    return server_def == _own
+
+
+class Change(threading.Thread):
+    """Changes the connection in a thread of its own, for TensorFlow offers no time limit."""
+
+    def __init__(self, change: Callable[[], None]):
+        super().__init__(name="tf_recsync_connection", daemon=True)
+        self._change = change
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._change()
+        except Exception as error:  # Raised or logged by whoever waits.
+            self.error = error
+
+
+def leave_pending(change: Change) -> None:
+    """Keeps a change in mind that ran out of time: the next one waits for it."""
+    global _pending
+    _pending = change
+
+
+def wait_for_pending(deadline: float, what: str) -> None:
+    """Waits for a change that ran out of time; what it has set counts when it has ended."""
+    if _pending is not None:
+        _pending.join(max(0.0, deadline - time.monotonic()))
+        if _pending.is_alive():
+            raise RuntimeError(f"{what}: an earlier change of the connection has not ended yet")
+
+
+def run_with_limit(change: Callable[[], None], deadline: float, what: str) -> None:
+    """Runs `change`, after one that is still going on, until `deadline` at most."""
+    wait_for_pending(deadline, what)
+    thread = Change(change)
+    thread.join(max(1.0, deadline - time.monotonic()))
+    if thread.is_alive():
+        leave_pending(thread)
+        raise RuntimeError(f"{what}: TensorFlow did not finish in time")
+    if thread.error is not None:
+        raise thread.error
+
+
+def make(
+    servers: Mapping[str, Sequence[str] | Mapping[int, str]], chief_address: str
+) -> tensorflow_server_pb2.ServerDef:
+    """The definition of these servers, with this process as their chief."""
+    session_config = copy.deepcopy(context.context().config)
+    if "worker" in servers:  # As tf.config.experimental_connect_to_cluster does.
+        session_config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
+    spec = tf.train.ClusterSpec({**servers, _CHIEF: [chief_address]})
+    return tensorflow_server_pb2.ServerDef(
+        cluster=spec.as_cluster_def(),
+        job_name=_CHIEF,
+        task_index=0,
+        protocol="grpc",
+        default_session_config=session_config,
+    )
+
+
+def connect(server_def: tensorflow_server_pb2.ServerDef) -> None:
+    """Connects the eager context; keeps the chief's server if its address stays."""
+    global _own
+    eager_context = context.context()
+    current = eager_context.get_server_def()
+    try:
+        if current is not None and _chief_of(current) == _chief_of(server_def):
+            update(server_def)
+        else:
+            # TensorFlow's first connection keeps Python's lock until all servers have answered,
+            # a later one does not: the first is to nobody.
+            alone = make({}, _chief_of(server_def))
+            eager_context.set_server_def(alone)
+            _own = alone
+            eager_context.ensure_initialized()
+            update(server_def)
+    except Exception:
+        # The context stores the new one before it connects; it shall not keep a wrong one.
+        eager_context._server_def = _own = current
+        raise
+
+
+def update(server_def: tensorflow_server_pb2.ServerDef) -> None:
+    """Tells the servers of each other, and those that are new of this process."""
+    global _own
+    _own = server_def  # The context stores it, too, before it connects.
+    try:
+        context.context().update_server_def(server_def)
+    finally:
+        # If a server fails meanwhile, TensorFlow keeps its tensors of Python's numbers, also those
+        # on servers that were started again: calls would name tensors that these don't have.
+        context.context()._clear_caches()
+
+
+def _chief_of(server_def: tensorflow_server_pb2.ServerDef) -> str:
+    return tf.train.ClusterSpec(server_def.cluster).task_address(_CHIEF, 0)
