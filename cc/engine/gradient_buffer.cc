@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "cc/engine/limits.h"
-#include "cc/engine/message.h"
 #include "cc/engine/row_checks.h"
 
 namespace recsync {
@@ -31,35 +30,36 @@ int64_t FirstNegative(const int64_t* values, int64_t n) {
 
 }  // namespace
 
-std::string CheckOptions(const GradientBufferOptions& options) {
+Result CheckOptions(const GradientBufferOptions& options) {
   if (options.capacity < 1) {
-    return Message("capacity must be at least 1, not ", options.capacity);
+    return Result::Error("capacity must be at least 1, not ", options.capacity);
   }
   if (!(options.divisor > 0.0 && std::isfinite(options.divisor))) {
-    return Message("divisor must be positive and finite, not ",
-                   options.divisor);
+    return Result::Error("divisor must be positive and finite, not ",
+                         options.divisor);
   }
   if (options.weight.uses_last_update() || options.weight.rescales()) {
-    return "a buffer's weight must depend on the token's age alone, not on an "
-           "update_sensitivity or a target_deviation";
+    return Result::Error(
+        "a buffer's weight must depend on the token's age alone, not on an "
+        "update_sensitivity or a target_deviation");
   }
   for (const auto& [name, value] :
        {std::pair("dense_size", options.dense_size),
         std::pair("dense_count", options.dense_count)}) {
     if (value < 0 || value > kMostElements) {
-      return Message(name, " must be from 0 to ", kMostElements, ", not ",
-                     value);
+      return Result::Error(name, " must be from 0 to ", kMostElements, ", not ",
+                           value);
     }
   }
   for (size_t t = 0; t < options.tables.size(); ++t) {
     const GradientBufferOptions::Table& table = options.tables[t];
     if (table.rows < 0 || table.width < 0 || table.width > kMostElements) {
-      return Message("table ", t, " must have at least 0 rows, of 0 to ",
-                     kMostElements, " floats, not ", table.rows, " rows of ",
-                     table.width);
+      return Result::Error("table ", t, " must have at least 0 rows, of 0 to ",
+                           kMostElements, " floats, not ", table.rows,
+                           " rows of ", table.width);
     }
   }
-  return "";
+  return Result::Ok();
 }
 
 std::string Describe(const GradientBufferOptions& options) {
@@ -124,37 +124,37 @@ void Aggregate::WriteRows(int64_t table, int64_t begin, int64_t end,
 GradientBuffer::GradientBuffer(const GradientBufferOptions& options)
     : options_(options), sums_(FreshSums()) {}
 
-std::string GradientBuffer::Push(const GradientPush& push,
-                                 std::unique_ptr<Aggregate>* aggregate) {
+Result GradientBuffer::Push(const GradientPush& push,
+                            std::unique_ptr<Aggregate>* aggregate) {
   aggregate->reset();
-  if (std::string error = Check(push); !error.empty()) return error;
+  if (Result checked = Check(push); !checked.ok()) return checked;
   MutexLock lock(&mu_);
   const int64_t step = state_.step;
   if (push.pulled_step > step) {
-    return Message("pulled_step = ", push.pulled_step, " is not in [0, ", step,
-                   "], the steps up to now");
+    return Result::Error("pulled_step = ", push.pulled_step, " is not in [0, ",
+                         step, "], the steps up to now");
   }
   if (options_.drop_late) {
     if (push.token_value > step) {
-      return Message("token_value = ", push.token_value,
-                     " is ahead of step = ", step,
-                     ": a buffer that drops late pushes takes those of its own "
-                     "step only");
+      return Result::Error(
+          "token_value = ", push.token_value, " is ahead of step = ", step,
+          ": a buffer that drops late pushes takes those of its own "
+          "step only");
     }
     if (push.token_value < step) {
       ++state_.late;
-      return "";
+      return Result::Ok();
     }
     if (taken_.count(push.token_index) > 0) {
       ++state_.duplicates;
-      return "";
+      return Result::Ok();
     }
   }
   const int64_t age = std::max<int64_t>(step - push.token_value, 0);
   const float weight = static_cast<float>(
       options_.weight.Of(static_cast<double>(age + 1), 0.0, 0.0, 0.0));
   if (weight > 0.0f) {
-    if (std::string error = CheckVersions(push); !error.empty()) return error;
+    if (Result checked = CheckVersions(push); !checked.ok()) return checked;
     Add(push, weight);
     ++state_.included;
     if (weight < 1.0f) ++state_.decayed;
@@ -168,7 +168,7 @@ std::string GradientBuffer::Push(const GradientPush& push,
   if (++state_.pending == options_.capacity) {
     *aggregate = Drain();
   }
-  return "";
+  return Result::Ok();
 }
 
 std::unique_ptr<Aggregate> GradientBuffer::Flush() {
@@ -177,16 +177,16 @@ std::unique_ptr<Aggregate> GradientBuffer::Flush() {
   return Drain();
 }
 
-std::string GradientBuffer::Applied(int64_t step) {
+Result GradientBuffer::Applied(int64_t step) {
   MutexLock lock(&mu_);
   if (step < 1 || step > state_.step) {
-    return Message("step = ", step, " is not in [1, ", state_.step,
-                   "], the steps given out");
+    return Result::Error("step = ", step, " is not in [1, ", state_.step,
+                         "], the steps given out");
   }
-  if (step <= state_.applied) return "";
+  if (step <= state_.applied) return Result::Ok();
   done_.insert(step);
   while (done_.erase(state_.applied + 1) > 0) ++state_.applied;
-  return "";
+  return Result::Ok();
 }
 
 int64_t GradientBuffer::step() const {
@@ -213,57 +213,61 @@ void GradientBuffer::Restore(int64_t step) {
   state_.step = state_.applied = step;
 }
 
-std::string GradientBuffer::Check(const GradientPush& push) const {
+Result GradientBuffer::Check(const GradientPush& push) const {
   for (const auto& [name, value] :
        {std::pair<const char*, int64_t>("token_index", push.token_index),
         {"token_value", push.token_value},
         {"pulled_step", push.pulled_step}}) {
-    if (value < 0) return Message(name, " must be at least 0, not ", value);
+    if (value < 0)
+      return Result::Error(name, " must be at least 0, not ", value);
   }
   if (push.dense_versions != nullptr) {
     const int64_t bad =
         FirstNegative(push.dense_versions, options_.dense_count);
     if (bad >= 0) {
-      return Message("dense_versions[", bad, "] = ", push.dense_versions[bad],
-                     " is negative");
+      return Result::Error("dense_versions[", bad,
+                           "] = ", push.dense_versions[bad], " is negative");
     }
   }
   for (const TableGradient& rows : push.tables) {
     const int64_t tables = static_cast<int64_t>(options_.tables.size());
     if (rows.table < 0 || rows.table >= tables) {
-      return Message("table ", rows.table, " is not in [0, ", tables, ")");
+      return Result::Error("table ", rows.table, " is not in [0, ", tables,
+                           ")");
     }
     // Many rows may share one gradient, by its bag, and each has a sum.
     const int64_t width = options_.tables[rows.table].width;
     if (rows.n > kMostElements / std::max<int64_t>(width, 1)) {
-      return Message("indices must name at most ", kMostElements,
-                     " floats of table ", rows.table, " in a push, not ",
-                     rows.n, " rows of ", width);
+      return Result::Error("indices must name at most ", kMostElements,
+                           " floats of table ", rows.table, " in a push, not ",
+                           rows.n, " rows of ", width);
     }
     const int64_t count = options_.tables[rows.table].rows;
     const int64_t bad = FirstNotARow(rows.ids, rows.n, count);
     if (bad >= 0) {
-      return Message("row id ", rows.ids[bad], " of table ", rows.table,
-                     ", at its position ", bad, ", is not in [0, ", count, ")");
+      return Result::Error("row id ", rows.ids[bad], " of table ", rows.table,
+                           ", at its position ", bad, ", is not in [0, ", count,
+                           ")");
     }
     if (rows.push.pulled == nullptr) continue;
     const int64_t negative = FirstNegative(rows.push.pulled, rows.n);
     if (negative >= 0) {
-      return Message("the version ", rows.push.pulled[negative],
-                     " pulled of a row of table ", rows.table,
-                     ", at its position ", negative, ", is negative");
+      return Result::Error("the version ", rows.push.pulled[negative],
+                           " pulled of a row of table ", rows.table,
+                           ", at its position ", negative, ", is negative");
     }
   }
-  return "";
+  return Result::Ok();
 }
 
-std::string GradientBuffer::CheckVersions(const GradientPush& push) const {
+Result GradientBuffer::CheckVersions(const GradientPush& push) const {
   const GradientSums& sums = **sums_;
   if (push.dense != nullptr &&
       Disagree(sums.dense_given, GivenBy(push.dense_versions))) {
-    return Message("dense_versions must hold ",
-                   push.dense_versions == nullptr ? options_.dense_count : 0,
-                   " versions, like those of the other pushes of this step");
+    return Result::Error(
+        "dense_versions must hold ",
+        push.dense_versions == nullptr ? options_.dense_count : 0,
+        " versions, like those of the other pushes of this step");
   }
   Versions given = sums.rows_given;
   std::vector<int64_t> sizes(sums.tables.size());
@@ -271,17 +275,18 @@ std::string GradientBuffer::CheckVersions(const GradientPush& push) const {
   for (const TableGradient& rows : push.tables) {
     if (rows.n == 0) continue;
     if (Disagree(given, GivenBy(rows.push.pulled))) {
-      return Message("the gradients of rows must come with ",
-                     rows.push.pulled == nullptr ? "" : "no ",
-                     "versions, like those of the other pushes of this step");
+      return Result::Error(
+          "the gradients of rows must come with ",
+          rows.push.pulled == nullptr ? "" : "no ",
+          "versions, like those of the other pushes of this step");
     }
     given = GivenBy(rows.push.pulled);
     if ((sizes[rows.table] += rows.n) > RowSums::kMost) {
-      return Message("a step can't add up more than ", RowSums::kMost,
-                     " rows of table ", rows.table);
+      return Result::Error("a step can't add up more than ", RowSums::kMost,
+                           " rows of table ", rows.table);
     }
   }
-  return "";
+  return Result::Ok();
 }
 
 void GradientBuffer::Add(const GradientPush& push, float weight) {

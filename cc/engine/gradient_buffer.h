@@ -4,7 +4,7 @@
 //
 //   GradientBuffer buffer(options);
 //   std::unique_ptr<Aggregate> aggregate;
-//   error = buffer.Push(push, &aggregate);
+//   const Result pushed = buffer.Push(push, &aggregate);
 //   if (aggregate != nullptr) {
 //     aggregate->WriteDense(0, dense_size, to); ...  // and apply it
 //     buffer.Applied(aggregate->step());
@@ -44,6 +44,7 @@
 #include "absl/base/thread_annotations.h"
 #include "cc/engine/free_list.h"
 #include "cc/engine/mutex.h"
+#include "cc/engine/result.h"
 #include "cc/engine/row_push.h"
 #include "cc/engine/row_sums.h"
 #include "cc/engine/staleness_counters.h"
@@ -65,8 +66,7 @@ struct GradientBufferOptions {
   std::vector<Table> tables;
 };
 
-// What is wrong with them, or nothing.
-std::string CheckOptions(const GradientBufferOptions& options);
+Result CheckOptions(const GradientBufferOptions& options);
 
 // All of them in a line; two that differ have different ones.
 std::string Describe(const GradientBufferOptions& options);
@@ -166,9 +166,8 @@ class GradientBuffer {
   const GradientBufferOptions& options() const { return options_; }
 
   // Takes one push. Sets `aggregate` if it was the last of a step, else resets
-  // it. Returns what is wrong with the push, or nothing.
-  std::string Push(const GradientPush& push,
-                   std::unique_ptr<Aggregate>* aggregate)
+  // it.
+  Result Push(const GradientPush& push, std::unique_ptr<Aggregate>* aggregate)
       ABSL_LOCKS_EXCLUDED(mu_);
 
   // Gives out the pushes that are there, though they are fewer than a step has:
@@ -178,7 +177,7 @@ class GradientBuffer {
 
   // Marks an application as done; nothing if it is already: another may say so
   // for one who is gone. Returns an error for a step that was not given out.
-  std::string Applied(int64_t step) ABSL_LOCKS_EXCLUDED(mu_);
+  Result Applied(int64_t step) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Applications given out: the global step of this server.
   int64_t step() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -192,10 +191,10 @@ class GradientBuffer {
   void Restore(int64_t step) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  // What is wrong with a push whatever the step is, or nothing.
-  std::string Check(const GradientPush& push) const;
-  // What is wrong with it in this step, or nothing.
-  std::string CheckVersions(const GradientPush& push) const
+  // What can be checked of a push whatever the step is.
+  Result Check(const GradientPush& push) const;
+  // The rest.
+  Result CheckVersions(const GradientPush& push) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Add(const GradientPush& push, float weight)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -236,7 +236,7 @@ void CompareWithSimulation(GradientBufferOptions options, bool versioned,
   options.dense_size = 7;
   options.dense_count = 3;
   options.tables = {{20, 4}, {1000, 1}, {1, 3}};
-  ASSERT_EQ(CheckOptions(options), "");
+  ASSERT_EQ(CheckOptions(options).error(), "");
   std::mt19937 random(seed);
   GradientBuffer buffer(options);
   Simulation simulation(options);
@@ -247,7 +247,7 @@ void CompareWithSimulation(GradientBufferOptions options, bool versioned,
     const OwnedPush push =
         RandomPush(options, simulation.step, versioned, &random);
     std::unique_ptr<Aggregate> aggregate;
-    ASSERT_EQ(buffer.Push(push.View(), &aggregate), "");
+    ASSERT_EQ(buffer.Push(push.View(), &aggregate).error(), "");
     const bool ready = simulation.Push(push);
     ASSERT_EQ(aggregate != nullptr, ready);
     if (!ready && random() % 50 == 0) {

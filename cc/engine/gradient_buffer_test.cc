@@ -41,7 +41,7 @@ std::unique_ptr<Aggregate> PushNumber(GradientBuffer* buffer, float number,
   push.token_value = token_value;
   push.dense = &number;
   std::unique_ptr<Aggregate> aggregate;
-  EXPECT_EQ(buffer->Push(push, &aggregate), "");
+  EXPECT_EQ(buffer->Push(push, &aggregate).error(), "");
   return aggregate;
 }
 
@@ -77,7 +77,7 @@ TEST(GradientBufferTest, AnExcludedPushCountsAndItsNanDoesNotReachTheSum) {
   push.tables[0].n = 1;
   push.tables[0].push.gradient = &nan;
   std::unique_ptr<Aggregate> aggregate;
-  ASSERT_EQ(buffer.Push(push, &aggregate), "");
+  ASSERT_EQ(buffer.Push(push, &aggregate).error(), "");
   EXPECT_EQ(aggregate, nullptr);
   aggregate = PushNumber(&buffer, 4, 4);
   ASSERT_NE(aggregate, nullptr);
@@ -130,14 +130,14 @@ TEST(GradientBufferTest, AppliedIsTheStepUpToWhichAllAreDone) {
   GradientBuffer buffer(Options(1));
   for (int i = 0; i < 3; ++i) PushNumber(&buffer, 1, 0);
   EXPECT_EQ(buffer.applied(), 0);
-  EXPECT_EQ(buffer.Applied(2), "");
+  EXPECT_EQ(buffer.Applied(2).error(), "");
   EXPECT_EQ(buffer.applied(), 0);
-  EXPECT_EQ(buffer.Applied(1), "");
+  EXPECT_EQ(buffer.Applied(1).error(), "");
   EXPECT_EQ(buffer.applied(), 2);
-  EXPECT_EQ(buffer.Applied(4),
+  EXPECT_EQ(buffer.Applied(4).error(),
             "step = 4 is not in [1, 3], the steps given out");
-  EXPECT_NE(buffer.Applied(0), "");
-  EXPECT_EQ(buffer.Applied(3), "");
+  EXPECT_NE(buffer.Applied(0).error(), "");
+  EXPECT_EQ(buffer.Applied(3).error(), "");
   EXPECT_EQ(buffer.applied(), 3);
 }
 
@@ -146,10 +146,10 @@ TEST(GradientBufferTest, WhatIsAppliedAlreadyMayBeMarkedAgain) {
   for (int i = 0; i < 3; ++i) PushNumber(&buffer, 1, 0);
   // Ahead of its turn, and behind.
   for (const int64_t step : {2, 2, 1, 1, 2}) {
-    EXPECT_EQ(buffer.Applied(step), "");
+    EXPECT_EQ(buffer.Applied(step).error(), "");
   }
   EXPECT_EQ(buffer.applied(), 2);
-  EXPECT_EQ(buffer.Applied(3), "");
+  EXPECT_EQ(buffer.Applied(3).error(), "");
   EXPECT_EQ(buffer.applied(), 3);
   // What was marked before does not count for the steps to come.
   PushNumber(&buffer, 1, 0);
@@ -168,7 +168,7 @@ TEST(GradientBufferTest, RestoringSetsTheStepAndDropsWhatIsPending) {
   ASSERT_NE(aggregate, nullptr);
   EXPECT_EQ(aggregate->step(), 41);
   EXPECT_EQ(DenseOf(*aggregate, 1), Floats{2});
-  EXPECT_EQ(buffer.Applied(41), "");
+  EXPECT_EQ(buffer.Applied(41).error(), "");
 }
 
 TEST(GradientBufferTest, WhatIsWrongIsNamedAndChangesNothing) {
@@ -191,7 +191,7 @@ TEST(GradientBufferTest, WhatIsWrongIsNamedAndChangesNothing) {
     push.tables[0].push.gradient = &number;
     change(&push);
     std::unique_ptr<Aggregate> aggregate;
-    return buffer.Push(push, &aggregate);
+    return buffer.Push(push, &aggregate).error();
   };
   EXPECT_EQ(push_with([](GradientPush* p) { p->token_index = -1; }),
             "token_index must be at least 0, not -1");
@@ -239,7 +239,7 @@ TEST(GradientBufferTest, BadOptionsAreNamed) {
   const auto check_with = [](const auto& change) {
     GradientBufferOptions options = Options(2);
     change(&options);
-    return CheckOptions(options);
+    return CheckOptions(options).error();
   };
   using O = GradientBufferOptions;
   EXPECT_EQ(check_with([](O*) {}), "");
@@ -297,11 +297,11 @@ TEST(GradientBufferTest, OptionsThatDifferHaveOtherDescriptions) {
 TEST(GradientBufferTest, SizesThatNoTensorHasAreRefused) {
   GradientBufferOptions options;
   options.dense_size = int64_t{1} << 40;
-  EXPECT_EQ(CheckOptions(options),
+  EXPECT_EQ(CheckOptions(options).error(),
             "dense_size must be from 0 to 2147483647, not 1099511627776");
   options.dense_size = 1;
   options.tables = {{5, int64_t{1} << 31}};
-  EXPECT_EQ(CheckOptions(options),
+  EXPECT_EQ(CheckOptions(options).error(),
             "table 0 must have at least 0 rows, of 0 to 2147483647 floats, not "
             "5 rows of 2147483648");
 }
@@ -322,11 +322,11 @@ TEST(GradientBufferTest, RowsThatShareAGradientCantAddUpToMoreThanATensor) {
   push.tables[0].push.gradient = gradient.data();
   push.tables[0].push.bags.bags = bags.data();
   std::unique_ptr<Aggregate> aggregate;
-  EXPECT_EQ(buffer.Push(push, &aggregate),
+  EXPECT_EQ(buffer.Push(push, &aggregate).error(),
             "indices must name at most 2147483647 floats of table 0 in a push, "
             "not 2048 rows of 1048576");
   push.tables[0].n = 2;
-  EXPECT_EQ(buffer.Push(push, &aggregate), "");
+  EXPECT_EQ(buffer.Push(push, &aggregate).error(), "");
   ASSERT_NE(aggregate, nullptr);
   EXPECT_EQ(aggregate->rows(0).size(), 2);
 }

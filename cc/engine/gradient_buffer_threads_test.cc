@@ -79,10 +79,10 @@ TEST(GradientBufferThreadsTest,
         push.tables[0].n = 3;
         push.tables[0].push.gradient = gradient;
         std::unique_ptr<Aggregate> aggregate;
-        if (!buffer.Push(push, &aggregate).empty()) return;
+        if (!buffer.Push(push, &aggregate).ok()) return;
         if (aggregate == nullptr) continue;
         received[t].Add(*aggregate);
-        if (!buffer.Applied(aggregate->step()).empty()) return;
+        if (!buffer.Applied(aggregate->step()).ok()) return;
       }
     });
   }
@@ -131,10 +131,10 @@ TEST(GradientBufferThreadsTest, ATokenThatTwoThreadsPushIsTakenOnce) {
           push.token_value = step;
           push.dense = &dense;
           std::unique_ptr<Aggregate> aggregate;
-          if (!buffer.Push(push, &aggregate).empty()) return;
+          if (!buffer.Push(push, &aggregate).ok()) return;
           if (aggregate == nullptr) continue;
           sums[t].push_back(DenseOf(*aggregate));
-          buffer.Applied(aggregate->step());
+          EXPECT_TRUE(buffer.Applied(aggregate->step()).ok());
         }
         while (buffer.applied() <= step) std::this_thread::yield();
       }

@@ -6,7 +6,7 @@
 // physical tables that the parameter servers hold.
 //
 //   IdRouter router(&features, has_bags);
-//   error = router.Route(inputs, batch);
+//   const Result routed = router.Route(inputs, batch);
 //   ... router.table(t).rows ...
 //
 // Of a physical table with bags, the bags are numbered in the order of their
@@ -26,7 +26,7 @@
 #include <utility>
 #include <vector>
 
-#include "cc/engine/message.h"
+#include "cc/engine/result.h"
 
 namespace recsync {
 
@@ -116,17 +116,15 @@ class IdRouter {
 
   const RoutedTable& table(int t) const { return tables_[t]; }
 
-  // Returns what is wrong with the batch, or nothing.
   template <typename Index>
-  std::string Route(const std::vector<RoutedInput<Index>>& inputs,
-                    int64_t batch) {
+  Result Route(const std::vector<RoutedInput<Index>>& inputs, int64_t batch) {
     int64_t ids = 0;
     std::vector<int64_t> most(tables_.size(), 0);  // rows of each table
     for (size_t f = 0; f < features_.size(); ++f) {
       const RoutedFeature& feature = features_[f];
       const RoutedInput<Index>& input = inputs[f];
-      if (std::string s = CheckShape(feature, input, batch); !s.empty())
-        return s;
+      if (Result shape = CheckShape(feature, input, batch); !shape.ok())
+        return shape;
       ids += input.n;
       for (const ShardPlace& shard : feature.shards)
         most[shard.table] += input.n;
@@ -134,17 +132,17 @@ class IdRouter {
       for (int64_t i = 0; i < input.n; ++i) {
         const int64_t id = static_cast<int64_t>(input.ids[i]);
         if (id < 0 || id >= feature.rows) {
-          return Message("feature ", feature.name, " has id ", id,
-                         " at position ", i, ", table ", feature.table,
-                         " has rows 0 to ", feature.rows - 1,
-                         "; out_of_range='clip' or 'hash' would accept it");
+          return Result::Error(
+              "feature ", feature.name, " has id ", id, " at position ", i,
+              ", table ", feature.table, " has rows 0 to ", feature.rows - 1,
+              "; out_of_range='clip' or 'hash' would accept it");
         }
       }
     }
     if (static_cast<int64_t>(features_.size()) * batch > INT32_MAX ||
         ids > INT32_MAX) {
-      return Message("a batch of ", batch, " examples with ", ids,
-                     " ids is too large");
+      return Result::Error("a batch of ", batch, " examples with ", ids,
+                           " ids is too large");
     }
     std::vector<RowNumbers> numbers;
     for (size_t t = 0; t < tables_.size(); ++t) {
@@ -170,32 +168,32 @@ class IdRouter {
       table.bags.push_back(static_cast<int32_t>(table.slots.size()) - 1);
       table.scales.push_back(scale);
     });
-    return "";
+    return Result::Ok();
   }
 
  private:
   template <typename Index>
-  static std::string CheckShape(const RoutedFeature& feature,
-                                const RoutedInput<Index>& input,
-                                int64_t batch) {
+  static Result CheckShape(const RoutedFeature& feature,
+                           const RoutedInput<Index>& input, int64_t batch) {
     if (input.splits == nullptr) {
-      if (input.n == batch * feature.length) return "";
-      return Message("feature ", feature.name, " of table ", feature.table,
-                     " has ", input.n, " ids, but the batch has ", batch,
-                     " examples of ", feature.length, " each");
+      if (input.n == batch * feature.length) return Result::Ok();
+      return Result::Error("feature ", feature.name, " of table ",
+                           feature.table, " has ", input.n,
+                           " ids, but the batch has ", batch, " examples of ",
+                           feature.length, " each");
     }
     if (input.splits[0] != 0 || input.splits[batch] != input.n) {
-      return Message("the row splits of feature ", feature.name, " go from ",
-                     input.splits[0], " to ", input.splits[batch], ", it has ",
-                     input.n, " ids");
+      return Result::Error("the row splits of feature ", feature.name,
+                           " go from ", input.splits[0], " to ",
+                           input.splits[batch], ", it has ", input.n, " ids");
     }
     for (int64_t b = 0; b < batch; ++b) {
       if (input.splits[b] > input.splits[b + 1]) {
-        return Message("the row splits of feature ", feature.name,
-                       " decrease at example ", b);
+        return Result::Error("the row splits of feature ", feature.name,
+                             " decrease at example ", b);
       }
     }
-    return "";
+    return Result::Ok();
   }
 
   // The factor that makes a bag's weighted sum what the combiner wants.

@@ -33,7 +33,7 @@ TEST(IdRouterTest, ListsAPopularRowOnce) {
   const std::vector<bool> has_bags = {false};
   IdRouter router(&features, has_bags);
   const std::vector<int64_t> a = {3, 1, 3}, b = {1, 1, 2};
-  ASSERT_EQ(router.Route<int64_t>({Dense(a), Dense(b)}, 3), "");
+  ASSERT_EQ(router.Route<int64_t>({Dense(a), Dense(b)}, 3).error(), "");
   EXPECT_EQ(router.table(0).rows, (Rows{3, 1, 11, 12}));
   EXPECT_EQ(router.table(0).slots, (Ints{0, 1, 2, 3, 4, 5}));
   EXPECT_EQ(router.table(0).sources, (Ints{0, 1, 0, 2, 2, 3}));
@@ -46,7 +46,7 @@ TEST(IdRouterTest, SplitsATableModuloItsShards) {
   const std::vector<bool> has_bags = {false, false};
   IdRouter router(&features, has_bags);
   const std::vector<int64_t> ids = {0, 1, 6, 9};
-  ASSERT_EQ(router.Route<int64_t>({Dense(ids)}, 4), "");
+  ASSERT_EQ(router.Route<int64_t>({Dense(ids)}, 4).error(), "");
   EXPECT_EQ(router.table(0).rows, (Rows{100, 103}));
   EXPECT_EQ(router.table(0).slots, (Ints{0, 2}));
   EXPECT_EQ(router.table(1).rows, (Rows{0, 4}));
@@ -60,7 +60,7 @@ TEST(IdRouterTest, LeavesEmptyBagsOut) {
   IdRouter router(&features, has_bags);
   const std::vector<int64_t> ids = {1, 2, 5}, splits = {0, 2, 2, 3};
   const RoutedInput<int64_t> input = {ids.data(), 3, splits.data(), nullptr};
-  ASSERT_EQ(router.Route<int64_t>({input}, 3), "");
+  ASSERT_EQ(router.Route<int64_t>({input}, 3).error(), "");
   EXPECT_EQ(router.table(0).rows, (Rows{1, 2, 5}));
   EXPECT_EQ(router.table(0).bags, (Ints{0, 0, 1}));
   EXPECT_EQ(router.table(0).slots, (Ints{0, 2}));
@@ -76,7 +76,7 @@ TEST(IdRouterTest, WeightsThatAddUpToNothingGiveZeros) {
   const std::vector<int64_t> ids = {1, 2};
   const std::vector<float> weights = {1.0f, -1.0f};
   const RoutedInput<int64_t> input = {ids.data(), 2, nullptr, weights.data()};
-  ASSERT_EQ(router.Route<int64_t>({input}, 1), "");
+  ASSERT_EQ(router.Route<int64_t>({input}, 1).error(), "");
   EXPECT_EQ(router.table(0).scales, (Floats{0.0f, 0.0f}));
 }
 
@@ -86,7 +86,7 @@ TEST(IdRouterTest, NamesFeatureTableAndPositionOfAnIdOutOfRange) {
     const std::vector<bool> has_bags = {false};
     IdRouter router(&features, has_bags);
     const std::vector<int64_t> ids = {0, bad};
-    EXPECT_EQ(router.Route<int64_t>({Dense(ids)}, 2),
+    EXPECT_EQ(router.Route<int64_t>({Dense(ids)}, 2).error(),
               "feature a has id " + std::to_string(bad) +
                   " at position 1, table as has rows 0 to 9; "
                   "out_of_range='clip' or 'hash' would accept it");
@@ -101,7 +101,8 @@ TEST(IdRouterTest, RefusesRowSplitsThatDecreaseOrEndElsewhere) {
            {0, 2, 1, 3}, {1, 2, 3, 3}, {0, 1, 2, 4}}) {
     IdRouter router(&features, has_bags);
     EXPECT_NE(
-        router.Route<int64_t>({{ids.data(), 3, splits.data(), nullptr}}, 3),
+        router.Route<int64_t>({{ids.data(), 3, splits.data(), nullptr}}, 3)
+            .error(),
         "");
   }
 }
@@ -118,7 +119,8 @@ TEST(IdRouterTest, EverySlotGetsTheRowThatBruteForceGivesIt) {
   for (auto& own : ids) {
     for (int64_t& id : own) id = random() % 2 ? random() % 5 : random() % rows;
   }
-  ASSERT_EQ(router.Route<int64_t>({Dense(ids[0]), Dense(ids[1])}, batch), "");
+  ASSERT_EQ(
+      router.Route<int64_t>({Dense(ids[0]), Dense(ids[1])}, batch).error(), "");
   std::map<int64_t, std::pair<int, int64_t>> expected, found;
   for (int64_t b = 0; b < batch; ++b) {
     expected[b] = {0, ids[0][b]};

@@ -208,8 +208,8 @@ int PatchObject(dl_phdr_info* object, size_t, void* data) {
 
 }  // namespace
 
-std::string RedirectImports(const std::string& name, void* replacement,
-                            const ObjectFilter& filter, int* entries) {
+Result RedirectImports(const std::string& name, void* replacement,
+                       const ObjectFilter& filter, int* entries) {
   // One at a time, as pages become writable and read-only again; never
   // destroyed, as a thread may be here during exit.
   static std::mutex* const mutex = new std::mutex;
@@ -220,11 +220,10 @@ std::string RedirectImports(const std::string& name, void* replacement,
   patcher.filter = &filter;
   dl_iterate_phdr(PatchObject, &patcher);
   *entries = patcher.entries;
-  if (patcher.error.empty() && patcher.entries == 0) {
-    return "none of the loaded libraries imports " + name +
-           "; load TensorFlow first";
-  }
-  return patcher.error;
+  if (!patcher.error.empty()) return Result::Error(patcher.error);
+  if (patcher.entries > 0) return Result::Ok();
+  return Result::Error("none of the loaded libraries imports ", name,
+                       "; load TensorFlow first");
 }
 
 void* FindFunction(const std::string& name, const ObjectFilter& filter) {
@@ -254,10 +253,11 @@ void* FindFunction(const std::string& name, const ObjectFilter& filter) {
   return nullptr;
 }
 #else
-std::string RedirectImports(const std::string& name, void*, const ObjectFilter&,
-                            int* entries) {
+Result RedirectImports(const std::string& name, void*, const ObjectFilter&,
+                       int* entries) {
   *entries = 0;
-  return "redirecting " + name + " needs Linux on x86_64 or aarch64";
+  return Result::Error("redirecting ", name,
+                       " needs Linux on x86_64 or aarch64");
 }
 
 void* FindFunction(const std::string&, const ObjectFilter&) { return nullptr; }

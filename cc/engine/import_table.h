@@ -19,6 +19,8 @@
 #include <functional>
 #include <string>
 
+#include "cc/engine/result.h"
+
 namespace recsync {
 
 // A library, an extension module or the main program, as it is loaded.
@@ -45,11 +47,10 @@ bool IsTensorFlowObject(const LoadedObject& object);
 // as the process lives. Idempotent. Calls under way in other threads end in
 // the old or the new function.
 //
-// Returns an empty string on success, else what is wrong. `entries` becomes the
-// number of entries that point at the replacement: it can be above 0 even if an
-// error is returned.
-std::string RedirectImports(const std::string& name, void* replacement,
-                            const ObjectFilter& filter, int* entries);
+// `entries` becomes the number of entries that point at the replacement: it can
+// be above 0 even if an error is returned.
+Result RedirectImports(const std::string& name, void* replacement,
+                       const ObjectFilter& filter, int* entries);
 
 // The function that one of those objects finds under a name, or null.
 void* FindFunction(const std::string& name, const ObjectFilter& filter);

@@ -29,14 +29,17 @@ TEST(ImportTableTest, CallsEndInTheReplacementAndBackInTheOriginal) {
   ASSERT_NE(original, nullptr);
   int entries = 0;
   ASSERT_EQ(RedirectImports("getppid", reinterpret_cast<void*>(&OtherParent),
-                            IsMainProgram, &entries),
+                            IsMainProgram, &entries)
+                .error(),
             "");
   EXPECT_GE(entries, 1);
   EXPECT_EQ(getppid(), kOther);
   EXPECT_EQ(reinterpret_cast<pid_t (*)()>(original)(), parent);
   // The replacement is not what is found, and can be replaced again.
   EXPECT_EQ(FindFunction("getppid", IsMainProgram), original);
-  ASSERT_EQ(RedirectImports("getppid", original, IsMainProgram, &entries), "");
+  ASSERT_EQ(
+      RedirectImports("getppid", original, IsMainProgram, &entries).error(),
+      "");
   EXPECT_EQ(getppid(), parent);
 }
 
@@ -44,7 +47,8 @@ TEST(ImportTableTest, ObjectsThatAreNotChosenKeepTheirs) {
   const pid_t parent = getppid();
   int entries = 7;
   EXPECT_NE(RedirectImports("getppid", reinterpret_cast<void*>(&OtherParent),
-                            IsNoObject, &entries),
+                            IsNoObject, &entries)
+                .error(),
             "");
   EXPECT_EQ(entries, 0);
   EXPECT_EQ(getppid(), parent);
@@ -53,9 +57,11 @@ TEST(ImportTableTest, ObjectsThatAreNotChosenKeepTheirs) {
 
 TEST(ImportTableTest, FunctionsThatNobodyImportsAreNamed) {
   int entries = 7;
-  const std::string error = RedirectImports(
-      "recsync_no_such_function", reinterpret_cast<void*>(&OtherParent),
-      IsMainProgram, &entries);
+  const std::string error =
+      RedirectImports("recsync_no_such_function",
+                      reinterpret_cast<void*>(&OtherParent), IsMainProgram,
+                      &entries)
+          .error();
   EXPECT_NE(error.find("recsync_no_such_function"), std::string::npos) << error;
   EXPECT_EQ(entries, 0);
   EXPECT_EQ(FindFunction("recsync_no_such_function", IsMainProgram), nullptr);
@@ -71,7 +77,8 @@ TEST(ImportTableTest, ObjectsAreKnownByTheSymbolsTheyReferTo) {
           if (object.path().empty()) found = object.RefersTo(prefix);
           return false;
         },
-        &entries);
+        &entries)
+        .error();
     return found;
   };
   EXPECT_TRUE(refers_to("getppid"));
@@ -125,7 +132,8 @@ TEST(ImportTableTest, ThreadsRedirectAndCallSideBySide) {
     for (int round = 0; round < 200; ++round) {
       int entries;
       EXPECT_EQ(RedirectImports(name, round % 2 == 0 ? replacement : original,
-                                IsMainProgram, &entries),
+                                IsMainProgram, &entries)
+                    .error(),
                 "");
     }
   };

@@ -129,23 +129,25 @@ bool IsNumericAddress(const std::string& address) {
   return ParseTarget(address, &target);
 }
 
-std::string ConfineListeners(const std::string& address,
-                             const ObjectFilter& filter) {
+Result ConfineListeners(const std::string& address,
+                        const ObjectFilter& filter) {
   // Serializes callers; never destroyed, as a thread may bind during exit.
   static std::mutex* const mutex = new std::mutex;
   static std::list<Target>* const targets = new std::list<Target>;
   Target target;
   if (!ParseTarget(address, &target)) {
-    return "address must be a numeric IPv4 or IPv6 address without a port, "
-           "like 127.0.0.1 or ::1, got \"" +
-           address + "\"";
+    return Result::Error(
+        "address must be a numeric IPv4 or IPv6 address without a port, "
+        "like 127.0.0.1 or ::1, got \"" +
+        address + "\"");
   }
   std::lock_guard<std::mutex> lock(*mutex);
   if (real_bind.load() == nullptr) {
     // The first `bind` in the global scope: libc's, or that of a shim which the
     // user preloaded, which goes on working behind the replacement.
     void* const found = dlsym(RTLD_DEFAULT, "bind");
-    if (found == nullptr) return "no function bind in this process";
+    if (found == nullptr)
+      return Result::Error("no function bind in this process");
     real_bind.store(reinterpret_cast<BindFunction>(found));
   }
   // The target goes first: no patched object may bind without it, and it stays
@@ -156,12 +158,12 @@ std::string ConfineListeners(const std::string& address,
     current_target.store(&targets->back(), std::memory_order_release);
   }
   int entries = 0;
-  std::string error = RedirectImports(
+  Result redirected = RedirectImports(
       "bind", reinterpret_cast<void*>(&ConfinedBind), filter, &entries);
   if (entries == 0) {
     current_target.store(old_target, std::memory_order_release);
   }
-  return error;
+  return redirected;
 }
 
 std::string ConfinedAddress() {

@@ -5,7 +5,7 @@
 // network interface, without authentication, and run what they are sent. None
 // of them has a parameter for the address. `ConfineListeners` gives them one:
 //
-//   std::string error = recsync::ConfineListeners("127.0.0.1");
+//   const recsync::Result confined = recsync::ConfineListeners("127.0.0.1");
 //   if (!error.empty()) { ... }        // nothing is guaranteed in this case
 //   // From here on, TensorFlow servers listen on 127.0.0.1 only.
 //
@@ -37,6 +37,7 @@
 #include <string>
 
 #include "cc/engine/import_table.h"
+#include "cc/engine/result.h"
 
 namespace recsync {
 
@@ -47,10 +48,10 @@ bool IsNumericAddress(const std::string& address);
 // Confines the objects that `filter` accepts to `address`, see
 // `IsNumericAddress`. The any-address (0.0.0.0 or ::) lifts the confinement.
 //
-// Returns an empty string on success, else what is wrong: a malformed address,
-// or no object in which `bind` could be replaced.
-std::string ConfineListeners(const std::string& address,
-                             const ObjectFilter& filter = IsTensorFlowObject);
+// An error is a malformed address, or no object in which `bind` could be
+// replaced.
+Result ConfineListeners(const std::string& address,
+                        const ObjectFilter& filter = IsTensorFlowObject);
 
 // The address in force in its canonical spelling, empty if there is none.
 std::string ConfinedAddress();

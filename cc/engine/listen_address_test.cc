@@ -72,7 +72,7 @@ bool HasIpv6() { return BindIpv6("::1") == "::1"; }
 class ListenAddressTest : public testing::Test {
  protected:
   void TearDown() override {
-    EXPECT_EQ(ConfineListeners("0.0.0.0", IsMainProgram), "");
+    EXPECT_EQ(ConfineListeners("0.0.0.0", IsMainProgram).error(), "");
   }
 };
 
@@ -91,8 +91,9 @@ TEST_F(ListenAddressTest, RecognizesNumericAddresses) {
 }
 
 TEST_F(ListenAddressTest, MalformedAddressChangesNothing) {
-  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram), "");
-  const std::string error = ConfineListeners("localhost", IsMainProgram);
+  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram).error(), "");
+  const std::string error =
+      ConfineListeners("localhost", IsMainProgram).error();
   EXPECT_NE(error.find("got \"localhost\""), std::string::npos) << error;
   EXPECT_EQ(ConfinedAddress(), "127.0.0.1");
   EXPECT_EQ(BindIpv4("0.0.0.0"), "127.0.0.1");
@@ -100,27 +101,29 @@ TEST_F(ListenAddressTest, MalformedAddressChangesNothing) {
 
 TEST_F(ListenAddressTest, NoObjectToPatchIsAnError) {
   const std::string error =
-      ConfineListeners("127.0.0.1", [](const LoadedObject&) { return false; });
+      ConfineListeners("127.0.0.1", [](const LoadedObject&) {
+        return false;
+      }).error();
   EXPECT_NE(error.find("none of the loaded libraries"), std::string::npos);
   EXPECT_EQ(ConfinedAddress(), "");
 }
 
 TEST_F(ListenAddressTest, Ipv4ListenerGoesToTheAddress) {
   EXPECT_EQ(BindIpv4("0.0.0.0"), "0.0.0.0");
-  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram), "");
+  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram).error(), "");
   EXPECT_EQ(BindIpv4("0.0.0.0"), "127.0.0.1");
 }
 
 TEST_F(ListenAddressTest, DualStackListenerGoesToTheMappedAddress) {
   if (!HasIpv6()) GTEST_SKIP() << "no IPv6 here";
-  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram), "");
+  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram).error(), "");
   EXPECT_EQ(BindIpv6("::"), "::ffff:127.0.0.1");
   EXPECT_EQ(BindIpv6("::ffff:0.0.0.0"), "::ffff:127.0.0.1");
 }
 
 TEST_F(ListenAddressTest, MappedListenerIsReachedThroughIpv4) {
   if (!HasIpv6()) GTEST_SKIP() << "no IPv6 here";
-  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram), "");
+  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram).error(), "");
   Socket server(AF_INET6, SOCK_STREAM);
   const int dual_stack = 0;
   setsockopt(server.fd(), IPPROTO_IPV6, IPV6_V6ONLY, &dual_stack,
@@ -146,14 +149,14 @@ TEST_F(ListenAddressTest, MappedListenerIsReachedThroughIpv4) {
 TEST_F(ListenAddressTest, SocketsThatCannotCarryTheAddressFail) {
   if (!HasIpv6()) GTEST_SKIP() << "no IPv6 here";
   const std::string refused = std::strerror(EADDRNOTAVAIL);
-  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram), "");
+  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram).error(), "");
   EXPECT_EQ(BindIpv6("::", /*ipv6_only=*/true), refused);
-  ASSERT_EQ(ConfineListeners("::1", IsMainProgram), "");
+  ASSERT_EQ(ConfineListeners("::1", IsMainProgram).error(), "");
   EXPECT_EQ(BindIpv4("0.0.0.0"), refused);
 }
 
 TEST_F(ListenAddressTest, OtherAddressesAndSocketsAreLeftAlone) {
-  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram), "");
+  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram).error(), "");
   EXPECT_EQ(BindIpv4("127.0.0.2"), "127.0.0.2");
   EXPECT_EQ(BindIpv4("0.0.0.0", SOCK_DGRAM), "0.0.0.0");
   if (HasIpv6()) {
@@ -162,39 +165,40 @@ TEST_F(ListenAddressTest, OtherAddressesAndSocketsAreLeftAlone) {
 }
 
 TEST_F(ListenAddressTest, ErrorsOfBindReachTheCaller) {
-  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram), "");
+  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram).error(), "");
   EXPECT_EQ(bind(-1, nullptr, 0), -1);
   EXPECT_EQ(errno, EBADF);
 }
 
 TEST_F(ListenAddressTest, AnotherCallChangesTheAddress) {
-  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram), "");
-  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram), "");
+  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram).error(), "");
+  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram).error(), "");
   EXPECT_EQ(BindIpv4("0.0.0.0"), "127.0.0.1");
-  ASSERT_EQ(ConfineListeners("127.0.0.2", IsMainProgram), "");
+  ASSERT_EQ(ConfineListeners("127.0.0.2", IsMainProgram).error(), "");
   EXPECT_EQ(BindIpv4("0.0.0.0"), "127.0.0.2");
   EXPECT_EQ(ConfinedAddress(), "127.0.0.2");
-  ASSERT_EQ(ConfineListeners("::ffff:127.0.0.3", IsMainProgram), "");
+  ASSERT_EQ(ConfineListeners("::ffff:127.0.0.3", IsMainProgram).error(), "");
   EXPECT_EQ(ConfinedAddress(), "127.0.0.3");
   EXPECT_EQ(BindIpv4("0.0.0.0"), "127.0.0.3");
 }
 
 TEST_F(ListenAddressTest, AnyAddressLiftsTheConfinement) {
-  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram), "");
-  ASSERT_EQ(ConfineListeners("0.0.0.0", IsMainProgram), "");
+  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram).error(), "");
+  ASSERT_EQ(ConfineListeners("0.0.0.0", IsMainProgram).error(), "");
   EXPECT_EQ(BindIpv4("0.0.0.0"), "0.0.0.0");
   EXPECT_EQ(ConfinedAddress(), "");
 }
 
 TEST_F(ListenAddressTest, ThreadsBindWhileTheAddressChanges) {
-  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram), "");
+  ASSERT_EQ(ConfineListeners("127.0.0.1", IsMainProgram).error(), "");
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i) {
     threads.emplace_back([i] {
       for (int round = 0; round < 200; ++round) {
         if (i < 2) {
           EXPECT_EQ(ConfineListeners(round % 2 == 0 ? "127.0.0.2" : "127.0.0.1",
-                                     IsMainProgram),
+                                     IsMainProgram)
+                        .error(),
                     "");
         } else {
           const std::string address = BindIpv4("0.0.0.0");

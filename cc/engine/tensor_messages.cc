@@ -129,31 +129,34 @@ bool Decode(std::string_view head, Answer* answer) {
   return true;
 }
 
-std::string BodyProblem(const Answer& answer, uint64_t size, uint64_t width) {
+Result CheckBody(const Answer& answer, uint64_t size, uint64_t width) {
   if (answer.form == BodyForm::kNone) {
-    if (size > 0) return std::to_string(size) + " bytes that belong to nothing";
+    if (size > 0)
+      return Result::Error(std::to_string(size) +
+                           " bytes that belong to nothing");
     const bool is_whole = answer.code != 0 || answer.is_dead;
-    return is_whole ? "" : "neither a tensor nor an error";
+    return is_whole ? Result::Ok()
+                    : Result::Error("neither a tensor nor an error");
   }
   if (answer.code != 0 || answer.is_dead) {
-    return "a tensor and an error at once";
+    return Result::Error("a tensor and an error at once");
   }
   if (answer.form == BodyForm::kProto) {
-    if (size <= kMaxProtoBytes) return "";
-    return "a TensorProto of " + std::to_string(size) +
-           " bytes, more than the " + std::to_string(kMaxProtoBytes) +
-           " that it may have";
+    if (size <= kMaxProtoBytes) return Result::Ok();
+    return Result::Error("a TensorProto of " + std::to_string(size) +
+                         " bytes, more than the " +
+                         std::to_string(kMaxProtoBytes) + " that it may have");
   }
   if (width == 0) {
-    return "elements of type " + std::to_string(answer.dtype) +
-           ", which do not travel as bytes";
+    return Result::Error("elements of type " + std::to_string(answer.dtype) +
+                         ", which do not travel as bytes");
   }
   // An empty tensor is one whatever its other dimensions are, but none may be
   // negative. Each product fits: both factors are checked to be small enough.
   bool is_empty = false;
   for (const int64_t dimension : answer.shape) {
     if (dimension < 0) {
-      return "a dimension of " + std::to_string(dimension);
+      return Result::Error("a dimension of " + std::to_string(dimension));
     }
     is_empty |= dimension == 0;
   }
@@ -161,16 +164,17 @@ std::string BodyProblem(const Answer& answer, uint64_t size, uint64_t width) {
   for (const int64_t dimension : answer.shape) {
     if (bytes > 0 &&
         static_cast<uint64_t>(dimension) > kMaxTensorBytes / bytes) {
-      return "a shape of more than the " + std::to_string(kMaxTensorBytes) +
-             " bytes that a tensor may have";
+      return Result::Error("a shape of more than the " +
+                           std::to_string(kMaxTensorBytes) +
+                           " bytes that a tensor may have");
     }
     bytes *= dimension;
   }
   if (bytes != size) {
-    return std::to_string(size) + " bytes for a tensor of " +
-           std::to_string(bytes);
+    return Result::Error(std::to_string(size) + " bytes for a tensor of " +
+                         std::to_string(bytes));
   }
-  return "";
+  return Result::Ok();
 }
 
 }  // namespace recsync

@@ -6,7 +6,7 @@
 // they lie in memory, the rest as a TensorProto.
 //
 // Nothing that the other end says is believed: Decode says no to what is no
-// such message, and BodyProblem to a body that does not fit its head.
+// such message, and CheckBody to a body that does not fit its head.
 
 #ifndef TF_RECSYNC_CC_ENGINE_TENSOR_MESSAGES_H_
 #define TF_RECSYNC_CC_ENGINE_TENSOR_MESSAGES_H_
@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "cc/engine/connection.h"
+#include "cc/engine/result.h"
 
 namespace recsync {
 
@@ -76,10 +77,10 @@ bool Decode(std::string_view head, Welcome* welcome);
 bool Decode(std::string_view head, Request* request);
 bool Decode(std::string_view head, Answer* answer);
 
-// What is wrong with a body of `size` bytes of the form that the answer says,
-// empty if nothing is. `width` is that of an element of the answer's dtype, 0
-// if there is no such dtype or its elements are no plain bytes.
-std::string BodyProblem(const Answer& answer, uint64_t size, uint64_t width);
+// Whether a body of `size` bytes is what the answer says. `width` is that of an
+// element of the answer's dtype, 0 if there is no such dtype or its elements
+// are no plain bytes. An error reads on from "an answer with ".
+Result CheckBody(const Answer& answer, uint64_t size, uint64_t width);
 
 }  // namespace recsync
 

@@ -23,7 +23,7 @@ Answer WithTensor(const std::vector<int64_t>& shape) {
 
 // What is said of a body of `size` bytes, with four for each element.
 std::string ProblemOf(const std::vector<int64_t>& shape, uint64_t size) {
-  return BodyProblem(WithTensor(shape), size, 4);
+  return CheckBody(WithTensor(shape), size, 4).error();
 }
 
 TEST(TensorMessagesTest, WhatIsEncodedIsDecodedAsItWas) {
@@ -107,7 +107,7 @@ TEST(TensorMessagesTest, RandomBytesAreReadWithinTheirBounds) {
     Answer answer;
     if (Decode(head, &answer)) {
       EXPECT_LE(answer.shape.size(), 254);
-      BodyProblem(answer, random() >> (random() % 64), random() % 17);
+      (void)CheckBody(answer, random() >> (random() % 64), random() % 17);
     }
     Request request;
     Decode(head, &request);
@@ -144,17 +144,17 @@ TEST(TensorMessagesTest, ShapesWhoseSizeWouldOverflowAreTooLarge) {
 
 TEST(TensorMessagesTest, AnAnswerIsATensorOrAnError) {
   Answer answer;
-  EXPECT_EQ(BodyProblem(answer, 0, 0), "neither a tensor nor an error");
-  EXPECT_EQ(BodyProblem(answer, 1, 0), "1 bytes that belong to nothing");
+  EXPECT_EQ(CheckBody(answer, 0, 0).error(), "neither a tensor nor an error");
+  EXPECT_EQ(CheckBody(answer, 1, 0).error(), "1 bytes that belong to nothing");
   answer.is_dead = true;
-  EXPECT_EQ(BodyProblem(answer, 0, 0), "");
+  EXPECT_EQ(CheckBody(answer, 0, 0).error(), "");
   answer.form = BodyForm::kProto;
-  EXPECT_EQ(BodyProblem(answer, 8, 0), "a tensor and an error at once");
+  EXPECT_EQ(CheckBody(answer, 8, 0).error(), "a tensor and an error at once");
   answer.is_dead = false;
-  EXPECT_EQ(BodyProblem(answer, kMaxProtoBytes, 0), "");
-  EXPECT_NE(BodyProblem(answer, kMaxProtoBytes + 1, 0), "");
+  EXPECT_EQ(CheckBody(answer, kMaxProtoBytes, 0).error(), "");
+  EXPECT_NE(CheckBody(answer, kMaxProtoBytes + 1, 0).error(), "");
   answer = WithTensor({1});
-  EXPECT_EQ(BodyProblem(answer, 4, 0),
+  EXPECT_EQ(CheckBody(answer, 4, 0).error(),
             "elements of type 1, which do not travel as bytes");
 }
 

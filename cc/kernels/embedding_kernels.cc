@@ -143,8 +143,8 @@ class RouteIdsOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadInputs(ctx, &inputs, &batch));
     // Not kept: the kernel is called by many threads.
     IdRouter router(&features_, has_bags_);
-    const std::string error = router.Route(inputs, batch);
-    OP_REQUIRES(ctx, error.empty(), absl::InvalidArgumentError(error));
+    const Result routed = router.Route(inputs, batch);
+    OP_REQUIRES(ctx, routed.ok(), absl::InvalidArgumentError(routed.error()));
     Tensor* examples;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &examples));
     examples->scalar<int64_t>()() = batch;

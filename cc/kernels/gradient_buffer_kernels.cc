@@ -30,9 +30,9 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
 // What the engine says is wrong.
-absl::Status AsStatus(const std::string& error) {
-  if (error.empty()) return absl::OkStatus();
-  return absl::InvalidArgumentError(error);
+absl::Status AsStatus(const Result& result) {
+  if (result.ok()) return absl::OkStatus();
+  return absl::InvalidArgumentError(result.error());
 }
 
 class BufferResource : public tensorflow::ResourceBase {

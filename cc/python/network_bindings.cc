@@ -19,8 +19,8 @@ void RegisterNetworkBindings(pybind11::module_& m) {
               "like 127.0.0.1 or ::1, got \"" +
               address + "\"");
         }
-        const std::string error = ConfineListeners(address);
-        if (!error.empty()) throw std::runtime_error(error);
+        const Result confined = ConfineListeners(address);
+        if (!confined.ok()) throw std::runtime_error(confined.error());
       },
       pybind11::arg("address"),
       R"(Makes TensorFlow's servers in this process listen on one address only.

@@ -241,9 +241,9 @@ void RedirectAll() {
   replace("TFE_TensorHandleCopyToDevice", &Copy, &real.copy);
   for (const auto& [name, replacement] : replacements) {
     int entries;
-    const std::string error =
+    const Result redirected =
         RedirectImports(name, replacement, IsTensorFlowObject, &entries);
-    if (!error.empty()) throw std::runtime_error(error);
+    if (!redirected.ok()) throw std::runtime_error(redirected.error());
   }
 }
 

@@ -23,7 +23,7 @@ uint64_t WidthOf(int32_t dtype) {
                                                 : 0;
 }
 
-// The tensor that an answer announces, not yet filled. BodyProblem knows
+// The tensor that an answer announces, not yet filled. CheckBody knows
 // nothing against it.
 absl::Status Allocate(const Answer& answer, tensorflow::Allocator* allocator,
                       Tensor* tensor) {
@@ -175,10 +175,9 @@ char* TensorClient::Head(std::string_view head, uint64_t size) {
     Close("an answer that can't be read");
     return nullptr;
   }
-  const std::string problem =
-      BodyProblem(answer_, size, WidthOf(answer_.dtype));
-  if (!problem.empty()) {
-    Fail(absl::InternalError("an answer with " + problem), size);
+  const Result checked = CheckBody(answer_, size, WidthOf(answer_.dtype));
+  if (!checked.ok()) {
+    Fail(absl::InternalError("an answer with " + checked.error()), size);
     return nullptr;
   }
   if (answer_.form == BodyForm::kNone) return nullptr;
