@@ -136,6 +136,7 @@ def _update(rule: str, table: bool) -> Callable[[World], dict]:
             "learning_rate": 0.1,
             "global_step": w.small(1, 9),
             "nonfinite": w.choose(["apply", "skip", "error"]),
+            "names": w.choose([[], ["a"], ["a", "b", "c"]]),
             **_staleness(w),
         }
         if w.chance(0.5):

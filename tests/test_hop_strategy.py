@@ -369,7 +369,7 @@ def test_a_worker_that_had_left_does_the_steps_that_others_found_no_batches_for(
         model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1, "sigmoid")])
         model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", steps_per_execution=8)
     # Workers have batches ahead: as a rule the last calls find fewer than the steps they took.
-    for _ in range(40):
+    for _ in range(150):
         model.fit(tf.data.Dataset.from_tensors(batch).repeat(78), steps_per_epoch=78, verbose=0)
         assert sum(strategy.worker_steps(model)) == 78
         if "goes on from iteration" in caplog.text:

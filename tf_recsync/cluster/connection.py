@@ -29,6 +29,8 @@ _CHIEF = "chief"
 _DISCONNECT_SECONDS = 9.0  # How long `close` waits for TensorFlow.
 _QUIET_DISCONNECT_SECONDS = 1.0  # How much of it before the servers are stopped.
 _RETRY_SECONDS = 0.1  # Between attempts to reach a server.
+_FEWER_SECONDS = 60.0  # To connect when the time to wait for all servers is over.
+_CHANGE_SECONDS = 5.0  # How long `close` waits for another change of the connection.
 _ANSWER_SECONDS = 10.0  # For a server to answer in an attempt.
 
 # The eager context, and with it the connection, belongs to the whole process. Held by whoever
@@ -157,7 +159,8 @@ class Cluster:
         Args:
           timeout: Seconds to wait for the servers to be up, and for TensorFlow to connect to
             them; default 60.
-          min_workers: How many workers suffice if the others are not up within `timeout`; all
+          min_workers: How many workers suffice if the others are not up within `timeout`, after
+            which TensorFlow has a minute, or `timeout` again, to connect to those that are; all
             parameter servers and readers have to be. Training begins without those that are
             missing, as if they had been lost, and takes each in when it is up. Default None:
             all workers. For a cluster that is connected it has no meaning.
@@ -214,6 +217,7 @@ class Cluster:
             servers = self._without([]) | {tf_config.READER: dict(enumerate(self._readers))}
             missing = signs_of_life.wait_until(signs_of_life.greets, servers, timeout, spare)
             if missing:
+                deadline = time.monotonic() + max(timeout, _FEWER_SECONDS)
                 logging.warning(
                     "Connecting without servers not up within %g s: %s.",
                     timeout,
@@ -439,7 +443,7 @@ class Cluster:
         """Disconnects from the servers; does nothing the second time.
 
         The memory and the resources that this process holds on the servers are lost. Its own
-        listeners stay confined. Takes 10 seconds at most.
+        listeners stay confined. Takes 15 seconds at most.
         """
         global _connected
         with _lock:
@@ -448,6 +452,9 @@ class Cluster:
             self._closed = True
             self._end_passes()
             self.data_service.close()
+            # A change that still asks servers for something ends while they are there, or never.
+            with contextlib.suppress(RuntimeError):
+                server_defs.wait_for_pending(time.monotonic() + _CHANGE_SECONDS, "closing")
             if _connected is not self:
                 self._stop_servers()
                 return

@@ -1,7 +1,7 @@
 """Which servers the eager context, and so this process, is connected to.
 
 TensorFlow has one connection a process, and changes it without a time limit. One change is made at
-a time: whoever makes one holds the lock of the connected cluster.
+a time: whoever makes one, or waits for one, holds the connection's lock (`connection._lock`).
 """
 
 import copy
@@ -15,7 +15,7 @@ from tensorflow.python.eager import context
 
 _CHIEF = "chief"
 _own: tensorflow_server_pb2.ServerDef | None = None  # The last that we set.
-_pending: threading.Thread | None = None  # A change that ran out of time.
+_pending: list[threading.Thread] = []  # Changes that ran out of time.
 
 
 def is_ours(server_def: tensorflow_server_pb2.ServerDef) -> bool:
@@ -41,16 +41,16 @@ class Change(threading.Thread):
 
 def leave_pending(change: Change) -> None:
     """Keeps a change in mind that ran out of time: the next one waits for it."""
-    global _pending
-    _pending = change
+    _pending.append(change)
 
 
 def wait_for_pending(deadline: float, what: str) -> None:
-    """Waits for a change that ran out of time; what it has set counts when it has ended."""
-    if _pending is not None:
-        _pending.join(max(0.0, deadline - time.monotonic()))
-        if _pending.is_alive():
+    """Waits for changes that ran out of time; what they have set counts when they have ended."""
+    while _pending:
+        _pending[0].join(max(0.0, deadline - time.monotonic()))
+        if _pending[0].is_alive():
             raise RuntimeError(f"{what}: an earlier change of the connection has not ended yet")
+        del _pending[0]
 
 
 def run_with_limit(change: Callable[[], None], deadline: float, what: str) -> None:

@@ -213,6 +213,9 @@ class CopiedTestFunction(model_functions.TestFunction):
 class CopiedPredictFunction(PredictFunction):
     """`model.predict_function`: workers predict by what users see of the model."""
 
+    def _optimizers(self) -> list:
+        return []
+
     def _layout(self) -> Layout:
         return shown_layout(self._model)
 

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_recsync.optimizers import base
 from tf_recsync.strategies import worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.model_functions import Settings, optimizers_of
@@ -43,14 +44,18 @@ class PredictFunction:
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
+    def _optimizers(self) -> list[base.Optimizer]:
+        """The optimizers whose variables stand for what servers keep."""
+        return optimizers_of(self._model)
+
     def _layout(self) -> Layout:
         """Where a step finds the model's variables."""
-        return Layout.of(self._model, optimizers_of(self._model))
+        return Layout.of(self._model, self._optimizers())
 
     def _function(self, element_spec: Any) -> tuple[Callable, Layout]:
         """Predicts a batch; and where it finds the variables. Traced where it has changed."""
         bandwidths = self._settings.bandwidths()
-        states = tuple(o.traced_state for o in optimizers_of(self._model) if o.built)
+        states = tuple(o.traced_state for o in self._optimizers() if o.built)
         key = (repr(element_spec), tuple(bandwidths.items()), states)
         if key != self._key:
             layout = self._layout()
