@@ -21,6 +21,7 @@ workers of one machine overlap.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 
@@ -106,6 +107,18 @@ def error_of(model: keras.Model, seed: int, batch_size: int) -> float:
     return float(np.mean((found - wanted) ** 2) / np.var(wanted))
 
 
+def error_under(
+    strategy: tf.distribute.Strategy,
+    make: Callable[[], keras.optimizers.Optimizer],
+    batch_size: int,
+    seed: int,
+) -> float:
+    """The same of a model that a strategy trains with a new optimizer."""
+    with strategy.scope():
+        model = make_model(make())
+    return error_of(model, seed, batch_size)
+
+
 def report(make: Callable[[int], float], **line) -> float:
     """Runs a system with each seed, and reports it."""
     errors = []
@@ -138,7 +151,7 @@ def run_delayed() -> None:
 
 def run_workers(workers: int) -> dict[str, float]:
     """The errors of asynchronous training with the first setting."""
-    ours, results = recsync.optimizers.Adam, {}
+    results = {}
     weighed = recsync.staleness.InversePower(k=1)
     with recsync.LocalCluster(workers=workers, ps=1) as cluster:
         asynchronous = recsync.AsyncStrategy(cluster, local_batch_size=FLAGS.batch_size)
@@ -158,17 +171,10 @@ def run_workers(workers: int) -> dict[str, float]:
                 if name not in FLAGS.systems or (workers == 1 and name != "async"):
                     continue
                 for lazy in (True, False):
-
-                    def one(
-                        seed,
-                        strategy=strategy,
-                        batch_size=batch_size,
-                        arguments={**setting, **options, "lazy": lazy},  # noqa: B006
-                    ):
-                        with strategy.scope():
-                            model = make_model(ours(**arguments))
-                        return error_of(model, seed, batch_size)
-
+                    make = functools.partial(
+                        recsync.optimizers.Adam, **setting, **options, lazy=lazy
+                    )
+                    one = functools.partial(error_under, strategy, make, batch_size)
                     line = {"system": name, "workers": workers, "lazy": lazy, **setting}
                     error = report(one, **line)
                     if setting == settings()[0] and name == "async":

@@ -25,10 +25,8 @@ from tf_recsync.cluster import (
     tf_config,
 )
 
-_CHIEF = "chief"
 _DISCONNECT_SECONDS = 9.0  # How long `close` waits for TensorFlow.
 _QUIET_DISCONNECT_SECONDS = 1.0  # How much of it before the servers are stopped.
-_RETRY_SECONDS = 0.1  # Between attempts to reach a server.
 _FEWER_SECONDS = 60.0  # To connect when the time to wait for all servers is over.
 _CHANGE_SECONDS = 5.0  # How long `close` waits for another change of the connection.
 _ANSWER_SECONDS = 10.0  # For a server to answer in an attempt.
@@ -98,10 +96,10 @@ class Cluster:
         self._taken_anew: collections.Counter = collections.Counter()
         self.cluster_spec = tf.train.ClusterSpec(self._addresses)
         self.data_service = data_service.DataService(self.host)
-        has_chief = _CHIEF in self._addresses
+        has_chief = tf_config.CHIEF in self._addresses
         self.resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             self.cluster_spec,
-            task_type=_CHIEF if has_chief else None,
+            task_type=tf_config.CHIEF if has_chief else None,
             task_id=0 if has_chief else None,
             rpc_layer="grpc",
         )
@@ -257,9 +255,7 @@ class Cluster:
             if not missing:
                 return
             servers = [("ps", i, self._addresses["ps"][i]) for i in missing]
-            error = RuntimeError(
-                f"servers not up within timeout={timeout:g} s: {signs_of_life.in_words(servers)}"
-            )
+            error = signs_of_life.not_up_error(timeout, servers)
             if any(probe.answered and not probe.reachable for probe in probes.values()):
                 # It doesn't know us: it was started again.
                 try:
@@ -271,7 +267,7 @@ class Cluster:
                     error.__cause__ = reason  # Such as a worker that is not up.
             if time.monotonic() >= deadline:
                 raise error
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(signs_of_life.RETRY_SECONDS)
 
     def readmit(
         self,
@@ -339,9 +335,7 @@ class Cluster:
 
     def _absent_workers(self) -> list[int]:
         """The workers at whose address nothing listens."""
-        addresses = self._addresses.get("worker", ())
-        up = signs_of_life.accepts_connections
-        return [index for index, address in enumerate(addresses) if not up(address)]
+        return [index for index in range(self.workers) if not self.is_up("worker", index)]
 
     def _without(
         self, servers: Sequence[tuple[str, int]], argument: str = "anew"
@@ -349,7 +343,7 @@ class Cluster:
         """The addresses of all other servers, by job and index; `argument` names them."""
         rest = {job: dict(enumerate(addresses)) for job, addresses in self._addresses.items()}
         for job, index in servers:
-            if job == _CHIEF or rest.get(job, {}).pop(index, None) is None:
+            if job == tf_config.CHIEF or rest.get(job, {}).pop(index, None) is None:
                 raise ValueError(
                     f"{argument} must name servers of {self}, each once, as in ('worker', 0), "
                     f"got {(job, index)!r}"
@@ -554,14 +548,14 @@ def cluster_from_tf_config(bind_address: str | None = None) -> Cluster:
       ```
     """
     config = tf_config.parse_tf_config(os.environ)
-    if config.task_type != _CHIEF:
+    if config.task_type != tf_config.CHIEF:
         raise ValueError(
             "the task's type in TF_CONFIG must be 'chief' in the program that coordinates, got "
             f"{config.task_type!r}; start the others with python -m tf_recsync.server"
         )
-    if len(config.cluster[_CHIEF]) != 1:
+    if len(config.cluster[tf_config.CHIEF]) != 1:
         raise ValueError(
-            f"job 'chief' in TF_CONFIG must have one task, got {config.cluster[_CHIEF]}"
+            f"job 'chief' in TF_CONFIG must have one task, got {config.cluster[tf_config.CHIEF]}"
         )
     if "worker" not in config.cluster:
         raise ValueError(

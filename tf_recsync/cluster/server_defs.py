@@ -13,7 +13,8 @@ import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
-_CHIEF = "chief"
+from tf_recsync.cluster.tf_config import CHIEF
+
 _own: tensorflow_server_pb2.ServerDef | None = None  # The last that we set.
 _pending: list[threading.Thread] = []  # Changes that ran out of time.
 
@@ -72,10 +73,10 @@ def make(
     session_config = copy.deepcopy(context.context().config)
     if "worker" in servers:  # As tf.config.experimental_connect_to_cluster does.
         session_config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
-    spec = tf.train.ClusterSpec({**servers, _CHIEF: [chief_address]})
+    spec = tf.train.ClusterSpec({**servers, CHIEF: [chief_address]})
     return tensorflow_server_pb2.ServerDef(
         cluster=spec.as_cluster_def(),
-        job_name=_CHIEF,
+        job_name=CHIEF,
         task_index=0,
         protocol="grpc",
         default_session_config=session_config,
@@ -95,7 +96,6 @@ def connect(server_def: tensorflow_server_pb2.ServerDef) -> None:
             # a later one does not: the first is to nobody.
             alone = make({}, _chief_of(server_def))
             eager_context.set_server_def(alone)
-            _own = alone
             eager_context.ensure_initialized()
             update(server_def)
     except Exception:
@@ -117,4 +117,4 @@ def update(server_def: tensorflow_server_pb2.ServerDef) -> None:
 
 
 def _chief_of(server_def: tensorflow_server_pb2.ServerDef) -> str:
-    return tf.train.ClusterSpec(server_def.cluster).task_address(_CHIEF, 0)
+    return tf.train.ClusterSpec(server_def.cluster).task_address(CHIEF, 0)

@@ -18,7 +18,7 @@ from tensorflow.python.eager import context
 from tf_recsync.cluster import tf_config
 
 _GREETING_SECONDS = 1.0  # For the answer to it.
-_RETRY_SECONDS = 0.1  # Between attempts to reach servers.
+RETRY_SECONDS = 0.1  # Between attempts to reach servers.
 # What a client of HTTP/2, and so of gRPC, begins with: a fixed text and empty settings.
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
@@ -214,7 +214,7 @@ def wait_until(
         (job, index, address)
         for job, of_job in addresses.items()
         for index, address in of_job.items()
-        if job != "chief"
+        if job != tf_config.CHIEF
     ]
     while True:
         missing = [server for server in missing if not is_up(server[2])]
@@ -223,8 +223,13 @@ def wait_until(
         if time.monotonic() >= deadline:
             if len(missing) <= spare and all(job == "worker" for job, _, _ in missing):
                 return missing
-            raise RuntimeError(f"servers not up within timeout={timeout:g} s: {in_words(missing)}")
-        time.sleep(_RETRY_SECONDS)
+            raise not_up_error(timeout, missing)
+        time.sleep(RETRY_SECONDS)
+
+
+def not_up_error(timeout: float, missing: Sequence[tuple[str, int, str]]) -> RuntimeError:
+    """The error that names servers, (job, index, address), that were not up in time."""
+    return RuntimeError(f"servers not up within timeout={timeout:g} s: {in_words(missing)}")
 
 
 def in_words(servers: Sequence[tuple[str, int, str]]) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 
 _JOBS = ("chief", "worker", "ps", "reader")
+CHIEF = "chief"  # The coordinator.
 READER = "reader"  # Serves data; no TensorFlow server, so it is no device.
 
 
