@@ -21,7 +21,7 @@ from started_servers import Server
 from tensorflow.python.eager import context
 
 from tf_recsync import cluster as recsync_cluster
-from tf_recsync.cluster import local_cluster, tf_config
+from tf_recsync.cluster import local_cluster, signs_of_life, tf_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SERVERS = [("worker", 0), ("worker", 1), ("ps", 0)]
@@ -149,8 +149,39 @@ def test_a_worker_that_is_back_can_be_used_though_another_has_failed_meanwhile(
     with monkeypatch.context() as patch:
         patch.setattr(context.context(), "_initialize_logical_devices", fail)
         with pytest.raises(tf.errors.UnavailableError, match="Connection refused"):
-            cluster.readmit(timeout=10.0)
+            cluster.readmit(timeout=0.5)
     assert add_on("worker", 0)[0] == 5.0
+
+
+def test_a_server_that_ends_while_it_is_readmitted_keeps_no_later_change_waiting(
+    cluster, monkeypatch
+):
+    cluster.kill("worker", 1)
+    with monkeypatch.context() as patch:
+        # As if it had ended right after it was looked at.
+        patch.setattr(signs_of_life, "accepts_connections", lambda address: True)
+        with pytest.raises(tf.errors.UnavailableError, match="Connection refused"):
+            cluster.readmit(timeout=0.5)
+    cluster.readmit(timeout=10.0, without=[1])
+    assert add_on("worker", 0)[0] == 5.0
+    cluster.restart("worker", 1)
+    cluster.readmit(timeout=10.0)
+    assert add_on("worker", 1)[0] == 5.0
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_server_that_stands_still_keeps_no_later_change_waiting(cluster, is_new):
+    if is_new:
+        cluster.restart("worker", 1)
+    cluster.pause("worker", 1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="worker:1 did not answer"):
+            cluster.readmit(timeout=0.5)
+    cluster.readmit(timeout=10.0, without=[1])
+    assert add_on("worker", 0)[0] == 5.0
+    cluster.resume("worker", 1)
+    cluster.readmit(timeout=10.0)
+    assert add_on("worker", 1)[0] == 5.0
 
 
 def test_readmit_does_not_wait_for_calls_in_dispatch_scope(cluster):

@@ -145,7 +145,8 @@ def test_a_worker_that_comes_back_takes_part_again(mortal, mode, caplog):
         model.fit(ones(None), steps_per_epoch=10**6, callbacks=[AtBatch(8, kill), after], verbose=0)
     restarting[0].join()
     assert clocks[-1] > clocks[0] + 5
-    check_slopes(model, excluded=mode == "bounded staleness")
+    # What the pass had pushed when it was stopped may not fill a global batch.
+    check_slopes(model, mode == "bounded staleness", strategy.mode)
     check_trains(strategy)
 
 

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,8 +25,9 @@ from tf_recsync.cluster import (
     tf_config,
 )
 
-_DISCONNECT_SECONDS = 9.0  # How long `close` waits for TensorFlow.
-_QUIET_DISCONNECT_SECONDS = 1.0  # How much of it before the servers are stopped.
+_QUIET_DISCONNECT_SECONDS = 1.0  # How long `close` waits before the servers are stopped.
+_DISCONNECT_SECONDS = 4.0  # And after that, before servers that are silent are cut off.
+_CUT_SECONDS = 2.0  # And after that.
 _FEWER_SECONDS = 60.0  # To connect when the time to wait for all servers is over.
 _CHANGE_SECONDS = 5.0  # How long `close` waits for another change of the connection.
 _ANSWER_SECONDS = 10.0  # For a server to answer in an attempt.
@@ -151,8 +152,8 @@ class Cluster:
         All servers see each other (no device filters). For the whole process, it sets the
         environment variables `TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE=False` and
         `TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY=True`, without which threads that drive
-        different workers block each other, and `GRPC_FAIL_FAST=use_caller`, with which calls
-        to a dead server fail with `tf.errors.UnavailableError` at once.
+        different workers block each other, and `GRPC_FAIL_FAST=True`, with which calls to a
+        dead server fail with `tf.errors.UnavailableError` at once.
 
         Args:
           timeout: Seconds to wait for the servers to be up, and for TensorFlow to connect to
@@ -212,24 +213,30 @@ class Cluster:
                 self._has_warned = True
                 left_behind.warn()
             self._confine_listeners()
-            servers = self._without([]) | {tf_config.READER: dict(enumerate(self._readers))}
-            missing = signs_of_life.wait_until(signs_of_life.greets, servers, timeout, spare)
-            if missing:
-                deadline = time.monotonic() + max(timeout, _FEWER_SECONDS)
-                logging.warning(
-                    "Connecting without servers not up within %g s: %s.",
-                    timeout,
-                    signs_of_life.in_words(missing),
-                )
-            redirections.keep_python_running(connected=True)
             os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
             os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
-            os.environ["GRPC_FAIL_FAST"] = "use_caller"
-            present = self._without([("worker", index) for _, index, _ in missing])
-            server_def = server_defs.make(present, self._chief_address)
-            server_defs.run_with_limit(
-                lambda: server_defs.connect(server_def), deadline, "connecting"
-            )
+            os.environ["GRPC_FAIL_FAST"] = "True"
+            servers = self._without([]) | {tf_config.READER: dict(enumerate(self._readers))}
+            limit = deadline
+            redirections.keep_python_running(connected=True)
+
+            def attempt() -> None:
+                nonlocal limit
+                missing = signs_of_life.wait_until(
+                    signs_of_life.greets, servers, timeout, deadline, spare
+                )
+                if missing and limit == deadline:
+                    limit = time.monotonic() + max(timeout, _FEWER_SECONDS)
+                    logging.warning(
+                        "Connecting without servers not up within %g s: %s.",
+                        timeout,
+                        signs_of_life.in_words(missing),
+                    )
+                present = self._without([("worker", index) for _, index, _ in missing])
+                server_def = server_defs.make(present, self._chief_address)
+                self._change(lambda: server_defs.connect(server_def), limit, "connecting")
+
+            _repeat_if_unavailable(attempt, lambda: limit)
             _connected = self
         for address in itertools.chain.from_iterable(self._addresses.values()):
             self._known_peers(address)
@@ -305,7 +312,6 @@ class Cluster:
             if _connected is not self:
                 raise RuntimeError("readmit needs a connected cluster; call connect() first")
             deadline = time.monotonic() + timeout
-            signs_of_life.wait_until(signs_of_life.accepts_connections, present, timeout)
 
             def update() -> None:
                 if anew:
@@ -314,11 +320,21 @@ class Cluster:
                     server_defs.update(server_defs.make(reduced, self._chief_address))
                 server_defs.update(server_defs.make(present, self._chief_address))
 
-            server_defs.run_with_limit(
-                update,
-                deadline,
-                "readmitting servers (a call outside of dispatch_scope() may be in flight)",
-            )
+            def attempt() -> None:
+                signs_of_life.wait_until(
+                    signs_of_life.accepts_connections, present, timeout, deadline
+                )
+                self._change(
+                    update,
+                    deadline,
+                    "readmitting servers (a call outside of dispatch_scope() may be in flight)",
+                )
+
+            _repeat_if_unavailable(attempt, lambda: deadline)
+
+    def _change(self, change: Callable[[], None], deadline: float, what: str) -> None:
+        """Changes the connection; servers that don't answer are cut off at the deadline."""
+        server_defs.run_with_limit(change, deadline, what, self._cut_off_silent)
 
     def life(self, job: str, index: int) -> tuple[int, int]:
         """Which life of a server this process knows; compare it with one of earlier.
@@ -379,6 +395,19 @@ class Cluster:
         # One of its earlier addresses may be another server's now.
         others = set().union(*(self._peers_now(other) for other in addresses))
         signs_of_life.cut_connections(self._known_peers(address) - others)
+
+    def _cut_off_silent(self) -> list[str]:
+        """Ends this process's connections to all servers that don't answer; returns their names."""
+        servers = {
+            address: (job, index)
+            for job, addresses in self._without([]).items()
+            for index, address in addresses.items()
+            if job != tf_config.CHIEF
+        }
+        silent = [servers[address] for address in signs_of_life.silent(list(servers))]
+        for server in silent:
+            self.cut_off(*server)
+        return [f"{job}:{index}" for job, index in silent]
 
     def probe(self, job: str, index: int) -> signs_of_life.Probe:
         """Asks a server for a sign of life, in a thread.
@@ -462,13 +491,14 @@ class Cluster:
             # for calls in flight, the end of the servers ends those.
             disconnecting.join(_QUIET_DISCONNECT_SECONDS)
             self._stop_servers()
-            disconnecting.join(_DISCONNECT_SECONDS - _QUIET_DISCONNECT_SECONDS)
+            disconnecting.join(_DISCONNECT_SECONDS)
+            if disconnecting.is_alive():
+                self._cut_off_silent()
+                disconnecting.join(_CUT_SECONDS)
             if disconnecting.is_alive():
                 server_defs.leave_pending(disconnecting)
                 logging.warning(
-                    "TensorFlow did not disconnect from %s within %g s; calls may be in flight.",
-                    self,
-                    _DISCONNECT_SECONDS,
+                    "TensorFlow did not disconnect from %s in time; calls may be in flight.", self
                 )
             elif disconnecting.error is not None:
                 logging.warning("Disconnecting from %s: %s", self, disconnecting.error)
@@ -564,6 +594,22 @@ def cluster_from_tf_config(bind_address: str | None = None) -> Cluster:
     if bind_address is None:
         bind_address = tf_config.loopback_address(config.own_address)
     return Cluster(config.cluster, chief_address=config.own_address, bind_address=bind_address)
+
+
+def _repeat_if_unavailable(attempt: Callable[[], None], deadline: Callable[[], float]) -> None:
+    """Makes attempts until none fails because a server can't be reached, or time is over.
+
+    gRPC says so for a second after a connection has broken, also of a server that is up again.
+    """
+    while True:
+        try:
+            attempt()
+            return
+        except tf.errors.UnavailableError as error:
+            if time.monotonic() >= deadline():
+                raise
+            logging.debug("Once more, as a server could not be reached: %s", error)
+        time.sleep(signs_of_life.RETRY_SECONDS)
 
 
 def _check_timeout(timeout: float) -> None:

@@ -60,7 +60,7 @@ def start_server(
       tf.errors.OpError: It can't listen.
     """
     # A call between servers fails at once when the other one is gone.
-    os.environ["GRPC_FAIL_FAST"] = "use_caller"
+    os.environ["GRPC_FAIL_FAST"] = "True"
     job, index = task
     return tf.distribute.Server(
         dict(cluster),

@@ -15,6 +15,9 @@ from tensorflow.python.eager import context
 
 from tf_recsync.cluster.tf_config import CHIEF
 
+_MORE_CALLS = 4  # Of a change, after the first that had to be ended.
+_CALL_SECONDS = 0.5  # For each of them, before it is ended.
+
 _own: tensorflow_server_pb2.ServerDef | None = None  # The last that we set.
 _pending: list[threading.Thread] = []  # Changes that ran out of time.
 
@@ -54,16 +57,35 @@ def wait_for_pending(deadline: float, what: str) -> None:
         del _pending[0]
 
 
-def run_with_limit(change: Callable[[], None], deadline: float, what: str) -> None:
-    """Runs `change`, after one that is still going on, until `deadline` at most."""
+def run_with_limit(
+    change: Callable[[], None], deadline: float, what: str, end_waits: Callable[[], list[str]]
+) -> None:
+    """Runs `change`, after one that is still going on, until `deadline` at most.
+
+    Args:
+        change: as of `Change`.
+        deadline: in seconds of time.monotonic().
+        what: for messages.
+        end_waits: ends calls to servers that do not answer, and returns these, in words. So a
+            change that runs out of time fails, instead of keeping all later ones waiting.
+    """
     wait_for_pending(deadline, what)
     thread = Change(change)
     thread.join(max(1.0, deadline - time.monotonic()))
-    if thread.is_alive():
+    if not thread.is_alive():
+        if thread.error is not None:
+            raise thread.error
+        return
+    silent = end_waits()
+    for _ in range(_MORE_CALLS):  # A call that is ended may be followed by another.
+        thread.join(_CALL_SECONDS)
+        if not thread.is_alive():
+            break
+        end_waits()
+    else:
         leave_pending(thread)
-        raise RuntimeError(f"{what}: TensorFlow did not finish in time")
-    if thread.error is not None:
-        raise thread.error
+    names = f"; {', '.join(silent)} did not answer" if silent else ""
+    raise RuntimeError(f"{what}: TensorFlow did not finish in time{names}") from thread.error
 
 
 def make(

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent import futures
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
@@ -18,6 +19,7 @@ from tensorflow.python.eager import context
 from tf_recsync.cluster import tf_config
 
 _GREETING_SECONDS = 1.0  # For the answer to it.
+_GREETERS = 64  # Servers that are greeted at the same time.
 RETRY_SECONDS = 0.1  # Between attempts to reach servers.
 # What a client of HTTP/2, and so of gRPC, begins with: a fixed text and empty settings.
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -127,6 +129,15 @@ def greets(address: str) -> bool:
         return False
 
 
+def silent(addresses: Collection[str]) -> list[str]:
+    """Those of the addresses, "host:port", at which nobody answers a greeting."""
+    if not addresses:
+        return []
+    with futures.ThreadPoolExecutor(min(len(addresses), _GREETERS)) as pool:
+        answers = pool.map(greets, addresses)
+        return [address for address, answer in zip(addresses, answers, strict=True) if not answer]
+
+
 def accepts_connections(address: str) -> bool:
     """Whether something listens at an address, "host:port"; it may stand still."""
     try:
@@ -193,6 +204,7 @@ def wait_until(
     is_up: Callable[[str], bool],
     addresses: Mapping[str, Mapping[int, str]],
     timeout: float,
+    deadline: float,
     spare: int = 0,
 ) -> list[tuple[str, int, str]]:
     """Waits until all servers but the chief are up.
@@ -200,7 +212,8 @@ def wait_until(
     Args:
       is_up: Whether the one at an address is.
       addresses: Of the servers of each job, by their index.
-      timeout: Seconds to wait at most.
+      timeout: Seconds to wait at most, for the message.
+      deadline: When they are over, in seconds of time.monotonic().
       spare: How many workers may be missing then.
 
     Returns:
@@ -209,7 +222,6 @@ def wait_until(
     Raises:
       RuntimeError: A server was not up in time; the message names it.
     """
-    deadline = time.monotonic() + timeout
     missing = [
         (job, index, address)
         for job, of_job in addresses.items()

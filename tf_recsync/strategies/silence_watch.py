@@ -110,11 +110,13 @@ class SilenceWatch(threading.Thread):
             del self._silent[server]
         for server in sorted(suspects):
             probe = self._probes.get(server)
-            if probe is None or probe.answered is not None:
+            if probe is None or probe.answered:
                 self._silent[server] = 0.0
                 self._probes[server] = self._cluster.probe(*server)
                 continue
-            if not probe.is_alive():  # It could not ask.
+            # One whose connections were cut, by whomever, can't be reached, and may still have
+            # callers elsewhere wait.
+            if not probe.is_alive():
                 self._probes[server] = self._cluster.probe(*server)
             self._silent[server] = self._silent.get(server, 0.0) + passed
             if self._silent[server] >= self._limit:

@@ -45,7 +45,7 @@ def watched(
         if server[0] == "worker":
             expect_loss(server[1])
         logging.warning("%s:%d has not answered for %.0f s.", *server, seconds)
-        cluster.cut_off(*server)
+        end_calls_to(cluster, *server)
 
     watch = SilenceWatch(cluster, suspects, give_up, silence_timeout)
     try:
@@ -59,6 +59,22 @@ def watched(
         raise
     finally:
         watch.end()
+
+
+def end_calls_to(cluster: Cluster, job: str, index: int) -> None:
+    """Ends all calls that wait for a server which does not answer.
+
+    Workers wait for a parameter server over connections of their own, so calls to them end, too.
+
+    Args:
+        cluster: the connected cluster.
+        job: "worker" or "ps".
+        index: which of them.
+    """
+    cluster.cut_off(job, index)
+    if job == "ps":
+        for worker in range(cluster.workers):
+            cluster.cut_off("worker", worker)
 
 
 def silent_parameter_server(index: int, seconds: float) -> RuntimeError:

@@ -20,7 +20,11 @@ from tf_recsync.cluster import Cluster, Probe, is_reachable
 from tf_recsync.strategies import data_errors
 from tf_recsync.strategies.silence_watch import Server, SilenceWatch, suspicious_after
 from tf_recsync.strategies.slots import Crew, Losses, Slot, State
-from tf_recsync.strategies.watched_calls import check_parameter_servers, silent_parameter_server
+from tf_recsync.strategies.watched_calls import (
+    check_parameter_servers,
+    end_calls_to,
+    silent_parameter_server,
+)
 
 if TYPE_CHECKING:
     from tf_recsync.strategies.distributed_dataset import RegisteredDataset
@@ -90,7 +94,7 @@ class WorkerRun:
         self._longest_call = 0.0  # In seconds, of those that ended.
         self._stopped = False
         self._error: Exception | None = None
-        self._gave_up_reader = False
+        self._gave_up_reader = self._gave_up_server = False
         self._opened = 0
         self._began: float | None = None  # When all were open.
         self._finished_parts = 0  # Threads that have seen the end of the dataset.
@@ -341,11 +345,12 @@ class WorkerRun:
             self._give_up_reader(index, seconds)
             return
         if job == "ps":
+            self._gave_up_server = True
             self.fail(silent_parameter_server(index, seconds))
         else:
             self.expect_loss(index)
             logging.warning("worker:%d has not answered for %.0f s.", index, seconds)
-        self._cluster.cut_off(job, index)
+        end_calls_to(self._cluster, job, index)
 
     def _give_up_reader(self, index: int, seconds: float) -> None:
         with self._changed:
@@ -537,8 +542,8 @@ class WorkerRun:
 
     def _diagnose(self, slot: Slot, error: tf.errors.OpError) -> None:
         """Returns if the worker is lost; else raises what really is wrong."""
-        if self._cluster.is_closed:
-            return  # And all servers with it.
+        if self._cluster.is_closed or self._gave_up_server:
+            return  # Nobody needs to know more, and to ask might take long.
         check_parameter_servers(self._cluster, error)
         if self._readers:
             data_errors.check(error)
