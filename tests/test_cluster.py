@@ -149,7 +149,7 @@ def test_a_worker_that_is_back_can_be_used_though_another_has_failed_meanwhile(
     with monkeypatch.context() as patch:
         patch.setattr(context.context(), "_initialize_logical_devices", fail)
         with pytest.raises(tf.errors.UnavailableError, match="Connection refused"):
-            cluster.readmit(timeout=0.5)
+            cluster.readmit(timeout=3.0)
     assert add_on("worker", 0)[0] == 5.0
 
 
@@ -160,7 +160,7 @@ def test_a_server_that_ends_while_it_is_readmitted_keeps_no_later_change_waiting
     with monkeypatch.context() as patch:
         # As if it had ended right after it was looked at.
         patch.setattr(signs_of_life, "accepts_connections", lambda address: True)
-        with pytest.raises(tf.errors.UnavailableError, match="Connection refused"):
+        with pytest.raises(RuntimeError, match=r"not up within timeout=0.5 s: worker:1 \("):
             cluster.readmit(timeout=0.5)
     cluster.readmit(timeout=10.0, without=[1])
     assert add_on("worker", 0)[0] == 5.0
@@ -175,7 +175,7 @@ def test_a_server_that_stands_still_keeps_no_later_change_waiting(cluster, is_ne
         cluster.restart("worker", 1)
     cluster.pause("worker", 1)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="worker:1 did not answer"):
+        with pytest.raises(RuntimeError, match=r"worker:1 (did not answer|\(127)"):
             cluster.readmit(timeout=0.5)
     cluster.readmit(timeout=10.0, without=[1])
     assert add_on("worker", 0)[0] == 5.0

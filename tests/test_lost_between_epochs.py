@@ -79,7 +79,7 @@ class UntilBack(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])
 @pytest.mark.parametrize("kind", ["ShadowSync", "Hop"])
-def test_the_others_go_on_and_it_comes_back(cluster, kind, steps):
+def test_the_others_go_on_and_it_comes_back(cluster, kind, steps, caplog, capfd):
     strategy = make_strategy(kind, cluster)
     model = make_model(strategy)
     model.fit(
@@ -100,6 +100,15 @@ def test_the_others_go_on_and_it_comes_back(cluster, kind, steps):
         dataset().repeat(), steps_per_epoch=100_000, verbose=0, callbacks=[UntilBack(strategy)]
     )
     assert missing(strategy.copies(model)) == []
+    told = [record.getMessage() for record in caplog.records]
+    of_worker = [text.split("(")[0] for text in told if text.startswith("worker:1 ")]
+    lost, away, back = (
+        sum(words in text for text in of_worker)
+        for words in ("was lost", "is still away; the others", "is back")
+    )
+    assert (lost, back) == (1, 1)
+    assert away <= (2 if steps is None else 1)
+    assert "context" not in capfd.readouterr().err  # What TensorFlow says of each function.
 
 
 @pytest.mark.parametrize("is_readmitted", [False, True], ids=["", "readmitted"])

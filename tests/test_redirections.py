@@ -69,6 +69,25 @@ def test_calls_are_left_as_they_are_where_the_environment_says_so():
     assert printed.count("TF_RECSYNC_REDIRECT_CALLS=0: a server that does not answer") == 1
 
 
+@pytest.mark.parametrize(("level", "written"), [("0", True), ("2", False)])
+def test_what_tensorflow_logs_about_other_things_is_written_as_before(level, written):
+    code = """if True:
+        import tensorflow as tf
+        from tf_recsync.cluster import redirections
+        for _ in range(2):
+            redirections.filter_logs()
+        try:
+            tf.io.decode_jpeg(b"no picture")
+        except tf.errors.InvalidArgumentError:
+            print("an error")
+        list(tf.data.Dataset.range(3))
+    """
+    printed = run(code, PYTHONPATH=f"{PACKAGES}:{SOURCES}", TF_CPP_MIN_LOG_LEVEL=level)
+    assert "an error" in printed
+    assert printed.count("INVALID_ARGUMENT: Unknown image file format") == written
+    assert "OUT_OF_RANGE" not in printed
+
+
 @pytest.mark.parametrize("value", ["no", "2", " "])
 def test_other_values_of_the_switch_are_errors(monkeypatch, value):
     monkeypatch.setenv("TF_RECSYNC_REDIRECT_CALLS", value)

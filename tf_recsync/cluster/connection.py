@@ -50,6 +50,7 @@ class Cluster:
       workers: The number of workers.
       ps: The number of parameter servers.
       readers: The number of readers, which run input pipelines. Without any, this process does.
+      away: The workers, by index, that were lost and have not taken part in a pass since.
       data_service: Hands the workers their data, from this process.
 
     Example:
@@ -87,6 +88,7 @@ class Cluster:
         self.workers = len(self._addresses.get("worker", ()))
         self.ps = len(self._addresses.get("ps", ()))
         self.readers = len(self._readers)
+        self.away: set[int] = set()
         self._passes: weakref.WeakSet = weakref.WeakSet()
         self._passes_lock = threading.Lock()
         self._scopes: set[object] = set()  # Dispatch scopes that threads are in.
@@ -219,6 +221,7 @@ class Cluster:
             servers = self._without([]) | {tf_config.READER: dict(enumerate(self._readers))}
             limit = deadline
             redirections.keep_python_running(connected=True)
+            redirections.filter_logs()
 
             def attempt() -> None:
                 nonlocal limit
@@ -236,7 +239,7 @@ class Cluster:
                 server_def = server_defs.make(present, self._chief_address)
                 self._change(lambda: server_defs.connect(server_def), limit, "connecting")
 
-            _repeat_if_unavailable(attempt, lambda: limit)
+            self._repeat_if_unavailable(attempt, lambda: limit, timeout)
             _connected = self
         for address in itertools.chain.from_iterable(self._addresses.values()):
             self._known_peers(address)
@@ -330,7 +333,7 @@ class Cluster:
                     "readmitting servers (a call outside of dispatch_scope() may be in flight)",
                 )
 
-            _repeat_if_unavailable(attempt, lambda: deadline)
+            self._repeat_if_unavailable(attempt, lambda: deadline, timeout)
 
     def _change(self, change: Callable[[], None], deadline: float, what: str) -> None:
         """Changes the connection; servers that don't answer are cut off at the deadline."""
@@ -396,18 +399,42 @@ class Cluster:
         others = set().union(*(self._peers_now(other) for other in addresses))
         signs_of_life.cut_connections(self._known_peers(address) - others)
 
-    def _cut_off_silent(self) -> list[str]:
-        """Ends this process's connections to all servers that don't answer; returns their names."""
+    def _repeat_if_unavailable(
+        self, attempt: Callable[[], None], deadline: Callable[[], float], timeout: float
+    ) -> None:
+        """Makes attempts until none fails because a server can't be reached, or time is over.
+
+        gRPC says so for a second after a connection has broken, also of a server that is up again.
+        """
+        while True:
+            try:
+                attempt()
+                return
+            except tf.errors.UnavailableError as error:
+                if time.monotonic() >= deadline():
+                    missing = self._silent()
+                    if missing:
+                        raise signs_of_life.not_up_error(timeout, missing) from error
+                    raise
+                logging.debug("Once more, as a server could not be reached: %s", error)
+            time.sleep(signs_of_life.RETRY_SECONDS)
+
+    def _silent(self) -> list[tuple[str, int, str]]:
+        """The servers that don't answer, as (job, index, address)."""
         servers = {
-            address: (job, index)
+            address: (job, index, address)
             for job, addresses in self._without([]).items()
             for index, address in addresses.items()
             if job != tf_config.CHIEF
         }
-        silent = [servers[address] for address in signs_of_life.silent(list(servers))]
-        for server in silent:
-            self.cut_off(*server)
-        return [f"{job}:{index}" for job, index in silent]
+        return [servers[address] for address in signs_of_life.silent(list(servers))]
+
+    def _cut_off_silent(self) -> list[str]:
+        """Ends this process's connections to all servers that don't answer; returns their names."""
+        silent = self._silent()
+        for job, index, _ in silent:
+            self.cut_off(job, index)
+        return [f"{job}:{index}" for job, index, _ in silent]
 
     def probe(self, job: str, index: int) -> signs_of_life.Probe:
         """Asks a server for a sign of life, in a thread.
@@ -594,22 +621,6 @@ def cluster_from_tf_config(bind_address: str | None = None) -> Cluster:
     if bind_address is None:
         bind_address = tf_config.loopback_address(config.own_address)
     return Cluster(config.cluster, chief_address=config.own_address, bind_address=bind_address)
-
-
-def _repeat_if_unavailable(attempt: Callable[[], None], deadline: Callable[[], float]) -> None:
-    """Makes attempts until none fails because a server can't be reached, or time is over.
-
-    gRPC says so for a second after a connection has broken, also of a server that is up again.
-    """
-    while True:
-        try:
-            attempt()
-            return
-        except tf.errors.UnavailableError as error:
-            if time.monotonic() >= deadline():
-                raise
-            logging.debug("Once more, as a server could not be reached: %s", error)
-        time.sleep(signs_of_life.RETRY_SECONDS)
 
 
 def _check_timeout(timeout: float) -> None:

@@ -14,6 +14,7 @@ import os
 from absl import logging
 
 from tf_recsync import _engine
+from tf_recsync.ops import _library
 
 VARIABLE = "TF_RECSYNC_REDIRECT_CALLS"
 _VALUES = {"": True, "1": True, "0": False}
@@ -29,6 +30,16 @@ def are_on() -> bool:
     if value not in _VALUES:
         raise ValueError(f"the environment variable {VARIABLE} must be 0 or 1, got {value!r}")
     return _VALUES[value]
+
+
+def filter_logs() -> None:
+    """Keeps out what TensorFlow logs about servers that are lost.
+
+    Raises:
+      ValueError: The environment variable is malformed.
+    """
+    if are_on():
+        _library.filter_logs()
 
 
 def confine_listeners(address: str) -> None:

@@ -15,7 +15,7 @@ from tensorflow.python.eager import context
 
 from tf_recsync.cluster.tf_config import CHIEF
 
-_MORE_CALLS = 4  # Of a change, after the first that had to be ended.
+_MOST_CALLS = 5  # Of a change, that have to be ended.
 _CALL_SECONDS = 0.5  # For each of them, before it is ended.
 
 _own: tensorflow_server_pb2.ServerDef | None = None  # The last that we set.
@@ -72,18 +72,18 @@ def run_with_limit(
     wait_for_pending(deadline, what)
     thread = Change(change)
     thread.join(max(1.0, deadline - time.monotonic()))
-    if not thread.is_alive():
-        if thread.error is not None:
-            raise thread.error
-        return
-    silent = end_waits()
-    for _ in range(_MORE_CALLS):  # A call that is ended may be followed by another.
-        thread.join(_CALL_SECONDS)
+    silent: list[str] = []
+    for _ in range(_MOST_CALLS):  # A call that is ended may be followed by another.
         if not thread.is_alive():
             break
-        end_waits()
-    else:
+        silent = end_waits() or silent
+        thread.join(_CALL_SECONDS)
+    if thread.is_alive():
         leave_pending(thread)
+    elif thread.error is None:
+        return
+    elif not silent:
+        raise thread.error
     names = f"; {', '.join(silent)} did not answer" if silent else ""
     raise RuntimeError(f"{what}: TensorFlow did not finish in time{names}") from thread.error
 

@@ -104,7 +104,7 @@ class WorkerRun:
         self._results: dict[int, Any] = {}
         self._next_result = 0
         self._without_worker_since: float | None = None
-        self._away: set[int] = set()  # Workers that were lost and have not taken part since.
+        self._lost: set[int] = set()  # Workers that were lost and have not taken part since.
         # Of which workers, in which life of theirs, it was said that they were lost.
         self._told: set[tuple[int, tuple[int, int] | None]] = set()
         self._opening = [threading.Lock() for _ in range(cluster.workers)]
@@ -417,6 +417,8 @@ class WorkerRun:
 
     def _drive_in_scope(self, slot: Slot) -> None:
         opened = self._guarded(slot, lambda: self._open(slot)) is not None
+        if opened:
+            self._tell_back(slot)
         with self._changed:
             # All start together, so that the first to be ready does not run alone.
             self._opened += 1
@@ -558,10 +560,13 @@ class WorkerRun:
             slot.forgotten = forgotten
         reason = f"{type(error).__name__}: {error.message.partition(chr(10))[0]}"
         with self._changed:
-            is_told = slot.index in self._away or (slot.index, slot.life) in self._told
+            is_told = slot.index in self._lost or (slot.index, slot.life) in self._told
+            is_away = slot.index in self._cluster.away  # Since a pass before, if it is not told.
             self._told.add((slot.index, slot.life))
         if is_told:
             logging.info("worker:%d is still away (%s).", slot.index, reason)
+        elif is_away:
+            logging.warning("worker:%d is still away; the others begin without it.", slot.index)
         elif not slot.life[0]:  # It was not up when this process connected.
             logging.warning("worker:%d is not up yet; the others begin without it.", slot.index)
         else:
@@ -579,8 +584,9 @@ class WorkerRun:
         if self._crew is not None:
             self._crew.lose(slot.index)
         with self._changed:
-            if slot.index not in self._away:
-                self._away.add(slot.index)
+            self._cluster.away.add(slot.index)
+            if slot.index not in self._lost:
+                self._lost.add(slot.index)
                 self._losses += Losses(workers=1)
             if all(s.lost for s in self.slots) and self._without_worker_since is None:
                 self._without_worker_since = time.monotonic()
@@ -599,16 +605,21 @@ class WorkerRun:
             if not self._is_back(slot):
                 continue
             with self._changed:
-                is_first = not self._has_live_thread(slot.index)
                 slot.lost = slot.silent = False
                 self._without_worker_since = None
             if self._guarded(slot, lambda: self._open(slot)) is not None:
-                with self._changed:
-                    self._away.discard(slot.index)
-                    self._told.discard((slot.index, slot.life))
-                if is_first:
-                    logging.warning("worker:%d is back and takes part again.", slot.index)
+                self._tell_back(slot)
                 return True
+
+    def _tell_back(self, slot: Slot) -> None:
+        """A worker takes part; if it was lost, in this pass or one before, it is back."""
+        with self._changed:
+            was_away = slot.index in self._cluster.away
+            self._cluster.away.discard(slot.index)
+            self._lost.discard(slot.index)
+            self._told.discard((slot.index, slot.life))
+        if was_away:
+            logging.warning("worker:%d is back and takes part again.", slot.index)
 
     def _is_over(self) -> bool:
         """Whether a lost worker that comes back would find nothing to do; under _changed."""
