@@ -1,4 +1,4 @@
-"""What asynchronous training does to a model's quality, and what helps: five small experiments.
+"""What asynchronous training does to a model's quality, and what helps: six small experiments.
 
 Those of Liu and Zhao 2021, "Asynchronous Stochastic Gradient Descent for Extreme-Scale
 Recommender Systems", and one of the GBA paper (Su et al. 2022), with up to 32 workers. A small
@@ -25,9 +25,12 @@ the first steps happened to go, when a model has everything to learn and stalene
   global batch, their local batches the smaller the more there are; then with the same number of
   workers and other local batches, and so other global batches. All hyper-parameters stay. The
   speed is that of equal workers whose compute time is in proportion to their local batch.
+- from_scratch: what the first steps do. With the middle number of workers, GBA from initial weights
+  and GBA after `--sync_days` of synchronous training, against synchronous training throughout; the
+  days compared are the same. Whether it is staleness, `--iota=0` and `--slow=1` tell.
 
 Differences are those to the first line of each experiment with the same seed (clicks and initial
-weights); given are means and 95 % confidence intervals over the seeds.
+weights); given are means and 95 % confidence intervals over the seeds, and the worst seed.
 
 With its defaults it takes about half an hour on two cores; for narrower intervals:
 
@@ -56,7 +59,7 @@ import tf_recsync as recsync
 FLAGS = flags.FLAGS
 quality_laboratory.define_flags()
 flags.adopt_module_key_flags(quality_laboratory)  # So that --help has them.
-EXPERIMENTS = ("staleness", "weights", "normalization", "swap", "global_batch")
+EXPERIMENTS = ("staleness", "weights", "normalization", "swap", "global_batch", "from_scratch")
 flags.DEFINE_list("experiments", list(EXPERIMENTS), "Those to run.")
 flags.DEFINE_integer("days", 3, "Days that variants train on.", lower_bound=1)
 flags.DEFINE_integer("swap_days", 5, "Those of the experiment swap.", lower_bound=1)
@@ -192,12 +195,32 @@ def global_batch(laboratory: Laboratory) -> list[dict[str, Any]]:
     )
 
 
+def from_scratch(laboratory: Laboratory) -> list[dict[str, Any]]:
+    """GBA in the first steps, and after synchronous training."""
+    sync, scratch, later = (
+        Variant(name, middle(), adagrad(), mode)
+        for name, mode in (
+            ("sync", "sync"),
+            ("GBA from scratch", "gba"),
+            ("GBA after sync", "gba"),
+        )
+    )
+    return compare(
+        laboratory,
+        "from_scratch",
+        [sync, later, scratch],
+        FLAGS.days,
+        lambda variant: None if variant is scratch else sync,
+        FLAGS.sync_days,
+    )
+
+
 def compare(
     laboratory: Laboratory,
     experiment: str,
     variants: Sequence[Variant],
     days: int,
-    first: Callable[[Variant], Variant],
+    first: Callable[[Variant], Variant | None],
     first_days: int = 1,
     *,
     drift: float | None = None,
@@ -210,7 +233,7 @@ def compare(
         experiment: its name.
         variants: the first is what others are compared with.
         days: how many each is trained on.
-        first: what trains before a variant goes on.
+        first: what trains before a variant goes on; None: it does so itself.
         first_days: for how many days.
         drift: of the clicks; None for `--drift`.
         smallest: the smallest local batch, to measure speeds too; None for no speeds.
@@ -219,15 +242,21 @@ def compare(
         drift = FLAGS.drift
     rows: list[dict[str, Any]] = []
     which = range(first_days, first_days + days)
-    starts = [
-        laboratory.starts(first(variant), first_days, which.stop, drift) for variant in variants
-    ]
+    starts: list[Sequence[pathlib.Path | None]] = []
+    for variant in variants:
+        before = first(variant)
+        if before is None:
+            starts.append([None] * FLAGS.seeds)
+        else:
+            starts.append(laboratory.starts(before, first_days, which.stop, drift))
     for variant, paths in zip(variants, starts, strict=True):
         system = laboratory.system(variant)
         runs = []
         for seed, path in enumerate(paths):
             clicks = make_days(which.stop, drift, seed, variant.batch_size)
-            runs.append(laboratory.train(system, variant, seed, clicks, which, path))
+            trained = which if path is not None else range(which.stop)
+            scores = laboratory.train(system, variant, seed, clicks, trained, path)
+            runs.append(scores[-days:])
             aucs = " ".join(f"{auc:.4f}" for auc in runs[-1])
             print(f"{experiment}, {variant.name}, seed {seed + 1}: {aucs}", file=sys.stderr)
         baseline = np.array(rows[0]["auc_of_seeds"]) if rows else np.array(runs)
@@ -246,6 +275,7 @@ def compare(
             "mean_auc": continual.Mean.of(auc.mean(axis=1)).as_list(),
             "difference": continual.Mean.of(auc[:, -1] - baseline[:, -1]).as_list(),
             "mean_difference": continual.Mean.of((auc - baseline).mean(axis=1)).as_list(),
+            "worst_difference": round(float((auc - baseline)[:, -1].min()), 6),
             "auc_of_seeds": np.round(auc, 6).tolist(),
         }
         if smallest is not None:
@@ -268,6 +298,7 @@ def main(argv: list[str]) -> None:
         "normalization": normalization,
         "swap": swap,
         "global_batch": global_batch,
+        "from_scratch": from_scratch,
     }
     results: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:

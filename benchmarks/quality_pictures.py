@@ -41,6 +41,7 @@ def show(experiment: str, rows: list[dict[str, Any]]) -> None:
                 "first day": f"{row['auc'][0]:.4f}",
                 "last day": f"{row['auc'][-1]:.4f}",
                 "difference": points(row["difference"]) if number else "",
+                "worst seed": points([row["worst_difference"]]) if number else "",
                 "of all days": points(row["mean_difference"]) if number else "",
                 **(
                     {"examples/s": f"{row['queries_per_second']:,.0f}"}

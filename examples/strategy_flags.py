@@ -20,6 +20,14 @@ STRATEGIES = {
     "backup_workers": recsync.BackupWorkersStrategy,
     "bounded_staleness": recsync.BoundedStalenessStrategy,
 }
+MODES = {
+    "async": recsync.modes.Async,
+    "sync": recsync.modes.Sync,
+    "bsp": recsync.modes.BSP,
+    "gba": recsync.modes.GBA,
+    "backup_workers": recsync.modes.BackupWorkers,
+    "bounded_staleness": recsync.modes.BoundedStaleness,
+}
 # In the background, and in the foreground.
 SHADOW = ["shadow_easgd", "shadow_ma", "shadow_bmuf"]
 FOREGROUND = ["fr_easgd", "fr_ma", "fr_bmuf"]
@@ -60,7 +68,7 @@ flags.DEFINE_integer(
 flags.DEFINE_integer(
     "staleness_tolerance",
     None,
-    "gba: the largest age of a gradient that counts, in global steps.",
+    "gba: the largest age of a gradient that counts, in global steps. Default: 4.",
     lower_bound=0,
 )
 flags.DEFINE_integer(
@@ -170,7 +178,6 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
     for strategy, name in (
         ("bsp", "global_batch_size"),
         ("gba", "global_batch_size"),
-        ("gba", "staleness_tolerance"),
     ):
         if FLAGS.strategy == strategy and FLAGS[name].value is None:
             raise app.UsageError(f"--strategy={strategy} needs --{name}")
@@ -198,7 +205,7 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
             _shadow_options()
         # With TF_CONFIG only the cluster tells how many workers there are.
         if FLAGS.strategy in STRATEGIES and "TF_CONFIG" not in os.environ:
-            STRATEGIES[FLAGS.strategy].mode_for(FLAGS.workers, **_mode_options())
+            MODES[FLAGS.strategy](**_mode_options()).on(FLAGS.workers)
         if FLAGS.strategy == "hop" and "TF_CONFIG" not in os.environ:
             TOPOLOGIES[FLAGS.topology](FLAGS.workers)
 

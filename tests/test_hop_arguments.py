@@ -32,16 +32,16 @@ def labelled(examples):
     [
         ({"topology": topology.ring(8)}, "as many workers as the cluster, 4, not 8"),
         ({"topology": "ring"}, "topology must be from tf_recsync.topology, not 'ring'"),
-        ({"max_iteration_gap": 0}, "max_iteration_gap must be an int of at least 1, not 0"),
+        ({"max_iteration_gap": 0}, "max_iteration_gap must be an integer of at least 1, got 0"),
         ({"backup_workers": 3}, "less than the in-neighbors.*worker 0 has 3, and 3 backup"),
         ({"backup_workers": [1] * 3}, "one for each of the 4 workers, not 3"),
-        ({"backup_workers": -1}, "backup_workers must be an int of at least 0, not -1"),
+        ({"backup_workers": -1}, "backup_workers must be an integer of at least 0, got -1"),
         ({"backup_workers": None}, "must be an int or one for each of the 4 workers, not None"),
         ({"backup_workers": 1.0}, "must be an int or one for each of the 4 workers, not 1.0"),
         ({"backup_workers": True}, "must be an int or one for each of the 4 workers, not True"),
         ({"backup_workers": "1111"}, "must be an int or one for each of the 4 workers, not '1"),
-        ({"backup_workers": [1] * 3 + [0.5]}, "must be an int of at least 0, not 0.5"),
-        ({"backup_workers": [1] * 3 + [True]}, "must be an int of at least 0, not True"),
+        ({"backup_workers": [1] * 3 + [0.5]}, "must be an integer of at least 0, got 0.5"),
+        ({"backup_workers": [1] * 3 + [True]}, "must be an integer of at least 0, got True"),
         (
             {"backup_workers": 1, "max_iteration_gap": None},
             "backup_workers needs token queues",
@@ -52,7 +52,7 @@ def labelled(examples):
             "notify_ack excludes a staleness_bound above 1, got 2",
         ),
         ({"max_iteration_gap": 3, "protocol": "notify_ack"}, "of token queues, not of notify"),
-        ({"staleness_bound": -1}, "staleness_bound must be an int of at least 0, not -1"),
+        ({"staleness_bound": -1}, "staleness_bound must be an integer of at least 0, got -1"),
         ({"skip": recsync.Skip(2), "max_iteration_gap": None}, "skip needs token queues"),
         ({"skip": 3}, "skip must be a Skip or None, not 3"),
         ({"order": "random"}, 'order must be "parallel" or "serial", not \'random\''),
@@ -96,9 +96,9 @@ def test_a_skip_that_nobody_can_make_is_warned_of(cluster, caplog):
 
 
 def test_wrong_skips_are_refused():
-    with pytest.raises(ValueError, match="max_jump must be an int of at least 2, not 1"):
+    with pytest.raises(ValueError, match="max_jump must be an integer of at least 2, got 1"):
         recsync.Skip(1)
-    with pytest.raises(ValueError, match="trigger must be an int of at least 0, not -1"):
+    with pytest.raises(ValueError, match="trigger must be an integer of at least 0, got -1"):
         recsync.Skip(2, trigger=-1)
 
 

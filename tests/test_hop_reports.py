@@ -93,7 +93,7 @@ def test_nothing_is_kept_of_what_nobody_records(cluster):
     assert limited.lost == count - 25
     model.fit(dataset(), verbose=0)
     assert len(list(whole.events())) == count
-    with pytest.raises(ValueError, match="limit must be an int of at least 1, not 0"):
+    with pytest.raises(ValueError, match="limit must be an integer of at least 1, got 0"):
         strategy.record_events(model, 0)
 
 

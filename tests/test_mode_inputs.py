@@ -29,6 +29,32 @@ def test_the_modes_are_the_rows_of_the_table(three):
     assert recsync.BoundedStalenessStrategy(three, 1).mode == ROWS["bounded staleness"]
 
 
+def test_a_mode_is_the_same_without_a_cluster():
+    modes = recsync.modes
+    assert modes.Async().on(3) == ROWS["async"]
+    assert modes.Sync().on(3) == ROWS["sync"]
+    assert modes.Sync(global_batch_size=8, local_batch_size=4).on(3) == ROWS["sync, two batches"]
+    assert modes.BSP(global_batch_size=16, local_batch_size=4).on(3) == ROWS["BSP"]
+    gba = modes.GBA(global_batch_size=12, local_batch_size=4, staleness_tolerance=1)
+    assert gba.on(3) == ROWS["GBA"]
+    assert modes.BackupWorkers(backup_workers=1).on(3) == ROWS["backup workers"]
+    assert modes.BoundedStaleness(staleness_bound=1).on(3) == ROWS["bounded staleness"]
+    with pytest.raises(ValueError, match="workers must be an integer of at least 1, got 0"):
+        modes.Async().on(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [({}, [1, 0]), ({"decay": "inverse_power"}, [1, (5 / 6) ** 2]), ({"decay": "policy"}, None)],
+)
+def test_gba_tolerates_an_age_of_four_where_nothing_else_is_said(three, options, weights):
+    if weights is None:
+        options, weights = {"decay": POLICY}, [1 / 25, 1 / 36]
+    weight = recsync.GBAStrategy(three, 12, 4, **options).mode.weight
+    # The policy's tau is the age plus 1.
+    np.testing.assert_allclose([weight(5), weight(6)], weights)
+
+
 POLICY = recsync.staleness.InversePower(k=2)
 LIVELY = recsync.staleness.InversePower(k=2, update_sensitivity=1.0)
 RESCALED = recsync.staleness.InversePower(k=2, rescale=recsync.staleness.Rescale(2.0, 1.0))
@@ -39,35 +65,31 @@ RESCALED = recsync.staleness.InversePower(k=2, rescale=recsync.staleness.Rescale
     [
         (
             lambda c: recsync.SyncStrategy(c, global_batch_size=10, local_batch_size=4),
-            "global_batch_size of SyncStrategy must be a multiple of local_batch_size=4, not 10",
+            "global_batch_size must be a multiple of local_batch_size=4, not 10",
         ),
         (
             lambda c: recsync.SyncStrategy(c, global_batch_size=8),
-            "local_batch_size must be an int of at least 1, not None",
+            "local_batch_size must be an integer of at least 1, got None",
         ),
         (
             lambda c: recsync.SyncStrategy(c, local_batch_size=0),
-            "local_batch_size must be an int of at least 1, not 0",
+            "local_batch_size must be an integer of at least 1, got 0",
         ),
         (
             lambda c: recsync.BSPStrategy(c, 4, 8),
-            "global_batch_size of BSPStrategy must be a multiple of local_batch_size=8, not 4",
+            "global_batch_size must be a multiple of local_batch_size=8, not 4",
         ),
         (
             lambda c: recsync.BSPStrategy(c, 0, 8),
-            "global_batch_size must be an int of at least 1, not 0",
+            "global_batch_size must be an integer of at least 1, got 0",
         ),
         (
             lambda c: recsync.GBAStrategy(c, 9, 4, 0),
-            "global_batch_size of GBAStrategy must be a multiple of local_batch_size=4, not 9",
+            "global_batch_size must be a multiple of local_batch_size=4, not 9",
         ),
         (
             lambda c: recsync.GBAStrategy(c, 8, 4, -1),
-            "staleness_tolerance must be an int of at least 0, not -1",
-        ),
-        (
-            lambda c: recsync.GBAStrategy(c, 8, 4),
-            "staleness_tolerance must be an int of at least 0, not None",
+            "staleness_tolerance must be an integer of at least 0, got -1",
         ),
         (
             lambda c: recsync.GBAStrategy(c, 8, 4, 1, "exponential"),
@@ -95,19 +117,19 @@ RESCALED = recsync.staleness.InversePower(k=2, rescale=recsync.staleness.Rescale
         ),
         (
             lambda c: recsync.BackupWorkersStrategy(c, -1),
-            "backup_workers must be an int of at least 0, not -1",
+            "backup_workers must be an integer of at least 0, got -1",
         ),
         (
             lambda c: recsync.BackupWorkersStrategy(c, True),
-            "backup_workers must be an int of at least 0, not True",
+            "backup_workers must be an integer of at least 0, got True",
         ),
         (
             lambda c: recsync.BoundedStalenessStrategy(c, -1),
-            "staleness_bound must be an int of at least 0, not -1",
+            "staleness_bound must be an integer of at least 0, got -1",
         ),
         (
             lambda c: recsync.BoundedStalenessStrategy(c, 1.5),
-            "staleness_bound must be an int of at least 0, not 1.5",
+            "staleness_bound must be an integer of at least 0, got 1.5",
         ),
     ],
 )

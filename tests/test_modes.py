@@ -282,4 +282,4 @@ def test_what_does_not_fill_a_global_batch_can_be_left_out(one):
 
 def test_another_fate_of_the_last_global_batch_is_refused():
     with pytest.raises(ValueError, match="last_global_batch must be 'weigh' or 'drop', not 'pad'"):
-        recsync.SyncStrategy.mode_for(2, last_global_batch="pad")
+        recsync.modes.Sync(last_global_batch="pad")

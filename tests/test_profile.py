@@ -176,7 +176,7 @@ def test_no_more_batches_than_asked_for_are_taken():
         ({"batches": [np.zeros(3)]}, "a batch must be a mapping .* not ndarray"),
         ({"batches": [({"y": [1]}, 0)]}, r"batch 0: the feature 'x' is not among \['y'\]"),
         ({"batches": [{"x": tf.ragged.constant([[0.5]])}]}, "'x' must be integers, not float32"),
-        ({"steps": 0}, "steps=0: must be an int of at least 1"),
+        ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
         ({"optimizer": keras.optimizers.SGD()}, "must be an optimizer of tf_recsync.optimizers"),
         (
             {"optimizer": recsync.optimizers.SGD(), "lookup": lambda *_: None},

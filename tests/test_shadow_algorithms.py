@@ -197,7 +197,7 @@ def test_an_algorithm_of_ones_own_is_one_small_class():
         (lambda: recsync.BMUF(0.5, 1.0, 0.5, nesterov=1), "nesterov must be a bool"),
         (lambda: recsync.Foreground(), "either gap or per_minute"),
         (lambda: recsync.Foreground(gap=5, per_minute=1), "either gap or per_minute"),
-        (lambda: recsync.Foreground(gap=0), "gap must be an int of at least 1, not 0"),
+        (lambda: recsync.Foreground(gap=0), "gap must be an integer of at least 1, got 0"),
         (lambda: recsync.Foreground(gap=2.5), "gap must be an int"),
         (lambda: recsync.Foreground(per_minute=0), "per_minute must be a positive number, not 0"),
         (lambda: recsync.Foreground(per_minute=float("inf")), "per_minute must be"),

@@ -96,6 +96,7 @@ def test_every_batch_is_accounted_for_in_a_storm_of_kills(cluster, mode):
             done.append(sum(strategy.worker_steps(model)))
     finally:
         storm.end()
+    logging.info("%s: %d kills.", mode, storm.kills)
     assert storm.kills > 5
     losses = strategy.losses(model)
     # A step that counts was done on each batch, or the batch was lost with a worker.

@@ -20,6 +20,8 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
+from tf_recsync._checks import check_at_least
+
 _TOLERANCE = 1e-6  # Of sums of weights, which users may give as float32.
 _SINKHORN_ROUNDS = 100_000
 
@@ -379,8 +381,7 @@ def _tighten(graph: nx.DiGraph, ahead: int, behind: int, bound: float) -> None:
 
 
 def _check_size(name: str, value: int, least: int, even: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    check_at_least(name, value, least)
     if even and value % 2:
         raise ValueError(f"{name} must be even, got {value}")
 

@@ -15,6 +15,7 @@ import threading
 import tensorflow as tf
 from absl import logging
 
+from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import connection, hosted_servers, server_process, transports
 
 _HOST = "127.0.0.1"
@@ -99,15 +100,15 @@ class LocalCluster(connection.Cluster):
           ValueError: An argument is wrong.
           RuntimeError: A server could not start; the message holds its last lines.
         """
-        _check_integer("workers", workers, 1)
-        _check_integer("ps", ps, 0)
-        _check_integer("readers", readers, 0)
+        check_at_least("workers", workers, 1)
+        check_at_least("ps", ps, 0)
+        check_at_least("readers", readers, 0)
         if processes == 0 and readers:
             raise ValueError(
                 f"readers must be 0 with processes=0, as they are processes, got {readers!r}"
             )
         if processes is not None:
-            _check_integer("processes", processes, 0)
+            check_at_least("processes", processes, 0)
             if processes > workers + ps:
                 raise ValueError(
                     f"processes must be at most one for each of the {workers + ps} servers, "
@@ -128,7 +129,7 @@ class LocalCluster(connection.Cluster):
             ("intra_op_threads", intra_op_threads),
         ):
             if value is not None:
-                _check_integer(name, value, 1)
+                check_at_least(name, value, 1)
         is_number = isinstance(start_timeout, (int, float)) and not isinstance(start_timeout, bool)
         if not is_number or not start_timeout > 0:
             raise ValueError(
@@ -486,8 +487,3 @@ def _reserve_chief_address() -> str:
 def alone() -> connection.Cluster:
     """This process as the coordinator of local clusters, without one."""
     return connection.Cluster({}, chief_address=_reserve_chief_address(), bind_address=_HOST)
-
-
-def _check_integer(name: str, value: int, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")

@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 
+from tf_recsync._checks import check_at_least
 from tf_recsync.data import _text
 
 
@@ -37,8 +38,8 @@ def load_libsvm(
         >>> x.tolist(), y.tolist()
         ([[0.5, 0.0, 2.0], [0.0, 1.0, 0.0]], [[1.0], [0.0]])
     """
-    if features is not None and (not isinstance(features, int) or features < 1):
-        raise ValueError(f"features={features!r}: must be an int of at least 1, or None.")
+    if features is not None:
+        check_at_least("features", features, 1)
     labels: list[float] = []
     rows, columns, values = [], [], []
     for name in _text.find_files(path):

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from tf_recsync._checks import check_at_least
 from tf_recsync.embedding.config import (
     TableConfig,
     check_memory_arguments,
     check_tables,
     row_bytes,
 )
-from tf_recsync.embedding.placement import PlacementPlan, Shard, check_ps, shard_rows
+from tf_recsync.embedding.placement import PlacementPlan, Shard, shard_rows
 
 _BOUND = 1.1
 # Sums of the same costs in another order differ in their last digits.
@@ -87,7 +88,7 @@ def plan_placement(
            1        60800    118.8 KiB  users[1/2], shops
     """
     check_tables(tables)
-    check_ps(ps)
+    check_at_least("ps", ps, 1)
     check_memory_arguments(memory_limit, slots, bytes_per_row_overhead)
     for table in tables:
         if table.shards is not None and table.shards > ps:

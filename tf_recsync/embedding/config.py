@@ -9,6 +9,8 @@ from typing import Any
 
 import keras
 
+from tf_recsync._checks import check_at_least
+
 COMBINERS = ("sum", "mean", "sqrtn")
 OUT_OF_RANGE = ("error", "clip", "hash")
 _BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
@@ -61,12 +63,12 @@ class TableConfig:
     def __post_init__(self) -> None:
         """Checks the arguments."""
         _check_name("name", self.name)
-        _check_positive("rows", self.rows)
-        _check_positive("dimension", self.dimension)
+        check_at_least("rows", self.rows, 1)
+        check_at_least("dimension", self.dimension, 1)
         _check_choice("combiner", self.combiner, (*COMBINERS, None))
         _check_choice("dtype", self.dtype, tuple(_BYTES_PER_ELEMENT))
         if self.shards is not None:
-            _check_positive("shards", self.shards)
+            check_at_least("shards", self.shards, 1)
             if self.shards > self.rows:
                 raise ValueError(
                     f"shards={self.shards}: must be None or at most rows={self.rows}, as a shard "
@@ -250,11 +252,6 @@ def _serialized(initializer: Any) -> Any:
 def _check_name(argument: str, value: object) -> None:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{argument}={value!r}: must be a string that is not empty.")
-
-
-def _check_positive(argument: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{argument}={value!r}: must be an int of at least 1.")
 
 
 def _check_choice(argument: str, value: object, choices: tuple[str | None, ...]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from tf_recsync._checks import check_at_least
+
 _VERSION = 1
 
 
@@ -103,7 +105,7 @@ class PlacementPlan:
     def __post_init__(self) -> None:
         """Checks that every table is complete, and copies the shards so that they stay so."""
         object.__setattr__(self, "shards", tuple(self.shards))
-        check_ps(self.ps)
+        check_at_least("ps", self.ps, 1)
         for shard in self.shards:
             if shard.ps >= self.ps:
                 raise ValueError(
@@ -230,11 +232,6 @@ class PlacementPlan:
 def shard_rows(rows: int, index: int, count: int) -> int:
     """How many `r` from 0 to `rows - 1` have `r % count == index`."""
     return (rows - index + count - 1) // count
-
-
-def check_ps(ps: object) -> None:
-    if not isinstance(ps, int) or isinstance(ps, bool) or ps < 1:
-        raise ValueError(f"ps={ps!r}: must be an int of at least 1.")
 
 
 def _check_complete(table: str, shards: Sequence[Shard]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync import ops
+from tf_recsync._checks import check_at_least
 from tf_recsync.embedding import feature_inputs, sequences
 from tf_recsync.embedding.bin_packing import plan_placement
 from tf_recsync.embedding.config import FeatureConfig, TableConfig, check_configs
@@ -89,8 +90,7 @@ def profile_costs(
         True
     """
     check_configs(tables, features)
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps={steps!r}: must be an int of at least 1.")
+    check_at_least("steps", steps, 1)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"optimizer={optimizer!r}: must be an optimizer of tf_recsync.optimizers or None."

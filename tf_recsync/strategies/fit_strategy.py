@@ -377,12 +377,6 @@ def near(what) -> contextlib.AbstractContextManager:
     )
 
 
-def check_at_least(name: str, value: int, least: int) -> None:
-    """Raises a ValueError if an argument is not an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
-
-
 def _check_options(options) -> None:
     if options is not None:
         raise ValueError(f"options must be None, not {options!r}")

@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from tf_recsync import shown_variable, staleness
 from tf_recsync.cluster import Cluster
+from tf_recsync.modes import ModeConfig
 from tf_recsync.strategies import model_functions, predict_function, watched_calls
 from tf_recsync.strategies.fit_strategy import (
     FitStrategy,
-    check_at_least,
+    check_cluster,
     check_optimizers,
     check_timeouts,
     near,
@@ -39,11 +40,10 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
     Args:
         cluster: a `LocalCluster`, or what `cluster_from_tf_config` returned, with
             at least one worker and one parameter server.
-        mode: a row of the table in `tf_recsync.synchronization.modes`.
+        mode: one of `tf_recsync.modes`.
         worker_timeout: seconds without any reachable worker after which training
             fails.
         silence_timeout: as in `AsyncStrategy`.
-        local_batch_size: examples of a batch, or None if that is not known.
         prefetch_lookups: whether a step pulls the rows that the next one looks up.
     """
 
@@ -52,29 +52,27 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
     def __init__(
         self,
         cluster: Cluster,
-        mode: Mode,
+        mode: ModeConfig,
         worker_timeout: float,
         silence_timeout: float | None,
-        local_batch_size: int | None = None,
         prefetch_lookups: bool = False,
     ):
+        check_cluster(type(self).__name__, cluster)
         if not isinstance(prefetch_lookups, bool):
             raise ValueError(f"prefetch_lookups must be a bool, not {prefetch_lookups!r}")
         check_timeouts(worker_timeout, silence_timeout)
-        if local_batch_size is not None:
-            check_at_least("local_batch_size", local_batch_size, 1)
         self._cluster = cluster
-        self._mode = mode
+        self._mode = mode.on(cluster.workers)
         super().__init__(cluster.resolver)
         # What variables are colocated with that shall be on a certain server.
         self._anchors = [_anchor(f"/job:ps/replica:0/task:{i}") for i in range(cluster.ps)]
         self._here = _anchor("/job:chief/replica:0/task:0")
         self._init_fit(
             cluster,
-            local_batch_size,
+            mode.local_batch_size,
             worker_timeout,
             silence_timeout,
-            mode,
+            self._mode,
             self._anchors[0].device,
             prefetch_lookups,
         )

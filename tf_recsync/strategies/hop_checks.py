@@ -12,9 +12,9 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync import optimizers
+from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
 from tf_recsync.layers import EmbeddingCollection
-from tf_recsync.strategies.fit_strategy import check_at_least
 from tf_recsync.synchronization.hop_protocol import Protocol, Skip
 from tf_recsync.topology import Topology
 

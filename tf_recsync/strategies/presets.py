@@ -1,16 +1,14 @@
 """The strategies that users choose from: one for each training mode.
 
-They differ in a row of the table in `tf_recsync.synchronization.modes` only. Each makes its row
-with its `mode_for`, which needs no cluster: so arguments can be checked before one is started.
+They differ in their mode only, see `tf_recsync.modes`.
 """
 
 from __future__ import annotations
 
-from tf_recsync import staleness
+from tf_recsync import modes, staleness
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies.fit_strategy import check_at_least, check_cluster
 from tf_recsync.strategies.group_strategy import GroupStrategy
-from tf_recsync.synchronization.modes import LastGlobalBatch, Mode
+from tf_recsync.synchronization.modes import LastGlobalBatch
 
 _WORKER_TIMEOUT = 600.0
 
@@ -79,26 +77,10 @@ class AsyncStrategy(GroupStrategy):
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
     ):
-        check_cluster("AsyncStrategy", cluster)
-        mode = self.mode_for(cluster.workers)
-        super().__init__(
-            cluster, mode, worker_timeout, silence_timeout, local_batch_size, prefetch_lookups
+        mode = modes.Async(
+            local_batch_size=local_batch_size,
         )
-
-    @staticmethod
-    def mode_for(workers: int) -> Mode:
-        """The mode with these arguments on so many workers, without a cluster.
-
-        Checks the arguments as the strategy does, before any server is started.
-
-        Args:
-            workers: of the cluster, an int of at least 1.
-
-        Raises:
-            ValueError: if an argument is wrong.
-        """
-        check_at_least("workers", workers, 1)
-        return Mode("async")
+        super().__init__(cluster, mode, worker_timeout, silence_timeout, prefetch_lookups)
 
 
 class SyncStrategy(GroupStrategy):
@@ -144,49 +126,12 @@ class SyncStrategy(GroupStrategy):
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
     ):
-        check_cluster("SyncStrategy", cluster)
-        mode = self.mode_for(
-            cluster.workers,
+        mode = modes.Sync(
             global_batch_size=global_batch_size,
             local_batch_size=local_batch_size,
             last_global_batch=last_global_batch,
         )
-        super().__init__(cluster, mode, worker_timeout, silence_timeout, local_batch_size)
-
-    @staticmethod
-    def mode_for(
-        workers: int,
-        *,
-        global_batch_size: int | None = None,
-        local_batch_size: int | None = None,
-        last_global_batch: LastGlobalBatch = "weigh",
-    ) -> Mode:
-        """The mode with these arguments on so many workers, without a cluster.
-
-        Checks the arguments as the strategy does, before any server is started.
-
-        Args:
-            workers: of the cluster, an int of at least 1.
-            global_batch_size: as in the strategy.
-            local_batch_size: as in the strategy.
-            last_global_batch: as in the strategy.
-
-        Raises:
-            ValueError: if an argument is wrong.
-        """
-        check_at_least("workers", workers, 1)
-        batches = workers
-        if global_batch_size is not None:
-            batches = _batches_of("SyncStrategy", global_batch_size, local_batch_size)
-        return Mode(
-            "sync",
-            repeats=batches,
-            capacity=batches,
-            gate="step",
-            drop_late=True,
-            uses_buffers=True,
-            last_global_batch=last_global_batch,
-        )
+        super().__init__(cluster, mode, worker_timeout, silence_timeout)
 
 
 class BSPStrategy(GroupStrategy):
@@ -222,43 +167,12 @@ class BSPStrategy(GroupStrategy):
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
     ):
-        check_cluster("BSPStrategy", cluster)
-        mode = self.mode_for(
-            cluster.workers, global_batch_size, local_batch_size, last_global_batch
-        )
-        super().__init__(
-            cluster, mode, worker_timeout, silence_timeout, local_batch_size, prefetch_lookups
-        )
-
-    @staticmethod
-    def mode_for(
-        workers: int,
-        global_batch_size: int,
-        local_batch_size: int,
-        last_global_batch: LastGlobalBatch = "weigh",
-    ) -> Mode:
-        """The mode with these arguments on so many workers, without a cluster.
-
-        Checks the arguments as the strategy does, before any server is started.
-
-        Args:
-            workers: of the cluster, an int of at least 1.
-            global_batch_size: as in the strategy.
-            local_batch_size: as in the strategy.
-            last_global_batch: as in the strategy.
-
-        Raises:
-            ValueError: if an argument is wrong.
-        """
-        check_at_least("workers", workers, 1)
-        batches = _batches_of("BSPStrategy", global_batch_size, local_batch_size)
-        return Mode(
-            "BSP",
-            repeats=batches,
-            capacity=batches,
-            uses_buffers=True,
+        mode = modes.BSP(
+            global_batch_size=global_batch_size,
+            local_batch_size=local_batch_size,
             last_global_batch=last_global_batch,
         )
+        super().__init__(cluster, mode, worker_timeout, silence_timeout, prefetch_lookups)
 
 
 class GBAStrategy(GroupStrategy):
@@ -282,7 +196,8 @@ class GBAStrategy(GroupStrategy):
             `local_batch_size`.
         local_batch_size: examples of the dataset's batches.
         staleness_tolerance: iota of Eq. 1, an int of at least 0: the largest age of a
-            token, in global steps, whose gradient counts in full.
+            token, in global steps, whose gradient counts in full. Defaults to None: 4, or
+            what a policy as `decay` says.
         decay: what becomes of older gradients. "threshold" (the default): left out.
             "inverse_power": weighted by ((iota + 1) / (age + 1))^2. Or a policy of
             `tf_recsync.staleness`, of tau = age + 1; `staleness_tolerance` must then be
@@ -324,54 +239,14 @@ class GBAStrategy(GroupStrategy):
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
     ):
-        check_cluster("GBAStrategy", cluster)
-        mode = self.mode_for(
-            cluster.workers,
-            global_batch_size,
-            local_batch_size,
-            staleness_tolerance,
-            decay,
-            last_global_batch,
-        )
-        super().__init__(
-            cluster, mode, worker_timeout, silence_timeout, local_batch_size, prefetch_lookups
-        )
-
-    @staticmethod
-    def mode_for(
-        workers: int,
-        global_batch_size: int,
-        local_batch_size: int,
-        staleness_tolerance: int | None = None,
-        decay: str | staleness.Policy = "threshold",
-        last_global_batch: LastGlobalBatch = "weigh",
-    ) -> Mode:
-        """The mode with these arguments on so many workers, without a cluster.
-
-        Checks the arguments as the strategy does, before any server is started.
-
-        Args:
-            workers: of the cluster, an int of at least 1.
-            global_batch_size: as in the strategy.
-            local_batch_size: as in the strategy.
-            staleness_tolerance: as in the strategy.
-            decay: as in the strategy.
-            last_global_batch: as in the strategy.
-
-        Raises:
-            ValueError: if an argument is wrong.
-        """
-        check_at_least("workers", workers, 1)
-        batches = _batches_of("GBAStrategy", global_batch_size, local_batch_size)
-        weight = _decay(staleness_tolerance, decay)
-        return Mode(
-            "GBA",
-            repeats=batches,
-            capacity=batches,
-            weight=weight,
-            uses_buffers=True,
+        mode = modes.GBA(
+            global_batch_size=global_batch_size,
+            local_batch_size=local_batch_size,
+            staleness_tolerance=staleness_tolerance,
+            decay=decay,
             last_global_batch=last_global_batch,
         )
+        super().__init__(cluster, mode, worker_timeout, silence_timeout, prefetch_lookups)
 
 
 class BackupWorkersStrategy(GroupStrategy):
@@ -406,42 +281,12 @@ class BackupWorkersStrategy(GroupStrategy):
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
     ):
-        check_cluster("BackupWorkersStrategy", cluster)
-        mode = self.mode_for(cluster.workers, backup_workers, last_global_batch)
-        super().__init__(cluster, mode, worker_timeout, silence_timeout, local_batch_size)
-
-    @staticmethod
-    def mode_for(
-        workers: int, backup_workers: int, last_global_batch: LastGlobalBatch = "weigh"
-    ) -> Mode:
-        """The mode with these arguments on so many workers, without a cluster.
-
-        Checks the arguments as the strategy does, before any server is started.
-
-        Args:
-            workers: of the cluster, an int of at least 1.
-            backup_workers: as in the strategy.
-            last_global_batch: as in the strategy.
-
-        Raises:
-            ValueError: if an argument is wrong.
-        """
-        check_at_least("workers", workers, 1)
-        check_at_least("backup_workers", backup_workers, 0)
-        if backup_workers >= workers:
-            raise ValueError(
-                f"backup_workers must be less than the cluster's {workers} workers, "
-                f"not {backup_workers}"
-            )
-        return Mode(
-            "backup-worker",
-            repeats=workers,
-            capacity=workers - backup_workers,
-            gate="step",
-            drop_late=True,
-            uses_buffers=True,
+        mode = modes.BackupWorkers(
+            backup_workers=backup_workers,
+            local_batch_size=local_batch_size,
             last_global_batch=last_global_batch,
         )
+        super().__init__(cluster, mode, worker_timeout, silence_timeout)
 
 
 class BoundedStalenessStrategy(GroupStrategy):
@@ -474,56 +319,8 @@ class BoundedStalenessStrategy(GroupStrategy):
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
     ):
-        check_cluster("BoundedStalenessStrategy", cluster)
-        mode = self.mode_for(cluster.workers, staleness_bound)
-        super().__init__(cluster, mode, worker_timeout, silence_timeout, local_batch_size)
-
-    @staticmethod
-    def mode_for(workers: int, staleness_bound: int) -> Mode:
-        """The mode with these arguments on so many workers, without a cluster.
-
-        Checks the arguments as the strategy does, before any server is started.
-
-        Args:
-            workers: of the cluster, an int of at least 1.
-            staleness_bound: as in the strategy.
-
-        Raises:
-            ValueError: if an argument is wrong.
-        """
-        check_at_least("workers", workers, 1)
-        check_at_least("staleness_bound", staleness_bound, 0)
-        return Mode("bounded-staleness", gate="clock", clock_bound=staleness_bound)
-
-
-def _decay(tolerance: int | None, decay: str | staleness.Policy) -> staleness.Policy:
-    """The weight of a token's age."""
-    if isinstance(decay, staleness.Policy):
-        if tolerance is not None:
-            raise ValueError(
-                f"staleness_tolerance must be None with a policy as decay, not {tolerance!r}"
-            )
-        if decay.uses_last_update or getattr(decay, "rescale", None) is not None:
-            raise ValueError(f"decay must depend on the token's age alone, not {decay!r}")
-        return decay
-    check_at_least("staleness_tolerance", tolerance, 0)
-    if decay == "threshold":
-        return staleness.Threshold(iota=tolerance)
-    if decay == "inverse_power":
-        return staleness.InversePower(k=2, baseline=tolerance + 1)
-    raise ValueError(
-        "decay must be 'threshold', 'inverse_power' or a policy of tf_recsync.staleness, "
-        f"not {decay!r}"
-    )
-
-
-def _batches_of(strategy: str, global_batch_size: int, local_batch_size: int) -> int:
-    """How many local batches a global batch has."""
-    check_at_least("global_batch_size", global_batch_size, 1)
-    check_at_least("local_batch_size", local_batch_size, 1)
-    if global_batch_size % local_batch_size:
-        raise ValueError(
-            f"global_batch_size of {strategy} must be a multiple of local_batch_size="
-            f"{local_batch_size}, not {global_batch_size}"
+        mode = modes.BoundedStaleness(
+            staleness_bound=staleness_bound,
+            local_batch_size=local_batch_size,
         )
-    return global_batch_size // local_batch_size
+        super().__init__(cluster, mode, worker_timeout, silence_timeout)

@@ -13,12 +13,12 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync import staleness
+from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import copied_functions, model_functions, shadow_functions
 from tf_recsync.strategies.copies_extended import CopiesExtended
 from tf_recsync.strategies.fit_strategy import (
     FitStrategy,
-    check_at_least,
     check_is_cluster,
     check_optimizers,
     check_timeouts,

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tf_recsync import staleness
+from tf_recsync._checks import check_at_least
 from tf_recsync.ops import gradient_buffer as buffer_ops
 from tf_recsync.ops.bags import PackedBags
 from tf_recsync.optimizers import base
@@ -138,8 +139,7 @@ class GradientBuffer:
     ):
         divisor = capacity if divisor is None else divisor
         weight = staleness.Constant() if weight is None else weight
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise ValueError(f"capacity must be an int of at least 1, not {capacity!r}")
+        check_at_least("capacity", capacity, 1)
         if not 0 < divisor < float("inf"):
             raise ValueError(f"divisor must be positive and finite, not {divisor!r}")
         if not isinstance(weight, staleness.Policy):

@@ -8,6 +8,7 @@ import uuid
 import numpy as np
 import tensorflow as tf
 
+from tf_recsync._checks import check_at_least
 from tf_recsync.ops import hop
 from tf_recsync.topology import Topology, gap_bounds
 
@@ -37,10 +38,8 @@ class Skip:
     trigger: int = 0
 
     def __post_init__(self):
-        for name, least in (("max_jump", 2), ("trigger", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
+        check_at_least("max_jump", self.max_jump, 2)
+        check_at_least("trigger", self.trigger, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,12 +61,15 @@ class Mode:
 
     def __post_init__(self) -> None:
         """Checks what users choose."""
-        if self.last_global_batch not in get_args(LastGlobalBatch):
-            raise ValueError(
-                f"last_global_batch must be 'weigh' or 'drop', not {self.last_global_batch!r}"
-            )
+        check_last_global_batch(self.last_global_batch)
 
     @property
     def uses_tokens(self) -> bool:
         """Whether workers take tokens."""
         return self.uses_buffers or self.gate != "none"
+
+
+def check_last_global_batch(value: str) -> None:
+    """Raises a ValueError unless it says what becomes of a global batch that is not full."""
+    if value not in get_args(LastGlobalBatch):
+        raise ValueError(f"last_global_batch must be 'weigh' or 'drop', not {value!r}")

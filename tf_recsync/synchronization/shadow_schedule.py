@@ -7,6 +7,8 @@ import math
 import threading
 from collections.abc import Callable
 
+from tf_recsync._checks import check_at_least
+
 _LOOK_SECONDS = 1.0  # How often a thread that waits looks whether it still has to.
 
 
@@ -60,10 +62,8 @@ class Foreground:
                 f"Foreground needs either gap or per_minute, not gap={self.gap!r} and "
                 f"per_minute={self.per_minute!r}"
             )
-        if self.gap is not None and (
-            isinstance(self.gap, bool) or not isinstance(self.gap, int) or self.gap < 1
-        ):
-            raise ValueError(f"gap must be an int of at least 1, not {self.gap!r}")
+        if self.gap is not None:
+            check_at_least("gap", self.gap, 1)
         if self.per_minute is not None:
             _check_number("per_minute", self.per_minute, 0, "a positive number")
             if self.per_minute == 0:

@@ -8,6 +8,7 @@ import uuid
 
 import tensorflow as tf
 
+from tf_recsync._checks import check_at_least
 from tf_recsync.ops import tokens
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 
@@ -63,14 +64,10 @@ class TokenList:
         clock_bound: int = 0,
         device: str | None = None,
     ):
-        for name, value, least in (
-            ("repeats", repeats, 1),
-            ("workers", workers, 1),
-            ("servers", servers, 1),
-            ("clock_bound", clock_bound, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        check_at_least("repeats", repeats, 1)
+        check_at_least("workers", workers, 1)
+        check_at_least("servers", servers, 1)
+        check_at_least("clock_bound", clock_bound, 0)
         if gate not in ("none", "step", "clock"):
             raise ValueError(f"gate must be 'none', 'step' or 'clock', got {gate!r}")
         if gate != "clock" and clock_bound != 0:
