@@ -1,4 +1,4 @@
-"""What Keras calls to train, test and predict where every worker has its own parameters."""
+"""What Keras calls to train where every worker has its own parameters."""
 
 from __future__ import annotations
 
@@ -10,58 +10,20 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.strategies import model_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.fit_strategy import FitStrategy
-from tf_recsync.strategies.model_functions import Settings, Steps, optimizers_of
+from tf_recsync.strategies.model_functions import Settings, Steps
+from tf_recsync.strategies.model_variables import OnServers, copied_variables, peeked_variables
 from tf_recsync.strategies.pass_iterator import PassIterator
-from tf_recsync.strategies.predict_function import PredictFunction
 from tf_recsync.strategies.silence_watch import silent_or_new
 from tf_recsync.strategies.slots import Crew
 from tf_recsync.strategies.watched_calls import check_parameter_servers
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
-from tf_recsync.synchronization import pull_push
-from tf_recsync.synchronization.copies import CopiedVariable, Copies
-from tf_recsync.synchronization.pull_push import LOCAL, Layout, is_seed
+from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.pull_push import Layout
 from tf_recsync.synchronization.synchronizer import Synchronizer
 from tf_recsync.synchronization.worker_states import WorkerStates
-
-
-def variables_of(model: keras.Model) -> list[CopiedVariable]:
-    """What every worker has a copy of: the parameters first, then what belongs to them.
-
-    Metrics and the states of random generators are apart: they begin anew in each pass. So is
-    what lies on parameter servers.
-    """
-    apart = {id(v) for v in private_variables(model)}
-    found = [*model.trainable_variables, *model.non_trainable_variables]
-    if model.optimizer is not None:
-        found += model.optimizer.variables
-    unique = {id(v): v for v in found if id(v) not in apart}
-    return [v._value for v in unique.values() if isinstance(v._value, CopiedVariable)]
-
-
-def private_variables(model: keras.Model) -> list[keras.Variable]:
-    """What begins anew in each pass of each worker."""
-    metrics = list(model.metrics_variables)
-    known = {id(variable) for variable in metrics}
-    seeds = [v for v in model.variables if is_seed(v) and id(v) not in known]
-    return metrics + seeds
-
-
-def shown_layout(model: keras.Model) -> Layout:
-    """Every worker gets the copied variables as users see them when a pass begins.
-
-    Tables on parameter servers stay there.
-    """
-    tables = []
-    if any(pull_push.device_of(v) != LOCAL for v in model.variables):
-        tables = Layout.of(model, optimizers_of(model)).tables
-    metrics = list(model.metrics_variables)
-    known = {id(variable) for variable in [*metrics, *(state.variable for state in tables)]}
-    others = [v for v in model.variables if id(v) not in known]
-    return Layout((), {}, tables, [], metrics + others)
 
 
 class CopiedTrainFunction(Steps):
@@ -70,13 +32,16 @@ class CopiedTrainFunction(Steps):
     Args:
         model: a model that was built in the strategy's scope.
         settings: of the strategy.
+        variables: where its steps find the model's variables.
         read: what users see of the copies, see `Copies`.
     """
 
     method = "train_step"
 
-    def __init__(self, model: keras.Model, settings: Settings, read: str | int):
-        super().__init__(model, settings)
+    def __init__(
+        self, model: keras.Model, settings: Settings, variables: OnServers, read: str | int
+    ):
+        super().__init__(model, settings, variables)
         self.group: Synchronizer | None = None
         self._is_open = False  # Between an epoch's begin and its end.
         self._flushing = threading.RLock()
@@ -178,8 +143,8 @@ class CopiedTrainFunction(Steps):
     def ensure_group(self) -> Synchronizer:
         """The workers; made at the first call, when the model and its optimizer are built."""
         if self.group is None:
-            variables, cluster = variables_of(self._model), self._settings.cluster
-            peeked = [variable._value for variable in model_functions.peeked_variables(self._model)]
+            variables, cluster = copied_variables(self._model), self._settings.cluster
+            peeked = [variable._value for variable in peeked_variables(self._model)]
             copies = Copies(variables, cluster, self._read, self._hold, peeked)
             self.group = self._make_group(copies)
         return self.group
@@ -198,26 +163,6 @@ class CopiedTrainFunction(Steps):
             raise tf.errors.UnavailableError(None, None, "its copies were of an earlier life")
         self.group.open(worker)
         return _State(self.group, worker, iterator, private, before)
-
-
-class CopiedTestFunction(model_functions.TestFunction):
-    """`model.test_function`: workers test what users see of the model."""
-
-    def _optimizers(self) -> list:
-        return []
-
-    def _layout(self) -> Layout:
-        return shown_layout(self._model)
-
-
-class CopiedPredictFunction(PredictFunction):
-    """`model.predict_function`: workers predict by what users see of the model."""
-
-    def _optimizers(self) -> list:
-        return []
-
-    def _layout(self) -> Layout:
-        return shown_layout(self._model)
 
 
 class _State(WorkerState):

@@ -19,6 +19,8 @@ from tensorflow.python.data.experimental.ops import distribute
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import model_functions, reshuffling, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedDataset
+from tf_recsync.strategies.model_variables import OnServers, optimizers_of
+from tf_recsync.strategies.predict_function import PredictFunction
 from tf_recsync.strategies.silence_watch import silence_limit
 from tf_recsync.strategies.slots import Losses
 from tf_recsync.strategies.worker_datasets import DatasetFunction, WorkerDatasets
@@ -324,6 +326,16 @@ class FitStrategy:
         """Gives a model its train, test and predict functions."""
         raise NotImplementedError
 
+    def _put_reading_functions(self, model: keras.Model, variables: OnServers) -> None:
+        """The last two of these.
+
+        Args:
+            model: a model that was built in the strategy's scope.
+            variables: where their steps find its variables.
+        """
+        model.test_function = model_functions.TestFunction(model, self._settings, variables)
+        model.predict_function = PredictFunction(model, self._settings, variables)
+
     def _check_optimizer(self, model: keras.Model) -> None:
         """Raises a ValueError if the model's optimizer can't be used."""
         raise NotImplementedError
@@ -363,7 +375,7 @@ def check_seconds(name: str, value: float) -> None:
 
 def check_optimizers(strategy: FitStrategy, model: keras.Model) -> None:
     """Raises a ValueError if an optimizer is none of this package, or was not made in the scope."""
-    for optimizer in model_functions.optimizers_of(model):
+    for optimizer in optimizers_of(model):
         if optimizer._distribution_strategy is not strategy:
             raise ValueError(
                 f"optimizer {optimizer.name} was not made inside this strategy's scope()"

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_recsync import shown_variable, staleness
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import ModeConfig
-from tf_recsync.strategies import model_functions, predict_function, watched_calls
+from tf_recsync.strategies import model_functions, watched_calls
 from tf_recsync.strategies.fit_strategy import (
     FitStrategy,
     check_cluster,
@@ -21,6 +21,7 @@ from tf_recsync.strategies.fit_strategy import (
     check_timeouts,
     near,
 )
+from tf_recsync.strategies.model_variables import OnServers, optimizers_of
 from tf_recsync.synchronization import aggregation
 from tf_recsync.synchronization.modes import Mode
 
@@ -152,7 +153,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         Raises:
             RuntimeError: if a parameter server is lost.
         """
-        states = [s for o in model_functions.optimizers_of(model) for s in o.states]
+        states = [s for o in optimizers_of(model) for s in o.states]
         try:
             counters = {s.variable.path: np.asarray(s.counters._value.read_value()) for s in states}
         except tf.errors.OpError as error:
@@ -170,9 +171,9 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         )
 
     def _put_functions(self, model: keras.Model) -> None:
-        model.train_function = model_functions.TrainFunction(model, self._settings)
-        model.test_function = model_functions.TestFunction(model, self._settings)
-        model.predict_function = predict_function.PredictFunction(model, self._settings)
+        variables = OnServers(model)
+        model.train_function = model_functions.TrainFunction(model, self._settings, variables)
+        self._put_reading_functions(model, variables)
 
     def _check_optimizer(self, model: keras.Model) -> None:
         check_optimizers(self, model)

@@ -14,10 +14,9 @@ from tf_recsync.strategies import worker_functions
 from tf_recsync.strategies.copied_functions import (
     CopiedTrainFunction,
     OnCopies,
-    private_variables,
-    variables_of,
 )
 from tf_recsync.strategies.model_functions import Settings
+from tf_recsync.strategies.model_variables import OnWorkers, copied_variables
 from tf_recsync.strategies.step_counts import DataWait, add_step, read_steps
 from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.synchronization.copies import Copies
@@ -71,7 +70,7 @@ class HopTrainFunction(CopiedTrainFunction):
         protocol: Protocol,
         read: str | int,
     ):
-        super().__init__(model, settings, read)
+        super().__init__(model, settings, OnWorkers(model), read)
         self.events = EventLog()
         self._make = make_group
         self._protocol = protocol
@@ -82,12 +81,6 @@ class HopTrainFunction(CopiedTrainFunction):
 
     def _make_group(self, copies: Copies) -> HopGroup:
         return self._make(copies, exchange_dtype(self._model), self.events)
-
-    def _optimizers(self) -> list:
-        return []  # It is applied by each worker to its own copy.
-
-    def _layout(self) -> Layout:
-        return Layout((), {}, [], [], private_variables(self._model))
 
     def collect_events(self) -> None:
         """Has the workers tell what they have done up to now."""
@@ -182,7 +175,7 @@ def _trace(
             tf.TensorSpec([], tf.resource),
         )
     private = [variable._value for variable in layout.private]
-    copied = variables_of(model)
+    copied = copied_variables(model)
 
     def call(iterator, worker, began, count, *rest):
         # The worker's own variables, what it keeps beside its parameters, its copies.

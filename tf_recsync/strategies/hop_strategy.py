@@ -20,6 +20,7 @@ from tf_recsync.strategies.fit_strategy import (
     check_seconds,
     check_timeouts,
 )
+from tf_recsync.strategies.model_variables import AsShown
 from tf_recsync.strategies.server_threads import check_threads
 from tf_recsync.synchronization.hop import HopGroup, threads_needed
 from tf_recsync.synchronization.hop_events import Recording
@@ -276,8 +277,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             self._protocol,
             self._read,
         )
-        model.test_function = copied_functions.CopiedTestFunction(model, self._settings)
-        model.predict_function = copied_functions.CopiedPredictFunction(model, self._settings)
+        self._put_reading_functions(model, AsShown(model))
 
     def _check_optimizer(self, model: keras.Model) -> None:
         hop_checks.check_optimizer(getattr(model, "optimizer", None), self)

@@ -15,10 +15,10 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster
-from tf_recsync.optimizers import base
 from tf_recsync.shown_variable import shown
 from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
+from tf_recsync.strategies.model_variables import OnServers, optimizers_of, peeked_variables
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Crew, Losses, Slot
 from tf_recsync.strategies.step_counts import COUNTS
@@ -59,58 +59,24 @@ class Settings:
     prefetch_lookups: bool
 
 
-def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
-    """The optimizers of this package that a model trains with.
-
-    Raises:
-        ValueError: if it trains with another one, or with options that can't
-            work on parameter servers.
-    """
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        return []
-    inner = base.parts_of(optimizer)
-    for one in inner:
-        if not isinstance(one, base.Optimizer):
-            raise ValueError(
-                "optimizer must be one of tf_recsync.optimizers (or a keras MultiOptimizer of "
-                f"them) under this strategy, not {type(one).__module__}.{type(one).__name__}"
-            )
-        for name in ("use_ema", "gradient_accumulation_steps", "loss_scale_factor"):
-            if getattr(one, name):
-                raise ValueError(
-                    f"{name} of the optimizer can't be used under this strategy: "
-                    f"{name}={getattr(one, name)!r}; leave it unset"
-                )
-    for variable in model.trainable_variables:
-        if variable.constraint is not None:
-            raise ValueError(
-                f"the constraint of {variable.path} can't be kept under this strategy; remove it"
-            )
-    return inner
-
-
-def peeked_variables(model: keras.Model) -> list[keras.Variable]:
-    """Those that callbacks look at while workers train: reading them holds nobody."""
-    found = list(model.metrics_variables)
-    for optimizer in base.parts_of(model.optimizer):
-        found += [optimizer.iterations, *(s.counters for s in getattr(optimizer, "states", ()))]
-        if isinstance(optimizer._learning_rate, keras.Variable):
-            found.append(optimizer._learning_rate)
-    return found
-
-
 class Steps:
-    """Trains or evaluates: runs workers, and merges their metrics."""
+    """Trains or evaluates: runs workers, and merges their metrics.
+
+    Args:
+        model: a model that was built in the strategy's scope.
+        settings: of the strategy.
+        variables: where its steps find the model's variables.
+    """
 
     method = ""
     threads = 1  # That call each worker.
     # Only training has one, in modes that use tokens.
     aggregation: Aggregation | None = None
 
-    def __init__(self, model: keras.Model, settings: Settings):
+    def __init__(self, model: keras.Model, settings: Settings, variables: OnServers):
         self._model = model
         self._settings = settings
+        self._variables = variables
         self._functions: dict[Any, tuple[dict[int, Callable], Layout]] = {}
         self._current: dict[int, Callable] = {}  # Of those, by their steps.
         self._step_logs: StepLogs | None = None
@@ -185,7 +151,7 @@ class Steps:
         if run is None:
             with self._watched():
                 run = iterator.run = self._start(iterator)
-                for optimizer in self._optimizers():
+                for optimizer in self._variables.optimizers:
                     optimizer.wait_for_steps = lambda: self._settle(run)
                 self._begin_epoch(iterator)
         elif not run.wait(0) and self._target >= self._epoch_end:
@@ -230,10 +196,6 @@ class Steps:
 
         settings = self._settings
         return watched_calls.watched(settings.cluster, settings.silence_timeout, expect_loss)
-
-    def _optimizers(self) -> list[base.Optimizer]:
-        """The optimizers that the servers apply."""
-        return optimizers_of(self._model)
 
     def _flush(self) -> None:
         """All steps are done: what servers hold back of them is applied."""
@@ -375,10 +337,6 @@ class Steps:
             state.steps += 1
         return n, False
 
-    def _layout(self) -> Layout:
-        """Where a step finds the model's variables."""
-        return Layout.of(self._model, self._optimizers())
-
     def _open(
         self, worker: int, iterator: PassIterator, private, before: WorkerState | None
     ) -> WorkerState:
@@ -409,10 +367,9 @@ class Steps:
         """The functions of so many steps, by their number, and the layout."""
         compute_time, bandwidths = self._settings.compute_time(), self._settings.bandwidths()
         spec = iterator.distributed.element_spec
-        states = tuple(o.traced_state for o in self._optimizers() if o.built)
-        key = (repr(spec), lengths, compute_time, tuple(bandwidths.items()), states)
+        key = self._variables.trace_key(spec, bandwidths, lengths, compute_time)
         if key not in self._functions:
-            layout = self._layout()
+            layout = self._variables.layout()
             self._step_logs = StepLogs(self._model, self.method, spec)
             with links.limited(bandwidths):
                 functions = {

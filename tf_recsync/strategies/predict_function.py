@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync.optimizers import base
 from tf_recsync.strategies import worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
-from tf_recsync.strategies.model_functions import Settings, optimizers_of
+from tf_recsync.strategies.model_functions import Settings
+from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.slots import Slot
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
@@ -25,12 +25,18 @@ class PredictFunction:
 
     The iterator that Keras takes its batches from gives predictions already, in
     the order of the data; here they are only put together.
+
+    Args:
+        model: a model that was built in the strategy's scope.
+        settings: of the strategy.
+        variables: where its steps find the model's variables.
     """
 
-    def __init__(self, model: keras.Model, settings: Settings):
+    def __init__(self, model: keras.Model, settings: Settings, variables: OnServers):
         self._model = model
         self._settings = settings
-        self._key: Any = None
+        self._variables = variables
+        self._key: Hashable = None
         self._traced: tuple[Callable, Layout] | None = None
 
     def __call__(self, batches: list[Any]) -> Any:
@@ -44,21 +50,12 @@ class PredictFunction:
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
-    def _optimizers(self) -> list[base.Optimizer]:
-        """The optimizers whose variables stand for what servers keep."""
-        return optimizers_of(self._model)
-
-    def _layout(self) -> Layout:
-        """Where a step finds the model's variables."""
-        return Layout.of(self._model, self._optimizers())
-
     def _function(self, element_spec: Any) -> tuple[Callable, Layout]:
         """Predicts a batch; and where it finds the variables. Traced where it has changed."""
         bandwidths = self._settings.bandwidths()
-        states = tuple(o.traced_state for o in self._optimizers() if o.built)
-        key = (repr(element_spec), tuple(bandwidths.items()), states)
+        key = self._variables.trace_key(element_spec, bandwidths)
         if key != self._key:
-            layout = self._layout()
+            layout = self._variables.layout()
             with links.limited(bandwidths):
                 function = worker_functions.trace_predict(self._model, layout, element_spec)
             self._key, self._traced = key, (function, layout)

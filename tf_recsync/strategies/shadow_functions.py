@@ -9,10 +9,10 @@ import keras
 from tf_recsync.strategies.copied_functions import (
     CopiedTrainFunction,
     OnCopies,
-    variables_of,
 )
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
-from tf_recsync.strategies.model_functions import Settings, optimizers_of
+from tf_recsync.strategies.model_functions import Settings
+from tf_recsync.strategies.model_variables import OnServers, copied_variables, optimizers_of
 from tf_recsync.strategies.slots import Slot
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.pull_push import LOCAL, Layout, device_of
@@ -44,7 +44,7 @@ class ShadowTrainFunction(CopiedTrainFunction):
         counts_steps: bool,
         read: str | int,
     ):
-        super().__init__(model, settings, read)
+        super().__init__(model, settings, OnServers(model), read)
         self.threads = threads
         self._make = make_group
         self._counts_steps = counts_steps
@@ -81,4 +81,4 @@ class ShadowTrainFunction(CopiedTrainFunction):
 
     def _trace(self, layout: Layout, element_spec, steps, compute_time) -> Callable:
         concrete = super()._trace(layout, element_spec, steps, compute_time)
-        return OnCopies(concrete, 3 + len(layout.private), variables_of(self._model))
+        return OnCopies(concrete, 3 + len(layout.private), copied_variables(self._model))

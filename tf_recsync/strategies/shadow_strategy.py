@@ -15,7 +15,7 @@ import tensorflow as tf
 from tf_recsync import staleness
 from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies import copied_functions, model_functions, shadow_functions
+from tf_recsync.strategies import copied_functions, shadow_functions
 from tf_recsync.strategies.copies_extended import CopiesExtended
 from tf_recsync.strategies.fit_strategy import (
     FitStrategy,
@@ -23,6 +23,7 @@ from tf_recsync.strategies.fit_strategy import (
     check_optimizers,
     check_timeouts,
 )
+from tf_recsync.strategies.model_variables import AsShown, optimizers_of
 from tf_recsync.strategies.server_threads import check_threads
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import LOCAL, device_of
@@ -269,7 +270,7 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
             Statistics of dense variables, which is that among the threads of a trainer, and of
             the rows of embedding tables, among all.
         """
-        states = [s for o in model_functions.optimizers_of(model) for s in o.states]
+        states = [s for o in optimizers_of(model) for s in o.states]
         group = self._group(model)
         of = staleness.Statistics.from_counters
         found: dict[str, list[np.ndarray]] = {}
@@ -302,8 +303,7 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
             counts_steps,
             self._read,
         )
-        model.test_function = copied_functions.CopiedTestFunction(model, self._settings)
-        model.predict_function = copied_functions.CopiedPredictFunction(model, self._settings)
+        self._put_reading_functions(model, AsShown(model))
 
     def _make_group(self, copies, parameters: int, counters: list[int]) -> ShadowGroup:
         return ShadowGroup(

@@ -1,0 +1,145 @@
+"""Which variables of a model the steps of workers use, and where they find them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import keras
+
+from tf_recsync.optimizers import base
+from tf_recsync.synchronization import pull_push
+from tf_recsync.synchronization.copies import CopiedVariable
+from tf_recsync.synchronization.pull_push import LOCAL, Layout, is_seed
+
+
+def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
+    """The optimizers of this package that a model trains with.
+
+    Raises:
+        ValueError: if it trains with another one, or with options that can't
+            work on parameter servers.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return []
+    inner = base.parts_of(optimizer)
+    for one in inner:
+        if not isinstance(one, base.Optimizer):
+            raise ValueError(
+                "optimizer must be one of tf_recsync.optimizers (or a keras MultiOptimizer of "
+                f"them) under this strategy, not {type(one).__module__}.{type(one).__name__}"
+            )
+        for name in ("use_ema", "gradient_accumulation_steps", "loss_scale_factor"):
+            if getattr(one, name):
+                raise ValueError(
+                    f"{name} of the optimizer can't be used under this strategy: "
+                    f"{name}={getattr(one, name)!r}; leave it unset"
+                )
+    for variable in model.trainable_variables:
+        if variable.constraint is not None:
+            raise ValueError(
+                f"the constraint of {variable.path} can't be kept under this strategy; remove it"
+            )
+    return inner
+
+
+def peeked_variables(model: keras.Model) -> list[keras.Variable]:
+    """Those that callbacks look at while workers train: reading them holds nobody."""
+    found = list(model.metrics_variables)
+    for optimizer in base.parts_of(model.optimizer):
+        found += [optimizer.iterations, *(s.counters for s in getattr(optimizer, "states", ()))]
+        if isinstance(optimizer._learning_rate, keras.Variable):
+            found.append(optimizer._learning_rate)
+    return found
+
+
+def copied_variables(model: keras.Model) -> list[CopiedVariable]:
+    """What every worker has a copy of: the parameters first, then what belongs to them.
+
+    Metrics and the states of random generators are apart: they begin anew in each pass. So is
+    what lies on parameter servers.
+    """
+    apart = {id(v) for v in private_variables(model)}
+    found = [*model.trainable_variables, *model.non_trainable_variables]
+    if model.optimizer is not None:
+        found += model.optimizer.variables
+    unique = {id(v): v for v in found if id(v) not in apart}
+    return [v._value for v in unique.values() if isinstance(v._value, CopiedVariable)]
+
+
+def private_variables(model: keras.Model) -> list[keras.Variable]:
+    """What begins anew in each pass of each worker."""
+    metrics = list(model.metrics_variables)
+    known = {id(variable) for variable in metrics}
+    seeds = [v for v in model.variables if is_seed(v) and id(v) not in known]
+    return metrics + seeds
+
+
+class OnServers:
+    """Steps pull what servers keep, and push gradients there; all else begins anew on each worker.
+
+    Args:
+        model: a model that was built in the strategy's scope.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+
+    @property
+    def optimizers(self) -> list[base.Optimizer]:
+        """Those whose variables stand for what servers keep."""
+        return optimizers_of(self._model)
+
+    def layout(self) -> Layout:
+        """Where a step finds the model's variables."""
+        return Layout.of(self._model, self.optimizers)
+
+    def trace_key(
+        self, element_spec: Any, bandwidths: dict[str, float], *others: Hashable
+    ) -> Hashable:
+        """What functions of the steps depend on: where it is another one, they are traced anew.
+
+        Args:
+            element_spec: of the data.
+            bandwidths: artificial ones, in bytes per second by server's device.
+            *others: what else they depend on.
+        """
+        states = tuple(o.traced_state for o in self.optimizers if o.built)
+        return (repr(element_spec), tuple(bandwidths.items()), states, *others)
+
+
+class OnWorkers(OnServers):
+    """Each worker has a copy of all variables, to which it applies the model's optimizer itself."""
+
+    @property
+    def optimizers(self) -> list[base.Optimizer]:
+        """None: servers keep nothing."""
+        return []
+
+    def layout(self) -> Layout:
+        """Where a step finds the model's variables."""
+        return Layout((), {}, [], [], private_variables(self._model))
+
+
+class AsShown(OnServers):
+    """Every worker gets the copied variables as users see them when a pass begins.
+
+    Tables on parameter servers stay there.
+    """
+
+    @property
+    def optimizers(self) -> list[base.Optimizer]:
+        """None: nothing is pushed."""
+        return []
+
+    def layout(self) -> Layout:
+        """Where a step finds the model's variables."""
+        model = self._model
+        tables = []
+        if any(pull_push.device_of(v) != LOCAL for v in model.variables):
+            tables = Layout.of(model, optimizers_of(model)).tables
+        metrics = list(model.metrics_variables)
+        known = {id(variable) for variable in [*metrics, *(state.variable for state in tables)]}
+        others = [v for v in model.variables if id(v) not in known]
+        return Layout((), {}, tables, [], metrics + others)
