@@ -80,6 +80,23 @@ def test_a_parameter_server_that_is_gone_between_steps_is_named(two, name, when,
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.parametrize(
+    ("name", "reading"),
+    [
+        ("async", lambda strategy, model: strategy.staleness(model)),
+        ("GBA", lambda strategy, model: strategy.aggregation(model)),
+        ("ShadowSync", lambda strategy, model: strategy.sync_report(model)),
+    ],
+)
+def test_a_report_of_a_silent_parameter_server_ends(two, name, reading):
+    strategy = STRATEGIES[name](two)
+    model = model_of(strategy)
+    reading(strategy, model)
+    two.pause("ps", 0)
+    with pytest.raises(RuntimeError, match=SILENT):
+        reading(strategy, model)
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_worker_that_stands_still_when_it_has_finished_holds_nobody(two, name):
     strategy = STRATEGIES[name](two)

@@ -1,5 +1,7 @@
 """Workers with copies of their own that die while nobody trains."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ from helpers import missing
 
 import tf_recsync as recsync
 from tf_recsync import topology
+from tf_recsync.ops import hop
 from tf_recsync.strategies import copied_functions
+from tf_recsync.synchronization.hop import HopGroup
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -121,6 +125,38 @@ def test_one_that_is_back_before_the_next_epoch_takes_part_in_it(
     model = make_model(strategy)
     train_until_back_with_a_renewed_worker(cluster, strategy, model, steps, is_readmitted)
     assert missing(strategy.copies(model)) == []
+
+
+def test_one_that_comes_back_while_the_next_epoch_begins_holds_nobody(cluster, monkeypatch):
+    tell, begin = HopGroup._tell_neighbors, HopGroup.begin
+    comes_back, begins, has_told, has_begun = (threading.Event() for _ in range(4))
+
+    def tell_between(group, worker, since, until):
+        if until != hop.FOREVER or has_told.is_set():
+            return tell(group, worker, since, until)
+        comes_back.set()
+        assert begins.wait(60)
+        told = tell(group, worker, since, until)
+        if max(told.values()) < since:  # All count on it from there.
+            has_told.set()
+            has_begun.wait(1.0)  # It may wait for this worker.
+        return told
+
+    def begin_between(group):
+        if comes_back.is_set():
+            begins.set()
+            assert has_told.wait(60)
+        begin(group)
+        if begins.is_set():
+            has_begun.set()
+
+    monkeypatch.setattr(HopGroup, "_tell_neighbors", tell_between)
+    monkeypatch.setattr(HopGroup, "begin", begin_between)
+    strategy = make_strategy("Hop", cluster)
+    model = make_model(strategy)
+    train_until_back_with_a_renewed_worker(cluster, strategy, model, STEPS, False)
+    model.fit(dataset(), verbose=0)
+    assert sum(strategy.worker_steps(model)) == STEPS
 
 
 @pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])

@@ -17,7 +17,12 @@ from absl import logging
 from tensorflow.python.data.experimental.ops import distribute
 
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies import model_functions, reshuffling, worker_functions
+from tf_recsync.strategies import (
+    model_functions,
+    reshuffling,
+    watched_calls,
+    worker_functions,
+)
 from tf_recsync.strategies.distributed_dataset import DistributedDataset
 from tf_recsync.strategies.model_variables import OnServers, optimizers_of
 from tf_recsync.strategies.predict_function import PredictFunction
@@ -321,6 +326,19 @@ class FitStrategy:
         if not isinstance(model.train_function, model_functions.Steps):
             return Losses()
         return model.train_function.losses
+
+    def _watched(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        """Inside, this process asks servers about a model: it shall not wait forever for one.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+        """
+        if isinstance(model.train_function, model_functions.Steps):
+            return model.train_function.watched()
+        settings = self._settings
+        return watched_calls.watched(
+            settings.cluster, settings.silence_timeout, lambda worker: None
+        )
 
     def _put_functions(self, model: keras.Model) -> None:
         """Gives a model its train, test and predict functions."""

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_recsync import shown_variable, staleness
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import ModeConfig
-from tf_recsync.strategies import model_functions, watched_calls
+from tf_recsync.strategies import model_functions
 from tf_recsync.strategies.fit_strategy import (
     FitStrategy,
     check_cluster,
@@ -151,14 +151,11 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
             and of each variable.
 
         Raises:
-            RuntimeError: if a parameter server is lost.
+            RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
         """
         states = [s for o in optimizers_of(model) for s in o.states]
-        try:
+        with self._watched(model):
             counters = {s.variable.path: np.asarray(s.counters._value.read_value()) for s in states}
-        except tf.errors.OpError as error:
-            watched_calls.check_parameter_servers(self._cluster, error)
-            raise
         of = staleness.Statistics.from_counters
         dense = of(counters[s.variable.path] for s in states if not s.is_table)
         if self._mode.uses_buffers:
@@ -188,9 +185,15 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
             Counts of pushes included, decayed, excluded, dropped and lost, ages of
             tokens, staleness in global steps; None before the model trains, and where
             servers apply each push at once and no tokens are used.
+
+        Raises:
+            RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
         """
         live = getattr(model.train_function, "aggregation", None)
-        return None if live is None else live.report()
+        if live is None:
+            return None
+        with self._watched(model):
+            return live.report()
 
 
 def _anchor(server: str) -> tf.Variable:

@@ -175,7 +175,8 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         group = self._group(model)
         if group is None:
             return [WorkerReport()] * self.topology.size
-        return group.reports()
+        with self._watched(model):
+            return group.reports()
 
     def record_events(
         self,
@@ -228,7 +229,8 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         if group is None:
             values = [np.asarray(v) for v in model.trainable_variables]
             return [values] * self.topology.size
-        return group.copies.by_worker(len(model.trainable_variables))
+        with self._watched(model):
+            return group.copies.by_worker(len(model.trainable_variables))
 
     def worker_states(self, model: keras.Model) -> WorkerStates:
         """The parameters and the iteration of each worker, for a `tf.train.Checkpoint`.

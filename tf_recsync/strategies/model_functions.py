@@ -129,7 +129,7 @@ class Steps:
             if run is None or self._is_advancing:
                 return False
             if self._held is None:
-                with self._watched(), contextlib.ExitStack() as held:
+                with self.watched(), contextlib.ExitStack() as held:
                     held.callback(run.go_on)
                     run.hold()
                     crew = self._crew()
@@ -149,7 +149,7 @@ class Steps:
         steps = self._model.steps_per_execution
         run = iterator.run
         if run is None:
-            with self._watched():
+            with self.watched():
                 run = iterator.run = self._start(iterator)
                 for optimizer in self._variables.optimizers:
                     optimizer.wait_for_steps = lambda: self._settle(run)
@@ -157,7 +157,7 @@ class Steps:
         elif not run.wait(0) and self._target >= self._epoch_end:
             # The next epoch on the same data (steps_per_epoch is set). A checkpoint may
             # have been loaded between.
-            with self._watched():
+            with self.watched():
                 self._continue(iterator)
                 self._begin_epoch(iterator)
         self._target += steps
@@ -167,12 +167,12 @@ class Steps:
         done = run.completed
         finished = not running or done >= self._epoch_end
         if finished and not self._is_final:
-            with self._watched():
+            with self.watched():
                 self._count_lost_batches(run)
                 self._flush()
                 self._refresh(run)
         elif not finished and time.monotonic() - self._refreshed > _REFRESH_SECONDS:
-            with self._watched():
+            with self.watched():
                 self._refresh(run)
         # Workers may be done long before Keras has counted their steps.
         self._is_final = finished
@@ -187,7 +187,7 @@ class Steps:
             raise StopIteration
         return self._logs
 
-    def _watched(self) -> contextlib.AbstractContextManager[None]:
+    def watched(self) -> contextlib.AbstractContextManager[None]:
         """Inside, this process calls servers: it shall not wait forever for one."""
 
         def expect_loss(worker: int) -> None:
@@ -235,7 +235,7 @@ class Steps:
     def _settle(self, run: WorkerRun) -> None:
         """Waits for the steps in flight of a pass that was stopped, and applies all of them."""
         run.settle()
-        with self._watched():
+        with self.watched():
             self._flush()
 
     def _begin_epoch(self, iterator: DistributedIterator) -> None:

@@ -178,14 +178,15 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
             Counts and times, all 0 before the model has trained.
 
         Raises:
-            tf.errors.OpError: if a sync PS is lost.
+            RuntimeError: if a sync PS is lost, or silent for `silence_timeout` seconds.
         """
         group = self._group(model)
         if group is None:
             nothing = [0] * self._cluster.workers
             return SyncReport(nothing, [0.0 for _ in nothing], 0, 0.0, 0, 0)
         batch = model.train_function.local_batch_size
-        return dataclasses.replace(group.report(), local_batch_size=batch)
+        with self._watched(model):
+            return dataclasses.replace(group.report(), local_batch_size=batch)
 
     def average_sync_gap(
         self, model: keras.Model, by: Literal["counters", "bytes"] = "counters"
@@ -230,7 +231,8 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
         dense = [v for v in model.trainable_variables if device_of(v) == LOCAL]
         if group is None or not group.copies.workers:
             return [[np.asarray(v) for v in dense]] * self._cluster.workers
-        return group.copies.by_worker(len(dense))
+        with self._watched(model):
+            return group.copies.by_worker(len(dense))
 
     def worker_states(self, model: keras.Model) -> WorkerStates:
         """The copies of each trainer and of the sync PSs, for a `tf.train.Checkpoint`.
@@ -269,17 +271,20 @@ class ShadowSyncStrategy(FitStrategy, tf.distribute.Strategy):
         Returns:
             Statistics of dense variables, which is that among the threads of a trainer, and of
             the rows of embedding tables, among all.
+
+        Raises:
+            RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
         """
         states = [s for o in optimizers_of(model) for s in o.states]
         group = self._group(model)
         of = staleness.Statistics.from_counters
         found: dict[str, list[np.ndarray]] = {}
-        for state in states:
-            if state.is_table or group is None:
-                found[state.variable.path] = [np.asarray(state.counters._value.read_value())]
         dense = [state for state in states if not state.is_table]
-        if group is not None:
-            for counted in group.counted():
+        with self._watched(model):
+            for state in states:
+                if state.is_table or group is None:
+                    found[state.variable.path] = [np.asarray(state.counters._value.read_value())]
+            for counted in [] if group is None else group.counted():
                 for state, counters in zip(dense, counted, strict=True):
                     found.setdefault(state.variable.path, []).append(counters)
         dense = [c for s in dense for c in found.get(s.variable.path, [])]

@@ -88,7 +88,7 @@ class HopGroup:
             self._answers,
             lambda error: self.fail(error),
         )
-        self._joining = threading.Lock()  # One worker at a time takes part again.
+        self._joining = threading.Lock()  # One worker at a time takes part again, or all begin.
         self._monitor: threading.Thread | None = None
         self._stop_monitor = threading.Event()
         self._events = events
@@ -241,6 +241,12 @@ class HopGroup:
 
     def begin(self) -> None:
         """Starts all workers on the same iteration; nobody may be at work."""
+        # A worker that takes part again meanwhile would keep its neighbors' iterations of before,
+        # and they would not count on it: it is in this epoch altogether, or not yet.
+        with self._joining:
+            self._begin()
+
+    def _begin(self) -> None:
         known = [state.iteration for state in self._states().values()]
         with self._lock:
             self._ending = False
