@@ -50,7 +50,8 @@ class Cluster:
       workers: The number of workers.
       ps: The number of parameter servers.
       readers: The number of readers, which run input pipelines. Without any, this process does.
-      away: The workers, by index, that were lost and have not taken part in a pass since.
+      away: The workers, by index, that were lost and have neither taken part in a pass since nor
+        been readmitted.
       data_service: Hands the workers their data, from this process.
 
     Example:
@@ -334,6 +335,7 @@ class Cluster:
                 )
 
             self._repeat_if_unavailable(attempt, lambda: deadline, timeout)
+            self.away.intersection_update(without)
 
     def _change(self, change: Callable[[], None], deadline: float, what: str) -> None:
         """Changes the connection; servers that don't answer are cut off at the deadline."""

@@ -614,7 +614,7 @@ class WorkerRun:
     def _tell_back(self, slot: Slot) -> None:
         """A worker takes part; if it was lost, in this pass or one before, it is back."""
         with self._changed:
-            was_away = slot.index in self._cluster.away
+            was_away = slot.index in self._cluster.away | self._lost
             self._cluster.away.discard(slot.index)
             self._lost.discard(slot.index)
             self._told.discard((slot.index, slot.life))
