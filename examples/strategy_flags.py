@@ -175,12 +175,8 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
         raise app.UsageError("--max_iteration_gap applies only with --strategy=hop")
     if FLAGS["jump_trigger"].present and FLAGS.max_jump == 1:
         raise app.UsageError("--jump_trigger applies only with --max_jump")
-    for strategy, name in (
-        ("bsp", "global_batch_size"),
-        ("gba", "global_batch_size"),
-    ):
-        if FLAGS.strategy == strategy and FLAGS[name].value is None:
-            raise app.UsageError(f"--strategy={strategy} needs --{name}")
+    if FLAGS.strategy in ("bsp", "gba") and FLAGS.global_batch_size is None:
+        raise app.UsageError(f"--strategy={FLAGS.strategy} needs --global_batch_size")
     if FLAGS.sync_gap is not None and FLAGS.sync_per_minute is not None:
         raise app.UsageError("--sync_gap and --sync_per_minute exclude each other")
     if FLAGS.slow_workers > FLAGS.workers and "TF_CONFIG" not in os.environ:

@@ -153,6 +153,15 @@ def test_a_worker_that_is_back_can_be_used_though_another_has_failed_meanwhile(
     assert add_on("worker", 0)[0] == 5.0
 
 
+def check_goes_on(cluster, bring_back):
+    """The connection can be changed without worker 1, and with it when it was brought back."""
+    cluster.readmit(timeout=10.0, without=[1])
+    assert add_on("worker", 0)[0] == 5.0
+    bring_back("worker", 1)
+    cluster.readmit(timeout=10.0)
+    assert add_on("worker", 1)[0] == 5.0
+
+
 def test_a_server_that_ends_while_it_is_readmitted_keeps_no_later_change_waiting(
     cluster, monkeypatch
 ):
@@ -162,11 +171,7 @@ def test_a_server_that_ends_while_it_is_readmitted_keeps_no_later_change_waiting
         patch.setattr(signs_of_life, "accepts_connections", lambda address: True)
         with pytest.raises(RuntimeError, match=r"not up within timeout=0.5 s: worker:1 \("):
             cluster.readmit(timeout=0.5)
-    cluster.readmit(timeout=10.0, without=[1])
-    assert add_on("worker", 0)[0] == 5.0
-    cluster.restart("worker", 1)
-    cluster.readmit(timeout=10.0)
-    assert add_on("worker", 1)[0] == 5.0
+    check_goes_on(cluster, cluster.restart)
 
 
 @pytest.mark.parametrize("is_new", [False, True])
@@ -177,11 +182,7 @@ def test_a_server_that_stands_still_keeps_no_later_change_waiting(cluster, is_ne
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"worker:1 (did not answer|\(127)"):
             cluster.readmit(timeout=0.5)
-    cluster.readmit(timeout=10.0, without=[1])
-    assert add_on("worker", 0)[0] == 5.0
-    cluster.resume("worker", 1)
-    cluster.readmit(timeout=10.0)
-    assert add_on("worker", 1)[0] == 5.0
+    check_goes_on(cluster, cluster.resume)
 
 
 def test_readmit_does_not_wait_for_calls_in_dispatch_scope(cluster):

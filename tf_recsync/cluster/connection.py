@@ -414,26 +414,16 @@ class Cluster:
                 return
             except tf.errors.UnavailableError as error:
                 if time.monotonic() >= deadline():
-                    missing = self._silent()
+                    missing = signs_of_life.silent(self._without([]))
                     if missing:
                         raise signs_of_life.not_up_error(timeout, missing) from error
                     raise
                 logging.debug("Once more, as a server could not be reached: %s", error)
             time.sleep(signs_of_life.RETRY_SECONDS)
 
-    def _silent(self) -> list[tuple[str, int, str]]:
-        """The servers that don't answer, as (job, index, address)."""
-        servers = {
-            address: (job, index, address)
-            for job, addresses in self._without([]).items()
-            for index, address in addresses.items()
-            if job != tf_config.CHIEF
-        }
-        return [servers[address] for address in signs_of_life.silent(list(servers))]
-
     def _cut_off_silent(self) -> list[str]:
         """Ends this process's connections to all servers that don't answer; returns their names."""
-        silent = self._silent()
+        silent = signs_of_life.silent(self._without([]))
         for job, index, _ in silent:
             self.cut_off(job, index)
         return [f"{job}:{index}" for job, index, _ in silent]

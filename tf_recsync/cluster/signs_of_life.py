@@ -129,13 +129,26 @@ def greets(address: str) -> bool:
         return False
 
 
-def silent(addresses: Collection[str]) -> list[str]:
-    """Those of the addresses, "host:port", at which nobody answers a greeting."""
-    if not addresses:
-        return []
-    with futures.ThreadPoolExecutor(min(len(addresses), _GREETERS)) as pool:
-        answers = pool.map(greets, addresses)
-        return [address for address, answer in zip(addresses, answers, strict=True) if not answer]
+def silent(addresses: Mapping[str, Mapping[int, str]]) -> list[tuple[str, int, str]]:
+    """The servers but the chief that do not answer a greeting, as (job, index, address).
+
+    Args:
+      addresses: Of the servers of each job, by their index.
+    """
+    servers = _servers(addresses)
+    with futures.ThreadPoolExecutor(_GREETERS) as pool:
+        answers = pool.map(greets, [address for _, _, address in servers])
+        return [server for server, answer in zip(servers, answers, strict=True) if not answer]
+
+
+def _servers(addresses: Mapping[str, Mapping[int, str]]) -> list[tuple[str, int, str]]:
+    """All but the chief, as (job, index, address)."""
+    return [
+        (job, index, address)
+        for job, of_job in addresses.items()
+        for index, address in of_job.items()
+        if job != tf_config.CHIEF
+    ]
 
 
 def accepts_connections(address: str) -> bool:
@@ -222,12 +235,7 @@ def wait_until(
     Raises:
       RuntimeError: A server was not up in time; the message names it.
     """
-    missing = [
-        (job, index, address)
-        for job, of_job in addresses.items()
-        for index, address in of_job.items()
-        if job != tf_config.CHIEF
-    ]
+    missing = _servers(addresses)
     while True:
         missing = [server for server in missing if not is_up(server[2])]
         if not missing:
