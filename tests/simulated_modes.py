@@ -14,6 +14,8 @@ from tf_recsync import staleness
 from tf_recsync.ops.bags import Bags, PackedBags
 from tf_recsync.optimizers import SGD
 from tf_recsync.synchronization.aggregation import Aggregation
+from tf_recsync.synchronization.arrangement import Group
+from tf_recsync.synchronization.group_variables import GroupVariables
 from tf_recsync.synchronization.modes import Mode
 
 RATE = 0.1
@@ -256,7 +258,8 @@ class Pieces:
         self.device = self.variables[0]._value.device
         self.aggregation = None
         if mode.uses_tokens:  # As the strategies do.
-            self.aggregation = Aggregation(mode, self.optimizers, WORKERS, self.device)
+            group = GroupVariables(Group(0, tuple(range(WORKERS)), servers=(0,)))
+            self.aggregation = Aggregation(mode, self.optimizers, group, self.device)
             self.aggregation.begin()
         self.asked: dict[int, tuple[threading.Thread, list]] = {}
 

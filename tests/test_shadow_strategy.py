@@ -196,9 +196,9 @@ def test_synchronizations_in_flight_are_done_when_fit_shows_what_was_trained(
 ):
     sync = Trainers.sync
 
-    def slow(trainers, members):
+    def slow(trainers, members, shard):
         time.sleep(0.2)
-        return sync(trainers, members)
+        return sync(trainers, members, shard)
 
     monkeypatch.setattr(Trainers, "sync", slow)
     algorithm, mode = MODES[name]

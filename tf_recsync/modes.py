@@ -6,6 +6,7 @@ has a strategy that is it on one group of workers:
 | mode | strategy | nobody waits | what the servers apply together |
 |---|---|---|---|
 | `Async` | `AsyncStrategy` | yes | each push |
+| `Hogwild` | `ShadowSyncStrategy`, for the threads of a trainer | yes | each push, without locks |
 | `Sync` | `SyncStrategy` | no | a global batch, all of it computed on the same parameters |
 | `BSP` | `BSPStrategy` | yes | a global batch, however stale |
 | `GBA` | `GBAStrategy` | yes | a global batch, without what is too stale |
@@ -35,6 +36,7 @@ __all__ = [
     "BackupWorkers",
     "BoundedStaleness",
     "GBA",
+    "Hogwild",
     "ModeConfig",
     "Sync",
 ]
@@ -115,6 +117,22 @@ class Async(ModeConfig):
 
     def _on(self, workers: int) -> Mode:
         return Mode("async")
+
+
+class Hogwild(ModeConfig):
+    """As `Async`, but pushes to dense parameters are applied side by side, without locks.
+
+    Of two that come at the same time one may overwrite what the other adds to an element. Rows
+    of embedding tables are updated under their locks all the same.
+
+    Reference: Zheng et al. 2021, "ShadowSync", section 3.1; Recht et al. 2011, "Hogwild".
+
+    Args:
+        local_batch_size: as in `ModeConfig`.
+    """
+
+    def _on(self, workers: int) -> Mode:
+        return Mode("hogwild", hogwild=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """tf.distribute strategies: presets over groups, aggregators and synchronizers."""
 
+from tf_recsync.strategies.hierarchical_strategy import HierarchicalStrategy
 from tf_recsync.strategies.hop_strategy import HopStrategy
 from tf_recsync.strategies.presets import (
     AsyncStrategy,
@@ -17,6 +18,7 @@ __all__ = [
     "BackupWorkersStrategy",
     "BoundedStalenessStrategy",
     "GBAStrategy",
+    "HierarchicalStrategy",
     "HopStrategy",
     "ShadowSyncStrategy",
     "SyncStrategy",

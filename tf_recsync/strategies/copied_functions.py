@@ -1,4 +1,4 @@
-"""What Keras calls to train where every worker has its own parameters."""
+"""What Keras calls to train where every group of workers has its own parameters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from absl import logging
 
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.fit_strategy import FitStrategy
+from tf_recsync.strategies.group_crew import GroupCrew
 from tf_recsync.strategies.model_functions import Settings, Steps
 from tf_recsync.strategies.model_variables import OnServers, copied_variables, peeked_variables
 from tf_recsync.strategies.pass_iterator import PassIterator
@@ -20,14 +21,17 @@ from tf_recsync.strategies.slots import Crew
 from tf_recsync.strategies.watched_calls import check_parameter_servers
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
+from tf_recsync.synchronization.aggregation import Aggregation
+from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.group_variables import GroupVariables
 from tf_recsync.synchronization.pull_push import Layout
 from tf_recsync.synchronization.synchronizer import Synchronizer
 from tf_recsync.synchronization.worker_states import WorkerStates
 
 
 class CopiedTrainFunction(Steps):
-    """`model.train_function` where every worker trains a copy of its own.
+    """`model.train_function` where every group of workers trains a copy of its own.
 
     Args:
         model: a model that was built in the strategy's scope.
@@ -43,6 +47,8 @@ class CopiedTrainFunction(Steps):
     ):
         super().__init__(model, settings, variables)
         self.group: Synchronizer | None = None
+        self.aggregations: dict[int, Aggregation] = {}  # By group, in modes that use tokens.
+        self._arrangement = settings.arrangement
         self._is_open = False  # Between an epoch's begin and its end.
         self._flushing = threading.RLock()
         self._read = read
@@ -66,13 +72,32 @@ class CopiedTrainFunction(Steps):
         raise NotImplementedError
 
     def _crew(self) -> Crew:
-        return self.group
+        if not self.aggregations:
+            return self.group
+        return GroupCrew(self._arrangement, self.group, self.aggregations, self.threads)
+
+    def _group_of(self, worker: int) -> Group:
+        return self._arrangement.group_of(worker)
+
+    def _groups(self) -> Sequence[Group]:
+        return self._arrangement.groups
+
+    def _aggregation_of(self, layout: Layout) -> Aggregation | None:
+        mode, group = self._settings.mode, layout.group
+        if mode.uses_tokens and group.index not in self.aggregations:
+            variables = GroupVariables(group, self.group.copies)
+            self.aggregations[group.index] = Aggregation(
+                mode, layout.optimizers, variables, group.device(0)
+            )
+        return self.aggregations.get(group.index)
 
     def _flush(self) -> None:
         # The coordinator, or whoever reads a variable, or the thread of the worker that was last.
         with self._flushing:
             if self._is_open:
                 self._is_open = False
+                for aggregation in self.aggregations.values():
+                    aggregation.flush()
                 self.group.end()
                 self.group.copies.settled()
 
@@ -105,10 +130,14 @@ class CopiedTrainFunction(Steps):
         if iterator.run is None and self._run is not None:
             self._run.stop()  # It may have been left early.
             self._flush()
-        layout = super()._continue(iterator)
         self.ensure_group()
+        layout = super()._continue(iterator)
         for begin in (self.group.copies.begin, self.group.begin):
             self._begin_without_the_gone(begin, iterator.run)
+        for aggregation in self.aggregations.values():
+            # Within a run, clocks go on.
+            if iterator.run is None or self._settings.mode.uses_buffers:
+                aggregation.begin()
         self._is_open = True
         return layout
 
@@ -129,11 +158,13 @@ class CopiedTrainFunction(Steps):
                     raise
 
     def _lose_the_gone(self, run: WorkerRun | None) -> bool:
-        """Tells the group which workers are gone; whether there are any."""
+        """Tells the group which workers are gone with their copies; whether there are any."""
         cluster, limit = self._settings.cluster, self._settings.silence_timeout
-        asked = sorted({*self.group.there, *self.group.copies.workers})
-        gone = {worker for worker in asked if self.group.copies.is_of_earlier_life(worker)}
-        gone.update(silent_or_new(cluster, [w for w in asked if w not in gone], limit))
+        known = {*self.group.there, *self.group.copies.there}
+        groups = [g for g in self._arrangement.groups if g.index in known and not g.servers]
+        holders = {group.trainers[0]: group.index for group in groups}
+        gone = {w for w, group in holders.items() if self.group.copies.is_of_earlier_life(group)}
+        gone.update(silent_or_new(cluster, [w for w in holders if w not in gone], limit))
         for worker in sorted(gone):
             if run is not None:
                 run.expect_loss(worker)
@@ -145,7 +176,8 @@ class CopiedTrainFunction(Steps):
         if self.group is None:
             variables, cluster = copied_variables(self._model), self._settings.cluster
             peeked = [variable._value for variable in peeked_variables(self._model)]
-            copies = Copies(variables, cluster, self._read, self._hold, peeked)
+            groups = self._arrangement.groups
+            copies = Copies(variables, cluster, groups, self._read, self._hold, peeked)
             self.group = self._make_group(copies)
         return self.group
 
@@ -158,28 +190,30 @@ class CopiedTrainFunction(Steps):
     def _open(
         self, worker: int, iterator: PassIterator, private, before: WorkerState | None
     ) -> WorkerState:
-        if self.group.copies.is_of_earlier_life(worker):
+        group = self._group_of(worker)
+        if not group.servers and self.group.copies.is_of_earlier_life(group.index):
             # Its server was readmitted by another thread; the group does not know yet.
             raise tf.errors.UnavailableError(None, None, "its copies were of an earlier life")
         self.group.open(worker)
-        return _State(self.group, worker, iterator, private, before)
+        return _State(self.group, worker, group.index, iterator, private, before)
 
 
 class _State(WorkerState):
     """What lives on a worker during a pass."""
 
-    def __init__(self, group: Synchronizer, worker: int, iterator, private, before):
+    def __init__(self, group: Synchronizer, worker: int, number: int, iterator, private, before):
         super().__init__(worker, iterator, private, before)
         self._group = group
         self._index = worker
-        self._copies = group.copies.of(worker)
+        self._number = number  # Of the worker's group.
+        self._copies = group.copies.of(number)
 
     @property
     def inputs(self) -> list[tf.Tensor]:
         return [*super().inputs, *self._group.handles(self._index)]
 
     def begin(self, time: float) -> None:
-        if self._copies is None or self._group.copies.of(self._index) is not self._copies:
+        if self._copies is None or self._group.copies.of(self._number) is not self._copies:
             # It was given up, and answers again: with copies that nobody synchronizes.
             raise tf.errors.UnavailableError(None, None, "it was lost between two epochs")
         if not self._has_begun:
@@ -208,27 +242,3 @@ def worker_states(strategy: FitStrategy, model: keras.Model) -> WorkerStates:
 
     group()
     return WorkerStates(group)
-
-
-class OnCopies:
-    """A function of variables, called with others in their place.
-
-    Args:
-        concrete: a concrete function of (iterator, *arguments), all of them tensors.
-        arguments: how many there are.
-        replaced: the variables whose replacements, as handles, come after the arguments.
-    """
-
-    def __init__(self, concrete: Callable, arguments: int, replaced: Sequence[tf.Variable]):
-        self._concrete = concrete
-        self._arguments = arguments
-        place = {id(variable.handle): i for i, variable in enumerate(replaced)}
-        self._captures = [
-            (place.get(id(captured)), captured) for captured in concrete.captured_inputs
-        ]
-
-    def __call__(self, iterator: tf.data.Iterator, *rest) -> None:
-        arguments, replacements = rest[: self._arguments], rest[self._arguments :]
-        captured = [c if i is None else replacements[i] for i, c in self._captures]
-        flat = tf.nest.flatten((iterator, *arguments), True)
-        self._concrete._call_flat(flat, captured)

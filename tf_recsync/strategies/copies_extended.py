@@ -1,10 +1,10 @@
-"""Where the variables of a strategy lie whose workers have copies of their own."""
+"""Where the variables of a strategy lie whose groups of workers have copies of their own."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -12,6 +12,7 @@ from tf_recsync.cluster import device_of
 from tf_recsync.optimizers.base import DEFAULT_TABLES
 from tf_recsync.shown_variable import ShownVariable, arguments_of
 from tf_recsync.strategies.fit_strategy import near
+from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import CopiedVariable
 
 _CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
@@ -23,20 +24,23 @@ class CopiesExtended(tf.distribute.StrategyExtended):
     Args:
         strategy: the strategy.
         check: raises an error if what lies on servers can't be read any more.
-        servers: the parameter servers, by task index, that hold embedding tables, of which
-            there is one copy for all workers; none: each worker has a copy of everything.
+        arrangement: the groups. On its embedding PSs there is one copy of each table for all of
+            them; without any, each group has a copy of everything.
     """
 
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
         check: Callable[[], None],
-        servers: Sequence[int] = (),
+        arrangement: Arrangement,
     ):
         super().__init__(strategy)
         self._check = check
-        self._servers = [device_of("ps", server) + "/device:CPU:0" for server in servers]
+        self._servers = [
+            device_of("ps", server) + "/device:CPU:0" for server in arrangement.embedding_ps
+        ]
         self._next = 0  # Of the servers, for a table that nobody has placed.
+        self._sizes = [0] * arrangement.shards  # Elements, of what is copied.
 
     def placed_on(self, number: int) -> contextlib.AbstractContextManager:
         """A context in which variables are made on one of the servers, counted from 0."""
@@ -58,7 +62,12 @@ class CopiesExtended(tf.distribute.StrategyExtended):
                 table.check = self._check
                 return table
         with tf.device(_CHIEF):
-            return CopiedVariable(**arguments)
+            copied = CopiedVariable(**arguments)
+        # Beside what it belongs to, as versions beside their variable; else where there is least.
+        least = self._sizes.index(min(self._sizes))
+        copied.shard = near.shard if isinstance(near, CopiedVariable) else least
+        self._sizes[copied.shard] += copied.shape.num_elements() or 0
+        return copied
 
     def _call_for_each_replica(self, fn, args, kwargs):
         with tf.distribute.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):

@@ -29,6 +29,7 @@ from tf_recsync.strategies.predict_function import PredictFunction
 from tf_recsync.strategies.silence_watch import silence_limit
 from tf_recsync.strategies.slots import Losses
 from tf_recsync.strategies.worker_datasets import DatasetFunction, WorkerDatasets
+from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.modes import Mode
 
 _ASK_SECONDS = 0.2  # How often it is looked whether Keras has left.
@@ -51,8 +52,8 @@ class FitStrategy:
         local_batch_size: int | None,
         worker_timeout: float,
         silence_timeout: float | None,
+        arrangement: Arrangement,
         mode: Mode,
-        home: str = "",
         prefetch_lookups: bool = False,
     ) -> None:
         """To be called once the cluster is connected; `check_timeouts` comes before.
@@ -62,8 +63,8 @@ class FitStrategy:
             local_batch_size: examples of a batch, or None if that is not known.
             worker_timeout: see `model_functions.Settings`, like the rest.
             silence_timeout: as above, or None, which follows `worker_timeout`.
+            arrangement: as above.
             mode: as above.
-            home: as above.
             prefetch_lookups: as above.
         """
         self._cluster = cluster
@@ -77,8 +78,8 @@ class FitStrategy:
             silence_timeout=silence_limit(silence_timeout, worker_timeout),
             compute_time=lambda: self._compute_time,
             bandwidths=lambda: dict(self._bandwidths),
+            arrangement=arrangement,
             mode=mode,
-            home=home,
             prefetch_lookups=prefetch_lookups,
         )
 
@@ -86,6 +87,17 @@ class FitStrategy:
     def cluster(self) -> Cluster:
         """The cluster that the strategy runs on."""
         return self._cluster
+
+    @property
+    def mode(self) -> Mode:
+        """When the workers of a group start, and when its servers apply what they push."""
+        return self._settings.mode
+
+    @property
+    def examples_per_step(self) -> int | None:
+        """The examples of a global step, or None if `local_batch_size` was not given."""
+        size = self._local_batch_size
+        return None if size is None else size * self.mode.capacity
 
     def experimental_distribute_dataset(self, dataset, options=None):
         """Distributes a dataset; `model.fit` and its like call this.

@@ -23,7 +23,7 @@ from tf_recsync.strategies.fit_strategy import (
 )
 from tf_recsync.strategies.model_variables import OnServers, optimizers_of
 from tf_recsync.synchronization import aggregation
-from tf_recsync.synchronization.modes import Mode
+from tf_recsync.synchronization.arrangement import one_group
 
 
 class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
@@ -63,7 +63,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
             raise ValueError(f"prefetch_lookups must be a bool, not {prefetch_lookups!r}")
         check_timeouts(worker_timeout, silence_timeout)
         self._cluster = cluster
-        self._mode = mode.on(cluster.workers)
+        row = mode.on(cluster.workers)
         super().__init__(cluster.resolver)
         # What variables are colocated with that shall be on a certain server.
         self._anchors = [_anchor(f"/job:ps/replica:0/task:{i}") for i in range(cluster.ps)]
@@ -73,21 +73,10 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
             mode.local_batch_size,
             worker_timeout,
             silence_timeout,
-            self._mode,
-            self._anchors[0].device,
+            one_group(cluster.workers, cluster.ps),
+            row,
             prefetch_lookups,
         )
-
-    @property
-    def mode(self) -> Mode:
-        """When workers start and servers apply."""
-        return self._mode
-
-    @property
-    def examples_per_step(self) -> int | None:
-        """The examples of a global step, or None if `local_batch_size` was not given."""
-        size = self._local_batch_size
-        return None if size is None else size * self._mode.capacity
 
     @property
     def embedding_ps(self) -> tuple[int, ...]:
@@ -158,7 +147,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
             counters = {s.variable.path: np.asarray(s.counters._value.read_value()) for s in states}
         of = staleness.Statistics.from_counters
         dense = of(counters[s.variable.path] for s in states if not s.is_table)
-        if self._mode.uses_buffers:
+        if self.mode.uses_buffers:
             pushes = self.aggregation(model)
             dense = pushes.staleness if pushes is not None else of([])
         return staleness.Report(

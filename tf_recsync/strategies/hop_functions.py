@@ -11,15 +11,13 @@ import tensorflow as tf
 from tf_recsync import ops
 from tf_recsync.ops import hop
 from tf_recsync.strategies import worker_functions
-from tf_recsync.strategies.copied_functions import (
-    CopiedTrainFunction,
-    OnCopies,
-)
+from tf_recsync.strategies.copied_functions import CopiedTrainFunction
 from tf_recsync.strategies.model_functions import Settings
 from tf_recsync.strategies.model_variables import OnWorkers, copied_variables
 from tf_recsync.strategies.step_counts import DataWait, add_step, read_steps
 from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.group_variables import OnCopies
 from tf_recsync.synchronization.hop import HopGroup
 from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.hop_protocol import Protocol
@@ -182,5 +180,5 @@ def _trace(
         own, (hop_handle, *copies) = rest[: len(private)], rest[len(private) :]
         function(iterator, worker, began, count, hop_handle, *own, *copies)
 
-    function = OnCopies(concrete, 4, [*private, *copied])
+    function = OnCopies(concrete, 5, [*private, *copied])  # The iterator included.
     return call

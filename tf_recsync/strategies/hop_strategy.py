@@ -22,6 +22,7 @@ from tf_recsync.strategies.fit_strategy import (
 )
 from tf_recsync.strategies.model_variables import AsShown
 from tf_recsync.strategies.server_threads import check_threads
+from tf_recsync.synchronization.arrangement import each_worker
 from tf_recsync.synchronization.hop import HopGroup, threads_needed
 from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_protocol import Skip
@@ -155,8 +156,16 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         cluster.connect()
         needed = [threads_needed(topology, worker) for worker in range(topology.size)]
         check_threads(cluster, needed, "for neighbors")
-        super().__init__(CopiesExtended(self, cluster.check_open))
-        self._init_fit(cluster, None, worker_timeout, silence_timeout, Mode("hop"))
+        arrangement = each_worker(cluster.workers)
+        super().__init__(CopiesExtended(self, cluster.check_open, arrangement))
+        self._init_fit(
+            cluster,
+            None,
+            worker_timeout,
+            silence_timeout,
+            arrangement,
+            Mode("local"),  # Each worker applies the model's own optimizer.
+        )
 
     @property
     def topology(self) -> Topology:
@@ -230,7 +239,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             values = [np.asarray(v) for v in model.trainable_variables]
             return [values] * self.topology.size
         with self._watched(model):
-            return group.copies.by_worker(len(model.trainable_variables))
+            return group.copies.by_group(len(model.trainable_variables))
 
     def worker_states(self, model: keras.Model) -> WorkerStates:
         """The parameters and the iteration of each worker, for a `tf.train.Checkpoint`.

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -27,11 +27,16 @@ from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.aggregation import Aggregation
+from tf_recsync.synchronization.arrangement import Arrangement, Group
+from tf_recsync.synchronization.group_variables import GroupVariables
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.remote_values import PackedReader
 
 _REFRESH_SECONDS = 0.5  # Between readings of the workers' metrics.
+
+# What workers call, by the servers of their group, which it names, and by the steps of a call.
+_Functions = dict[tuple[int, ...], dict[int, Callable]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +49,8 @@ class Settings:
         silence_timeout: seconds without a sign of life after which a server is given up.
         compute_time: returns what computes the artificial compute time, or None.
         bandwidths: returns artificial bandwidths, in bytes per second by server's device.
-        mode: when workers start and servers apply.
-        home: the device that keeps what there is one of, as the token list.
+        arrangement: the groups of workers.
+        mode: when workers of a group start and its servers apply.
         prefetch_lookups: whether steps pull the lookups of the next one.
     """
 
@@ -54,8 +59,8 @@ class Settings:
     silence_timeout: float
     compute_time: Callable[[], worker_functions.ComputeTime | None]
     bandwidths: Callable[[], dict[str, float]]
+    arrangement: Arrangement
     mode: Mode
-    home: str
     prefetch_lookups: bool
 
 
@@ -77,8 +82,8 @@ class Steps:
         self._model = model
         self._settings = settings
         self._variables = variables
-        self._functions: dict[Any, tuple[dict[int, Callable], Layout]] = {}
-        self._current: dict[int, Callable] = {}  # Of those, by their steps.
+        self._functions: dict[Any, tuple[_Functions, Layout]] = {}
+        self._current: _Functions = {}  # Of those.
         self._step_logs: StepLogs | None = None
         self._logs: dict[str, Any] = {}
         self._refreshed = 0.0
@@ -287,7 +292,7 @@ class Steps:
             slot.state = state  # From now on it is closed, whatever happens.
             # Has the servers build their parts of the graph, without taking a step, and shows
             # whether the worker has all functions.
-            for function in self._current.values():
+            for function in self._functions_of(slot).values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
                     function(iterator.empty(), *state.inputs)
             state.read(self._reader, metrics, slot.device)
@@ -319,11 +324,11 @@ class Steps:
 
     def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
         """Has a worker's thread run at most n steps; (those done, whether the data has ended)."""
-        state = slot.state
-        if n > 1 and n in self._current:
+        state, functions = slot.state, self._functions_of(slot)
+        if n > 1 and n in functions:
             before = state.steps
             try:
-                self._current[n](state.iterator, *state.inputs)
+                functions[n](state.iterator, *state.inputs)
             except tf.errors.OutOfRangeError:
                 state.steps = state.read_steps()
                 return state.steps - before, True
@@ -331,7 +336,7 @@ class Steps:
             return n, False
         for done in range(n):
             try:
-                self._current[1](state.iterator, *state.inputs)
+                functions[1](state.iterator, *state.inputs)
             except tf.errors.OutOfRangeError:
                 return done, True
             state.steps += 1
@@ -363,18 +368,36 @@ class Steps:
             lengths.add(1)  # What remains of a number of steps need not fill a call.
         return lengths
 
-    def _traced(self, iterator, lengths) -> tuple[dict[int, Callable], Layout]:
-        """The functions of so many steps, by their number, and the layout."""
+    def _functions_of(self, slot: Slot) -> dict[int, Callable]:
+        """The functions of a worker's thread, by their steps."""
+        group = self._group_of(slot.index)
+        return self._current[() if group is None else group.servers]
+
+    def _group_of(self, worker: int) -> Group | None:
+        """Whose copy of the variables a worker's steps use; None where they use no copy."""
+        return None
+
+    def _groups(self) -> Sequence[Group | None]:
+        """All of these."""
+        return [None]
+
+    def _traced(self, iterator, lengths) -> tuple[_Functions, Layout]:
+        """The functions of so many steps, and the layout, in which groups differ by devices."""
         compute_time, bandwidths = self._settings.compute_time(), self._settings.bandwidths()
         spec = iterator.distributed.element_spec
         key = self._variables.trace_key(spec, bandwidths, lengths, compute_time)
         if key not in self._functions:
-            layout = self._variables.layout()
             self._step_logs = StepLogs(self._model, self.method, spec)
-            with links.limited(bandwidths):
-                functions = {
-                    steps: self._trace(layout, spec, steps, compute_time) for steps in lengths
-                }
+            functions: _Functions = {}
+            for group in self._groups():
+                servers = () if group is None else group.servers
+                if servers in functions:
+                    continue  # Groups whose trainers hold their copies name the same devices.
+                layout = self._variables.layout(group)
+                with links.limited(bandwidths):
+                    functions[servers] = {
+                        steps: self._trace(layout, spec, steps, compute_time) for steps in lengths
+                    }
             self._functions = {key: (functions, layout)}
         return self._functions[key]
 
@@ -396,6 +419,7 @@ class Steps:
             self._aggregation_of(layout),
             self.method == "train_step" and self._settings.prefetch_lookups,
             self._step_logs,
+            self._settings.mode.hogwild,
         )
 
     def _aggregation_of(self, layout: Layout) -> Aggregation | None:
@@ -436,8 +460,9 @@ class TrainFunction(Steps):
     def _aggregation_of(self, layout: Layout) -> Aggregation | None:
         mode = self._settings.mode
         if mode.uses_tokens and self.aggregation is None:
+            group = self._settings.arrangement.groups[0]
             self.aggregation = Aggregation(
-                mode, layout.optimizers, self._settings.cluster.workers, self._settings.home
+                mode, layout.optimizers, GroupVariables(group), group.device(0)
             )
         return self.aggregation
 

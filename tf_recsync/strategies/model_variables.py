@@ -8,9 +8,9 @@ from typing import Any
 import keras
 
 from tf_recsync.optimizers import base
-from tf_recsync.synchronization import pull_push
-from tf_recsync.synchronization.copies import CopiedVariable
-from tf_recsync.synchronization.pull_push import LOCAL, Layout, is_seed
+from tf_recsync.synchronization.arrangement import Group
+from tf_recsync.synchronization.copies import CopiedVariable, is_copied
+from tf_recsync.synchronization.pull_push import Layout, is_seed
 
 
 def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
@@ -91,9 +91,13 @@ class OnServers:
         """Those whose variables stand for what servers keep."""
         return optimizers_of(self._model)
 
-    def layout(self) -> Layout:
-        """Where a step finds the model's variables."""
-        return Layout.of(self._model, self.optimizers)
+    def layout(self, group: Group | None = None) -> Layout:
+        """Where a step finds the model's variables.
+
+        Args:
+            group: whose step it is; None where no variable is copied.
+        """
+        return Layout.of(self._model, self.optimizers, group)
 
     def trace_key(
         self, element_spec: Any, bandwidths: dict[str, float], *others: Hashable
@@ -117,9 +121,9 @@ class OnWorkers(OnServers):
         """None: servers keep nothing."""
         return []
 
-    def layout(self) -> Layout:
+    def layout(self, group: Group | None = None) -> Layout:
         """Where a step finds the model's variables."""
-        return Layout((), {}, [], [], private_variables(self._model))
+        return Layout((), {}, [], [], private_variables(self._model), group)
 
 
 class AsShown(OnServers):
@@ -133,13 +137,14 @@ class AsShown(OnServers):
         """None: nothing is pushed."""
         return []
 
-    def layout(self) -> Layout:
+    def layout(self, group: Group | None = None) -> Layout:
         """Where a step finds the model's variables."""
         model = self._model
         tables = []
-        if any(pull_push.device_of(v) != LOCAL for v in model.variables):
-            tables = Layout.of(model, optimizers_of(model)).tables
+        if not all(map(is_copied, model.variables)):
+            states = [state for o in optimizers_of(model) for state in o.states]
+            tables = [s for s in states if s.is_table and not is_copied(s.variable)]
         metrics = list(model.metrics_variables)
         known = {id(variable) for variable in [*metrics, *(state.variable for state in tables)]}
         others = [v for v in model.variables if id(v) not in known]
-        return Layout((), {}, tables, [], metrics + others)
+        return Layout((), {}, tables, [], metrics + others, group)

@@ -6,16 +6,14 @@ from collections.abc import Callable
 
 import keras
 
-from tf_recsync.strategies.copied_functions import (
-    CopiedTrainFunction,
-    OnCopies,
-)
+from tf_recsync.strategies.copied_functions import CopiedTrainFunction
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.model_functions import Settings
 from tf_recsync.strategies.model_variables import OnServers, copied_variables, optimizers_of
 from tf_recsync.strategies.slots import Slot
-from tf_recsync.synchronization.copies import Copies
-from tf_recsync.synchronization.pull_push import LOCAL, Layout, device_of
+from tf_recsync.synchronization.copies import Copies, is_copied
+from tf_recsync.synchronization.group_variables import OnCopies
+from tf_recsync.synchronization.pull_push import Layout
 from tf_recsync.synchronization.shadow import ShadowGroup
 
 
@@ -50,15 +48,16 @@ class ShadowTrainFunction(CopiedTrainFunction):
         self._counts_steps = counts_steps
 
     def _make_group(self, copies: Copies) -> ShadowGroup:
-        dense = [v for v in self._model.trainable_variables if device_of(v) == LOCAL]
+        dense = [v for v in self._model.trainable_variables if is_copied(v)]
         places = {id(v): i for i, v in enumerate(copies.variables)}
         states = [s for o in optimizers_of(self._model) for s in o.states if not s.is_table]
         return self._make(copies, len(dense), [places[id(s.counters._value)] for s in states])
 
     def _continue(self, iterator: DistributedIterator) -> Layout:
         self.local_batch_size = iterator.distributed.batch_size
+        size = self.local_batch_size
         for optimizer in optimizers_of(self._model):
-            optimizer.count_steps_of(self.local_batch_size)
+            optimizer.count_steps_of(size and size * self._settings.mode.capacity)
         return super()._continue(iterator)
 
     def _lengths(self, iterator: DistributedIterator) -> set[int]:
@@ -81,4 +80,5 @@ class ShadowTrainFunction(CopiedTrainFunction):
 
     def _trace(self, layout: Layout, element_spec, steps, compute_time) -> Callable:
         concrete = super()._trace(layout, element_spec, steps, compute_time)
-        return OnCopies(concrete, 3 + len(layout.private), copied_variables(self._model))
+        arguments = 4 + len(layout.private)  # The iterator included.
+        return OnCopies(concrete, arguments, copied_variables(self._model))

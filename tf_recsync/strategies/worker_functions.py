@@ -35,6 +35,7 @@ def trace_steps(
     aggregation: Aggregation | None = None,
     prefetch_lookups: bool = False,
     step_logs: StepLogs | None = None,
+    hogwild: bool = False,
 ) -> Callable:
     """Traces `model.train_step` or `model.test_step` for the workers.
 
@@ -50,6 +51,7 @@ def trace_steps(
         prefetch_lookups: whether a step pulls the lookups of the call's next one
             before it computes.
         step_logs: is told what the steps return; default None.
+        hogwild: see `Step`.
 
     Returns:
         A concrete function of (iterator, the worker's index, when the pass began,
@@ -68,7 +70,17 @@ def trace_steps(
 
     def pull(batch, worker, handles, before) -> Step:
         private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
-        return Step(layout, private, lookups, batch.data, worker, aggregation, batch.ahead, before)
+        return Step(
+            layout,
+            private,
+            lookups,
+            batch.data,
+            worker,
+            aggregation,
+            batch.ahead,
+            before,
+            hogwild,
+        )
 
     def compute(step, data, seconds, handles) -> tuple[list[tf.Operation], list[tf.Tensor]]:
         """The operations that are the step's end, and what the worker computes for them."""

@@ -1,6 +1,6 @@
-"""The token list and the gradient buffers of a model that trains in a mode.
+"""The token list and the gradient buffers of a group that trains in a mode.
 
-Workers take tokens from one list, on the first parameter server. Each server
+Its trainers take tokens from one list, on one of its servers. Each server
 has a gradient buffer for each optimizer, for the variables that it holds.
 """
 
@@ -20,6 +20,7 @@ from tf_recsync.ops.gradient_buffer import Aggregate
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization.gradient_buffer import GradientBuffer
+from tf_recsync.synchronization.group_variables import GroupVariables
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.token_list import TokenList
 
@@ -70,35 +71,41 @@ class Report:
 
 
 class Aggregation:
-    """The token list and the gradient buffers of one model.
+    """The token list and the gradient buffers of one model, for one group of trainers.
 
     Args:
         mode: when workers start and servers apply; one that uses tokens.
         optimizers: the optimizers that the model trains with, built.
-        workers: how many workers take tokens.
+        variables: where the group's are.
         home: the device that keeps the token list.
     """
 
-    def __init__(self, mode: Mode, optimizers: Sequence[base.Optimizer], workers: int, home: str):
+    def __init__(
+        self, mode: Mode, optimizers: Sequence[base.Optimizer], variables: GroupVariables, home: str
+    ):
         self.mode = mode
         self._optimizers = tuple(optimizers)
-        self._workers = workers
+        self._variables = variables
+        self._trainers = variables.group.trainers
         self._buffers: dict[tuple[str, int], _Buffer] = {}
         self._abandoned = self._left_over = 0
         if mode.uses_buffers:
             for optimizer in optimizers:
-                for device, states in _by_device(optimizer.states).items():
+                by_device: dict[str, list[base.VariableState]] = {}
+                for state in optimizer.states:
+                    by_device.setdefault(variables.device(state.variable), []).append(state)
+                for device, states in by_device.items():
                     number = len(self._buffers)
                     self._buffers[device, id(optimizer)] = _Buffer(number, device, states, mode)
         self._tokens = TokenList(
             repeats=mode.repeats,
             gate=mode.gate,
-            workers=workers,
+            workers=len(self._trainers),
             servers=max(len(self._buffers), 1),
             clock_bound=mode.clock_bound,
             device=home,
         )
-        self._flush = tf.function(self._trace_flush, autograph=False)
+        self._flushes: dict[str, Callable] = {}  # By what it was traced for, the latest.
 
     # In the workers' steps.
 
@@ -118,11 +125,16 @@ class Aggregation:
         # the servers wait for.
         with tf.control_dependencies(None):
             with tf.device(self._tokens.device):
-                token = self._tokens.take(worker)
+                token = self._tokens.take(self._place(worker))
             for device in devices:
                 with tf.device(device):
                     reached[device] = Token(tf.identity(token.index), tf.identity(token.value))
         return reached
+
+    def _place(self, worker: int | tf.Tensor) -> int | tf.Tensor:
+        """A worker's place in its group: tokens are taken by it."""
+        first = self._trainers[0]
+        return worker - first if first else worker
 
     @property
     def buffers(self) -> list[tuple[str, base.Optimizer, _Buffer]]:
@@ -152,7 +164,7 @@ class Aggregation:
 
     def counting_buffer(self, optimizer: base.Optimizer) -> _Buffer:
         """The buffer whose applications the optimizer's global step counts."""
-        owner = optimizer._iterations._value.device
+        owner = self._variables.device(optimizer._iterations)
         mine = [b for (_, o), b in self._buffers.items() if o == id(optimizer)]
         return next((b for b in mine if b.device == owner), mine[0])
 
@@ -160,7 +172,7 @@ class Aggregation:
 
     def begin(self) -> None:
         """Has tokens and buffers go on at the optimizer's global step; nobody may be in a step."""
-        step = int(np.asarray(self._optimizers[0]._iterations._value.read_value()))
+        step = int(np.asarray(self._own_step(self._optimizers[0]).read_value()))
         if self.mode.uses_buffers:
             pending = self._pending()
             if pending:
@@ -185,22 +197,34 @@ class Aggregation:
             return
         pending = self._pending()
         if pending and self.mode.last_global_batch == "weigh":
-            self._flush(repr([o.traced_state for o in self._optimizers if o.built]))
+            self._flushing()()
         elif pending:
             self._left_over += pending
             for buffer in self._buffers.values():
                 buffer.restore(buffer.state().step)
         steps = [buffer.state().step for buffer in self._buffers.values()]
         for optimizer in self._optimizers:
-            optimizer._iterations.assign(max(steps))
+            self._own_step(optimizer).assign(max(steps))
         self.begin()
+
+    def _own_step(self, optimizer: base.Optimizer) -> tf.Variable:
+        """The group's global step."""
+        return self._variables.own(optimizer._iterations)
 
     def _pending(self) -> int:
         """The pushes that the buffers hold."""
         return sum(buffer.state().pending for buffer in self._buffers.values())
 
-    def _trace_flush(self, states: str) -> None:
-        del states  # Tells what is traced from what was traced before.
+    def _flushing(self) -> Callable[[], object]:
+        """What applies the buffers' pushes."""
+        key = repr([o.traced_state for o in self._optimizers if o.built])
+        if key not in self._flushes:
+            with tf.device(None):
+                traced = tf.function(self._trace_flush, autograph=False).get_concrete_function()
+            self._flushes = {key: self._variables.on_own(traced)}
+        return self._flushes[key]
+
+    def _trace_flush(self) -> None:
         for optimizer in self._optimizers:
             for (device, owner), buffer in self._buffers.items():
                 if owner == id(optimizer):
@@ -217,7 +241,7 @@ class Aggregation:
         """
         # The thread that finds out may be in the device scope of the lost worker.
         with tf.device(self._tokens.device):
-            loss = self._tokens.lose(worker)
+            loss = self._tokens.lose(self._place(worker))
         if int(loss.lost) or int(loss.reissued):
             logging.warning(
                 "worker:%d took %d tokens with it; %d tokens are handed out again.",
@@ -252,14 +276,14 @@ class Aggregation:
         """Ends the waits of all workers for tokens, with errors: after a pass that has failed."""
         if self.mode.gate != "none":
             with tf.device(self._tokens.device):
-                for worker in range(self._workers):
-                    self._tokens.leave(worker)
+                for place in range(len(self._trainers)):
+                    self._tokens.leave(place)
 
     def leave(self, worker: int) -> None:
         """Takes a worker that has nothing to do at the moment out of those that others wait for."""
         if self.mode.gate == "clock":
             with tf.device(self._tokens.device):
-                self._tokens.leave(worker)
+                self._tokens.leave(self._place(worker))
 
     def resume(self, worker: int) -> None:
         """Does nothing: a worker that takes a token is one of them again."""
@@ -424,10 +448,3 @@ class _Buffer:
         for missing in range(state.applied + 1, step + 1):
             applied = self.buffer.mark_applied(missing)
         return int(applied)
-
-
-def _by_device(states: Iterable[base.VariableState]) -> dict[str, list[base.VariableState]]:
-    devices: dict[str, list[base.VariableState]] = {}
-    for state in states:
-        devices.setdefault(state.variable._value.device, []).append(state)
-    return devices

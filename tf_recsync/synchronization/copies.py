@@ -1,4 +1,4 @@
-"""Variables of which every worker has a copy of its own."""
+"""Variables of which every group of trainers has a copy of its own."""
 
 from __future__ import annotations
 
@@ -6,31 +6,58 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster, device_of
 from tf_recsync.shown_variable import ShownVariable
+from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.remote_values import PackedReader, at, on_worker
 
 
 class CopiedVariable(ShownVariable):
-    """What users see of a variable of which every worker has a copy.
+    """What users see of a variable of which every group has a copy.
 
     Reading it gives what the copies come to, their mean as a rule: whoever owns the
     copies refreshes it first. What is assigned to it the copies take over before they
     are trained again.
+
+    Attributes:
+        shard: which part of a group's copy it belongs to, in all groups.
     """
+
+    shard = 0
+
+
+def is_copied(variable: keras.Variable) -> bool:
+    """Whether every group has a copy of it; else there is one, on a server."""
+    return isinstance(variable._value, CopiedVariable)
+
+
+def device_for(variable: keras.Variable, group: Group | None) -> str:
+    """The device that holds a variable for a group, whatever scope Keras is in.
+
+    Args:
+        variable: any of the model's or its optimizer's.
+        group: whose trainers ask; None where no variable is copied.
+
+    Returns:
+        Its device; "" for where the step runs that asks.
+    """
+    value = variable._value
+    return group.device(value.shard) if is_copied(variable) else value.device
 
 
 class Copies:
-    """The workers' copies of some variables.
+    """The groups' copies of some variables.
 
     Args:
         variables: what users see of them, in an order that all copies keep.
         cluster: the connected cluster.
-        read: "mean", or the index of the worker whose copy is read.
+        groups: who has copies, and where; a group's number is its place here.
+        read: "mean", or the number of the group whose copy is read.
         hold: is called before users see them; returns whether no worker trains them until
             `carried_on` is called.
         peeked: those of the variables that are read without it.
@@ -40,30 +67,37 @@ class Copies:
         self,
         variables: Sequence[CopiedVariable],
         cluster: Cluster,
+        groups: Sequence[Group],
         read: str | int = "mean",
         hold: Callable[[], bool] = lambda: False,
         peeked: Collection[tf.Variable] = (),
     ):
         self.variables = list(variables)
+        self.groups = list(groups)
         self._cluster = cluster
         self._read = read
         self._hold = hold
         self._peeked = {id(variable) for variable in peeked}
         self._is_held = False  # And users see them as they are.
         self._lock = threading.RLock()
-        self._copies: dict[int, list[tf.Variable]] = {}  # By worker.
-        self._lives: dict[int, tuple[int, int]] = {}  # The workers' when theirs were made.
-        # What workers begin with that have none yet, if it is not what users see.
+        self._copies: dict[int, list[tf.Variable]] = {}  # By group.
+        # Those of its holders when they were made.
+        self._lives: dict[int, list[tuple[int, int]]] = {}
+        # What groups begin with that have none yet, if it is not what users see.
         self._loaded: dict[int, list[np.ndarray]] = {}
         self._shown: list[np.ndarray] = []  # What users see, as far as is known.
         # Of each variable, whether users had assigned it when copies last took that over.
         self.assigned: list[bool] = []
         self._stale = False
-        self._reader = PackedReader(self.variables)
+        # The variables of each shard, by their numbers, and what reads them.
+        self._shards: list[list[int]] = [[] for _ in range(len(groups[0].holders))]
+        for i, variable in enumerate(self.variables):
+            self._shards[variable.shard].append(i)
+        self._readers = [PackedReader([self.variables[i] for i in shard]) for shard in self._shards]
 
     @property
-    def workers(self) -> list[int]:
-        """Those that have copies."""
+    def there(self) -> list[int]:
+        """The groups that have copies."""
         with self._lock:
             return sorted(self._copies)
 
@@ -72,51 +106,64 @@ class Copies:
         """What users see, as far as is known."""
         return list(self._shown)
 
-    def handles(self, worker: int) -> list[tf.Tensor]:
-        """The handles of a worker's copies."""
+    def handles(self, group: int) -> list[tf.Tensor]:
+        """The handles of a group's copies."""
         with self._lock:
-            return [copy.handle for copy in self._copies[worker]]
+            return [copy.handle for copy in self._copies[group]]
 
-    def of(self, worker: int) -> list[tf.Variable] | None:
-        """A worker's copies, the same list as long as it has them; None if it has none."""
+    def of(self, group: int) -> list[tf.Variable] | None:
+        """A group's copies, the same list as long as it has them; None if it has none."""
         with self._lock:
-            return self._copies.get(worker)
+            return self._copies.get(group)
 
-    def is_of_earlier_life(self, worker: int) -> bool:
-        """Whether a worker's copies, if it has any, are gone although it answers.
+    def is_of_earlier_life(self, group: int) -> bool:
+        """Whether a group's copies, if it has any, are gone although their holders answer.
 
-        It was started again, and somebody has readmitted it.
+        One was started again, and somebody has readmitted it.
         """
         with self._lock:
-            made_in = self._lives.get(worker)
-        return made_in is not None and made_in != self._cluster.life("worker", worker)
+            made_in = self._lives.get(group)
+        return made_in is not None and made_in != self._lives_of(group)
 
-    def make(self, worker: int, values: Sequence[np.ndarray]) -> None:
-        """Makes a worker's copies anew, with these values."""
-        life = self._cluster.life("worker", worker)
-        with at(self._cluster, worker):
-            made = []
-            for variable, value in zip(self.variables, values, strict=True):
-                made.append(tf.Variable(on_worker(value), trainable=False, shape=variable.shape))
+    def _lives_of(self, group: int) -> list[tuple[int, int]]:
+        return [self._cluster.life(job, index) for job, index in self.groups[group].holders]
+
+    def make(self, group: int, values: Sequence[np.ndarray]) -> None:
+        """Makes a group's copies anew, with these values."""
+        lives = self._lives_of(group)
+        made: list[tf.Variable] = [None] * len(self.variables)
+        for shard, (job, index) in zip(self._shards, self.groups[group].holders, strict=True):
+            with at(self._cluster, index, job):
+                for i in shard:
+                    value, shape = on_worker(values[i]), self.variables[i].shape
+                    made[i] = tf.Variable(value, trainable=False, shape=shape)
         with self._lock:
-            self._copies[worker] = made
-            self._lives[worker] = life
+            self._copies[group] = made
+            self._lives[group] = lives
 
-    def drop(self, worker: int) -> None:
-        """Forgets the copies of a worker that is lost."""
+    def drop(self, group: int) -> None:
+        """Forgets the copies of a group, one of whose holders is lost."""
         with self._lock:
-            self._copies.pop(worker, None)
-            self._lives.pop(worker, None)
+            self._copies.pop(group, None)
+            self._lives.pop(group, None)
 
-    def values(self, worker: int) -> list[np.ndarray]:
-        """A worker's copies."""
+    def values(self, group: int) -> list[np.ndarray]:
+        """A group's copies."""
+        handles = self.handles(group)
+        found: list[np.ndarray] = [None] * len(handles)
         with self._cluster.dispatch_scope():
-            return self._reader(self.handles(worker), device_of("worker", worker))
+            for shard, reader, (job, index) in zip(
+                self._shards, self._readers, self.groups[group].holders, strict=True
+            ):
+                read = reader([handles[i] for i in shard], device_of(job, index))
+                for i, value in zip(shard, read, strict=True):
+                    found[i] = value
+        return found
 
     def all_values(self) -> dict[int, list[np.ndarray]]:
-        """The copies by worker, of those that have some or will begin with some.
+        """The copies by group, of those that have some or will begin with some.
 
-        Those of a worker that does not answer are left out. Workers are held first, as before
+        Those of one that does not answer are left out. Workers are held first, as before
         users read a variable.
 
         Raises:
@@ -127,22 +174,28 @@ class Copies:
         with self._lock:
             found = dict(self._loaded)
         failed: tf.errors.OpError | None = None
-        for worker in self.workers:
+        for group in self.there:
             try:
-                found[worker] = self.values(worker)
+                found[group] = self.values(group)
             except tf.errors.OpError as error:
-                logging.warning("Worker %d does not answer; its copies are left out.", worker)
+                logging.warning("%s; its copies are left out.", self._silent(group))
                 failed = error
         if failed is not None and not found:
             raise failed
         return found
 
-    def by_worker(self, count: int) -> list[list[np.ndarray] | None]:
-        """The first copies of each worker; None for one that has none, or does not answer."""
+    def _silent(self, group: int) -> str:
+        """Who does not answer, in words."""
+        job, index = self.groups[group].holders[0]
+        if job == "worker":
+            return f"Worker {index} does not answer"
+        return f"A server of group {group} does not answer"
+
+    def by_group(self, count: int) -> list[list[np.ndarray] | None]:
+        """The first copies of each group; None for one that has none, or does not answer."""
         found = self.all_values()
         return [
-            found[worker][:count] if worker in found else None
-            for worker in range(self._cluster.workers)
+            found[group][:count] if group in found else None for group in range(len(self.groups))
         ]
 
     def begin(self) -> None:
@@ -157,46 +210,46 @@ class Copies:
                     for variable, new, old in zip(self.variables, shown, self._shown, strict=True)
                 ]
                 self.assigned = [value is not None for value in assigned]
-                for worker in self._copies:
-                    self._assign(worker, assigned)
+                for group in self._copies:
+                    self._assign(group, assigned)
                 for values in self._loaded.values():
                     for i, value in enumerate(assigned):
                         values[i] = values[i] if value is None else value
             self._shown = shown
 
     def load(self, values: Mapping[int, Sequence[np.ndarray]]) -> None:
-        """Gives workers copies of these values; nobody may train them.
+        """Gives groups copies of these values; nobody may train them.
 
         One that does not answer gets them when it is opened the next time.
         """
         with self._lock:
-            for worker, copies in values.items():
-                self._loaded[worker] = list(copies)
-                if worker not in self._copies:
+            for group, copies in values.items():
+                self._loaded[group] = list(copies)
+                if group not in self._copies:
                     continue
                 try:
-                    self._assign(worker, copies)
-                    del self._loaded[worker]
+                    self._assign(group, copies)
+                    del self._loaded[group]
                 except tf.errors.OpError as error:
-                    logging.warning("Worker %d does not answer: %s", worker, error)
-                    self.drop(worker)
+                    logging.warning("%s: %s", self._silent(group), error)
+                    self.drop(group)
             shown = [values[self._read]] if self._read in values else list(values.values())
             self._show(self.mean(shown))
 
-    def ensure(self, worker: int) -> None:
-        """Makes a worker's copies if it has none, of what was loaded for it or users see."""
+    def ensure(self, group: int) -> None:
+        """Makes a group's copies if it has none, of what was loaded for it or users see."""
         with self._lock:
-            if worker in self._copies:
+            if group in self._copies:
                 return
-            values = self._loaded.get(worker, self._shown)
-        self.make(worker, values)
+            values = self._loaded.get(group, self._shown)
+        self.make(group, values)
         with self._lock:
-            self._loaded.pop(worker, None)
+            self._loaded.pop(group, None)
 
-    def is_loaded(self, worker: int) -> bool:
-        """Whether there are values that a worker begins with when it is opened."""
+    def is_loaded(self, group: int) -> bool:
+        """Whether there are values that a group begins with when it is opened."""
         with self._lock:
-            return worker in self._loaded
+            return group in self._loaded
 
     def touched(self) -> None:
         """The copies are being trained: what users see is no longer what they are."""
@@ -243,21 +296,21 @@ class Copies:
         self._shown = values
 
     def _combined(self) -> list[np.ndarray] | None:
-        """What the copies come to; None if no worker answers."""
-        workers = self.workers
+        """What the copies come to; None if nobody answers."""
+        groups = self.there
 
         def answers(asked: Sequence[int]):
-            for worker in asked:
-                # One that is lost its own thread finds out.
+            for group in asked:
+                # One that is lost its own threads find out.
                 with contextlib.suppress(tf.errors.OpError, KeyError):
-                    yield self.values(worker)
+                    yield self.values(group)
 
-        if self._read in workers:
+        if self._read in groups:
             found = self.mean(answers([self._read]))
             if found is not None:
                 return found
-            workers.remove(self._read)
-        return self.mean(answers(workers))
+            groups.remove(self._read)
+        return self.mean(answers(groups))
 
     def mean(self, copies: Iterable[Sequence[np.ndarray]]) -> list[np.ndarray] | None:
         """The mean; of integers, which have none, the first. None of no copies."""
@@ -283,11 +336,13 @@ class Copies:
             for variable, value in zip(self.variables, sums, strict=True)
         ]
 
-    def _assign(self, worker: int, values: Sequence[np.ndarray | None]) -> None:
-        with at(self._cluster, worker):
-            for copy, value in zip(self._copies[worker], values, strict=True):
-                if value is not None:
-                    copy.assign(on_worker(value), read_value=False)
+    def _assign(self, group: int, values: Sequence[np.ndarray | None]) -> None:
+        copies = self._copies[group]
+        for shard, (job, index) in zip(self._shards, self.groups[group].holders, strict=True):
+            with at(self._cluster, index, job):
+                for i in shard:
+                    if values[i] is not None:
+                        copies[i].assign(on_worker(values[i]), read_value=False)
 
     def _current(self) -> list[np.ndarray]:
         with _refreshing:

@@ -118,7 +118,7 @@ class HopGroup:
     def open(self, worker: int) -> None:
         """Makes what a worker needs, in its device scope: at the start, or when it is back."""
         with self._lock:
-            has_all = worker in self._handles and worker in self.copies.workers
+            has_all = worker in self._handles and worker in self.copies.there
             was_lost = worker in self._lost
             if has_all and not was_lost:
                 return

@@ -12,6 +12,8 @@ server's global step and k a push's token:
 | sync | M | M | 1 | step k is reached on every server |
 | backup workers (b) | n | n - b | 1; late pushes are dropped | step k is reached on every server |
 | bounded staleness (b1) | 1 | 1 | of the optimizer | it is at most b1 batches ahead |
+
+Hogwild is async in which dense variables are updated side by side, without locks.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class Mode:
             the staleness of versions.
         drop_late: whether pushes of steps that are over are dropped.
         uses_buffers: whether servers collect pushes; else they apply each at once.
+        hogwild: whether pushes to dense variables are applied side by side, without locks.
         last_global_batch: what becomes of what buffers still hold at the end of an epoch.
             "weigh": it is applied at its share of a global batch. "drop": it is left out.
 
@@ -57,6 +60,7 @@ class Mode:
     weight: staleness.Policy = staleness.Constant()
     drop_late: bool = False
     uses_buffers: bool = False
+    hogwild: bool = False
     last_global_batch: LastGlobalBatch = "weigh"
 
     def __post_init__(self) -> None:

@@ -20,20 +20,12 @@ from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import context
 from tf_recsync.synchronization.aggregation import Aggregation
-from tf_recsync.synchronization.copies import CopiedVariable
+from tf_recsync.synchronization.arrangement import Group
+from tf_recsync.synchronization.copies import device_for
 from tf_recsync.synchronization.lookups import Lookups
 from tf_recsync.synchronization.pull_plan import PullPlan, ServerPull
 from tf_recsync.synchronization.pulled import PulledRequest, PulledScope, PulledTable
 from tf_recsync.synchronization.push_plan import PushPlan
-
-# The device of what every worker has a copy of: where its step runs.
-LOCAL = ""
-
-
-def device_of(variable: keras.Variable) -> str:
-    """The device that holds a variable, whatever scope Keras is in."""
-    value = variable._value
-    return LOCAL if isinstance(value, CopiedVariable) else value.device
 
 
 def is_seed(variable: keras.Variable) -> bool:
@@ -53,6 +45,7 @@ class Layout:
             them and sends what it added.
         private: non-trainable variables of which every worker has its own copy
             (metrics, and seeds, which must differ between workers).
+        group: whose trainers' steps they are; None where no variable is copied.
     """
 
     optimizers: tuple[base.Optimizer, ...]
@@ -60,15 +53,26 @@ class Layout:
     tables: list[base.VariableState]
     shared: list[keras.Variable]
     private: list[keras.Variable]
+    group: Group | None = None
+
+    def device(self, variable: keras.Variable) -> str:
+        """The device that holds a variable; "" for where the step runs."""
+        return device_for(variable, self.group)
 
     @classmethod
-    def of(cls, model: keras.Model, optimizers: Sequence[base.Optimizer]) -> Layout:
+    def of(
+        cls,
+        model: keras.Model,
+        optimizers: Sequence[base.Optimizer],
+        group: Group | None = None,
+    ) -> Layout:
         """The layout of a built model.
 
         Args:
             model: a model whose variables exist.
             optimizers: its optimizers; none of them for a model that only
                 predicts: then all its variables count as dense or shared.
+            group: see above.
         """
         states = {id(s.variable): s for o in optimizers for s in o.states}
         dense: dict[str, list[base.VariableState]] = {}
@@ -87,10 +91,10 @@ class Layout:
             elif state.is_table:
                 tables.append(state)
             else:
-                dense.setdefault(device_of(variable), []).append(state)
+                dense.setdefault(device_for(variable, group), []).append(state)
         known = {id(v) for v in private}
         shared = [v for v in shared if id(v) not in known]
-        return cls(tuple(optimizers), dense, tables, shared, private)
+        return cls(tuple(optimizers), dense, tables, shared, private, group)
 
 
 class Ahead:
@@ -119,7 +123,7 @@ def _plan_lookups(layout: Layout, lookups: Lookups, batch: Any) -> dict[str, Pul
         requests = lookups.requests(*tf.nest.flatten(batch, expand_composites=True))
     for i, (tables, request) in enumerate(zip(lookups.tables, requests, strict=True)):
         states = [layout.tables[table] for table in tables]
-        plan = plans.setdefault(device_of(states[0].variable), PullPlan())
+        plan = plans.setdefault(layout.device(states[0].variable), PullPlan())
         plan.look_up(i, states, request)
     return plans
 
@@ -138,6 +142,7 @@ class Step:
         ahead: the step's lookups if they were pulled already, else None.
         before: what must have happened on a server before the step pulls from it, by
             the server's device.
+        hogwild: whether pushes to dense variables are applied side by side, without locks.
 
     Attributes:
         private: the values of `layout.private`.
@@ -155,10 +160,12 @@ class Step:
         aggregation: Aggregation | None = None,
         ahead: Ahead | None = None,
         before: Mapping[str, Sequence[tf.Operation]] | None = None,
+        hogwild: bool = False,
     ):
         self._layout = layout
         self._aggregation = aggregation
         self._before = before or {}
+        self._hogwild = hogwild
         self._reached: dict[str, Token] = {}  # The token, on each server.
         self._pulled_steps: dict[int, tf.Tensor] = {}  # By the buffer's number.
         self.worker = worker
@@ -171,6 +178,7 @@ class Step:
         self._tables = {
             id(s.variable): PulledTable(
                 s,
+                layout.device(s.variable),
                 self._pull_request,
                 whole=lookups.whole is None or i in lookups.whole,
                 after=self._after,
@@ -193,7 +201,7 @@ class Step:
                 *zip(layout.private, private, strict=True),
                 *zip(layout.shared, self._shared, strict=True),
                 *((v, pulled[id(v)]) for o in layout.optimizers for v in schedule_variables(o)),
-                *_read_where_used([o._iterations for o in layout.optimizers], pulled),
+                *_read_where_used([o._iterations for o in layout.optimizers], pulled, layout),
             ],
         )
 
@@ -214,7 +222,8 @@ class Step:
         for optimizer in self._layout.optimizers:
             unversioned += schedule_variables(optimizer)
         for variable in unversioned:
-            plans.setdefault(device_of(variable), PullPlan()).unversioned.append(variable)
+            where = self._layout.device(variable)
+            plans.setdefault(where, PullPlan()).unversioned.append(variable)
         values: dict[int, tf.Tensor] = {}
         if self._aggregation is not None:
             self._start(self._aggregation, plans)
@@ -238,7 +247,7 @@ class Step:
         """Takes the step's token, and notes how far the servers are before it pulls."""
         # Only a worker that has a batch takes a token.
         worker = tf.identity(self.worker)
-        tables = [device_of(state.variable) for state in self._layout.tables]
+        tables = [self._layout.device(state.variable) for state in self._layout.tables]
         self._reached = aggregation.start(worker, {*devices, *tables, *aggregation.devices})
         for device, token in self._reached.items():
             with tf.control_dependencies(None), tf.control_dependencies([token.value]):
@@ -254,7 +263,7 @@ class Step:
         plan = PullPlan()
         plan.look_up(0, states, request)
         found: dict[int, PulledRequest] = {}
-        device = device_of(states[0].variable)
+        device = self._layout.device(states[0].variable)
         plan.pull(device, {}, found, self._after(device))
         # Not to be pushed in place: the step's own pull is another message.
         own = [dataclasses.replace(lookup, message=None) for lookup in found[0].lookups]
@@ -302,7 +311,7 @@ class Step:
                 # What this step added: others may have added meanwhile.
                 new = tf.cast(new, old.dtype) - old
             new = tf.identity(new)  # Only if there is a batch.
-            with tf.control_dependencies(None), tf.device(device_of(variable)):
+            with tf.control_dependencies(None), tf.device(self._layout.device(variable)):
                 if variable.dtype == "bool":
                     update = variable._value.assign(new, read_value=False)
                 else:
@@ -311,7 +320,9 @@ class Step:
         if self._pulled_steps:
             self._check_pushes()  # Weights decay when a step is applied.
         else:
-            operations += [_decay(variable, rate) for variable, rate in self._decays]
+            for variable, rate in self._decays:
+                with tf.device(self._layout.device(variable)):
+                    operations.append(_decay(variable, rate))
         # Servers wait for what they are sent, and need not be told of the batch besides.
         with tf.control_dependencies(None):
             for optimizer, plans in self._pushes:
@@ -334,7 +345,7 @@ class Step:
             return self._collect(optimizer, plans)
         # The owner of the global step counts the push when it has arrived there;
         # an owner without parameters counts it when it has arrived anywhere.
-        owner = device_of(optimizer._iterations)
+        owner = self._layout.device(optimizer._iterations)
         evidence = arrived.get(owner, next(iter(arrived.values())))
         with tf.control_dependencies([evidence]), tf.device(owner):
             step = ops.next_global_step(optimizer._iterations._value.handle)
@@ -343,8 +354,7 @@ class Step:
             with tf.device(device):
                 # Where nobody asks for it, nobody waits for its owner.
                 number = step if optimizer.uses_global_step else tf.ones([], tf.int64)
-                # A worker's own threads share its copy.
-                operations += plan.apply(optimizer, number, hogwild=device == LOCAL)
+                operations += plan.apply(optimizer, number, hogwild=self._hogwild)
         return operations
 
     def _check_pushes(self) -> None:
@@ -375,7 +385,7 @@ class Step:
             if buffer is aggregation.counting_buffer(optimizer):
                 # Before others may start on the next step, which may read it.
                 iterations = optimizer._iterations._value
-                with tf.device(iterations.device):
+                with tf.device(self._layout.device(optimizer._iterations)):
                     one = tf.cast(aggregate.ready, iterations.dtype)
                     counted = [iterations.assign_add(one, read_value=False)]
             with tf.device(device):
@@ -406,7 +416,7 @@ class Step:
         plans: dict[str, PushPlan] = {}
         for gradient, variable in zip(grads, variables, strict=True):
             state = optimizer.state_of(variable)
-            device = device_of(state.variable)
+            device = self._layout.device(state.variable)
             if device not in plans:
                 plans[device] = PushPlan(self._pulls.get(device, ServerPull()))
             plan = plans[device]
@@ -438,23 +448,22 @@ class Step:
 
 
 def _read_where_used(
-    variables: Sequence[keras.Variable], pulled: Mapping[int, tf.Tensor]
+    variables: Sequence[keras.Variable], pulled: Mapping[int, tf.Tensor], layout: Layout
 ) -> list[tuple[keras.Variable, tf.Tensor]]:
     """(variable, its value) of those that are not pulled; they travel only if a step uses them."""
     values = []
     for variable in variables:
         if id(variable) not in pulled:
-            with tf.control_dependencies(None), tf.device(device_of(variable)):
+            with tf.control_dependencies(None), tf.device(layout.device(variable)):
                 values.append((variable, variable._value.read_value()))
     return values
 
 
 def _decay(variable: keras.Variable, rate: tf.Tensor) -> tf.Operation:
-    """Multiplies a variable by 1 - rate, on its server."""
-    with tf.device(device_of(variable)):
-        value = variable._value
-        decay = tf.cast(rate, value.dtype) * value.read_value()
-        return value.assign_sub(decay, read_value=False)
+    """Multiplies a variable by 1 - rate; call it under its server's device scope."""
+    value = variable._value
+    decay = tf.cast(rate, value.dtype) * value.read_value()
+    return value.assign_sub(decay, read_value=False)
 
 
 def schedule_variables(optimizer: base.Optimizer) -> list[keras.Variable]:

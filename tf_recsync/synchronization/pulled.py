@@ -203,6 +203,7 @@ class PulledTable(TableStandIn):
 
     Args:
         state: the optimizer's state of the table.
+        device: that holds it.
         pull: `pull(states, request)` pulls a `PulledRequest`.
         whole: whether the step uses the table otherwise than for lookups.
         after: `after(device)` gives what must be there before anything is pulled from a
@@ -212,11 +213,13 @@ class PulledTable(TableStandIn):
     def __init__(
         self,
         state: VariableState,
+        device: str,
         pull: Callable,
         whole: bool,
         after: Callable[[str], list[tf.Tensor]],
     ):
         super().__init__(state)
+        self._device = device
         self._pull = pull
         self._after = after
         self._whole = whole
@@ -255,8 +258,8 @@ class PulledTable(TableStandIn):
             return self._stand_ins[-1]
         variable, versions = self._state.variable._value, self._state.versions._value
         with (
-            tf.control_dependencies(self._after(variable.device)),
-            tf.device(variable.device),
+            tf.control_dependencies(self._after(self._device)),
+            tf.device(self._device),
         ):
             values, pulled = ops.pull_table(variable.handle, versions.handle, shape=self.shape)
         bags = Bags(tf.range(self.shape[0], dtype=tf.int64))

@@ -76,10 +76,10 @@ def on_worker(value: np.ndarray) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def at(cluster: Cluster, worker: int) -> Iterator[None]:
-    """Inside, this thread calls on a worker's processor, and hinders no other thread.
+def at(cluster: Cluster, index: int, job: str = "worker") -> Iterator[None]:
+    """Inside, this thread calls on a server's processor, and hinders no other thread.
 
     What it makes there, the ops of this package can use: they run on no other device.
     """
-    with cluster.dispatch_scope(), tf.device(device_of("worker", worker) + "/device:CPU:0"):
+    with cluster.dispatch_scope(), tf.device(device_of(job, index) + "/device:CPU:0"):
         yield

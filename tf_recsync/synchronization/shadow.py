@@ -1,6 +1,6 @@
-"""Trainers with copies of their own, synchronized beside training (ShadowSync).
+"""Groups of trainers with copies of their own, synchronized beside training (ShadowSync).
 
-What a synchronization does is the algorithm's (shadow_algorithms.py), with what the trainers have
+What a synchronization does is the algorithm's (shadow_algorithms.py), with what the groups have
 (shadow_trainers.py); when it is done is the schedule's (shadow_schedule.py). Here loops and the
 trainers' threads call the one at the times of the other, and it is seen to that none waits for one
 that is gone.
@@ -19,6 +19,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster, Probe, device_of
+from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Gate, Shadow
@@ -32,6 +33,9 @@ _PAUSE_SECONDS = 10.0
 _ANSWER_SECONDS = 3.0  # For a sign of life.
 _ASK_AGAIN_SECONDS = 5.0  # Between two questions to one that gave none.
 _CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
+_ALL = -1  # In the place of a group: all that are there, at once.
+
+_Key = tuple[int, int]  # A group, or all, and a shard.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +43,9 @@ class SyncReport:
     """What synchronization has done since the model began to train.
 
     Attributes:
-        syncs: of each trainer, those that it took part in.
-        seconds: of each trainer, the time that they took.
+        syncs: of each group of trainers, those that it took part in. Of a group on several
+            servers, which are synchronized by themselves, their mean, rounded down.
+        seconds: of each group, the time that they took.
         steps: of all threads of all trainers, those that they have finished.
         trained_seconds: the seconds that trainers trained: the length of all epochs.
         elements: the parameters that are synchronized.
@@ -66,21 +71,21 @@ class SyncReport:
 
     @property
     def syncs_per_second(self) -> float:
-        """Of all trainers together."""
+        """Of all groups together."""
         return sum(self.syncs) / self.trained_seconds if self.trained_seconds else 0.0
 
 
 class ShadowGroup:
-    """The trainers of a model, while it trains; a `Synchronizer`.
+    """The groups of trainers of a model, while it trains; a `Synchronizer`.
 
     Args:
         algorithm: how copies are synchronized.
         schedule: when.
         cluster: the connected cluster.
-        copies: the trainers' parameters, and what belongs to them.
+        arrangement: the groups, and the sync PSs.
+        copies: the groups' parameters, and what belongs to them.
         parameters: how many of the copied variables are parameters: the first ones.
         counters: which of the copied variables count the staleness of updates.
-        sync_ps: the task indices of the sync PSs.
         threads: of each trainer.
         bandwidths: returns artificial bandwidths, in bytes per second by server's device.
     """
@@ -90,63 +95,73 @@ class ShadowGroup:
         algorithm: Algorithm,
         schedule: Shadow | Foreground,
         cluster: Cluster,
+        arrangement: Arrangement,
         copies: Copies,
         parameters: int,
         counters: Sequence[int],
-        sync_ps: Sequence[int],
         threads: int,
         bandwidths: Callable[[], dict[str, float]],
     ):
         self.copies = copies
         self.fail: Callable[[Exception], None] = _raise
+        self._sync_ps = arrangement.sync_ps
         self._trainers = Trainers(
-            algorithm, cluster, copies, parameters, counters, sync_ps, bandwidths
+            algorithm, cluster, copies, parameters, counters, self._sync_ps, bandwidths
         )
         self._is_central = algorithm.is_central
         self._schedule = schedule
         self._cluster = cluster
-        self._sync_ps = list(sync_ps)
+        self._arrangement = arrangement
         self._threads = threads
-        # Trainers that are there and gave no sign of life, and when they were last asked for one.
+        # Groups that are there and gave no sign of life, and when they were last asked for one.
         self._absent: dict[int, float] = {}
         self._gate = Gate()
         self._since: dict[int, int] = {}  # Iterations since the last synchronization, by thread.
-        self._due: dict[int, float] = {}  # When a trainer's next one is due, or all trainers'.
+        self._due: dict[_Key, float] = {}  # When the next synchronization is due.
         self._pausing = threading.Lock()  # One pause at a time.
         self._changed = threading.Condition()
         # Guarded by _changed.
         self._ending = True
         self._away: set[int] = set()  # Threads that have nothing to do.
+        self._lost: set[int] = set()  # Workers.
         self._is_paused = False
-        # When each synchronization under way began, and of whom; by its thread.
+        # When each synchronization under way began, and of which groups; by its thread.
         self._calls: dict[int, tuple[float, tuple[int, ...]]] = {}
-        self._loops: dict[int, threading.Thread] = {}
-        self._syncs = [0] * cluster.workers
-        self._seconds = [0.0] * cluster.workers
+        self._loops: dict[_Key, threading.Thread] = {}
+        # Of each group, all its shards together.
+        self._syncs = [0] * len(arrangement.groups)
+        self._seconds = [0.0] * len(arrangement.groups)
         self._steps = 0
         self._trained = 0.0
         self._began: float | None = None
 
     @property
     def there(self) -> list[int]:
-        """The trainers that are not lost, as far as known."""
+        """The groups that are not lost, as far as known."""
         return self._trainers.there
 
     # A trainer's life. The threads that drive the workers call these.
 
     def open(self, worker: int) -> None:
-        """Makes what a trainer needs, in its device scope: at the start, or when it is back."""
-        if self._trainers.open(worker):
-            self._absent.pop(worker, None)
+        """Makes what a trainer's group needs: at the start, or when it is back."""
+        group = self._arrangement.group_of(worker).index
+        if self._trainers.open(group):
+            self._absent.pop(group, None)
+        with self._changed:
+            self._lost.discard(worker)
 
     def handles(self, worker: int) -> list[tf.Tensor]:
-        """What a trainer's steps take: its copies."""
-        return self.copies.handles(worker)
+        """What a trainer's steps take: its group's copies."""
+        return self.copies.handles(self._arrangement.group_of(worker).index)
 
     def lose(self, worker: int) -> None:
-        """A trainer is gone; the others go on."""
-        self._trainers.lose(worker)
-        self._absent.pop(worker, None)
+        """A trainer is gone, and what it held; the others go on."""
+        group = self._arrangement.group_of(worker)
+        with self._changed:
+            self._lost.add(worker)
+        if not group.servers:
+            self._trainers.lose(group.index)
+            self._absent.pop(group.index, None)
         for thread in range(worker * self._threads, (worker + 1) * self._threads):
             self.leave(thread)
 
@@ -191,7 +206,12 @@ class ShadowGroup:
             since = time.monotonic() - seconds
             late = [members for began, members in self._calls.values() if began < since]
         servers = [("ps", ps) for ps in self._sync_ps] if late else []
-        return [*servers, *(("worker", worker) for members in late for worker in members)]
+        groups = {group for members in late for group in members}
+        return [*servers, *(h for group in groups for h in self._holders(group))]
+
+    def _holders(self, group: int) -> tuple[tuple[str, int], ...]:
+        """The servers, job and index, that hold a group's copy."""
+        return self._arrangement.groups[group].holders
 
     def describe(self) -> str:
         """Who waits for whom, in words."""
@@ -206,6 +226,9 @@ class ShadowGroup:
     def begin(self) -> None:
         """Makes ready for an epoch; nobody may be at work."""
         self._trainers.begin()
+        for group in self._arrangement.groups:
+            if group.servers:  # Trainers that hold a copy get it when they are opened.
+                self._trainers.open(group.index)
         self._gate.begin()
         with self._changed:
             self._ending = False
@@ -224,11 +247,13 @@ class ShadowGroup:
                 self._is_central or self._schedule.gap is not None
             ):
                 return  # The trainers' threads see to it.
-            for key in self._trainers.there if self._is_central else [-1]:
+            groups = self._trainers.there if self._is_central else [_ALL]
+            for key in ((group, shard) for group in groups for shard in self._trainers.shards):
                 loop = self._loops.get(key)
                 if loop is None or not loop.is_alive():
+                    name = f"recsync_shadow_{key[0]}_{key[1]}"
                     self._loops[key] = threading.Thread(
-                        target=self._loop, args=(key,), name=f"recsync_shadow_{key}", daemon=True
+                        target=self._loop, args=key, name=name, daemon=True
                     )
                     self._loops[key].start()
 
@@ -251,8 +276,9 @@ class ShadowGroup:
         trained = self._trained
         if self._began is not None:
             trained += time.monotonic() - self._began
+        shards = max(len(self._trainers.shards), 1)
         return SyncReport(
-            syncs=list(self._syncs),
+            syncs=[syncs // shards for syncs in self._syncs],
             seconds=list(self._seconds),
             steps=self._steps,
             trained_seconds=trained,
@@ -271,7 +297,7 @@ class ShadowGroup:
     def restore(
         self, values: Mapping[int, Sequence[np.ndarray]], extras: Mapping[str, np.ndarray]
     ) -> None:
-        """Trainers go on with these copies, and this center; see `Trainers.restore`."""
+        """Groups go on with these copies, and this center; see `Trainers.restore`."""
         self._trainers.restore(values, extras)
 
     # In the foreground: the trainers' threads call these.
@@ -304,42 +330,48 @@ class ShadowGroup:
             self._steps += steps
         if isinstance(self._schedule, Shadow) or not self._trainers.elements:
             return
-        worker = thread // self._threads
+        group = self._arrangement.group_of(thread // self._threads).index
         if self._schedule.gap is not None:
             self._since[thread] = self._since.get(thread, 0) + steps
             if self._since[thread] < self._schedule.gap:
                 return
             self._since[thread] = 0
             if self._is_central:
-                self._sync_surely(worker)
+                self._sync_shards(group)
             else:
-                self._gate.meet(thread, lambda: self._sync_surely(-1))
-        elif self._is_central and self._is_due(worker):
-            self._sync_surely(worker)
+                self._gate.meet(thread, lambda: self._sync_shards(_ALL))
+        elif self._is_central and self._is_due(group):
+            self._sync_shards(group)
 
-    def _is_due(self, worker: int) -> bool:
-        """Whether a trainer has to synchronize now; then it is some thread's turn, once."""
+    def _sync_shards(self, group: int) -> None:
+        """Synchronizes all shards of a group, or of all, one after the other."""
+        for shard in self._trainers.shards:
+            self._sync_surely(group, shard)
+
+    def _is_due(self, group: int) -> bool:
+        """Whether a group has to synchronize now; then it is some thread's turn, once."""
         now = time.monotonic()
+        key = group, 0
         with self._changed:
-            due = self._due.setdefault(worker, now + self._schedule.interval)
+            due = self._due.setdefault(key, now + self._schedule.interval)
             if now < due:
                 return False
             # After a break, as between epochs, none are made up for.
             late = now - due > self._schedule.interval
-            self._due[worker] = (now if late else due) + self._schedule.interval
+            self._due[key] = (now if late else due) + self._schedule.interval
             return True
 
     # Inside.
 
-    def _loop(self, key: int) -> None:
-        """Synchronizes one trainer, or with a key of -1 all, again and again."""
+    def _loop(self, group: int, shard: int) -> None:
+        """Synchronizes a shard of one group, or of all, again and again."""
         interval = (
             self._schedule.min_interval
             if isinstance(self._schedule, Shadow)
             else self._schedule.interval
         )
-        device = device_of("worker", max(key, 0))
-        with self._cluster.dispatch_scope(), tf.device(device):
+        key = group, shard
+        with self._cluster.dispatch_scope():
             is_foreground = isinstance(self._schedule, Foreground)
             if key not in self._due:
                 self._due[key] = time.monotonic() + (interval if is_foreground else 0.0)
@@ -347,16 +379,16 @@ class ShadowGroup:
                 while self._wait_until_due(key):
                     began = time.monotonic()
                     self._due[key] = began + interval
-                    if key >= 0 and key not in self._trainers.there:
+                    if group != _ALL and group not in self._trainers.there:
                         return
                     if is_foreground:
-                        self._gate.close_for(lambda: self._sync_surely(key))
+                        self._gate.close_for(lambda: self._sync_surely(group, shard))
                         # Between those that take longer than the interval, too, threads train.
                         ended = time.monotonic()
                         rest = _LEAST_TRAINING * (ended - began)
                         self._due[key] = max(self._due[key], ended + rest)
-                    else:
-                        self._sync_surely(key)
+                    elif group == _ALL or self._trains(group):
+                        self._sync_surely(group, shard)
             except tf.errors.OpError as error:
                 # Said, or the trainer's own threads find out.
                 logging.debug("A loop of synchronizations ends: %s", error)
@@ -364,11 +396,16 @@ class ShadowGroup:
                 # As of an algorithm that can't be traced.
                 self.fail(error)
 
-    def _wait_until_due(self, key: int) -> bool:
+    def _trains(self, group: int) -> bool:
+        """Whether a group has trainers left; if not, its copy would hold the others back."""
+        with self._changed:
+            return not self._lost.issuperset(self._arrangement.groups[group].trainers)
+
+    def _wait_until_due(self, key: _Key) -> bool:
         """Whether a loop's next synchronization is due; False if it is to end."""
 
         def is_over() -> bool:
-            everybody = self._cluster.workers * self._threads
+            everybody = self._arrangement.trainers * self._threads
             return self._ending or len(self._away) == everybody
 
         with self._changed:
@@ -376,7 +413,7 @@ class ShadowGroup:
             self._changed.wait_for(is_over, min(rest, threading.TIMEOUT_MAX))
             return not is_over()
 
-    def _may_try_again(self, key: int, error: tf.errors.OpError, failures: int) -> bool:
+    def _may_try_again(self, group: int, error: tf.errors.OpError, failures: int) -> bool:
         """Whether a synchronization that failed, for so many times in a row, is made again."""
         if self._ending:
             return False
@@ -392,10 +429,10 @@ class ShadowGroup:
                     )
                 )
                 return False
-        members = [key] if key >= 0 else self._members()
-        gone = [worker for worker in members if not self._answers(worker)]
-        if gone and key >= 0:
-            return False  # The trainer's own threads find out.
+        members = self._members() if group == _ALL else [group]
+        gone = [member for member in members if not self._answers(member)]
+        if gone and group != _ALL:
+            return False  # The trainers' own threads find out.
         # With all-reduce they may wait for this very synchronization: the others go on without.
         self._absent.update(dict.fromkeys(gone, time.monotonic()))
         if not gone:
@@ -416,53 +453,53 @@ class ShadowGroup:
         with self._changed:
             self._changed.wait_for(lambda: self._ending, _RETRY_SECONDS)
 
-    def _answers(self, worker: int) -> bool:
-        """Whether a trainer gives a sign of life soon, and of the life that its copies are of."""
-        if self.copies.is_of_earlier_life(worker):
+    def _answers(self, group: int) -> bool:
+        """Whether a group gives signs of life soon, and of the life that its copies are of."""
+        if self.copies.is_of_earlier_life(group):
             return False
-        probe = Probe(self._cluster, device_of("worker", worker))
-        _wait_for_answers([probe])
-        return probe.reachable
+        probes = [Probe(self._cluster, device_of(*holder)) for holder in self._holders(group)]
+        _wait_for_answers(probes)
+        return all(probe.reachable for probe in probes)
 
     def _members(self) -> list[int]:
-        """The trainers that are there and give signs of life."""
-        for worker, asked in list(self._absent.items()):
+        """The groups that train and give signs of life."""
+        for group, asked in list(self._absent.items()):
             if time.monotonic() - asked > _ASK_AGAIN_SECONDS:
-                if self._answers(worker):
-                    self._absent.pop(worker, None)
+                if self._answers(group):
+                    self._absent.pop(group, None)
                 else:
-                    self._absent[worker] = time.monotonic()
-        return [worker for worker in self._trainers.there if worker not in self._absent]
+                    self._absent[group] = time.monotonic()
+        there = [group for group in self._trainers.there if group not in self._absent]
+        return [group for group in there if self._trains(group)]
 
-    def _sync_all(self) -> None:
+    def _sync_all(self, shard: int) -> None:
         members = self._members()
         if members:
             # Called here, for a call ends when the connection to any of the members does.
-            with tf.device(_CHIEF):
-                self._sync(members)
+            self._sync(members, shard, _CHIEF)
         else:
             self._rest()  # Until one is back.
 
-    def _sync_surely(self, key: int) -> None:
-        """Synchronizes one trainer, or with a key of -1 all that are left, if need be again."""
+    def _sync_surely(self, group: int, shard: int) -> None:
+        """Synchronizes a shard of one group, or of all that are left, if need be again."""
         failures = 0
         while True:
             try:
-                if key >= 0:
-                    self._sync([key])
+                if group == _ALL:
+                    self._sync_all(shard)
                 else:
-                    self._sync_all()
+                    self._sync([group], shard, device_of(*self._holders(group)[shard]))
                 return
             except tf.errors.OpError as error:
                 absent = len(self._absent)
                 failures += 1
-                if not self._may_try_again(key, error, failures):
+                if not self._may_try_again(group, error, failures):
                     raise
                 if len(self._absent) > absent:
                     failures = 0  # That was why.
 
-    def _sync(self, members: Sequence[int]) -> None:
-        """Synchronizes once, from this thread, in the device scope of the first member."""
+    def _sync(self, members: Sequence[int], shard: int, device: str) -> None:
+        """Synchronizes a shard once, from this thread, by a call on this device."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_paused or self._ending)
             if self._ending:
@@ -470,13 +507,14 @@ class ShadowGroup:
             began = time.monotonic()
             self._calls[threading.get_ident()] = began, tuple(members)
         try:
-            if not self._trainers.sync(members):
-                return
+            with tf.device(device):
+                if not self._trainers.sync(members, shard):
+                    return
             seconds = time.monotonic() - began
             with self._changed:
-                for worker in members:
-                    self._syncs[worker] += 1
-                    self._seconds[worker] += seconds
+                for group in members:
+                    self._syncs[group] += 1
+                    self._seconds[group] += seconds
         finally:
             with self._changed:
                 del self._calls[threading.get_ident()]

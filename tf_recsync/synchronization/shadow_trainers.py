@@ -1,7 +1,9 @@
-"""What trainers have, and what a synchronization does with it (ShadowSync).
+"""What groups of trainers have, and what a synchronization does with it (ShadowSync).
 
-Each trainer has a copy of the parameters and vectors of the algorithm, the sync PSs a central copy
-in parts. When trainers synchronize, and what becomes of those that don't answer, is shadow.py's.
+Each group has a copy of the parameters and vectors of the algorithm, the sync PSs a central copy
+in parts. What lies on one of a group's servers is a shard, and shards are synchronized by
+themselves, each with those of the other groups: algorithms act on elements. When that is done,
+and what becomes of those that don't answer, is shadow.py's.
 """
 
 from __future__ import annotations
@@ -24,16 +26,56 @@ from tf_recsync.synchronization.shadow_algorithms import Algorithm, Center, Trai
 # Servers build their parts of a function at the first call, one after the other.
 _building = threading.Lock()
 
+_Vectors = dict[str, np.ndarray]  # The algorithm's, by name.
+
+
+class _Shard:
+    """The parameters on one server of each group, as one vector.
+
+    Args:
+        number: its number in each group.
+        parameters: the numbers of its parameters among the copied variables.
+        sizes: their elements.
+    """
+
+    def __init__(self, number: int, parameters: Sequence[int], sizes: Sequence[int]):
+        self.number = number
+        self.parameters = list(parameters)
+        self.sizes = list(sizes)
+        self.elements = sum(sizes)
+        # The algorithm's vectors of groups while there is no other group to have them from.
+        self.first_vectors: _Vectors = {}
+        self.parts: list[tf.Variable] = []  # Of the center.
+        self.traffic: list[tf.Variable] = []
+        self.functions: dict[tuple[int, ...], Callable] = {}
+        self.called: set[tuple[int, ...]] = set()
+
+    def pack(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """The shard's, of values of all copied variables."""
+        if not self.parameters:
+            return np.zeros([0], np.float32)
+        return np.concatenate([np.ravel(values[i]) for i in self.parameters]).astype(np.float32)
+
+    def unpack(self, vector: np.ndarray) -> dict[int, np.ndarray]:
+        """The values in a vector of the shard, flat, by the numbers of their variables."""
+        pieces = np.split(vector, np.cumsum(self.sizes)[:-1]) if self.parameters else []
+        return dict(zip(self.parameters, pieces, strict=True))
+
+    def ranges(self, count: int) -> list[tuple[int, int]]:
+        """Which elements each of so many sync PSs has."""
+        bounds = [self.elements * i // count for i in range(count + 1)] if count else []
+        return list(zip(bounds, bounds[1:], strict=False))
+
 
 class Trainers:
-    """The trainers of a model: their copies and vectors, and the central copy.
+    """The groups of a model: their copies and vectors, and the central copy.
 
     Thread-safe, but for what says that nobody may be at work.
 
     Args:
         algorithm: how copies are synchronized.
         cluster: the connected cluster.
-        copies: the trainers' parameters, and what belongs to them.
+        copies: the groups' parameters, and what belongs to them.
         parameters: how many of the copied variables are parameters: the first ones.
         counters: which of the copied variables count the staleness of updates.
         sync_ps: the task indices of the sync PSs.
@@ -41,6 +83,7 @@ class Trainers:
 
     Attributes:
         elements: the parameters that are synchronized.
+        shards: the numbers of the shards that have some.
     """
 
     def __init__(
@@ -59,97 +102,108 @@ class Trainers:
         self._sync_ps = list(sync_ps)
         self._bandwidths = bandwidths
         self._parameters = parameters
-        self._sizes = [v.shape.num_elements() for v in copies.variables[:parameters]]
-        self.elements = sum(self._sizes)
+        self._shards = []
+        for number in range(len(copies.groups[0].holders)):
+            own = [i for i in range(parameters) if copies.variables[i].shard == number]
+            sizes = [copies.variables[i].shape.num_elements() for i in own]
+            self._shards.append(_Shard(number, own, sizes))
+        self.elements = sum(shard.elements for shard in self._shards)
+        self.shards = [shard.number for shard in self._shards if shard.elements]
         self._counters = list(counters)
-        # What each trainer had counted when it was last asked, and those that were lost.
+        # What each group had counted when it was last asked, and those that were lost.
         self._counted: dict[int, list[np.ndarray]] = {}
         self._counted_before: list[list[np.ndarray]] = []
         self._lock = threading.RLock()
-        # Of each trainer that is not lost: the algorithm's vectors, by name.
-        self._there: dict[int, dict[str, tf.Variable]] = {}
+        # Of each group: one thread at a time makes what it needs.
+        self._opening = [threading.Lock() for _ in copies.groups]
+        # Of each group that is not lost, for each shard: the algorithm's vectors, by name.
+        self._there: dict[int, list[dict[str, tf.Variable]]] = {}
         self._lost: set[int] = set()
         # Whether the last one was lost, and with it the algorithm's vectors.
         self._all_gone = False
         self._has_begun = False
-        # The algorithm's vectors of trainers while there is no other trainer to have them from.
-        self._first_states: dict[str, np.ndarray] = {}
         self._restored: dict[str, np.ndarray] | None = None  # The extras of a checkpoint.
-        # The copies of a checkpoint of other trainers, and their mean.
+        # The copies of a checkpoint of other groups, and their mean.
         self._merged: tuple[list[list[np.ndarray]], list[np.ndarray]] | None = None
-        self._parts: list[tf.Variable] = []  # Of the center.
-        self._traffic: list[tf.Variable] = []
-        self._functions: dict[tuple[int, ...], Callable] = {}
-        self._called: set[tuple[int, ...]] = set()
         self._limits: dict[str, float] = {}
 
     @property
     def there(self) -> list[int]:
-        """The trainers that are not lost, as far as known, in their order."""
+        """The groups that are not lost, as far as known, in their order."""
         # Not under the lock, which is held while functions are traced.
         return sorted(list(self._there))
 
-    def open(self, worker: int) -> bool:
-        """Makes what a trainer needs, in its device scope: at the start, or when it is back.
+    def open(self, group: int) -> bool:
+        """Makes what a group needs: at the start, or when it is back.
 
         Returns:
-            Whether it had nothing; only one thread of a worker opens it at a time.
+            Whether it had nothing.
         """
-        with self._lock:
-            if worker in self._there and worker in self.copies.workers:
-                return False
-            was_lost = worker in self._lost and not self.copies.is_loaded(worker)
-        if was_lost:
-            self._come_back(worker)
-        else:
-            self.copies.ensure(worker)
-        states = {
-            name: tf.Variable(on_worker(value), trainable=False)
-            for name, value in self._current_states().items()
-        }
-        with self._lock:
-            self._there[worker] = states
-            self._lost.discard(worker)
-            self._all_gone = False
-        return True
+        with self._opening[group]:
+            with self._lock:
+                if group in self._there and group in self.copies.there:
+                    return False
+                was_lost = group in self._lost and not self.copies.is_loaded(group)
+            if was_lost:
+                self._come_back(group)
+            else:
+                self.copies.ensure(group)
+            made = []
+            for shard, (job, index) in self._held(group):
+                vectors = self._current_vectors(shard)
+                with at(self._cluster, index, job):
+                    made.append(
+                        {
+                            name: tf.Variable(on_worker(value), trainable=False)
+                            for name, value in vectors.items()
+                        }
+                    )
+            with self._lock:
+                self._there[group] = made
+                self._lost.discard(group)
+                self._all_gone = False
+            return True
 
-    def lose(self, worker: int) -> None:
-        """A trainer is gone, with all that it had."""
+    def lose(self, group: int) -> None:
+        """A group is gone, with all that it had."""
         with self._lock:
-            if self._there.pop(worker, None) is not None and not self._there:
+            if self._there.pop(group, None) is not None and not self._there:
                 self._all_gone = True
-            self._lost.add(worker)
-            self.copies.drop(worker)
+            self._lost.add(group)
+            self.copies.drop(group)
             # The next one's server has to build its parts of functions again.
-            self._called.clear()
-            if worker in self._counted:
-                self._counted_before.append(self._counted.pop(worker))
+            for shard in self._shards:
+                shard.called.clear()
+            if group in self._counted:
+                self._counted_before.append(self._counted.pop(group))
 
     def begin(self) -> None:
         """Makes ready for an epoch; nobody may be at work."""
         limits = self._bandwidths()
         with self._lock:
             if limits != self._limits:
-                self._functions.clear()
-                self._called.clear()
+                for shard in self._shards:
+                    shard.functions.clear()
+                    shard.called.clear()
             self._limits = limits
             self._follow_users()
 
-    def sync(self, members: Sequence[int]) -> bool:
-        """Synchronizes trainers once, from this thread; False if one of them is gone.
+    def sync(self, members: Sequence[int], number: int) -> bool:
+        """Synchronizes a shard of groups once, from this thread; False if one of them is gone.
 
         Raises:
             tf.errors.OpError: if a server is lost, or a connection broke.
         """
+        shard, key = self._shards[number], tuple(members)
         with self._lock:
-            if any(worker not in self._there for worker in members):
+            if any(group not in self._there for group in members):
                 return False
-            handles = [h for worker in members for h in self._handles(worker)]
-            function = self._function(members)
-            is_new = tuple(members) not in self._called
+            handles = [h for group in members for h in self._handles(group, shard)]
+            function = self._function(members, shard)
+            is_new = key not in shard.called
         with _building if is_new else contextlib.nullcontext():
             function(*handles)
-        self._called.add(tuple(members))
+        shard.called.add(key)
         return True
 
     def sync_ps_bytes(self) -> int:
@@ -158,54 +212,59 @@ class Trainers:
         Raises:
             tf.errors.OpError: if one is lost.
         """
-        return sum(int(np.asarray(v.read_value())) for v in self._traffic)
+        counted = [variable for shard in self._shards for variable in shard.traffic]
+        return sum(int(np.asarray(variable.read_value())) for variable in counted)
 
     def counted(self) -> list[list[np.ndarray]]:
-        """What each trainer has counted of the staleness of updates, those that were lost included.
+        """What each group has counted of the staleness of updates, those that were lost included.
 
         Returns:
-            For each of them, an array for each of the counters; of a trainer that does not
+            For each of them, an array for each of the counters; of a group that does not
             answer, and of one that was lost, what is known.
         """
-        for worker in self.copies.workers:
+        for group in self.copies.there:
             # One that is lost its own threads find out.
             with contextlib.suppress(tf.errors.OpError, KeyError):
-                values = self.copies.values(worker)
+                values = self.copies.values(group)
                 with self._lock:
-                    if worker not in self._lost:
-                        self._counted[worker] = [values[i] for i in self._counters]
+                    if group not in self._lost:
+                        self._counted[group] = [values[i] for i in self._counters]
         with self._lock:
             return [*self._counted_before, *self._counted.values()]
 
     def extras(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps besides the copies: the center, and the algorithm's vectors."""
+        """What a checkpoint keeps besides the copies: the center, and the algorithm's vectors.
+
+        Each is one vector, in the order of the parameters, whatever shards there are.
+        """
         if self._restored is not None:
             return dict(self._restored)  # Nobody has trained since.
-        kept = {f"state_{name}": value for name, value in self._current_states().items()}
-        if self._parts:
-            kept["center"] = self._center()
+        vectors = [self._current_vectors(shard) for shard in self._shards]
+        kept = {f"state_{name}": self._joined([v[name] for v in vectors]) for name in vectors[0]}
+        if self._algorithm.is_central and self._has_begun:
+            kept["center"] = self._joined([self._center(shard) for shard in self._shards])
         return kept
 
     def restore(
         self, values: Mapping[int, Sequence[np.ndarray]], extras: Mapping[str, np.ndarray]
     ) -> None:
-        """Trainers go on with these copies, and this center; nobody may be at work.
+        """Groups go on with these copies, and this center; nobody may be at work.
 
         Args:
-            values: by worker. If there were more or fewer, all begin with the mean.
+            values: by group. If there were more or fewer, all begin with the mean.
             extras: as above; those of another algorithm are left out.
         """
-        workers = range(self._cluster.workers)
-        if values and set(values) != set(workers):
+        groups = range(len(self.copies.groups))
+        if values and set(values) != set(groups):
             logging.warning(
                 "The checkpoint holds the parameters of %d trainers, and there are %d: all of "
                 "them begin with the mean.",
                 len(values),
-                len(workers),
+                len(groups),
             )
             mean = self.copies.mean(list(values.values()))
             self._merged = [list(copy) for copy in values.values()], mean
-            values = dict.fromkeys(workers, mean)
+            values = dict.fromkeys(groups, mean)
         if values:
             self.copies.load(values)
         with self._lock:
@@ -217,35 +276,40 @@ class Trainers:
 
     # Inside.
 
-    def _handles(self, worker: int) -> list[tf.Tensor]:
-        states = self._there[worker]
-        parameters = self.copies.handles(worker)[: self._parameters]
-        return [*parameters, *(states[name].handle for name in sorted(states))]
+    def _held(self, group: int) -> list[tuple[_Shard, tuple[str, int]]]:
+        """A group's shards, and who holds them: job and index."""
+        return list(zip(self._shards, self.copies.groups[group].holders, strict=True))
 
-    def _function(self, members: Sequence[int]) -> Callable:
-        """What synchronizes these trainers; of the handles of all of them."""
-        # One for any trainer where they synchronize by themselves.
+    def _handles(self, group: int, shard: _Shard) -> list[tf.Tensor]:
+        vectors, handles = self._there[group][shard.number], self.copies.handles(group)
+        own = [handles[i] for i in shard.parameters]
+        return [*own, *(vectors[name].handle for name in sorted(vectors))]
+
+    def _function(self, members: Sequence[int], shard: _Shard) -> Callable:
+        """What synchronizes a shard of these groups; of the handles of all of them."""
+        # One for any group where they synchronize by themselves.
         key = () if self._algorithm.is_central else tuple(members)
-        if key in self._functions:
-            return self._functions[key]
-        names = sorted(self._first_states)
-        each = self._parameters + len(names)
-        devices = [device_of("worker", w) + "/device:CPU:0" for w in key] or [""]
+        if key in shard.functions:
+            return shard.functions[key]
+        names = sorted(shard.first_vectors)
+        count = len(shard.parameters)
+        each = count + len(names)
+        holders = [self.copies.groups[group].holders[shard.number] for group in key]
+        devices = [f"{device_of(*holder)}/device:CPU:0" for holder in holders] or [""]
 
         def sync(*handles):
             trainers = []
             for i, device in enumerate(devices):
                 own = handles[i * each : (i + 1) * each]
-                states = dict(zip(names, own[self._parameters :], strict=True))
-                parameters = own[: self._parameters]
-                trainers.append(Trainer(device, parameters, self._sizes, states))
-            center = Center(self._parts, self._traffic) if self._parts else None
+                vectors = dict(zip(names, own[count:], strict=True))
+                trainers.append(Trainer(device, own[:count], shard.sizes, vectors))
+            center = Center(shard.parts, shard.traffic) if shard.parts else None
             self._algorithm.sync(trainers, center)
 
         specs = [tf.TensorSpec([], tf.resource)] * (each * len(devices))
         with tf.device(None), links.limited(self._limits):
             function = tf.function(sync, autograph=False).get_concrete_function(*specs)
-        self._functions[key] = function
+        shard.functions[key] = function
         return function
 
     def _follow_users(self) -> None:
@@ -260,20 +324,22 @@ class Trainers:
         self._follow_assignments()
         if self._restored is None:
             return
-        restored = self._restored
         # A checkpoint of another algorithm has no center, or other vectors.
-        start = self._packed()
-        states = {
-            name: restored.get(f"state_{name}", value)
-            for name, value in self._checked_states(start).items()
-        }
-        self._set(restored.get("center", start), states)
+        restored = {name: self._divided(vector) for name, vector in self._restored.items()}
+        for shard in self._shards:
+            number, start = shard.number, shard.pack(self.copies.shown)
+            vectors = self._checked_vectors(start)
+            for name in vectors:
+                if f"state_{name}" in restored:
+                    vectors[name] = restored[f"state_{name}"][number]
+            center = restored["center"][number] if "center" in restored else start
+            self._set(shard, center, vectors)
         self._restored = None  # Not earlier: if a server is lost, all of this is done again.
 
     def _begin_with_merged(self) -> None:
-        """All trainers begin with the mean of a checkpoint's.
+        """All groups begin with the mean of a checkpoint's.
 
-        What users see is that of one of its trainers, perhaps: the checkpoint of the model
+        What users see is that of one of its groups, perhaps: the checkpoint of the model
         writes that after the trainers' states were read. What they have assigned themselves
         stays.
         """
@@ -282,17 +348,26 @@ class Trainers:
         for i, shown in enumerate(self.copies.shown):
             is_of_checkpoint = any(np.array_equal(shown, copy[i]) for copy in copies)
             values.append(mean[i] if is_of_checkpoint else shown)
-        self.copies.load(dict.fromkeys(range(self._cluster.workers), values))
+        self.copies.load(dict.fromkeys(range(len(self.copies.groups)), values))
 
-    def _packed(self) -> np.ndarray:
-        """The parameters as users see them, one after the other."""
-        shown = self.copies.shown[: self._parameters]
-        return np.concatenate([np.ravel(value) for value in shown]).astype(np.float32)
+    def _joined(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
+        """One vector, in the order of the parameters, of one for each shard."""
+        pieces: dict[int, np.ndarray] = {}
+        for shard, vector in zip(self._shards, vectors, strict=True):
+            pieces.update(shard.unpack(vector))
+        return np.concatenate([pieces[i] for i in range(self._parameters)])
 
-    def _checked_states(self, start: np.ndarray) -> dict[str, np.ndarray]:
-        """The algorithm's vectors for a trainer that begins with these parameters."""
-        states = self._algorithm.states(start)
-        for name, value in states.items():
+    def _divided(self, vector: np.ndarray) -> list[np.ndarray]:
+        """The other way round."""
+        variables = self.copies.variables[: self._parameters]
+        sizes = [variable.shape.num_elements() for variable in variables]
+        pieces = np.split(vector, np.cumsum(sizes)[:-1])
+        return [shard.pack(pieces) for shard in self._shards]
+
+    def _checked_vectors(self, start: np.ndarray) -> _Vectors:
+        """The algorithm's vectors for a group that begins with these parameters."""
+        vectors = dict(self._algorithm.states(start))
+        for name, value in vectors.items():
             if "/" in name:
                 raise ValueError(
                     f"{type(self._algorithm).__name__}.states must give names without a slash, "
@@ -304,60 +379,57 @@ class Trainers:
                     f"{start.size} elements; {name!r} has the shape {np.shape(value)} and the "
                     f"type {np.asarray(value).dtype}"
                 )
-        return states
+        return vectors
 
     def _follow_assignments(self) -> None:
-        start = self._packed()
         is_assigned = any(self.copies.assigned[: self._parameters])
-        if not self._parts and self._algorithm.is_central:
-            for ps, (first, last) in zip(self._sync_ps, self._ranges(), strict=True):
-                with tf.device(device_of("ps", ps) + "/device:CPU:0"):
-                    # Not a variable of the strategy, in whose scope this may be.
-                    self._parts.append(ResourceVariable(start[first:last], trainable=False))
-                    self._traffic.append(ResourceVariable(np.int64(0), trainable=False))
-        if is_assigned or not self._has_begun:
-            self._set(start, self._checked_states(start))
+        for shard in self._shards:
+            start = shard.pack(self.copies.shown)
+            if not shard.parts and self._algorithm.is_central:
+                ranges = shard.ranges(len(self._sync_ps))
+                for ps, (first, last) in zip(self._sync_ps, ranges, strict=True):
+                    with tf.device(device_of("ps", ps) + "/device:CPU:0"):
+                        # Not a variable of the strategy, in whose scope this may be.
+                        shard.parts.append(ResourceVariable(start[first:last], trainable=False))
+                        shard.traffic.append(ResourceVariable(np.int64(0), trainable=False))
+            if is_assigned or not self._has_begun:
+                self._set(shard, start, self._checked_vectors(start))
         self._has_begun = True
 
-    def _set(self, center: np.ndarray, states: dict[str, np.ndarray]) -> None:
-        """Sets the sync PSs' copy, if there is one, and the vectors of every trainer."""
-        self._first_states = states
+    def _set(self, shard: _Shard, center: np.ndarray, vectors: _Vectors) -> None:
+        """Sets the sync PSs' copy, if there is one, and the vectors of every group."""
+        shard.first_vectors = vectors
         self._all_gone = False
-        for part, (first, last) in zip(self._parts, self._ranges(), strict=True):
+        for part, (first, last) in zip(shard.parts, shard.ranges(len(shard.parts)), strict=True):
             part.assign(center[first:last])
-        for worker, own in self._there.items():
-            with at(self._cluster, worker):
-                for name, value in states.items():
-                    own[name].assign(on_worker(value))
+        for group, own in self._there.items():
+            job, index = self.copies.groups[group].holders[shard.number]
+            with at(self._cluster, index, job):
+                for name, value in vectors.items():
+                    own[shard.number][name].assign(on_worker(value))
 
-    def _center(self) -> np.ndarray:
-        """The sync PSs' copy."""
-        return np.concatenate([np.asarray(part.read_value()) for part in self._parts])
+    def _center(self, shard: _Shard) -> np.ndarray:
+        """The sync PSs' copy of a shard."""
+        return np.concatenate([np.asarray(part.read_value()) for part in shard.parts])
 
-    def _ranges(self) -> list[tuple[int, int]]:
-        """Which elements each sync PS has."""
-        total, count = sum(self._sizes), len(self._sync_ps)
-        if not count:
-            return []
-        bounds = [total * i // count for i in range(count + 1)]
-        return list(zip(bounds, bounds[1:], strict=False))
-
-    def _current_states(self) -> dict[str, np.ndarray]:
-        """The algorithm's vectors for a trainer that has none: another's, if there is one."""
+    def _current_vectors(self, shard: _Shard) -> _Vectors:
+        """The algorithm's vectors for a group that has none: another's, if there is one."""
         with self._lock:
             others = list(self._there.items())
-        for worker, states in others:
+        for group, vectors in others:
+            job, index = self.copies.groups[group].holders[shard.number]
             # One that is lost its own threads find out.
-            with contextlib.suppress(tf.errors.OpError), at(self._cluster, worker):
-                self._first_states = {n: np.asarray(v.read_value()) for n, v in states.items()}
-                return self._first_states
+            with contextlib.suppress(tf.errors.OpError), at(self._cluster, index, job):
+                own = vectors[shard.number]
+                shard.first_vectors = {n: np.asarray(v.read_value()) for n, v in own.items()}
+                return shard.first_vectors
         if self._all_gone:
             # They begin anew, with the parameters.
-            self._first_states = self._checked_states(self._packed())
-        return self._first_states
+            shard.first_vectors = self._checked_vectors(shard.pack(self.copies.shown))
+        return shard.first_vectors
 
-    def _come_back(self, worker: int) -> None:
-        """A lost trainer begins with the mean of the others, or with what users see."""
+    def _come_back(self, group: int) -> None:
+        """A lost group begins with the mean of the others, or with what users see."""
         with self._lock:
             others = list(self._there)
         taken = []
@@ -366,16 +438,18 @@ class Trainers:
             with contextlib.suppress(tf.errors.OpError, KeyError):
                 taken.append(self.copies.values(other))
         values = self.copies.mean(taken) if taken else list(self.copies.shown)
-        if self._parts:
+        has_center = self._algorithm.is_central and self._has_begun
+        if has_center:
             # The center has what the lost one had learned, too.
-            pieces = np.split(self._center(), np.cumsum(self._sizes)[:-1])
-            for i, piece in enumerate(pieces):
-                values[i] = piece.reshape(self.copies.variables[i].shape)
+            for shard in self._shards:
+                for i, piece in shard.unpack(self._center(shard)).items():
+                    values[i] = piece.reshape(self.copies.variables[i].shape)
         for i in self._counters:
             values[i] = np.zeros_like(values[i])
-        self.copies.make(worker, values)
+        self.copies.make(group, values)
+        job, index = self.copies.groups[group].holders[0]
         logging.warning(
-            "Worker %d goes on with the parameters of %s.",
-            worker,
-            "the sync PSs" if self._parts else "the other trainers",
+            "%s goes on with the parameters of %s.",
+            f"Worker {index}" if job == "worker" else f"Group {group}",
+            "the sync PSs" if has_center else "the other trainers",
         )

@@ -1,0 +1,157 @@
+"""Groups of trainers and parameter servers, which hold the parameters of their group."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import keras
+
+from tf_recsync.cluster import Cluster
+from tf_recsync.modes import Hogwild, ModeConfig
+from tf_recsync.strategies.fit_strategy import check_is_cluster, check_timeouts
+from tf_recsync.strategies.synchronized_strategy import (
+    SynchronizedStrategy,
+    check_algorithm,
+    checked_schedule,
+    checked_sync_ps,
+)
+from tf_recsync.synchronization import aggregation as aggregations
+from tf_recsync.synchronization.arrangement import hierarchical
+from tf_recsync.synchronization.shadow_algorithms import Algorithm
+from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
+
+
+class HierarchicalStrategy(SynchronizedStrategy):
+    """Groups of trainers that share parameters on servers of their own, kept together by loops.
+
+    Each group has one copy of the dense parameters, divided among its parameter servers, which
+    all of its trainers pull and push. Embedding tables exist once, on the embedding PSs, and the
+    trainers of all groups update their rows. Meanwhile a loop for each server of a group
+    synchronizes its shard with those of the other groups, and knows nothing of training.
+
+    The two choices are independent: `aggregation` says what happens inside a group, and
+    `algorithm` what happens between groups. So a group may train synchronously, or by GBA,
+    while the groups are kept together by elastic averaging.
+
+    Worker w is a trainer of group w // `trainers_per_group`. Of the cluster's parameter servers
+    the groups' come first, group by group, then the embedding PSs, and the sync PSs are last.
+    Without embedding PSs each group has a copy of the tables, too. A trainer that is lost leaves
+    its group training; training ends with an error when a parameter server is lost.
+
+    `fit`, `evaluate` and `predict` of Keras 3 work as usual: build and compile the model in
+    `scope()`, with an optimizer of `tf_recsync.optimizers`. Variables read outside of training,
+    and what is saved, are the first group's copy or the mean; assigning a variable assigns all
+    copies.
+
+    Reference: Huang et al. 2021, "Hierarchical Training: Scaling Deep Recommendation Models on
+    Large CPU Clusters"; here operators stay on the trainers. Zheng et al. 2021, "ShadowSync".
+
+    Args:
+        cluster: a `LocalCluster`, or what `cluster_from_tf_config` returned, with
+            `groups * trainers_per_group` workers and at least `groups * ps_per_group + sync_ps`
+            parameter servers; the embedding PSs are those that are left.
+        algorithm: how the groups' copies are synchronized: `EASGD`, `ModelAveraging`, `BMUF`, or
+            an `Algorithm` of your own.
+        groups: how many groups there are, an int of at least 1.
+        trainers_per_group: an int of at least 1.
+        ps_per_group: an int of at least 1.
+        aggregation: a mode of `tf_recsync.modes`: when the trainers of a group start, and when
+            its servers apply what they push. Its batch sizes are those of one group. Defaults to
+            None: `modes.Hogwild()`, each push at once and without locks.
+        mode: "shadow" (the default) or a `Shadow`: synchronization in the background; or a
+            `Foreground`: as a part of training.
+        sync_ps: how many of the parameter servers hold the central copy, an int. Default: 1
+            with a central algorithm, as EASGD is, else 0.
+        output: what reading a variable gives: "first" (the default) for the first group's
+            copy, or "mean" for that of all.
+        local_batch_size: examples of a batch, or None (the default) if the mode says it or fit
+            shall find out.
+        worker_timeout: as in `AsyncStrategy`.
+        silence_timeout: as in `AsyncStrategy`.
+
+    Raises:
+        ValueError: if an argument is wrong or does not go with another one.
+
+    Example:
+
+    ```python
+    cluster = recsync.LocalCluster(workers=4, ps=4)
+    strategy = recsync.HierarchicalStrategy(
+        cluster, recsync.EASGD(alpha=0.3), groups=2, trainers_per_group=2, ps_per_group=1
+    )
+    with strategy.scope():
+        model = build_model()
+        model.compile(recsync.optimizers.Adagrad(0.05), "binary_crossentropy")
+    model.fit(dataset)
+    print(strategy.average_sync_gap(model))
+    ```
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        algorithm: Algorithm,
+        *,
+        groups: int,
+        trainers_per_group: int,
+        ps_per_group: int,
+        aggregation: ModeConfig | None = None,
+        mode: Literal["shadow"] | Shadow | Foreground = "shadow",
+        sync_ps: int | None = None,
+        output: Literal["first", "mean"] = "first",
+        local_batch_size: int | None = None,
+        worker_timeout: float = 600.0,
+        silence_timeout: float | None = None,
+    ):
+        check_is_cluster(cluster)
+        check_algorithm(algorithm)
+        schedule = checked_schedule(mode)
+        check_timeouts(worker_timeout, silence_timeout)
+        config = Hogwild(local_batch_size=local_batch_size) if aggregation is None else aggregation
+        if not isinstance(config, ModeConfig):
+            raise ValueError(f"aggregation must be one of tf_recsync.modes, not {aggregation!r}")
+        if local_batch_size not in (None, config.local_batch_size):
+            raise ValueError(
+                f"local_batch_size={local_batch_size} is not that of aggregation="
+                f"{aggregation!r}; give it there"
+            )
+        on_sync_ps = checked_sync_ps(sync_ps, algorithm, cluster.ps)
+        arrangement = hierarchical(
+            groups, trainers_per_group, ps_per_group, cluster.ps, len(on_sync_ps)
+        )
+        if arrangement.trainers != cluster.workers:
+            raise ValueError(
+                f"groups={groups} with trainers_per_group={trainers_per_group} need "
+                f"{arrangement.trainers} workers, the cluster has workers={cluster.workers}"
+            )
+        super().__init__(
+            cluster,
+            arrangement,
+            config.on(trainers_per_group),
+            algorithm,
+            schedule,
+            1,
+            output,
+            config.local_batch_size,
+            worker_timeout,
+            silence_timeout,
+        )
+
+    def aggregation(self, model: keras.Model) -> list[aggregations.Report] | None:
+        """What became of the pushes of each group's trainers since the model began to train.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            A report for each group, as of `GBAStrategy.aggregation`; None before the model
+            trains, and where servers apply each push at once and no tokens are used.
+
+        Raises:
+            RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
+        """
+        live = getattr(model.train_function, "aggregations", None)
+        if not live:
+            return None
+        with self._watched(model):
+            return [live[group].report() for group in sorted(live)]

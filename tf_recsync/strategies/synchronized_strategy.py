@@ -1,0 +1,330 @@
+"""The common base of strategies whose groups of workers have copies that are synchronized."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_recsync import staleness
+from tf_recsync._checks import check_at_least
+from tf_recsync.cluster import Cluster
+from tf_recsync.strategies import copied_functions, shadow_functions
+from tf_recsync.strategies.copies_extended import CopiesExtended
+from tf_recsync.strategies.fit_strategy import FitStrategy, check_optimizers
+from tf_recsync.strategies.model_variables import AsShown, optimizers_of
+from tf_recsync.strategies.server_threads import check_threads
+from tf_recsync.synchronization.arrangement import Arrangement
+from tf_recsync.synchronization.copies import is_copied
+from tf_recsync.synchronization.modes import Mode
+from tf_recsync.synchronization.shadow import ShadowGroup, SyncReport
+from tf_recsync.synchronization.shadow_algorithms import Algorithm
+from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
+from tf_recsync.synchronization.worker_states import WorkerStates
+
+
+class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
+    """Groups of trainers, each with a copy of the dense parameters, kept together by an algorithm.
+
+    Args:
+        cluster: the cluster.
+        arrangement: the groups, and the servers that belong to none.
+        mode: when the trainers of a group start, and how its copy is updated.
+        algorithm: how copies are synchronized.
+        schedule: when: "shadow" for `Shadow()`.
+        threads: that train for each trainer.
+        output: what reading a variable gives: "first" or "mean".
+        local_batch_size: examples of a batch, or None if fit shall find out.
+        worker_timeout: as in `AsyncStrategy`.
+        silence_timeout: as in `AsyncStrategy`.
+
+    Raises:
+        ValueError: if the algorithm, the schedule or the output is wrong.
+    """
+
+    pushes_gradients = True  # Optimizers are applied in the workers' steps only.
+
+    linked_jobs = ("ps", "worker")
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        arrangement: Arrangement,
+        mode: Mode,
+        algorithm: Algorithm,
+        schedule: Literal["shadow"] | Shadow | Foreground,
+        threads: int,
+        output: Literal["first", "mean"],
+        local_batch_size: int | None,
+        worker_timeout: float,
+        silence_timeout: float | None,
+    ):
+        self._arrangement = arrangement
+        self._algorithm = algorithm
+        self._schedule = checked_schedule(schedule)
+        if output not in ("first", "mean"):
+            raise ValueError(f'output must be "first" or "mean", not {output!r}')
+        self._read = 0 if output == "first" else "mean"
+        self.threads_per_worker = threads
+        cluster.connect()
+        # Its threads' steps, a synchronization of its own, and its part in another one's.
+        check_threads(cluster, [threads + 2] * cluster.workers, "for other servers")
+        super().__init__(CopiesExtended(self, cluster.check_open, arrangement))
+        self._init_fit(
+            cluster, local_batch_size, worker_timeout, silence_timeout, arrangement, mode
+        )
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """How copies are synchronized."""
+        return self._algorithm
+
+    @property
+    def sync_ps(self) -> tuple[int, ...]:
+        """The task indices of the sync PSs."""
+        return self._arrangement.sync_ps
+
+    @property
+    def embedding_ps(self) -> tuple[int, ...]:
+        """The task indices of the embedding PSs."""
+        return self._arrangement.embedding_ps
+
+    def placed_on(self, ps: int) -> contextlib.AbstractContextManager:
+        """A context in which variables are made on one embedding PS, once for all trainers.
+
+        Args:
+            ps: its place among `embedding_ps`.
+
+        Raises:
+            ValueError: if there is no such server.
+        """
+        count = len(self.embedding_ps)
+        if not count:
+            raise ValueError(f"ps must be an embedding PS, not {ps!r}: there are none")
+        if ps not in range(count):
+            raise ValueError(
+                f"ps must be from 0 to {count - 1}, not {ps!r}: there are {count} embedding PSs"
+            )
+        return self.extended.placed_on(ps)
+
+    def sync_report(self, model: keras.Model) -> SyncReport:
+        """What synchronization has done since the model began to train.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            Counts and times, all 0 before the model has trained.
+
+        Raises:
+            RuntimeError: if a sync PS is lost, or silent for `silence_timeout` seconds.
+        """
+        group = self._group(model)
+        if group is None:
+            nothing = [0] * len(self._arrangement.groups)
+            return SyncReport(nothing, [0.0 for _ in nothing], 0, 0.0, 0, 0)
+        batch = model.train_function.local_batch_size
+        with self._watched(model):
+            return dataclasses.replace(group.report(), local_batch_size=batch)
+
+    def average_sync_gap(
+        self, model: keras.Model, by: Literal["counters", "bytes"] = "counters"
+    ) -> float:
+        """The steps that a trainer does from one synchronization to the next, on average.
+
+        Reference: section 4.1.1 of the paper, which measures it in both ways.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+            by: "counters" (the default): steps over synchronizations, as they were counted;
+                "bytes": steps over what the sync PSs have received and sent, in sizes of the
+                parameters, there and back.
+
+        Returns:
+            The gap in steps; infinite before the first synchronization, and by bytes where
+            there are no sync PSs.
+
+        Raises:
+            ValueError: if `by` is anything else.
+        """
+        if by not in ("counters", "bytes"):
+            raise ValueError(f'by must be "counters" or "bytes", not {by!r}')
+        report = self.sync_report(model)
+        syncs = sum(report.syncs)
+        if by == "bytes":
+            syncs = report.sync_ps_bytes / (8 * report.elements) if report.elements else 0
+        return report.steps / syncs if syncs else float("inf")
+
+    def copies(self, model: keras.Model) -> list[list[np.ndarray] | None]:
+        """The dense parameters of each trainer.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            For each trainer, by its index, arrays like those of `model.trainable_variables`
+            that are not on embedding PSs; all the same before the model has trained. None for
+            a trainer that is lost.
+        """
+        group = self._group(model)
+        dense = [v for v in model.trainable_variables if is_copied(v)]
+        if group is None or not group.copies.there:
+            return [[np.asarray(v) for v in dense]] * len(self._arrangement.groups)
+        with self._watched(model):
+            return group.copies.by_group(len(dense))
+
+    def worker_states(self, model: keras.Model) -> WorkerStates:
+        """The copies of each trainer and of the sync PSs, for a `tf.train.Checkpoint`.
+
+        What a checkpoint keeps of the model alone is the output: one trainer's copy, or the
+        mean, and the tables. With this, each trainer goes on with its own copy, optimizer state
+        included, and the central copy, or BMUF's global parameters, with theirs. On another
+        number of trainers all begin with the mean; the number of sync PSs may change. Save and
+        restore between epochs.
+
+        Args:
+            model: a built model that was compiled in this strategy's scope.
+
+        Returns:
+            What goes into the checkpoint, beside the model.
+
+        Raises:
+            ValueError: if the model is not built, or from elsewhere.
+
+        Example:
+
+        ```python
+        checkpoint = tf.train.Checkpoint(model=model, trainers=strategy.worker_states(model))
+        checkpoint.save("checkpoints/clicks")
+        checkpoint.restore(tf.train.latest_checkpoint("checkpoints")).assert_consumed()
+        ```
+        """
+        return copied_functions.worker_states(self, model)
+
+    def staleness(self, model: keras.Model) -> staleness.Report:
+        """The staleness measured since the model's optimizer was built.
+
+        Where servers collect pushes, that of dense variables is in global steps of the group, of
+        each push counted since the model began to train here.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            Statistics of dense variables, which is that inside a group, and of the rows of
+            embedding tables, among all.
+
+        Raises:
+            RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
+        """
+        states = [s for o in optimizers_of(model) for s in o.states]
+        group = self._group(model)
+        of = staleness.Statistics.from_counters
+        found: dict[str, list[np.ndarray]] = {}
+        dense = [state for state in states if not state.is_table]
+        with self._watched(model):
+            for state in states:
+                if state.is_table or group is None:
+                    found[state.variable.path] = [np.asarray(state.counters._value.read_value())]
+            for counts in [] if group is None else group.counted():
+                for state, counters in zip(dense, counts, strict=True):
+                    found.setdefault(state.variable.path, []).append(counters)
+        live = getattr(model.train_function, "aggregations", {}).values()
+        with self._watched(model):
+            pushes = [aggregation.report().staleness for aggregation in live]
+        counted = of([c for s in dense for c in found.get(s.variable.path, [])])
+        rows = [c for s in states if s.is_table for c in found[s.variable.path]]
+        return staleness.Report(
+            dense=staleness.Statistics.sum(pushes) if self.mode.uses_buffers else counted,
+            rows=of(rows),
+            variables={path: of(counters) for path, counters in found.items()},
+        )
+
+    def _group(self, model: keras.Model) -> ShadowGroup | None:
+        return getattr(model.train_function, "group", None)
+
+    def _put_functions(self, model: keras.Model) -> None:
+        counts_steps = getattr(self._schedule, "gap", None) is not None
+        model.train_function = shadow_functions.ShadowTrainFunction(
+            model,
+            self._settings,
+            self._make_group,
+            self.threads_per_worker,
+            counts_steps,
+            self._read,
+        )
+        self._put_reading_functions(model, AsShown(model))
+
+    def _make_group(self, copies, parameters: int, counters: list[int]) -> ShadowGroup:
+        return ShadowGroup(
+            self._algorithm,
+            self._schedule,
+            self._cluster,
+            self._arrangement,
+            copies,
+            parameters,
+            counters,
+            self.threads_per_worker,
+            self._settings.bandwidths,
+        )
+
+    def _check_optimizer(self, model: keras.Model) -> None:
+        check_optimizers(self, model)
+
+
+def checked_schedule(schedule: Literal["shadow"] | Shadow | Foreground) -> Shadow | Foreground:
+    """When copies are synchronized; raises a ValueError if an argument does not say it."""
+    if schedule == "shadow":
+        return Shadow()
+    if not isinstance(schedule, (Shadow, Foreground)):
+        raise ValueError(f'mode must be "shadow", a Shadow or a Foreground, not {schedule!r}')
+    return schedule
+
+
+def check_algorithm(algorithm: Algorithm) -> None:
+    """Raises a ValueError if an argument is no algorithm of synchronization."""
+    if not isinstance(algorithm, Algorithm):
+        raise ValueError(
+            f"algorithm must be EASGD, ModelAveraging, BMUF or another Algorithm, not {algorithm!r}"
+        )
+
+
+def checked_sync_ps(sync_ps: Any, algorithm: Algorithm, servers: int) -> list[int]:
+    """The task indices of the sync PSs, if there are as many as the algorithm needs."""
+    name = type(algorithm).__name__
+    if sync_ps is None:
+        sync_ps = 1 if algorithm.is_central else 0
+    if isinstance(sync_ps, Integral) and not isinstance(sync_ps, bool):
+        check_at_least("sync_ps", int(sync_ps), 0)
+        if sync_ps > servers:
+            raise ValueError(
+                f"sync_ps={sync_ps} needs as many parameter servers, the cluster has ps={servers}"
+            )
+        indices = list(range(servers - int(sync_ps), servers))
+    else:
+        if not isinstance(sync_ps, Sequence) or isinstance(sync_ps, (str, bytes)):
+            raise ValueError(f"sync_ps must be a number or task indices, not {sync_ps!r}")
+        indices = list(sync_ps)
+        for index in indices:
+            if isinstance(index, bool) or not isinstance(index, Integral):
+                raise ValueError(f"sync_ps must be a number or task indices, not {sync_ps!r}")
+            if not 0 <= index < servers:
+                raise ValueError(f"sync_ps names ps:{index}, the cluster has ps={servers}")
+        if len(set(indices)) < len(indices):
+            raise ValueError(f"sync_ps must name each server once, not {sync_ps!r}")
+    if algorithm.is_central and not indices:
+        raise ValueError(
+            f"{name} needs at least one sync PS: sync_ps={sync_ps!r}, the cluster has ps={servers}"
+        )
+    if not algorithm.is_central and indices:
+        raise ValueError(
+            f"{name} synchronizes trainers directly and has no use for sync PSs: sync_ps must be "
+            f"0, not {sync_ps!r}"
+        )
+    return [int(index) for index in indices]

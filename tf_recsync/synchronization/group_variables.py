@@ -1,0 +1,69 @@
+"""A model's variables as a group of trainers has them: the model's own, or a copy of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_recsync.synchronization.arrangement import Group
+from tf_recsync.synchronization.copies import Copies, device_for, is_copied
+
+
+class GroupVariables:
+    """Where a group's variables are.
+
+    Args:
+        group: the group.
+        copies: where it has its copies; None if the model's variables are its own.
+    """
+
+    def __init__(self, group: Group, copies: Copies | None = None):
+        self.group = group
+        self._copies = copies
+        known = [] if copies is None else copies.variables
+        self._numbers = {id(variable): i for i, variable in enumerate(known)}
+
+    def device(self, variable: keras.Variable) -> str:
+        """The device that holds the group's; "" for where a step runs."""
+        return device_for(variable, self.group)
+
+    def own(self, variable: keras.Variable) -> tf.Variable:
+        """The group's own, to be read and assigned; it has to have one."""
+        value = variable._value
+        if not is_copied(variable):
+            return value
+        return self._copies.of(self.group.index)[self._numbers[id(value)]]
+
+    def on_own(self, concrete: Callable) -> Callable[[], Any]:
+        """Has a concrete function without arguments use the group's variables."""
+        if self._copies is None:
+            return concrete
+        function = OnCopies(concrete, 0, self._copies.variables)
+        return lambda: function(*self._copies.handles(self.group.index))
+
+
+class OnCopies:
+    """A function of variables, called with others in their place.
+
+    Args:
+        concrete: a concrete function of tensors or an iterator and tensors.
+        arguments: how many there are.
+        replaced: the variables whose replacements, as handles, come after the arguments.
+    """
+
+    def __init__(self, concrete: Callable, arguments: int, replaced: Sequence[tf.Variable]):
+        self._concrete = concrete
+        self._arguments = arguments
+        place = {id(variable.handle): i for i, variable in enumerate(replaced)}
+        self._captures = [
+            (place.get(id(captured)), captured) for captured in concrete.captured_inputs
+        ]
+
+    def __call__(self, *all_arguments) -> Any:
+        arguments = all_arguments[: self._arguments]
+        replacements = all_arguments[self._arguments :]
+        captured = [c if i is None else replacements[i] for i, c in self._captures]
+        return self._concrete._call_flat(tf.nest.flatten(arguments, True), captured)
