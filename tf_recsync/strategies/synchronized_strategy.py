@@ -174,7 +174,7 @@ class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
         """
         group = self._group(model)
         dense = [v for v in model.trainable_variables if is_copied(v)]
-        if group is None or not group.copies.there:
+        if group is None or not group.copies.has_any:
             return [[np.asarray(v) for v in dense]] * len(self._arrangement.groups)
         with self._watched(model):
             return group.copies.by_group(len(dense))

@@ -246,6 +246,12 @@ class Copies:
         with self._lock:
             self._loaded.pop(group, None)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether groups have copies, or values to begin with; else these are what users see."""
+        with self._lock:
+            return bool(self._copies or self._loaded)
+
     def is_loaded(self, group: int) -> bool:
         """Whether there are values that a group begins with when it is opened."""
         with self._lock:

@@ -1,0 +1,363 @@
+"""HierarchicalStrategy with `model.fit`: two groups of two trainers, on servers of their own."""
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import AtBatch
+
+import tf_recsync as recsync
+from tf_recsync.strategies.copied_functions import CopiedTrainFunction
+from tf_recsync.synchronization.shadow import ShadowGroup
+
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
+
+ALPHA, RATE = 0.3, 0.1
+BATCH, ROUNDS, WORKERS = 4, 3, 4
+GLOBAL = {"global_batch_size": 2 * BATCH, "local_batch_size": BATCH}
+INSIDE = {
+    "hogwild": None,
+    "async": recsync.modes.Async(),
+    "GBA": recsync.modes.GBA(**GLOBAL),
+    "sync": recsync.modes.Sync(**GLOBAL),
+}
+BETWEEN = {
+    "EASGD": recsync.EASGD(ALPHA),
+    "MA": recsync.ModelAveraging(ALPHA),
+    "BMUF": recsync.BMUF(ALPHA, eta=0.8, momentum=0.5),
+}
+
+
+@pytest.fixture
+def cluster(clusters):
+    return clusters.get(workers=WORKERS, ps=6)
+
+
+def hierarchical(cluster, algorithm=BETWEEN["EASGD"], **options):
+    settings = {"groups": 2, "trainers_per_group": 2, "ps_per_group": 1}
+    return recsync.HierarchicalStrategy(cluster, algorithm, **{**settings, **options})
+
+
+def batches_of(worker: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    random = np.random.default_rng(worker)
+    x = random.normal(size=(ROUNDS, BATCH, 3)).astype(np.float32)
+    y = (x @ np.array([1.0, -2.0, 0.5], np.float32))[..., np.newaxis] + worker
+    return list(zip(x, y, strict=True))
+
+
+def line(strategy):
+    """A model of two weights, one of them of three elements."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.set_weights([np.full((3, 1), 0.5, np.float32), np.zeros(1, np.float32)])
+        model.compile(recsync.optimizers.SGD(RATE), "mse")
+    return model
+
+
+def datasets(strategy):
+    """Each worker has its own batches."""
+
+    def dataset_fn(context):
+        x, y = zip(*batches_of(context.input_pipeline_id), strict=True)
+        return tf.data.Dataset.from_tensor_slices((np.array(x), np.array(y)))
+
+    return strategy.distribute_datasets_from_function(dataset_fn)
+
+
+@pytest.fixture
+def in_turn(monkeypatch):
+    """Has workers take steps one after the other, each with the synchronization that follows."""
+    changed, turn, there = threading.Condition(), [0], set()
+    run_steps, trained = CopiedTrainFunction._run_steps, ShadowGroup.trained
+
+    def next_turn():
+        with changed:
+            turn[0] += 1
+            changed.notify_all()
+
+    def wait_for_turn(function, slot, n):
+        with changed:
+            there.add(slot.number)  # Before the first one may have to meet with all others.
+            changed.notify_all()
+            assert changed.wait_for(
+                lambda: len(there) == WORKERS and turn[0] % WORKERS == slot.number, 60
+            )
+        return run_steps(function, slot, n)
+
+    def note_trained(group, thread, steps):
+        if group._is_central:  # Each group synchronizes by itself.
+            trained(group, thread, steps)
+            next_turn()
+        else:  # All meet.
+            next_turn()
+            trained(group, thread, steps)
+
+    monkeypatch.setattr(CopiedTrainFunction, "_run_steps", wait_for_turn)
+    monkeypatch.setattr(ShadowGroup, "trained", note_trained)
+
+
+class Replay:
+    """The same in numpy: two groups, each with a vector of weights and bias."""
+
+    def __init__(self, aggregated: bool, name: str):
+        start = np.array([0.5, 0.5, 0.5, 0.0])
+        self.groups = [start.copy(), start.copy()]
+        self.center, self.update = start.copy(), np.zeros(4)
+        self._aggregated, self._name = aggregated, name
+        self._pending = [[], []]
+
+    def run(self) -> None:
+        for number in range(ROUNDS):
+            for worker in range(WORKERS):
+                self._step(worker // 2, *batches_of(worker)[number])
+                if self._name == "EASGD":
+                    self._elastic(worker // 2)
+            if self._name != "EASGD":
+                self._all_reduce()
+
+    def _step(self, group: int, x: np.ndarray, y: np.ndarray) -> None:
+        inputs = np.concatenate([x, np.ones((BATCH, 1))], 1)
+        gradient = 2 / BATCH * inputs.T @ (inputs @ self.groups[group] - y[:, 0])
+        if not self._aggregated:
+            self.groups[group] -= RATE * gradient
+            return
+        self._pending[group].append(gradient)
+        if len(self._pending[group]) == 2:
+            self.groups[group] -= RATE * np.mean(self._pending[group], 0)
+            self._pending[group].clear()
+
+    def _elastic(self, group: int) -> None:
+        self.center += ALPHA * (self.groups[group] - self.center)
+        self.groups[group] += ALPHA * (self.center - self.groups[group])
+
+    def _all_reduce(self) -> None:
+        target = np.mean(self.groups, 0)
+        if self._name == "BMUF":
+            self.update = 0.5 * self.update + 0.8 * (target - self.center)
+            self.center = self.center + self.update
+            target = self.center
+        for weights in self.groups:
+            weights += ALPHA * (target - weights)
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_scripted_run_equals_numpy(cluster, in_turn, inside, name):
+    strategy = hierarchical(
+        cluster,
+        BETWEEN[name],
+        aggregation=INSIDE[inside],
+        mode=recsync.Foreground(gap=1),
+        local_batch_size=None if INSIDE[inside] else BATCH,
+    )
+    model = line(strategy)
+    model.fit(datasets(strategy), verbose=0)
+    replay = Replay(inside in ("GBA", "sync"), name)
+    replay.run()
+    copies = [np.concatenate([np.ravel(v) for v in copy]) for copy in strategy.copies(model)]
+    np.testing.assert_allclose(copies, replay.groups, rtol=1e-5, atol=1e-6)
+    # What users see is the first group's.
+    np.testing.assert_array_equal(
+        np.concatenate([w.ravel() for w in model.get_weights()]), copies[0]
+    )
+
+
+WIDE = 16
+
+
+def click_model(strategy, metrics=(), steps_per_execution=1):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        ids = keras.Input((), dtype="int64", name="id")
+        vector = recsync.layers.EmbeddingCollection(
+            [recsync.layers.TableConfig("table", 40, 8)],
+            [recsync.layers.FeatureConfig("id", table="table")],
+            concatenate=True,
+        )({"id": ids})
+        hidden = keras.layers.Dense(WIDE, "relu", name="hidden")(vector)
+        normal = keras.layers.BatchNormalization(name="normal")(hidden)
+        model = keras.Model({"id": ids}, keras.layers.Dense(1, "sigmoid", name="top")(normal))
+        model.compile(
+            recsync.optimizers.Adagrad(0.1),
+            "binary_crossentropy",
+            metrics=list(metrics),
+            steps_per_execution=steps_per_execution,
+        )
+    return model
+
+
+def clicks(batches: int) -> tf.data.Dataset:
+    ids = np.random.default_rng(1).integers(0, 40, batches * BATCH)
+    y = (ids % 2).astype(np.float32)[:, np.newaxis]
+    return tf.data.Dataset.from_tensor_slices(({"id": ids}, y)).batch(BATCH)
+
+
+def shards_of(strategy, model) -> dict[str, list[str]]:
+    """Where each group has its copy of each trainable variable that is copied."""
+    copies = model.train_function.group.copies
+    names = {id(v._value): v.path for v in model.trainable_variables}
+    return {
+        names[id(shown)]: [copies.of(group)[i].device.split("/")[-2] for group in copies.there]
+        for i, shown in enumerate(copies.variables)
+        if id(shown) in names
+    }
+
+
+@pytest.mark.parametrize("between", ["EASGD", "BMUF"])
+def test_a_copy_is_divided_among_the_servers_of_its_group(cluster, between):
+    strategy = hierarchical(cluster, BETWEEN[between], ps_per_group=2, output="mean")
+    assert strategy.sync_ps == ((5,) if between == "EASGD" else ())
+    assert strategy.embedding_ps == ((4,) if between == "EASGD" else (4, 5))
+    model = click_model(strategy, metrics=["AUC"], steps_per_execution=2)
+    losses = model.fit(clicks(60), epochs=4, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    places = shards_of(strategy, model)
+    assert len(places) == 6  # Two dense layers and the normalization between; no table.
+    # Of each group the same, and both servers have some.
+    assert {tuple(devices) for devices in places.values()} == {
+        ("task:0", "task:2"),
+        ("task:1", "task:3"),
+    }
+    report = strategy.sync_report(model)
+    sizes = sum(
+        np.size(w)
+        for v, w in zip(model.weights, model.get_weights(), strict=True)
+        if v.path in places
+    )
+    assert report.elements == sizes
+    assert report.steps == 4 * 60
+    assert len(report.syncs) == 2 and all(report.syncs)
+    assert strategy.average_sync_gap(model) > 0
+    # What is seen is the mean, and what one assigns all groups take over.
+    first, second = strategy.copies(model)
+    shown = [v.numpy() for v in model.trainable_variables if v.path in places]
+    for mean, a, b in zip(shown, first, second, strict=True):
+        np.testing.assert_allclose(mean, (a + b) / 2, rtol=1e-5, atol=1e-6)
+    moving = model.get_layer("normal").moving_mean.numpy()
+    assert np.any(moving)
+    model.get_layer("top").set_weights([np.full((WIDE, 1), 2.0), np.array([1.0])])
+    recsync.testing.set_compute_time(strategy, 0.01)
+    model.optimizer.learning_rate = 0.0
+    model.fit(clicks(4), verbose=0)
+    for copy in strategy.copies(model):
+        np.testing.assert_allclose(copy[-1], [1.0], rtol=1e-6)
+
+
+def test_groups_go_on_from_a_checkpoint_and_others_with_the_mean(cluster, tmp_path):
+    strategy = hierarchical(cluster)
+    model = click_model(strategy)
+    model.fit(clicks(20), verbose=0)
+    checkpoint = tf.train.Checkpoint(model=model, groups=strategy.worker_states(model))
+    path = checkpoint.save(str(tmp_path / "clicks"))
+    copies = strategy.copies(model)
+    shown = model.predict(clicks(4), verbose=0)
+
+    other = hierarchical(cluster)
+    restored = click_model(other)
+    states = other.worker_states(restored)
+    tf.train.Checkpoint(model=restored, groups=states).restore(path).assert_consumed()
+    for copy, saved in zip(other.copies(restored), copies, strict=True):
+        for a, b in zip(copy, saved, strict=True):
+            np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(restored.predict(clicks(4), verbose=0), shown, rtol=1e-5)
+
+    # One group on two servers: its shards are others, and it begins with the mean.
+    one = hierarchical(cluster, groups=1, trainers_per_group=4, ps_per_group=2)
+    merged = click_model(one)
+    states = one.worker_states(merged)
+    tf.train.Checkpoint(model=merged, groups=states).restore(path).assert_consumed()
+    (copy,) = one.copies(merged)
+    for value, a, b in zip(copy, *copies, strict=True):
+        np.testing.assert_allclose(value, (a + b) / 2, rtol=1e-5, atol=1e-6)
+    merged.fit(clicks(8), verbose=0)
+
+
+@pytest.mark.parametrize("inside", ["hogwild", "GBA", "sync"])
+def test_a_killed_trainer_leaves_its_group_running_and_comes_back(cluster, inside):
+    strategy = hierarchical(cluster, aggregation=INSIDE[inside])
+    recsync.testing.set_compute_time(strategy, 0.05)
+    model = click_model(strategy)
+    steps = {}
+
+    def note(name):
+        steps[name] = strategy.worker_steps(model)
+
+    class UntilBack(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if "back" in steps and strategy.worker_steps(model)[3] > steps["back"][3]:
+                self.model.stop_training = True
+
+    def come_back():
+        note("back")
+        cluster.restart("worker", 3)
+
+    model.fit(
+        clicks(50).repeat(200),
+        verbose=0,
+        callbacks=[
+            AtBatch(8, lambda: cluster.kill("worker", 3)),
+            AtBatch(24, lambda: note("without")),
+            AtBatch(60, come_back),
+            UntilBack(),
+        ],
+    )
+    assert strategy.losses(model).workers == 1
+    # The other trainer of its group went on, and so did the other group.
+    assert all(b > a for a, b in zip(steps["without"][:3], steps["back"][:3], strict=True))
+    assert strategy.worker_steps(model)[3] > steps["back"][3]
+    assert None not in strategy.copies(model)
+
+
+def test_a_killed_server_ends_training_with_an_error_that_names_it(cluster):
+    strategy = hierarchical(cluster)
+    recsync.testing.set_compute_time(strategy, 0.05)
+    model = click_model(strategy)
+    with pytest.raises(RuntimeError, match="ps:1 was lost"):
+        model.fit(
+            clicks(50).repeat(200),
+            verbose=0,
+            callbacks=[AtBatch(8, lambda: cluster.kill("ps", 1))],
+        )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"groups": 0}, "groups must be an integer of at least 1, got 0"),
+        ({"ps_per_group": 0}, "ps_per_group must be an integer of at least 1, got 0"),
+        ({"trainers_per_group": True}, "trainers_per_group must be .*got True"),
+        ({"groups": 3}, "groups=3 with trainers_per_group=2 need 6 workers, .* workers=4"),
+        ({"ps_per_group": 3}, "ps_per_group=3 and sync_ps=1 need 7 parameter servers, .* ps=6"),
+        ({"sync_ps": 0}, "EASGD needs at least one sync PS"),
+        ({"sync_ps": 7}, "sync_ps=7 needs as many parameter servers"),
+        ({"algorithm": recsync.ModelAveraging(0.5), "sync_ps": 1}, "has no use for sync PSs"),
+        ({"algorithm": 0.3}, "algorithm must be EASGD, .* not 0.3"),
+        ({"aggregation": "gba"}, "aggregation must be one of tf_recsync.modes, not 'gba'"),
+        ({"aggregation": INSIDE["GBA"], "local_batch_size": 8}, "local_batch_size=8 is not that"),
+        ({"mode": "background"}, 'mode must be "shadow", a Shadow or a Foreground'),
+        ({"output": "last"}, 'output must be "first" or "mean", not \'last\''),
+        ({"local_batch_size": 0}, "local_batch_size must be an integer of at least 1"),
+        ({"worker_timeout": 0}, "worker_timeout must be positive"),
+    ],
+)
+def test_what_does_not_fit_is_refused(cluster, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        hierarchical(cluster, **wrong)
+
+
+def test_it_is_a_strategy_that_reports_nothing_before_it_trains(cluster):
+    strategy = hierarchical(cluster, aggregation=INSIDE["GBA"])
+    assert isinstance(strategy, tf.distribute.Strategy)
+    assert strategy.mode.name == "GBA" and strategy.examples_per_step == 2 * BATCH
+    model = click_model(strategy)
+    assert strategy.sync_report(model).syncs == [0, 0]
+    assert strategy.average_sync_gap(model) == float("inf")
+    assert strategy.aggregation(model) is None
+    assert len(strategy.copies(model)) == 2
+    model.fit(clicks(4), verbose=0)
+    reports = strategy.aggregation(model)
+    # Each push goes to the group's server and to those of the table.
+    tables = sum("/job:ps" in v._value.device for v in model.trainable_variables)
+    assert sum(r.included + r.excluded for r in reports) == 4 * (1 + tables)
