@@ -79,7 +79,7 @@ _APPLIES = {
     "rows": ("dataset", ["synthetic"]),
     "test_rows": ("dataset", ["synthetic"]),
     "cardinalities": ("dataset", ["synthetic"]),
-    "staleness": ("strategy", ["async", "bounded_staleness", *strategy_flags.SHADOW_SYNC]),
+    "staleness": ("strategy", ["async", "bounded_staleness", *strategy_flags.WITH_COPIES]),
     "staleness_power": ("staleness", ["inverse_power"]),
     "staleness_baseline": ("staleness", ["inverse_power"]),
     "update_sensitivity": ("staleness", ["inverse_power"]),
@@ -93,6 +93,9 @@ _WEIGHTS = "model.weights.h5"
 def check_flags() -> None:
     """Refuses flags that would be ignored."""
     strategy_flags.check_flags(_APPLIES)
+    if FLAGS.strategy == "hierarchical":
+        by_version = ["hogwild", "async", "bounded_staleness"]
+        strategy_flags.check_applies({"staleness": ("aggregation", by_version)})
     if FLAGS.dataset != "synthetic" and not FLAGS.data_location:
         raise app.UsageError(f"--dataset={FLAGS.dataset} needs --data_location")
     if FLAGS.restore_from and not os.path.exists(os.path.join(FLAGS.restore_from, _WEIGHTS)):
@@ -221,7 +224,7 @@ def train(title, model, data, strategy) -> None:
         dataset = dataset.repeat()
     callbacks = []
     is_hop = FLAGS.strategy == "hop"
-    is_shadow = FLAGS.strategy in strategy_flags.SHADOW_SYNC
+    is_shadow = FLAGS.strategy in strategy_flags.WITH_COPIES
     if is_hop:
         callbacks.append(recsync.callbacks.HopReport(strategy, FLAGS.output_dir))
     elif is_shadow:
@@ -242,7 +245,7 @@ def train(title, model, data, strategy) -> None:
     wall_seconds = time.monotonic() - start
     global_steps = count_steps(model.optimizer) - global_steps
     if is_shadow:
-        # The optimizer's count is that of one trainer.
+        # The optimizer's count is that of one trainer, or group of them.
         global_steps = strategy.sync_report(model).steps
     examples = data.train_rows * FLAGS.epochs
     if FLAGS.steps:

@@ -21,6 +21,7 @@ STRATEGIES = {
     "bounded_staleness": recsync.BoundedStalenessStrategy,
 }
 MODES = {
+    "hogwild": recsync.modes.Hogwild,
     "async": recsync.modes.Async,
     "sync": recsync.modes.Sync,
     "bsp": recsync.modes.BSP,
@@ -33,7 +34,8 @@ SHADOW = ["shadow_easgd", "shadow_ma", "shadow_bmuf"]
 FOREGROUND = ["fr_easgd", "fr_ma", "fr_bmuf"]
 SHADOW_SYNC = [*SHADOW, *FOREGROUND]
 WITH_SYNC_PS = ["shadow_easgd", "fr_easgd"]
-CLUSTER_STRATEGIES = [*STRATEGIES, "hop", *SHADOW_SYNC]
+WITH_COPIES = [*SHADOW_SYNC, "hierarchical"]  # That are synchronized.
+CLUSTER_STRATEGIES = [*STRATEGIES, "hop", *WITH_COPIES]
 TOPOLOGIES = {
     name: getattr(recsync.topology, name)
     for name in ("ring", "ring_based", "double_ring", "complete", "star", "exponential")
@@ -43,7 +45,8 @@ flags.DEFINE_integer("workers", 2, "Workers of the local cluster.", lower_bound=
 flags.DEFINE_integer(
     "ps",
     1,
-    "Parameter servers of the local cluster; shadow_*, fr_*: the embedding PSs.",
+    "Parameter servers of the local cluster; shadow_*, fr_*: the embedding PSs; hierarchical: "
+    "those of the groups, then the embedding PSs, and the sync PSs.",
     lower_bound=1,
 )
 flags.DEFINE_integer(
@@ -103,8 +106,24 @@ flags.DEFINE_enum(
 flags.DEFINE_enum(
     "protocol", "token_queue", ["token_queue", "notify_ack"], "hop: what bounds the gap."
 )
-flags.DEFINE_float("alpha", 0.3, "shadow_*, fr_*: the elastic parameter, in (0, 1].")
-flags.DEFINE_float("eta", 1.0, "shadow_bmuf, fr_bmuf: the step size of the global parameters.")
+flags.DEFINE_integer("groups", 2, "hierarchical: how many groups there are.", lower_bound=1)
+flags.DEFINE_integer(
+    "trainers_per_group", 1, "hierarchical: how many of the workers.", lower_bound=1
+)
+flags.DEFINE_integer(
+    "ps_per_group", 1, "hierarchical: parameter servers of each group.", lower_bound=1
+)
+flags.DEFINE_enum(
+    "aggregation",
+    "hogwild",
+    [*MODES],
+    "hierarchical: the mode inside a group, with the flags of the strategy of that name.",
+)
+flags.DEFINE_enum(
+    "algorithm", "easgd", ["easgd", "ma", "bmuf"], "hierarchical: how groups are synchronized."
+)
+flags.DEFINE_float("alpha", 0.3, "shadow_*, fr_*, hierarchical: the elastic parameter, in (0, 1].")
+flags.DEFINE_float("eta", 1.0, "BMUF: the step size of the global parameters.")
 flags.DEFINE_integer(
     "sync_gap", None, "fr_*: a synchronization after so many steps of a thread.", lower_bound=1
 )
@@ -116,7 +135,7 @@ flags.DEFINE_float(
 flags.DEFINE_integer(
     "sync_ps",
     1,
-    "shadow_easgd, fr_easgd: servers for the central copy; with TF_CONFIG the last ones.",
+    "EASGD: servers for the central copy; with TF_CONFIG, and in groups, the last ones.",
     lower_bound=1,
 )
 flags.DEFINE_integer(
@@ -134,22 +153,27 @@ flags.DEFINE_string(
 # Flags that mean nothing unless another flag has one of some values.
 APPLIES: dict[str, tuple[str, list[Any]]] = {
     "workers": ("strategy", CLUSTER_STRATEGIES),
-    "ps": ("strategy", [*STRATEGIES, *SHADOW_SYNC]),
+    "ps": ("strategy", [*STRATEGIES, *WITH_COPIES]),
     "readers": ("strategy", CLUSTER_STRATEGIES),
     "transport": ("strategy", CLUSTER_STRATEGIES),
-    "alpha": ("strategy", SHADOW_SYNC),
-    "eta": ("strategy", ["shadow_bmuf", "fr_bmuf"]),
+    "groups": ("strategy", ["hierarchical"]),
+    "trainers_per_group": ("strategy", ["hierarchical"]),
+    "ps_per_group": ("strategy", ["hierarchical"]),
+    "aggregation": ("strategy", ["hierarchical"]),
+    "algorithm": ("strategy", ["hierarchical"]),
+    "alpha": ("strategy", WITH_COPIES),
+    "eta": ("strategy", ["shadow_bmuf", "fr_bmuf", "hierarchical"]),
     "sync_gap": ("strategy", FOREGROUND),
     "sync_per_minute": ("strategy", FOREGROUND),
-    "sync_ps": ("strategy", WITH_SYNC_PS),
+    "sync_ps": ("strategy", [*WITH_SYNC_PS, "hierarchical"]),
     "threads": ("strategy", SHADOW_SYNC),
     "compute_seconds": ("strategy", CLUSTER_STRATEGIES),
     "slow_workers": ("strategy", CLUSTER_STRATEGIES),
     "slow_factor": ("strategy", CLUSTER_STRATEGIES),
-    "global_batch_size": ("strategy", ["sync", "bsp", "gba"]),
-    "staleness_tolerance": ("strategy", ["gba"]),
-    "backup_workers": ("strategy", ["backup_workers", "hop"]),
-    "staleness_bound": ("strategy", ["bounded_staleness", "hop"]),
+    "global_batch_size": ("strategy", ["sync", "bsp", "gba", "hierarchical"]),
+    "staleness_tolerance": ("strategy", ["gba", "hierarchical"]),
+    "backup_workers": ("strategy", ["backup_workers", "hop", "hierarchical"]),
+    "staleness_bound": ("strategy", ["bounded_staleness", "hop", "hierarchical"]),
     "topology": ("strategy", ["hop"]),
     "max_iteration_gap": ("protocol", ["token_queue"]),
     "max_jump": ("strategy", ["hop"]),
@@ -159,24 +183,28 @@ APPLIES: dict[str, tuple[str, list[Any]]] = {
 }
 # The defaults of flags that have others elsewhere.
 _DEFAULTS = {"backup_workers": 1, "staleness_bound": 2}
-# Those of them that are arguments of strategies.
+# Those of them that are arguments of modes.
 _OPTIONS = ("global_batch_size", "staleness_tolerance", "backup_workers", "staleness_bound")
+# In groups.
+_APPLIES_IN_GROUPS: dict[str, tuple[str, list[Any]]] = {
+    **{n: ("aggregation", [m for m in APPLIES[n][1] if m in MODES]) for n in _OPTIONS},
+    "eta": ("algorithm", ["bmuf"]),
+    "sync_ps": ("algorithm", ["easgd"]),
+}
 
 
 def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
     """Refuses flags that would be ignored, and those that lack another one."""
-    for name, (other, values) in {**APPLIES, **applies}.items():
-        if FLAGS[name].present and FLAGS[other].value not in values:
-            raise app.UsageError(
-                f"--{name} applies only with --{other}={' or '.join(values)}, "
-                f"not with --{other}={FLAGS[other].value}"
-            )
+    check_applies({**APPLIES, **applies})
+    if FLAGS.strategy == "hierarchical":
+        check_applies(_APPLIES_IN_GROUPS)
     if FLAGS["max_iteration_gap"].present and FLAGS.strategy != "hop":
         raise app.UsageError("--max_iteration_gap applies only with --strategy=hop")
     if FLAGS["jump_trigger"].present and FLAGS.max_jump == 1:
         raise app.UsageError("--jump_trigger applies only with --max_jump")
-    if FLAGS.strategy in ("bsp", "gba") and FLAGS.global_batch_size is None:
-        raise app.UsageError(f"--strategy={FLAGS.strategy} needs --global_batch_size")
+    if _mode() in ("bsp", "gba") and FLAGS.global_batch_size is None:
+        flag = "strategy" if FLAGS.strategy in STRATEGIES else "aggregation"
+        raise app.UsageError(f"--{flag}={_mode()} needs --global_batch_size")
     if FLAGS.sync_gap is not None and FLAGS.sync_per_minute is not None:
         raise app.UsageError("--sync_gap and --sync_per_minute exclude each other")
     if FLAGS.slow_workers > FLAGS.workers and "TF_CONFIG" not in os.environ:
@@ -197,13 +225,26 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
         raise app.UsageError("--bind_address applies only with TF_CONFIG set")
     with usage_errors():
         _slowdown(FLAGS.workers)
-        if FLAGS.strategy in SHADOW_SYNC:
-            _shadow_options()
+        if FLAGS.strategy in WITH_COPIES:
+            _algorithm()
+            _schedule()
         # With TF_CONFIG only the cluster tells how many workers there are.
-        if FLAGS.strategy in STRATEGIES and "TF_CONFIG" not in os.environ:
-            MODES[FLAGS.strategy](**_mode_options()).on(FLAGS.workers)
+        in_groups = FLAGS.strategy == "hierarchical"
+        if in_groups or (FLAGS.strategy in STRATEGIES and "TF_CONFIG" not in os.environ):
+            workers = FLAGS.trainers_per_group if in_groups else FLAGS.workers
+            MODES[_mode()](**_mode_options()).on(workers)
         if FLAGS.strategy == "hop" and "TF_CONFIG" not in os.environ:
             TOPOLOGIES[FLAGS.topology](FLAGS.workers)
+
+
+def check_applies(applies: dict[str, tuple[str, list[Any]]]) -> None:
+    """Refuses flags that mean nothing unless another flag has one of some values."""
+    for name, (other, values) in applies.items():
+        if FLAGS[name].present and FLAGS[other].value not in values:
+            raise app.UsageError(
+                f"--{name} applies only with --{other}={' or '.join(values)}, "
+                f"not with --{other}={FLAGS[other].value}"
+            )
 
 
 @contextlib.contextmanager
@@ -215,16 +256,19 @@ def usage_errors() -> Iterator[None]:
         raise app.UsageError(str(error)) from error
 
 
+def _mode() -> str:
+    """The mode inside a group: of all workers, if there are no others."""
+    return FLAGS.aggregation if FLAGS.strategy == "hierarchical" else FLAGS.strategy
+
+
 def _mode_options() -> dict[str, Any]:
-    """What the mode of the strategy depends on."""
+    """What the mode depends on."""
     options = {
         name: _DEFAULTS.get(name) if FLAGS[name].value is None else FLAGS[name].value
         for name in _OPTIONS
-        if FLAGS.strategy in APPLIES[name][1]
+        if _mode() in APPLIES[name][1]
     }
-    if "global_batch_size" in options:
-        options["local_batch_size"] = FLAGS.batch_size
-    return options
+    return {**options, "local_batch_size": FLAGS.batch_size}
 
 
 def _slowdown(workers: int) -> recsync.testing.Slowdown | None:
@@ -251,20 +295,30 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
     if FLAGS.strategy == "hop":
         strategy = _make_hop(cluster)
     elif FLAGS.strategy in SHADOW_SYNC:
-        algorithm, mode = _shadow_options()
         with usage_errors():
             strategy = recsync.ShadowSyncStrategy(
                 cluster,
-                algorithm,
-                mode,
+                _algorithm(),
+                _schedule(),
                 threads_per_trainer=FLAGS.threads,
                 sync_ps=FLAGS.sync_ps if FLAGS.strategy in WITH_SYNC_PS else 0,
                 local_batch_size=FLAGS.batch_size,
             )
-    else:
-        options = {"local_batch_size": FLAGS.batch_size, **_mode_options()}
+    elif FLAGS.strategy == "hierarchical":
         with usage_errors():
-            strategy = STRATEGIES[FLAGS.strategy](cluster, **options)
+            strategy = recsync.HierarchicalStrategy(
+                cluster,
+                _algorithm(),
+                groups=FLAGS.groups,
+                trainers_per_group=FLAGS.trainers_per_group,
+                ps_per_group=FLAGS.ps_per_group,
+                aggregation=MODES[FLAGS.aggregation](**_mode_options()),
+                mode=_schedule(),
+                sync_ps=FLAGS.sync_ps if FLAGS.algorithm == "easgd" else 0,
+            )
+    else:
+        with usage_errors():
+            strategy = STRATEGIES[FLAGS.strategy](cluster, **_mode_options())
     slowdown = _slowdown(cluster.workers)
     recsync.testing.set_compute_time(strategy, FLAGS.compute_seconds, slowdown)
     return strategy
@@ -286,24 +340,32 @@ def _make_hop(cluster: recsync.Cluster) -> recsync.HopStrategy:
         )
 
 
-def _shadow_options() -> tuple[recsync.Algorithm, recsync.Shadow | recsync.Foreground]:
-    """How and when trainers synchronize."""
-    kind = FLAGS.strategy.partition("_")[2]
-    if kind == "easgd":
-        algorithm = recsync.EASGD(FLAGS.alpha)
-    elif kind == "ma":
-        algorithm = recsync.ModelAveraging(FLAGS.alpha)
-    else:
-        algorithm = recsync.BMUF(FLAGS.alpha, FLAGS.eta)
-    if FLAGS.strategy in SHADOW:
-        return algorithm, recsync.Shadow()
+def _kind() -> str:
+    """The name of the algorithm that keeps copies together."""
+    return FLAGS.strategy.partition("_")[2] or FLAGS.algorithm
+
+
+def _algorithm() -> recsync.Algorithm:
+    """How copies are synchronized."""
+    if _kind() == "easgd":
+        return recsync.EASGD(FLAGS.alpha)
+    if _kind() == "ma":
+        return recsync.ModelAveraging(FLAGS.alpha)
+    return recsync.BMUF(FLAGS.alpha, FLAGS.eta)
+
+
+def _schedule() -> recsync.Shadow | recsync.Foreground:
+    """When copies are synchronized."""
+    if FLAGS.strategy not in FOREGROUND:
+        return recsync.Shadow()
     if FLAGS.sync_gap is None and FLAGS.sync_per_minute is None:
-        default = {"gap": 5} if kind == "easgd" else {"per_minute": 1}
-        return algorithm, recsync.Foreground(**default)
-    return algorithm, recsync.Foreground(gap=FLAGS.sync_gap, per_minute=FLAGS.sync_per_minute)
+        return recsync.Foreground(**({"gap": 5} if _kind() == "easgd" else {"per_minute": 1}))
+    return recsync.Foreground(gap=FLAGS.sync_gap, per_minute=FLAGS.sync_per_minute)
 
 
-def shadow_figures(strategy: recsync.ShadowSyncStrategy, model: Any) -> dict[str, Any]:
+def shadow_figures(
+    strategy: recsync.ShadowSyncStrategy | recsync.HierarchicalStrategy, model: Any
+) -> dict[str, Any]:
     """What synchronization has done, for a report."""
     report = strategy.sync_report(model)
     return {
@@ -320,11 +382,11 @@ def describe_shadow(figures: dict[str, Any]) -> str:
     if not any(figures["syncs"]):
         return (
             "  synchronizations         none: training ended before the first one was due; each "
-            "trainer has parameters of its own"
+            "trainer, or group of them, has parameters of its own"
         )
     return (
-        f"  synchronizations         {min(figures['syncs']):,} to {max(figures['syncs']):,} a "
-        f"trainer, {figures['syncs_per_second']:.1f} per second; average sync gap "
+        f"  synchronizations         {min(figures['syncs']):,} to {max(figures['syncs']):,} for "
+        f"each copy, {figures['syncs_per_second']:.1f} per second; average sync gap "
         f"{figures['average_sync_gap']:.1f} steps"
     )
 

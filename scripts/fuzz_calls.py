@@ -771,6 +771,11 @@ class Calls:
             said = "fine"
         except (tf.errors.OpError, ValueError, TypeError, OverflowError) as error:
             said = str(error)
+        except SystemError as error:
+            # An int too large for TensorFlow's conversion of an attribute, as CPython puts it.
+            if not isinstance(error.__cause__, OverflowError):
+                self._unexpected.append(error)
+            said = repr(error)
         except BaseException as error:  # noqa: BLE001  (raised by the main thread)
             self._unexpected.append(error)
             said = repr(error)

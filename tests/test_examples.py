@@ -67,6 +67,21 @@ def example():
         (["--global_batch_size=256"], "--global_batch_size applies only with --strategy=sync or"),
         (["--strategy=gba", "--staleness_tolerance=1"], "--strategy=gba needs --global_batch"),
         (["--strategy=sync", "--staleness=inverse_power"], "--staleness applies only"),
+        (["--groups=3"], "--groups applies only with --strategy=hierarchical"),
+        (["--strategy=hierarchical", "--eta=0.5"], "--eta applies only with --algorithm=bmuf"),
+        (
+            ["--strategy=hierarchical", "--algorithm=ma", "--sync_ps=1"],
+            "--sync_ps applies only with --algorithm=easgd, not with --algorithm=ma",
+        ),
+        (
+            ["--strategy=hierarchical", "--global_batch_size=256"],
+            "applies only with --aggregation=sync or bsp or gba, not with --aggregation=hogwild",
+        ),
+        (["--strategy=hierarchical", "--aggregation=gba"], "--aggregation=gba needs --global_batc"),
+        (
+            ["--strategy=hierarchical", "--aggregation=sync", "--staleness=inverse_power"],
+            "--staleness applies only with --aggregation=hogwild or async or bounded_staleness",
+        ),
         (["--slow_workers=1"], "--slow_workers and --slow_factor need --compute_seconds"),
         (["--slow_workers=3", "--compute_seconds=0.1"], "must be at most --workers=2, not 3"),
         (["--slow_factor=2", "--compute_seconds=0.1"], "--slow_factor needs --slow_workers"),
@@ -120,6 +135,9 @@ def test_flags_that_would_be_ignored_or_refused_later_are_errors(example, argume
         ["--strategy=hop", "--workers=4", "--backup_workers=4"],
         ["--strategy=shadow_easgd", "--alpha=1", "--sync_ps=2", "--threads=4"],
         ["--strategy=fr_bmuf", "--eta=0.9", "--sync_per_minute=2"],
+        ["--strategy=hierarchical", "--algorithm=bmuf", "--eta=0.9", "--ps_per_group=2"],
+        ["--strategy=hierarchical", "--aggregation=gba", "--global_batch_size=256"],
+        ["--strategy=hierarchical", "--aggregation=async", "--staleness=inverse_power"],
     ],
 )
 def test_flags_that_go_together_pass(example, arguments):
@@ -269,6 +287,21 @@ def test_dlrm_trains_with_trainers_that_synchronize_in_the_background(tmp_path):
     # Counted by the coordinator and, in bytes, by the sync PSs.
     assert figures["average_sync_gap"] == figures["average_sync_gap_by_bytes"]
     assert f"average sync gap {figures['average_sync_gap']:.1f} steps" in done.stdout
+
+
+def test_dlrm_trains_in_groups_of_trainers(tmp_path):
+    out = tmp_path / "metrics.json"
+    done = run(
+        EXAMPLES / "dlrm_ctr.py",
+        *("--strategy=hierarchical", "--workers=4", "--ps=4", "--trainers_per_group=2"),
+        *("--aggregation=gba", "--global_batch_size=200", "--epochs=2"),
+        *(*SMALL, "--batch_size=100", f"--metrics_json={out}"),
+    )
+    figures = figures_of(done, out)
+    assert "DLRM on synthetic, hierarchical: 4 workers, 4 ps; 80 batches" in done.stdout
+    assert figures["auc"] > 0.55
+    assert len(figures["syncs"]) == 2  # One number for each group.
+    assert "for each copy" in done.stdout
 
 
 def test_dlrm_is_the_papers_formula():

@@ -113,18 +113,19 @@ class TrainingReport(keras.callbacks.Callback):
 
 
 class ShadowReport(TrainingReport):
-    """Adds what trainers of a `ShadowSyncStrategy` did in each epoch to its logs.
+    """Adds what groups whose copies are synchronized did in each epoch to its logs.
 
     To the progress bar and `History`, and with a `log_dir` to TensorBoard, it adds what
     `TrainingReport` does, of all threads of all trainers, without the global steps, which each
-    trainer has of its own; `staleness` is that among the threads of a trainer. It also adds
+    group of trainers has of its own; `staleness` is that inside a group. Under a
+    `ShadowSyncStrategy` each trainer is a group. It also adds
     `examples_per_second` (EPS; of batches whose size is known),
-    `syncs_per_second` (of all trainers), `average_sync_gap` (the steps of a trainer from one
+    `syncs_per_second` (of all groups), `average_sync_gap` (the steps of a group from one
     synchronization to the next; infinite if there was none), `sync_seconds` (the mean duration
     of one) and `sync_ps_bytes` (received and sent by the sync PSs).
 
     Args:
-        strategy: the `ShadowSyncStrategy` that the model trains on.
+        strategy: the `ShadowSyncStrategy` or `HierarchicalStrategy` that the model trains on.
         log_dir: a folder for TensorBoard, or None (the default).
 
     Example:
