@@ -72,7 +72,7 @@ def simulate(topo, x, y, batches, start, steps, serial=False, momentum=0.0):
 
 def recorded(strategy, model):
     """By worker: its iterations, and the numbers of its batches and its parameters in each."""
-    group = strategy._group(model)
+    group = strategy._synchronizer(model)
     index = {id(v): i for i, v in enumerate(group.copies.variables)}
     places = [index[id(v._value)] for v in (model.at, model.batches, model.passed)]
     values = [group.copies.values(worker) for worker in range(group.size)]

@@ -9,8 +9,8 @@ import tensorflow as tf
 from helpers import AtBatch
 
 import tf_recsync as recsync
-from tf_recsync.strategies.copied_functions import CopiedTrainFunction
-from tf_recsync.synchronization.shadow import ShadowGroup
+from tf_recsync.strategies.model_functions import Steps
+from tf_recsync.synchronization.shadow import ShadowSynchronizer
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -70,7 +70,7 @@ def datasets(strategy):
 def in_turn(monkeypatch):
     """Has workers take steps one after the other, each with the synchronization that follows."""
     changed, turn, there = threading.Condition(), [0], set()
-    run_steps, trained = CopiedTrainFunction._run_steps, ShadowGroup.trained
+    run_steps, trained = Steps._run_steps, ShadowSynchronizer.trained
 
     def next_turn():
         with changed:
@@ -94,8 +94,8 @@ def in_turn(monkeypatch):
             next_turn()
             trained(group, thread, steps)
 
-    monkeypatch.setattr(CopiedTrainFunction, "_run_steps", wait_for_turn)
-    monkeypatch.setattr(ShadowGroup, "trained", note_trained)
+    monkeypatch.setattr(Steps, "_run_steps", wait_for_turn)
+    monkeypatch.setattr(ShadowSynchronizer, "trained", note_trained)
 
 
 class Replay:
@@ -196,7 +196,7 @@ def clicks(batches: int) -> tf.data.Dataset:
 
 def shards_of(strategy, model) -> dict[str, list[str]]:
     """Where each group has its copy of each trainable variable that is copied."""
-    copies = model.train_function.group.copies
+    copies = model.train_function.synchronizer.copies
     names = {id(v._value): v.path for v in model.trainable_variables}
     return {
         names[id(shown)]: [copies.of(group)[i].device.split("/")[-2] for group in copies.there]

@@ -131,7 +131,7 @@ def test_trainable_integers_are_refused_before_a_step(cluster):
     x, y = labelled(32)
     with pytest.raises(ValueError, match="float32 or float64 to be averaged.*count is int32"):
         model.fit(x, y, batch_size=BATCH, verbose=0)
-    assert strategy._group(model) is None
+    assert strategy._synchronizer(model) is None
     assert strategy.worker_steps(model) == [0] * WORKERS
 
 
@@ -167,4 +167,4 @@ def test_an_optimizer_that_undoes_the_average_is_refused(cluster, make):
         model = classifier(make())
     with pytest.raises(ValueError, match="must not be Ftrl under HopStrategy.* not .*Ftrl"):
         model.fit(x, y, verbose=0)
-    assert strategy._group(model) is None  # Nobody has begun.
+    assert strategy._synchronizer(model) is None  # Nobody has begun.

@@ -16,7 +16,7 @@ import tf_recsync as recsync
 from tf_recsync import topology
 from tf_recsync.ops import hop
 from tf_recsync.ops.hop import FOREVER
-from tf_recsync.synchronization.hop import HopGroup
+from tf_recsync.synchronization.hop import HopSynchronizer
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -104,7 +104,7 @@ def test_with_backup_workers_the_others_go_on_when_a_worker_is_killed(cluster, c
 def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
     cluster, caplog, monkeypatch, gap, staleness_bound, tellings_too_late, is_carried_early
 ):
-    tell, chosen = HopGroup._tell_neighbors, []
+    tell, chosen = HopSynchronizer._tell_neighbors, []
 
     def tell_late(group, worker, since, until):
         if until == FOREVER:
@@ -113,7 +113,7 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
                 wait_until(lambda: group._iteration(0) >= since, SECONDS)
         return tell(group, worker, since, until)
 
-    monkeypatch.setattr(HopGroup, "_tell_neighbors", tell_late)
+    monkeypatch.setattr(HopSynchronizer, "_tell_neighbors", tell_late)
     strategy = recsync.HopStrategy(
         cluster,
         topology.complete(WORKERS) if is_carried_early else topology.ring(WORKERS),
@@ -129,7 +129,7 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
     def set_neighbor_late(handle, neighbor, since, until):
         if is_carried_early and until == FOREVER and neighbor != 1:
             # As a worker's thread does that begins a step meanwhile.
-            model.train_function.group.carry_on()
+            model.train_function.synchronizer.carry_on()
             time.sleep(1.0)
         return set_neighbor(handle, neighbor, since, until)
 
@@ -172,7 +172,7 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
 
 
 def test_a_worker_comes_back_while_its_neighbor_dies(cluster, caplog, monkeypatch):
-    load, killed = HopGroup._load_mean, []
+    load, killed = HopSynchronizer._load_mean, []
 
     def load_when_one_is_dead(group, worker, others):
         if not killed:
@@ -180,7 +180,7 @@ def test_a_worker_comes_back_while_its_neighbor_dies(cluster, caplog, monkeypatc
             cluster.kill("worker", 1)
         return load(group, worker, others)
 
-    monkeypatch.setattr(HopGroup, "_load_mean", load_when_one_is_dead)
+    monkeypatch.setattr(HopSynchronizer, "_load_mean", load_when_one_is_dead)
     strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), 4, backup_workers=1)
     model = make_model(strategy)
 
@@ -231,7 +231,7 @@ def stop(model):
 def test_a_worker_whose_connection_breaks_comes_back_though_it_lived(
     cluster, caplog, monkeypatch, seconds
 ):
-    lose = HopGroup.lose
+    lose = HopSynchronizer.lose
     noticed = threading.Event()
 
     def lose_late(group, worker):
@@ -239,7 +239,7 @@ def test_a_worker_whose_connection_breaks_comes_back_though_it_lived(
         time.sleep(seconds)  # The loops of its edges call on it meanwhile, and it answers.
         lose(group, worker)
 
-    monkeypatch.setattr(HopGroup, "lose", lose_late)
+    monkeypatch.setattr(HopSynchronizer, "lose", lose_late)
     strategy = recsync.HopStrategy(
         cluster, topology.ring(WORKERS), 4, backup_workers=1, check_invariants=True
     )

@@ -124,7 +124,7 @@ def test_a_timeline_is_there_when_training_has_failed(cluster, tmp_path):
     model = make_model(strategy)
 
     def fail():
-        model.train_function.group.fail(RuntimeError("a bug"))
+        model.train_function.synchronizer.fail(RuntimeError("a bug"))
 
     timeline = recsync.callbacks.HopTimeline(strategy, tmp_path / "t.json")
     with pytest.raises(RuntimeError, match="a bug"):

@@ -161,7 +161,7 @@ def test_with_calls_that_fail_every_update_counts_once(cluster, monkeypatch, opt
     sent = come = 0
     for worker in range(WORKERS):
         with hop_edges.at(cluster, worker):
-            state = hop.state(strategy._group(model).handle(worker))
+            state = hop.state(strategy._synchronizer(model).handle(worker))
         counts = dict(zip(COUNTS, state.counts.numpy().tolist(), strict=True))
         # Each was sent to two neighbors, once.
         assert 0 < counts["sent"] + counts["replaced"] <= 2 * counts["iterations"]

@@ -154,7 +154,7 @@ def test_workers_of_another_number_begin_with_the_mean(cluster, caplog):
     model.fit(dataset, verbose=0)
     saved = workers.serialize()
     copies = strategy.copies(model)[:3]
-    velocities = strategy._group(model).copies.all_values()
+    velocities = strategy._synchronizer(model).copies.all_values()
 
     strategy, model, workers = recording(cluster, topo, momentum)
     workers.deserialize(without_workers(saved, 3))
@@ -162,7 +162,7 @@ def test_workers_of_another_number_begin_with_the_mean(cluster, caplog):
     mean = np.mean([copy[0] for copy in copies], axis=0)
     np.testing.assert_allclose(model.dense.kernel.numpy(), mean, rtol=1e-6)
     model.optimizer.learning_rate.assign(0.0)
-    found = strategy._group(model).copies.all_values()
+    found = strategy._synchronizer(model).copies.all_values()
     assert sorted(found) == list(range(WORKERS))
     for values in found.values():
         for i, value in enumerate(values):
@@ -344,7 +344,7 @@ def test_a_queue_dies_with_its_strategy(cluster):
         cluster, topology.ring(WORKERS), lambda: keras.optimizers.SGD(RATE)
     )
     model.fit(regression(WORKERS * 2)[2], verbose=0)
-    handles = [strategy._group(model).handle(worker) for worker in range(WORKERS)]
+    handles = [strategy._synchronizer(model).handle(worker) for worker in range(WORKERS)]
 
     def iteration(worker):
         with at(cluster, worker):

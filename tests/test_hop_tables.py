@@ -103,7 +103,7 @@ def test_without_servers_tables_are_a_part_of_each_workers_copy(clusters, make):
     model.fit(dataset, verbose=0)
 
     # Row by row as in numpy, until the first worker ran out of data.
-    group = strategy._group(model)
+    group = strategy._synchronizer(model)
     places = {id(variable): i for i, variable in enumerate(group.copies.variables)}
     values = [group.copies.values(worker) for worker in range(WORKERS)]
     at, noted, passed = (

@@ -11,8 +11,8 @@ from helpers import missing
 import tf_recsync as recsync
 from tf_recsync import topology
 from tf_recsync.ops import hop
-from tf_recsync.strategies import copied_functions
-from tf_recsync.synchronization.hop import HopGroup
+from tf_recsync.strategies.train_function import TrainFunction
+from tf_recsync.synchronization.hop import HopSynchronizer
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -128,7 +128,7 @@ def test_one_that_is_back_before_the_next_epoch_takes_part_in_it(
 
 
 def test_one_that_comes_back_while_the_next_epoch_begins_holds_nobody(cluster, monkeypatch):
-    tell, begin = HopGroup._tell_neighbors, HopGroup.begin
+    tell, begin = HopSynchronizer._tell_neighbors, HopSynchronizer.begin
     comes_back, begins, has_told, has_begun = (threading.Event() for _ in range(4))
 
     def tell_between(group, worker, since, until):
@@ -150,8 +150,8 @@ def test_one_that_comes_back_while_the_next_epoch_begins_holds_nobody(cluster, m
         if begins.is_set():
             has_begun.set()
 
-    monkeypatch.setattr(HopGroup, "_tell_neighbors", tell_between)
-    monkeypatch.setattr(HopGroup, "begin", begin_between)
+    monkeypatch.setattr(HopSynchronizer, "_tell_neighbors", tell_between)
+    monkeypatch.setattr(HopSynchronizer, "begin", begin_between)
     strategy = make_strategy("Hop", cluster)
     model = make_model(strategy)
     train_until_back_with_a_renewed_worker(cluster, strategy, model, STEPS, False)
@@ -201,15 +201,13 @@ def train_until_back_with_a_renewed_worker(cluster, strategy, model, steps, is_r
 def test_one_that_stands_still_keeps_nobody_waiting_and_begins_anew(cluster, monkeypatch, steps):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), silence_timeout=2.0)
     model = make_model(strategy)
-    begin = copied_functions.CopiedTrainFunction._begin_without_the_gone
+    begin = TrainFunction._begin_without_the_gone
 
     def then_resume(*args):
         begin(*args)
         cluster.resume("worker", 1)  # It answers again, and has been given up.
 
-    monkeypatch.setattr(
-        copied_functions.CopiedTrainFunction, "_begin_without_the_gone", then_resume
-    )
+    monkeypatch.setattr(TrainFunction, "_begin_without_the_gone", then_resume)
     model.fit(
         dataset() if steps is None else dataset().repeat(),
         steps_per_epoch=steps,
@@ -217,7 +215,7 @@ def test_one_that_stands_still_keeps_nobody_waiting_and_begins_anew(cluster, mon
         verbose=0,
         callbacks=[AfterFirstEpoch(lambda: cluster.pause("worker", 1))],
     )
-    group = model.train_function.group
+    group = model.train_function.synchronizer
     # It has copies that are synchronized, or none as yet.
     assert set(group.copies.workers) == set(group.there)
     model.fit(
@@ -240,7 +238,7 @@ def test_a_checkpoint_is_restored_for_trainers_that_are_not_there(
     checkpoint = tf.train.Checkpoint(model=model, trainers=strategy.worker_states(model))
     model.fit(dataset(), verbose=0)
     path = checkpoint.save(str(tmp_path / "clicks"))
-    group = model.train_function.group
+    group = model.train_function.synchronizer
     saved, extras = strategy.copies(model), group.extras()
     model.fit(dataset(), verbose=0)
     for worker in lost:

@@ -59,7 +59,7 @@ def check_slopes(model, excluded=False, mode=None):
             not.
     """
     slopes = np.concatenate([w.ravel() for w in model.get_weights()])
-    pushes = model.train_function.aggregation
+    pushes = model.train_function.aggregations[0]
     if mode is not None and mode.uses_buffers and not excluded:
         of_a_server = pushes.report().included / 2
         np.testing.assert_allclose(slopes, [-of_a_server / mode.capacity] * 2, rtol=1e-6)
@@ -136,7 +136,7 @@ def test_a_worker_that_comes_back_takes_part_again(mortal, mode, caplog):
 
     def look(batch, logs):
         if restarting and "worker:1 is back" in caplog.text:
-            state = model.train_function.aggregation._tokens.state()
+            state = model.train_function.aggregations[0]._tokens.state()
             clocks.append(state.clocks[1])
             if clocks[-1] > clocks[0] + 5 or len(clocks) > 400:
                 model.stop_training = True

@@ -79,7 +79,7 @@ def check_is_one_process(build, make, batches, groups, full, weights, tolerance=
 def check_counts(strategy, model, pushes, steps):
     """The report's counts are those of the pushes, on each server."""
     report = strategy.aggregation(model)
-    servers = len(model.train_function.aggregation.buffers)
+    servers = len(model.train_function.aggregations[0].buffers)
     assert servers == 2
     counted = report.included + report.excluded
     assert counted + report.late + report.duplicates == pushes * servers
@@ -208,7 +208,7 @@ def test_nobody_is_further_ahead_than_the_bound(three):
 
     class Look(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            state = self.model.train_function.aggregation._tokens.state()
+            state = self.model.train_function.aggregations[0]._tokens.state()
             live = [
                 clock for clock, is_live in zip(state.clocks, state.live, strict=True) if is_live
             ]

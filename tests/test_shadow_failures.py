@@ -9,7 +9,7 @@ import tensorflow as tf
 from helpers import AtBatch
 
 import tf_recsync as recsync
-from tf_recsync.strategies.copied_functions import CopiedTrainFunction
+from tf_recsync.strategies.model_functions import Steps
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -142,19 +142,19 @@ def test_others_meet_on_when_a_trainer_dies_of_whose_threads_one_waits(cluster, 
         cluster, recsync.ModelAveraging(0.3), recsync.Foreground(gap=2), threads_per_trainer=2
     )
     model = make_model(strategy, 0.05)
-    run_steps = CopiedTrainFunction._run_steps
+    run_steps = Steps._run_steps
     at = []  # The synchronizations when it died.
 
     def slowly(function, slot, n):
         if slot.number == 3:  # The second thread of worker 1.
             time.sleep(0.2)
-            waiting = function.group._gate._waiting
+            waiting = function.synchronizer._gate._waiting
             if not at and 2 in waiting and 3 not in waiting and slot.state.steps >= 8:
                 at.append(strategy.sync_report(model).syncs[0])
                 cluster.kill("worker", 1)  # The first one waits for this one, and calls nothing.
         return run_steps(function, slot, n)
 
-    monkeypatch.setattr(CopiedTrainFunction, "_run_steps", slowly)
+    monkeypatch.setattr(Steps, "_run_steps", slowly)
 
     class UntilOthersMeet(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -197,7 +197,7 @@ def test_without_the_first_trainer_the_others_are_shown_and_saved(cluster):
     model.fit(dataset(24), verbose=0)
     first, *others = strategy.copies(model)
     assert not np.array_equal(first[0], others[0][0])
-    group = model.train_function.group
+    group = model.train_function.synchronizer
     # As in mid-training: what users see has to be read.
     group.copies.touched()
     cluster.kill("worker", 0)

@@ -131,7 +131,7 @@ def test_threads_share_the_optimizers_state(cluster):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), NEVER, threads_per_trainer=4)
     model, report = train(strategy, 200, 0.005, recsync.optimizers.Adagrad)
     (state,) = model.optimizer.states
-    group = model.train_function.group
+    group = model.train_function.synchronizer
     copies = {worker: group.copies.values(worker) for worker in range(TRAINERS)}
     place = {id(variable): i for i, variable in enumerate(group.copies.variables)}
     sums, versions = (

@@ -375,7 +375,7 @@ def test_a_checkpoint_has_all_trainers_and_the_center_go_on_as_they_were(cluster
             model.optimizer.learning_rate = 0.0
             model.fit(dataset(24), verbose=0)  # It learns nothing, and never synchronizes.
         copies = strategy.copies(model)
-        center = model.train_function.group.extras()["center"]
+        center = model.train_function.synchronizer.extras()["center"]
         if before is None:
             assert not np.array_equal(copies[0][0], copies[1][0])
             assert not np.array_equal(center, start)
@@ -488,11 +488,11 @@ def test_what_was_restored_can_be_saved_again_before_training(cluster, tmp_path)
         else:
             checkpoint.restore(path)
             path = checkpoint.save(str(tmp_path / "second"))
-        found.append(model.train_function.group.extras()["center"])
+        found.append(model.train_function.synchronizer.extras()["center"])
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
     model = click_model(strategy)
     tf.train.Checkpoint(model=model, trainers=strategy.worker_states(model)).restore(path)
-    found.append(model.train_function.group.extras()["center"])
+    found.append(model.train_function.synchronizer.extras()["center"])
     assert not np.array_equal(found[0], np.concatenate([np.ravel(v) for v in dense_of(model)]))
     for center in found[1:]:
         np.testing.assert_array_equal(center, found[0])
@@ -509,8 +509,8 @@ def test_bmufs_global_parameters_are_in_the_checkpoint(cluster, tmp_path):
             checkpoint.save(str(tmp_path / "clicks"))
         else:
             checkpoint.restore(tf.train.latest_checkpoint(str(tmp_path))).assert_consumed()
-            model.train_function.group.begin()
-        extras = model.train_function.group.extras()
+            model.train_function.synchronizer.begin()
+        extras = model.train_function.synchronizer.extras()
         found.append([extras["state_global"], extras["state_update"]])
     assert np.any(found[0][1])
     for before, after in zip(*found, strict=True):

@@ -1,4 +1,4 @@
-"""Those on whom workers of several groups wait, inside a group and between groups."""
+"""Those on whom workers wait: others of their group, and other groups."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from tf_recsync.synchronization.synchronizer import Synchronizer
 
 
 class GroupCrew:
-    """A `slots.Crew` of the synchronizer, and of what each group takes its tokens from.
+    """A `slots.Crew` of what groups take their tokens from, and of the synchronizer.
 
     Args:
         arrangement: the groups.
-        synchronizer: keeps their copies together.
-        aggregations: by group.
+        synchronizer: keeps their copies together; None if there is one group.
+        aggregations: of each group, by its number.
         threads: of each worker.
     """
 
     def __init__(
         self,
         arrangement: Arrangement,
-        synchronizer: Synchronizer,
+        synchronizer: Synchronizer | None,
         aggregations: Mapping[int, Aggregation],
         threads: int,
     ):
         self._arrangement = arrangement
-        self._synchronizer = synchronizer
+        self._between = [] if synchronizer is None else [synchronizer]
         self._aggregations = dict(aggregations)
         self._threads = threads
 
@@ -37,37 +37,43 @@ class GroupCrew:
 
     def lose(self, worker: int) -> None:
         """A worker is gone, and its step with it."""
-        self._synchronizer.lose(worker)
+        for synchronizer in self._between:
+            synchronizer.lose(worker)
         self._of(worker).lose(worker)
 
     def leave(self, thread: int) -> None:
         """A worker's thread has nothing to do at the moment."""
-        self._of(thread // self._threads).leave(thread // self._threads)
-        self._synchronizer.leave(thread)
+        worker = thread // self._threads
+        self._of(worker).leave(worker)
+        for synchronizer in self._between:
+            synchronizer.leave(thread)
 
     def resume(self, thread: int) -> None:
-        """A worker's thread that may have left is about to take steps."""
-        self._of(thread // self._threads).resume(thread // self._threads)
-        self._synchronizer.resume(thread)
+        """A worker's thread that may have left takes steps; with its next token it is one more."""
+        for synchronizer in self._between:
+            synchronizer.resume(thread)
 
     def release(self) -> None:
         """Ends all waits of workers, with errors."""
-        self._synchronizer.release()
-        for aggregation in self._aggregations.values():
-            aggregation.release()
+        for waited_for in [*self._between, *self._aggregations.values()]:
+            waited_for.release()
 
-    def pause(self) -> contextlib.AbstractContextManager:
-        """Inside, no group calls another."""
-        return self._synchronizer.pause()
+    @contextlib.contextmanager
+    def pause(self):
+        """Inside, no group calls another; parameter servers, which workers call, stay there."""
+        with contextlib.ExitStack() as stack:
+            for synchronizer in self._between:
+                stack.enter_context(synchronizer.pause())
+            yield
 
     def waits_for(self, seconds: float) -> list[tuple[str, int]]:
         """The servers, job and index, that calls besides the steps have waited for so long."""
-        return self._synchronizer.waits_for(seconds)
+        return [server for one in self._between for server in one.waits_for(seconds)]
 
     def describe(self) -> str:
         """Who waits for whom, in words."""
-        parts = [
-            f"group {number}: {aggregation.describe()}"
-            for number, aggregation in self._aggregations.items()
-        ]
-        return "; ".join([*parts, self._synchronizer.describe()])
+        of_groups = {n: aggregation.describe() for n, aggregation in self._aggregations.items()}
+        if len(of_groups) == 1:
+            return next(iter(of_groups.values()))
+        parts = [f"group {number}: {text}" for number, text in of_groups.items()]
+        return "; ".join([*parts, *(one.describe() for one in self._between)])

@@ -13,7 +13,6 @@ import tensorflow as tf
 from tf_recsync import shown_variable, staleness
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import ModeConfig
-from tf_recsync.strategies import model_functions
 from tf_recsync.strategies.fit_strategy import (
     FitStrategy,
     check_cluster,
@@ -22,6 +21,7 @@ from tf_recsync.strategies.fit_strategy import (
     near,
 )
 from tf_recsync.strategies.model_variables import OnServers, optimizers_of
+from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.synchronization import aggregation
 from tf_recsync.synchronization.arrangement import one_group
 
@@ -158,7 +158,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
 
     def _put_functions(self, model: keras.Model) -> None:
         variables = OnServers(model)
-        model.train_function = model_functions.TrainFunction(model, self._settings, variables)
+        model.train_function = TrainFunction(model, self._settings, variables)
         self._put_reading_functions(model, variables)
 
     def _check_optimizer(self, model: keras.Model) -> None:
@@ -178,11 +178,11 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         Raises:
             RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
         """
-        live = getattr(model.train_function, "aggregation", None)
-        if live is None:
+        live = getattr(model.train_function, "aggregations", {})
+        if not live:
             return None
         with self._watched(model):
-            return live.report()
+            return live[0].report()
 
 
 def _anchor(server: str) -> tf.Variable:

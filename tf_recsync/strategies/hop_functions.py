@@ -11,14 +11,14 @@ import tensorflow as tf
 from tf_recsync import ops
 from tf_recsync.ops import hop
 from tf_recsync.strategies import worker_functions
-from tf_recsync.strategies.copied_functions import CopiedTrainFunction
 from tf_recsync.strategies.model_functions import Settings
 from tf_recsync.strategies.model_variables import OnWorkers, copied_variables
 from tf_recsync.strategies.step_counts import DataWait, add_step, read_steps
 from tf_recsync.strategies.step_logs import StepLogs
+from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.group_variables import OnCopies
-from tf_recsync.synchronization.hop import HopGroup
+from tf_recsync.synchronization.hop import HopSynchronizer
 from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.pull_push import Layout
@@ -48,14 +48,14 @@ def exchange_dtype(model: keras.Model) -> tf.DType:
     return tf.as_dtype(*dtypes)
 
 
-class HopTrainFunction(CopiedTrainFunction):
+class HopTrainFunction(TrainFunction):
     """`model.train_function` under a `HopStrategy`.
 
     Args:
         model: a model that was built in the strategy's scope.
         settings: of the strategy.
-        make_group: makes the group of workers, of what they have copies of, the type of the
-            parameters, and what gets the events.
+        make_synchronizer: makes it of what workers have copies of, the type of the parameters,
+            and what gets the events.
         protocol: how workers exchange.
         read: what users see of the copies, see `Copies`.
     """
@@ -64,26 +64,26 @@ class HopTrainFunction(CopiedTrainFunction):
         self,
         model: keras.Model,
         settings: Settings,
-        make_group: Callable[[Copies, tf.DType, EventLog], HopGroup],
+        make_synchronizer: Callable[[Copies, tf.DType, EventLog], HopSynchronizer],
         protocol: Protocol,
         read: str | int,
     ):
-        super().__init__(model, settings, OnWorkers(model), read)
         self.events = EventLog()
-        self._make = make_group
         self._protocol = protocol
+
+        def make(copies: Copies) -> HopSynchronizer:
+            return make_synchronizer(copies, exchange_dtype(model), self.events)
+
+        super().__init__(model, settings, OnWorkers(model), make, read)
 
     def _failed(self) -> None:
         super()._failed()
         self.events.fail()
 
-    def _make_group(self, copies: Copies) -> HopGroup:
-        return self._make(copies, exchange_dtype(self._model), self.events)
-
     def collect_events(self) -> None:
         """Has the workers tell what they have done up to now."""
-        if self.group is not None:
-            self.group.reports()
+        if self.synchronizer is not None:
+            self.synchronizer.reports()
 
     def _trace(self, layout: Layout, element_spec, steps, compute_time) -> Callable:
         return _trace(

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies import copied_functions, hop_checks, hop_functions
+from tf_recsync.strategies import hop_checks, hop_functions
 from tf_recsync.strategies.copies_extended import CopiesExtended
 from tf_recsync.strategies.fit_strategy import (
     FitStrategy,
@@ -22,8 +22,9 @@ from tf_recsync.strategies.fit_strategy import (
 )
 from tf_recsync.strategies.model_variables import AsShown
 from tf_recsync.strategies.server_threads import check_threads
+from tf_recsync.strategies.train_function import worker_states
 from tf_recsync.synchronization.arrangement import each_worker
-from tf_recsync.synchronization.hop import HopGroup, threads_needed
+from tf_recsync.synchronization.hop import HopSynchronizer, threads_needed
 from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_protocol import Skip
 from tf_recsync.synchronization.hop_reports import WorkerReport
@@ -181,11 +182,11 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         Returns:
             A report for each worker, by its index.
         """
-        group = self._group(model)
-        if group is None:
+        synchronizer = self._synchronizer(model)
+        if synchronizer is None:
             return [WorkerReport()] * self.topology.size
         with self._watched(model):
-            return group.reports()
+            return synchronizer.reports()
 
     def record_events(
         self,
@@ -234,12 +235,12 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             For each worker, by its index, arrays like `model.trainable_variables`; all the
             same before the model has trained. None for a worker that is lost.
         """
-        group = self._group(model)
-        if group is None:
+        synchronizer = self._synchronizer(model)
+        if synchronizer is None:
             values = [np.asarray(v) for v in model.trainable_variables]
             return [values] * self.topology.size
         with self._watched(model):
-            return group.copies.by_group(len(model.trainable_variables))
+            return synchronizer.copies.by_group(len(model.trainable_variables))
 
     def worker_states(self, model: keras.Model) -> WorkerStates:
         """The parameters and the iteration of each worker, for a `tf.train.Checkpoint`.
@@ -266,17 +267,17 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         checkpoint.restore(tf.train.latest_checkpoint("checkpoints")).assert_consumed()
         ```
         """
-        return copied_functions.worker_states(self, model)
+        return worker_states(self, model)
 
-    def _group(self, model: keras.Model) -> HopGroup | None:
-        return getattr(model.train_function, "group", None)
+    def _synchronizer(self, model: keras.Model) -> HopSynchronizer | None:
+        return getattr(model.train_function, "synchronizer", None)
 
     def _put_functions(self, model: keras.Model) -> None:
         hop_checks.check_tables(model, self._cluster)
         model.train_function = hop_functions.HopTrainFunction(
             model,
             self._settings,
-            lambda copies, dtype, events: HopGroup(
+            lambda copies, dtype, events: HopSynchronizer(
                 self._protocol,
                 self._cluster,
                 copies,

@@ -15,10 +15,9 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster
-from tf_recsync.shown_variable import shown
 from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
-from tf_recsync.strategies.model_variables import OnServers, optimizers_of, peeked_variables
+from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Crew, Losses, Slot
 from tf_recsync.strategies.step_counts import COUNTS
@@ -28,7 +27,6 @@ from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Arrangement, Group
-from tf_recsync.synchronization.group_variables import GroupVariables
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.remote_values import PackedReader
@@ -75,8 +73,6 @@ class Steps:
 
     method = ""
     threads = 1  # That call each worker.
-    # Only training has one, in modes that use tokens.
-    aggregation: Aggregation | None = None
 
     def __init__(self, model: keras.Model, settings: Settings, variables: OnServers):
         self._model = model
@@ -203,9 +199,7 @@ class Steps:
         return watched_calls.watched(settings.cluster, settings.silence_timeout, expect_loss)
 
     def _flush(self) -> None:
-        """All steps are done: what servers hold back of them is applied."""
-        if self.aggregation is not None:
-            self.aggregation.flush()
+        """All steps are done."""
 
     def worker_steps(self) -> list[int]:
         """The steps that each worker has finished in the pass that runs, or ran last."""
@@ -349,8 +343,8 @@ class Steps:
         return WorkerState(worker, iterator, private, before)
 
     def _crew(self) -> Crew | None:
-        """Whom workers wait for."""
-        return self.aggregation
+        """Whom workers wait for; only those that train do."""
+        return None
 
     def _should_stop(self) -> bool:
         raise NotImplementedError
@@ -441,52 +435,6 @@ class Steps:
         self._merger.assign()
         self._logs = self._step_logs.results()
         self._refreshed = time.monotonic()
-
-
-class TrainFunction(Steps):
-    """`model.train_function` under a parameter-server strategy."""
-
-    method = "train_step"
-
-    def _start(self, iterator: DistributedIterator) -> WorkerRun:
-        run = super()._start(iterator)
-        peeked = {id(variable) for variable in peeked_variables(self._model)}
-        for variable in [*self._model.variables, *self._model.optimizer.variables]:
-            found = shown(variable._value)
-            if found is not None and id(variable) not in peeked:
-                found.before_read = self._hold
-        return run
-
-    def _aggregation_of(self, layout: Layout) -> Aggregation | None:
-        mode = self._settings.mode
-        if mode.uses_tokens and self.aggregation is None:
-            group = self._settings.arrangement.groups[0]
-            self.aggregation = Aggregation(
-                mode, layout.optimizers, GroupVariables(group), group.device(0)
-            )
-        return self.aggregation
-
-    def _continue(self, iterator: DistributedIterator) -> Layout:
-        if iterator.run is None and self._run is not None:
-            self._run.stop()  # It may have been left early; its steps come to an end.
-        if self._settings.prefetch_lookups and self._model.steps_per_execution == 1:
-            raise ValueError(
-                "prefetch_lookups=True needs steps_per_execution above 1 in compile: only the "
-                "steps of one call can prefetch"
-            )
-        batch_size = iterator.distributed.batch_size
-        mode = self._settings.mode
-        examples = batch_size and batch_size * mode.capacity
-        for optimizer in optimizers_of(self._model):
-            optimizer.count_steps_of(examples)
-        layout = super()._continue(iterator)
-        # Within a run, clocks go on.
-        if self.aggregation is not None and (iterator.run is None or mode.uses_buffers):
-            self.aggregation.begin()
-        return layout
-
-    def _should_stop(self) -> bool:
-        return bool(self._model.stop_training)
 
 
 class TestFunction(Steps):

@@ -15,15 +15,15 @@ import tensorflow as tf
 from tf_recsync import staleness
 from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies import copied_functions, shadow_functions
 from tf_recsync.strategies.copies_extended import CopiesExtended
 from tf_recsync.strategies.fit_strategy import FitStrategy, check_optimizers
-from tf_recsync.strategies.model_variables import AsShown, optimizers_of
+from tf_recsync.strategies.model_variables import AsShown, OnServers, optimizers_of
 from tf_recsync.strategies.server_threads import check_threads
+from tf_recsync.strategies.train_function import TrainFunction, worker_states
 from tf_recsync.synchronization.arrangement import Arrangement
-from tf_recsync.synchronization.copies import is_copied
+from tf_recsync.synchronization.copies import Copies, is_copied
 from tf_recsync.synchronization.modes import Mode
-from tf_recsync.synchronization.shadow import ShadowGroup, SyncReport
+from tf_recsync.synchronization.shadow import ShadowSynchronizer, SyncReport
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
 from tf_recsync.synchronization.worker_states import WorkerStates
@@ -125,13 +125,13 @@ class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
         Raises:
             RuntimeError: if a sync PS is lost, or silent for `silence_timeout` seconds.
         """
-        group = self._group(model)
-        if group is None:
+        synchronizer = self._synchronizer(model)
+        if synchronizer is None:
             nothing = [0] * len(self._arrangement.groups)
             return SyncReport(nothing, [0.0 for _ in nothing], 0, 0.0, 0, 0)
         batch = model.train_function.local_batch_size
         with self._watched(model):
-            return dataclasses.replace(group.report(), local_batch_size=batch)
+            return dataclasses.replace(synchronizer.report(), local_batch_size=batch)
 
     def average_sync_gap(
         self, model: keras.Model, by: Literal["counters", "bytes"] = "counters"
@@ -172,12 +172,12 @@ class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
             that are not on embedding PSs; all the same before the model has trained. None for
             a trainer that is lost.
         """
-        group = self._group(model)
+        synchronizer = self._synchronizer(model)
         dense = [v for v in model.trainable_variables if is_copied(v)]
-        if group is None or not group.copies.has_any:
+        if synchronizer is None or not synchronizer.copies.has_any:
             return [[np.asarray(v) for v in dense]] * len(self._arrangement.groups)
         with self._watched(model):
-            return group.copies.by_group(len(dense))
+            return synchronizer.copies.by_group(len(dense))
 
     def worker_states(self, model: keras.Model) -> WorkerStates:
         """The copies of each trainer and of the sync PSs, for a `tf.train.Checkpoint`.
@@ -205,7 +205,7 @@ class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
         checkpoint.restore(tf.train.latest_checkpoint("checkpoints")).assert_consumed()
         ```
         """
-        return copied_functions.worker_states(self, model)
+        return worker_states(self, model)
 
     def staleness(self, model: keras.Model) -> staleness.Report:
         """The staleness measured since the model's optimizer was built.
@@ -224,15 +224,15 @@ class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
             RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
         """
         states = [s for o in optimizers_of(model) for s in o.states]
-        group = self._group(model)
+        synchronizer = self._synchronizer(model)
         of = staleness.Statistics.from_counters
         found: dict[str, list[np.ndarray]] = {}
         dense = [state for state in states if not state.is_table]
         with self._watched(model):
             for state in states:
-                if state.is_table or group is None:
+                if state.is_table or synchronizer is None:
                     found[state.variable.path] = [np.asarray(state.counters._value.read_value())]
-            for counts in [] if group is None else group.counted():
+            for counts in [] if synchronizer is None else synchronizer.counted():
                 for state, counters in zip(dense, counts, strict=True):
                     found.setdefault(state.variable.path, []).append(counters)
         live = getattr(model.train_function, "aggregations", {}).values()
@@ -246,30 +246,31 @@ class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
             variables={path: of(counters) for path, counters in found.items()},
         )
 
-    def _group(self, model: keras.Model) -> ShadowGroup | None:
-        return getattr(model.train_function, "group", None)
+    def _synchronizer(self, model: keras.Model) -> ShadowSynchronizer | None:
+        return getattr(model.train_function, "synchronizer", None)
 
     def _put_functions(self, model: keras.Model) -> None:
-        counts_steps = getattr(self._schedule, "gap", None) is not None
-        model.train_function = shadow_functions.ShadowTrainFunction(
+        model.train_function = TrainFunction(
             model,
             self._settings,
-            self._make_group,
-            self.threads_per_worker,
-            counts_steps,
+            OnServers(model),
+            lambda copies: self._make_synchronizer(model, copies),
             self._read,
+            self.threads_per_worker,
         )
         self._put_reading_functions(model, AsShown(model))
 
-    def _make_group(self, copies, parameters: int, counters: list[int]) -> ShadowGroup:
-        return ShadowGroup(
+    def _make_synchronizer(self, model: keras.Model, copies: Copies) -> ShadowSynchronizer:
+        places = {id(v): i for i, v in enumerate(copies.variables)}
+        states = [s for o in optimizers_of(model) for s in o.states if not s.is_table]
+        return ShadowSynchronizer(
             self._algorithm,
             self._schedule,
             self._cluster,
             self._arrangement,
             copies,
-            parameters,
-            counters,
+            sum(map(is_copied, model.trainable_variables)),
+            [places[id(state.counters._value)] for state in states],
             self.threads_per_worker,
             self._settings.bandwidths,
         )

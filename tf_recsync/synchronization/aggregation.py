@@ -6,7 +6,6 @@ has a gradient buffer for each optimizer, for the variables that it holds.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -280,22 +279,13 @@ class Aggregation:
                     self._tokens.leave(place)
 
     def leave(self, worker: int) -> None:
-        """Takes a worker that has nothing to do at the moment out of those that others wait for."""
+        """Takes a worker that has nothing to do at the moment out of those that others wait for.
+
+        One that takes a token is one of them again.
+        """
         if self.mode.gate == "clock":
             with tf.device(self._tokens.device):
                 self._tokens.leave(self._place(worker))
-
-    def resume(self, worker: int) -> None:
-        """Does nothing: a worker that takes a token is one of them again."""
-
-    def pause(self) -> contextlib.AbstractContextManager:
-        """Workers call parameter servers only, which stay where they are."""
-        return contextlib.nullcontext()
-
-    def waits_for(self, seconds: float) -> list[tuple[str, int]]:
-        """None: there are no calls besides the steps."""
-        del seconds
-        return []
 
     def describe(self) -> str:
         """Who waits for whom, in words."""

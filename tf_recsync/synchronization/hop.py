@@ -36,10 +36,11 @@ _CHECK_REST = 4.0  # And so many times as long as it took: a fifth of a thread's
 _MARGIN = 2  # Iterations until a worker that is back can take part, at least.
 
 
-class HopGroup:
+class HopSynchronizer:
     """The workers of a model in decentralized training, while it trains.
 
-    A `Synchronizer`: the threads that drive the workers tell it who is lost or has left.
+    A `Synchronizer` in which each worker is a group: the threads that drive the workers tell it
+    who is lost or has left.
 
     Args:
         protocol: how they exchange.
@@ -50,6 +51,8 @@ class HopGroup:
         bandwidths: returns artificial bandwidths, in bytes per second by worker's device.
         events: gets what workers did.
     """
+
+    counts_steps = False
 
     def __init__(
         self,
@@ -294,6 +297,16 @@ class HopGroup:
             self._monitor.join(max(0.0, deadline - time.monotonic()))
         self._monitor = None
         self._states()
+
+    def steps_until_sync(self, thread: int) -> int | None:
+        """None: every step has its exchange, which is a part of it."""
+
+    def training(self, thread: int) -> contextlib.AbstractContextManager:
+        """Nothing has to be done about it."""
+        return contextlib.nullcontext()
+
+    def trained(self, thread: int, steps: int) -> None:
+        """Does nothing: the steps have synchronized."""
 
     @property
     def size(self) -> int:

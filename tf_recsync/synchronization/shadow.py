@@ -75,7 +75,7 @@ class SyncReport:
         return sum(self.syncs) / self.trained_seconds if self.trained_seconds else 0.0
 
 
-class ShadowGroup:
+class ShadowSynchronizer:
     """The groups of trainers of a model, while it trains; a `Synchronizer`.
 
     Args:
@@ -108,6 +108,7 @@ class ShadowGroup:
         self._trainers = Trainers(
             algorithm, cluster, copies, parameters, counters, self._sync_ps, bandwidths
         )
+        self.counts_steps = getattr(schedule, "gap", None) is not None
         self._is_central = algorithm.is_central
         self._schedule = schedule
         self._cluster = cluster

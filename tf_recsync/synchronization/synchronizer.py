@@ -20,12 +20,14 @@ class Synchronizer(Protocol):
     `slots.Crew`.
 
     Attributes:
-        copies: the workers' parameters and what belongs to them.
+        copies: the groups' parameters and what belongs to them.
         fail: ends the pass with an error.
+        counts_steps: whether a synchronization is due after a number of steps.
     """
 
     copies: Copies
     fail: Callable[[Exception], None]
+    counts_steps: bool
 
     @property
     def there(self) -> list[int]:
@@ -45,6 +47,15 @@ class Synchronizer(Protocol):
 
     def end(self) -> None:
         """The epoch's steps are done."""
+
+    def steps_until_sync(self, thread: int) -> int | None:
+        """The steps of a thread before it synchronizes; None if it need not count them."""
+
+    def training(self, thread: int) -> contextlib.AbstractContextManager:
+        """Inside, a thread trains."""
+
+    def trained(self, thread: int, steps: int) -> None:
+        """A thread has done so many steps: synchronizes if it is time."""
 
     def extras(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps besides the copies, under names without a slash."""

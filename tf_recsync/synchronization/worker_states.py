@@ -17,17 +17,17 @@ class WorkerStates(tf.train.experimental.PythonState):
     """What a `tf.train.Checkpoint` keeps of workers that have parameters of their own.
 
     Args:
-        group: gives the workers.
+        synchronizer: gives what keeps the copies together.
     """
 
-    def __init__(self, group: Callable[[], Synchronizer]):
-        self._group = group
+    def __init__(self, synchronizer: Callable[[], Synchronizer]):
+        self._synchronizer = synchronizer
 
     def serialize(self) -> bytes:
         """All copies, and what belongs to them; `tf.train.Checkpoint` calls this."""
-        group = self._group()
-        values = group.copies.all_values()  # First: within an epoch, it lets steps end.
-        extras = group.extras()
+        synchronizer = self._synchronizer()
+        values = synchronizer.copies.all_values()  # First: within an epoch, it lets steps end.
+        extras = synchronizer.extras()
         arrays = {
             "format": np.int64(_FORMAT),
             "workers": np.array(sorted(values), np.int64),
@@ -48,8 +48,8 @@ class WorkerStates(tf.train.experimental.PythonState):
         Raises:
             ValueError: if it is of another model or optimizer.
         """
-        group = self._group()
-        variables = group.copies.variables
+        synchronizer = self._synchronizer()
+        variables = synchronizer.copies.variables
         with np.load(io.BytesIO(value)) as arrays:
             if int(arrays["format"]) != _FORMAT:
                 raise ValueError(
@@ -69,7 +69,7 @@ class WorkerStates(tf.train.experimental.PythonState):
                 values[worker] = [
                     _read(arrays[f"{worker}/{i}"], variable) for i, variable in enumerate(variables)
                 ]
-        group.restore(values, extras)
+        synchronizer.restore(values, extras)
 
 
 def _read(serialized: np.ndarray, variable: tf.Variable) -> np.ndarray:

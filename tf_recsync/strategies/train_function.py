@@ -1,0 +1,326 @@
+"""What Keras calls to train, whatever the groups of workers, their mode and their synchronizer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync.shown_variable import shown
+from tf_recsync.strategies.distributed_dataset import DistributedIterator
+from tf_recsync.strategies.fit_strategy import FitStrategy
+from tf_recsync.strategies.group_crew import GroupCrew
+from tf_recsync.strategies.model_functions import Settings, Steps
+from tf_recsync.strategies.model_variables import OnServers, copied_variables, peeked_variables
+from tf_recsync.strategies.pass_iterator import PassIterator
+from tf_recsync.strategies.silence_watch import silent_or_new
+from tf_recsync.strategies.slots import Crew, Slot
+from tf_recsync.strategies.watched_calls import check_parameter_servers
+from tf_recsync.strategies.worker_run import WorkerRun
+from tf_recsync.strategies.worker_state import WorkerState
+from tf_recsync.synchronization.aggregation import Aggregation
+from tf_recsync.synchronization.arrangement import Group
+from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.group_variables import GroupVariables, OnCopies
+from tf_recsync.synchronization.pull_push import Layout
+from tf_recsync.synchronization.synchronizer import Synchronizer
+from tf_recsync.synchronization.worker_states import WorkerStates
+
+
+class TrainFunction(Steps):
+    """`model.train_function`.
+
+    An epoch begins with the copies, which take over what users have assigned, then the
+    synchronizer, then what groups take their tokens from; it ends the other way round.
+
+    Args:
+        model: a model that was built in the strategy's scope.
+        settings: of the strategy.
+        variables: where its steps find the model's variables.
+        make_synchronizer: makes what keeps the groups' copies together; None where there is one
+            group, whose copy is the model's own variables.
+        read: what users see of the copies, see `Copies`.
+        threads: that call each worker.
+    """
+
+    method = "train_step"
+
+    def __init__(
+        self,
+        model: keras.Model,
+        settings: Settings,
+        variables: OnServers,
+        make_synchronizer: Callable[[Copies], Synchronizer] | None = None,
+        read: str | int = "mean",
+        threads: int = 1,
+    ):
+        super().__init__(model, settings, variables)
+        self.threads = threads
+        self.synchronizer: Synchronizer | None = None
+        self.aggregations: dict[int, Aggregation] = {}  # By group, in modes that use tokens.
+        self.local_batch_size: int | None = None  # Of the data that were trained on last.
+        self._make_synchronizer = make_synchronizer
+        self._arrangement = settings.arrangement
+        self._read = read
+        self._is_open = False  # Between an epoch's begin and its end.
+        self._flushing = threading.RLock()
+
+    def __call__(self, iterator: Any) -> dict[str, Any]:
+        try:
+            return super().__call__(iterator)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._failed()
+            raise
+
+    def _failed(self) -> None:
+        """Training has failed; the error is raised next."""
+        if self.synchronizer is not None:
+            self.synchronizer.release()
+
+    # The groups, and what keeps them together.
+
+    def ensure_synchronizer(self) -> Synchronizer | None:
+        """Made at the first call, when the model and its optimizer are built; None without."""
+        if self.synchronizer is None and self._make_synchronizer is not None:
+            peeked = [variable._value for variable in peeked_variables(self._model)]
+            copies = Copies(
+                copied_variables(self._model),
+                self._settings.cluster,
+                self._arrangement.groups,
+                self._read,
+                self._hold,
+                peeked,
+            )
+            self.synchronizer = self._make_synchronizer(copies)
+        return self.synchronizer
+
+    def _copies(self) -> Copies | None:
+        return None if self.synchronizer is None else self.synchronizer.copies
+
+    def _crew(self) -> Crew | None:
+        if not self.aggregations:
+            return self.synchronizer
+        return GroupCrew(self._arrangement, self.synchronizer, self.aggregations, self.threads)
+
+    def _group_of(self, worker: int) -> Group:
+        return self._arrangement.group_of(worker)
+
+    def _groups(self) -> Sequence[Group]:
+        return self._arrangement.groups
+
+    def _aggregation_of(self, layout: Layout) -> Aggregation | None:
+        mode, group = self._settings.mode, layout.group
+        if mode.uses_tokens and group.index not in self.aggregations:
+            variables = GroupVariables(group, self._copies())
+            self.aggregations[group.index] = Aggregation(
+                mode, layout.optimizers, variables, group.device(0)
+            )
+        return self.aggregations.get(group.index)
+
+    def _trace(self, layout: Layout, element_spec, steps, compute_time) -> Callable:
+        concrete = super()._trace(layout, element_spec, steps, compute_time)
+        copies = self._copies()
+        if copies is None:
+            return concrete
+        arguments = 4 + len(layout.private)  # The iterator included.
+        return OnCopies(concrete, arguments, copies.variables)
+
+    def _lengths(self, iterator: DistributedIterator) -> set[int]:
+        lengths = super()._lengths(iterator)
+        # A call ends where a synchronization is due.
+        counts = self.synchronizer is not None and self.synchronizer.counts_steps
+        return lengths | {1} if counts else lengths
+
+    def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
+        synchronizer = self.synchronizer
+        if synchronizer is None:
+            return super()._run_steps(slot, n)
+        done = 0
+        while done < n:
+            left = synchronizer.steps_until_sync(slot.number)
+            part = n - done if left is None else min(n - done, left)
+            with synchronizer.training(slot.number):
+                steps, ended = super()._run_steps(slot, part)
+            done += steps
+            synchronizer.trained(slot.number, steps)
+            if ended:
+                return done, True
+        return done, False
+
+    # A pass, and its epochs.
+
+    def _should_stop(self) -> bool:
+        return bool(self._model.stop_training)
+
+    def _start(self, iterator: DistributedIterator) -> WorkerRun:
+        run = super()._start(iterator)
+        if self.synchronizer is not None:
+            self.synchronizer.fail = run.fail
+        else:
+            peeked = {id(variable) for variable in peeked_variables(self._model)}
+            for variable in [*self._model.variables, *self._model.optimizer.variables]:
+                found = shown(variable._value)
+                if found is not None and id(variable) not in peeked:
+                    found.before_read = self._hold
+        run.when_done(lambda: self._all_done(run))
+        return run
+
+    def _open(
+        self, worker: int, iterator: PassIterator, private, before: WorkerState | None
+    ) -> WorkerState:
+        if self.synchronizer is None:
+            return super()._open(worker, iterator, private, before)
+        group = self._group_of(worker)
+        if not group.servers and self.synchronizer.copies.is_of_earlier_life(group.index):
+            # Its server was readmitted by another thread; the synchronizer does not know yet.
+            raise tf.errors.UnavailableError(None, None, "its copies were of an earlier life")
+        self.synchronizer.open(worker)
+        return _State(self.synchronizer, worker, group.index, iterator, private, before)
+
+    def _continue(self, iterator: DistributedIterator) -> Layout:
+        is_new = iterator.run is None
+        if is_new and self._run is not None:
+            self._run.stop()  # It may have been left early; its steps come to an end.
+            if self.synchronizer is not None:
+                self._flush()
+        if self._settings.prefetch_lookups and self._model.steps_per_execution == 1:
+            raise ValueError(
+                "prefetch_lookups=True needs steps_per_execution above 1 in compile: only the "
+                "steps of one call can prefetch"
+            )
+        self.local_batch_size = size = iterator.distributed.batch_size
+        for optimizer in self._variables.optimizers:
+            optimizer.count_steps_of(size and size * self._settings.mode.capacity)
+        self.ensure_synchronizer()
+        layout = super()._continue(iterator)
+        if self.synchronizer is not None:
+            for begin in (self.synchronizer.copies.begin, self.synchronizer.begin):
+                self._begin_without_the_gone(begin, iterator.run)
+        for aggregation in self.aggregations.values():
+            # Within a run, clocks go on.
+            if is_new or self._settings.mode.uses_buffers:
+                aggregation.begin()
+        self._is_open = True
+        return layout
+
+    def _begin_without_the_gone(self, begin: Callable[[], None], run: WorkerRun | None) -> None:
+        """Begins an epoch with the workers that there are: nobody has called them since the last.
+
+        Args:
+            begin: may be called again when it has failed.
+            run: the pass that goes on, or None.
+        """
+        while True:
+            self._lose_the_gone(run)
+            try:
+                return begin()
+            except tf.errors.OpError as error:
+                check_parameter_servers(self._settings.cluster, error)
+                if not self._lose_the_gone(run):
+                    raise
+
+    def _lose_the_gone(self, run: WorkerRun | None) -> bool:
+        """Tells of workers that are gone with their copies; whether there are any."""
+        cluster, limit = self._settings.cluster, self._settings.silence_timeout
+        copies = self.synchronizer.copies
+        known = {*self.synchronizer.there, *copies.there}
+        groups = [g for g in self._arrangement.groups if g.index in known and not g.servers]
+        holders = {group.trainers[0]: group.index for group in groups}
+        gone = {worker for worker, group in holders.items() if copies.is_of_earlier_life(group)}
+        gone.update(silent_or_new(cluster, [w for w in holders if w not in gone], limit))
+        for worker in sorted(gone):
+            if run is not None:
+                run.expect_loss(worker)
+            self.synchronizer.lose(worker)
+        return bool(gone)
+
+    def _flush(self) -> None:
+        """All steps are done: what servers hold back of them is applied, and copies are shown."""
+        # The coordinator, or whoever reads a variable, or the thread of the worker that was last.
+        with self._flushing:
+            if not self._is_open:
+                return
+            self._is_open = False
+            for aggregation in self.aggregations.values():
+                aggregation.flush()
+            if self.synchronizer is not None:
+                self.synchronizer.end()
+                self.synchronizer.copies.settled()
+
+    def _hold(self) -> bool:
+        # If fit was stopped within an epoch, its steps have come to an end.
+        if self._run is not None and self._should_stop():
+            self._settle(self._run)
+            return False
+        return super()._hold()
+
+    def _go_on(self) -> None:
+        copies = self._copies()
+        if copies is not None:
+            copies.carried_on()
+        super()._go_on()
+
+    def _all_done(self, run: WorkerRun) -> None:
+        """No thread of a worker is at work any more."""
+        # Keras calls nobody if it was stopped within an epoch.
+        if not self._should_stop() or run is not self._run or self._settings.cluster.is_closed:
+            return
+        try:
+            self._flush()
+        except (tf.errors.OpError, RuntimeError) as error:
+            logging.warning("After a pass that was stopped: %s", error)
+
+
+class _State(WorkerState):
+    """What lives on a worker during a pass, where its group has a copy."""
+
+    def __init__(
+        self, synchronizer: Synchronizer, worker: int, group: int, iterator, private, before
+    ):
+        super().__init__(worker, iterator, private, before)
+        self._synchronizer = synchronizer
+        self._index = worker
+        self._group = group
+        self._copies = synchronizer.copies.of(group)
+
+    @property
+    def inputs(self) -> list[tf.Tensor]:
+        return [*super().inputs, *self._synchronizer.handles(self._index)]
+
+    def begin(self, time: float) -> None:
+        copies = self._synchronizer.copies
+        if self._copies is None or copies.of(self._group) is not self._copies:
+            # It was given up, and answers again: with copies that nobody synchronizes.
+            raise tf.errors.UnavailableError(None, None, "it was lost between two epochs")
+        if not self._has_begun:
+            copies.touched()
+        # All workers are open by now.
+        self._synchronizer.carry_on()
+        super().begin(time)
+
+
+def worker_states(strategy: FitStrategy, model: keras.Model) -> WorkerStates:
+    """What a checkpoint keeps of the groups of a model, each with its copy.
+
+    Args:
+        strategy: whose groups have copies.
+        model: a built model that was compiled in its scope.
+
+    Raises:
+        ValueError: if the model is not built, or from elsewhere.
+    """
+    if not model.built or model.optimizer is None:
+        raise ValueError(f"model {model.name} must be built and compiled")
+
+    def synchronizer() -> Synchronizer:
+        strategy.attach(model)
+        return model.train_function.ensure_synchronizer()
+
+    synchronizer()
+    return WorkerStates(synchronizer)
