@@ -310,15 +310,89 @@ def test_a_killed_trainer_leaves_its_group_running_and_comes_back(cluster, insid
     assert None not in strategy.copies(model)
 
 
-def test_a_killed_server_ends_training_with_an_error_that_names_it(cluster):
+@pytest.mark.parametrize(
+    ("inside", "between"),
+    [("hogwild", "EASGD"), ("GBA", "MA"), ("sync", "EASGD"), ("async", "BMUF")],
+)
+def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
+    cluster, caplog, inside, between
+):
+    strategy = hierarchical(cluster, BETWEEN[between], aggregation=INSIDE[inside])
+    recsync.testing.set_compute_time(strategy, 0.05)
+    model = click_model(strategy)
+    steps, syncs = {}, {}
+
+    def note(name):
+        steps[name] = strategy.worker_steps(model)
+        syncs[name] = strategy.sync_report(model).syncs
+
+    def come_back():
+        note("back")
+        cluster.restart("ps", 1)
+
+    class UntilBack(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if "back" not in steps:
+                return
+            done, then = strategy.worker_steps(model), steps["back"]
+            has_synced = strategy.sync_report(model).syncs[1] > syncs["back"][1]
+            if done[2] > then[2] + 2 and done[3] > then[3] + 2 and has_synced:
+                self.model.stop_training = True
+
+    model.fit(
+        clicks(50).repeat(200),
+        verbose=0,
+        callbacks=[
+            AtBatch(12, lambda: cluster.kill("ps", 1)),
+            AtBatch(40, lambda: note("without")),
+            AtBatch(70, come_back),
+            UntilBack(),
+        ],
+    )
+    without, back = np.array(steps["without"]), np.array(steps["back"])
+    assert np.all(back[:2] > without[:2]) and np.all(back[2:] == without[2:])
+    assert syncs["back"][1] == syncs["without"][1]
+    if between == "EASGD":
+        assert syncs["back"][0] > syncs["without"][0]
+    # No worker was lost, only what two of them trained on.
+    assert strategy.losses(model).workers == 0
+    assert caplog.text.count("ps:1 was lost in the middle of a pass") == 1
+    source = "sync PSs" if between == "EASGD" else "other trainers"
+    assert f"Group 1 goes on with the parameters of the {source}." in caplog.text
+    assert None not in strategy.copies(model)
+    model.fit(clicks(20), verbose=0)
+    assert np.isfinite(model.evaluate(clicks(20), verbose=0))
+
+
+def test_a_group_whose_server_is_away_is_done_without_from_one_epoch_to_the_next(cluster):
+    strategy = hierarchical(cluster, aggregation=INSIDE["GBA"])
+    recsync.testing.set_compute_time(strategy, 0.02)
+    model = click_model(strategy)
+    model.fit(clicks(20), verbose=0)
+    cluster.kill("ps", 0)
+    model.fit(clicks(20), epochs=2, verbose=0)
+    assert strategy.worker_steps(model)[:2] == [0, 0]
+    assert strategy.copies(model)[0] is None
+    cluster.restart("ps", 0)
+    back = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: setattr(
+            model, "stop_training", min(strategy.worker_steps(model)) > 0
+        )
+    )
+    model.fit(clicks(50).repeat(200), verbose=0, callbacks=[back])
+    assert None not in strategy.copies(model)
+
+
+@pytest.mark.parametrize("ps", [2, 5], ids=["embedding PS", "sync PS"])
+def test_a_killed_server_of_no_group_ends_training_with_an_error_that_names_it(cluster, ps):
     strategy = hierarchical(cluster)
     recsync.testing.set_compute_time(strategy, 0.05)
     model = click_model(strategy)
-    with pytest.raises(RuntimeError, match="ps:1 was lost"):
+    with pytest.raises(RuntimeError, match=f"ps:{ps} was lost"):
         model.fit(
             clicks(50).repeat(200),
             verbose=0,
-            callbacks=[AtBatch(8, lambda: cluster.kill("ps", 1))],
+            callbacks=[AtBatch(8, lambda: cluster.kill("ps", ps))],
         )
 
 

@@ -217,7 +217,7 @@ def test_one_that_stands_still_keeps_nobody_waiting_and_begins_anew(cluster, mon
     )
     group = model.train_function.synchronizer
     # It has copies that are synchronized, or none as yet.
-    assert set(group.copies.workers) == set(group.there)
+    assert set(group.copies.there) == set(group.there)
     model.fit(
         dataset().repeat(), steps_per_epoch=100_000, verbose=0, callbacks=[UntilBack(strategy)]
     )

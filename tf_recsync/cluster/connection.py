@@ -284,7 +284,7 @@ class Cluster:
         self,
         timeout: float = 60.0,
         anew: Sequence[tuple[str, int]] = (),
-        without: Collection[int] = (),
+        without: Collection[int | tuple[str, int]] = (),
     ) -> None:
         """Makes servers usable again that were killed and have been started again.
 
@@ -300,8 +300,8 @@ class Cluster:
           timeout: Seconds to wait for all servers to be up and readmitted; default 60.
           anew: Servers, as ("worker" or "ps", index), that are treated as if they had been
             restarted: their resources are lost, and they get all functions again; default none.
-          without: Workers, by index, that need not be up and are left out, until they are
-            readmitted; default none.
+          without: Workers, by index, and other servers, as ("ps", index), that need not be up and
+            are left out, until they are readmitted; default none.
 
         Raises:
           RuntimeError: The cluster is not connected, or a server was not up in time.
@@ -309,7 +309,7 @@ class Cluster:
           tf.errors.OpError: A server failed meanwhile; try again.
         """
         _check_timeout(timeout)
-        left_out = [("worker", index) for index in without]
+        left_out = [s if isinstance(s, tuple) else ("worker", s) for s in without]
         present = self._without(left_out, "without")
         reduced = self._without([*left_out, *anew])
         with _lock:
@@ -335,7 +335,7 @@ class Cluster:
                 )
 
             self._repeat_if_unavailable(attempt, lambda: deadline, timeout)
-            self.away.intersection_update(without)
+            self.away.intersection_update(index for job, index in left_out if job == "worker")
 
     def _change(self, change: Callable[[], None], deadline: float, what: str) -> None:
         """Changes the connection; servers that don't answer are cut off at the deadline."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+from absl import logging
 
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Arrangement
@@ -41,6 +44,11 @@ class GroupCrew:
             synchronizer.lose(worker)
         self._of(worker).lose(worker)
 
+    def suspend(self, worker: int) -> None:
+        """A worker is there, but what it trains on is gone: what it takes tokens from, too."""
+        for synchronizer in self._between:
+            synchronizer.suspend(worker)
+
     def leave(self, thread: int) -> None:
         """A worker's thread has nothing to do at the moment."""
         worker = thread // self._threads
@@ -56,7 +64,11 @@ class GroupCrew:
     def release(self) -> None:
         """Ends all waits of workers, with errors."""
         for waited_for in [*self._between, *self._aggregations.values()]:
-            waited_for.release()
+            try:
+                waited_for.release()
+            except tf.errors.OpError as error:
+                # What keeps the list is gone, and with it all waits.
+                logging.debug("waits could not be ended: %s", error)
 
     @contextlib.contextmanager
     def pause(self):
@@ -65,6 +77,10 @@ class GroupCrew:
             for synchronizer in self._between:
                 stack.enter_context(synchronizer.pause())
             yield
+
+    def holders_of(self, worker: int) -> Sequence[tuple[str, int]]:
+        """The servers that hold a worker's group's copy, if others go on without them."""
+        return [holder for one in self._between for holder in one.holders_of(worker)]
 
     def waits_for(self, seconds: float) -> list[tuple[str, int]]:
         """The servers, job and index, that calls besides the steps have waited for so long."""

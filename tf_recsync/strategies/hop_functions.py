@@ -180,5 +180,6 @@ def _trace(
         own, (hop_handle, *copies) = rest[: len(private)], rest[len(private) :]
         function(iterator, worker, began, count, hop_handle, *own, *copies)
 
-    function = OnCopies(concrete, 5, [*private, *copied])  # The iterator included.
+    replaced = [variable.handle for variable in [*private, *copied]]
+    function = OnCopies(concrete, 5, replaced)  # The iterator included.
     return call

@@ -40,28 +40,28 @@ def suspicious_after(silence_timeout: float) -> float:
     return min(_SUSPICIOUS_SECONDS, _SUSPICIOUS_SHARE * silence_timeout)
 
 
-def silent_or_new(cluster: Cluster, workers: Sequence[int], seconds: float) -> list[int]:
-    """The workers that have nothing any more of what they had, or don't answer.
+def silent_or_new(cluster: Cluster, servers: Sequence[Server], seconds: float) -> list[Server]:
+    """The servers that have nothing any more of what they had, or don't answer.
 
     Connections to those that don't answer are cut.
 
     Args:
         cluster: the connected cluster.
-        workers: the workers to ask; nothing may be asked of them meanwhile.
+        servers: the servers to ask; nothing may be asked of them meanwhile.
         seconds: how long to wait for an answer.
     """
-    probes = {worker: cluster.probe("worker", worker) for worker in workers}
+    probes = {server: cluster.probe(*server) for server in servers}
     deadline = time.monotonic() + seconds
-    for worker, probe in list(probes.items()):
+    for server, probe in list(probes.items()):
         probe.join(max(0.0, deadline - time.monotonic()))
         if probe.is_alive():
-            logging.warning("worker:%d has not answered for %.0f s.", worker, seconds)
-            cluster.cut_off("worker", worker)
+            logging.warning("%s:%d has not answered for %.0f s.", *server, seconds)
+            cluster.cut_off(*server)
         elif probe.answered is False:
             # A connection that broke while nobody used it shows at the first call.
-            probe = probes[worker] = cluster.probe("worker", worker)
+            probe = probes[server] = cluster.probe(*server)
             probe.join(max(0.0, deadline - time.monotonic()))
-    return [worker for worker, probe in probes.items() if not probe.reachable]
+    return [server for server, probe in probes.items() if not probe.reachable]
 
 
 class SilenceWatch(threading.Thread):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 from tf_recsync.cluster import device_of
@@ -56,6 +57,8 @@ class Slot:
         busy_since: when its call in flight began (time.monotonic), or None.
         lost: whether it is gone at the moment.
         life: the worker's when the thread opened it, see `Cluster.life`.
+        holder_lives: those of the servers that hold what it trains on, likewise.
+        without_holder: whether it is lost because one of those is.
         silent: whether it was given up because it did not answer.
         breaks: how often its connection broke while it lived, since it last finished a call.
         forgotten: whether it lacks functions, and has to be taken into the cluster anew.
@@ -72,6 +75,8 @@ class Slot:
         self.busy_since: float | None = None
         self.lost = False
         self.life: tuple[int, int] | None = None
+        self.holder_lives: list[tuple[int, int]] = []
+        self.without_holder = False
         self.silent = False
         self.breaks = 0
         self.forgotten = False
@@ -86,6 +91,9 @@ class Crew(Protocol):
     def lose(self, worker: int) -> None:
         """A worker is gone, and its step with it."""
 
+    def suspend(self, worker: int) -> None:
+        """A worker is there, but what it trains on is gone, and its step with it."""
+
     def leave(self, thread: int) -> None:
         """A worker's thread has nothing to do at the moment; its slot's number."""
 
@@ -97,6 +105,10 @@ class Crew(Protocol):
 
     def pause(self) -> contextlib.AbstractContextManager:
         """Inside, no worker calls another."""
+
+    def holders_of(self, worker: int) -> Sequence[tuple[str, int]]:
+        """The parameter servers, job and index, that hold what a worker trains on, and without
+        which others go on; none if they can't."""
 
     def waits_for(self, seconds: float) -> list[tuple[str, int]]:
         """The servers, job and index, that calls besides the steps have waited for so long."""

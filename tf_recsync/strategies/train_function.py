@@ -68,6 +68,8 @@ class TrainFunction(Steps):
         self._read = read
         self._is_open = False  # Between an epoch's begin and its end.
         self._flushing = threading.RLock()
+        # Of each group: one worker at a time makes what it shares with others.
+        self._opening = [threading.Lock() for _ in settings.arrangement.groups]
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         try:
@@ -128,8 +130,11 @@ class TrainFunction(Steps):
         copies = self._copies()
         if copies is None:
             return concrete
-        arguments = 4 + len(layout.private)  # The iterator included.
-        return OnCopies(concrete, arguments, copies.variables)
+        # As `_State.inputs` has them, the iterator included.
+        replaced = [variable.handle for variable in copies.variables]
+        if layout.group.index in self.aggregations:
+            replaced += self.aggregations[layout.group.index].handles
+        return OnCopies(concrete, 4 + len(layout.private), replaced)
 
     def _lengths(self, iterator: DistributedIterator) -> set[int]:
         lengths = super()._lengths(iterator)
@@ -180,8 +185,13 @@ class TrainFunction(Steps):
         if not group.servers and self.synchronizer.copies.is_of_earlier_life(group.index):
             # Its server was readmitted by another thread; the synchronizer does not know yet.
             raise tf.errors.UnavailableError(None, None, "its copies were of an earlier life")
-        self.synchronizer.open(worker)
-        return _State(self.synchronizer, worker, group.index, iterator, private, before)
+        aggregation = self.aggregations.get(group.index)
+        with self._opening[group.index]:
+            if self.synchronizer.open(worker) and aggregation is not None:
+                aggregation.renew()
+        return _State(
+            self.synchronizer, aggregation, worker, group.index, iterator, private, before
+        )
 
     def _continue(self, iterator: DistributedIterator) -> Layout:
         is_new = iterator.run is None
@@ -202,12 +212,22 @@ class TrainFunction(Steps):
         if self.synchronizer is not None:
             for begin in (self.synchronizer.copies.begin, self.synchronizer.begin):
                 self._begin_without_the_gone(begin, iterator.run)
-        for aggregation in self.aggregations.values():
-            # Within a run, clocks go on.
-            if is_new or self._settings.mode.uses_buffers:
-                aggregation.begin()
+        # Within a run, clocks go on.
+        if is_new or self._settings.mode.uses_buffers:
+            self._of_each_group(Aggregation.begin)
         self._is_open = True
         return layout
+
+    def _of_each_group(self, action: Callable[[Aggregation], None]) -> None:
+        """Acts on the aggregations of all groups that have their copy."""
+        for group, aggregation in self.aggregations.items():
+            try:
+                if self.synchronizer is None or group in self.synchronizer.copies.there:
+                    action(aggregation)
+            except tf.errors.OpError:
+                if not self._lose_the_gone(self._run):
+                    raise
+                logging.warning("What group %d had collected of a step is lost.", group)
 
     def _begin_without_the_gone(self, begin: Callable[[], None], run: WorkerRun | None) -> None:
         """Begins an epoch with the workers that there are: nobody has called them since the last.
@@ -221,24 +241,42 @@ class TrainFunction(Steps):
             try:
                 return begin()
             except tf.errors.OpError as error:
-                check_parameter_servers(self._settings.cluster, error)
+                check_parameter_servers(self._settings.cluster, error, self._spared())
                 if not self._lose_the_gone(run):
                     raise
 
     def _lose_the_gone(self, run: WorkerRun | None) -> bool:
-        """Tells of workers that are gone with their copies; whether there are any."""
+        """Tells of groups whose copies are gone; whether there are any."""
+        if self.synchronizer is None:
+            return False
         cluster, limit = self._settings.cluster, self._settings.silence_timeout
-        copies = self.synchronizer.copies
+        copies, spared = self.synchronizer.copies, self._spared()
         known = {*self.synchronizer.there, *copies.there}
-        groups = [g for g in self._arrangement.groups if g.index in known and not g.servers]
-        holders = {group.trainers[0]: group.index for group in groups}
-        gone = {worker for worker, group in holders.items() if copies.is_of_earlier_life(group)}
-        gone.update(silent_or_new(cluster, [w for w in holders if w not in gone], limit))
-        for worker in sorted(gone):
+        groups = [group for group in self._arrangement.groups if group.index in known]
+        gone = {group.index for group in groups if copies.is_of_earlier_life(group.index)}
+        asked = [h for g in groups if g.index not in gone for h in g.holders]
+        # Others end training, with an error that names them.
+        asked = [holder for holder in asked if holder[0] == "worker" or holder in spared]
+        missing = set(silent_or_new(cluster, asked, limit))
+        gone |= {group.index for group in groups if missing.intersection(group.holders)}
+        for index in sorted(gone):
+            group = self._arrangement.groups[index]
+            if group.servers:
+                logging.warning("The copy of group %d is gone with its server.", index)
+                self.synchronizer.lose_group(index)
+                continue
+            (worker,) = group.trainers
             if run is not None:
                 run.expect_loss(worker)
             self.synchronizer.lose(worker)
         return bool(gone)
+
+    def _spared(self) -> set[tuple[str, int]]:
+        """The parameter servers without which others go on."""
+        if self.synchronizer is None:
+            return set()
+        workers = range(self._settings.cluster.workers)
+        return {holder for w in workers for holder in self.synchronizer.holders_of(w)}
 
     def _flush(self) -> None:
         """All steps are done: what servers hold back of them is applied, and copies are shown."""
@@ -247,8 +285,7 @@ class TrainFunction(Steps):
             if not self._is_open:
                 return
             self._is_open = False
-            for aggregation in self.aggregations.values():
-                aggregation.flush()
+            self._of_each_group(Aggregation.flush)
             if self.synchronizer is not None:
                 self.synchronizer.end()
                 self.synchronizer.copies.settled()
@@ -281,17 +318,26 @@ class _State(WorkerState):
     """What lives on a worker during a pass, where its group has a copy."""
 
     def __init__(
-        self, synchronizer: Synchronizer, worker: int, group: int, iterator, private, before
+        self,
+        synchronizer: Synchronizer,
+        aggregation: Aggregation | None,
+        worker: int,
+        group: int,
+        iterator,
+        private,
+        before,
     ):
         super().__init__(worker, iterator, private, before)
         self._synchronizer = synchronizer
+        self._aggregation = aggregation
         self._index = worker
         self._group = group
         self._copies = synchronizer.copies.of(group)
 
     @property
     def inputs(self) -> list[tf.Tensor]:
-        return [*super().inputs, *self._synchronizer.handles(self._index)]
+        shared = [] if self._aggregation is None else self._aggregation.handles
+        return [*super().inputs, *self._synchronizer.handles(self._index), *shared]
 
     def begin(self, time: float) -> None:
         copies = self._synchronizer.copies

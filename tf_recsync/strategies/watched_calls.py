@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import tensorflow as tf
 from absl import logging
@@ -61,7 +61,9 @@ def watched(
         watch.end()
 
 
-def end_calls_to(cluster: Cluster, job: str, index: int) -> None:
+def end_calls_to(
+    cluster: Cluster, job: str, index: int, callers: Iterable[int] | None = None
+) -> None:
     """Ends all calls that wait for a server which does not answer.
 
     Workers wait for a parameter server over connections of their own, so calls to them end, too.
@@ -70,10 +72,11 @@ def end_calls_to(cluster: Cluster, job: str, index: int) -> None:
         cluster: the connected cluster.
         job: "worker" or "ps".
         index: which of them.
+        callers: the workers that may wait for it; None for all.
     """
     cluster.cut_off(job, index)
     if job == "ps":
-        for worker in range(cluster.workers):
+        for worker in range(cluster.workers) if callers is None else callers:
             cluster.cut_off("worker", worker)
 
 
@@ -85,10 +88,18 @@ def silent_parameter_server(index: int, seconds: float) -> RuntimeError:
     )
 
 
-def check_parameter_servers(cluster: Cluster, error: Exception) -> None:
-    """Raises a RuntimeError that names a parameter server that is lost, if one is."""
+def check_parameter_servers(
+    cluster: Cluster, error: Exception, spared: Collection[Server] = ()
+) -> None:
+    """Raises a RuntimeError that names a parameter server that is lost, if one is.
+
+    Args:
+        cluster: the connected cluster.
+        error: what made one ask.
+        spared: those without which others go on.
+    """
     for i in range(cluster.ps):
-        if not is_reachable(device_of("ps", i)):
+        if ("ps", i) not in spared and not is_reachable(device_of("ps", i)):
             raise RuntimeError(
                 f"parameter server ps:{i} was lost, and its parameters with it; start it "
                 "again and load a checkpoint into a new model"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, Probe, is_reachable
+from tf_recsync.cluster import Cluster, Probe, device_of, is_reachable
 from tf_recsync.strategies import data_errors
 from tf_recsync.strategies.silence_watch import Server, SilenceWatch, suspicious_after
 from tf_recsync.strategies.slots import Crew, Losses, Slot, State
@@ -95,6 +95,14 @@ class WorkerRun:
         self._stopped = False
         self._error: Exception | None = None
         self._gave_up_reader = self._gave_up_server = False
+        # Of each worker, the servers that hold what it trains on, if others go on without them.
+        self._holders = [
+            [] if crew is None else list(crew.holders_of(worker))
+            for worker in range(cluster.workers)
+        ]
+        self._spared = {holder for holders in self._holders for holder in holders}
+        self._silent_holders: set[Server] = set()  # That were given up.
+        self._told_holders: set[tuple[Server, tuple[int, int]]] = set()  # Said to be lost.
         self._opened = 0
         self._began: float | None = None  # When all were open.
         self._finished_parts = 0  # Threads that have seen the end of the dataset.
@@ -344,13 +352,19 @@ class WorkerRun:
         if job == "reader":
             self._give_up_reader(index, seconds)
             return
-        if job == "ps":
+        callers = None
+        if server in self._spared:
+            logging.warning("%s:%d has not answered for %.0f s.", job, index, seconds)
+            callers = [w for w, holders in enumerate(self._holders) if server in holders]
+            with self._changed:
+                self._silent_holders.add(server)
+        elif job == "ps":
             self._gave_up_server = True
             self.fail(silent_parameter_server(index, seconds))
         else:
             self.expect_loss(index)
             logging.warning("worker:%d has not answered for %.0f s.", index, seconds)
-        end_calls_to(self._cluster, job, index)
+        end_calls_to(self._cluster, job, index, callers)
 
     def _give_up_reader(self, index: int, seconds: float) -> None:
         with self._changed:
@@ -474,6 +488,7 @@ class WorkerRun:
         with self._opening[slot.index]:
             before = slot.state
             slot.life = self._cluster.life("worker", slot.index)
+            slot.holder_lives = self._lives_of_holders(slot)
             try:
                 self._open_worker(slot)
             finally:
@@ -546,9 +561,12 @@ class WorkerRun:
         """Returns if the worker is lost; else raises what really is wrong."""
         if self._cluster.is_closed or self._gave_up_server:
             return  # Nobody needs to know more, and to ask might take long.
-        check_parameter_servers(self._cluster, error)
+        check_parameter_servers(self._cluster, error, self._spared)
         if self._readers:
             data_errors.check(error)
+        if self._has_lost_holder(slot):
+            self._lose_slot(slot, is_worker_lost=False)
+            return
         is_same = slot.life == self._cluster.life("worker", slot.index)
         if not slot.silent and is_same and is_reachable(slot.device):
             forgotten = _is_unknown_function(error)
@@ -576,20 +594,48 @@ class WorkerRun:
                 slot.index,
                 reason,
             )
+        self._lose_slot(slot, is_worker_lost=True)
+
+    def _lose_slot(self, slot: Slot, is_worker_lost: bool) -> None:
+        """A worker's thread can't go on: it is gone, or what it trains on."""
         with self._changed:
             slot.lost = True
+            slot.without_holder = not is_worker_lost
             # The worker is lost when the last of its threads has noticed.
             if self._has_live_thread(slot.index):
                 return
         if self._crew is not None:
-            self._crew.lose(slot.index)
+            (self._crew.lose if is_worker_lost else self._crew.suspend)(slot.index)
         with self._changed:
-            self._cluster.away.add(slot.index)
-            if slot.index not in self._lost:
-                self._lost.add(slot.index)
-                self._losses += Losses(workers=1)
+            if is_worker_lost:
+                self._cluster.away.add(slot.index)
+                if slot.index not in self._lost:
+                    self._lost.add(slot.index)
+                    self._losses += Losses(workers=1)
             if all(s.lost for s in self.slots) and self._without_worker_since is None:
                 self._without_worker_since = time.monotonic()
+
+    def _lives_of_holders(self, slot: Slot) -> list[tuple[int, int]]:
+        return [self._cluster.life(*holder) for holder in self._holders[slot.index]]
+
+    def _has_lost_holder(self, slot: Slot) -> bool:
+        """Whether a server is gone that holds what a worker trains on, and others go on."""
+        for holder, life in zip(self._holders[slot.index], slot.holder_lives, strict=False):
+            with self._changed:
+                is_gone = holder in self._silent_holders
+            is_gone = is_gone or life != self._cluster.life(*holder)
+            if is_gone or not is_reachable(device_of(*holder)):
+                with self._changed:
+                    is_told = (holder, life) in self._told_holders
+                    self._told_holders.add((holder, life))
+                if not is_told:
+                    logging.warning(
+                        "%s:%d was lost in the middle of a pass, and a group's parameters with "
+                        "it: its trainers wait until it is back, the other groups go on.",
+                        *holder,
+                    )
+                return True
+        return False
 
     def _has_live_thread(self, worker: int) -> bool:
         """Whether a thread of a worker is at work, and has not found it lost."""
@@ -629,6 +675,10 @@ class WorkerRun:
 
     def _is_back(self, slot: Slot) -> bool:
         """Whether a lost worker runs ops again; readmits one that was restarted."""
+        if not all(self._is_holder_back(holder) for holder in self._holders[slot.index]):
+            return False
+        if slot.without_holder and self._ask(slot).reachable:
+            return True
         if slot.silent:
             probe = self._ask(slot)
             if probe.reachable or not probe.answered:
@@ -639,30 +689,60 @@ class WorkerRun:
             return self._ask(slot).reachable
         if not self._cluster.is_up("worker", slot.index):
             return False
+        if not self._take_in(("worker", slot.index), slot.forgotten):
+            return False
+        slot.forgotten = False
+        return self._ask(slot).reachable
+
+    def _is_holder_back(self, holder: Server) -> bool:
+        """Whether a server that holds what workers train on runs ops; readmits it if need be."""
         with self._changed:
-            away = {s.index for s in self.slots if s.lost} - {slot.index}
+            was_silent = holder in self._silent_holders
+        probe = self._ask_server(*holder)
+        if not probe.reachable:
+            # One that was started again answers that it doesn't know us.
+            if (was_silent and not probe.answered) or not self._cluster.is_up(*holder):
+                return False
+            if not self._take_in(holder) or not self._ask_server(*holder).reachable:
+                return False
+        with self._changed:
+            self._silent_holders.discard(holder)
+        return True
+
+    def _take_in(self, server: Server, is_new: bool = False) -> bool:
+        """Readmits a server, without others that are away; whether that was possible.
+
+        Args:
+            server: which one.
+            is_new: whether it shall be taken for one that was started again.
+        """
+        with self._changed:
+            away = [("worker", s.index) for s in self.slots if s.lost]
+        away = sorted({*away, *self._spared} - {server})
         try:
-            without = [i for i in sorted(away) if not self._cluster.is_up("worker", i)]
+            without = [other for other in away if not self._cluster.is_up(*other)]
             pause = contextlib.nullcontext() if self._crew is None else self._crew.pause()
-            anew = [("worker", slot.index)] if slot.forgotten else []
             with pause:
-                self._cluster.readmit(_READMIT_SECONDS, anew, without)
-            slot.forgotten = False
+                self._cluster.readmit(_READMIT_SECONDS, [server] if is_new else [], without)
         except (RuntimeError, tf.errors.OpError) as error:
             logging.log_every_n_seconds(
-                logging.INFO, "worker:%d is not back yet: %s", 30, slot.index, error
+                logging.INFO, "%s:%d is not back yet: %s", 30, *server, error
             )
             return False
-        return self._ask(slot).reachable
+        return True
 
     def _ask(self, slot: Slot) -> Probe:
         """Asks a worker for a sign of life; waits for it, with a limit."""
-        probe = Probe(self._cluster, slot.device)
+        return self._ask_server("worker", slot.index)
+
+    def _ask_server(self, job: str, index: int) -> Probe:
+        """Asks a server for a sign of life; waits for it, with a limit."""
+        probe = self._cluster.probe(job, index)
         deadline = time.monotonic() + _READMIT_SECONDS
         with self._changed:
             while probe.is_alive() and not self._is_over():
                 if time.monotonic() >= deadline:
-                    self._cluster.cut_off("worker", slot.index)
+                    self._cluster.cut_off(job, index)
                     break
                 self._changed.wait(timeout=0.1)
         return probe

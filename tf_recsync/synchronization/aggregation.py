@@ -83,13 +83,20 @@ class Aggregation:
         self, mode: Mode, optimizers: Sequence[base.Optimizer], variables: GroupVariables, home: str
     ):
         self.mode = mode
+        self.known: Report | None = None  # The latest report.
         self._optimizers = tuple(optimizers)
         self._variables = variables
+        self._home = home
         self._trainers = variables.group.trainers
-        self._buffers: dict[tuple[str, int], _Buffer] = {}
         self._abandoned = self._left_over = 0
+        self._make()
+
+    def _make(self) -> None:
+        """Makes the token list and the buffers."""
+        mode, variables = self.mode, self._variables
+        self._buffers: dict[tuple[str, int], _Buffer] = {}
         if mode.uses_buffers:
-            for optimizer in optimizers:
+            for optimizer in self._optimizers:
                 by_device: dict[str, list[base.VariableState]] = {}
                 for state in optimizer.states:
                     by_device.setdefault(variables.device(state.variable), []).append(state)
@@ -102,9 +109,27 @@ class Aggregation:
             workers=len(self._trainers),
             servers=max(len(self._buffers), 1),
             clock_bound=mode.clock_bound,
-            device=home,
+            device=self._home,
         )
         self._flushes: dict[str, Callable] = {}  # By what it was traced for, the latest.
+
+    @property
+    def handles(self) -> list[tf.Tensor]:
+        """Of all that steps use, in an order that stays when it is made anew."""
+        return [self._tokens.handle, *(b.buffer.handle for b in self._buffers.values())]
+
+    def renew(self) -> None:
+        """Makes all anew, after a server was lost that kept some of it, and begins.
+
+        What it had counted is gone with it.
+        """
+        own = {self._variables.group.device(i) for i in range(len(self._variables.group.holders))}
+        for kept in [self._tokens, *(b.buffer for b in self._buffers.values())]:
+            if kept.device in own:
+                kept.forget()
+        self._make()
+        self.begin()
+        self.release()  # Nobody waits for one that has not taken a token yet.
 
     # In the workers' steps.
 
@@ -299,7 +324,7 @@ class Aggregation:
         states = [buffer.state() for buffer in self._buffers.values()]
         tokens = self._tokens.state()
         counted = sum(state.ages.count for state in states)
-        return Report(
+        self.known = Report(
             global_step=max((state.step for state in states), default=0),
             included=sum(state.included for state in states),
             decayed=sum(state.decayed for state in states),
@@ -314,6 +339,7 @@ class Aggregation:
             age_max=max((state.ages.max for state in states), default=0),
             staleness=staleness.Statistics.sum(state.staleness for state in states),
         )
+        return self.known
 
 
 def _only_if(condition: tf.Tensor, make: Callable[[], tf.Operation]) -> tf.Operation:

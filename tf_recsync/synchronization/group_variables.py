@@ -41,23 +41,23 @@ class GroupVariables:
         """Has a concrete function without arguments use the group's variables."""
         if self._copies is None:
             return concrete
-        function = OnCopies(concrete, 0, self._copies.variables)
+        function = OnCopies(concrete, 0, [variable.handle for variable in self._copies.variables])
         return lambda: function(*self._copies.handles(self.group.index))
 
 
 class OnCopies:
-    """A function of variables, called with others in their place.
+    """A function of variables and other resources, called with others in their place.
 
     Args:
         concrete: a concrete function of tensors or an iterator and tensors.
         arguments: how many there are.
-        replaced: the variables whose replacements, as handles, come after the arguments.
+        replaced: the handles whose replacements come after the arguments.
     """
 
-    def __init__(self, concrete: Callable, arguments: int, replaced: Sequence[tf.Variable]):
+    def __init__(self, concrete: Callable, arguments: int, replaced: Sequence[tf.Tensor]):
         self._concrete = concrete
         self._arguments = arguments
-        place = {id(variable.handle): i for i, variable in enumerate(replaced)}
+        place = {id(handle): i for i, handle in enumerate(replaced)}
         self._captures = [
             (place.get(id(captured)), captured) for captured in concrete.captured_inputs
         ]

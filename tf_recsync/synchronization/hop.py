@@ -118,19 +118,32 @@ class HopSynchronizer:
 
     # A worker's life. The threads that drive the workers call these.
 
-    def open(self, worker: int) -> None:
+    def open(self, worker: int) -> bool:
         """Makes what a worker needs, in its device scope: at the start, or when it is back."""
         with self._lock:
             has_all = worker in self._handles and worker in self.copies.there
             was_lost = worker in self._lost
             if has_all and not was_lost:
-                return
+                return False
         if was_lost:
             with self._joining:
                 self._come_back(worker)
         else:
             self.copies.ensure(worker)
             self._make(worker, self._first)
+        return True
+
+    def holders_of(self, worker: int) -> Sequence[tuple[str, int]]:
+        """None: each worker holds its copy itself."""
+        return ()
+
+    def suspend(self, worker: int) -> None:
+        """A worker that has lost its copy, which it holds itself, is lost."""
+        self.lose(worker)
+
+    def lose_group(self, group: int) -> None:
+        """A worker is gone, which is its group."""
+        self.lose(group)
 
     def lose(self, worker: int) -> None:
         """A worker is gone.

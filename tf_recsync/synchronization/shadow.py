@@ -19,7 +19,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster, Probe, device_of
-from tf_recsync.synchronization.arrangement import Arrangement
+from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Gate, Shadow
@@ -143,13 +143,23 @@ class ShadowSynchronizer:
 
     # A trainer's life. The threads that drive the workers call these.
 
-    def open(self, worker: int) -> None:
+    def open(self, worker: int) -> bool:
         """Makes what a trainer's group needs: at the start, or when it is back."""
         group = self._arrangement.group_of(worker).index
-        if self._trainers.open(group):
+        if self.copies.is_of_earlier_life(group):
+            self.lose_group(group)
+        is_made = self._trainers.open(group)
+        if is_made:
             self._absent.pop(group, None)
         with self._changed:
             self._lost.discard(worker)
+        return is_made
+
+    def holders_of(self, worker: int) -> Sequence[tuple[str, int]]:
+        """The servers that hold the copy of a trainer's group, if others have what it needs."""
+        group = self._arrangement.group_of(worker)
+        is_alone = len(self._arrangement.groups) == 1 and not self._is_central
+        return group.holders if group.servers and not is_alone else ()
 
     def handles(self, worker: int) -> list[tf.Tensor]:
         """What a trainer's steps take: its group's copies."""
@@ -161,10 +171,18 @@ class ShadowSynchronizer:
         with self._changed:
             self._lost.add(worker)
         if not group.servers:
-            self._trainers.lose(group.index)
-            self._absent.pop(group.index, None)
+            self.lose_group(group.index)
         for thread in range(worker * self._threads, (worker + 1) * self._threads):
             self.leave(thread)
+
+    def suspend(self, worker: int) -> None:
+        """A trainer is there, but its group's copy is gone; the other groups go on."""
+        self.lose(worker)
+
+    def lose_group(self, group: int) -> None:
+        """The copy of a group is gone."""
+        self._trainers.lose(group)
+        self._absent.pop(group, None)
 
     def leave(self, thread: int) -> None:
         """A thread has nothing to do at the moment; loops end with the last one."""
@@ -229,11 +247,22 @@ class ShadowSynchronizer:
         self._trainers.begin()
         for group in self._arrangement.groups:
             if group.servers:  # Trainers that hold a copy get it when they are opened.
-                self._trainers.open(group.index)
+                self._open_held(group)
         self._gate.begin()
         with self._changed:
             self._ending = False
             self._away.clear()
+
+    def _open_held(self, group: Group) -> None:
+        """Makes what a group needs on its servers, if they are there."""
+        try:
+            self._trainers.open(group.index)
+        except tf.errors.OpError:
+            probes = [Probe(self._cluster, device_of(*holder)) for holder in group.holders]
+            _wait_for_answers(probes)
+            if all(probe.reachable for probe in probes) or not self.holders_of(group.trainers[0]):
+                raise
+            logging.warning("Group %d begins when its servers are back.", group.index)
 
     def carry_on(self) -> None:
         """Starts the loops, if they do not run."""

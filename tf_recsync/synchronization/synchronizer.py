@@ -31,10 +31,14 @@ class Synchronizer(Protocol):
 
     @property
     def there(self) -> list[int]:
-        """The workers that have what was made for them, as far as known."""
+        """The groups that have what was made for them, as far as known."""
 
-    def open(self, worker: int) -> None:
-        """Makes what a worker needs, in its device scope: at the start, or when it is back."""
+    def open(self, worker: int) -> bool:
+        """Makes what a worker needs, in its device scope: at the start, or when it is back.
+
+        Returns:
+            Whether its group had no copy: it was made.
+        """
 
     def handles(self, worker: int) -> list[tf.Tensor]:
         """What its steps take, besides what every worker's do."""
@@ -67,6 +71,16 @@ class Synchronizer(Protocol):
 
     def lose(self, worker: int) -> None:
         """A worker is gone, and its step with it."""
+
+    def suspend(self, worker: int) -> None:
+        """A worker is there, but its group's copy is gone, and its step with it."""
+
+    def lose_group(self, group: int) -> None:
+        """A group's copy is gone."""
+
+    def holders_of(self, worker: int) -> Sequence[tuple[str, int]]:
+        """The parameter servers, job and index, that hold the copy of a worker's group, if it
+        can come back when one was lost."""
 
     def leave(self, thread: int) -> None:
         """A worker's thread has nothing to do at the moment."""
