@@ -195,7 +195,7 @@ class Laboratory:
         strategy = recsync.ShadowSyncStrategy(
             cluster,
             setting.algorithm,
-            mode,
+            mode=mode,
             threads_per_trainer=setting.threads,
             sync_ps=list(range(first, first + sync_ps)),
             local_batch_size=FLAGS.batch_size,

@@ -226,11 +226,11 @@ def train(title, model, data, strategy) -> None:
     is_hop = FLAGS.strategy == "hop"
     is_shadow = FLAGS.strategy in strategy_flags.WITH_COPIES
     if is_hop:
-        callbacks.append(recsync.callbacks.HopReport(strategy, FLAGS.output_dir))
+        callbacks.append(recsync.callbacks.HopReport(FLAGS.output_dir))
     elif is_shadow:
-        callbacks.append(recsync.callbacks.ShadowReport(strategy, FLAGS.output_dir))
+        callbacks.append(recsync.callbacks.ShadowReport(FLAGS.output_dir))
     elif strategy is not None:
-        callbacks.append(recsync.callbacks.TrainingReport(strategy, FLAGS.output_dir))
+        callbacks.append(recsync.callbacks.TrainingReport(FLAGS.output_dir))
     if FLAGS.output_dir:
         callbacks.append(keras.callbacks.TensorBoard(FLAGS.output_dir, write_graph=False))
     global_steps = count_steps(model.optimizer)

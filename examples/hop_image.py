@@ -128,7 +128,7 @@ def main(argv: list[str]) -> None:
             dataset,
             epochs=FLAGS.epochs,
             steps_per_epoch=FLAGS.steps,
-            callbacks=[recsync.callbacks.HopReport(strategy)] if strategy else [],
+            callbacks=[recsync.callbacks.HopReport()] if strategy else [],
             shuffle=False,  # The dataset shuffles itself.
         )
         seconds = time.monotonic() - start

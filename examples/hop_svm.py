@@ -101,10 +101,10 @@ def main(argv: list[str]) -> None:
             os.makedirs(FLAGS.output_dir, exist_ok=True)
             callbacks.append(keras.callbacks.TensorBoard(FLAGS.output_dir, write_graph=False))
         if strategy is not None:
-            callbacks.insert(0, recsync.callbacks.HopReport(strategy, FLAGS.output_dir))
+            callbacks.insert(0, recsync.callbacks.HopReport(FLAGS.output_dir))
             if FLAGS.output_dir:
                 path = os.path.join(FLAGS.output_dir, "timeline.json")
-                callbacks.append(recsync.callbacks.HopTimeline(strategy, path))
+                callbacks.append(recsync.callbacks.HopTimeline(path))
         start = time.monotonic()
         model.fit(
             dataset.batch(FLAGS.batch_size),

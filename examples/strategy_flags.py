@@ -299,7 +299,7 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
             strategy = recsync.ShadowSyncStrategy(
                 cluster,
                 _algorithm(),
-                _schedule(),
+                mode=_schedule(),
                 threads_per_trainer=FLAGS.threads,
                 sync_ps=FLAGS.sync_ps if FLAGS.strategy in WITH_SYNC_PS else 0,
                 local_batch_size=FLAGS.batch_size,
@@ -331,7 +331,7 @@ def _make_hop(cluster: recsync.Cluster) -> recsync.HopStrategy:
         return recsync.HopStrategy(
             cluster,
             TOPOLOGIES[FLAGS.topology](cluster.workers),
-            gap if FLAGS.protocol == "token_queue" else None,
+            max_iteration_gap=gap if FLAGS.protocol == "token_queue" else None,
             backup_workers=FLAGS.backup_workers or 0,
             staleness_bound=FLAGS.staleness_bound,
             skip=skip,

@@ -15,7 +15,11 @@ STRATEGIES = {
     "async": recsync.AsyncStrategy,
     "sync": recsync.SyncStrategy,
     "Hop": lambda cluster: recsync.HopStrategy(
-        cluster, recsync.topology.complete(WORKERS), 100_000, backup_workers=3, staleness_bound=4
+        cluster,
+        recsync.topology.complete(WORKERS),
+        max_iteration_gap=100_000,
+        backup_workers=3,
+        staleness_bound=4,
     ),
     "ShadowSync": lambda cluster: recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3)),
 }

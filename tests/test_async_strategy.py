@@ -443,7 +443,7 @@ def test_early_stopping_and_checkpoints_and_tensorboard_work(two, tmp_path):
 
 def test_the_training_report_puts_speed_and_staleness_into_logs_and_tensorboard(two, tmp_path):
     model = compiled(two)
-    report = recsync.callbacks.TrainingReport(two, str(tmp_path))
+    report = recsync.callbacks.TrainingReport(str(tmp_path))
     before, after = [], []  # The report reads the clock between these two times.
 
     class Clock(keras.callbacks.Callback):

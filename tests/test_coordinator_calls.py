@@ -15,9 +15,9 @@ pytestmark = pytest.mark.timeout(200)
 LIMIT = 3.0  # A busy machine answers within that.
 STRATEGIES = {
     "async": lambda c: recsync.AsyncStrategy(c, silence_timeout=LIMIT),
-    "GBA": lambda c: recsync.GBAStrategy(c, 4, 2, 4, silence_timeout=LIMIT),
+    "GBA": lambda c: recsync.GBAStrategy(c, 4, 2, staleness_tolerance=4, silence_timeout=LIMIT),
     "ShadowSync": lambda c: recsync.ShadowSyncStrategy(
-        c, recsync.EASGD(0.3), recsync.Foreground(gap=4), silence_timeout=LIMIT
+        c, recsync.EASGD(0.3), mode=recsync.Foreground(gap=4), silence_timeout=LIMIT
     ),
 }
 SILENT = r"parameter server ps:0 has not answered for \d+ s; end it, start it again"

@@ -20,10 +20,17 @@ STRATEGIES = {
         cluster, global_batch_size=2, local_batch_size=1, staleness_tolerance=4
     ),
     "Hop": lambda cluster: recsync.HopStrategy(
-        cluster, recsync.topology.complete(WORKERS), BATCHES, staleness_bound=BATCHES
+        cluster,
+        recsync.topology.complete(WORKERS),
+        max_iteration_gap=BATCHES,
+        staleness_bound=BATCHES,
     ),
     "ShadowSync": lambda cluster: recsync.ShadowSyncStrategy(
-        cluster, recsync.EASGD(0.5), recsync.Foreground(gap=4), threads_per_trainer=2, sync_ps=[1]
+        cluster,
+        recsync.EASGD(0.5),
+        mode=recsync.Foreground(gap=4),
+        threads_per_trainer=2,
+        sync_ps=[1],
     ),
 }
 

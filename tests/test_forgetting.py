@@ -33,7 +33,10 @@ MAKERS = {
         collected,
     ),
     "sync": (recsync.SyncStrategy, collected),
-    "gba": (lambda cluster: recsync.GBAStrategy(cluster, 2 * BATCH, BATCH, 4), functional),
+    "gba": (
+        lambda cluster: recsync.GBAStrategy(cluster, 2 * BATCH, BATCH, staleness_tolerance=4),
+        functional,
+    ),
     "hop": (
         lambda cluster: recsync.HopStrategy(cluster, recsync.topology.ring(2)),
         functional,

@@ -364,6 +364,39 @@ def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
     assert np.isfinite(model.evaluate(clicks(20), verbose=0))
 
 
+@pytest.mark.parametrize("inside", ["hogwild", "sync"])
+def test_a_group_whose_server_stands_still_goes_on_where_it_was(cluster, caplog, inside):
+    strategy = hierarchical(cluster, aggregation=INSIDE[inside], silence_timeout=2.0)
+    recsync.testing.set_compute_time(strategy, 0.05)
+    model = click_model(strategy)
+    given_up = "ps:1 has not answered for"
+    then: list[list[int]] = []
+
+    class Resume(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            done = strategy.worker_steps(model)
+            if given_up in caplog.text and not then:
+                then.append(done)
+            elif then and len(then) == 1 and min(done[:2]) > max(then[0][:2]) + 10:
+                then.append(done)
+                cluster.resume("ps", 1)
+            elif len(then) == 2 and min(done[2:]) > max(then[1][2:]) + 4:
+                model.stop_training = True
+
+    try:
+        model.fit(
+            clicks(50).repeat(400),
+            verbose=0,
+            callbacks=[AtBatch(12, lambda: cluster.pause("ps", 1)), Resume()],
+        )
+    finally:
+        cluster.resume("ps", 1)
+    assert then[0][2:] == then[1][2:]  # The group stood still, and the other did not.
+    assert strategy.losses(model).workers == 0
+    assert "goes on with the parameters of" not in caplog.text  # It has its own.
+    assert caplog.text.count(given_up) <= 2
+
+
 def test_a_group_whose_server_is_away_is_done_without_from_one_epoch_to_the_next(cluster):
     strategy = hierarchical(cluster, aggregation=INSIDE["GBA"])
     recsync.testing.set_compute_time(strategy, 0.02)
@@ -411,7 +444,7 @@ def test_a_killed_server_of_no_group_ends_training_with_an_error_that_names_it(c
         ({"aggregation": "gba"}, "aggregation must be one of tf_recsync.modes, not 'gba'"),
         ({"aggregation": INSIDE["GBA"], "local_batch_size": 8}, "local_batch_size=8 is not that"),
         ({"mode": "background"}, 'mode must be "shadow", a Shadow or a Foreground'),
-        ({"output": "last"}, 'output must be "first" or "mean", not \'last\''),
+        ({"output": "last"}, 'output must be "first", "mean" or from 0 to 1, not \'last\''),
         ({"local_batch_size": 0}, "local_batch_size must be an integer of at least 1"),
         ({"worker_timeout": 0}, "worker_timeout must be positive"),
     ],

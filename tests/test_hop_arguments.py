@@ -57,8 +57,8 @@ def labelled(examples):
         ({"skip": 3}, "skip must be a Skip or None, not 3"),
         ({"order": "random"}, 'order must be "parallel" or "serial", not \'random\''),
         ({"protocol": "gossip"}, "protocol must be .* not 'gossip'"),
-        ({"read": 3.0}, 'read must be "mean" or from 0 to 3, not 3.0'),
-        ({"read": 4}, 'read must be "mean" or from 0 to 3, not 4'),
+        ({"output": 3.0}, 'output must be "first", "mean" or from 0 to 3, not 3.0'),
+        ({"output": 4}, 'output must be "first", "mean" or from 0 to 3, not 4'),
         ({"stall_seconds": 0}, "stall_seconds must be positive"),
         ({"check_invariants": 1}, "check_invariants must be a bool, not 1"),
     ],
@@ -72,7 +72,7 @@ def test_wrong_arguments_are_refused(cluster, arguments, message):
 def test_integers_of_numpy_are_as_good(cluster):
     ring = topology.ring(WORKERS)
     for backups in (np.int64(1), np.ones(WORKERS, np.int32), [np.int8(1)] * WORKERS):
-        strategy = recsync.HopStrategy(cluster, ring, backup_workers=backups, read=np.int64(3))
+        strategy = recsync.HopStrategy(cluster, ring, backup_workers=backups, output=np.int64(3))
         assert strategy._protocol.backup_workers == (1,) * WORKERS
         assert strategy._read == 3 and isinstance(strategy._read, int)
 

@@ -76,7 +76,10 @@ def test_a_slow_link_of_a_receiver_does_not_slow_the_sender_with_backup_workers(
     # Worker 1 wants all updates, and gets them from worker 0 alone. The others wait for each
     # other, and not for worker 1.
     strategy = recsync.HopStrategy(
-        cluster, topology.from_edges(WORKERS, edges), 60, backup_workers=[1, 0, 1, 0]
+        cluster,
+        topology.from_edges(WORKERS, edges),
+        max_iteration_gap=60,
+        backup_workers=[1, 0, 1, 0],
     )
     recsync.testing.set_bandwidth(strategy, BYTES / 1.0, servers=[1])  # 1 s for an update.
     recsync.testing.set_compute_time(strategy, 0.02)

@@ -70,7 +70,11 @@ class Watch(keras.callbacks.Callback):
 
 def test_with_backup_workers_the_others_go_on_when_a_worker_is_killed(cluster, caplog):
     strategy = recsync.HopStrategy(
-        cluster, topology.ring_based(WORKERS), 4, backup_workers=1, check_invariants=True
+        cluster,
+        topology.ring_based(WORKERS),
+        max_iteration_gap=4,
+        backup_workers=1,
+        check_invariants=True,
     )
     model = make_model(strategy)
     seen = {}
@@ -117,7 +121,7 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
     strategy = recsync.HopStrategy(
         cluster,
         topology.complete(WORKERS) if is_carried_early else topology.ring(WORKERS),
-        gap,
+        max_iteration_gap=gap,
         backup_workers=1,
         staleness_bound=staleness_bound,
         check_invariants=True,
@@ -181,7 +185,9 @@ def test_a_worker_comes_back_while_its_neighbor_dies(cluster, caplog, monkeypatc
         return load(group, worker, others)
 
     monkeypatch.setattr(HopSynchronizer, "_load_mean", load_when_one_is_dead)
-    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), 4, backup_workers=1)
+    strategy = recsync.HopStrategy(
+        cluster, topology.ring(WORKERS), max_iteration_gap=4, backup_workers=1
+    )
     model = make_model(strategy)
 
     def renew():
@@ -207,7 +213,7 @@ def test_a_worker_comes_back_while_its_neighbor_dies(cluster, caplog, monkeypatc
 
 
 def test_when_training_was_stopped_the_steps_in_flight_end_before_anybody_reads(cluster):
-    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), 4)
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), max_iteration_gap=4)
     model = make_model(strategy)
     recsync.testing.set_compute_time(strategy, 0.3)
     model.fit(dataset(), verbose=0, callbacks=[AtBatch(6, lambda: stop(model))])
@@ -241,7 +247,11 @@ def test_a_worker_whose_connection_breaks_comes_back_though_it_lived(
 
     monkeypatch.setattr(HopSynchronizer, "lose", lose_late)
     strategy = recsync.HopStrategy(
-        cluster, topology.ring(WORKERS), 4, backup_workers=1, check_invariants=True
+        cluster,
+        topology.ring(WORKERS),
+        max_iteration_gap=4,
+        backup_workers=1,
+        check_invariants=True,
     )
     model = make_model(strategy)
     seen = {}
@@ -297,7 +307,9 @@ WAITS = re.compile(
 
 def test_a_worker_that_stands_still_is_named_with_what_is_awaited_of_it(cluster, caplog):
     gap = 2
-    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), gap, stall_seconds=0.5)
+    strategy = recsync.HopStrategy(
+        cluster, topology.ring(WORKERS), max_iteration_gap=gap, stall_seconds=0.5
+    )
     model = make_model(strategy)
     stood_at = []
 
@@ -329,7 +341,11 @@ def test_a_worker_that_stands_still_is_named_with_what_is_awaited_of_it(cluster,
 
 def test_training_fails_when_no_worker_is_left(cluster):
     strategy = recsync.HopStrategy(
-        cluster, topology.complete(WORKERS), 4, backup_workers=3, worker_timeout=1.0
+        cluster,
+        topology.complete(WORKERS),
+        max_iteration_gap=4,
+        backup_workers=3,
+        worker_timeout=1.0,
     )
     model = make_model(strategy)
 

@@ -85,7 +85,11 @@ def test_training_ends_with_an_error_where_a_bound_does_not_hold(
     cluster, monkeypatch, name, value, message
 ):
     strategy = recsync.HopStrategy(
-        cluster, topology.ring(WORKERS), GAP, backup_workers=1, check_invariants=True
+        cluster,
+        topology.ring(WORKERS),
+        max_iteration_gap=GAP,
+        backup_workers=1,
+        check_invariants=True,
     )
     slow = recsync.testing.SlowWorkers(4.0, [1])
     recsync.testing.set_compute_time(strategy, 0.03, slow)

@@ -102,8 +102,8 @@ def test_a_timeline_says_how_much_of_it_is_missing(cluster, tmp_path, caplog):
     model = make_model(strategy)
     paths = tmp_path / "whole.json", tmp_path / "part.json"
     timelines = [
-        recsync.callbacks.HopTimeline(strategy, paths[0]),
-        recsync.callbacks.HopTimeline(strategy, paths[1], limit=30),
+        recsync.callbacks.HopTimeline(paths[0]),
+        recsync.callbacks.HopTimeline(paths[1], limit=30),
     ]
     model.fit(dataset(), verbose=0, callbacks=timelines)
     whole, part = (json.loads(path.read_text()) for path in paths)
@@ -126,7 +126,7 @@ def test_a_timeline_is_there_when_training_has_failed(cluster, tmp_path):
     def fail():
         model.train_function.synchronizer.fail(RuntimeError("a bug"))
 
-    timeline = recsync.callbacks.HopTimeline(strategy, tmp_path / "t.json")
+    timeline = recsync.callbacks.HopTimeline(tmp_path / "t.json")
     with pytest.raises(RuntimeError, match="a bug"):
         model.fit(dataset(4000), verbose=0, callbacks=[AtBatch(8, fail), timeline])
     trace = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
@@ -166,7 +166,7 @@ class AtEpochEnds(keras.callbacks.Callback):
 
 def test_history_and_tensorboard_have_what_each_worker_did_in_each_epoch(cluster, tmp_path):
     strategy = recsync.HopStrategy(
-        cluster, topology.ring(WORKERS), 4, backup_workers=1, skip=recsync.Skip(5)
+        cluster, topology.ring(WORKERS), max_iteration_gap=4, backup_workers=1, skip=recsync.Skip(5)
     )
     # Others do several steps meanwhile, on however busy a machine.
     slow = recsync.testing.SlowWorkers(25.0, [1])
@@ -174,7 +174,7 @@ def test_history_and_tensorboard_have_what_each_worker_did_in_each_epoch(cluster
     model = make_model(strategy)
     reports = AtEpochEnds(strategy)
     callbacks = [
-        recsync.callbacks.HopReport(strategy, str(tmp_path), per_worker=True),
+        recsync.callbacks.HopReport(str(tmp_path), per_worker=True),
         reports,
     ]
     history = model.fit(dataset(32), epochs=EPOCHS, verbose=0, callbacks=callbacks).history
@@ -212,13 +212,13 @@ def test_history_and_tensorboard_have_what_each_worker_did_in_each_epoch(cluster
 def test_by_default_history_has_the_sums_alone(cluster):
     strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
     model = make_model(strategy)
-    report = recsync.callbacks.HopReport(strategy)
+    report = recsync.callbacks.HopReport()
     history = model.fit(dataset(), verbose=0, callbacks=[report]).history
     assert set(history) == {"loss"} | SUMS
     # Each has two in-neighbors; until the first has no more data, all wait for all.
     assert 0 < history["updates_used"][0] <= 2 * BATCHES
     with pytest.raises(ValueError, match="per_worker must be a bool, not 1"):
-        recsync.callbacks.HopReport(strategy, per_worker=1)
+        recsync.callbacks.HopReport(per_worker=1)
 
 
 def test_a_report_has_every_field():
@@ -262,11 +262,12 @@ def test_reports_of_a_worker_go_on_where_they_were_when_it_is_back():
 
 
 def test_a_callback_that_can_not_report_on_a_strategy_says_which_one_can(cluster):
-    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
+    model = make_model(recsync.HopStrategy(cluster, topology.ring(WORKERS)))
     for callback in (recsync.callbacks.TrainingReport, recsync.callbacks.ShadowReport):
         with pytest.raises(ValueError, match="can't report on a HopStrategy; use HopReport"):
-            callback(strategy)
-    other = tf.distribute.OneDeviceStrategy("/CPU:0")
+            model.fit(dataset(), callbacks=[callback()], verbose=0)
+    with tf.distribute.OneDeviceStrategy("/CPU:0").scope():
+        other = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     for callback in (recsync.callbacks.HopReport, recsync.callbacks.TrainingReport):
         with pytest.raises(ValueError, match="OneDeviceStrategy; it is none of this package's"):
-            callback(other)
+            callback().set_model(other)

@@ -254,7 +254,7 @@ def test_the_group_auc_of_each_epoch_is_that_of_its_predictions(cluster):
 
 def test_what_is_assigned_all_workers_take_over(cluster):
     x, y = labelled(4 * WORKERS * BATCH)
-    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), read=3)
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), output=3)
     with strategy.scope():
         model = classifier(keras.optimizers.SGD(0.1))
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)

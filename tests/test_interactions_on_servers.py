@@ -136,7 +136,7 @@ def test_two_servers_train_as_one_process_does_and_as_with_the_worker(clusters, 
 
 def test_a_trainer_with_dense_parameters_of_its_own_trains_as_one_process_does(clusters):
     strategy = recsync.ShadowSyncStrategy(
-        clusters.get(1, 2), recsync.ModelAveraging(0.3), recsync.Foreground(gap=1000)
+        clusters.get(1, 2), recsync.ModelAveraging(0.3), mode=recsync.Foreground(gap=1000)
     )
     local = trained_locally(True)
     with strategy.scope():

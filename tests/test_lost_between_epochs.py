@@ -30,7 +30,9 @@ def make_strategy(kind, cluster):
     if kind in ("Async", "Sync"):
         return getattr(recsync, f"{kind}Strategy")(cluster)
     if kind == "Hop":
-        return recsync.HopStrategy(cluster, topology.complete(WORKERS), 4, backup_workers=1)
+        return recsync.HopStrategy(
+            cluster, topology.complete(WORKERS), max_iteration_gap=4, backup_workers=1
+        )
     return recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
 
 
@@ -233,7 +235,7 @@ def test_one_that_stands_still_keeps_nobody_waiting_and_begins_anew(cluster, mon
 def test_a_checkpoint_is_restored_for_trainers_that_are_not_there(
     cluster, tmp_path, algorithm, lost
 ):
-    strategy = recsync.ShadowSyncStrategy(cluster, algorithm, NEVER)
+    strategy = recsync.ShadowSyncStrategy(cluster, algorithm, mode=NEVER)
     model = make_model(strategy)
     checkpoint = tf.train.Checkpoint(model=model, trainers=strategy.worker_states(model))
     model.fit(dataset(), verbose=0)
@@ -263,7 +265,7 @@ def test_a_checkpoint_is_restored_for_trainers_that_are_not_there(
 
 def test_bmuf_begins_anew_from_what_users_see_when_all_trainers_were_lost(cluster):
     strategy = recsync.ShadowSyncStrategy(
-        cluster, recsync.BMUF(1.0, 0.5), recsync.Foreground(gap=10)
+        cluster, recsync.BMUF(1.0, 0.5), mode=recsync.Foreground(gap=10)
     )
     model = make_model(strategy)
     start = model.layers[0].kernel.numpy()

@@ -17,7 +17,7 @@ MAKERS = {
     "BSP": lambda c, **k: recsync.BSPStrategy(c, 4, 2, **k),
     "backup workers": lambda c, **k: recsync.BackupWorkersStrategy(c, 1, **k),
     "bounded staleness": lambda c, **k: recsync.BoundedStalenessStrategy(c, 1, **k),
-    "GBA": lambda c, **k: recsync.GBAStrategy(c, 4, 2, 1, **k),
+    "GBA": lambda c, **k: recsync.GBAStrategy(c, 4, 2, staleness_tolerance=1, **k),
 }
 LOST = 8  # A worker holds few batches: the one in its step, and those fetched ahead.
 

@@ -22,8 +22,8 @@ def test_the_modes_are_the_rows_of_the_table(three):
     sync = recsync.SyncStrategy(three, global_batch_size=8, local_batch_size=4)
     assert sync.mode == ROWS["sync, two batches"]
     assert recsync.BSPStrategy(three, 16, 4).mode == ROWS["BSP"]
-    assert recsync.GBAStrategy(three, 12, 4, 1).mode == ROWS["GBA"]
-    decayed = recsync.GBAStrategy(three, 8, 4, 1, "inverse_power")
+    assert recsync.GBAStrategy(three, 12, 4, staleness_tolerance=1).mode == ROWS["GBA"]
+    decayed = recsync.GBAStrategy(three, 8, 4, staleness_tolerance=1, decay="inverse_power")
     assert decayed.mode == ROWS["GBA, decayed"]
     assert recsync.BackupWorkersStrategy(three, 1).mode == ROWS["backup workers"]
     assert recsync.BoundedStalenessStrategy(three, 1).mode == ROWS["bounded staleness"]
@@ -84,23 +84,23 @@ RESCALED = recsync.staleness.InversePower(k=2, rescale=recsync.staleness.Rescale
             "global_batch_size must be an integer of at least 1, got 0",
         ),
         (
-            lambda c: recsync.GBAStrategy(c, 9, 4, 0),
+            lambda c: recsync.GBAStrategy(c, 9, 4, staleness_tolerance=0),
             "global_batch_size must be a multiple of local_batch_size=4, not 9",
         ),
         (
-            lambda c: recsync.GBAStrategy(c, 8, 4, -1),
+            lambda c: recsync.GBAStrategy(c, 8, 4, staleness_tolerance=-1),
             "staleness_tolerance must be an integer of at least 0, got -1",
         ),
         (
-            lambda c: recsync.GBAStrategy(c, 8, 4, 1, "exponential"),
+            lambda c: recsync.GBAStrategy(c, 8, 4, staleness_tolerance=1, decay="exponential"),
             "decay must be 'threshold', 'inverse_power' or a policy.*, not 'exponential'",
         ),
         (
-            lambda c: recsync.GBAStrategy(c, 8, 4, 1, None),
+            lambda c: recsync.GBAStrategy(c, 8, 4, staleness_tolerance=1, decay=None),
             "decay must be 'threshold', 'inverse_power' or a policy.*, not None",
         ),
         (
-            lambda c: recsync.GBAStrategy(c, 8, 4, 1, POLICY),
+            lambda c: recsync.GBAStrategy(c, 8, 4, staleness_tolerance=1, decay=POLICY),
             "staleness_tolerance must be None with a policy as decay, not 1",
         ),
         (
@@ -141,7 +141,7 @@ def test_arguments_are_refused_by_name(three, make, message):
 MAKERS = {
     "SyncStrategy": recsync.SyncStrategy,
     "BSPStrategy": lambda c: recsync.BSPStrategy(c, 8, 4),
-    "GBAStrategy": lambda c: recsync.GBAStrategy(c, 8, 4, 0),
+    "GBAStrategy": lambda c: recsync.GBAStrategy(c, 8, 4, staleness_tolerance=0),
     "BackupWorkersStrategy": lambda c: recsync.BackupWorkersStrategy(c, 0),
     "BoundedStalenessStrategy": lambda c: recsync.BoundedStalenessStrategy(c, 0),
 }
@@ -158,7 +158,7 @@ def test_a_cluster_without_workers_or_servers_is_refused(name, job):
 
 
 def test_data_in_batches_of_another_size_are_refused(three):
-    strategy = recsync.GBAStrategy(three, 16, 8, 0)
+    strategy = recsync.GBAStrategy(three, 16, 8, staleness_tolerance=0)
     model = compiled(strategy)
     weights = model.get_weights()
     static = tf.data.Dataset.from_tensor_slices(clicks(64)).batch(16, drop_remainder=True)

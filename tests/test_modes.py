@@ -156,7 +156,7 @@ def quick_fit(strategy, batches, **kwargs):
 
 
 def test_gba_leaves_out_what_a_slow_worker_pushes_too_late(three):
-    strategy = recsync.GBAStrategy(three, 3 * LOCAL, LOCAL, 1)
+    strategy = recsync.GBAStrategy(three, 3 * LOCAL, LOCAL, staleness_tolerance=1)
     slow(strategy)
     model = quick_fit(strategy, Batches(60))
     report = check_counts(strategy, model, 60, 20)
@@ -245,7 +245,7 @@ def test_asynchronous_training_uses_no_tokens(three):
 
 MODES = {
     "BSP": lambda c, m: recsync.BSPStrategy(c, m * LOCAL, LOCAL),
-    "GBA": lambda c, m: recsync.GBAStrategy(c, m * LOCAL, LOCAL, 0),
+    "GBA": lambda c, m: recsync.GBAStrategy(c, m * LOCAL, LOCAL, staleness_tolerance=0),
     "sync": lambda c, m: recsync.SyncStrategy(
         c, global_batch_size=m * LOCAL, local_batch_size=LOCAL
     ),
@@ -269,7 +269,9 @@ def test_a_single_worker_computes_global_batches_as_one_process_does(one, mode, 
 
 
 def test_what_does_not_fill_a_global_batch_can_be_left_out(one):
-    strategy = recsync.GBAStrategy(one, 3 * LOCAL, LOCAL, 0, last_global_batch="drop")
+    strategy = recsync.GBAStrategy(
+        one, 3 * LOCAL, LOCAL, staleness_tolerance=0, last_global_batch="drop"
+    )
     batches = Batches(8)
     model, weights = trained(
         strategy, ledger_model, lambda: Adagrad(0.1), batches, 2, None, seconds=None

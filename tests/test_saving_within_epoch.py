@@ -35,10 +35,10 @@ def make_strategy(name, cluster):
             cluster, recsync.EASGD(0.3), threads_per_trainer=2, sync_ps=1
         ),
         "all-reduce": lambda: recsync.ShadowSyncStrategy(
-            cluster, recsync.ModelAveraging(0.5), recsync.Foreground(gap=2)
+            cluster, recsync.ModelAveraging(0.5), mode=recsync.Foreground(gap=2)
         ),
         "hop": lambda: recsync.HopStrategy(
-            cluster, recsync.topology.ring(WORKERS), 2, check_invariants=True
+            cluster, recsync.topology.ring(WORKERS), max_iteration_gap=2, check_invariants=True
         ),
     }
     return make[name]()

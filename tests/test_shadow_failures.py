@@ -63,7 +63,7 @@ def long_dataset():
     ids=["S-EASGD", "FR-EASGD", "S-MA", "FR-MA", "FR-BMUF"],
 )
 def test_a_killed_trainer_is_done_without_and_comes_back(cluster, algorithm, mode):
-    strategy = recsync.ShadowSyncStrategy(cluster, algorithm, mode, threads_per_trainer=2)
+    strategy = recsync.ShadowSyncStrategy(cluster, algorithm, mode=mode, threads_per_trainer=2)
     model = make_model(strategy, steps_per_execution=2)
     syncs = []
 
@@ -124,7 +124,7 @@ def test_a_killed_trainer_is_done_without_and_comes_back(cluster, algorithm, mod
 def test_a_killed_server_ends_training_with_an_error_that_names_it(
     cluster, algorithm, mode, ps, what
 ):
-    strategy = recsync.ShadowSyncStrategy(cluster, algorithm, mode)
+    strategy = recsync.ShadowSyncStrategy(cluster, algorithm, mode=mode)
     model = make_model(strategy)
     killed = []
 
@@ -139,7 +139,7 @@ def test_a_killed_server_ends_training_with_an_error_that_names_it(
 
 def test_others_meet_on_when_a_trainer_dies_of_whose_threads_one_waits(cluster, monkeypatch):
     strategy = recsync.ShadowSyncStrategy(
-        cluster, recsync.ModelAveraging(0.3), recsync.Foreground(gap=2), threads_per_trainer=2
+        cluster, recsync.ModelAveraging(0.3), mode=recsync.Foreground(gap=2), threads_per_trainer=2
     )
     model = make_model(strategy, 0.05)
     run_steps = Steps._run_steps
@@ -169,7 +169,7 @@ def test_what_a_lost_trainer_has_counted_stays_in_the_reports(cluster):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
     model = make_model(strategy, 0.05, steps_per_execution=2)
     length = 12  # Of an epoch.
-    report = recsync.callbacks.ShadowReport(strategy)
+    report = recsync.callbacks.ShadowReport()
 
     class Lose(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -191,7 +191,7 @@ def test_what_a_lost_trainer_has_counted_stays_in_the_reports(cluster):
 
 def test_without_the_first_trainer_the_others_are_shown_and_saved(cluster):
     strategy = recsync.ShadowSyncStrategy(
-        cluster, recsync.ModelAveraging(0.1), recsync.Foreground(gap=1000)
+        cluster, recsync.ModelAveraging(0.1), mode=recsync.Foreground(gap=1000)
     )
     model = make_model(strategy, 0.02)
     model.fit(dataset(24), verbose=0)
@@ -222,7 +222,7 @@ def test_a_strategy_can_be_made_while_a_worker_is_away(cluster, caplog):
 )
 def test_the_others_average_on_when_a_trainer_stands_still(cluster, mode):
     strategy = recsync.ShadowSyncStrategy(
-        cluster, recsync.ModelAveraging(0.3), mode, silence_timeout=2.0
+        cluster, recsync.ModelAveraging(0.3), mode=mode, silence_timeout=2.0
     )
     model = make_model(strategy)
 
@@ -274,7 +274,7 @@ def test_on_another_number_of_trainers_all_begin_with_the_mean(clusters, tmp_pat
         with recsync.LocalCluster(workers=workers, ps=2, processes=0) as cluster:
             cluster.connect()
             strategy = recsync.ShadowSyncStrategy(
-                cluster, recsync.EASGD(0.3), recsync.Foreground(gap=100_000)
+                cluster, recsync.EASGD(0.3), mode=recsync.Foreground(gap=100_000)
             )
             model = make_model(strategy, 0.02)
             checkpoint = tf.train.Checkpoint(model=model, trainers=strategy.worker_states(model))
@@ -315,7 +315,7 @@ def test_one_thread_with_synchronization_in_the_foreground_is_numpys_sequence(cl
     with recsync.LocalCluster(workers=1, ps=1, processes=0) as cluster:
         for _ in range(2):
             strategy = recsync.ShadowSyncStrategy(
-                cluster, recsync.EASGD(alpha), recsync.Foreground(gap=gap)
+                cluster, recsync.EASGD(alpha), mode=recsync.Foreground(gap=gap)
             )
             with strategy.scope():
                 model = keras.Sequential(

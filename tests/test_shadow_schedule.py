@@ -47,7 +47,9 @@ def test_a_smallest_interval_is_kept_between_synchronizations(cluster):
     def at_most(report):
         return report.trained_seconds / interval + 1
 
-    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), recsync.Shadow(interval))
+    strategy = recsync.ShadowSyncStrategy(
+        cluster, recsync.EASGD(0.3), mode=recsync.Shadow(interval)
+    )
     # Until each trainer has waited for an interval, and so for two seconds at least.
     stop = StopWhen(strategy, lambda r: min(r.syncs) >= 2 and r.trained_seconds > 2.0)
     _, report = train(strategy, steps=2000, callbacks=[stop])
@@ -64,7 +66,9 @@ def test_a_smallest_interval_is_kept_between_synchronizations(cluster):
     "algorithm", [recsync.EASGD(0.3), recsync.ModelAveraging(0.3)], ids=["EASGD", "MA"]
 )
 def test_a_rate_is_that_of_each_trainer(cluster, algorithm):
-    strategy = recsync.ShadowSyncStrategy(cluster, algorithm, recsync.Foreground(per_minute=120))
+    strategy = recsync.ShadowSyncStrategy(
+        cluster, algorithm, mode=recsync.Foreground(per_minute=120)
+    )
     _, report = train(strategy, steps=60)
     due = report.trained_seconds / 0.5
     for syncs in report.syncs:
@@ -77,7 +81,7 @@ def test_slow_sync_servers_hold_up_training_in_the_foreground_only(cluster):
     steps, computing = 60, 0.04
     reports = {}
     for name, mode in (("shadow", "shadow"), ("foreground", recsync.Foreground(gap=5))):
-        strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), mode)
+        strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), mode=mode)
         recsync.testing.set_bandwidth(strategy, 8 * elements / seconds, strategy.sync_ps)
         model, report = train(strategy, steps, computing)
         for _ in range(20):  # On a busy machine the first one may be late.
@@ -121,14 +125,16 @@ def test_examples_per_second_are_those_of_all_trainers(cluster):
         tf.ones([80, 1]),
         batch_size=8,
         verbose=0,
-        callbacks=[recsync.callbacks.ShadowReport(strategy)],
+        callbacks=[recsync.callbacks.ShadowReport()],
     ).history
     (eps,), (steps,) = history["examples_per_second"], history["batches_per_second"]
     assert eps == pytest.approx(8 * steps, rel=0.01)
 
 
 def test_threads_share_the_optimizers_state(cluster):
-    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), NEVER, threads_per_trainer=4)
+    strategy = recsync.ShadowSyncStrategy(
+        cluster, recsync.EASGD(0.3), mode=NEVER, threads_per_trainer=4
+    )
     model, report = train(strategy, 200, 0.005, recsync.optimizers.Adagrad)
     (state,) = model.optimizer.states
     group = model.train_function.synchronizer

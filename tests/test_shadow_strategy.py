@@ -135,7 +135,11 @@ def loss_and_auc(predicted):
 def test_every_algorithm_trains_and_keeps_the_copies_together(cluster, name):
     algorithm, mode = MODES[name]
     strategy = recsync.ShadowSyncStrategy(
-        cluster, algorithm, mode, threads_per_trainer=2, sync_ps=2 if algorithm.is_central else 0
+        cluster,
+        algorithm,
+        mode=mode,
+        threads_per_trainer=2,
+        sync_ps=2 if algorithm.is_central else 0,
     )
     recsync.testing.set_compute_time(strategy, 0.02)
     model = click_model(
@@ -203,7 +207,11 @@ def test_synchronizations_in_flight_are_done_when_fit_shows_what_was_trained(
     monkeypatch.setattr(Trainers, "sync", slow)
     algorithm, mode = MODES[name]
     strategy = recsync.ShadowSyncStrategy(
-        cluster, algorithm, mode, threads_per_trainer=2, sync_ps=2 if algorithm.is_central else 0
+        cluster,
+        algorithm,
+        mode=mode,
+        threads_per_trainer=2,
+        sync_ps=2 if algorithm.is_central else 0,
     )
     model = click_model(strategy)
     model.fit(dataset(40), verbose=0)
@@ -264,7 +272,7 @@ def test_tables_are_placed_as_planned_by_what_they_cost(cluster):
 
 def test_the_output_is_the_mean_on_request(cluster):
     strategy = recsync.ShadowSyncStrategy(
-        cluster, recsync.EASGD(0.01), recsync.Foreground(gap=8), output="mean"
+        cluster, recsync.EASGD(0.01), mode=recsync.Foreground(gap=8), output="mean"
     )
     model = click_model(strategy)
     model.fit(dataset(45), verbose=0)
@@ -300,7 +308,10 @@ def test_assigned_parameters_are_taken_over_by_all_copies_and_the_center(cluster
         ((recsync.EASGD(0.3), "shadow", {"sync_ps": [1, 1]}), "each server once"),
         ((recsync.EASGD(0.3), "shadow", {"sync_ps": "1"}), "a number or task indices"),
         ((recsync.ModelAveraging(0.3), "shadow", {"sync_ps": 1}), "has no use for sync PSs"),
-        ((recsync.EASGD(0.3), "shadow", {"output": "last"}), 'output must be "first" or "mean"'),
+        (
+            (recsync.EASGD(0.3), "shadow", {"output": "last"}),
+            'output must be "first", "mean" or from 0 to 2, not',
+        ),
         ((recsync.EASGD(0.3), "shadow", {"worker_timeout": 0}), "worker_timeout must be positive"),
         ((recsync.EASGD(0.3), "shadow", {"local_batch_size": 0}), "local_batch_size must"),
     ],
@@ -325,9 +336,11 @@ def test_stock_optimizers_are_refused(cluster):
 
 
 def test_reports_of_an_epoch_are_in_the_history_and_in_tensorboard(cluster, tmp_path):
-    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), recsync.Foreground(gap=4))
+    strategy = recsync.ShadowSyncStrategy(
+        cluster, recsync.EASGD(0.3), mode=recsync.Foreground(gap=4)
+    )
     model = click_model(strategy, steps_per_execution=3)
-    report = recsync.callbacks.ShadowReport(strategy, str(tmp_path))
+    report = recsync.callbacks.ShadowReport(str(tmp_path))
     assert strategy.average_sync_gap(model) == float("inf")
     steps = 60
     history = model.fit(dataset(steps), epochs=2, verbose=0, callbacks=[report]).history
@@ -360,7 +373,7 @@ def test_a_checkpoint_has_all_trainers_and_the_center_go_on_as_they_were(cluster
         strategy = recsync.ShadowSyncStrategy(
             cluster,
             recsync.EASGD(0.3),
-            recsync.Foreground(gap=1000 if before else 5),
+            mode=recsync.Foreground(gap=1000 if before else 5),
             sync_ps=servers,
         )
         model = click_model(strategy, lambda: recsync.optimizers.SGD(0.05), collection=True)
@@ -389,7 +402,9 @@ def test_a_checkpoint_has_all_trainers_and_the_center_go_on_as_they_were(cluster
 
 
 def test_a_gap_may_be_longer_than_an_epoch(cluster):
-    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), recsync.Foreground(gap=40))
+    strategy = recsync.ShadowSyncStrategy(
+        cluster, recsync.EASGD(0.3), mode=recsync.Foreground(gap=40)
+    )
     model = click_model(strategy)
     # 60 of each trainer, if they are equally fast; 40 of one of them in any case.
     model.fit(dataset().repeat(), epochs=6, steps_per_epoch=30, verbose=0)
@@ -478,7 +493,7 @@ def test_what_was_restored_can_be_saved_again_before_training(cluster, tmp_path)
     for _ in range(2):
         # One of three trainers does eight of 24 steps.
         strategy = recsync.ShadowSyncStrategy(
-            cluster, recsync.EASGD(0.3), recsync.Foreground(gap=8)
+            cluster, recsync.EASGD(0.3), mode=recsync.Foreground(gap=8)
         )
         model = click_model(strategy)
         checkpoint = tf.train.Checkpoint(model=model, trainers=strategy.worker_states(model))

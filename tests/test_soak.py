@@ -32,15 +32,46 @@ MAKERS = {
         cluster, staleness_bound=2
     ),
     "Hop": lambda cluster: recsync.HopStrategy(
-        cluster, recsync.topology.complete(WORKERS), 100_000, backup_workers=3, staleness_bound=4
+        cluster,
+        recsync.topology.complete(WORKERS),
+        max_iteration_gap=100_000,
+        backup_workers=3,
+        staleness_bound=4,
     ),
     "ShadowSync": lambda cluster: recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3)),
+    "groups, Hogwild and EASGD": lambda cluster: in_groups(cluster, recsync.EASGD(0.3)),
+    "groups, sync and MA": lambda cluster: in_groups(
+        cluster, recsync.ModelAveraging(0.3), recsync.modes.Sync()
+    ),
+    "groups, GBA and EASGD": lambda cluster: in_groups(
+        cluster, recsync.EASGD(0.3), recsync.modes.GBA(global_batch_size=2, local_batch_size=1)
+    ),
 }
+
+
+def in_groups(cluster, algorithm, aggregation=None):
+    return recsync.HierarchicalStrategy(
+        cluster,
+        algorithm,
+        groups=2,
+        trainers_per_group=WORKERS // 2,
+        ps_per_group=1,
+        aggregation=aggregation,
+    )
 
 
 @pytest.fixture
 def cluster(clusters):
     return clusters.get(WORKERS, PS)
+
+
+@pytest.fixture
+def stormy(clusters, request):
+    """The cluster of a mode, and the servers that may die: those without which others go on."""
+    workers = [("worker", worker) for worker in range(WORKERS)]
+    if not request.getfixturevalue("mode").startswith("groups"):
+        return clusters.get(WORKERS, PS), workers
+    return clusters.get(WORKERS, PS + 1), [*workers, ("ps", 0), ("ps", 1)]
 
 
 def ones(batches: int) -> tf.data.Dataset:
@@ -49,16 +80,18 @@ def ones(batches: int) -> tf.data.Dataset:
 
 
 class Storm(threading.Thread):
-    """Kills a random worker every few seconds and starts it again, for a while.
+    """Kills a random server every few seconds and starts it again, for a while.
 
     Args:
-        cluster: whose workers.
+        cluster: whose servers.
+        servers: those that may die, job and index.
         seed: of what is random.
     """
 
-    def __init__(self, cluster: recsync.LocalCluster, seed: int):
+    def __init__(self, cluster: recsync.LocalCluster, servers: list[tuple[str, int]], seed: int):
         super().__init__(name="storm", daemon=True)
         self._cluster = cluster
+        self._servers = servers
         self._random = random.Random(seed)
         self._over = threading.Event()
         self.kills = 0
@@ -66,20 +99,21 @@ class Storm(threading.Thread):
     def run(self) -> None:
         deadline = time.monotonic() + STORM_SECONDS
         while time.monotonic() < deadline and not self._over.wait(self._random.uniform(0.0, 3.0)):
-            worker = self._random.randrange(WORKERS)
-            self._cluster.kill("worker", worker)
+            server = self._random.choice(self._servers)
+            self._cluster.kill(*server)
             self.kills += 1
             self._over.wait(self._random.uniform(0.0, 2.0))
-            self._cluster.restart("worker", worker)
+            self._cluster.restart(*server)
 
     def end(self) -> None:
-        """Ends it, with all workers started."""
+        """Ends it, with all servers started."""
         self._over.set()
         self.join()
 
 
 @pytest.mark.parametrize("mode", MAKERS)
-def test_every_batch_is_accounted_for_in_a_storm_of_kills(cluster, mode):
+def test_every_batch_is_accounted_for_in_a_storm_of_kills(stormy, mode):
+    cluster, servers = stormy
     seed = random.SystemRandom().randrange(1 << 32)
     logging.warning("%s: the storm's seed is %d.", mode, seed)  # Shown if the test fails.
     strategy = MAKERS[mode](cluster)
@@ -87,7 +121,7 @@ def test_every_batch_is_accounted_for_in_a_storm_of_kills(cluster, mode):
     make = keras.optimizers.SGD if mode == "Hop" else SGD
     model = compiled(strategy, slope_model, lambda: make(0.01), mean_output)
     batches, epochs = 1500, 3
-    storm = Storm(cluster, seed)
+    storm = Storm(cluster, servers, seed)
     storm.start()
     done = []
     try:

@@ -37,7 +37,7 @@ def cluster(clusters):
 MAKERS = {
     "async": recsync.AsyncStrategy,
     "sync": recsync.SyncStrategy,
-    "gba": lambda cluster: recsync.GBAStrategy(cluster, 2 * BATCH, BATCH, 4),
+    "gba": lambda cluster: recsync.GBAStrategy(cluster, 2 * BATCH, BATCH, staleness_tolerance=4),
     "hop": lambda cluster: recsync.HopStrategy(cluster, recsync.topology.ring(2)),
     "shadow": lambda cluster: recsync.ShadowSyncStrategy(
         cluster, recsync.EASGD(0.3), threads_per_trainer=2

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tf_recsync._deprecation import without_strategy
 from tf_recsync.metrics.exact import group_auc
 from tf_recsync.ops import hop
 from tf_recsync.optimizers.base import parts_of
@@ -21,7 +22,29 @@ from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_reports import WorkerReport
 
 
-class TrainingReport(keras.callbacks.Callback):
+class _Report(keras.callbacks.Callback):
+    """A callback that reports on the strategy that the model trains on."""
+
+    _needs = ""  # The method of the strategy that it reports from.
+
+    def set_model(self, model):
+        super().set_model(model)
+        strategy = model.distribute_strategy
+        if hasattr(strategy, self._needs):
+            return
+        own = {"staleness": "TrainingReport", "workers": "HopReport", "sync_report": "ShadowReport"}
+        fitting = [name for method, name in own.items() if hasattr(strategy, method)]
+        advice = f"use {' or '.join(fitting)}" if fitting else "it is none of this package's"
+        raise ValueError(
+            f"{type(self).__name__} can't report on a {type(strategy).__name__}; {advice}"
+        )
+
+    @property
+    def _strategy(self):
+        return self.model.distribute_strategy
+
+
+class TrainingReport(_Report):
     """Adds speed and staleness to each epoch's logs, and to TensorBoard.
 
     To the progress bar and `History` it adds `batches_per_second` (of all workers, as
@@ -34,26 +57,24 @@ class TrainingReport(keras.callbacks.Callback):
     read those logs.
 
     Args:
-        strategy: the strategy that the model trains on; for a `HopStrategy` there is
-            `HopReport`.
         log_dir: a folder for TensorBoard, or None (the default).
 
     Raises:
-        ValueError: if the strategy is of another kind.
+        ValueError: when training begins, if the strategy is of another kind; for a `HopStrategy`
+            there is `HopReport`.
 
     Example:
 
     ```python
-    model.fit(dataset, callbacks=[recsync.callbacks.TrainingReport(strategy, "logs")])
+    model.fit(dataset, callbacks=[recsync.callbacks.TrainingReport("logs")])
     ```
     """
 
     _needs = "staleness"
 
-    def __init__(self, strategy, log_dir: str | None = None):
+    @without_strategy
+    def __init__(self, log_dir: str | None = None):
         super().__init__()
-        _check_strategy(self, strategy, self._needs)
-        self._strategy = strategy
         self._writer = tf.summary.create_file_writer(log_dir) if log_dir else None
         self._started = 0.0
         self._ended: float | None = None
@@ -125,13 +146,12 @@ class ShadowReport(TrainingReport):
     of one) and `sync_ps_bytes` (received and sent by the sync PSs).
 
     Args:
-        strategy: the `ShadowSyncStrategy` or `HierarchicalStrategy` that the model trains on.
         log_dir: a folder for TensorBoard, or None (the default).
 
     Example:
 
     ```python
-    model.fit(dataset, callbacks=[recsync.callbacks.ShadowReport(strategy, "logs")])
+    model.fit(dataset, callbacks=[recsync.callbacks.ShadowReport("logs")])
     ```
     """
 
@@ -247,7 +267,7 @@ def _parts(element) -> tuple:
     return parts if len(parts) < 3 or parts[2] is not None else parts[:2]
 
 
-class HopReport(keras.callbacks.Callback):
+class HopReport(_Report):
     """Adds what workers of a `HopStrategy` did in each epoch to its logs, and to TensorBoard.
 
     To the progress bar and `History` it adds, over all workers: `iterations_per_second` (the
@@ -260,29 +280,30 @@ class HopReport(keras.callbacks.Callback):
     for `iteration`, where it stands. `worker_0/waiting_seconds` is the sum of both waits.
 
     Args:
-        strategy: the `HopStrategy` that the model trains on.
         log_dir: a folder for TensorBoard, or None (the default).
         per_worker: whether the progress bar and `History` get each worker's values, too,
             under the same names as in TensorBoard. Default False.
 
     Raises:
-        ValueError: if `per_worker` is no bool, or the strategy no `HopStrategy`.
+        ValueError: if `per_worker` is no bool; when training begins, if the strategy is no
+            `HopStrategy`.
 
     Example:
 
     ```python
-    report = recsync.callbacks.HopReport(strategy, "logs", per_worker=True)
+    report = recsync.callbacks.HopReport("logs", per_worker=True)
     history = model.fit(dataset, callbacks=[report]).history
     history["worker_3/waiting_seconds"]  # A value for each epoch.
     ```
     """
 
-    def __init__(self, strategy, log_dir: str | None = None, per_worker: bool = False):
+    _needs = "workers"
+
+    @without_strategy
+    def __init__(self, log_dir: str | None = None, per_worker: bool = False):
         super().__init__()
         if not isinstance(per_worker, bool):
             raise ValueError(f"per_worker must be a bool, not {per_worker!r}")
-        _check_strategy(self, strategy, "workers")
-        self._strategy = strategy
         self._writer = tf.summary.create_file_writer(log_dir) if log_dir else None
         self._per_worker = per_worker
         self._started = 0.0
@@ -339,17 +360,6 @@ class HopReport(keras.callbacks.Callback):
             self._writer.close()
 
 
-def _check_strategy(callback: keras.callbacks.Callback, strategy, needed: str) -> None:
-    """Raises a ValueError if a strategy does not have the method that a callback reports from."""
-    if not hasattr(strategy, needed):
-        own = {"staleness": "TrainingReport", "workers": "HopReport", "sync_report": "ShadowReport"}
-        fitting = [name for method, name in own.items() if hasattr(strategy, method)]
-        advice = f"use {' or '.join(fitting)}" if fitting else "it is none of this package's"
-        raise ValueError(
-            f"{type(callback).__name__} can't report on a {type(strategy).__name__}; {advice}"
-        )
-
-
 def _global_step(model: keras.Model) -> int:
     """The updates of the parameters."""
     # A MultiOptimizer counts in its parts only.
@@ -370,7 +380,7 @@ def _gained(then: WorkerReport, now: WorkerReport) -> dict[str, float]:
     return {**gained, "waiting_seconds": waited}
 
 
-class HopTimeline(keras.callbacks.Callback):
+class HopTimeline(_Report):
     """Writes what the workers of a `HopStrategy` did when, at the end of training.
 
     The file opens in https://ui.perfetto.dev and chrome://tracing: a process for each worker,
@@ -382,7 +392,6 @@ class HopTimeline(keras.callbacks.Callback):
     callback raises one, as Keras tells callbacks nothing of it.
 
     Args:
-        strategy: the `HopStrategy` that the model trains on.
         path: of the file, a `.json`. Its folder must exist.
         limit: how many events are kept, the latest ones; default 1,000,000. If there were
             more, a log entry says how many are missing, and so does `lost_events` in the
@@ -391,14 +400,15 @@ class HopTimeline(keras.callbacks.Callback):
     Example:
 
     ```python
-    model.fit(dataset, callbacks=[recsync.callbacks.HopTimeline(strategy, "hop.json")])
+    model.fit(dataset, callbacks=[recsync.callbacks.HopTimeline("hop.json")])
     ```
     """
 
-    def __init__(self, strategy, path: str | os.PathLike[str], limit: int = 1_000_000):
+    _needs = "record_events"
+
+    @without_strategy
+    def __init__(self, path: str | os.PathLike[str], limit: int = 1_000_000):
         super().__init__()
-        _check_strategy(self, strategy, "record_events")
-        self._strategy = strategy
         self._path = path
         self._limit = limit
         self._recording: Recording | None = None

@@ -9,6 +9,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import keras
@@ -395,6 +396,22 @@ def check_timeouts(worker_timeout: float, silence_timeout: float | None) -> None
     check_seconds("worker_timeout", worker_timeout)
     if silence_timeout is not None:
         check_seconds("silence_timeout", silence_timeout)
+
+
+def checked_output(output: str | int, groups: int) -> str | int:
+    """What users see of the groups' copies: "mean", or the number of a group.
+
+    Raises:
+        ValueError: if an argument does not say it.
+    """
+    if output == "first":
+        return 0
+    is_number = isinstance(output, Integral) and not isinstance(output, bool)
+    if output != "mean" and not (is_number and output in range(groups)):
+        raise ValueError(
+            f'output must be "first", "mean" or from 0 to {groups - 1}, not {output!r}'
+        )
+    return int(output) if is_number else output
 
 
 def check_seconds(name: str, value: float) -> None:

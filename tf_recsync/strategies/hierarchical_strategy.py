@@ -35,8 +35,12 @@ class HierarchicalStrategy(SynchronizedStrategy):
 
     Worker w is a trainer of group w // `trainers_per_group`. Of the cluster's parameter servers
     the groups' come first, group by group, then the embedding PSs, and the sync PSs are last.
-    Without embedding PSs each group has a copy of the tables, too. A trainer that is lost leaves
-    its group training; training ends with an error when a parameter server is lost.
+    Without embedding PSs each group has a copy of the tables, too.
+
+    A trainer that is lost leaves its group training. A group whose server is lost waits until it
+    is back while the others go on, and then begins with the central copy, or the mean of the
+    others. Training ends with an error when another parameter server is lost, or the server of an
+    only group that has no central copy.
 
     `fit`, `evaluate` and `predict` of Keras 3 work as usual: build and compile the model in
     `scope()`, with an optimizer of `tf_recsync.optimizers`. Variables read outside of training,
@@ -63,7 +67,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
         sync_ps: how many of the parameter servers hold the central copy, an int. Default: 1
             with a central algorithm, as EASGD is, else 0.
         output: what reading a variable gives: "first" (the default) for the first group's
-            copy, or "mean" for that of all.
+            copy, "mean" for that of all, or the number of a group.
         local_batch_size: examples of a batch, or None (the default) if the mode says it or fit
             shall find out.
         worker_timeout: as in `AsyncStrategy`.
@@ -98,7 +102,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
         aggregation: ModeConfig | None = None,
         mode: Literal["shadow"] | Shadow | Foreground = "shadow",
         sync_ps: int | None = None,
-        output: Literal["first", "mean"] = "first",
+        output: Literal["first", "mean"] | int = "first",
         local_batch_size: int | None = None,
         worker_timeout: float = 600.0,
         silence_timeout: float | None = None,

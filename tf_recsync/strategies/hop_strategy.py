@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from typing import Literal
 
 import keras
@@ -11,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync._checks import check_at_least
+from tf_recsync._deprecation import keywords_after, renamed
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import hop_checks, hop_functions
 from tf_recsync.strategies.copies_extended import CopiesExtended
@@ -19,6 +19,7 @@ from tf_recsync.strategies.fit_strategy import (
     check_is_cluster,
     check_seconds,
     check_timeouts,
+    checked_output,
 )
 from tf_recsync.strategies.model_variables import AsShown
 from tf_recsync.strategies.server_threads import check_threads
@@ -77,8 +78,8 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             gradients on, meanwhile. "serial": it computes and applies them first.
         protocol: "token_queue" (the default), or "notify_ack", in which a worker sends only
             when all out-neighbors have used what it sent before.
-        read: what reading a variable gives: "mean" (the default) of the workers' copies, or
-            the index of a worker.
+        output: what reading a variable gives: "mean" (the default) of the workers' copies,
+            "first" for the first worker's, or the index of a worker.
         check_invariants: whether iterations and tokens are compared with the bounds of the
             paper's table 1 while training runs, up to 20 times a second; a violation, which
             would be a bug, ends it with an error. Defaults to False.
@@ -110,18 +111,20 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
 
     linked_jobs = ("worker",)
 
+    @renamed("read", "output")
+    @keywords_after(2)
     def __init__(
         self,
         cluster: Cluster,
         topology: Topology,
-        max_iteration_gap: int | None | Literal["default"] = "default",
         *,
+        max_iteration_gap: int | None | Literal["default"] = "default",
         backup_workers: int | Sequence[int] = 0,
         staleness_bound: int | None = None,
         skip: Skip | None = None,
         order: Literal["parallel", "serial"] = "parallel",
         protocol: Literal["token_queue", "notify_ack"] = "token_queue",
-        read: Literal["mean"] | int = "mean",
+        output: Literal["mean", "first"] | int = "mean",
         check_invariants: bool = False,
         stall_seconds: float = 60.0,
         worker_timeout: float = 600.0,
@@ -135,11 +138,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
                 f"topology must have as many workers as the cluster, {cluster.workers}, "
                 f"not {topology.size}"
             )
-        is_worker = isinstance(read, Integral) and not isinstance(read, bool)
-        if read != "mean" and not (is_worker and read in range(cluster.workers)):
-            raise ValueError(
-                f'read must be "mean" or from 0 to {cluster.workers - 1}, not {read!r}'
-            )
+        self._read = checked_output(output, cluster.workers)
         check_seconds("stall_seconds", stall_seconds)
         check_timeouts(worker_timeout, silence_timeout)
         self._protocol = hop_checks.checked_protocol(
@@ -152,7 +151,6 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
             protocol,
             check_invariants,
         )
-        self._read = int(read) if is_worker else read
         self._stall_seconds = float(stall_seconds)
         cluster.connect()
         needed = [threads_needed(topology, worker) for worker in range(topology.size)]

@@ -227,8 +227,9 @@ class Steps:
     def _count_lost_batches(self, run: WorkerRun) -> None:
         """An epoch is over, the number of whose batches may be known."""
         missing = self._epoch_began + self._batches - run.completed
-        if 0 < missing < float("inf") and run.losses.workers and not self._should_stop():
-            logging.warning("%d batches of the epoch were lost with workers.", missing)
+        has_lost = run.losses.workers or run.losses.steps
+        if 0 < missing < float("inf") and has_lost and not self._should_stop():
+            logging.warning("%d batches of the epoch were lost with servers.", missing)
             self._losses += Losses(batches=int(missing))
 
     def _settle(self, run: WorkerRun) -> None:

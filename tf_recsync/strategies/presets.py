@@ -6,6 +6,7 @@ They differ in their mode only, see `tf_recsync.modes`.
 from __future__ import annotations
 
 from tf_recsync import modes, staleness
+from tf_recsync._deprecation import keywords_after
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.group_strategy import GroupStrategy
 from tf_recsync.synchronization.modes import LastGlobalBatch
@@ -226,14 +227,15 @@ class GBAStrategy(GroupStrategy):
     ```
     """
 
+    @keywords_after(3)
     def __init__(
         self,
         cluster: Cluster,
         global_batch_size: int,
         local_batch_size: int,
+        *,
         staleness_tolerance: int | None = None,
         decay: str | staleness.Policy = "threshold",
-        *,
         last_global_batch: LastGlobalBatch = "weigh",
         prefetch_lookups: bool = False,
         worker_timeout: float = _WORKER_TIMEOUT,

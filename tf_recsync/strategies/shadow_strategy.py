@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from tf_recsync._checks import check_at_least
+from tf_recsync._deprecation import keywords_after
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import Hogwild
 from tf_recsync.strategies.fit_strategy import check_is_cluster, check_timeouts
@@ -50,7 +51,7 @@ class ShadowSyncStrategy(SynchronizedStrategy):
             the cluster, or their task indices. All others are embedding PSs. Default: 1 with
             a central algorithm, as EASGD is, else 0.
         output: what reading a variable gives: "first" (the default) for the first trainer's
-            copy, or "mean" for that of all.
+            copy, "mean" for that of all, or the index of a trainer.
         local_batch_size: examples of a batch, or None (the default) if fit shall find out.
         worker_timeout: seconds without any reachable worker after which training fails.
             Defaults to 600.
@@ -76,15 +77,16 @@ class ShadowSyncStrategy(SynchronizedStrategy):
     ```
     """
 
+    @keywords_after(2)
     def __init__(
         self,
         cluster: Cluster,
         algorithm: Algorithm,
-        mode: Literal["shadow"] | Shadow | Foreground = "shadow",
         *,
+        mode: Literal["shadow"] | Shadow | Foreground = "shadow",
         threads_per_trainer: int = 1,
         sync_ps: int | Sequence[int] | None = None,
-        output: Literal["first", "mean"] = "first",
+        output: Literal["first", "mean"] | int = "first",
         local_batch_size: int | None = None,
         worker_timeout: float = 600.0,
         silence_timeout: float | None = None,

@@ -16,7 +16,7 @@ from tf_recsync import staleness
 from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.copies_extended import CopiesExtended
-from tf_recsync.strategies.fit_strategy import FitStrategy, check_optimizers
+from tf_recsync.strategies.fit_strategy import FitStrategy, check_optimizers, checked_output
 from tf_recsync.strategies.model_variables import AsShown, OnServers, optimizers_of
 from tf_recsync.strategies.server_threads import check_threads
 from tf_recsync.strategies.train_function import TrainFunction, worker_states
@@ -39,7 +39,7 @@ class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
         algorithm: how copies are synchronized.
         schedule: when: "shadow" for `Shadow()`.
         threads: that train for each trainer.
-        output: what reading a variable gives: "first" or "mean".
+        output: what reading a variable gives: "first", "mean", or the number of a group.
         local_batch_size: examples of a batch, or None if fit shall find out.
         worker_timeout: as in `AsyncStrategy`.
         silence_timeout: as in `AsyncStrategy`.
@@ -60,7 +60,7 @@ class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
         algorithm: Algorithm,
         schedule: Literal["shadow"] | Shadow | Foreground,
         threads: int,
-        output: Literal["first", "mean"],
+        output: Literal["first", "mean"] | int,
         local_batch_size: int | None,
         worker_timeout: float,
         silence_timeout: float | None,
@@ -68,9 +68,7 @@ class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
         self._arrangement = arrangement
         self._algorithm = algorithm
         self._schedule = checked_schedule(schedule)
-        if output not in ("first", "mean"):
-            raise ValueError(f'output must be "first" or "mean", not {output!r}')
-        self._read = 0 if output == "first" else "mean"
+        self._read = checked_output(output, len(arrangement.groups))
         self.threads_per_worker = threads
         cluster.connect()
         # Its threads' steps, a synchronization of its own, and its part in another one's.

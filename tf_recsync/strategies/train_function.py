@@ -187,8 +187,13 @@ class TrainFunction(Steps):
             raise tf.errors.UnavailableError(None, None, "its copies were of an earlier life")
         aggregation = self.aggregations.get(group.index)
         with self._opening[group.index]:
-            if self.synchronizer.open(worker) and aggregation is not None:
+            is_made = self.synchronizer.open(worker)
+            if aggregation is not None and is_made:
                 aggregation.renew()
+            elif aggregation is not None and before is not None:
+                # The group's servers fell silent, and have all that they had; what the worker
+                # was at is lost.
+                aggregation.lose(worker)
         return _State(
             self.synchronizer, aggregation, worker, group.index, iterator, private, before
         )

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, Probe, device_of, is_reachable
+from tf_recsync.cluster import Cluster, Probe, is_reachable
 from tf_recsync.strategies import data_errors
+from tf_recsync.strategies.holders import Holders
 from tf_recsync.strategies.silence_watch import Server, SilenceWatch, suspicious_after
 from tf_recsync.strategies.slots import Crew, Losses, Slot, State
 from tf_recsync.strategies.watched_calls import (
@@ -95,14 +96,7 @@ class WorkerRun:
         self._stopped = False
         self._error: Exception | None = None
         self._gave_up_reader = self._gave_up_server = False
-        # Of each worker, the servers that hold what it trains on, if others go on without them.
-        self._holders = [
-            [] if crew is None else list(crew.holders_of(worker))
-            for worker in range(cluster.workers)
-        ]
-        self._spared = {holder for holders in self._holders for holder in holders}
-        self._silent_holders: set[Server] = set()  # That were given up.
-        self._told_holders: set[tuple[Server, tuple[int, int]]] = set()  # Said to be lost.
+        self._holders = Holders(cluster, crew)
         self._opened = 0
         self._began: float | None = None  # When all were open.
         self._finished_parts = 0  # Threads that have seen the end of the dataset.
@@ -353,11 +347,9 @@ class WorkerRun:
             self._give_up_reader(index, seconds)
             return
         callers = None
-        if server in self._spared:
+        if server in self._holders.all:
             logging.warning("%s:%d has not answered for %.0f s.", job, index, seconds)
-            callers = [w for w, holders in enumerate(self._holders) if server in holders]
-            with self._changed:
-                self._silent_holders.add(server)
+            callers = self._holders.give_up(server)
         elif job == "ps":
             self._gave_up_server = True
             self.fail(silent_parameter_server(index, seconds))
@@ -488,7 +480,7 @@ class WorkerRun:
         with self._opening[slot.index]:
             before = slot.state
             slot.life = self._cluster.life("worker", slot.index)
-            slot.holder_lives = self._lives_of_holders(slot)
+            slot.holder_lives = self._holders.lives(slot.index)
             try:
                 self._open_worker(slot)
             finally:
@@ -561,10 +553,10 @@ class WorkerRun:
         """Returns if the worker is lost; else raises what really is wrong."""
         if self._cluster.is_closed or self._gave_up_server:
             return  # Nobody needs to know more, and to ask might take long.
-        check_parameter_servers(self._cluster, error, self._spared)
+        check_parameter_servers(self._cluster, error, self._holders.all)
         if self._readers:
             data_errors.check(error)
-        if self._has_lost_holder(slot):
+        if self._holders.is_one_lost(slot.index, slot.holder_lives):
             self._lose_slot(slot, is_worker_lost=False)
             return
         is_same = slot.life == self._cluster.life("worker", slot.index)
@@ -615,28 +607,6 @@ class WorkerRun:
             if all(s.lost for s in self.slots) and self._without_worker_since is None:
                 self._without_worker_since = time.monotonic()
 
-    def _lives_of_holders(self, slot: Slot) -> list[tuple[int, int]]:
-        return [self._cluster.life(*holder) for holder in self._holders[slot.index]]
-
-    def _has_lost_holder(self, slot: Slot) -> bool:
-        """Whether a server is gone that holds what a worker trains on, and others go on."""
-        for holder, life in zip(self._holders[slot.index], slot.holder_lives, strict=False):
-            with self._changed:
-                is_gone = holder in self._silent_holders
-            is_gone = is_gone or life != self._cluster.life(*holder)
-            if is_gone or not is_reachable(device_of(*holder)):
-                with self._changed:
-                    is_told = (holder, life) in self._told_holders
-                    self._told_holders.add((holder, life))
-                if not is_told:
-                    logging.warning(
-                        "%s:%d was lost in the middle of a pass, and a group's parameters with "
-                        "it: its trainers wait until it is back, the other groups go on.",
-                        *holder,
-                    )
-                return True
-        return False
-
     def _has_live_thread(self, worker: int) -> bool:
         """Whether a thread of a worker is at work, and has not found it lost."""
         return any(s.index == worker and s.running and not s.lost for s in self.slots)
@@ -675,7 +645,7 @@ class WorkerRun:
 
     def _is_back(self, slot: Slot) -> bool:
         """Whether a lost worker runs ops again; readmits one that was restarted."""
-        if not all(self._is_holder_back(holder) for holder in self._holders[slot.index]):
+        if not self._holders.are_back(slot.index, self._ask_server, self._take_in):
             return False
         if slot.without_holder and self._ask(slot).reachable:
             return True
@@ -694,21 +664,6 @@ class WorkerRun:
         slot.forgotten = False
         return self._ask(slot).reachable
 
-    def _is_holder_back(self, holder: Server) -> bool:
-        """Whether a server that holds what workers train on runs ops; readmits it if need be."""
-        with self._changed:
-            was_silent = holder in self._silent_holders
-        probe = self._ask_server(*holder)
-        if not probe.reachable:
-            # One that was started again answers that it doesn't know us.
-            if (was_silent and not probe.answered) or not self._cluster.is_up(*holder):
-                return False
-            if not self._take_in(holder) or not self._ask_server(*holder).reachable:
-                return False
-        with self._changed:
-            self._silent_holders.discard(holder)
-        return True
-
     def _take_in(self, server: Server, is_new: bool = False) -> bool:
         """Readmits a server, without others that are away; whether that was possible.
 
@@ -718,7 +673,7 @@ class WorkerRun:
         """
         with self._changed:
             away = [("worker", s.index) for s in self.slots if s.lost]
-        away = sorted({*away, *self._spared} - {server})
+        away = sorted({*away, *self._holders.all} - {server})
         try:
             without = [other for other in away if not self._cluster.is_up(*other)]
             pause = contextlib.nullcontext() if self._crew is None else self._crew.pause()

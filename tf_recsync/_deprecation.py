@@ -1,0 +1,69 @@
+"""Calls as an earlier version took them: they go on for one version, with a warning."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+
+def keywords_after(count: int) -> Callable[[Callable], Callable]:
+    """For a constructor whose arguments after the first ones have to be given by name now.
+
+    Args:
+        count: how many may be given by position, `self` apart.
+    """
+
+    def decorate(init: Callable) -> Callable:
+        names = list(inspect.signature(init).parameters)[1:]
+
+        @functools.wraps(init)
+        def wrapped(self, *arguments: Any, **named: Any) -> None:
+            more = dict(zip(names[count:], arguments[count:], strict=False))
+            if more and len(arguments) <= len(names) and not more.keys() & named.keys():
+                _warn(f"{type(self).__name__} takes {', '.join(more)} by name only")
+                named, arguments = {**more, **named}, arguments[:count]
+            init(self, *arguments, **named)
+
+        return wrapped
+
+    return decorate
+
+
+def renamed(old: str, new: str) -> Callable[[Callable], Callable]:
+    """For a constructor of which an argument has another name now."""
+
+    def decorate(init: Callable) -> Callable:
+        @functools.wraps(init)
+        def wrapped(self, *arguments: Any, **named: Any) -> None:
+            if old in named and new not in named:
+                _warn(f"{type(self).__name__} calls {old} {new}")
+                named[new] = named.pop(old)
+            init(self, *arguments, **named)
+
+        return wrapped
+
+    return decorate
+
+
+def without_strategy(init: Callable) -> Callable:
+    """For a callback's constructor: it learns the strategy from the model."""
+
+    @functools.wraps(init)
+    def wrapped(self, *arguments: Any, **named: Any) -> None:
+        is_first = bool(arguments) and isinstance(arguments[0], tf.distribute.Strategy)
+        if is_first or "strategy" in named:
+            _warn(f"{type(self).__name__} takes no strategy, as it learns it from the model")
+            named.pop("strategy", None)
+        init(self, *arguments[is_first:], **named)
+
+    return wrapped
+
+
+def _warn(what: str) -> None:
+    message = f"{what}; what you wrote works for one version more."
+    warnings.warn(message, FutureWarning, stacklevel=3)
