@@ -6,16 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from tf_recsync._checks import check_at_least
 from tf_recsync._deprecation import keywords_after, renamed
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import hop_checks, hop_functions
-from tf_recsync.strategies.copies_extended import CopiesExtended
+from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.fit_strategy import (
-    FitStrategy,
     check_is_cluster,
     check_seconds,
     check_timeouts,
@@ -23,18 +20,16 @@ from tf_recsync.strategies.fit_strategy import (
 )
 from tf_recsync.strategies.model_variables import AsShown
 from tf_recsync.strategies.server_threads import check_threads
-from tf_recsync.strategies.train_function import worker_states
 from tf_recsync.synchronization.arrangement import each_worker
 from tf_recsync.synchronization.hop import HopSynchronizer, threads_needed
 from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_protocol import Skip
 from tf_recsync.synchronization.hop_reports import WorkerReport
 from tf_recsync.synchronization.modes import Mode
-from tf_recsync.synchronization.worker_states import WorkerStates
 from tf_recsync.topology import Topology
 
 
-class HopStrategy(FitStrategy, tf.distribute.Strategy):
+class HopStrategy(CopiedStrategy):
     """Decentralized training that tolerates slow workers (Hop).
 
     Every worker holds its own copy of the parameters, and trains it with any Keras
@@ -138,7 +133,7 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
                 f"topology must have as many workers as the cluster, {cluster.workers}, "
                 f"not {topology.size}"
             )
-        self._read = checked_output(output, cluster.workers)
+        read = checked_output(output, cluster.workers)
         check_seconds("stall_seconds", stall_seconds)
         check_timeouts(worker_timeout, silence_timeout)
         self._protocol = hop_checks.checked_protocol(
@@ -155,15 +150,14 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         cluster.connect()
         needed = [threads_needed(topology, worker) for worker in range(topology.size)]
         check_threads(cluster, needed, "for neighbors")
-        arrangement = each_worker(cluster.workers)
-        super().__init__(CopiesExtended(self, cluster.check_open, arrangement))
-        self._init_fit(
+        super().__init__(
             cluster,
+            each_worker(cluster.workers),
+            Mode("local"),  # Each worker applies the model's own optimizer.
+            read,
             None,
             worker_timeout,
             silence_timeout,
-            arrangement,
-            Mode("local"),  # Each worker applies the model's own optimizer.
         )
 
     @property
@@ -222,53 +216,6 @@ class HopStrategy(FitStrategy, tf.distribute.Strategy):
         self.attach(model)
         function = model.train_function
         return function.events.record(limit, function.collect_events, failed)
-
-    def copies(self, model: keras.Model) -> list[list[np.ndarray] | None]:
-        """The parameters of each worker.
-
-        Args:
-            model: a model that was compiled in this strategy's scope.
-
-        Returns:
-            For each worker, by its index, arrays like `model.trainable_variables`; all the
-            same before the model has trained. None for a worker that is lost.
-        """
-        synchronizer = self._synchronizer(model)
-        if synchronizer is None:
-            values = [np.asarray(v) for v in model.trainable_variables]
-            return [values] * self.topology.size
-        with self._watched(model):
-            return synchronizer.copies.by_group(len(model.trainable_variables))
-
-    def worker_states(self, model: keras.Model) -> WorkerStates:
-        """The parameters and the iteration of each worker, for a `tf.train.Checkpoint`.
-
-        What a checkpoint keeps of the model alone is the mean of the workers' copies. With
-        this, each worker goes on with its own, optimizer state included. On another number of
-        workers all begin with the mean. Save and restore between epochs: a checkpoint that is
-        saved while workers train has each of them as it is at some moment.
-
-        Args:
-            model: a built model that was compiled in this strategy's scope.
-
-        Returns:
-            What goes into the checkpoint, beside the model.
-
-        Raises:
-            ValueError: if the model is not built, or from elsewhere.
-
-        Example:
-
-        ```python
-        checkpoint = tf.train.Checkpoint(model=model, workers=strategy.worker_states(model))
-        checkpoint.save("checkpoints/clicks")
-        checkpoint.restore(tf.train.latest_checkpoint("checkpoints")).assert_consumed()
-        ```
-        """
-        return worker_states(self, model)
-
-    def _synchronizer(self, model: keras.Model) -> HopSynchronizer | None:
-        return getattr(model.train_function, "synchronizer", None)
 
     def _put_functions(self, model: keras.Model) -> None:
         hop_checks.check_tables(model, self._cluster)

@@ -10,26 +10,24 @@ from typing import Any, Literal
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tf_recsync import staleness
 from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies.copies_extended import CopiesExtended
-from tf_recsync.strategies.fit_strategy import FitStrategy, check_optimizers, checked_output
+from tf_recsync.strategies.copied_strategy import CopiedStrategy
+from tf_recsync.strategies.fit_strategy import check_optimizers, checked_output
 from tf_recsync.strategies.model_variables import AsShown, OnServers, optimizers_of
 from tf_recsync.strategies.server_threads import check_threads
-from tf_recsync.strategies.train_function import TrainFunction, worker_states
+from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import Copies, is_copied
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.shadow import ShadowSynchronizer, SyncReport
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
-from tf_recsync.synchronization.worker_states import WorkerStates
 
 
-class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
+class SynchronizedStrategy(CopiedStrategy):
     """Groups of trainers, each with a copy of the dense parameters, kept together by an algorithm.
 
     Args:
@@ -65,17 +63,15 @@ class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
         worker_timeout: float,
         silence_timeout: float | None,
     ):
-        self._arrangement = arrangement
         self._algorithm = algorithm
         self._schedule = checked_schedule(schedule)
-        self._read = checked_output(output, len(arrangement.groups))
+        read = checked_output(output, len(arrangement.groups))
         self.threads_per_worker = threads
         cluster.connect()
         # Its threads' steps, a synchronization of its own, and its part in another one's.
         check_threads(cluster, [threads + 2] * cluster.workers, "for other servers")
-        super().__init__(CopiesExtended(self, cluster.check_open, arrangement))
-        self._init_fit(
-            cluster, local_batch_size, worker_timeout, silence_timeout, arrangement, mode
+        super().__init__(
+            cluster, arrangement, mode, read, local_batch_size, worker_timeout, silence_timeout
         )
 
     @property
@@ -159,52 +155,6 @@ class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
             syncs = report.sync_ps_bytes / (8 * report.elements) if report.elements else 0
         return report.steps / syncs if syncs else float("inf")
 
-    def copies(self, model: keras.Model) -> list[list[np.ndarray] | None]:
-        """The dense parameters of each trainer.
-
-        Args:
-            model: a model that was compiled in this strategy's scope.
-
-        Returns:
-            For each trainer, by its index, arrays like those of `model.trainable_variables`
-            that are not on embedding PSs; all the same before the model has trained. None for
-            a trainer that is lost.
-        """
-        synchronizer = self._synchronizer(model)
-        dense = [v for v in model.trainable_variables if is_copied(v)]
-        if synchronizer is None or not synchronizer.copies.has_any:
-            return [[np.asarray(v) for v in dense]] * len(self._arrangement.groups)
-        with self._watched(model):
-            return synchronizer.copies.by_group(len(dense))
-
-    def worker_states(self, model: keras.Model) -> WorkerStates:
-        """The copies of each trainer and of the sync PSs, for a `tf.train.Checkpoint`.
-
-        What a checkpoint keeps of the model alone is the output: one trainer's copy, or the
-        mean, and the tables. With this, each trainer goes on with its own copy, optimizer state
-        included, and the central copy, or BMUF's global parameters, with theirs. On another
-        number of trainers all begin with the mean; the number of sync PSs may change. Save and
-        restore between epochs.
-
-        Args:
-            model: a built model that was compiled in this strategy's scope.
-
-        Returns:
-            What goes into the checkpoint, beside the model.
-
-        Raises:
-            ValueError: if the model is not built, or from elsewhere.
-
-        Example:
-
-        ```python
-        checkpoint = tf.train.Checkpoint(model=model, trainers=strategy.worker_states(model))
-        checkpoint.save("checkpoints/clicks")
-        checkpoint.restore(tf.train.latest_checkpoint("checkpoints")).assert_consumed()
-        ```
-        """
-        return worker_states(self, model)
-
     def staleness(self, model: keras.Model) -> staleness.Report:
         """The staleness measured since the model's optimizer was built.
 
@@ -243,9 +193,6 @@ class SynchronizedStrategy(FitStrategy, tf.distribute.Strategy):
             rows=of(rows),
             variables={path: of(counters) for path, counters in found.items()},
         )
-
-    def _synchronizer(self, model: keras.Model) -> ShadowSynchronizer | None:
-        return getattr(model.train_function, "synchronizer", None)
 
     def _put_functions(self, model: keras.Model) -> None:
         model.train_function = TrainFunction(

@@ -1,0 +1,101 @@
+"""The common base of strategies whose groups of workers have copies of their own."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_recsync.cluster import Cluster
+from tf_recsync.strategies.copies_extended import CopiesExtended
+from tf_recsync.strategies.fit_strategy import FitStrategy
+from tf_recsync.strategies.train_function import worker_states
+from tf_recsync.synchronization.arrangement import Arrangement
+from tf_recsync.synchronization.copies import is_copied
+from tf_recsync.synchronization.modes import Mode
+from tf_recsync.synchronization.synchronizer import Synchronizer
+from tf_recsync.synchronization.worker_states import WorkerStates
+
+
+class CopiedStrategy(FitStrategy, tf.distribute.Strategy):
+    """Groups of workers, each with a copy of the dense parameters and what belongs to them.
+
+    A group of one worker without servers holds its copy itself.
+
+    Args:
+        cluster: the connected cluster.
+        arrangement: the groups, and the servers that belong to none.
+        mode: when the workers of a group start, and how its copy is updated.
+        read: what users see of the copies: "mean", or the number of a group.
+        local_batch_size: examples of a batch, or None if fit shall find out.
+        worker_timeout: as in `AsyncStrategy`.
+        silence_timeout: as in `AsyncStrategy`.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        arrangement: Arrangement,
+        mode: Mode,
+        read: str | int,
+        local_batch_size: int | None,
+        worker_timeout: float,
+        silence_timeout: float | None,
+    ):
+        self._arrangement = arrangement
+        self._read = read
+        super().__init__(CopiesExtended(self, cluster.check_open, arrangement))
+        self._init_fit(
+            cluster, local_batch_size, worker_timeout, silence_timeout, arrangement, mode
+        )
+
+    def copies(self, model: keras.Model) -> list[list[np.ndarray] | None]:
+        """The parameters of each group: of each worker that is a group of its own.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            For each group, by its number, arrays like those of `model.trainable_variables`
+            that are not on embedding PSs; all the same before the model has trained. None for
+            a group that is lost.
+        """
+        synchronizer = self._synchronizer(model)
+        copied = [v for v in model.trainable_variables if is_copied(v)]
+        if synchronizer is None or not synchronizer.copies.has_any:
+            return [[np.asarray(v) for v in copied]] * len(self._arrangement.groups)
+        with self._watched(model):
+            return synchronizer.copies.by_group(len(copied))
+
+    def worker_states(self, model: keras.Model) -> WorkerStates:
+        """The copy of each group and what keeps them together, for a `tf.train.Checkpoint`.
+
+        What a checkpoint keeps of the model alone is the output: one group's copy, or the
+        mean, and the tables. With this, each group goes on with its own copy, optimizer state
+        included; ShadowSync's central copy, or BMUF's global parameters, with theirs; Hop's
+        workers with their iterations. On another number of groups all begin with the mean; the
+        number of servers that hold copies or the central one may change. Save and restore
+        between epochs: a checkpoint that is saved while workers train has each of them as it is
+        at some moment.
+
+        Args:
+            model: a built model that was compiled in this strategy's scope.
+
+        Returns:
+            What goes into the checkpoint, beside the model.
+
+        Raises:
+            ValueError: if the model is not built, or from elsewhere.
+
+        Example:
+
+        ```python
+        checkpoint = tf.train.Checkpoint(model=model, workers=strategy.worker_states(model))
+        checkpoint.save("checkpoints/clicks")
+        checkpoint.restore(tf.train.latest_checkpoint("checkpoints")).assert_consumed()
+        ```
+        """
+        return worker_states(self, model)
+
+    def _synchronizer(self, model: keras.Model) -> Synchronizer | None:
+        return getattr(model.train_function, "synchronizer", None)
