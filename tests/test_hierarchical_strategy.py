@@ -211,7 +211,7 @@ def test_a_copy_is_divided_among_the_servers_of_its_group(cluster, between):
     assert strategy.sync_ps == ((5,) if between == "EASGD" else ())
     assert strategy.embedding_ps == ((4,) if between == "EASGD" else (4, 5))
     model = click_model(strategy, metrics=["AUC"], steps_per_execution=2)
-    losses = model.fit(clicks(60), epochs=4, verbose=0).history["loss"]
+    losses = model.fit(clicks(40), epochs=2, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
     places = shards_of(strategy, model)
     assert len(places) == 6  # Two dense layers and the normalization between; no table.
@@ -227,7 +227,7 @@ def test_a_copy_is_divided_among_the_servers_of_its_group(cluster, between):
         if v.path in places
     )
     assert report.elements == sizes
-    assert report.steps == 4 * 60
+    assert report.steps == 2 * 40
     assert len(report.syncs) == 2 and all(report.syncs)
     assert strategy.average_sync_gap(model) > 0
     # What is seen is the mean, and what one assigns all groups take over.
@@ -274,7 +274,7 @@ def test_groups_go_on_from_a_checkpoint_and_others_with_the_mean(cluster, tmp_pa
     merged.fit(clicks(8), verbose=0)
 
 
-@pytest.mark.parametrize("inside", ["hogwild", "GBA", "sync"])
+@pytest.mark.parametrize("inside", ["hogwild", "sync"])
 def test_a_killed_trainer_leaves_its_group_running_and_comes_back(cluster, inside):
     strategy = hierarchical(cluster, aggregation=INSIDE[inside])
     recsync.testing.set_compute_time(strategy, 0.05)
@@ -312,7 +312,7 @@ def test_a_killed_trainer_leaves_its_group_running_and_comes_back(cluster, insid
 
 @pytest.mark.parametrize(
     ("inside", "between"),
-    [("hogwild", "EASGD"), ("GBA", "MA"), ("sync", "EASGD"), ("async", "BMUF")],
+    [("hogwild", "EASGD"), ("sync", "MA")],
 )
 def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
     cluster, caplog, inside, between
@@ -364,9 +364,9 @@ def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
     assert np.isfinite(model.evaluate(clicks(20), verbose=0))
 
 
-@pytest.mark.parametrize("inside", ["hogwild", "sync"])
-def test_a_group_whose_server_stands_still_goes_on_where_it_was(cluster, caplog, inside):
-    strategy = hierarchical(cluster, aggregation=INSIDE[inside], silence_timeout=2.0)
+def test_a_group_whose_server_stands_still_goes_on_where_it_was(cluster, caplog):
+    # Where workers wait for tokens, and for steps that others' pushes complete.
+    strategy = hierarchical(cluster, aggregation=INSIDE["sync"], silence_timeout=2.0)
     recsync.testing.set_compute_time(strategy, 0.05)
     model = click_model(strategy)
     given_up = "ps:1 has not answered for"
