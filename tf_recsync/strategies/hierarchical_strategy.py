@@ -35,7 +35,8 @@ class HierarchicalStrategy(SynchronizedStrategy):
 
     Worker w is a trainer of group w // `trainers_per_group`. Of the cluster's parameter servers
     the groups' come first, group by group, then the embedding PSs, and the sync PSs are last.
-    Without embedding PSs each group has a copy of the tables, too.
+    Without embedding PSs each group has a copy of the tables of `keras.layers.Embedding`, too, and
+    an `EmbeddingCollection` is refused.
 
     A trainer that is lost leaves its group training. A group whose server is lost waits until it
     is back while the others go on, and then begins with the central copy, or the mean of the
