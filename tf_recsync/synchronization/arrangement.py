@@ -8,6 +8,7 @@ synchronizer keeps the copies together. Neither knows of the other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from tf_recsync._checks import check_at_least
@@ -91,7 +92,12 @@ class Arrangement:
 
     def group_of(self, worker: int) -> Group:
         """The group that a worker trains in."""
-        return next(group for group in self.groups if worker in group.trainers)
+        return self._by_worker[worker]
+
+    @functools.cached_property
+    def _by_worker(self) -> dict[int, Group]:
+        # Asked for at every call of a worker, of which there may be many.
+        return {worker: group for group in self.groups for worker in group.trainers}
 
 
 def one_group(workers: int, ps: int) -> Arrangement:
