@@ -377,10 +377,14 @@ def test_a_group_whose_server_stands_still_goes_on_where_it_was(cluster, caplog)
             done = strategy.worker_steps(model)
             if given_up in caplog.text and not then:
                 then.append(done)
+                cluster.kill("worker", 3)  # The tokens that it has the other one waits for.
             elif then and len(then) == 1 and min(done[:2]) > max(then[0][:2]) + 10:
                 then.append(done)
                 cluster.resume("ps", 1)
-            elif len(then) == 2 and min(done[2:]) > max(then[1][2:]) + 4:
+            elif len(then) == 2 and "worker:3 was lost" in caplog.text and done[2] > then[1][2] + 4:
+                then.append(done)
+                cluster.restart("worker", 3)
+            elif len(then) == 3 and done[3] > then[1][3] + 4:
                 model.stop_training = True
 
     try:
@@ -392,7 +396,7 @@ def test_a_group_whose_server_stands_still_goes_on_where_it_was(cluster, caplog)
     finally:
         cluster.resume("ps", 1)
     assert then[0][2:] == then[1][2:]  # The group stood still, and the other did not.
-    assert strategy.losses(model).workers == 0
+    assert strategy.losses(model).workers == 1
     assert "goes on with the parameters of" not in caplog.text  # It has its own.
     assert caplog.text.count(given_up) <= 2
 
@@ -402,10 +406,16 @@ def test_a_group_whose_server_is_away_is_done_without_from_one_epoch_to_the_next
     recsync.testing.set_compute_time(strategy, 0.02)
     model = click_model(strategy)
     model.fit(clicks(20), verbose=0)
+    pushes = strategy.aggregation(model)[0].included
+    assert pushes
     cluster.kill("ps", 0)
-    model.fit(clicks(20), epochs=2, verbose=0)
+    report = recsync.callbacks.ShadowReport()
+    model.fit(clicks(20), epochs=2, verbose=0, validation_data=clicks(4), callbacks=[report])
     assert strategy.worker_steps(model)[:2] == [0, 0]
     assert strategy.copies(model)[0] is None
+    # What it had counted when it was last asked.
+    assert strategy.aggregation(model)[0].included == pushes
+    assert model.predict(clicks(4), verbose=0).shape == (4 * BATCH, 1)
     cluster.restart("ps", 0)
     back = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: setattr(
@@ -414,6 +424,62 @@ def test_a_group_whose_server_is_away_is_done_without_from_one_epoch_to_the_next
     )
     model.fit(clicks(50).repeat(200), verbose=0, callbacks=[back])
     assert None not in strategy.copies(model)
+    assert strategy.aggregation(model)[0].included > pushes
+
+
+def test_a_server_that_is_readmitted_between_two_fits_has_its_group_go_on(cluster, caplog):
+    strategy = hierarchical(cluster, aggregation=INSIDE["sync"])
+    model = click_model(strategy)
+    model.fit(clicks(8), verbose=0)
+    cluster.kill("ps", 1)
+    cluster.restart("ps", 1)
+    cluster.readmit()
+    recsync.testing.set_compute_time(strategy, 0.05)
+    model.fit(clicks(24), verbose=0)
+    assert min(strategy.worker_steps(model)) > 0
+    assert "Group 1 goes on with the parameters of the sync PSs." in caplog.text
+    assert strategy.losses(model).workers == 0
+
+
+def test_a_group_comes_back_that_has_lost_a_server_and_a_trainer_at_once(cluster):
+    strategy = hierarchical(cluster, BETWEEN["BMUF"], aggregation=INSIDE["sync"])
+    recsync.testing.set_compute_time(strategy, 0.05)
+    model = click_model(strategy)
+
+    def kill():
+        cluster.kill("worker", 2)
+        cluster.kill("ps", 1)
+
+    def start():
+        then.extend(strategy.worker_steps(model))
+        cluster.restart("ps", 1)
+        cluster.restart("worker", 2)
+
+    then: list[int] = []
+
+    class UntilBack(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            done = strategy.worker_steps(model)
+            if then and min(now - before for now, before in zip(done, then, strict=True)) > 2:
+                model.stop_training = True
+
+    model.fit(
+        clicks(50).repeat(400),
+        verbose=0,
+        callbacks=[AtBatch(12, kill), AtBatch(40, start), UntilBack()],
+    )
+    assert None not in strategy.copies(model)
+
+
+def test_all_shards_are_synchronized_while_nobody_trains(cluster):
+    strategy = hierarchical(
+        cluster, BETWEEN["MA"], ps_per_group=2, mode=recsync.Foreground(per_minute=300)
+    )
+    recsync.testing.set_compute_time(strategy, 0.05)
+    model = click_model(strategy)
+    model.fit(clicks(60), verbose=0)
+    first, second = strategy.sync_report(model).syncs
+    assert first == second > 0
 
 
 @pytest.mark.parametrize("ps", [2, 5], ids=["embedding PS", "sync PS"])
@@ -438,6 +504,7 @@ def test_a_killed_server_of_no_group_ends_training_with_an_error_that_names_it(c
         ({"groups": 3}, "groups=3 with trainers_per_group=2 need 6 workers, .* workers=4"),
         ({"ps_per_group": 3}, "ps_per_group=3 and sync_ps=1 need 7 parameter servers, .* ps=6"),
         ({"sync_ps": 0}, "EASGD needs at least one sync PS"),
+        ({"sync_ps": [5]}, r"sync_ps must be an integer of at least 0, got \[5\]"),
         ({"sync_ps": 7}, "sync_ps=7 needs as many parameter servers"),
         ({"algorithm": recsync.ModelAveraging(0.5), "sync_ps": 1}, "has no use for sync PSs"),
         ({"algorithm": 0.3}, "algorithm must be EASGD, .* not 0.3"),

@@ -318,6 +318,8 @@ class Cluster:
             deadline = time.monotonic() + timeout
 
             def update() -> None:
+                # What is left out forgets all that it had, even if it only can't be reached now.
+                self._taken_anew.update(left_out)
                 if anew:
                     self._taken_anew.update(anew)
                     # What is left out by the first is new to the second.

@@ -21,6 +21,7 @@ class GroupCrew:
         synchronizer: keeps their copies together; None if there is one group.
         aggregations: of each group, by its number.
         threads: of each worker.
+        suspended: gets the workers that were suspended, and hold tokens that they may not push.
     """
 
     def __init__(
@@ -29,11 +30,13 @@ class GroupCrew:
         synchronizer: Synchronizer | None,
         aggregations: Mapping[int, Aggregation],
         threads: int,
+        suspended: set[int],
     ):
         self._arrangement = arrangement
         self._between = [] if synchronizer is None else [synchronizer]
         self._aggregations = dict(aggregations)
         self._threads = threads
+        self._suspended = suspended
 
     def _of(self, worker: int) -> Aggregation:
         return self._aggregations[self._arrangement.group_of(worker).index]
@@ -43,9 +46,11 @@ class GroupCrew:
         for synchronizer in self._between:
             synchronizer.lose(worker)
         self._of(worker).lose(worker)
+        self._suspended.discard(worker)
 
     def suspend(self, worker: int) -> None:
-        """A worker is there, but what it trains on is gone: what it takes tokens from, too."""
+        """A worker is there, but what it trains on is gone or silent, the tokens' list, too."""
+        self._suspended.add(worker)
         for synchronizer in self._between:
             synchronizer.suspend(worker)
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import keras
 
+from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import Hogwild, ModeConfig
 from tf_recsync.strategies.fit_strategy import check_is_cluster, check_timeouts
@@ -120,6 +121,8 @@ class HierarchicalStrategy(SynchronizedStrategy):
                 f"local_batch_size={local_batch_size} is not that of aggregation="
                 f"{aggregation!r}; give it there"
             )
+        if sync_ps is not None:
+            check_at_least("sync_ps", sync_ps, 0)
         on_sync_ps = checked_sync_ps(sync_ps, algorithm, cluster.ps)
         arrangement = hierarchical(
             groups, trainers_per_group, ps_per_group, cluster.ps, len(on_sync_ps)

@@ -7,7 +7,7 @@ those of the parameter-server strategies, without which nobody goes on, are not 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from absl import logging
 
@@ -24,20 +24,23 @@ class Holders:
     Args:
         cluster: the connected cluster.
         crew: says which they are; None if there are none.
+        spared: other servers that nobody needs, though they may be away.
 
     Attributes:
-        all: those of all workers.
+        all: those of all workers, and the spared ones.
     """
 
-    def __init__(self, cluster: Cluster, crew: Crew | None):
+    def __init__(self, cluster: Cluster, crew: Crew | None, spared: Iterable[Server] = ()):
         workers = range(cluster.workers)
         self._cluster = cluster
         self._of = [[] if crew is None else list(crew.holders_of(worker)) for worker in workers]
-        self.all: set[Server] = {holder for holders in self._of for holder in holders}
+        held = {holder for holders in self._of for holder in holders}
+        self.all: set[Server] = held | set(spared)
         self._lock = threading.Lock()
         self._silent: set[Server] = set()  # That were given up. Guarded by _lock, like the next.
         self._told: set[tuple[Server, tuple[int, int]]] = set()  # Said to be lost, in which life.
-        self._readmitting = threading.Lock()  # One thread of a group at a time does it.
+        # Of each holder: one thread of its group at a time sees to its return.
+        self._returning = {holder: threading.Lock() for holder in held}
 
     def lives(self, worker: int) -> Lives:
         """The lives of a worker's holders as they are known now."""
@@ -87,21 +90,21 @@ class Holders:
             ask: asks a server for a sign of life, with a limit.
             readmit: readmits a server; whether it did.
         """
-        with self._readmitting:
-            return all(self._is_back(holder, ask, readmit) for holder in self._of[worker])
+        return all(self._is_back(holder, ask, readmit) for holder in self._of[worker])
 
     def _is_back(
         self, holder: Server, ask: Callable[[str, int], Probe], readmit: Callable[[Server], bool]
     ) -> bool:
-        with self._lock:
-            was_silent = holder in self._silent
-        probe = ask(*holder)
-        if not probe.reachable:
-            # One that was started again answers that it doesn't know us.
-            if (was_silent and not probe.answered) or not self._cluster.is_up(*holder):
-                return False
-            if not readmit(holder) or not ask(*holder).reachable:
-                return False
-        with self._lock:
-            self._silent.discard(holder)
-        return True
+        with self._returning[holder]:
+            with self._lock:
+                was_silent = holder in self._silent
+            probe = ask(*holder)
+            if not probe.reachable:
+                # One that was started again answers that it doesn't know us.
+                if (was_silent and not probe.answered) or not self._cluster.is_up(*holder):
+                    return False
+                if not readmit(holder) or not ask(*holder).reachable:
+                    return False
+            with self._lock:
+                self._silent.discard(holder)
+            return True

@@ -313,6 +313,7 @@ class Steps:
             self._crew(),
             self.threads,
             data,
+            self._variables.spared(self._settings.arrangement),
         )
         self._run.when_done(self._go_on)
         return self._run

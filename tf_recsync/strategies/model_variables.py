@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from tf_recsync.optimizers import base
-from tf_recsync.synchronization.arrangement import Group
+from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.copies import CopiedVariable, is_copied
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 
@@ -99,6 +99,10 @@ class OnServers:
         """
         return Layout.of(self._model, self.optimizers, group)
 
+    def spared(self, arrangement: Arrangement) -> list[tuple[str, int]]:
+        """The parameter servers, job and index, of groups that steps don't need."""
+        return []
+
     def trace_key(
         self, element_spec: Any, bandwidths: dict[str, float], *others: Hashable
     ) -> Hashable:
@@ -131,6 +135,10 @@ class AsShown(OnServers):
 
     Tables on parameter servers stay there.
     """
+
+    def spared(self, arrangement: Arrangement) -> list[tuple[str, int]]:
+        """All that hold copies."""
+        return [("ps", server) for group in arrangement.groups for server in group.servers]
 
     @property
     def optimizers(self) -> list[base.Optimizer]:

@@ -88,6 +88,7 @@ class PredictFunction:
             lambda: bool(getattr(self._model, "stop_predicting", False)) or is_over(),
             self._settings.worker_timeout,
             self._settings.silence_timeout,
+            spared=self._variables.spared(self._settings.arrangement),
         )
         steps = iterator.distributed.steps_per_epoch
         run.grant(float("inf") if steps is None else steps)

@@ -130,7 +130,9 @@ class SynchronizedStrategy(CopiedStrategy):
     def average_sync_gap(
         self, model: keras.Model, by: Literal["counters", "bytes"] = "counters"
     ) -> float:
-        """The steps that a trainer does from one synchronization to the next, on average.
+        """The steps that a group does from one synchronization to the next, on average.
+
+        Under a `ShadowSyncStrategy` each trainer is a group.
 
         Reference: section 4.1.1 of the paper, which measures it in both ways.
 

@@ -70,6 +70,7 @@ class TrainFunction(Steps):
         self._flushing = threading.RLock()
         # Of each group: one worker at a time makes what it shares with others.
         self._opening = [threading.Lock() for _ in settings.arrangement.groups]
+        self._suspended: set[int] = set()  # Workers whose tokens are not given back yet.
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         try:
@@ -108,7 +109,13 @@ class TrainFunction(Steps):
     def _crew(self) -> Crew | None:
         if not self.aggregations:
             return self.synchronizer
-        return GroupCrew(self._arrangement, self.synchronizer, self.aggregations, self.threads)
+        return GroupCrew(
+            self._arrangement,
+            self.synchronizer,
+            self.aggregations,
+            self.threads,
+            self._suspended,
+        )
 
     def _group_of(self, worker: int) -> Group:
         return self._arrangement.group_of(worker)
@@ -120,8 +127,9 @@ class TrainFunction(Steps):
         mode, group = self._settings.mode, layout.group
         if mode.uses_tokens and group.index not in self.aggregations:
             variables = GroupVariables(group, self._copies())
+            can_come_back = bool(self._spared().intersection(group.holders))
             self.aggregations[group.index] = Aggregation(
-                mode, layout.optimizers, variables, group.device(0)
+                mode, layout.optimizers, variables, group.device(0), can_come_back
             )
         return self.aggregations.get(group.index)
 
@@ -187,13 +195,13 @@ class TrainFunction(Steps):
             raise tf.errors.UnavailableError(None, None, "its copies were of an earlier life")
         aggregation = self.aggregations.get(group.index)
         with self._opening[group.index]:
-            is_made = self.synchronizer.open(worker)
-            if aggregation is not None and is_made:
-                aggregation.renew()
-            elif aggregation is not None and before is not None:
-                # The group's servers fell silent, and have all that they had; what the worker
-                # was at is lost.
-                aggregation.lose(worker)
+            self.synchronizer.open(worker)
+            if aggregation is not None:
+                if not self._renew(group.index, aggregation) and worker in self._suspended:
+                    # The group's servers fell silent, and have all that they had; what the
+                    # worker was at is lost.
+                    aggregation.lose(worker)
+                self._suspended.discard(worker)
         return _State(
             self.synchronizer, aggregation, worker, group.index, iterator, private, before
         )
@@ -227,12 +235,23 @@ class TrainFunction(Steps):
         """Acts on the aggregations of all groups that have their copy."""
         for group, aggregation in self.aggregations.items():
             try:
-                if self.synchronizer is None or group in self.synchronizer.copies.there:
-                    action(aggregation)
+                with self._opening[group]:  # A worker may be about to make it anew.
+                    if self.synchronizer is None or group in self.synchronizer.copies.there:
+                        self._renew(group, aggregation)
+                        action(aggregation)
             except tf.errors.OpError:
                 if not self._lose_the_gone(self._run):
                     raise
                 logging.warning("What group %d had collected of a step is lost.", group)
+
+    def _renew(self, group: int, aggregation: Aggregation) -> bool:
+        """Makes an aggregation anew if the group's copies were; under `_opening`."""
+        copies = None if self.synchronizer is None else self.synchronizer.copies.of(group)
+        is_new = aggregation.made_for is not None and aggregation.made_for is not copies
+        if is_new:
+            aggregation.renew()
+        aggregation.made_for = copies  # Not earlier: if that fails, it is done again.
+        return is_new
 
     def _begin_without_the_gone(self, begin: Callable[[], None], run: WorkerRun | None) -> None:
         """Begins an epoch with the workers that there are: nobody has called them since the last.

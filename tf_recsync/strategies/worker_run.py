@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -57,6 +57,7 @@ class WorkerRun:
             others don't wait for them, and can say who waits for whom; None if no
             worker ever waits for another.
         threads: how many threads call each worker, each with a slot of its own.
+        spared: parameter servers that none of its steps needs, beside what the crew says.
         data: as workers get at it. Readers may have parts of it: then the cluster knows the
             pass. None if it is the coordinator's in any case.
     """
@@ -73,6 +74,7 @@ class WorkerRun:
         crew: Crew | None = None,
         threads: int = 1,
         data: RegisteredDataset | WorkerDatasets | None = None,
+        spared: Iterable[Server] = (),
     ):
         self.data = data
         self._readers = 0 if data is None else data.readers
@@ -96,7 +98,7 @@ class WorkerRun:
         self._stopped = False
         self._error: Exception | None = None
         self._gave_up_reader = self._gave_up_server = False
-        self._holders = Holders(cluster, crew)
+        self._holders = Holders(cluster, crew, spared)
         self._opened = 0
         self._began: float | None = None  # When all were open.
         self._finished_parts = 0  # Threads that have seen the end of the dataset.
@@ -592,13 +594,21 @@ class WorkerRun:
         """A worker's thread can't go on: it is gone, or what it trains on."""
         with self._changed:
             slot.lost = True
-            slot.without_holder = not is_worker_lost
             # The worker is lost when the last of its threads has noticed.
             if self._has_live_thread(slot.index):
                 return
-        if self._crew is not None:
-            (self._crew.lose if is_worker_lost else self._crew.suspend)(slot.index)
+        if self._crew is not None and is_worker_lost:
+            try:
+                self._crew.lose(slot.index)
+            except tf.errors.OpError:
+                # What it trained on may go meanwhile; then it is lost when that is back.
+                if not self._holders.is_one_lost(slot.index, slot.holder_lives):
+                    raise
+                is_worker_lost = False
+        if self._crew is not None and not is_worker_lost:
+            self._crew.suspend(slot.index)
         with self._changed:
+            slot.without_holder = not is_worker_lost
             if is_worker_lost:
                 self._cluster.away.add(slot.index)
                 if slot.index not in self._lost:
@@ -647,8 +657,12 @@ class WorkerRun:
         """Whether a lost worker runs ops again; readmits one that was restarted."""
         if not self._holders.are_back(slot.index, self._ask_server, self._take_in):
             return False
-        if slot.without_holder and self._ask(slot).reachable:
-            return True
+        if slot.without_holder:
+            if self._ask(slot).reachable:
+                return True
+            # It went while what it trained on was away: nobody was told so far.
+            logging.warning("worker:%d was lost, too; the others go on.", slot.index)
+            self._lose_slot(slot, is_worker_lost=True)
         if slot.silent:
             probe = self._ask(slot)
             if probe.reachable or not probe.answered:

@@ -18,10 +18,10 @@ from tf_recsync import staleness
 from tf_recsync.ops.gradient_buffer import Aggregate
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
-from tf_recsync.synchronization.gradient_buffer import GradientBuffer
+from tf_recsync.synchronization.gradient_buffer import GradientBuffer, State
 from tf_recsync.synchronization.group_variables import GroupVariables
 from tf_recsync.synchronization.modes import Mode
-from tf_recsync.synchronization.token_list import TokenList
+from tf_recsync.synchronization.token_list import TokenList, TokenListState
 
 # What a lost worker's function still does on the servers ends within this time, in seconds.
 _ECHO_SECONDS = 0.5
@@ -77,13 +77,28 @@ class Aggregation:
         optimizers: the optimizers that the model trains with, built.
         variables: where the group's are.
         home: the device that keeps the token list.
+        can_come_back: whether training goes on when a server is lost that keeps some of this.
+
+    Attributes:
+        made_for: the group's copies, by which it is told whether all was made for them; None
+            before the first.
     """
 
     def __init__(
-        self, mode: Mode, optimizers: Sequence[base.Optimizer], variables: GroupVariables, home: str
+        self,
+        mode: Mode,
+        optimizers: Sequence[base.Optimizer],
+        variables: GroupVariables,
+        home: str,
+        can_come_back: bool = False,
     ):
         self.mode = mode
-        self.known: Report | None = None  # The latest report.
+        self.made_for: object | None = None
+        self._can_come_back = can_come_back
+        # What buffers and the token list had counted when they were last asked, and what those
+        # had that were lost.
+        self._known: tuple[list[State], TokenListState] | None = None
+        self._counted_before: list[tuple[list[State], TokenListState]] = []
         self._optimizers = tuple(optimizers)
         self._variables = variables
         self._home = home
@@ -121,12 +136,11 @@ class Aggregation:
     def renew(self) -> None:
         """Makes all anew, after a server was lost that kept some of it, and begins.
 
-        What it had counted is gone with it.
+        What it had counted since it was last asked is gone with it.
         """
-        own = {self._variables.group.device(i) for i in range(len(self._variables.group.holders))}
-        for kept in [self._tokens, *(b.buffer for b in self._buffers.values())]:
-            if kept.device in own:
-                kept.forget()
+        if self._known is not None:
+            self._counted_before.append(self._known)
+            self._known = None
         self._make()
         self.begin()
         self.release()  # Nobody waits for one that has not taken a token yet.
@@ -320,11 +334,21 @@ class Aggregation:
             return f"the token list on {self._tokens.device} does not answer: {error.message}"
 
     def report(self) -> Report:
-        """What became of the pushes so far."""
-        states = [buffer.state() for buffer in self._buffers.values()]
-        tokens = self._tokens.state()
+        """What became of the pushes so far; while a server is away, as far as it was known.
+
+        Raises:
+            tf.errors.OpError: if a server is lost without which nobody goes on.
+        """
+        try:
+            asked = [buffer.state() for buffer in self._buffers.values()]
+            self._known = asked, self._tokens.state()
+        except tf.errors.OpError:
+            if not self._can_come_back:
+                raise
+        parts = [*self._counted_before, *([] if self._known is None else [self._known])]
+        states = [state for of_buffers, _ in parts for state in of_buffers]
         counted = sum(state.ages.count for state in states)
-        self.known = Report(
+        return Report(
             global_step=max((state.step for state in states), default=0),
             included=sum(state.included for state in states),
             decayed=sum(state.decayed for state in states),
@@ -333,13 +357,12 @@ class Aggregation:
             duplicates=sum(state.duplicates for state in states),
             abandoned=self._abandoned,
             left_over=self._left_over,
-            lost=tokens.lost,
-            reissued=tokens.reissued,
+            lost=sum(tokens.lost for _, tokens in parts),
+            reissued=sum(tokens.reissued for _, tokens in parts),
             age_mean=sum(s.ages.mean * s.ages.count for s in states) / max(counted, 1),
             age_max=max((state.ages.max for state in states), default=0),
             staleness=staleness.Statistics.sum(state.staleness for state in states),
         )
-        return self.known
 
 
 def _only_if(condition: tf.Tensor, make: Callable[[], tf.Operation]) -> tf.Operation:

@@ -107,9 +107,15 @@ class Copies:
         return list(self._shown)
 
     def handles(self, group: int) -> list[tf.Tensor]:
-        """The handles of a group's copies."""
-        with self._lock:
-            return [copy.handle for copy in self._copies[group]]
+        """The handles of a group's copies.
+
+        Raises:
+            tf.errors.UnavailableError: if it has none at the moment.
+        """
+        copies = self.of(group)
+        if copies is None:
+            raise tf.errors.UnavailableError(None, None, f"group {group} has no copies")
+        return [copy.handle for copy in copies]
 
     def of(self, group: int) -> list[tf.Variable] | None:
         """A group's copies, the same list as long as it has them; None if it has none."""

@@ -167,15 +167,6 @@ class GradientBuffer:
         """The handle that the ops take; the buffer lives as long as this object."""
         return self._handle
 
-    @property
-    def device(self) -> str:
-        """The name of the device that keeps it."""
-        return self._device
-
-    def forget(self) -> None:
-        """Its server is gone, and it with that: nobody need destroy it."""
-        self._deleter.forget()
-
     def step(self) -> buffer_ops.BufferStep:
         """How far it is; see `tf_recsync.ops.gradient_buffer.gradient_buffer_step`."""
         with tf.device(self._device):

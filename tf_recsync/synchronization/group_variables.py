@@ -35,7 +35,10 @@ class GroupVariables:
         value = variable._value
         if not is_copied(variable):
             return value
-        return self._copies.of(self.group.index)[self._numbers[id(value)]]
+        copies = self._copies.of(self.group.index)
+        if copies is None:
+            raise tf.errors.UnavailableError(None, None, f"{self.group} has no copies")
+        return copies[self._numbers[id(value)]]
 
     def on_own(self, concrete: Callable) -> Callable[[], Any]:
         """Has a concrete function without arguments use the group's variables."""

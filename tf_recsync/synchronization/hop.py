@@ -118,20 +118,19 @@ class HopSynchronizer:
 
     # A worker's life. The threads that drive the workers call these.
 
-    def open(self, worker: int) -> bool:
+    def open(self, worker: int) -> None:
         """Makes what a worker needs, in its device scope: at the start, or when it is back."""
         with self._lock:
             has_all = worker in self._handles and worker in self.copies.there
             was_lost = worker in self._lost
             if has_all and not was_lost:
-                return False
+                return
         if was_lost:
             with self._joining:
                 self._come_back(worker)
         else:
             self.copies.ensure(worker)
             self._make(worker, self._first)
-        return True
 
     def holders_of(self, worker: int) -> Sequence[tuple[str, int]]:
         """None: each worker holds its copy itself."""

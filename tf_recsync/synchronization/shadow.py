@@ -143,17 +143,15 @@ class ShadowSynchronizer:
 
     # A trainer's life. The threads that drive the workers call these.
 
-    def open(self, worker: int) -> bool:
+    def open(self, worker: int) -> None:
         """Makes what a trainer's group needs: at the start, or when it is back."""
         group = self._arrangement.group_of(worker).index
         if self.copies.is_of_earlier_life(group):
             self.lose_group(group)
-        is_made = self._trainers.open(group)
-        if is_made:
+        if self._trainers.open(group):
             self._absent.pop(group, None)
         with self._changed:
             self._lost.discard(worker)
-        return is_made
 
     def holders_of(self, worker: int) -> Sequence[tuple[str, int]]:
         """The servers that hold the copy of a trainer's group, if others have what it needs."""
@@ -255,14 +253,14 @@ class ShadowSynchronizer:
 
     def _open_held(self, group: Group) -> None:
         """Makes what a group needs on its servers, if they are there."""
-        try:
-            self._trainers.open(group.index)
-        except tf.errors.OpError:
+        if self.holders_of(group.trainers[0]):
+            # Before they are called: one that stands still would hold all others.
             probes = [Probe(self._cluster, device_of(*holder)) for holder in group.holders]
             _wait_for_answers(probes)
-            if all(probe.reachable for probe in probes) or not self.holders_of(group.trainers[0]):
-                raise
-            logging.warning("Group %d begins when its servers are back.", group.index)
+            if not all(probe.reachable for probe in probes):
+                logging.warning("Group %d begins when its servers are back.", group.index)
+                return
+        self._trainers.open(group.index)
 
     def carry_on(self) -> None:
         """Starts the loops, if they do not run."""
@@ -278,7 +276,10 @@ class ShadowSynchronizer:
             ):
                 return  # The trainers' threads see to it.
             groups = self._trainers.there if self._is_central else [_ALL]
-            for key in ((group, shard) for group in groups for shard in self._trainers.shards):
+            shards = self._trainers.shards
+            if isinstance(self._schedule, Foreground):
+                shards = shards[:1]  # One loop sees to all, while nobody trains.
+            for key in ((group, shard) for group in groups for shard in shards):
                 loop = self._loops.get(key)
                 if loop is None or not loop.is_alive():
                     name = f"recsync_shadow_{key[0]}_{key[1]}"
@@ -412,7 +413,7 @@ class ShadowSynchronizer:
                     if group != _ALL and group not in self._trainers.there:
                         return
                     if is_foreground:
-                        self._gate.close_for(lambda: self._sync_surely(group, shard))
+                        self._gate.close_for(lambda: self._sync_shards(group))
                         # Between those that take longer than the interval, too, threads train.
                         ended = time.monotonic()
                         rest = _LEAST_TRAINING * (ended - began)

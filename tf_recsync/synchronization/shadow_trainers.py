@@ -423,8 +423,8 @@ class Trainers:
                 own = vectors[shard.number]
                 shard.first_vectors = {n: np.asarray(v.read_value()) for n, v in own.items()}
                 return shard.first_vectors
-        if self._all_gone:
-            # They begin anew, with the parameters.
+        if self._all_gone or others:
+            # They are gone with the groups that had them, and begin anew, with the parameters.
             shard.first_vectors = self._checked_vectors(shard.pack(self.copies.shown))
         return shard.first_vectors
 

@@ -33,12 +33,8 @@ class Synchronizer(Protocol):
     def there(self) -> list[int]:
         """The groups that have what was made for them, as far as known."""
 
-    def open(self, worker: int) -> bool:
-        """Makes what a worker needs, in its device scope: at the start, or when it is back.
-
-        Returns:
-            Whether its group had no copy: it was made.
-        """
+    def open(self, worker: int) -> None:
+        """Makes what a worker needs, in its device scope: at the start, or when it is back."""
 
     def handles(self, worker: int) -> list[tf.Tensor]:
         """What its steps take, besides what every worker's do."""

@@ -96,10 +96,6 @@ class TokenList:
         """The name of the device that keeps the list."""
         return self._handle.device
 
-    def forget(self) -> None:
-        """Its server is gone, and it with that: nobody need destroy it."""
-        self._deleter.forget()
-
     def take(self, worker: int | tf.Tensor) -> tokens.Token:
         """Takes the next token when the gate opens for a worker; waits until then.
 
