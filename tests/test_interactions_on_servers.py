@@ -24,7 +24,7 @@ from test_interactions import (
 import tf_recsync as recsync
 from tf_recsync.embedding.placement import Shard
 from tf_recsync.layers import DotInteraction, EmbeddingCollection, FeatureConfig, TableConfig
-from tf_recsync.strategies.model_functions import optimizers_of
+from tf_recsync.strategies.model_variables import optimizers_of
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Layout, Step
 

@@ -10,7 +10,7 @@ from helpers import assert_close, end_of, live_operations
 
 import tf_recsync as recsync
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
-from tf_recsync.strategies.model_functions import optimizers_of
+from tf_recsync.strategies.model_variables import optimizers_of
 from tf_recsync.strategies.worker_functions import trace_steps
 from tf_recsync.synchronization.pull_push import Layout
 
