@@ -9,7 +9,6 @@ import tensorflow as tf
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.copies_extended import CopiesExtended
 from tf_recsync.strategies.fit_strategy import FitStrategy
-from tf_recsync.strategies.train_function import worker_states
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import is_copied
 from tf_recsync.synchronization.modes import Mode
@@ -95,7 +94,15 @@ class CopiedStrategy(FitStrategy, tf.distribute.Strategy):
         checkpoint.restore(tf.train.latest_checkpoint("checkpoints")).assert_consumed()
         ```
         """
-        return worker_states(self, model)
+        if not model.built or model.optimizer is None:
+            raise ValueError(f"model {model.name} must be built and compiled")
+
+        def synchronizer() -> Synchronizer:
+            self.attach(model)
+            return model.train_function.ensure_synchronizer()
+
+        synchronizer()
+        return WorkerStates(synchronizer)
 
     def _synchronizer(self, model: keras.Model) -> Synchronizer | None:
         return getattr(model.train_function, "synchronizer", None)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from absl import logging
 
 from tf_recsync.cluster import Cluster, Probe, device_of, is_reachable
-from tf_recsync.strategies.silence_watch import Server
 from tf_recsync.strategies.slots import Crew
+from tf_recsync.synchronization.arrangement import Server
 
 Lives = list[tuple[int, int]]  # Of a worker's holders, see `Cluster.life`.
 

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from absl import logging
 
 from tf_recsync.cluster import Cluster, Probe
+from tf_recsync.synchronization.arrangement import Server
 
 # A short limit would take a server for silent that is only busy.
 _SHORTEST_SECONDS = 10.0
 _LONGEST_SECONDS = 60.0
 _SUSPICIOUS_SHARE = 0.3  # Of the limit: a call that takes longer has its server asked.
 _SUSPICIOUS_SECONDS = 3.0  # But so long at most.
-
-Server = tuple[str, int]  # Job and index.
 
 
 def silence_limit(silence_timeout: float | None, worker_timeout: float) -> float:

@@ -35,7 +35,7 @@ class SynchronizedStrategy(CopiedStrategy):
         arrangement: the groups, and the servers that belong to none.
         mode: when the trainers of a group start, and how its copy is updated.
         algorithm: how copies are synchronized.
-        schedule: when: "shadow" for `Shadow()`.
+        schedule: when.
         threads: that train for each trainer.
         output: what reading a variable gives: "first", "mean", or the number of a group.
         local_batch_size: examples of a batch, or None if fit shall find out.
@@ -43,7 +43,7 @@ class SynchronizedStrategy(CopiedStrategy):
         silence_timeout: as in `AsyncStrategy`.
 
     Raises:
-        ValueError: if the algorithm, the schedule or the output is wrong.
+        ValueError: if the output is wrong.
     """
 
     pushes_gradients = True  # Optimizers are applied in the workers' steps only.
@@ -56,7 +56,7 @@ class SynchronizedStrategy(CopiedStrategy):
         arrangement: Arrangement,
         mode: Mode,
         algorithm: Algorithm,
-        schedule: Literal["shadow"] | Shadow | Foreground,
+        schedule: Shadow | Foreground,
         threads: int,
         output: Literal["first", "mean"] | int,
         local_batch_size: int | None,
@@ -64,7 +64,7 @@ class SynchronizedStrategy(CopiedStrategy):
         silence_timeout: float | None,
     ):
         self._algorithm = algorithm
-        self._schedule = checked_schedule(schedule)
+        self._schedule = schedule
         read = checked_output(output, len(arrangement.groups))
         self.threads_per_worker = threads
         cluster.connect()
@@ -185,13 +185,13 @@ class SynchronizedStrategy(CopiedStrategy):
             for counts in [] if synchronizer is None else synchronizer.counted():
                 for state, counters in zip(dense, counts, strict=True):
                     found.setdefault(state.variable.path, []).append(counters)
-        live = getattr(model.train_function, "aggregations", {}).values()
-        with self._watched(model):
-            pushes = [aggregation.report().staleness for aggregation in live]
-        counted = of([c for s in dense for c in found.get(s.variable.path, [])])
+            collected = of([c for s in dense for c in found.get(s.variable.path, [])])
+            if self.mode.uses_buffers:
+                live = getattr(model.train_function, "aggregations", {}).values()
+                collected = staleness.Statistics.sum(a.report().staleness for a in live)
         rows = [c for s in states if s.is_table for c in found[s.variable.path]]
         return staleness.Report(
-            dense=staleness.Statistics.sum(pushes) if self.mode.uses_buffers else counted,
+            dense=collected,
             rows=of(rows),
             variables={path: of(counters) for path, counters in found.items()},
         )

@@ -12,7 +12,6 @@ from absl import logging
 
 from tf_recsync.shown_variable import shown
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
-from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.strategies.group_crew import GroupCrew
 from tf_recsync.strategies.model_functions import Settings, Steps
 from tf_recsync.strategies.model_variables import OnServers, copied_variables, peeked_variables
@@ -28,7 +27,6 @@ from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.group_variables import GroupVariables, OnCopies
 from tf_recsync.synchronization.pull_push import Layout
 from tf_recsync.synchronization.synchronizer import Synchronizer
-from tf_recsync.synchronization.worker_states import WorkerStates
 
 
 class TrainFunction(Steps):
@@ -373,24 +371,3 @@ class _State(WorkerState):
         # All workers are open by now.
         self._synchronizer.carry_on()
         super().begin(time)
-
-
-def worker_states(strategy: FitStrategy, model: keras.Model) -> WorkerStates:
-    """What a checkpoint keeps of the groups of a model, each with its copy.
-
-    Args:
-        strategy: whose groups have copies.
-        model: a built model that was compiled in its scope.
-
-    Raises:
-        ValueError: if the model is not built, or from elsewhere.
-    """
-    if not model.built or model.optimizer is None:
-        raise ValueError(f"model {model.name} must be built and compiled")
-
-    def synchronizer() -> Synchronizer:
-        strategy.attach(model)
-        return model.train_function.ensure_synchronizer()
-
-    synchronizer()
-    return WorkerStates(synchronizer)

@@ -10,7 +10,8 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster, device_of, is_reachable
-from tf_recsync.strategies.silence_watch import Server, SilenceWatch, suspicious_after
+from tf_recsync.strategies.silence_watch import SilenceWatch, suspicious_after
+from tf_recsync.synchronization.arrangement import Server
 
 
 @contextlib.contextmanager

@@ -19,13 +19,14 @@ from absl import logging
 from tf_recsync.cluster import Cluster, Probe, is_reachable
 from tf_recsync.strategies import data_errors
 from tf_recsync.strategies.holders import Holders
-from tf_recsync.strategies.silence_watch import Server, SilenceWatch, suspicious_after
+from tf_recsync.strategies.silence_watch import SilenceWatch, suspicious_after
 from tf_recsync.strategies.slots import Crew, Losses, Slot, State
 from tf_recsync.strategies.watched_calls import (
     check_parameter_servers,
     end_calls_to,
     silent_parameter_server,
 )
+from tf_recsync.synchronization.arrangement import Server
 
 if TYPE_CHECKING:
     from tf_recsync.strategies.distributed_dataset import RegisteredDataset

@@ -253,13 +253,11 @@ class ShadowSynchronizer:
 
     def _open_held(self, group: Group) -> None:
         """Makes what a group needs on its servers, if they are there."""
-        if self.holders_of(group.trainers[0]):
-            # Before they are called: one that stands still would hold all others.
-            probes = [Probe(self._cluster, device_of(*holder)) for holder in group.holders]
-            _wait_for_answers(probes)
-            if not all(probe.reachable for probe in probes):
-                logging.warning("Group %d begins when its servers are back.", group.index)
-                return
+        can_wait = self.holders_of(group.trainers[0])
+        # Asked before they are called: one that stands still would hold all others.
+        if can_wait and not self._are_reachable(group.index):
+            logging.warning("Group %d begins when its servers are back.", group.index)
+            return
         self._trainers.open(group.index)
 
     def carry_on(self) -> None:
@@ -486,8 +484,10 @@ class ShadowSynchronizer:
 
     def _answers(self, group: int) -> bool:
         """Whether a group gives signs of life soon, and of the life that its copies are of."""
-        if self.copies.is_of_earlier_life(group):
-            return False
+        return not self.copies.is_of_earlier_life(group) and self._are_reachable(group)
+
+    def _are_reachable(self, group: int) -> bool:
+        """Whether all that hold a group's copy give signs of life soon."""
         probes = [Probe(self._cluster, device_of(*holder)) for holder in self._holders(group)]
         _wait_for_answers(probes)
         return all(probe.reachable for probe in probes)
