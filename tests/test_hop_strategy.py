@@ -368,12 +368,12 @@ def test_a_worker_that_had_left_does_the_steps_that_others_found_no_batches_for(
     with strategy.scope():
         model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1, "sigmoid")])
         model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", steps_per_execution=8)
-    # Workers have batches ahead. Of even speed, two of them take the last 14 steps, and find fewer
-    # batches, as those that have left by then have some.
-    recsync.testing.set_compute_time(strategy, 0.02)
-    for _ in range(20):
-        model.fit(tf.data.Dataset.from_tensors(batch).repeat(78), steps_per_epoch=78, verbose=0)
-        assert sum(strategy.worker_steps(model)) == 78
-        if "goes on from iteration" in caplog.text:
-            return
-    pytest.fail("no worker came back to do steps that another had given back")
+    # Each worker has 18 batches of its own, for two calls of 8 steps and two more. When all have
+    # made two calls, one takes the last 8 steps, and cannot be far ahead of the others before they
+    # have left: it gives back 6 steps when they are gone.
+    own = strategy.distribute_datasets_from_function(
+        lambda _: tf.data.Dataset.from_tensors(batch).repeat(18)
+    )
+    model.fit(own, steps_per_epoch=18 * WORKERS, verbose=0)
+    assert strategy.worker_steps(model) == [18] * WORKERS
+    assert "goes on from iteration" in caplog.text
