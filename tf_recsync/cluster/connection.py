@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,6 +24,7 @@ from tf_recsync.cluster import (
     signs_of_life,
     tf_config,
 )
+from tf_recsync.cluster.membership import Membership, Server
 
 _QUIET_DISCONNECT_SECONDS = 1.0  # How long `close` waits before the servers are stopped.
 _DISCONNECT_SECONDS = 4.0  # And after that, before servers that are silent are cut off.
@@ -50,8 +51,7 @@ class Cluster:
       workers: The number of workers.
       ps: The number of parameter servers.
       readers: The number of readers, which run input pipelines. Without any, this process does.
-      away: The workers, by index, that were lost and have neither taken part in a pass since nor
-        been readmitted.
+      membership: What each of the servers does, and who is lost.
       data_service: Hands the workers their data, from this process.
 
     Example:
@@ -89,7 +89,9 @@ class Cluster:
         self.workers = len(self._addresses.get("worker", ()))
         self.ps = len(self._addresses.get("ps", ()))
         self.readers = len(self._readers)
-        self.away: set[int] = set()
+        self.membership = Membership(
+            {"worker": self.workers, "ps": self.ps, "reader": self.readers}
+        )
         self._passes: weakref.WeakSet = weakref.WeakSet()
         self._passes_lock = threading.Lock()
         self._scopes: set[object] = set()  # Dispatch scopes that threads are in.
@@ -242,6 +244,7 @@ class Cluster:
 
             self._repeat_if_unavailable(attempt, lambda: limit, timeout)
             _connected = self
+            self._note_members(all_answer=True)
         for address in itertools.chain.from_iterable(self._addresses.values()):
             self._known_peers(address)
         logging.info("Connected to %s.", self)
@@ -263,6 +266,8 @@ class Cluster:
                     # It stands still, or a machine between has forgotten the connection.
                     self.cut_off("ps", index)
             missing = [index for index, probe in probes.items() if not probe.reachable]
+            for index in set(probes).difference(missing):
+                self.membership.readmitted(("ps", index))
             if not missing:
                 return
             servers = [("ps", i, self._addresses["ps"][i]) for i in missing]
@@ -336,8 +341,12 @@ class Cluster:
                     "readmitting servers (a call outside of dispatch_scope() may be in flight)",
                 )
 
-            self._repeat_if_unavailable(attempt, lambda: deadline, timeout)
-            self.away.intersection_update(index for job, index in left_out if job == "worker")
+            is_done = False
+            try:
+                self._repeat_if_unavailable(attempt, lambda: deadline, timeout)
+                is_done = True
+            finally:
+                self._note_members(all_answer=is_done)
 
     def _change(self, change: Callable[[], None], deadline: float, what: str) -> None:
         """Changes the connection; servers that don't answer are cut off at the deadline."""
@@ -353,8 +362,16 @@ class Cluster:
           job: "worker" or "ps".
           index: Which of them.
         """
-        number = signs_of_life.incarnation_of(signs_of_life.device_of(job, index))
+        number = signs_of_life.incarnations().get((job, index), 0)
         return number, self._taken_anew[job, index]
+
+    def _note_members(self, *, all_answer: bool) -> None:
+        """Has the membership know to which servers this process is connected."""
+        processes: dict[Server, Hashable] = {("reader", i): i for i in range(self.readers)}
+        for server, number in signs_of_life.incarnations().items():
+            if server[0] in self._addresses and server[0] != tf_config.CHIEF:
+                processes[server] = number, self._taken_anew[server]
+        self.membership.connected(processes, all_answer=all_answer)
 
     def _absent_workers(self) -> list[int]:
         """The workers at whose address nothing listens."""

@@ -17,6 +17,7 @@ from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 
 from tf_recsync.cluster import tf_config
+from tf_recsync.cluster.membership import Server
 
 _GREETING_SECONDS = 1.0  # For the answer to it.
 _GREETERS = 64  # Servers that are greeted at the same time.
@@ -51,20 +52,20 @@ def is_reachable(device: str) -> bool:
     return _ask(device) is None
 
 
-def incarnation_of(device: str) -> int:
-    """The number that a server, as this process is connected to it, drew when it started; else 0.
-
-    Args:
-      device: The name of a device of the server.
-    """
+def incarnations() -> dict[Server, int]:
+    """The numbers that the servers that this process is connected to drew when they started."""
     eager_context = context.context()
     eager_context.ensure_initialized()
     devices = pywrap_tfe.TFE_ContextListDevices(eager_context._handle)
     try:
+        found = {}
         for i in range(pywrap_tf_session.TF_DeviceListCount(devices)):
-            if pywrap_tf_session.TF_DeviceListName(devices, i).startswith(f"{device}/"):
-                return pywrap_tf_session.TF_DeviceListIncarnation(devices, i)
-        return 0
+            name = tf.DeviceSpec.from_string(pywrap_tf_session.TF_DeviceListName(devices, i))
+            # All devices of a server drew one each.
+            if name.device_type == "CPU":
+                number = pywrap_tf_session.TF_DeviceListIncarnation(devices, i)
+                found[name.job, name.task] = number
+        return found
     finally:
         pywrap_tf_session.TF_DeleteDeviceList(devices)
 

@@ -346,12 +346,8 @@ class FitStrategy:
         Args:
             model: a model that was compiled in this strategy's scope.
         """
-        if isinstance(model.train_function, model_functions.Steps):
-            return model.train_function.watched()
         settings = self._settings
-        return watched_calls.watched(
-            settings.cluster, settings.silence_timeout, lambda worker: None
-        )
+        return watched_calls.watched(settings.cluster, settings.silence_timeout)
 
     def _put_functions(self, model: keras.Model) -> None:
         """Gives a model its train, test and predict functions."""

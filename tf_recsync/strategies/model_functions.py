@@ -190,13 +190,8 @@ class Steps:
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Inside, this process calls servers: it shall not wait forever for one."""
-
-        def expect_loss(worker: int) -> None:
-            if self._run is not None:
-                self._run.expect_loss(worker)
-
         settings = self._settings
-        return watched_calls.watched(settings.cluster, settings.silence_timeout, expect_loss)
+        return watched_calls.watched(settings.cluster, settings.silence_timeout)
 
     def _flush(self) -> None:
         """All steps are done."""
@@ -314,6 +309,7 @@ class Steps:
             self.threads,
             data,
             self._variables.spared(self._settings.arrangement),
+            is_reading=self.method != "train_step",
         )
         self._run.when_done(self._go_on)
         return self._run

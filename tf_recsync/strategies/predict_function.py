@@ -89,6 +89,7 @@ class PredictFunction:
             self._settings.worker_timeout,
             self._settings.silence_timeout,
             spared=self._variables.spared(self._settings.arrangement),
+            is_reading=True,
         )
         steps = iterator.distributed.steps_per_epoch
         run.grant(float("inf") if steps is None else steps)

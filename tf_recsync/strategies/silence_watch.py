@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from absl import logging
 
-from tf_recsync.cluster import Cluster, Probe
-from tf_recsync.synchronization.arrangement import Server
+from tf_recsync.cluster import Cluster, Probe, Server
 
 # A short limit would take a server for silent that is only busy.
 _SHORTEST_SECONDS = 10.0
@@ -39,8 +38,8 @@ def suspicious_after(silence_timeout: float) -> float:
     return min(_SUSPICIOUS_SECONDS, _SUSPICIOUS_SHARE * silence_timeout)
 
 
-def silent_or_new(cluster: Cluster, servers: Sequence[Server], seconds: float) -> list[Server]:
-    """The servers that have nothing any more of what they had, or don't answer.
+def lose_the_gone(cluster: Cluster, servers: Sequence[Server], seconds: float) -> list[Server]:
+    """Finds servers that have nothing any more of what they had, or don't answer: they are lost.
 
     Connections to those that don't answer are cut.
 
@@ -60,7 +59,11 @@ def silent_or_new(cluster: Cluster, servers: Sequence[Server], seconds: float) -
             # A connection that broke while nobody used it shows at the first call.
             probe = probes[server] = cluster.probe(*server)
             probe.join(max(0.0, deadline - time.monotonic()))
-    return [server for server, probe in probes.items() if not probe.reachable]
+    gone = [server for server, probe in probes.items() if not probe.reachable]
+    for server in gone:
+        was_silent = probes[server].answered is None
+        cluster.membership.lost(server, None, "between two epochs", was_silent=was_silent)
+    return gone
 
 
 class SilenceWatch(threading.Thread):
@@ -94,6 +97,8 @@ class SilenceWatch(threading.Thread):
     def end(self) -> None:
         """Watches no longer, and soon refers to nobody."""
         self._ended.set()
+        for server in list(self._silent):
+            self._cluster.membership.answered(server)
 
     def run(self) -> None:
         period = self._limit / 10
@@ -107,9 +112,11 @@ class SilenceWatch(threading.Thread):
     def _ask(self, suspects: set[Server], passed: float) -> None:
         for server in [s for s in self._silent if s not in suspects]:
             del self._silent[server]
+            self._cluster.membership.answered(server)  # Nobody waits for it any more.
         for server in sorted(suspects):
             probe = self._probes.get(server)
             if probe is None or probe.answered:
+                self._cluster.membership.answered(server)
                 self._silent[server] = 0.0
                 self._probes[server] = self._cluster.probe(*server)
                 continue
@@ -117,6 +124,7 @@ class SilenceWatch(threading.Thread):
             # callers elsewhere wait.
             if not probe.is_alive():
                 self._probes[server] = self._cluster.probe(*server)
+            self._cluster.membership.suspected(server)
             self._silent[server] = self._silent.get(server, 0.0) + passed
             if self._silent[server] >= self._limit:
                 self._give_up(server, self._silent.pop(server))

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from tf_recsync.cluster import device_of
+from tf_recsync.cluster import Server, device_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +52,14 @@ class Slot:
     Attributes:
         number: as above.
         index: as above.
+        worker: the same as a server of the cluster.
         device: its device name.
         state: what `open_worker` returned and the calls then updated.
         busy_since: when its call in flight began (time.monotonic), or None.
-        lost: whether it is gone at the moment.
-        life: the worker's when the thread opened it, see `Cluster.life`.
-        holder_lives: those of the servers that hold what it trains on, likewise.
-        without_holder: whether it is lost because one of those is.
-        silent: whether it was given up because it did not answer.
+        lost: whether it, or what it trains on, is gone at the moment.
+        lives: those of the servers that it needs when the thread opened it, see
+            `Membership.life`: of those that hold what it trains on, then its own.
         breaks: how often its connection broke while it lived, since it last finished a call.
-        forgotten: whether it lacks functions, and has to be taken into the cluster anew.
         lost_steps: how many steps were lost in it.
         running: whether its thread is still at work.
         pass_began: when the workers began together (time.time()).
@@ -70,16 +68,13 @@ class Slot:
     def __init__(self, number: int, index: int):
         self.number = number
         self.index = index
-        self.device = device_of("worker", index)
+        self.worker: Server = ("worker", index)
+        self.device = device_of(*self.worker)
         self.state: State | None = None
         self.busy_since: float | None = None
         self.lost = False
-        self.life: tuple[int, int] | None = None
-        self.holder_lives: list[tuple[int, int]] = []
-        self.without_holder = False
-        self.silent = False
+        self.lives: dict[Server, int] = {}
         self.breaks = 0
-        self.forgotten = False
         self.lost_steps = 0
         self.running = True
         self.pass_began = 0.0

@@ -16,7 +16,7 @@ from tf_recsync.strategies.group_crew import GroupCrew
 from tf_recsync.strategies.model_functions import Settings, Steps
 from tf_recsync.strategies.model_variables import OnServers, copied_variables, peeked_variables
 from tf_recsync.strategies.pass_iterator import PassIterator
-from tf_recsync.strategies.silence_watch import silent_or_new
+from tf_recsync.strategies.silence_watch import lose_the_gone
 from tf_recsync.strategies.slots import Crew, Slot
 from tf_recsync.strategies.watched_calls import check_parameter_servers
 from tf_recsync.strategies.worker_run import WorkerRun
@@ -188,9 +188,6 @@ class TrainFunction(Steps):
         if self.synchronizer is None:
             return super()._open(worker, iterator, private, before)
         group = self._group_of(worker)
-        if not group.servers and self.synchronizer.copies.is_of_earlier_life(group.index):
-            # Its server was readmitted by another thread; the synchronizer does not know yet.
-            raise tf.errors.UnavailableError(None, None, "its copies were of an earlier life")
         aggregation = self.aggregations.get(group.index)
         with self._opening[group.index]:
             self.synchronizer.open(worker)
@@ -222,7 +219,7 @@ class TrainFunction(Steps):
         layout = super()._continue(iterator)
         if self.synchronizer is not None:
             for begin in (self.synchronizer.copies.begin, self.synchronizer.begin):
-                self._begin_without_the_gone(begin, iterator.run)
+                self._begin_without_the_gone(begin)
         # Within a run, clocks go on.
         if is_new or self._settings.mode.uses_buffers:
             self._of_each_group(Aggregation.begin)
@@ -238,7 +235,7 @@ class TrainFunction(Steps):
                         self._renew(group, aggregation)
                         action(aggregation)
             except tf.errors.OpError:
-                if not self._lose_the_gone(self._run):
+                if not self._lose_the_gone():
                     raise
                 logging.warning("What group %d had collected of a step is lost.", group)
 
@@ -251,46 +248,47 @@ class TrainFunction(Steps):
         aggregation.made_for = copies  # Not earlier: if that fails, it is done again.
         return is_new
 
-    def _begin_without_the_gone(self, begin: Callable[[], None], run: WorkerRun | None) -> None:
+    def _begin_without_the_gone(self, begin: Callable[[], None]) -> None:
         """Begins an epoch with the workers that there are: nobody has called them since the last.
 
         Args:
             begin: may be called again when it has failed.
-            run: the pass that goes on, or None.
         """
         while True:
-            self._lose_the_gone(run)
+            self._lose_the_gone()
             try:
                 return begin()
             except tf.errors.OpError as error:
                 check_parameter_servers(self._settings.cluster, error, self._spared())
-                if not self._lose_the_gone(run):
+                if not self._lose_the_gone():
                     raise
 
-    def _lose_the_gone(self, run: WorkerRun | None) -> bool:
-        """Tells of groups whose copies are gone; whether there are any."""
+    def _lose_the_gone(self) -> bool:
+        """Finds groups whose copies are gone; whether there are any."""
         if self.synchronizer is None:
             return False
         cluster, limit = self._settings.cluster, self._settings.silence_timeout
         copies, spared = self.synchronizer.copies, self._spared()
         known = {*self.synchronizer.there, *copies.there}
         groups = [group for group in self._arrangement.groups if group.index in known]
-        gone = {group.index for group in groups if copies.is_of_earlier_life(group.index)}
-        asked = [h for g in groups if g.index not in gone for h in g.holders]
+
+        def is_gone(group: Group) -> bool:
+            return copies.is_of_earlier_life(group.index) or any(
+                map(cluster.membership.is_away, group.holders)
+            )
+
+        asked = [holder for group in groups if not is_gone(group) for holder in group.holders]
         # Others end training, with an error that names them.
         asked = [holder for holder in asked if holder[0] == "worker" or holder in spared]
-        missing = set(silent_or_new(cluster, asked, limit))
-        gone |= {group.index for group in groups if missing.intersection(group.holders)}
-        for index in sorted(gone):
-            group = self._arrangement.groups[index]
+        lose_the_gone(cluster, asked, limit)
+        gone = [group for group in groups if is_gone(group)]
+        cluster.membership.deliver()  # If a pass goes on, it tells the synchronizer.
+        for group in gone:
             if group.servers:
-                logging.warning("The copy of group %d is gone with its server.", index)
-                self.synchronizer.lose_group(index)
-                continue
-            (worker,) = group.trainers
-            if run is not None:
-                run.expect_loss(worker)
-            self.synchronizer.lose(worker)
+                logging.warning("The copy of group %d is gone with its server.", group.index)
+                self.synchronizer.lose_group(group.index)
+            elif group.index in self.synchronizer.there:
+                self.synchronizer.lose(group.trainers[0])
         return bool(gone)
 
     def _spared(self) -> set[tuple[str, int]]:

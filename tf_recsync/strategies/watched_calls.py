@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, device_of, is_reachable
+from tf_recsync.cluster import Cluster, Server
+from tf_recsync.cluster.diagnosis import Cause, diagnose
 from tf_recsync.strategies.silence_watch import SilenceWatch, suspicious_after
-from tf_recsync.synchronization.arrangement import Server
 
 
 @contextlib.contextmanager
-def watched(
-    cluster: Cluster, silence_timeout: float, expect_loss: Callable[[int], None]
-) -> Iterator[None]:
+def watched(cluster: Cluster, silence_timeout: float) -> Iterator[None]:
     """Inside, calls to a server that does not answer fail when it has been silent for too long.
 
     Args:
         cluster: the connected cluster.
         silence_timeout: for how many seconds a server may be silent.
-        expect_loss: told of a worker whose calls are about to fail.
 
     Yields:
         None.
@@ -43,15 +41,13 @@ def watched(
 
     def give_up(server: Server, seconds: float) -> None:
         given_up[server] = seconds
-        if server[0] == "worker":
-            expect_loss(server[1])
-        logging.warning("%s:%d has not answered for %.0f s.", *server, seconds)
-        end_calls_to(cluster, *server)
+        give_up_silent(cluster, server, seconds)
 
     watch = SilenceWatch(cluster, suspects, give_up, silence_timeout)
     try:
         yield
     except tf.errors.OpError as error:
+        cluster.membership.deliver()
         for (job, index), seconds in given_up.items():
             if job == "ps":
                 raise silent_parameter_server(index, seconds) from error
@@ -62,23 +58,40 @@ def watched(
         watch.end()
 
 
-def end_calls_to(
-    cluster: Cluster, job: str, index: int, callers: Iterable[int] | None = None
+def give_up_silent(
+    cluster: Cluster, server: Server, seconds: float, callers: Iterable[int] | None = None
 ) -> None:
-    """Ends all calls that wait for a server which does not answer.
+    """A server that does not answer is lost, and all calls that wait for it end.
 
     Workers wait for a parameter server over connections of their own, so calls to them end, too.
 
     Args:
         cluster: the connected cluster.
-        job: "worker" or "ps".
-        index: which of them.
+        server: a worker or a parameter server.
+        seconds: for how long it has not answered.
         callers: the workers that may wait for it; None for all.
     """
-    cluster.cut_off(job, index)
-    if job == "ps":
+    logging.warning("%s:%d has not answered for %.0f s.", *server, seconds)
+    how = how_lost(server, f"it has not answered for {seconds:.0f} s")
+    cluster.membership.lost(server, None, how, was_silent=True)
+    cluster.cut_off(*server)
+    if server[0] == "ps":
         for worker in range(cluster.workers) if callers is None else callers:
             cluster.cut_off("worker", worker)
+    # In a thread, as those who are told call servers, and this one is to watch them.
+    threading.Thread(
+        target=cluster.membership.deliver, name="recsync_membership", daemon=True
+    ).start()
+
+
+def how_lost(server: Server, reason: str) -> str:
+    """How a server was lost in a pass, and what that means, in words."""
+    if server[0] == "worker":
+        return (
+            f"in the middle of a pass ({reason}); the batches in its hands are lost, the others "
+            "go on"
+        )
+    return f"in the middle of a pass ({reason}), and its parameters with it"
 
 
 def silent_parameter_server(index: int, seconds: float) -> RuntimeError:
@@ -99,9 +112,15 @@ def check_parameter_servers(
         error: what made one ask.
         spared: those without which others go on.
     """
-    for i in range(cluster.ps):
-        if ("ps", i) not in spared and not is_reachable(device_of("ps", i)):
-            raise RuntimeError(
-                f"parameter server ps:{i} was lost, and its parameters with it; start it "
-                "again and load a checkpoint into a new model"
-            ) from error
+    found = diagnose(cluster, error, {}, spared)
+    if found.cause is Cause.LOST_PS:
+        raise lost_parameter_server(cluster, found.server) from error
+
+
+def lost_parameter_server(cluster: Cluster, server: Server) -> RuntimeError:
+    """The error that says so."""
+    cluster.membership.lost(server, None, "in the middle of a pass; training ends")
+    return RuntimeError(
+        f"parameter server {server[0]}:{server[1]} was lost, and its parameters with it; start it "
+        "again and load a checkpoint into a new model"
+    )

@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, Probe, is_reachable
+from tf_recsync.cluster import Cluster, MemberState, Server, device_of, is_reachable
+from tf_recsync.cluster.diagnosis import Cause, diagnose
+from tf_recsync.cluster.membership import Order
 from tf_recsync.strategies import data_errors
-from tf_recsync.strategies.holders import Holders
+from tf_recsync.strategies.comebacks import Comebacks
 from tf_recsync.strategies.silence_watch import SilenceWatch, suspicious_after
 from tf_recsync.strategies.slots import Crew, Losses, Slot, State
 from tf_recsync.strategies.watched_calls import (
-    check_parameter_servers,
-    end_calls_to,
+    give_up_silent,
+    how_lost,
+    lost_parameter_server,
     silent_parameter_server,
 )
-from tf_recsync.synchronization.arrangement import Server
 
 if TYPE_CHECKING:
     from tf_recsync.strategies.distributed_dataset import RegisteredDataset
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 
 _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
-_READMIT_SECONDS = 20.0  # For an attempt, once its server is up.
 _LEAVE_SECONDS = 10.0  # For the workers to leave a pass that failed, at most.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
 _MOST_BREAKS = 5  # Connections to a living worker that break without a call in between.
@@ -59,6 +60,8 @@ class WorkerRun:
             worker ever waits for another.
         threads: how many threads call each worker, each with a slot of its own.
         spared: parameter servers that none of its steps needs, beside what the crew says.
+        is_reading: whether its steps change nothing: if a connection breaks, nobody else has to
+            know.
         data: as workers get at it. Readers may have parts of it: then the cluster knows the
             pass. None if it is the coordinator's in any case.
     """
@@ -76,6 +79,7 @@ class WorkerRun:
         threads: int = 1,
         data: RegisteredDataset | WorkerDatasets | None = None,
         spared: Iterable[Server] = (),
+        is_reading: bool = False,
     ):
         self.data = data
         self._readers = 0 if data is None else data.readers
@@ -99,7 +103,14 @@ class WorkerRun:
         self._stopped = False
         self._error: Exception | None = None
         self._gave_up_reader = self._gave_up_server = False
-        self._holders = Holders(cluster, crew, spared)
+        workers = range(cluster.workers)
+        # Of each worker: the servers that hold what it trains on, where others go on without them.
+        self._holders = [
+            [] if crew is None else list(crew.holders_of(worker)) for worker in workers
+        ]
+        self._spared = {holder for of_one in self._holders for holder in of_one} | set(spared)
+        self._is_reading = is_reading
+        self._comebacks = Comebacks(cluster, crew, self._wait_for_answers)
         self._opened = 0
         self._began: float | None = None  # When all were open.
         self._finished_parts = 0  # Threads that have seen the end of the dataset.
@@ -109,10 +120,8 @@ class WorkerRun:
         self._results: dict[int, Any] = {}
         self._next_result = 0
         self._without_worker_since: float | None = None
-        self._lost: set[int] = set()  # Workers that were lost and have not taken part since.
-        # Of which workers, in which life of theirs, it was said that they were lost.
-        self._told: set[tuple[int, tuple[int, int] | None]] = set()
-        self._opening = [threading.Lock() for _ in range(cluster.workers)]
+        self._begun_without: set[Server] = set()  # That were away when it began.
+        self._opening = [threading.Lock() for _ in workers]
         self.slots = [Slot(i, i // threads) for i in range(cluster.workers * threads)]
         self._threads = [
             threading.Thread(
@@ -120,6 +129,7 @@ class WorkerRun:
             )
             for slot in self.slots
         ]
+        cluster.membership.listen(self, Order.TRAINING)
         self._watch = SilenceWatch(cluster, self._suspects, self._give_up, silence_timeout)
         for thread in self._threads:
             thread.start()
@@ -209,12 +219,6 @@ class WorkerRun:
                 self._actions.append(action)
                 return
         action()
-
-    def expect_loss(self, worker: int) -> None:
-        """If a worker's next call fails it is lost, also if it answers by then."""
-        for slot in self.slots:
-            if slot.index == worker:
-                slot.silent = True
 
     def stop(self) -> None:
         """Ends the pass; waits for the calls in flight, with a limit."""
@@ -349,17 +353,12 @@ class WorkerRun:
         if job == "reader":
             self._give_up_reader(index, seconds)
             return
-        callers = None
-        if server in self._holders.all:
-            logging.warning("%s:%d has not answered for %.0f s.", job, index, seconds)
-            callers = self._holders.give_up(server)
-        elif job == "ps":
+        if job == "ps" and server not in self._spared:
             self._gave_up_server = True
             self.fail(silent_parameter_server(index, seconds))
-        else:
-            self.expect_loss(index)
-            logging.warning("worker:%d has not answered for %.0f s.", index, seconds)
-        end_calls_to(self._cluster, job, index, callers)
+        is_held = any(server in holders for holders in self._holders)
+        callers = [worker for worker, holders in enumerate(self._holders) if server in holders]
+        give_up_silent(self._cluster, server, seconds, callers if is_held else None)
 
     def _give_up_reader(self, index: int, seconds: float) -> None:
         with self._changed:
@@ -388,6 +387,9 @@ class WorkerRun:
                     self._drive_in_scope(slot)
                 finally:
                     self._close(slot, slot.state)
+                    self._cluster.membership.move(
+                        slot.worker, slot, slot.lives.get(slot.worker, -1), MemberState.DONE
+                    )
         except Exception as error:  # Handed to whoever waits.
             with self._changed:
                 if self._error is None:
@@ -425,9 +427,7 @@ class WorkerRun:
                 self._changed.wait_for(lambda: self._live == 0, timeout=_RETRY_SECONDS)
 
     def _drive_in_scope(self, slot: Slot) -> None:
-        opened = self._guarded(slot, lambda: self._open(slot)) is not None
-        if opened:
-            self._tell_back(slot)
+        opened = self._opened_at_once(slot)
         with self._changed:
             # All start together, so that the first to be ready does not run alone.
             self._opened += 1
@@ -452,17 +452,15 @@ class WorkerRun:
             if n is None:
                 self._leave(slot)
                 n = self._take()
-                if n and self._crew is not None:
-                    resumed = self._guarded(slot, lambda: self._crew.resume(slot.number))
-                    if resumed is None:
-                        self._give_back(n, lost=False)
-                        opened = False
-                        continue
+                if n and self._guarded(slot, lambda: self._resume(slot)) is None:
+                    self._give_back(n, lost=False)
+                    opened = False
+                    continue
             if n == 0:
                 self._leave(slot)
                 return
             called = time.monotonic()
-            outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
+            outcome = self._guarded(slot, lambda n=n: self._work(slot, n))
             if outcome is None:
                 slot.lost_steps += n
                 self._give_back(n, lost=True)
@@ -477,19 +475,77 @@ class WorkerRun:
                     self._finished_parts += 1
                 return  # Its own part has ended; others may hold batches still.
 
+    def _opened_at_once(self, slot: Slot) -> bool:
+        """Opens a worker as the pass begins; False if it is away, and the pass begins without."""
+        away = [server for server in self._needs(slot) if self._is_missing(server)]
+        if not away:
+            return self._guarded(slot, lambda: self._open(slot)) is not None
+        membership = self._cluster.membership
+        with self._changed:
+            # Another pass may be taking one in.
+            news = [s for s in away if s not in self._begun_without and membership.is_away(s)]
+            self._begun_without.update(news)
+        for job, index in news:
+            is_new = membership.is_new((job, index))
+            there = "is not up yet" if is_new else "is still away"
+            others = "the others begin" if job == "worker" else "the other groups begin"
+            logging.warning("%s:%d %s; %s without it.", job, index, there, others)
+        if slot.worker in news:
+            self._count_loss()
+            if self._crew is not None:
+                self._guarded(slot, lambda: self._lose(slot.index))
+        self._lose_slot(slot)
+        return False
+
+    def _is_missing(self, server: Server) -> bool:
+        return not self._comebacks.is_back(server)
+
+    def _needs(self, slot: Slot) -> list[Server]:
+        """The servers without which a worker's thread can't go on; its worker is the last."""
+        return [*self._holders[slot.index], slot.worker]
+
     def _open(self, slot: Slot) -> None:
+        membership = self._cluster.membership
         # Tensors of Python's numbers TensorFlow caches: of two threads that send the same one
         # to a worker, one would use it there before the other has sent it.
         with self._opening[slot.index]:
             before = slot.state
-            slot.life = self._cluster.life("worker", slot.index)
-            slot.holder_lives = self._holders.lives(slot.index)
+            membership.deliver()  # Nobody takes part who is still to be told that it was lost.
+            slot.lives = {server: membership.life(server) for server in self._needs(slot)}
+            if membership.join(slot.worker, slot) != slot.lives[slot.worker]:
+                raise _over(slot)
             try:
                 self._open_worker(slot)
             finally:
                 # Not earlier: the service ends a pass that all have left.
                 if slot.state is not before:
                     self._close(slot, before)
+        self._move(slot, MemberState.READY)
+        membership.deliver()  # It is back, if it was away.
+
+    def _move(self, slot: Slot, state: MemberState) -> None:
+        """Has it known what a worker's thread does from now on.
+
+        Raises:
+            tf.errors.UnavailableError: if the worker was lost since the thread opened it, or what
+                it trains on: whatever the thread has of it is gone.
+        """
+        membership = self._cluster.membership
+        is_current = membership.are_current(slot.lives)
+        if not is_current or not membership.move(slot.worker, slot, slot.lives[slot.worker], state):
+            raise _over(slot)
+
+    def _work(self, slot: Slot, n: int) -> tuple[int, bool, Any]:
+        self._move(slot, MemberState.WORKING)
+        result = self._call(slot, n)
+        self._move(slot, MemberState.READY)
+        return result
+
+    def _resume(self, slot: Slot) -> None:
+        """A thread that had left has steps again."""
+        self._move(slot, MemberState.READY)
+        if self._crew is not None:
+            self._crew.resume(slot.number)
 
     def _close(self, slot: Slot, state: State | None) -> None:
         if state is None:
@@ -503,6 +559,8 @@ class WorkerRun:
     def _leave(self, slot: Slot) -> None:
         if self._crew is not None:
             self._guarded(slot, lambda: self._crew.leave(slot.number))
+        # If its life is over, that shows when it is needed again.
+        self._cluster.membership.move(slot.worker, slot, slot.lives[slot.worker], MemberState.IDLE)
 
     def _take(self, wait: bool = True) -> int | None:
         """Takes steps to run; 0 when the pass is over.
@@ -556,71 +614,80 @@ class WorkerRun:
         """Returns if the worker is lost; else raises what really is wrong."""
         if self._cluster.is_closed or self._gave_up_server:
             return  # Nobody needs to know more, and to ask might take long.
-        check_parameter_servers(self._cluster, error, self._holders.all)
+        found = diagnose(self._cluster, error, slot.lives, self._spared)
+        if found.cause is Cause.LOST_PS:
+            raise lost_parameter_server(self._cluster, found.server) from error
         if self._readers:
             data_errors.check(error)
-        if self._holders.is_one_lost(slot.index, slot.holder_lives):
-            self._lose_slot(slot, is_worker_lost=False)
-            return
-        is_same = slot.life == self._cluster.life("worker", slot.index)
-        if not slot.silent and is_same and is_reachable(slot.device):
-            forgotten = _is_unknown_function(error)
-            unavailable = isinstance(error, tf.errors.UnavailableError)
-            broken = forgotten or unavailable or _is_unknown_tensor(error)
-            if not broken or slot.breaks == _MOST_BREAKS:
+        if found.cause is Cause.USER:
+            raise error
+        if found.cause is not Cause.LOST_SERVER:
+            if slot.breaks == _MOST_BREAKS:
                 raise error
             slot.breaks += 1
-            slot.forgotten = forgotten
         reason = f"{type(error).__name__}: {error.message.partition(chr(10))[0]}"
-        with self._changed:
-            is_told = slot.index in self._lost or (slot.index, slot.life) in self._told
-            is_away = slot.index in self._cluster.away  # Since a pass before, if it is not told.
-            self._told.add((slot.index, slot.life))
-        if is_told:
-            logging.info("worker:%d is still away (%s).", slot.index, reason)
-        elif is_away:
-            logging.warning("worker:%d is still away; the others begin without it.", slot.index)
-        elif not slot.life[0]:  # It was not up when this process connected.
-            logging.warning("worker:%d is not up yet; the others begin without it.", slot.index)
+        if found.cause is Cause.TRANSIENT and self._is_reading:
+            logging.info("The connection to worker:%d broke (%s).", slot.index, reason)
         else:
-            logging.warning(
-                "worker:%d was lost in the middle of a pass (%s); the batches in its hands are "
-                "lost, the others go on.",
-                slot.index,
-                reason,
+            self._cluster.membership.lost(
+                found.server,
+                slot.lives[found.server],
+                how_lost(found.server, reason),
+                is_forgetful=found.cause is Cause.FORGOTTEN,
             )
-        self._lose_slot(slot, is_worker_lost=True)
+        self._cluster.membership.deliver()
+        self._lose_slot(slot)
 
-    def _lose_slot(self, slot: Slot, is_worker_lost: bool) -> None:
+    def _lose_slot(self, slot: Slot) -> None:
         """A worker's thread can't go on: it is gone, or what it trains on."""
         with self._changed:
             slot.lost = True
-            # The worker is lost when the last of its threads has noticed.
-            if self._has_live_thread(slot.index):
-                return
-        if self._crew is not None and is_worker_lost:
-            try:
-                self._crew.lose(slot.index)
-            except tf.errors.OpError:
-                # What it trained on may go meanwhile; then it is lost when that is back.
-                if not self._holders.is_one_lost(slot.index, slot.holder_lives):
-                    raise
-                is_worker_lost = False
-        if self._crew is not None and not is_worker_lost:
-            self._crew.suspend(slot.index)
-        with self._changed:
-            slot.without_holder = not is_worker_lost
-            if is_worker_lost:
-                self._cluster.away.add(slot.index)
-                if slot.index not in self._lost:
-                    self._lost.add(slot.index)
-                    self._losses += Losses(workers=1)
             if all(s.lost for s in self.slots) and self._without_worker_since is None:
                 self._without_worker_since = time.monotonic()
 
-    def _has_live_thread(self, worker: int) -> bool:
-        """Whether a thread of a worker is at work, and has not found it lost."""
-        return any(s.index == worker and s.running and not s.lost for s in self.slots)
+    # Membership tells, in whichever thread has noticed.
+
+    def lost(self, server: Server, is_news: bool) -> None:
+        """A server is gone: nobody waits for it, as long as the pass goes on."""
+        job, index = server
+        if not self.is_open:
+            return
+        if job == "worker" and is_news:
+            self._count_loss()
+        if self._crew is None:
+            return
+        try:
+            if job == "worker":
+                self._lose(index)
+            for worker, holders in enumerate(self._holders):
+                if server in holders:
+                    self._crew.suspend(worker)
+        except Exception as error:  # As of neighbors that can't go on without it.
+            self.fail(error)
+
+    def back(self, server: Server) -> None:
+        """A server can be used again; workers of its group that were lost meanwhile still are."""
+        if self._crew is None or not self.is_open:
+            return
+        try:
+            for worker, holders in enumerate(self._holders):
+                if server in holders and self._cluster.membership.is_away(("worker", worker)):
+                    self._lose(worker)
+        except Exception as error:
+            self.fail(error)
+
+    def _count_loss(self) -> None:
+        with self._changed:
+            self._losses += Losses(workers=1)
+
+    def _lose(self, worker: int) -> None:
+        try:
+            self._crew.lose(worker)
+        except tf.errors.OpError:
+            # What it trained on may be gone, too; then the crew is told when that is back.
+            if all(is_reachable(device_of(*holder)) for holder in self._holders[worker]):
+                raise
+            self._crew.suspend(worker)
 
     def _readmit(self, slot: Slot) -> bool:
         """Waits until a lost worker is back, and opens it; False when the pass is over."""
@@ -629,24 +696,20 @@ class WorkerRun:
                 self._changed.wait(timeout=_RETRY_SECONDS)
                 if self._is_over():
                     return False
-            if not self._is_back(slot):
+            # All of them, as each may take a while.
+            if any([self._is_missing(server) for server in self._needs(slot)]):
                 continue
             with self._changed:
-                slot.lost = slot.silent = False
+                slot.lost = False
                 self._without_worker_since = None
             if self._guarded(slot, lambda: self._open(slot)) is not None:
-                self._tell_back(slot)
                 return True
 
-    def _tell_back(self, slot: Slot) -> None:
-        """A worker takes part; if it was lost, in this pass or one before, it is back."""
+    def _wait_for_answers(self, seconds: float) -> bool:
         with self._changed:
-            was_away = slot.index in self._cluster.away | self._lost
-            self._cluster.away.discard(slot.index)
-            self._lost.discard(slot.index)
-            self._told.discard((slot.index, slot.life))
-        if was_away:
-            logging.warning("worker:%d is back and takes part again.", slot.index)
+            if not self._is_over():
+                self._changed.wait(timeout=seconds)
+            return self._is_over()
 
     def _is_over(self) -> bool:
         """Whether a lost worker that comes back would find nothing to do; under _changed."""
@@ -654,79 +717,9 @@ class WorkerRun:
         nothing_left = self._finished_parts > 0 and not others
         return self._stopped or self._should_stop() or self._error is not None or nothing_left
 
-    def _is_back(self, slot: Slot) -> bool:
-        """Whether a lost worker runs ops again; readmits one that was restarted."""
-        if not self._holders.are_back(slot.index, self._ask_server, self._take_in):
-            return False
-        if slot.without_holder:
-            if self._ask(slot).reachable:
-                return True
-            # It went while what it trained on was away: nobody was told so far.
-            logging.warning("worker:%d was lost, too; the others go on.", slot.index)
-            self._lose_slot(slot, is_worker_lost=True)
-        if slot.silent:
-            probe = self._ask(slot)
-            if probe.reachable or not probe.answered:
-                return probe.reachable
-            # It answers that it doesn't know us: it was started again.
-        if self._has_live_thread(slot.index):
-            # Another one has readmitted it, or will find out that it is lost, too.
-            return self._ask(slot).reachable
-        if not self._cluster.is_up("worker", slot.index):
-            return False
-        if not self._take_in(("worker", slot.index), slot.forgotten):
-            return False
-        slot.forgotten = False
-        return self._ask(slot).reachable
 
-    def _take_in(self, server: Server, is_new: bool = False) -> bool:
-        """Readmits a server, without others that are away; whether that was possible.
-
-        Args:
-            server: which one.
-            is_new: whether it shall be taken for one that was started again.
-        """
-        with self._changed:
-            away = [("worker", s.index) for s in self.slots if s.lost]
-        away = sorted({*away, *self._holders.all} - {server})
-        try:
-            without = [other for other in away if not self._cluster.is_up(*other)]
-            pause = contextlib.nullcontext() if self._crew is None else self._crew.pause()
-            with pause:
-                self._cluster.readmit(_READMIT_SECONDS, [server] if is_new else [], without)
-        except (RuntimeError, tf.errors.OpError) as error:
-            logging.log_every_n_seconds(
-                logging.INFO, "%s:%d is not back yet: %s", 30, *server, error
-            )
-            return False
-        return True
-
-    def _ask(self, slot: Slot) -> Probe:
-        """Asks a worker for a sign of life; waits for it, with a limit."""
-        return self._ask_server("worker", slot.index)
-
-    def _ask_server(self, job: str, index: int) -> Probe:
-        """Asks a server for a sign of life; waits for it, with a limit."""
-        probe = self._cluster.probe(job, index)
-        deadline = time.monotonic() + _READMIT_SECONDS
-        with self._changed:
-            while probe.is_alive() and not self._is_over():
-                if time.monotonic() >= deadline:
-                    self._cluster.cut_off(job, index)
-                    break
-                self._changed.wait(timeout=0.1)
-        return probe
-
-
-def _is_unknown_function(error: tf.errors.OpError) -> bool:
-    """Whether a server has not got a function: it was traced while the connection was broken."""
-    if isinstance(error, tf.errors.FailedPreconditionError):  # The function of a dataset.
-        return "Could not find required function definition" in error.message
-    return isinstance(error, tf.errors.NotFoundError) and "name of a function" in error.message
-
-
-def _is_unknown_tensor(error: tf.errors.OpError) -> bool:
-    """Whether a server has not got a tensor: it was readmitted while the call was made."""
-    return isinstance(error, tf.errors.InvalidArgumentError) and (
-        "Unable to find the relevant tensor remote_handle" in error.message
+def _over(slot: Slot) -> tf.errors.UnavailableError:
+    """The error of a thread whose worker's life is over."""
+    return tf.errors.UnavailableError(
+        None, None, f"worker:{slot.index}, or what it trains on, was lost meanwhile"
     )

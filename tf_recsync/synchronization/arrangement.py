@@ -12,9 +12,7 @@ import functools
 from collections.abc import Sequence
 
 from tf_recsync._checks import check_at_least
-from tf_recsync.cluster import device_of
-
-Server = tuple[str, int]  # Job and index.
+from tf_recsync.cluster import Server, device_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""Why a call to a server failed: one answer to one question, wherever it is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Collection, Mapping
+
+import tensorflow as tf
+
+from tf_recsync.cluster.connection import Cluster
+from tf_recsync.cluster.membership import Server
+from tf_recsync.cluster.signs_of_life import device_of, is_reachable
+
+
+class Cause(enum.Enum):
+    """What made a call fail."""
+
+    LOST_PS = "a parameter server is gone without which nobody goes on"
+    LOST_SERVER = "a server is gone that the call needed"
+    FORGOTTEN = "the worker lacks a function that was traced while it could not be reached"
+    TRANSIENT = "a connection broke, and all servers are there"
+    USER = "the call itself is wrong"
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What made a call fail.
+
+    Attributes:
+        cause: see above.
+        server: the server that is gone, or whose connection broke; None for the user's errors.
+    """
+
+    cause: Cause
+    server: Server | None = None
+
+
+def diagnose(
+    cluster: Cluster,
+    error: Exception,
+    lives: Mapping[Server, int],
+    spared: Collection[Server] = (),
+) -> Diagnosis:
+    """Finds out why a call to a worker failed; asks servers for signs of life.
+
+    Waits for one that does not answer: whoever calls this is to be watched.
+
+    Args:
+        cluster: the connected cluster.
+        error: as the call raised it.
+        lives: those of the servers that it needed when it began, the worker's last.
+        spared: the parameter servers without which others go on.
+    """
+    for ps in range(cluster.ps):
+        server = ("ps", ps)
+        if server not in spared and not is_reachable(device_of(*server)):
+            return Diagnosis(Cause.LOST_PS, server)
+    for server, life in lives.items():
+        is_current = cluster.membership.are_current({server: life})
+        if not is_current or not is_reachable(device_of(*server)):
+            return Diagnosis(Cause.LOST_SERVER, server)
+    worker = next(reversed(lives), None)
+    if is_unknown_function(error):
+        return Diagnosis(Cause.FORGOTTEN, worker)
+    if isinstance(error, tf.errors.UnavailableError) or _is_unknown_tensor(error):
+        return Diagnosis(Cause.TRANSIENT, worker)
+    return Diagnosis(Cause.USER)
+
+
+def is_unknown_function(error: Exception) -> bool:
+    """Whether a server has not got a function: it was traced while the connection was broken."""
+    if isinstance(error, tf.errors.FailedPreconditionError):  # The function of a dataset.
+        return "Could not find required function definition" in error.message
+    return isinstance(error, tf.errors.NotFoundError) and "name of a function" in error.message
+
+
+def _is_unknown_tensor(error: Exception) -> bool:
+    """Whether a server has not got a tensor: it was readmitted while the call was made."""
+    return isinstance(error, tf.errors.InvalidArgumentError) and (
+        "Unable to find the relevant tensor remote_handle" in error.message
+    )
