@@ -28,6 +28,7 @@ from helpers import (
 )
 
 import tf_recsync as recsync
+from tf_recsync import callbacks as callbacks_
 from tf_recsync.optimizers import SGD
 from tf_recsync.strategies import distributed_dataset
 
@@ -278,7 +279,17 @@ def test_a_worker_that_is_killed_and_restarted_takes_part_again(
         return iterator(registered, *part)
 
     monkeypatch.setattr(distributed_dataset.RegisteredDataset, "iterator", failing_once)
-    callbacks = [AtBatch(10, kill)]
+    told = []
+
+    def tell(worker, event):
+        assert threading.current_thread() is threading.main_thread()
+        told.append((event, worker, state_of(mortal, worker)))
+
+    events = callbacks_.WorkerEvents(
+        on_worker_lost=lambda worker: tell(worker, "lost"),
+        on_worker_back=lambda worker: tell(worker, "back"),
+    )
+    callbacks = [AtBatch(10, kill), events]
     done = long_fit(mortal, 80, 0.02, callbacks, lambda: "worker:1 is back" in caplog.text)
     restarting[0].join()
     assert len(failures) == fails_again
@@ -286,7 +297,48 @@ def test_a_worker_that_is_killed_and_restarted_takes_part_again(
     assert caplog.text.count("worker:1 was lost") == 1
     assert "worker:1 is back" in caplog.text
     assert "worker:0" not in caplog.text
+    (lost, gone, is_gone), (back, returned, state) = told
+    assert (lost, gone, back, returned) == ("lost", 1, "back", 1)
+    # It may be on its way by the time that somebody is told.
+    assert is_gone in ("lost", "readmitting", "joining")
+    assert state in ("ready", "working", "idle", "done")
     check_trains(mortal)
+
+
+def state_of(strategy, worker):
+    (state,) = (m.state for m in strategy.members() if (m.job, m.index) == ("worker", worker))
+    return state.value
+
+
+@pytest.mark.parametrize("workers", [[1], [0, 1]], ids=["one of two", "all"])
+def test_what_is_raised_when_a_worker_is_lost_ends_training(mortal, workers):
+    told = []
+
+    def end(worker):
+        told.append(worker)
+        raise ValueError(f"not without worker {worker}")
+
+    def kill():
+        for worker in workers:
+            mortal.cluster.kill("worker", worker)
+
+    model = compiled(mortal, slope_model, lambda: SGD(1.0), mean_output)
+    ones = tf.data.Dataset.from_tensors((tf.ones([1, 1]), tf.ones([1, 1]))).repeat()
+    with pytest.raises(ValueError, match="not without worker"), compute_time(mortal, 0.02):
+        model.fit(
+            ones,
+            steps_per_epoch=100_000,
+            callbacks=[AtBatch(10, kill), callbacks_.WorkerEvents(on_worker_lost=end)],
+            verbose=0,
+        )
+    assert len(told) == 1
+    assert state_of(mortal, *told) == "lost"
+    assert {m.job for m in mortal.members()} == {"worker", "ps"}
+
+
+def test_worker_events_are_functions():
+    with pytest.raises(ValueError, match="on_worker_back must be a function of a worker's index"):
+        callbacks_.WorkerEvents(on_worker_back=[])
 
 
 def test_fit_completes_on_the_other_workers_when_one_stays_away(mortal, caplog):

@@ -18,6 +18,8 @@ from tf_recsync import (  # noqa: E402
 from tf_recsync.cluster import (  # noqa: E402
     Cluster,
     LocalCluster,
+    Member,
+    MemberState,
     cluster_from_tf_config,
     use_final_device_names,
 )
@@ -63,6 +65,8 @@ __all__ = [
     "HierarchicalStrategy",
     "HopStrategy",
     "LocalCluster",
+    "Member",
+    "MemberState",
     "ModelAveraging",
     "PlacementPlan",
     "Shadow",

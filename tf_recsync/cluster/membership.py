@@ -394,7 +394,9 @@ class Membership:
                 return False
             before = record.threads[thread]
             if state is not before and state not in MOVES[before]:
-                raise RuntimeError(f"a thread on {server} was {before.value}, then {state.value}")
+                raise RuntimeError(
+                    f"a thread on {server} was {before.value}, then {state.value}, which is a bug"
+                )
             was = record.state
             record.threads[thread] = state
             if record.state is not was:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.data.experimental.ops import distribute
 
-from tf_recsync.cluster import Cluster
+from tf_recsync.cluster import Cluster, Member
 from tf_recsync.strategies import (
     model_functions,
     reshuffling,
@@ -339,6 +339,25 @@ class FitStrategy:
         if not isinstance(model.train_function, model_functions.Steps):
             return Losses()
         return model.train_function.losses
+
+    def members(self) -> tuple[Member, ...]:
+        """What each server of the cluster does at the moment, as far as is known here.
+
+        A lost worker shows as such until it takes part again; see also
+        `recsync.callbacks.WorkerEvents`. Nobody is asked for it.
+
+        Returns:
+            The workers, then the parameter servers and the readers, each with its state and for
+            how many seconds it has been in it.
+
+        Example:
+
+        ```python
+        for member in strategy.members():
+            print(member)  # Such as "worker:1 lost for 12 s".
+        ```
+        """
+        return self._cluster.membership.members()
 
     def _watched(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
         """Inside, this process asks servers about a model: it shall not wait forever for one.

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -62,6 +63,13 @@ class Settings:
     prefetch_lookups: bool
 
 
+class Observer(Protocol):
+    """Somebody who passes on what happens to workers, in the thread of `fit`."""
+
+    def tell(self) -> None:
+        """Passes on what has happened since."""
+
+
 class Steps:
     """Trains or evaluates: runs workers, and merges their metrics.
 
@@ -96,6 +104,8 @@ class Steps:
         self._losses = Losses()  # Of earlier passes, and of batches.
         self._waited = [0.0] * settings.cluster.workers  # For batches, in earlier passes.
         self._is_advancing = False  # Whether Keras waits for steps.
+        # Told about once a second, by whoever waits for steps, to pass on what has happened.
+        self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self._holding = threading.Lock()
         self._held: contextlib.ExitStack | None = None  # What ends when workers go on.
 
@@ -310,9 +320,14 @@ class Steps:
             data,
             self._variables.spared(self._settings.arrangement),
             is_reading=self.method != "train_step",
+            while_waiting=self._tell_observers,
         )
         self._run.when_done(self._go_on)
         return self._run
+
+    def _tell_observers(self) -> None:
+        for observer in list(self.observers):
+            observer.tell()
 
     def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
         """Has a worker's thread run at most n steps; (those done, whether the data has ended)."""

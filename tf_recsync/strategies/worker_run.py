@@ -62,6 +62,7 @@ class WorkerRun:
         spared: parameter servers that none of its steps needs, beside what the crew says.
         is_reading: whether its steps change nothing: if a connection breaks, nobody else has to
             know.
+        while_waiting: is called about once a second by whoever waits for steps.
         data: as workers get at it. Readers may have parts of it: then the cluster knows the
             pass. None if it is the coordinator's in any case.
     """
@@ -80,6 +81,7 @@ class WorkerRun:
         data: RegisteredDataset | WorkerDatasets | None = None,
         spared: Iterable[Server] = (),
         is_reading: bool = False,
+        while_waiting: Callable[[], None] = lambda: None,
     ):
         self.data = data
         self._readers = 0 if data is None else data.readers
@@ -110,6 +112,7 @@ class WorkerRun:
         ]
         self._spared = {holder for of_one in self._holders for holder in of_one} | set(spared)
         self._is_reading = is_reading
+        self._while_waiting = while_waiting
         self._comebacks = Comebacks(cluster, crew, self._wait_for_answers)
         self._opened = 0
         self._began: float | None = None  # When all were open.
@@ -281,6 +284,8 @@ class WorkerRun:
         last = (self._completed, time.monotonic())
         while not done():
             self._changed.wait(timeout=1.0)
+            with self._unlocked():
+                self._while_waiting()
             now = time.monotonic()
             if self._completed != last[0]:
                 last = (self._completed, now)
