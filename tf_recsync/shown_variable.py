@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Protocol
 
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
+
+
+class Guard(Protocol):
+    """Sees to it that calls to variables' servers end."""
+
+    def watched(self) -> contextlib.AbstractContextManager:
+        """Inside, calls to a server that is silent end with an error that names it.
+
+        Raises:
+            RuntimeError: if the variables can't be used any more.
+        """
+
+    def expect_calls(self) -> None:
+        """Calls that are not made inside of `watched` follow, and end if a server is silent."""
 
 
 class ShownVariable(resource_variable_ops.ResourceVariable):
@@ -14,24 +30,53 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
     Attributes:
         before_read: is called before an eager read, and before it is written to a checkpoint;
             None: there is nobody to tell.
-        check: is called before that, and raises an error if it can't be read any more.
+        guard: sees to it that no call to the variable's server waits for ever; None: nobody does.
     """
 
     before_read: Callable[[], None] | None = None
-    check: Callable[[], None] | None = None
+    guard: Guard | None = None
+
+    @contextlib.contextmanager
+    def told(self):
+        """Inside, the owner knows that the variable is read."""
+        if not tf.executing_eagerly():
+            yield
+            return
+        with self._guarded():
+            if self.before_read is not None:
+                self.before_read()
+            yield
 
     def tell(self) -> None:
-        """Tells the owner that the variable is about to be read."""
-        if not tf.executing_eagerly():
-            return
-        if self.check is not None:
-            self.check()
-        if self.before_read is not None:
-            self.before_read()
+        """Tells the owner that the variable is about to be read, by a call of somebody else's."""
+        with self.told():
+            pass
+        if self.guard is not None and tf.executing_eagerly():
+            self.guard.expect_calls()
 
     def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
-        self.tell()
-        return super()._read_variable_op(no_copy)
+        with self.told():
+            return super()._read_variable_op(no_copy)
+
+    def assign(self, *args, **kwargs):
+        """As TensorFlow's; does not wait for ever for a server that is silent."""
+        with self._guarded():
+            return super().assign(*args, **kwargs)
+
+    def assign_add(self, *args, **kwargs):
+        """As TensorFlow's, likewise."""
+        with self._guarded():
+            return super().assign_add(*args, **kwargs)
+
+    def assign_sub(self, *args, **kwargs):
+        """As TensorFlow's, likewise."""
+        with self._guarded():
+            return super().assign_sub(*args, **kwargs)
+
+    def _guarded(self) -> contextlib.AbstractContextManager:
+        if self.guard is None or not tf.executing_eagerly():
+            return contextlib.nullcontext()
+        return self.guard.watched()
 
     def _serialize_to_tensors(self):
         # What reads it is traced if a checkpoint's variables lie on several servers.
@@ -48,12 +93,14 @@ def shown(variable: tf.Variable) -> ShownVariable | None:
 
 
 def create(
-    check: Callable[[], None], next_creator: Callable[..., tf.Variable], **kwargs
+    guard: Guard,
+    next_creator: Callable[..., tf.Variable],
+    **kwargs,
 ) -> tf.Variable:
     """For `tf.variable_creator_scope`: makes such a variable where TensorFlow's own would be.
 
     Args:
-        check: the variable's.
+        guard: the variable's.
         next_creator: is called where a variable is not to be made at once.
         **kwargs: what creators get.
     """
@@ -62,7 +109,7 @@ def create(
     variable = ShownVariable(
         **arguments_of(kwargs), distribute_strategy=kwargs.get("distribute_strategy")
     )
-    variable.check = check
+    variable.guard = guard
     return variable
 
 

@@ -25,6 +25,7 @@ from tf_recsync.cluster import (
     tf_config,
 )
 from tf_recsync.cluster.membership import Membership, Server
+from tf_recsync.cluster.silence_watch import SilenceWatch
 
 _QUIET_DISCONNECT_SECONDS = 1.0  # How long `close` waits before the servers are stopped.
 _DISCONNECT_SECONDS = 4.0  # And after that, before servers that are silent are cut off.
@@ -52,6 +53,7 @@ class Cluster:
       ps: The number of parameter servers.
       readers: The number of readers, which run input pipelines. Without any, this process does.
       membership: What each of the servers does, and who is lost.
+      watch: Asks servers for which somebody waits for signs of life.
       data_service: Hands the workers their data, from this process.
 
     Example:
@@ -92,6 +94,7 @@ class Cluster:
         self.membership = Membership(
             {"worker": self.workers, "ps": self.ps, "reader": self.readers}
         )
+        self.watch = SilenceWatch(self.membership, lambda server: self.probe(*server))
         self._passes: weakref.WeakSet = weakref.WeakSet()
         self._passes_lock = threading.Lock()
         self._scopes: set[object] = set()  # Dispatch scopes that threads are in.
@@ -372,6 +375,11 @@ class Cluster:
             if server[0] in self._addresses and server[0] != tf_config.CHIEF:
                 processes[server] = number, self._taken_anew[server]
         self.membership.connected(processes, all_answer=all_answer)
+
+    def tell_members(self) -> None:
+        """Has all know who was lost and who is back, see `Membership.deliver`."""
+        with self.dispatch_scope():
+            self.membership.deliver()
 
     def _absent_workers(self) -> list[int]:
         """The workers at whose address nothing listens."""

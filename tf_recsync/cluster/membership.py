@@ -141,7 +141,7 @@ class _Record:
         life: see `Member`.
         process: tells one process behind its address from the next.
         threads: what each thread that drives it does, in this life.
-        was_silent: whether it was lost because it did not answer.
+        silent_seconds: for how long it did not answer, if it was lost by that.
         is_forgetful: whether it lacks functions, and has to be taken in as if it were new.
         is_returning: whether it was away, and nobody was told that it is back.
         is_untold: whether somebody has not been told yet that it was lost.
@@ -152,7 +152,7 @@ class _Record:
     life: int = 0
     process: Hashable = None
     threads: dict[Hashable, MemberState] = dataclasses.field(default_factory=dict)
-    was_silent: bool = False
+    silent_seconds: float = 0.0
     is_forgetful: bool = False
     is_returning: bool = False
     is_untold: bool = False
@@ -230,10 +230,10 @@ class Membership:
         with self._lock:
             return self._records[server].process is None
 
-    def was_silent(self, server: Server) -> bool:
-        """Whether a server that is away is so because it did not answer."""
+    def silent_seconds(self, server: Server) -> float:
+        """For how long a server that is away did not answer; 0 if it is away for another reason."""
         with self._lock:
-            return self._records[server].was_silent
+            return self._records[server].silent_seconds
 
     def is_forgetful(self, server: Server) -> bool:
         """Whether a server that is away has to be taken in as if it were new."""
@@ -286,7 +286,7 @@ class Membership:
         life: int | None,
         how: str,
         *,
-        was_silent: bool = False,
+        silent_seconds: float = 0.0,
         is_forgetful: bool = False,
     ) -> bool:
         """A server is gone, and its life over; listeners are told by `deliver`.
@@ -295,7 +295,7 @@ class Membership:
             server: which one.
             life: the life that is over; one that is over already is no news. None: the present.
             how: in words, for the log.
-            was_silent: whether it did not answer.
+            silent_seconds: for how long it did not answer, if that is why.
             is_forgetful: whether it lacks functions, though it answers.
 
         Returns:
@@ -307,7 +307,7 @@ class Membership:
                 return False
             record.life += 1
             record.threads.clear()
-            record.was_silent, record.is_forgetful = was_silent, is_forgetful
+            record.silent_seconds, record.is_forgetful = silent_seconds, is_forgetful
             is_news = not record.is_returning
             record.is_untold, record.is_returning = True, False
             self._events.append((server, how, is_news))
@@ -338,7 +338,7 @@ class Membership:
             if not self._pass("readmitted", server):
                 return False
             record = self._records[server]
-            record.was_silent = record.is_forgetful = False
+            record.silent_seconds, record.is_forgetful = 0.0, False
             record.is_returning = server[0] == "worker"  # Until it takes part.
             if not record.is_returning:
                 self._events.append((server, None, True))

@@ -24,6 +24,7 @@ from tf_recsync.embedding.physical_tables import (
     scatter_logical,
     shards_of,
 )
+from tf_recsync.shown_variable import shown
 
 _COUNTERS = "staleness"
 _STEPS = "step_state"
@@ -260,10 +261,14 @@ class _SavedKept(tf.__internal__.tracking.Trackable):
             f"{', '.join(_kept(optimizer))} of variables of the shapes "
             f"{', '.join(str(list(shape)) for shape in shapes)}"
         )
-        self._device = optimizer.step_variable._value.device  # Of a task that saves other things.
+        self._step = optimizer.step_variable._value
 
     def _serialize_to_tensors(self):
-        with tf.init_scope(), tf.device(self._device):
+        # On the device of a task that saves other things, of which its owner has to know.
+        with tf.init_scope(), tf.device(self._step.device):
+            variable = shown(self._step)
+            if variable is not None:
+                variable.tell()
             return {_KEPT: tf.constant([self._kept])}
 
     def _restore_from_tensors(self, restored_tensors):

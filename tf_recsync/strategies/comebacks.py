@@ -57,7 +57,7 @@ class Comebacks:
         if probe.reachable and not is_forgetful:
             return True
         # One that was started again answers that it doesn't know us.
-        if membership.was_silent(server) and not probe.answered:
+        if membership.silent_seconds(server) and not probe.answered:
             return False
         if not self._cluster.is_up(*server) or not self._take_in(server, is_forgetful):
             return False

@@ -43,7 +43,7 @@ class CopiedStrategy(FitStrategy, tf.distribute.Strategy):
     ):
         self._arrangement = arrangement
         self._read = read
-        super().__init__(CopiesExtended(self, cluster.check_open, arrangement))
+        super().__init__(CopiesExtended(self, lambda: self._guard, arrangement))
         self._init_fit(
             cluster, local_batch_size, worker_timeout, silence_timeout, arrangement, mode
         )
@@ -63,7 +63,7 @@ class CopiedStrategy(FitStrategy, tf.distribute.Strategy):
         copied = [v for v in model.trainable_variables if is_copied(v)]
         if synchronizer is None or not synchronizer.copies.has_any:
             return [[np.asarray(v) for v in copied]] * len(self._arrangement.groups)
-        with self._watched(model):
+        with self._guard.watched():
             return synchronizer.copies.by_group(len(copied))
 
     def worker_states(self, model: keras.Model) -> WorkerStates:

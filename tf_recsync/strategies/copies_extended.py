@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tf_recsync.cluster import device_of
 from tf_recsync.optimizers.base import DEFAULT_TABLES
-from tf_recsync.shown_variable import ShownVariable, arguments_of
+from tf_recsync.shown_variable import Guard, ShownVariable, arguments_of
 from tf_recsync.strategies.fit_strategy import near
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import CopiedVariable
@@ -31,11 +31,11 @@ class CopiesExtended(tf.distribute.StrategyExtended):
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        check: Callable[[], None],
+        guard: Callable[[], Guard],
         arrangement: Arrangement,
     ):
         super().__init__(strategy)
-        self._check = check
+        self._guard = guard
         self._servers = [
             device_of("ps", server) + "/device:CPU:0" for server in arrangement.embedding_ps
         ]
@@ -59,10 +59,11 @@ class CopiesExtended(tf.distribute.StrategyExtended):
         if device is not None:
             with tf.device(device):
                 table = ShownVariable(**arguments)
-                table.check = self._check
+                table.guard = self._guard()
                 return table
         with tf.device(_CHIEF):
             copied = CopiedVariable(**arguments)
+        copied.guard = self._guard()
         # Beside what it belongs to, as versions beside their variable; else where there is least.
         least = self._sizes.index(min(self._sizes))
         copied.shard = near.shard if isinstance(near, CopiedVariable) else least

@@ -18,6 +18,7 @@ from absl import logging
 from tensorflow.python.data.experimental.ops import distribute
 
 from tf_recsync.cluster import Cluster, Member
+from tf_recsync.cluster.silence_watch import silence_limit
 from tf_recsync.strategies import (
     model_functions,
     reshuffling,
@@ -27,7 +28,6 @@ from tf_recsync.strategies import (
 from tf_recsync.strategies.distributed_dataset import DistributedDataset
 from tf_recsync.strategies.model_variables import OnServers, optimizers_of
 from tf_recsync.strategies.predict_function import PredictFunction
-from tf_recsync.strategies.silence_watch import silence_limit
 from tf_recsync.strategies.slots import Losses
 from tf_recsync.strategies.worker_datasets import DatasetFunction, WorkerDatasets
 from tf_recsync.synchronization.arrangement import Arrangement
@@ -73,10 +73,12 @@ class FitStrategy:
         self._compute_time: worker_functions.ComputeTime | None = None
         self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
         self._passes = reshuffling.Passes()
+        limit = silence_limit(silence_timeout, worker_timeout)
+        self._guard = watched_calls.CallGuard(cluster, limit)
         self._settings = model_functions.Settings(
             cluster=cluster,
             worker_timeout=worker_timeout,
-            silence_timeout=silence_limit(silence_timeout, worker_timeout),
+            silence_timeout=limit,
             compute_time=lambda: self._compute_time,
             bandwidths=lambda: dict(self._bandwidths),
             arrangement=arrangement,
@@ -358,15 +360,6 @@ class FitStrategy:
         ```
         """
         return self._cluster.membership.members()
-
-    def _watched(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        """Inside, this process asks servers about a model: it shall not wait forever for one.
-
-        Args:
-            model: a model that was compiled in this strategy's scope.
-        """
-        settings = self._settings
-        return watched_calls.watched(settings.cluster, settings.silence_timeout)
 
     def _put_functions(self, model: keras.Model) -> None:
         """Gives a model its train, test and predict functions."""

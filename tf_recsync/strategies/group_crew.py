@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
@@ -22,6 +23,7 @@ class GroupCrew:
         aggregations: of each group, by its number.
         threads: of each worker.
         suspended: gets the workers that were suspended, and hold tokens that they may not push.
+        opening: of each group, what is held by whoever makes what it shares.
     """
 
     def __init__(
@@ -31,12 +33,14 @@ class GroupCrew:
         aggregations: Mapping[int, Aggregation],
         threads: int,
         suspended: set[int],
+        opening: Sequence[threading.Lock],
     ):
         self._arrangement = arrangement
         self._between = [] if synchronizer is None else [synchronizer]
         self._aggregations = dict(aggregations)
         self._threads = threads
         self._suspended = suspended
+        self._opening = opening
 
     def _of(self, worker: int) -> Aggregation:
         return self._aggregations[self._arrangement.group_of(worker).index]
@@ -45,8 +49,17 @@ class GroupCrew:
         """A worker is gone, and its step with it."""
         for synchronizer in self._between:
             synchronizer.lose(worker)
-        self._of(worker).lose(worker)
-        self._suspended.discard(worker)
+        with self._opening[self._arrangement.group_of(worker).index]:
+            try:
+                self._of(worker).lose(worker)
+                self._suspended.discard(worker)
+            except tf.errors.OpError as error:
+                if not self.holders_of(worker):
+                    raise
+                # The group's server is gone, too. Whoever begins with the next one gives the
+                # worker's tokens back.
+                logging.debug("worker:%d keeps its tokens: %s", worker, error)
+                self._suspended.add(worker)
 
     def suspend(self, worker: int) -> None:
         """A worker is there, but what it trains on is gone or silent, the tokens' list, too."""

@@ -92,9 +92,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         """
         # What enters last is asked first.
         self._cluster.check_open()
-        of_shown = tf.variable_creator_scope(
-            functools.partial(shown_variable.create, self._cluster.check_open)
-        )
+        of_shown = tf.variable_creator_scope(functools.partial(shown_variable.create, self._guard))
         with of_shown, super().scope(), tf.variable_creator_scope(self._keep_metrics_here):
             yield self
 
@@ -143,7 +141,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
             RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
         """
         states = [s for o in optimizers_of(model) for s in o.states]
-        with self._watched(model):
+        with self._guard.watched():
             counters = {s.variable.path: np.asarray(s.counters._value.read_value()) for s in states}
         of = staleness.Statistics.from_counters
         dense = of(counters[s.variable.path] for s in states if not s.is_table)
@@ -181,7 +179,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         live = getattr(model.train_function, "aggregations", {})
         if not live:
             return None
-        with self._watched(model):
+        with self._guard.watched():
             return live[0].report()
 
 

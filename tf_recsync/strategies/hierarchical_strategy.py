@@ -161,5 +161,5 @@ class HierarchicalStrategy(SynchronizedStrategy):
         live = getattr(model.train_function, "aggregations", None)
         if not live:
             return None
-        with self._watched(model):
+        with self._guard.watched():
             return [live[group].report() for group in sorted(live)]

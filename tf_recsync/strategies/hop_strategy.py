@@ -177,7 +177,7 @@ class HopStrategy(CopiedStrategy):
         synchronizer = self._synchronizer(model)
         if synchronizer is None:
             return [WorkerReport()] * self.topology.size
-        with self._watched(model):
+        with self._guard.watched():
             return synchronizer.reports()
 
     def record_events(

@@ -124,7 +124,7 @@ class SynchronizedStrategy(CopiedStrategy):
             nothing = [0] * len(self._arrangement.groups)
             return SyncReport(nothing, [0.0 for _ in nothing], 0, 0.0, 0, 0)
         batch = model.train_function.local_batch_size
-        with self._watched(model):
+        with self._guard.watched():
             return dataclasses.replace(synchronizer.report(), local_batch_size=batch)
 
     def average_sync_gap(
@@ -178,7 +178,7 @@ class SynchronizedStrategy(CopiedStrategy):
         of = staleness.Statistics.from_counters
         found: dict[str, list[np.ndarray]] = {}
         dense = [state for state in states if not state.is_table]
-        with self._watched(model):
+        with self._guard.watched():
             for state in states:
                 if state.is_table or synchronizer is None:
                     found[state.variable.path] = [np.asarray(state.counters._value.read_value())]

@@ -16,9 +16,8 @@ from tf_recsync.strategies.group_crew import GroupCrew
 from tf_recsync.strategies.model_functions import Settings, Steps
 from tf_recsync.strategies.model_variables import OnServers, copied_variables, peeked_variables
 from tf_recsync.strategies.pass_iterator import PassIterator
-from tf_recsync.strategies.silence_watch import lose_the_gone
 from tf_recsync.strategies.slots import Crew, Slot
-from tf_recsync.strategies.watched_calls import check_parameter_servers
+from tf_recsync.strategies.watched_calls import check_parameter_servers, lose_the_gone
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization.aggregation import Aggregation
@@ -113,6 +112,7 @@ class TrainFunction(Steps):
             self.aggregations,
             self.threads,
             self._suspended,
+            self._opening,
         )
 
     def _group_of(self, worker: int) -> Group:
@@ -192,11 +192,14 @@ class TrainFunction(Steps):
         with self._opening[group.index]:
             self.synchronizer.open(worker)
             if aggregation is not None:
-                if not self._renew(group.index, aggregation) and worker in self._suspended:
-                    # The group's servers fell silent, and have all that they had; what the
-                    # worker was at is lost.
-                    aggregation.lose(worker)
-                self._suspended.discard(worker)
+                self._renew(group.index, aggregation)
+                away = self._settings.cluster.membership.is_away
+                for other in self._suspended.intersection(group.trainers):
+                    # If the group's servers only fell silent, they have all tokens that they
+                    # had; what these workers were at is lost.
+                    if other == worker or away(("worker", other)):
+                        aggregation.lose(other)
+                        self._suspended.discard(other)
         return _State(
             self.synchronizer, aggregation, worker, group.index, iterator, private, before
         )
@@ -239,14 +242,12 @@ class TrainFunction(Steps):
                     raise
                 logging.warning("What group %d had collected of a step is lost.", group)
 
-    def _renew(self, group: int, aggregation: Aggregation) -> bool:
+    def _renew(self, group: int, aggregation: Aggregation) -> None:
         """Makes an aggregation anew if the group's copies were; under `_opening`."""
         copies = None if self.synchronizer is None else self.synchronizer.copies.of(group)
-        is_new = aggregation.made_for is not None and aggregation.made_for is not copies
-        if is_new:
+        if aggregation.made_for is not None and aggregation.made_for is not copies:
             aggregation.renew()
         aggregation.made_for = copies  # Not earlier: if that fails, it is done again.
-        return is_new
 
     def _begin_without_the_gone(self, begin: Callable[[], None]) -> None:
         """Begins an epoch with the workers that there are: nobody has called them since the last.
@@ -282,7 +283,7 @@ class TrainFunction(Steps):
         asked = [holder for holder in asked if holder[0] == "worker" or holder in spared]
         lose_the_gone(cluster, asked, limit)
         gone = [group for group in groups if is_gone(group)]
-        cluster.membership.deliver()  # If a pass goes on, it tells the synchronizer.
+        cluster.tell_members()  # If a pass goes on, it tells the synchronizer.
         for group in gone:
             if group.servers:
                 logging.warning("The copy of group %d is gone with its server.", group.index)

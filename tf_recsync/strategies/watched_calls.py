@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster, Server
 from tf_recsync.cluster.diagnosis import Cause, diagnose
-from tf_recsync.strategies.silence_watch import SilenceWatch, suspicious_after
+from tf_recsync.cluster.silence_watch import Wait, suspicious_after
+
+_EXPECTED_SECONDS = 600.0  # For which calls are watched whose end nobody tells.
 
 
 @contextlib.contextmanager
@@ -43,19 +45,58 @@ def watched(cluster: Cluster, silence_timeout: float) -> Iterator[None]:
         given_up[server] = seconds
         give_up_silent(cluster, server, seconds)
 
-    watch = SilenceWatch(cluster, suspects, give_up, silence_timeout)
+    wait = Wait(suspects, give_up, silence_timeout)
+    cluster.watch.begin(wait)
     try:
         yield
     except tf.errors.OpError as error:
-        cluster.membership.deliver()
-        for (job, index), seconds in given_up.items():
-            if job == "ps":
-                raise silent_parameter_server(index, seconds) from error
+        cluster.tell_members()
+        for member in cluster.membership.members("ps"):
+            # Somebody else may have given it up.
+            silent = given_up.get((member.job, member.index), 0.0)
+            if not member.is_there and member.seconds < time.monotonic() - began:
+                silent = silent or cluster.membership.silent_seconds((member.job, member.index))
+            if silent:
+                raise silent_parameter_server(member.index, silent) from error
         if not cluster.is_closed:
             check_parameter_servers(cluster, error)
         raise
     finally:
-        watch.end()
+        cluster.watch.end(wait)
+
+
+class CallGuard:
+    """Sees to it that this process's calls for the variables of a strategy end; thread-safe.
+
+    Args:
+        cluster: the connected cluster.
+        silence_timeout: for how many seconds a server may be silent.
+    """
+
+    def __init__(self, cluster: Cluster, silence_timeout: float):
+        self._cluster = cluster
+        self._limit = silence_timeout
+        self._expected = Wait(
+            lambda: [("ps", index) for index in range(cluster.ps)],
+            # No worker's calls: what writes a checkpoint is called by this process.
+            lambda server, seconds: give_up_silent(cluster, server, seconds, callers=()),
+            silence_timeout,
+        )
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, calls to a server that is silent end; see `watched`.
+
+        Raises:
+            RuntimeError: if the cluster is closed.
+        """
+        self._cluster.check_open()
+        return watched(self._cluster, self._limit)
+
+    def expect_calls(self) -> None:
+        """TensorFlow calls parameter servers next, as to write a checkpoint: they are watched for
+        a while."""
+        self._expected.until = time.monotonic() + _EXPECTED_SECONDS
+        self._cluster.watch.begin(self._expected)
 
 
 def give_up_silent(
@@ -73,15 +114,41 @@ def give_up_silent(
     """
     logging.warning("%s:%d has not answered for %.0f s.", *server, seconds)
     how = how_lost(server, f"it has not answered for {seconds:.0f} s")
-    cluster.membership.lost(server, None, how, was_silent=True)
+    cluster.membership.lost(server, None, how, silent_seconds=seconds)
     cluster.cut_off(*server)
     if server[0] == "ps":
         for worker in range(cluster.workers) if callers is None else callers:
             cluster.cut_off("worker", worker)
     # In a thread, as those who are told call servers, and this one is to watch them.
-    threading.Thread(
-        target=cluster.membership.deliver, name="recsync_membership", daemon=True
-    ).start()
+    threading.Thread(target=cluster.tell_members, name="recsync_membership", daemon=True).start()
+
+
+def lose_the_gone(cluster: Cluster, servers: Sequence[Server], seconds: float) -> list[Server]:
+    """Finds servers that have nothing any more of what they had, or don't answer: they are lost.
+
+    Connections to those that don't answer are cut.
+
+    Args:
+        cluster: the connected cluster.
+        servers: the servers to ask; nothing may be asked of them meanwhile.
+        seconds: how long to wait for an answer.
+    """
+    probes = {server: cluster.probe(*server) for server in servers}
+    deadline = time.monotonic() + seconds
+    for server, probe in list(probes.items()):
+        probe.join(max(0.0, deadline - time.monotonic()))
+        if probe.is_alive():
+            logging.warning("%s:%d has not answered for %.0f s.", *server, seconds)
+            cluster.cut_off(*server)
+        elif probe.answered is False:
+            # A connection that broke while nobody used it shows at the first call.
+            probe = probes[server] = cluster.probe(*server)
+            probe.join(max(0.0, deadline - time.monotonic()))
+    gone = [server for server, probe in probes.items() if not probe.reachable]
+    for server in gone:
+        silent = seconds if probes[server].answered is None else 0.0
+        cluster.membership.lost(server, None, "between two epochs", silent_seconds=silent)
+    return gone
 
 
 def how_lost(server: Server, reason: str) -> str:

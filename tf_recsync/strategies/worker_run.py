@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, MemberState, Server, device_of, is_reachable
+from tf_recsync.cluster import Cluster, MemberState, Server
 from tf_recsync.cluster.diagnosis import Cause, diagnose
 from tf_recsync.cluster.membership import Order
+from tf_recsync.cluster.silence_watch import Wait, suspicious_after
 from tf_recsync.strategies import data_errors
 from tf_recsync.strategies.comebacks import Comebacks
-from tf_recsync.strategies.silence_watch import SilenceWatch, suspicious_after
 from tf_recsync.strategies.slots import Crew, Losses, Slot, State
 from tf_recsync.strategies.watched_calls import (
     give_up_silent,
@@ -133,7 +133,8 @@ class WorkerRun:
             for slot in self.slots
         ]
         cluster.membership.listen(self, Order.TRAINING)
-        self._watch = SilenceWatch(cluster, self._suspects, self._give_up, silence_timeout)
+        self._waiting = Wait(self._suspects, self._give_up, silence_timeout)
+        cluster.watch.begin(self._waiting)
         for thread in self._threads:
             thread.start()
         cluster.add_pass(self)
@@ -404,7 +405,7 @@ class WorkerRun:
                 self._live -= 1
                 actions: list[Callable[[], None]] = []
                 if self._live == 0:
-                    self._watch.end()
+                    self._cluster.watch.end(self._waiting)
                     actions, self._actions = self._actions, []
                 slot.running = False
                 slot.busy_since = None
@@ -498,7 +499,7 @@ class WorkerRun:
         if slot.worker in news:
             self._count_loss()
             if self._crew is not None:
-                self._guarded(slot, lambda: self._lose(slot.index))
+                self._guarded(slot, lambda: self._crew.lose(slot.index))
         self._lose_slot(slot)
         return False
 
@@ -515,7 +516,8 @@ class WorkerRun:
         # to a worker, one would use it there before the other has sent it.
         with self._opening[slot.index]:
             before = slot.state
-            membership.deliver()  # Nobody takes part who is still to be told that it was lost.
+            # Nobody takes part of whom somebody does not know yet that it was lost.
+            self._cluster.tell_members()
             slot.lives = {server: membership.life(server) for server in self._needs(slot)}
             if membership.join(slot.worker, slot) != slot.lives[slot.worker]:
                 raise _over(slot)
@@ -526,7 +528,7 @@ class WorkerRun:
                 if slot.state is not before:
                     self._close(slot, before)
         self._move(slot, MemberState.READY)
-        membership.deliver()  # It is back, if it was away.
+        self._cluster.tell_members()  # It is back, if it was away.
 
     def _move(self, slot: Slot, state: MemberState) -> None:
         """Has it known what a worker's thread does from now on.
@@ -640,7 +642,7 @@ class WorkerRun:
                 how_lost(found.server, reason),
                 is_forgetful=found.cause is Cause.FORGOTTEN,
             )
-        self._cluster.membership.deliver()
+        self._cluster.tell_members()
         self._lose_slot(slot)
 
     def _lose_slot(self, slot: Slot) -> None:
@@ -663,7 +665,7 @@ class WorkerRun:
             return
         try:
             if job == "worker":
-                self._lose(index)
+                self._crew.lose(index)
             for worker, holders in enumerate(self._holders):
                 if server in holders:
                     self._crew.suspend(worker)
@@ -671,28 +673,11 @@ class WorkerRun:
             self.fail(error)
 
     def back(self, server: Server) -> None:
-        """A server can be used again; workers of its group that were lost meanwhile still are."""
-        if self._crew is None or not self.is_open:
-            return
-        try:
-            for worker, holders in enumerate(self._holders):
-                if server in holders and self._cluster.membership.is_away(("worker", worker)):
-                    self._lose(worker)
-        except Exception as error:
-            self.fail(error)
+        """Does nothing: its own threads see to it."""
 
     def _count_loss(self) -> None:
         with self._changed:
             self._losses += Losses(workers=1)
-
-    def _lose(self, worker: int) -> None:
-        try:
-            self._crew.lose(worker)
-        except tf.errors.OpError:
-            # What it trained on may be gone, too; then the crew is told when that is back.
-            if all(is_reachable(device_of(*holder)) for holder in self._holders[worker]):
-                raise
-            self._crew.suspend(worker)
 
     def _readmit(self, slot: Slot) -> bool:
         """Waits until a lost worker is back, and opens it; False when the pass is over."""

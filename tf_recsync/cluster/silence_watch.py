@@ -1,0 +1,150 @@
+"""Gives up servers that are there and do not answer.
+
+A server whose process ends closes its connections, and calls to it fail. One that hangs, is
+stopped, or is cut off from the network keeps callers waiting, for TensorFlow's calls have no time
+limit.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from absl import logging
+
+from tf_recsync.cluster.membership import Membership, Server
+from tf_recsync.cluster.signs_of_life import Probe
+
+# A short limit would take a server for silent that is only busy.
+_SHORTEST_SECONDS = 10.0
+_LONGEST_SECONDS = 60.0
+_SUSPICIOUS_SHARE = 0.3  # Of the limit: a call that takes longer has its server asked.
+_SUSPICIOUS_SECONDS = 3.0  # But so long at most.
+_REST_SECONDS = 10.0  # For which the thread waits for somebody who waits.
+
+
+def silence_limit(silence_timeout: float | None, worker_timeout: float) -> float:
+    """For how many seconds a server may be silent, with these arguments of a strategy."""
+    if silence_timeout is not None:
+        return float(silence_timeout)
+    return min(max(worker_timeout, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+
+
+def suspicious_after(silence_timeout: float) -> float:
+    """After how many seconds of a call its server is asked for signs of life.
+
+    Args:
+        silence_timeout: for how many seconds a server may be silent.
+    """
+    return min(_SUSPICIOUS_SECONDS, _SUSPICIOUS_SHARE * silence_timeout)
+
+
+@dataclasses.dataclass(eq=False)
+class Wait:
+    """Somebody who may be waiting for servers.
+
+    Attributes:
+        suspects: the servers to ask at the moment.
+        give_up: `give_up(server, seconds)`, called when a server has not answered for so long;
+            called again if it then goes on to be silent.
+        limit: for how many seconds a server may be silent.
+        until: when it waits no longer, whether or not that is told (time.monotonic()).
+    """
+
+    suspects: Callable[[], Iterable[Server]]
+    give_up: Callable[[Server, float], None]
+    limit: float
+    until: float = float("inf")
+
+
+class SilenceWatch:
+    """Asks servers for which somebody waits for a sign of life, and reports those that give none.
+
+    One thread does it for all who wait; it runs while somebody does. Thread-safe.
+
+    Args:
+        membership: is told who is suspected.
+        probe: asks a server, in a thread.
+    """
+
+    def __init__(self, membership: Membership, probe: Callable[[Server], Probe]):
+        self._membership = membership
+        self._probe = probe
+        self._changed = threading.Condition()
+        # Guarded by _changed.
+        self._waits: set[Wait] = set()
+        self._thread: threading.Thread | None = None
+        # The thread's own.
+        self._probes: dict[Server, Probe] = {}
+        self._silent: dict[Server, float] = {}  # For how long, in seconds.
+
+    def begin(self, wait: Wait) -> None:
+        """Watches for somebody, until `end`."""
+        with self._changed:
+            is_hasty = wait.limit < min((w.limit for w in self._waits), default=float("inf"))
+            self._waits.add(wait)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="recsync_silence_watch", daemon=True
+                )
+                self._thread.start()
+            elif is_hasty:
+                self._changed.notify_all()
+
+    def end(self, wait: Wait) -> None:
+        """Watches no longer for somebody."""
+        with self._changed:
+            self._waits.discard(wait)
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while True:
+            with self._changed:
+                if not self._waits:
+                    self._changed.wait(_REST_SECONDS)
+                    if not self._waits:
+                        self._thread = None
+                        return
+                    last = time.monotonic()
+                period = min(wait.limit for wait in self._waits) / 10
+                self._changed.wait(period)
+                now = time.monotonic()
+                self._waits = {wait for wait in self._waits if wait.until > now}
+                waits = list(self._waits)
+            # If this process stood still itself, that says nothing about servers.
+            passed, last = min(now - last, 2 * period), now
+            try:
+                self._ask(waits, passed)
+            except Exception:
+                # It watches for others, too.
+                logging.exception("Whoever waits for servers could not be asked or told.")
+
+    def _ask(self, waits: Sequence[Wait], passed: float) -> None:
+        waiting: dict[Server, list[Wait]] = collections.defaultdict(list)
+        for wait in waits:
+            for server in set(wait.suspects()):
+                waiting[server].append(wait)
+        for server in [s for s in self._silent if s not in waiting]:
+            del self._silent[server]
+            self._membership.answered(server)  # As far as anybody cares.
+        for server in sorted(waiting):
+            probe = self._probes.get(server)
+            if probe is None or probe.answered:
+                self._membership.answered(server)
+                self._silent[server] = 0.0
+                self._probes[server] = self._probe(server)
+                continue
+            # One whose connections were cut, by whomever, can't be reached, and may still have
+            # callers elsewhere wait.
+            if not probe.is_alive():
+                self._probes[server] = self._probe(server)
+            self._membership.suspected(server)
+            self._silent[server] = silent = self._silent.get(server, 0.0) + passed
+            impatient = [wait for wait in waiting[server] if silent >= wait.limit]
+            if impatient:
+                del self._silent[server], self._probes[server]
+            for wait in impatient:
+                wait.give_up(server, silent)
