@@ -379,3 +379,25 @@ def live_operations(last: Sequence[tf.Operation]) -> set[tf.Operation]:
             live.add(op)
             pending += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
     return live
+
+
+class Gossip(recsync.Algorithm):
+    """A synchronizer of a user's: trainers meet in random pairs, and both take their mean."""
+
+    def sync(self, trainers, center):
+        count = len(trainers)
+        values = [trainer.read() for trainer in trainers]
+        order = tf.random.shuffle(tf.range(count))
+        place = tf.argsort(order)
+        for i, trainer in enumerate(trainers):
+            # Of an odd number, the last one is alone.
+            partner = order[tf.minimum(tf.bitwise.bitwise_xor(place[i], 1), count - 1)]
+            with trainer.on():
+                met = tf.switch_case(
+                    partner,
+                    [
+                        lambda trainer=trainer, j=j: trainer.get(values[j], trainers[j])
+                        for j in range(count)
+                    ],
+                )
+            trainer.move(met, 0.5)

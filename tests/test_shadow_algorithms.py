@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import Gossip
 
 import tf_recsync as recsync
 from tf_recsync import ops
@@ -148,6 +149,22 @@ def test_what_is_learned_during_a_synchronization_survives_times_one_less_alpha(
     machines = Machines(Slow(), 1, start)
     machines.sync(0)
     np.testing.assert_allclose(machines.copy(0), 0.75 * learned, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_gossip_is_one_small_class(count):
+    machines = Machines(Gossip(), count, np.zeros(ELEMENTS))
+    for member in range(count):
+        machines.train(member, np.full(ELEMENTS, 2.0**member))
+    machines.sync(*range(count))
+    found = [machines.copy(member)[0] for member in range(count)]
+    means = {(2.0**i + 2.0**j) / 2: {i, j} for i in range(count) for j in range(i)}
+    pairs = [means[value] for value in sorted(set(found)) if value in means]
+    # Everybody has met somebody else, but for one of an odd number, and has what both have.
+    assert len(pairs) == count // 2
+    assert len(set().union(*pairs)) == 2 * (count // 2)
+    assert all(found[i] == found[j] for i, j in map(sorted, pairs))
+    assert sum(found) == 2.0**count - 1
 
 
 def test_an_algorithm_of_ones_own_is_one_small_class():

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import check_group_auc, events, wait_until
+from helpers import Gossip, check_group_auc, events, wait_until
 
 import tf_recsync as recsync
 from tf_recsync.synchronization.shadow_trainers import Trainers
@@ -80,15 +80,6 @@ def fit_until_all_have_synchronized(strategy, model):
     assert wait_until(have_synchronized, 120)
 
 
-class HalfWay(recsync.Algorithm):
-    """One of a user: everybody takes half the way to the mean."""
-
-    def sync(self, trainers, center):
-        means = recsync.all_reduce_mean(trainers, [trainer.read() for trainer in trainers])
-        for trainer, mean in zip(trainers, means, strict=True):
-            trainer.move(mean, 0.5)
-
-
 class Follow(recsync.Algorithm):
     """Another one: trainers follow the steps of the central copy, which they remember."""
 
@@ -107,7 +98,7 @@ class Follow(recsync.Algorithm):
 
 
 MODES = {
-    "a user's": (HalfWay(), "shadow"),
+    "a user's": (Gossip(), "shadow"),
     "a user's, central": (Follow(), recsync.Foreground(gap=5)),
     "S-EASGD": (recsync.EASGD(0.3), "shadow"),
     "S-MA": (recsync.ModelAveraging(0.3), "shadow"),
