@@ -336,6 +336,25 @@ def test_what_is_raised_when_a_worker_is_lost_ends_training(mortal, workers):
     assert {m.job for m in mortal.members()} == {"worker", "ps"}
 
 
+def test_variables_can_be_read_when_a_worker_is_lost_while_another_reads(mortal):
+    """As to save them: steps are held meanwhile, in which the loss is noticed."""
+    seen = []
+
+    class Reads(AtBatch):
+        def on_train_batch_end(self, batch, logs=None):
+            super().on_train_batch_end(batch, logs)
+            seen.append(self.model.get_weights())
+
+    model = compiled(mortal, slope_model, lambda: SGD(1.0), mean_output)
+    ones = tf.data.Dataset.from_tensors((tf.ones([1, 1]), tf.ones([1, 1]))).repeat(60)
+    events = callbacks_.WorkerEvents(on_worker_lost=lambda _: seen.append(model.get_weights()))
+    kill = Reads(10, lambda: mortal.cluster.kill("worker", 1))
+    with compute_time(mortal, 0.02):
+        model.fit(ones, callbacks=[kill, events], verbose=0)
+    assert mortal.losses(model).workers == 1
+    assert len(seen) > 20
+
+
 def test_worker_events_are_functions():
     with pytest.raises(ValueError, match="on_worker_back must be a function of a worker's index"):
         callbacks_.WorkerEvents(on_worker_back=[])

@@ -240,14 +240,16 @@ class WorkerEvents(_Report):
     def on_train_begin(self, logs=None):
         self._told = _Told()
         self._strategy.cluster.membership.listen(self._told, Order.REPORTS)
-        self.model.train_function.observers.add(self)
+        for function in (self.model.train_function, self.model.test_function):
+            function.observers.add(self)
 
     def on_train_batch_end(self, batch, logs=None):
         self.tell()
 
     def on_train_end(self, logs=None):
         self.tell()
-        self.model.train_function.observers.discard(self)
+        for function in (self.model.train_function, self.model.test_function):
+            function.observers.discard(self)
         self._told = None
 
     def tell(self) -> None:

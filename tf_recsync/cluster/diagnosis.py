@@ -61,14 +61,14 @@ def diagnose(
         if not is_current or not is_reachable(device_of(*server)):
             return Diagnosis(Cause.LOST_SERVER, server)
     worker = next(reversed(lives), None)
-    if is_unknown_function(error):
+    if _is_unknown_function(error):
         return Diagnosis(Cause.FORGOTTEN, worker)
     if isinstance(error, tf.errors.UnavailableError) or _is_unknown_tensor(error):
         return Diagnosis(Cause.TRANSIENT, worker)
     return Diagnosis(Cause.USER)
 
 
-def is_unknown_function(error: Exception) -> bool:
+def _is_unknown_function(error: Exception) -> bool:
     """Whether a server has not got a function: it was traced while the connection was broken."""
     if isinstance(error, tf.errors.FailedPreconditionError):  # The function of a dataset.
         return "Could not find required function definition" in error.message

@@ -240,7 +240,7 @@ class Membership:
         with self._lock:
             return self._records[server].is_forgetful
 
-    # What happens to servers. Each says whether that changed anything.
+    # What happens to servers. Each event says whether that changed anything.
 
     def connected(self, processes: Mapping[Server, Hashable], *, all_answer: bool) -> None:
         """This process is connected to these servers, and to no others.

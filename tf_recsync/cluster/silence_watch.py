@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from absl import logging
 
@@ -80,6 +82,8 @@ class SilenceWatch:
         # The thread's own.
         self._probes: dict[Server, Probe] = {}
         self._silent: dict[Server, float] = {}  # For how long, in seconds.
+        # For how long each was when somebody who waits for it last gave it up.
+        self._given_up: dict[tuple[Wait, Server], float] = {}
 
     def begin(self, wait: Wait) -> None:
         """Watches for somebody, until `end`."""
@@ -104,6 +108,7 @@ class SilenceWatch:
         while True:
             with self._changed:
                 if not self._waits:
+                    self._forget()
                     self._changed.wait(_REST_SECONDS)
                     if not self._waits:
                         self._thread = None
@@ -116,16 +121,20 @@ class SilenceWatch:
                 waits = list(self._waits)
             # If this process stood still itself, that says nothing about servers.
             passed, last = min(now - last, 2 * period), now
-            try:
-                self._ask(waits, passed)
-            except Exception:
-                # It watches for others, too.
-                logging.exception("Whoever waits for servers could not be asked or told.")
+            self._ask(waits, passed)
+
+    def _forget(self) -> None:
+        """Nobody waits for any server."""
+        for server in self._silent:
+            self._membership.answered(server)
+        self._silent.clear()
+        self._given_up.clear()
+        self._probes.clear()
 
     def _ask(self, waits: Sequence[Wait], passed: float) -> None:
         waiting: dict[Server, list[Wait]] = collections.defaultdict(list)
         for wait in waits:
-            for server in set(wait.suspects()):
+            for server in set(_or_logged(wait.suspects) or ()):
                 waiting[server].append(wait)
         for server in [s for s in self._silent if s not in waiting]:
             del self._silent[server]
@@ -133,8 +142,14 @@ class SilenceWatch:
         for server in sorted(waiting):
             probe = self._probes.get(server)
             if probe is None or probe.answered:
+                was_given_up = self._membership.silent_seconds(server) > 0
+                if probe is not None and probe.reachable and was_given_up:
+                    # It has all that it had.
+                    self._membership.readmitted(server)
                 self._membership.answered(server)
                 self._silent[server] = 0.0
+                for wait in waiting[server]:
+                    self._given_up.pop((wait, server), None)
                 self._probes[server] = self._probe(server)
                 continue
             # One whose connections were cut, by whomever, can't be reached, and may still have
@@ -143,8 +158,17 @@ class SilenceWatch:
                 self._probes[server] = self._probe(server)
             self._membership.suspected(server)
             self._silent[server] = silent = self._silent.get(server, 0.0) + passed
-            impatient = [wait for wait in waiting[server] if silent >= wait.limit]
-            if impatient:
-                del self._silent[server], self._probes[server]
-            for wait in impatient:
-                wait.give_up(server, silent)
+            for wait in waiting[server]:
+                since = self._given_up.get((wait, server), 0.0)
+                if silent - since >= wait.limit:
+                    self._given_up[wait, server] = silent
+                    _or_logged(functools.partial(wait.give_up, server, silent))
+
+
+def _or_logged(action: Callable[[], Any]) -> Any:
+    """What somebody who waits answers; errors are logged, as the watch is for others, too."""
+    try:
+        return action()
+    except Exception:
+        logging.exception("Somebody who waits for servers could not be asked or told.")
+        return None

@@ -35,15 +35,33 @@ class Comebacks:
 
     def is_back(self, server: Server) -> bool:
         """Whether a server can be used; takes in one that can be reached again."""
-        membership = self._cluster.membership
-        with self._returning[server]:  # One thread of a pass at a time.
-            if not membership.is_away(server):
-                return True
+        returning = self._returning[server]
+        if not returning.acquire(blocking=False):
+            with returning:  # Another thread of the pass is at it.
+                return not self._cluster.membership.is_away(server)
+        try:
+            return not self._cluster.membership.is_away(server) or self._reach(server)
+        finally:
+            returning.release()
+
+    def _reach(self, server: Server) -> bool:
+        membership, probe = self._cluster.membership, self._ask(server)
+        if probe.reachable and not membership.is_forgetful(server):
+            membership.readmitted(server)
+            return True
+        # One that was started again answers that it doesn't know us.
+        if membership.silent_seconds(server) and not probe.answered:
+            return False
+        if not self._cluster.is_up(*server):
+            return False
+        # Others of the crew may be held for long, which shall not keep another pass from it.
+        pause = contextlib.nullcontext() if self._crew is None else self._crew.pause()
+        with pause:
             if not membership.readmitting(server):
-                return False  # Another pass is at it.
+                return not membership.is_away(server)  # Another pass is at it, or was.
             is_there = False
             try:
-                is_there = self._reach(server)
+                is_there = self._take_in(server) and self._ask(server).reachable
             finally:
                 if is_there:
                     membership.readmitted(server)
@@ -51,32 +69,15 @@ class Comebacks:
                     membership.refused(server)
             return is_there
 
-    def _reach(self, server: Server) -> bool:
-        membership, probe = self._cluster.membership, self._ask(server)
-        is_forgetful = membership.is_forgetful(server)
-        if probe.reachable and not is_forgetful:
-            return True
-        # One that was started again answers that it doesn't know us.
-        if membership.silent_seconds(server) and not probe.answered:
-            return False
-        if not self._cluster.is_up(*server) or not self._take_in(server, is_forgetful):
-            return False
-        return self._ask(server).reachable
-
-    def _take_in(self, server: Server, is_new: bool) -> bool:
-        """Readmits a server, without others that are away; whether that was possible.
-
-        Args:
-            server: which one.
-            is_new: whether it shall be taken for one that was started again.
-        """
-        members = self._cluster.membership.members()
-        away = [(m.job, m.index) for m in members if m.job != "reader" and not m.is_there]
+    def _take_in(self, server: Server) -> bool:
+        """Readmits a server, without others that are away; whether that was possible."""
+        membership = self._cluster.membership
+        away = [(m.job, m.index) for m in membership.members() if m.job != "reader"]
+        away = [other for other in away if membership.is_away(other)]
+        anew = [server] if membership.is_forgetful(server) else []
         try:
             without = [s for s in away if s != server and not self._cluster.is_up(*s)]
-            pause = contextlib.nullcontext() if self._crew is None else self._crew.pause()
-            with pause:
-                self._cluster.readmit(_READMIT_SECONDS, [server] if is_new else [], without)
+            self._cluster.readmit(_READMIT_SECONDS, anew, without)
         except (RuntimeError, tf.errors.OpError) as error:
             logging.log_every_n_seconds(
                 logging.INFO, "%s:%d is not back yet: %s", 30, *server, error

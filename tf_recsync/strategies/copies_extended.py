@@ -23,7 +23,7 @@ class CopiesExtended(tf.distribute.StrategyExtended):
 
     Args:
         strategy: the strategy.
-        check: raises an error if what lies on servers can't be read any more.
+        guard: sees to it that calls to what lies on servers end.
         arrangement: the groups. On its embedding PSs there is one copy of each table for all of
             them; without any, each group has a copy of everything.
     """
@@ -63,7 +63,6 @@ class CopiesExtended(tf.distribute.StrategyExtended):
                 return table
         with tf.device(_CHIEF):
             copied = CopiedVariable(**arguments)
-        copied.guard = self._guard()
         # Beside what it belongs to, as versions beside their variable; else where there is least.
         least = self._sizes.index(min(self._sizes))
         copied.shard = near.shard if isinstance(near, CopiedVariable) else least

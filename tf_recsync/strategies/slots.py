@@ -52,6 +52,7 @@ class Slot:
     Attributes:
         number: as above.
         index: as above.
+        thread: what the membership knows the thread by; it refers to nothing.
         worker: the same as a server of the cluster.
         device: its device name.
         state: what `open_worker` returned and the calls then updated.
@@ -68,6 +69,7 @@ class Slot:
     def __init__(self, number: int, index: int):
         self.number = number
         self.index = index
+        self.thread = object()
         self.worker: Server = ("worker", index)
         self.device = device_of(*self.worker)
         self.state: State | None = None

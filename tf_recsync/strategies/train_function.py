@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tf_recsync.cluster import Server
 from tf_recsync.shown_variable import shown
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.group_crew import GroupCrew
@@ -96,6 +97,7 @@ class TrainFunction(Steps):
                 self._read,
                 self._hold,
                 peeked,
+                self.watched,
             )
             self.synchronizer = self._make_synchronizer(copies)
         return self.synchronizer
@@ -273,15 +275,17 @@ class TrainFunction(Steps):
         known = {*self.synchronizer.there, *copies.there}
         groups = [group for group in self._arrangement.groups if group.index in known]
 
-        def is_gone(group: Group) -> bool:
-            return copies.is_of_earlier_life(group.index) or any(
-                map(cluster.membership.is_away, group.holders)
-            )
+        def asked(group: Group) -> list[Server]:
+            if copies.is_of_earlier_life(group.index):
+                return []
+            # Others end training, with an error that names them.
+            return [h for h in group.holders if h[0] == "worker" or h in spared]
 
-        asked = [holder for group in groups if not is_gone(group) for holder in group.holders]
-        # Others end training, with an error that names them.
-        asked = [holder for holder in asked if holder[0] == "worker" or holder in spared]
-        lose_the_gone(cluster, asked, limit)
+        def is_gone(group: Group) -> bool:
+            is_earlier = copies.is_of_earlier_life(group.index)
+            return is_earlier or any(map(cluster.membership.is_away, asked(group)))
+
+        lose_the_gone(cluster, [holder for group in groups for holder in asked(group)], limit)
         gone = [group for group in groups if is_gone(group)]
         cluster.tell_members()  # If a pass goes on, it tells the synchronizer.
         for group in gone:

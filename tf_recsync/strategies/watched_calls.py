@@ -50,7 +50,7 @@ def watched(cluster: Cluster, silence_timeout: float) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        cluster.tell_members()
+        # Those who are to be told are told elsewhere: locks may be held here that they take.
         for member in cluster.membership.members("ps"):
             # Somebody else may have given it up.
             silent = given_up.get((member.job, member.index), 0.0)
@@ -123,10 +123,10 @@ def give_up_silent(
     threading.Thread(target=cluster.tell_members, name="recsync_membership", daemon=True).start()
 
 
-def lose_the_gone(cluster: Cluster, servers: Sequence[Server], seconds: float) -> list[Server]:
+def lose_the_gone(cluster: Cluster, servers: Sequence[Server], seconds: float) -> None:
     """Finds servers that have nothing any more of what they had, or don't answer: they are lost.
 
-    Connections to those that don't answer are cut.
+    Those that were lost and answer can be used again. Connections to those that don't are cut.
 
     Args:
         cluster: the connected cluster.
@@ -144,11 +144,12 @@ def lose_the_gone(cluster: Cluster, servers: Sequence[Server], seconds: float) -
             # A connection that broke while nobody used it shows at the first call.
             probe = probes[server] = cluster.probe(*server)
             probe.join(max(0.0, deadline - time.monotonic()))
-    gone = [server for server, probe in probes.items() if not probe.reachable]
-    for server in gone:
-        silent = seconds if probes[server].answered is None else 0.0
+    for server, probe in probes.items():
+        if probe.reachable:
+            cluster.membership.readmitted(server)
+            continue
+        silent = seconds if probe.answered is None else 0.0
         cluster.membership.lost(server, None, "between two epochs", silent_seconds=silent)
-    return gone
 
 
 def how_lost(server: Server, reason: str) -> str:

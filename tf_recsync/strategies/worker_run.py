@@ -38,6 +38,7 @@ _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _LEAVE_SECONDS = 10.0  # For the workers to leave a pass that failed, at most.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
+_CONNECTS = 5  # Attempts to reach a worker again that is up.
 _MOST_BREAKS = 5  # Connections to a living worker that break without a call in between.
 
 
@@ -132,12 +133,25 @@ class WorkerRun:
             )
             for slot in self.slots
         ]
+        self._find_answering()
+        cluster.tell_members()  # What happened before concerns this pass only by who is away.
         cluster.membership.listen(self, Order.TRAINING)
         self._waiting = Wait(self._suspects, self._give_up, silence_timeout)
         cluster.watch.begin(self._waiting)
         for thread in self._threads:
             thread.start()
         cluster.add_pass(self)
+
+    def _find_answering(self) -> None:
+        """A parameter server without which nobody goes on may be there, though it was given up."""
+        members = self._cluster.membership.members("ps")
+        away = [(m.job, m.index) for m in members if not m.is_there]
+        probes = {s: self._cluster.probe(*s) for s in away if s not in self._spared}
+        deadline = time.monotonic() + 1.0
+        for server, probe in probes.items():
+            probe.join(max(0.0, deadline - time.monotonic()))
+            if probe.reachable:
+                self._cluster.membership.readmitted(server)
 
     # The coordinator's side.
 
@@ -181,7 +195,7 @@ class WorkerRun:
             Exception: what went wrong on a worker.
         """
         with self._leaving(), self._changed:
-            self._wait_until(lambda: self._completed >= steps or self._idle())
+            self._wait_until(lambda: self._completed >= steps or self._idle(), self._while_waiting)
             return not self._idle()
 
     def next_result(self) -> Any:
@@ -191,7 +205,9 @@ class WorkerRun:
             StopIteration: when there are no more.
         """
         with self._leaving(), self._changed:
-            self._wait_until(lambda: self._next_result in self._results or self._idle())
+            self._wait_until(
+                lambda: self._next_result in self._results or self._idle(), self._while_waiting
+            )
             if self._next_result in self._results:
                 self._next_result += 1
                 return self._results.pop(self._next_result - 1)
@@ -281,12 +297,14 @@ class WorkerRun:
             return True
         return self._completed >= self._granted and self._taken == self._completed
 
-    def _wait_until(self, done: Callable[[], bool]) -> None:
+    def _wait_until(
+        self, done: Callable[[], bool], while_waiting: Callable[[], None] = lambda: None
+    ) -> None:
         last = (self._completed, time.monotonic())
         while not done():
             self._changed.wait(timeout=1.0)
             with self._unlocked():
-                self._while_waiting()
+                while_waiting()
             now = time.monotonic()
             if self._completed != last[0]:
                 last = (self._completed, now)
@@ -362,9 +380,8 @@ class WorkerRun:
         if job == "ps" and server not in self._spared:
             self._gave_up_server = True
             self.fail(silent_parameter_server(index, seconds))
-        is_held = any(server in holders for holders in self._holders)
         callers = [worker for worker, holders in enumerate(self._holders) if server in holders]
-        give_up_silent(self._cluster, server, seconds, callers if is_held else None)
+        give_up_silent(self._cluster, server, seconds, callers if server in self._spared else None)
 
     def _give_up_reader(self, index: int, seconds: float) -> None:
         with self._changed:
@@ -393,9 +410,7 @@ class WorkerRun:
                     self._drive_in_scope(slot)
                 finally:
                     self._close(slot, slot.state)
-                    self._cluster.membership.move(
-                        slot.worker, slot, slot.lives.get(slot.worker, -1), MemberState.DONE
-                    )
+                    self._note(slot, MemberState.DONE)
         except Exception as error:  # Handed to whoever waits.
             with self._changed:
                 if self._error is None:
@@ -465,8 +480,13 @@ class WorkerRun:
             if n == 0:
                 self._leave(slot)
                 return
+            if self._guarded(slot, lambda: self._move(slot, MemberState.WORKING)) is None:
+                self._give_back(n, lost=False)
+                opened = False
+                continue
             called = time.monotonic()
-            outcome = self._guarded(slot, lambda n=n: self._work(slot, n))
+            outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
+            self._note(slot, MemberState.READY)
             if outcome is None:
                 slot.lost_steps += n
                 self._give_back(n, lost=True)
@@ -483,10 +503,11 @@ class WorkerRun:
 
     def _opened_at_once(self, slot: Slot) -> bool:
         """Opens a worker as the pass begins; False if it is away, and the pass begins without."""
-        away = [server for server in self._needs(slot) if self._is_missing(server)]
+        needs, membership = self._needs(slot), self._cluster.membership
+        away = [server for server in needs if self._is_missing(server)]
+        slot.lives = {server: membership.life(server) for server in needs}
         if not away:
             return self._guarded(slot, lambda: self._open(slot)) is not None
-        membership = self._cluster.membership
         with self._changed:
             # Another pass may be taking one in.
             news = [s for s in away if s not in self._begun_without and membership.is_away(s)]
@@ -499,7 +520,7 @@ class WorkerRun:
         if slot.worker in news:
             self._count_loss()
             if self._crew is not None:
-                self._guarded(slot, lambda: self._crew.lose(slot.index))
+                self._guarded(slot, lambda: self._tell_crew(slot.index))
         self._lose_slot(slot)
         return False
 
@@ -519,15 +540,21 @@ class WorkerRun:
             # Nobody takes part of whom somebody does not know yet that it was lost.
             self._cluster.tell_members()
             slot.lives = {server: membership.life(server) for server in self._needs(slot)}
-            if membership.join(slot.worker, slot) != slot.lives[slot.worker]:
+            if membership.join(slot.worker, slot.thread) != slot.lives[slot.worker]:
                 raise _over(slot)
             try:
-                self._open_worker(slot)
-            finally:
-                # Not earlier: the service ends a pass that all have left.
-                if slot.state is not before:
-                    self._close(slot, before)
-        self._move(slot, MemberState.READY)
+                try:
+                    self._open_worker(slot)
+                finally:
+                    # Not earlier: the service ends a pass that all have left.
+                    if slot.state is not before:
+                        self._close(slot, before)
+                self._move(slot, MemberState.READY)
+            except tf.errors.OpError:
+                # If somebody has told the crew meanwhile, this has undone it.
+                if self._crew is not None and not membership.are_current(slot.lives):
+                    self._tell_crew(slot.index)
+                raise
         self._cluster.tell_members()  # It is back, if it was away.
 
     def _move(self, slot: Slot, state: MemberState) -> None:
@@ -537,16 +564,14 @@ class WorkerRun:
             tf.errors.UnavailableError: if the worker was lost since the thread opened it, or what
                 it trains on: whatever the thread has of it is gone.
         """
-        membership = self._cluster.membership
-        is_current = membership.are_current(slot.lives)
-        if not is_current or not membership.move(slot.worker, slot, slot.lives[slot.worker], state):
+        is_current = self._cluster.membership.are_current(slot.lives)
+        if not self._note(slot, state) or not is_current:
             raise _over(slot)
 
-    def _work(self, slot: Slot, n: int) -> tuple[int, bool, Any]:
-        self._move(slot, MemberState.WORKING)
-        result = self._call(slot, n)
-        self._move(slot, MemberState.READY)
-        return result
+    def _note(self, slot: Slot, state: MemberState) -> bool:
+        """The same; returns whether the worker's life goes on."""
+        life = slot.lives.get(slot.worker, -1)
+        return self._cluster.membership.move(slot.worker, slot.thread, life, state)
 
     def _resume(self, slot: Slot) -> None:
         """A thread that had left has steps again."""
@@ -567,7 +592,7 @@ class WorkerRun:
         if self._crew is not None:
             self._guarded(slot, lambda: self._crew.leave(slot.number))
         # If its life is over, that shows when it is needed again.
-        self._cluster.membership.move(slot.worker, slot, slot.lives[slot.worker], MemberState.IDLE)
+        self._note(slot, MemberState.IDLE)
 
     def _take(self, wait: bool = True) -> int | None:
         """Takes steps to run; 0 when the pass is over.
@@ -622,6 +647,14 @@ class WorkerRun:
         if self._cluster.is_closed or self._gave_up_server:
             return  # Nobody needs to know more, and to ask might take long.
         found = diagnose(self._cluster, error, slot.lives, self._spared)
+        for _ in range(_CONNECTS if self._is_reading else 0):
+            # Others may have what would be lost with the worker, and a connection that broke is
+            # refused for a second.
+            if found.server != slot.worker or not self._cluster.is_up(*slot.worker):
+                break
+            if found.cause is not Cause.LOST_SERVER or self._wait_for_answers(_RETRY_SECONDS):
+                break
+            found = diagnose(self._cluster, error, slot.lives, self._spared)
         if found.cause is Cause.LOST_PS:
             raise lost_parameter_server(self._cluster, found.server) from error
         if self._readers:
@@ -665,7 +698,7 @@ class WorkerRun:
             return
         try:
             if job == "worker":
-                self._crew.lose(index)
+                self._tell_crew(index)
             for worker, holders in enumerate(self._holders):
                 if server in holders:
                     self._crew.suspend(worker)
@@ -674,6 +707,13 @@ class WorkerRun:
 
     def back(self, server: Server) -> None:
         """Does nothing: its own threads see to it."""
+
+    def _tell_crew(self, worker: int) -> None:
+        """A worker is gone, or what it trains on: then nothing can be told there."""
+        if any(map(self._cluster.membership.is_away, self._holders[worker])):
+            self._crew.suspend(worker)
+        else:
+            self._crew.lose(worker)
 
     def _count_loss(self) -> None:
         with self._changed:

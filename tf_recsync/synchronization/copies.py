@@ -61,6 +61,7 @@ class Copies:
         hold: is called before users see them; returns whether no worker trains them until
             `carried_on` is called.
         peeked: those of the variables that are read without it.
+        watched: returns a context in which calls to a server that is silent end.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Copies:
         read: str | int = "mean",
         hold: Callable[[], bool] = lambda: False,
         peeked: Collection[tf.Variable] = (),
+        watched: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ):
         self.variables = list(variables)
         self.groups = list(groups)
@@ -78,6 +80,7 @@ class Copies:
         self._read = read
         self._hold = hold
         self._peeked = {id(variable) for variable in peeked}
+        self._watched = watched
         self._is_held = False  # And users see them as they are.
         self._lock = threading.RLock()
         self._copies: dict[int, list[tf.Variable]] = {}  # By group.
@@ -297,7 +300,7 @@ class Copies:
         """Writes what the copies come to, which may be trained meanwhile, into what users see."""
         if _refreshing.active:
             return
-        with self._lock, _refreshing:
+        with self._lock, _refreshing, self._watched():
             found = self._combined()
             if found is not None:
                 self._show(found)

@@ -1,0 +1,121 @@
+"""The one watch over silent servers, for all who wait; servers are played here."""
+
+import threading
+import time
+
+import pytest
+from helpers import wait_until
+
+from tf_recsync.cluster.membership import Membership, MemberState
+from tf_recsync.cluster.silence_watch import SilenceWatch, Wait
+
+PS = ("ps", 0)
+
+
+class Played:
+    """A server that answers, or does not; asking it takes no time."""
+
+    def __init__(self):
+        self.is_silent = False
+        self.asked = 0
+
+    def probe(self, server):
+        self.asked += 1
+        return self._Answer(self)
+
+    class _Answer:
+        def __init__(self, server):
+            self.answered = None if server.is_silent else True
+            self.reachable = not server.is_silent
+
+        def is_alive(self):
+            return not self.answered
+
+
+@pytest.fixture
+def played():
+    return Played()
+
+
+@pytest.fixture
+def members():
+    members = Membership({"ps": 1})
+    members.connected({PS: 1}, all_answer=True)
+    return members
+
+
+@pytest.fixture
+def watch(members, played):
+    return SilenceWatch(members, played.probe)
+
+
+def waiting(limit, gave_up, suspects=lambda: [PS]):
+    return Wait(suspects, lambda server, seconds: gave_up.append(seconds), limit)
+
+
+def state(members):
+    return members.member(PS).state
+
+
+def test_each_gives_up_by_its_own_limit(watch, played):
+    soon, late = [], []
+    waits = [waiting(0.2, soon), waiting(1.0, late)]
+    for wait in waits:
+        watch.begin(wait)
+    played.is_silent = True
+    began = time.monotonic()
+    assert wait_until(lambda: late, 20)
+    assert time.monotonic() - began >= 0.9
+    assert len(soon) >= 2  # Again and again, which does not put off the other.
+    assert min(soon) >= 0.2
+    assert min(late) >= 1.0
+    for wait in waits:
+        watch.end(wait)
+
+
+def test_who_answers_is_suspected_no_longer(watch, played, members):
+    gave_up = []
+    wait = waiting(5.0, gave_up)
+    played.is_silent = True
+    watch.begin(wait)
+    assert wait_until(lambda: state(members) is MemberState.SUSPECT, 20)
+    played.is_silent = False
+    watch.end(wait)
+    assert wait_until(lambda: state(members) is MemberState.READY, 20)
+    assert gave_up == []
+
+
+def test_an_error_of_one_who_waits_is_nothing_to_the_others(watch, played, caplog):
+    gave_up = []
+
+    def fails():
+        raise ValueError("no idea")
+
+    played.is_silent = True
+    waits = [waiting(0.1, [], suspects=fails), waiting(0.2, gave_up)]
+    for wait in waits:
+        watch.begin(wait)
+    assert wait_until(lambda: gave_up, 20)
+    for wait in waits:
+        watch.end(wait)
+    assert "could not be asked or told" in caplog.text
+
+
+def test_what_was_expected_ends_by_itself(watch, played):
+    wait = waiting(0.1, [])
+    wait.until = time.monotonic() + 0.3
+    watch.begin(wait)
+    assert wait_until(lambda: played.asked >= 1, 20)
+    assert wait_until(lambda: wait not in watch._waits, 20)
+
+
+def test_nobody_is_asked_when_nobody_waits(watch, played):
+    wait = waiting(0.1, [])
+    watch.begin(wait)
+    assert wait_until(lambda: played.asked >= 2, 20)
+    watch.end(wait)
+    time.sleep(0.1)
+    asked = played.asked
+    time.sleep(0.2)
+    assert played.asked <= asked + 1  # It may have been about to ask.
+    assert any(t.name == "recsync_silence_watch" for t in threading.enumerate())
