@@ -5,6 +5,7 @@ import re
 import threading
 import time
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -125,6 +126,35 @@ def test_training_goes_on_whenever_a_connection_breaks(two, caplog, make, update
             assert updates - 6 <= done <= updates
     assert "worker:1 was lost" in caplog.text
     assert caplog.text.count("worker:1 was lost") >= caplog.text.count("worker:1 is back")
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["between epochs", "in a pass"])
+def test_a_connection_that_breaks_during_evaluation_costs_nobody_a_copy(two, is_open):
+    """Neither worker could go on without the other."""
+    strategy = recsync.HopStrategy(two, recsync.topology.ring(2))
+    model = compiled(strategy, slope_model, lambda: keras.optimizers.SGD(0.01), mean_output)
+    ones = tf.data.Dataset.from_tensors((np.ones([2, 1]), np.ones([2, 1])))
+    steps = STEPS if is_open else None
+    # With `steps_per_epoch`, the pass is open while the model is evaluated.
+    data = ones.repeat() if is_open else ones.repeat(STEPS)
+
+    class Cuts(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            # Not before functions have arrived: a worker that lacks some has to begin anew.
+            if batch in (5, 6, 7):
+                two.cut_off("worker", 1)
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            before = strategy.copies(model)
+            model.evaluate(ones.repeat(200), callbacks=[Cuts()], verbose=0)
+            wait_for_worker()
+            for old, new in zip(before, strategy.copies(model), strict=True):
+                np.testing.assert_array_equal(old[0], new[0])
+
+    model.fit(data, steps_per_epoch=steps, epochs=2, callbacks=[Evaluates()], verbose=0)
+    assert strategy.losses(model).workers == 0
+    assert None not in strategy.copies(model)
 
 
 def while_unreachable(cluster, function):

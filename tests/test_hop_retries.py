@@ -134,6 +134,23 @@ def test_with_calls_that_fail_training_is_decentralized_sgd_step_by_step(
         )
 
 
+def test_a_loop_that_fails_before_its_first_call_is_begun_again(cluster, monkeypatch):
+    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.01)
+    begun, failed = hop_edges.Edges._begun, set()
+
+    def failing_once(edges, sender, receiver):
+        if (sender, receiver) not in failed:
+            failed.add((sender, receiver))
+            raise tf.errors.UnavailableError(None, None, "Connection reset by peer")
+        return begun(edges, sender, receiver)
+
+    monkeypatch.setattr(hop_edges.Edges, "_begun", failing_once)
+    topo = topology.ring(WORKERS)
+    strategy, model, x, *_ = trained(cluster, topo)
+    assert failed == set(topo.edges)
+    assert sum(strategy.worker_steps(model)) == len(x)
+
+
 def test_a_call_that_was_given_up_and_waits_still_hinders_nobody(cluster, monkeypatch):
     # As when a connection breaks, and the worker does not hear of it. The call that is given up
     # has begun to wait when it is made again, and there is nothing to carry yet.

@@ -298,10 +298,14 @@ def test_a_table_on_a_closed_cluster_says_so(clusters):
         with strategy.scope():
             table = keras.layers.Embedding(4, 2)
             table.build((None, 1))
+            dense = keras.layers.Dense(1)
+            dense.build((None, 2))
         assert "/job:ps/replica:0/task:0" in table.embeddings.value.device
     message = r"LocalCluster\(workers=1, ps=2\) is closed, and what lay on its servers is gone"
     with pytest.raises(RuntimeError, match=message):
         table.get_weights()
+    # What is copied lies here.
+    assert [weights.shape for weights in dense.get_weights()] == [(2, 1), (1,)]
 
 
 def test_one_thread_with_synchronization_in_the_foreground_is_numpys_sequence(clusters):

@@ -198,41 +198,47 @@ class Edges:
     def _run(self, sender: int, receiver: int) -> None:
         """Carries what a worker has to tell a neighbor, until it is closed or one is gone."""
         with at(self._cluster, sender):
-            ends = tf.constant(sender, tf.int64), tf.constant(receiver, tf.int64)
-            carry = carry_function(self._dtype, bool(self._limits))
-            limits = [
-                tf.constant(
-                    self._limits.get(device_of("worker", w) + "/device:CPU:0", NO_LIMIT), tf.float64
-                )
-                for w in (sender, receiver)
-            ]
-
-            def call(taker: tf.Tensor) -> bool:
-                """Whether there will be more to carry, by this loop."""
-                with self._travel():
-                    living = self._living()
-                    if not self._is_in_charge(sender, receiver, living):
-                        return False
-                    source, target = living[sender], living[receiver]
-                    return bool(carry(source, ends[0], target, taker, *limits))
-
-            is_new = True
+            call: Callable[[int], bool] | None = None
             failures = 0  # In a row.
             while True:
                 try:
-                    if is_new:
+                    if call is None:
+                        begun = self._begun(sender, receiver)
                         # Servers build their parts of the graph, one pair after the other:
                         # side by side, TensorFlow's requests were garbled once in a while.
                         with _building:
-                            call(tf.constant(-1, tf.int64))
-                        is_new = False
-                    if not call(ends[1]):
+                            begun(-1)
+                        call = begun
+                    if not call(receiver):
                         return
                     failures = 0
                 except tf.errors.OpError as error:
                     failures += 1
                     if not self._may_try_again(sender, receiver, error, failures):
                         return
+
+    def _begun(self, sender: int, receiver: int) -> Callable[[int], bool]:
+        """What carries all that there is from one worker to another, called in the sender's scope.
+
+        Returns:
+            A function of the one that takes it, -1 for nobody; it returns whether there will be
+            more to carry, by this loop.
+        """
+        source_index, *takers = (tf.constant(n, tf.int64) for n in (sender, receiver, -1))
+        takers = dict(zip((receiver, -1), takers, strict=True))
+        carry = carry_function(self._dtype, bool(self._limits))
+        devices = [device_of("worker", worker) + "/device:CPU:0" for worker in (sender, receiver)]
+        limits = [tf.constant(self._limits.get(d, NO_LIMIT), tf.float64) for d in devices]
+
+        def call(taker: int) -> bool:
+            with self._travel():
+                living = self._living()
+                if not self._is_in_charge(sender, receiver, living):
+                    return False
+                source, target = living[sender], living[receiver]
+                return bool(carry(source, source_index, target, takers[taker], *limits))
+
+        return call
 
     def _is_in_charge(self, sender: int, receiver: int, living: Mapping[int, tf.Tensor]) -> bool:
         """Whether this thread is the edge's loop still, and both its ends are there."""
