@@ -72,6 +72,8 @@ def _is_unknown_function(error: Exception) -> bool:
     """Whether a server has not got a function: it was traced while the connection was broken."""
     if isinstance(error, tf.errors.FailedPreconditionError):  # The function of a dataset.
         return "Could not find required function definition" in error.message
+    if isinstance(error, tf.errors.InternalError):  # One that another one calls.
+        return "Can't find a function" in error.message
     return isinstance(error, tf.errors.NotFoundError) and "name of a function" in error.message
 
 

@@ -186,8 +186,11 @@ def check_parameter_servers(
 
 
 def lost_parameter_server(cluster: Cluster, server: Server) -> RuntimeError:
-    """The error that says so."""
+    """The error that says so, or that it is silent, if somebody has given it up by that."""
     cluster.membership.lost(server, None, "in the middle of a pass; training ends")
+    silent = cluster.membership.silent_seconds(server)
+    if silent:
+        return silent_parameter_server(server[1], silent)
     return RuntimeError(
         f"parameter server {server[0]}:{server[1]} was lost, and its parameters with it; start it "
         "again and load a checkpoint into a new model"

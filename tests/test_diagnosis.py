@@ -1,0 +1,93 @@
+"""Why a call failed: errors as TensorFlow words them, of servers that are played here."""
+
+import pytest
+import tensorflow as tf
+
+from tf_recsync.cluster import diagnosis
+from tf_recsync.cluster.diagnosis import Cause, diagnose
+from tf_recsync.cluster.membership import Membership
+
+WORKER, PS = ("worker", 0), ("ps", 0)
+
+
+class Played:
+    """A cluster of a worker and a parameter server."""
+
+    ps = 1
+
+    def __init__(self):
+        self.membership = Membership({"worker": 1, "ps": 1})
+        self.membership.connected({WORKER: 1, PS: 1}, all_answer=True)
+
+
+@pytest.fixture
+def gone(monkeypatch):
+    """The servers that can't be reached."""
+    servers: set[str] = set()
+    monkeypatch.setattr(diagnosis, "is_reachable", lambda device: device not in servers)
+    return servers
+
+
+def error(kind, message):
+    return kind(None, None, message)
+
+
+CAUSES = [
+    (error(tf.errors.UnavailableError, "Socket closed"), Cause.TRANSIENT),
+    (
+        error(
+            tf.errors.InvalidArgumentError,
+            "Unable to find the relevant tensor remote_handle: Op ID: 3",
+        ),
+        Cause.TRANSIENT,
+    ),
+    (
+        error(
+            tf.errors.NotFoundError,
+            "'__inference_steps_5' is neither a type of a primitive operation nor a name of a "
+            "function registered in binary",
+        ),
+        Cause.FORGOTTEN,
+    ),
+    (
+        error(
+            tf.errors.InternalError,
+            "Can't find a function: node={{node PartitionedCall}} = PartitionedCall[Tin=[]]",
+        ),
+        Cause.FORGOTTEN,
+    ),
+    (
+        error(
+            tf.errors.FailedPreconditionError,
+            "Could not find required function definition __inference_Dataset_map_3",
+        ),
+        Cause.FORGOTTEN,
+    ),
+    (error(tf.errors.InvalidArgumentError, "indices[0] = 9 is not in [0, 4)"), Cause.USER),
+    (error(tf.errors.NotFoundError, "clicks.csv; No such file or directory"), Cause.USER),
+]
+
+
+@pytest.mark.parametrize(("raised", "cause"), CAUSES)
+def test_where_all_are_there_the_error_says_what_it_is(gone, raised, cause):
+    found = diagnose(Played(), raised, {WORKER: 0})
+    assert found.cause is cause
+    assert found.server == (None if cause is Cause.USER else WORKER)
+
+
+@pytest.mark.parametrize(("raised", "_"), CAUSES)
+def test_who_is_gone_explains_any_error(gone, raised, _):
+    gone.add("/job:worker/replica:0/task:0")
+    assert diagnose(Played(), raised, {WORKER: 0}).server == WORKER
+    gone.add("/job:ps/replica:0/task:0")
+    assert diagnose(Played(), raised, {WORKER: 0}).cause is Cause.LOST_PS
+    found = diagnose(Played(), raised, {PS: 0, WORKER: 0}, spared=[PS])
+    assert (found.cause, found.server) == (Cause.LOST_SERVER, PS)
+
+
+def test_a_server_that_answers_in_another_life_is_lost_to_the_call(gone):
+    cluster = Played()
+    cluster.membership.lost(WORKER, None, "in a test")
+    cluster.membership.readmitted(WORKER)
+    found = diagnose(cluster, CAUSES[0][0], {WORKER: 0})
+    assert (found.cause, found.server) == (Cause.LOST_SERVER, WORKER)
