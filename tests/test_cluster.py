@@ -274,6 +274,7 @@ def standing_still(pid):
     Another process ends it in any case: this one might not be able to.
     """
     os.kill(pid, signal.SIGSTOP)
+    assert wait_until(lambda: local_cluster.stands_still(pid), 10)
     rescue = subprocess.Popen(["sh", "-c", f"sleep 20; kill -CONT {pid}"])
     try:
         yield lambda: rescue.poll() is None

@@ -73,6 +73,26 @@ def test_each_gives_up_by_its_own_limit(watch, played):
         watch.end(wait)
 
 
+def test_each_silence_is_noticed_as_soon_as_the_first(watch, played, members):
+    """Of a server that nobody waits for in between, so that nobody asks it."""
+    is_waiting, gave_up = [True], []
+    wait = waiting(0.5, gave_up, suspects=lambda: [PS] if is_waiting else [])
+    watch.begin(wait)
+    for _ in range(3):
+        played.is_silent = True
+        is_waiting[:] = [True]
+        assert wait_until(lambda: gave_up, 20)
+        assert 0.5 <= gave_up.pop(0) < 1.0
+        is_waiting.clear()
+        asked = played.asked
+        played.is_silent = False
+        members.readmitted(PS)
+        time.sleep(0.2)  # A few rounds, in which it is no suspect.
+        assert played.asked <= asked + 1
+        gave_up.clear()
+    watch.end(wait)
+
+
 def test_who_answers_is_suspected_no_longer(watch, played, members):
     gave_up = []
     wait = waiting(5.0, gave_up)

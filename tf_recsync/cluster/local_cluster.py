@@ -1,6 +1,8 @@
 """A cluster of real servers on this machine."""
 
 import atexit
+import contextlib
+import glob
 import json
 import os
 import pathlib
@@ -11,6 +13,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 
 import tensorflow as tf
 from absl import logging
@@ -22,9 +25,20 @@ _HOST = "127.0.0.1"
 _JOBS = ("worker", "ps", "reader")
 _MAX_STARTS = 3  # Attempts, if ports are taken.
 _EXIT_PORT_TAKEN = 98  # See server.py.
+_STOP_SECONDS = 10.0  # For a process to stand still.
 
 _chief_port_lock = threading.Lock()
 _chief_port: socket.socket | None = None  # Guarded by _chief_port_lock.
+
+
+def stands_still(pid: int) -> bool:
+    """Whether all threads of a process are stopped, or it has ended."""
+    states = []
+    for path in glob.glob(f"/proc/{pid}/task/*/stat"):
+        with contextlib.suppress(OSError), open(path) as stat:
+            # The name of a thread, in parentheses, may have anything in it.
+            states.append(stat.read().rpartition(")")[2].split()[0])
+    return all(state in "TtZX" for state in states)
 
 
 class LocalCluster(connection.Cluster):
@@ -222,7 +236,12 @@ class LocalCluster(connection.Cluster):
           RuntimeError: The cluster is closed, or the server is in this process.
         """
         with self._mutex:
-            self._server(job, index).send_signal(signal.SIGSTOP)
+            server = self._server(job, index)
+            server.send_signal(signal.SIGSTOP)
+            # On a busy machine, some of its threads answer for a while.
+            deadline = time.monotonic() + _STOP_SECONDS
+            while not stands_still(server.pid) and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     def resume(self, job: str, index: int) -> None:
         """Lets a server go on that `pause` has stopped.

@@ -7,7 +7,6 @@ limit.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import threading
@@ -132,37 +131,45 @@ class SilenceWatch:
         self._probes.clear()
 
     def _ask(self, waits: Sequence[Wait], passed: float) -> None:
-        waiting: dict[Server, list[Wait]] = collections.defaultdict(list)
+        waiting: dict[Server, list[Wait]] = {}
         for wait in waits:
             for server in set(_or_logged(wait.suspects) or ()):
-                waiting[server].append(wait)
-        for server in [s for s in self._silent if s not in waiting]:
-            del self._silent[server]
-            self._membership.answered(server)  # As far as anybody cares.
+                waiting.setdefault(server, []).append(wait)
+        for server in [s for s in self._probes if s not in waiting]:
+            # What is known of it is of no use when somebody waits again.
+            del self._probes[server]
+            if self._silent.pop(server, 0.0):
+                self._membership.answered(server)  # As far as anybody cares.
+        self._given_up = {
+            (wait, server): silent
+            for (wait, server), silent in self._given_up.items()
+            if wait in waiting.get(server, ())
+        }
         for server in sorted(waiting):
-            probe = self._probes.get(server)
-            if probe is None or probe.answered:
-                was_given_up = self._membership.silent_seconds(server) > 0
-                if probe is not None and probe.reachable and was_given_up:
-                    # It has all that it had.
-                    self._membership.readmitted(server)
-                self._membership.answered(server)
-                self._silent[server] = 0.0
-                for wait in waiting[server]:
-                    self._given_up.pop((wait, server), None)
-                self._probes[server] = self._probe(server)
-                continue
-            # One whose connections were cut, by whomever, can't be reached, and may still have
-            # callers elsewhere wait.
-            if not probe.is_alive():
-                self._probes[server] = self._probe(server)
-            self._membership.suspected(server)
-            self._silent[server] = silent = self._silent.get(server, 0.0) + passed
-            for wait in waiting[server]:
-                since = self._given_up.get((wait, server), 0.0)
-                if silent - since >= wait.limit:
-                    self._given_up[wait, server] = silent
-                    _or_logged(functools.partial(wait.give_up, server, silent))
+            _or_logged(functools.partial(self._ask_one, server, waiting[server], passed))
+
+    def _ask_one(self, server: Server, waits: Sequence[Wait], passed: float) -> None:
+        probe = self._probes.get(server)
+        if probe is None or probe.answered:
+            if probe is not None and probe.reachable and self._membership.silent_seconds(server):
+                # It was given up, and has all that it had.
+                self._membership.readmitted(server)
+            self._membership.answered(server)
+            self._silent[server] = 0.0
+            for wait in waits:
+                self._given_up.pop((wait, server), None)
+            self._probes[server] = self._probe(server)
+            return
+        # One whose connections were cut, by whomever, can't be reached, and may still have
+        # callers elsewhere wait.
+        if not probe.is_alive():
+            self._probes[server] = self._probe(server)
+        self._membership.suspected(server)
+        self._silent[server] = silent = self._silent.get(server, 0.0) + passed
+        for wait in waits:
+            if silent - self._given_up.get((wait, server), 0.0) >= wait.limit:
+                self._given_up[wait, server] = silent
+                _or_logged(functools.partial(wait.give_up, server, silent))
 
 
 def _or_logged(action: Callable[[], Any]) -> Any:

@@ -135,9 +135,11 @@ def lose_the_gone(cluster: Cluster, servers: Sequence[Server], seconds: float) -
     """
     probes = {server: cluster.probe(*server) for server in servers}
     deadline = time.monotonic() + seconds
+    silent = set()
     for server, probe in list(probes.items()):
         probe.join(max(0.0, deadline - time.monotonic()))
         if probe.is_alive():
+            silent.add(server)  # Its probe fails when it is cut off.
             logging.warning("%s:%d has not answered for %.0f s.", *server, seconds)
             cluster.cut_off(*server)
         elif probe.answered is False:
@@ -148,8 +150,8 @@ def lose_the_gone(cluster: Cluster, servers: Sequence[Server], seconds: float) -
         if probe.reachable:
             cluster.membership.readmitted(server)
             continue
-        silent = seconds if probe.answered is None else 0.0
-        cluster.membership.lost(server, None, "between two epochs", silent_seconds=silent)
+        was_silent = seconds if server in silent else 0.0
+        cluster.membership.lost(server, None, "between two epochs", silent_seconds=was_silent)
 
 
 def how_lost(server: Server, reason: str) -> str:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster, MemberState, Server
-from tf_recsync.cluster.diagnosis import Cause, diagnose
+from tf_recsync.cluster.diagnosis import Cause, Diagnosis, diagnose
 from tf_recsync.cluster.membership import Order
 from tf_recsync.cluster.silence_watch import Wait, suspicious_after
 from tf_recsync.strategies import data_errors
@@ -647,14 +647,8 @@ class WorkerRun:
         if self._cluster.is_closed or self._gave_up_server:
             return  # Nobody needs to know more, and to ask might take long.
         found = diagnose(self._cluster, error, slot.lives, self._spared)
-        for _ in range(_CONNECTS if self._is_reading else 0):
-            # Others may have what would be lost with the worker, and a connection that broke is
-            # refused for a second.
-            if found.server != slot.worker or not self._cluster.is_up(*slot.worker):
-                break
-            if found.cause is not Cause.LOST_SERVER or self._wait_for_answers(_RETRY_SECONDS):
-                break
-            found = diagnose(self._cluster, error, slot.lives, self._spared)
+        if self._is_reading and found == Diagnosis(Cause.LOST_SERVER, slot.worker):
+            found = self._second_look(slot, error, found)
         if found.cause is Cause.LOST_PS:
             raise lost_parameter_server(self._cluster, found.server) from error
         if self._readers:
@@ -677,6 +671,23 @@ class WorkerRun:
             )
         self._cluster.tell_members()
         self._lose_slot(slot)
+
+    def _second_look(self, slot: Slot, error: tf.errors.OpError, found: Diagnosis) -> Diagnosis:
+        """Whether a worker that can't be reached is gone: others may have what is lost with it.
+
+        gRPC refuses a connection that broke for a second.
+        """
+        membership = self._cluster.membership
+        broken = Diagnosis(Cause.TRANSIENT, slot.worker)
+        for _ in range(_CONNECTS):
+            if not membership.are_current(slot.lives) or not self._cluster.is_up(*slot.worker):
+                return found
+            if self._wait_for_answers(_RETRY_SECONDS):
+                return broken  # If it is gone, whoever trains finds that out.
+            again = diagnose(self._cluster, error, slot.lives, self._spared)
+            if again != found:
+                return broken if again.cause is Cause.USER else again
+        return found
 
     def _lose_slot(self, slot: Slot) -> None:
         """A worker's thread can't go on: it is gone, or what it trains on."""
@@ -737,9 +748,7 @@ class WorkerRun:
 
     def _wait_for_answers(self, seconds: float) -> bool:
         with self._changed:
-            if not self._is_over():
-                self._changed.wait(timeout=seconds)
-            return self._is_over()
+            return self._changed.wait_for(self._is_over, timeout=seconds)
 
     def _is_over(self) -> bool:
         """Whether a lost worker that comes back would find nothing to do; under _changed."""

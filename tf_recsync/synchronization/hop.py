@@ -131,11 +131,12 @@ class HopSynchronizer:
         else:
             self.copies.ensure(worker)
             self._make(worker, self._first)
-            with self._lock:
-                # They were lost before there was somebody to tell.
-                gone = self._lost.intersection(self._neighbors(worker))
-            for neighbor in gone:
-                hop.set_neighbor(self.handle(worker), neighbor, 0, -1)
+            with self._joining, self._lock:
+                # They were lost before there was somebody to tell; see `_void_bounds`, too.
+                own = self._neighbors(worker)
+                for lost in self._lost:
+                    about = lost if lost in own else worker
+                    hop.set_neighbor(self._handles[worker], about, 0, -1)
 
     def holders_of(self, worker: int) -> Sequence[tuple[str, int]]:
         """None: each worker holds its copy itself."""
