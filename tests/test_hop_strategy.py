@@ -362,7 +362,7 @@ def test_a_queue_dies_with_its_strategy(cluster):
 
 
 def test_a_worker_that_had_left_does_the_steps_that_others_found_no_batches_for(cluster, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "absl")  # Whatever examples have set.
     strategy = recsync.HopStrategy(cluster, topology.ring_based(WORKERS))
     batch = np.ones((64, WIDTH), np.float32), np.ones((64, 1), np.float32)
     with strategy.scope():
