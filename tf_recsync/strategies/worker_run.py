@@ -38,6 +38,7 @@ _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _LEAVE_SECONDS = 10.0  # For the workers to leave a pass that failed, at most.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
+_TELL_SECONDS = 0.5  # Between two looks at what has happened to workers.
 _CONNECTS = 5  # Attempts to reach a worker again that is up.
 _MOST_BREAKS = 5  # Connections to a living worker that break without a call in between.
 
@@ -301,11 +302,14 @@ class WorkerRun:
         self, done: Callable[[], bool], while_waiting: Callable[[], None] = lambda: None
     ) -> None:
         last = (self._completed, time.monotonic())
+        told = last[1]
         while not done():
             self._changed.wait(timeout=1.0)
-            with self._unlocked():
-                while_waiting()
             now = time.monotonic()
+            if now - told >= _TELL_SECONDS:
+                told = now
+                with self._unlocked():
+                    while_waiting()
             if self._completed != last[0]:
                 last = (self._completed, now)
             elif now - last[1] > _STALL_SECONDS:
