@@ -72,8 +72,8 @@ class Comebacks:
     def _take_in(self, server: Server) -> bool:
         """Readmits a server, without others that are away; whether that was possible."""
         membership = self._cluster.membership
-        away = [(m.job, m.index) for m in membership.members() if m.job != "reader"]
-        away = [other for other in away if membership.is_away(other)]
+        members = membership.members()
+        away = [(m.job, m.index) for m in members if m.job != "reader" and not m.is_there]
         anew = [server] if membership.is_forgetful(server) else []
         try:
             without = [s for s in away if s != server and not self._cluster.is_up(*s)]

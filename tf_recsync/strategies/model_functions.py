@@ -104,7 +104,7 @@ class Steps:
         self._losses = Losses()  # Of earlier passes, and of batches.
         self._waited = [0.0] * settings.cluster.workers  # For batches, in earlier passes.
         self._is_advancing = False  # Whether Keras waits for steps.
-        # Told about once a second, by whoever waits for steps, to pass on what has happened.
+        # Told about twice a second, by whoever waits for steps, to pass on what has happened.
         self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self._holding = threading.Lock()
         self._held: contextlib.ExitStack | None = None  # What ends when workers go on.

@@ -64,7 +64,7 @@ class WorkerRun:
         spared: parameter servers that none of its steps needs, beside what the crew says.
         is_reading: whether its steps change nothing: if a connection breaks, nobody else has to
             know.
-        while_waiting: is called about once a second by whoever waits for steps.
+        while_waiting: is called about twice a second by whoever waits for steps.
         data: as workers get at it. Readers may have parts of it: then the cluster knows the
             pass. None if it is the coordinator's in any case.
     """

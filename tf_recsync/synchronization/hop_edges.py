@@ -224,8 +224,8 @@ class Edges:
             A function of the one that takes it, -1 for nobody; it returns whether there will be
             more to carry, by this loop.
         """
-        source_index, *takers = (tf.constant(n, tf.int64) for n in (sender, receiver, -1))
-        takers = dict(zip((receiver, -1), takers, strict=True))
+        source_index = tf.constant(sender, tf.int64)
+        takers = {taker: tf.constant(taker, tf.int64) for taker in (receiver, -1)}
         carry = carry_function(self._dtype, bool(self._limits))
         devices = [device_of("worker", worker) + "/device:CPU:0" for worker in (sender, receiver)]
         limits = [tf.constant(self._limits.get(d, NO_LIMIT), tf.float64) for d in devices]
