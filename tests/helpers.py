@@ -288,9 +288,9 @@ def assert_close(a, b, tolerance: float = 2e-5) -> None:
 
 
 @contextlib.contextmanager
-def compute_time(strategy: recsync.AsyncStrategy, seconds: float):
-    """Inside, every training step takes that much longer."""
-    recsync.testing.set_compute_time(strategy, seconds)
+def compute_time(strategy: recsync.AsyncStrategy, seconds: float, slowdown=None):
+    """Inside, every training step takes that much longer, and some longer still."""
+    recsync.testing.set_compute_time(strategy, seconds, slowdown)
     try:
         yield
     finally:

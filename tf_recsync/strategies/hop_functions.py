@@ -60,6 +60,8 @@ class HopTrainFunction(TrainFunction):
         read: what users see of the copies, see `Copies`.
     """
 
+    most_unrolled = 1  # A step is on its worker alone, where a loop costs next to nothing.
+
     def __init__(
         self,
         model: keras.Model,
@@ -86,12 +88,12 @@ class HopTrainFunction(TrainFunction):
             self.synchronizer.reports()
 
     def _trace(self, layout: Layout, element_spec, steps, compute_time) -> Callable:
+        del steps
         return _trace(
             self._model,
             layout,
             self._protocol,
             element_spec,
-            steps,
             compute_time,
             self._step_logs,
         )
@@ -102,15 +104,14 @@ def _trace(
     layout: Layout,
     protocol: Protocol,
     element_spec: Any,
-    steps_per_call: int,
     compute_time: worker_functions.ComputeTime | None,
     step_logs: StepLogs,
 ) -> Callable:
     """Traces `model.train_step` and the exchange around it, once for all workers.
 
     Returns:
-        A function of an iterator and the `inputs` of a worker's state that runs so many
-        steps and raises OutOfRangeError at the end of the data.
+        A function of an iterator, a number of steps, and the `inputs` of a worker's state that
+        runs so many steps and raises OutOfRangeError at the end of the data.
     """
     strategy = model.distribute_strategy
     parameters = [variable._value for variable in model.trainable_variables]
@@ -147,7 +148,7 @@ def _trace(
                 variable._value.assign(variable.constraint(variable._value.read_value()))
             add_step(count, [received], waited)
 
-    def steps(iterator, worker, began, count, hop_handle):
+    def steps(iterator, number, worker, began, count, hop_handle):
         def one_step(i):
             wait = DataWait([i])
             data = iterator.get_next()
@@ -157,16 +158,14 @@ def _trace(
                 run_step(data, wait.until(evidence), worker, began, count, hop_handle)
             return i + 1
 
-        if steps_per_call == 1:
-            one_step(tf.constant(0))
-        else:
-            tf.while_loop(
-                lambda i: i < steps_per_call, one_step, [tf.constant(0)], parallel_iterations=1
-            )
+        tf.while_loop(
+            lambda i: i < number, one_step, [tf.zeros([], tf.int64)], parallel_iterations=1
+        )
 
     with strategy.scope():
         concrete = tf.function(steps, autograph=False).get_concrete_function(
             tf.data.IteratorSpec(element_spec),
+            tf.TensorSpec([], tf.int64),
             tf.TensorSpec([], tf.int64),
             tf.TensorSpec([], tf.float64),
             tf.TensorSpec([], tf.resource),
@@ -175,11 +174,11 @@ def _trace(
     private = [variable._value for variable in layout.private]
     copied = copied_variables(model)
 
-    def call(iterator, worker, began, count, *rest):
+    def call(iterator, number, worker, began, count, *rest):
         # The worker's own variables, what it keeps beside its parameters, its copies.
         own, (hop_handle, *copies) = rest[: len(private)], rest[len(private) :]
-        function(iterator, worker, began, count, hop_handle, *own, *copies)
+        function(iterator, number, worker, began, count, hop_handle, *own, *copies)
 
     replaced = [variable.handle for variable in [*private, *copied]]
-    function = OnCopies(concrete, 5, replaced)  # The iterator included.
+    function = OnCopies(concrete, 6, replaced)  # The iterator included.
     return call

@@ -34,7 +34,9 @@ from tf_recsync.synchronization.remote_values import PackedReader
 
 _REFRESH_SECONDS = 0.5  # Between readings of the workers' metrics.
 
-# What workers call, by the servers of their group, which it names, and by the steps of a call.
+_UNROLL_SHARE = 16  # Steps of a call from which more steps are unrolled: they are short then.
+
+# What workers call, by the servers of their group, which it names, and by the steps unrolled.
 _Functions = dict[tuple[int, ...], dict[int, Callable]]
 
 
@@ -81,6 +83,7 @@ class Steps:
 
     method = ""
     threads = 1  # That call each worker.
+    most_unrolled = worker_functions.MOST_UNROLLED  # Steps of a function, at most.
 
     def __init__(self, model: keras.Model, settings: Settings, variables: OnServers):
         self._model = model
@@ -88,6 +91,8 @@ class Steps:
         self._variables = variables
         self._functions: dict[Any, tuple[_Functions, Layout]] = {}
         self._current: _Functions = {}  # Of those.
+        self._unrolled: Callable[..., _Functions] | None = None  # Traces them with more steps.
+        self._trace_seconds = 0.0  # It took to trace one step for each.
         self._step_logs: StepLogs | None = None
         self._logs: dict[str, Any] = {}
         self._refreshed = 0.0
@@ -185,6 +190,7 @@ class Steps:
         elif not finished and time.monotonic() - self._refreshed > _REFRESH_SECONDS:
             with self.watched():
                 self._refresh(run)
+            self._unroll(run)
         # Workers may be done long before Keras has counted their steps.
         self._is_final = finished
         # The end of data of unknown length shows when a call has no step left.
@@ -294,7 +300,7 @@ class Steps:
             # whether the worker has all functions.
             for function in self._functions_of(slot).values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
-                    function(iterator.empty(), *state.inputs)
+                    function(iterator.empty(), state.number(1), *state.inputs)
             state.read(self._reader, metrics, slot.device)
 
         def call(slot: Slot, n: int):
@@ -329,24 +335,41 @@ class Steps:
         for observer in list(self.observers):
             observer.tell()
 
+    def _unroll(self, run: WorkerRun) -> None:
+        """Traces functions of more steps, if there are many short ones: nobody waits for them.
+
+        A server begins an unrolled step as soon as it is done with the one before.
+        """
+        most = self.most_unrolled
+        # It takes time, and the pass might be over before that pays.
+        if self._unrolled is None or run.seconds < 2 * most * self._trace_seconds:
+            return
+        if max(slot.share for slot in run.slots) < _UNROLL_SHARE:
+            return
+        traced, self._unrolled = self._unrolled(most), None
+        for servers, functions in self._current.items():
+            traced[servers].update(functions)
+        # Workers' threads have the ones of before in hand.
+        self._current = traced
+        ((key, (_, layout)),) = self._functions.items()
+        self._functions = {key: (traced, layout)}
+
     def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
         """Has a worker's thread run at most n steps; (those done, whether the data has ended)."""
         state, functions = slot.state, self._functions_of(slot)
-        if n > 1 and n in functions:
-            before = state.steps
+        before = state.steps
+        # As many as fit the longest function, and the rest one by one.
+        for unrolled in sorted(functions, reverse=True):
+            times = (n - (state.steps - before)) // unrolled
+            if not times:
+                continue
             try:
-                functions[n](state.iterator, *state.inputs)
+                functions[unrolled](state.iterator, state.number(times), *state.inputs)
             except tf.errors.OutOfRangeError:
-                state.steps = state.read_steps()
+                if times * unrolled > 1:
+                    state.steps = state.read_steps()
                 return state.steps - before, True
-            state.steps += n
-            return n, False
-        for done in range(n):
-            try:
-                functions[1](state.iterator, *state.inputs)
-            except tf.errors.OutOfRangeError:
-                return done, True
-            state.steps += 1
+            state.steps += times * unrolled
         return n, False
 
     def _open(
@@ -369,10 +392,11 @@ class Steps:
         return layout
 
     def _lengths(self, iterator: DistributedIterator) -> set[int]:
-        """How many steps a call may run."""
-        lengths = {self._model.steps_per_execution}
-        if iterator.distributed.steps_per_epoch is not None:
-            lengths.add(1)  # What remains of a number of steps need not fill a call.
+        """How many steps the functions have that workers call, again and again."""
+        steps = self._model.steps_per_execution
+        lengths = {min(steps, self.most_unrolled)}
+        if iterator.distributed.steps_per_epoch is not None or steps % max(lengths):
+            lengths.add(1)  # What remains of a number of steps need not fill a function.
         return lengths
 
     def _functions_of(self, slot: Slot) -> dict[int, Callable]:
@@ -395,17 +419,21 @@ class Steps:
         key = self._variables.trace_key(spec, bandwidths, lengths, compute_time)
         if key not in self._functions:
             self._step_logs = StepLogs(self._model, self.method, spec)
-            functions: _Functions = {}
-            for group in self._groups():
-                servers = () if group is None else group.servers
-                if servers in functions:
-                    continue  # Groups whose trainers hold their copies name the same devices.
-                layout = self._variables.layout(group)
+            # Groups whose trainers hold their copies name the same devices.
+            groups = {() if g is None else g.servers: g for g in self._groups()}
+            layouts = {servers: self._variables.layout(g) for servers, g in groups.items()}
+
+            def trace(*lengths: int) -> _Functions:
                 with links.limited(bandwidths):
-                    functions[servers] = {
-                        steps: self._trace(layout, spec, steps, compute_time) for steps in lengths
+                    return {
+                        servers: {n: self._trace(layout, spec, n, compute_time) for n in lengths}
+                        for servers, layout in layouts.items()
                     }
-            self._functions = {key: (functions, layout)}
+
+            began = time.monotonic()
+            self._functions = {key: (trace(*lengths), next(iter(layouts.values())))}
+            self._trace_seconds = (time.monotonic() - began) / sum(lengths)
+            self._unrolled = trace if max(lengths) < self.most_unrolled else None
         return self._functions[key]
 
     def _trace(
@@ -415,8 +443,8 @@ class Steps:
         steps: int,
         compute_time: worker_functions.ComputeTime | None,
     ) -> Callable:
-        """Traces a function of so many steps; see `worker_functions.trace_steps`."""
-        return worker_functions.trace_steps(
+        """Traces a function that does so many steps again and again."""
+        body = worker_functions.trace_steps(
             self._model,
             layout,
             self.method,
@@ -428,6 +456,7 @@ class Steps:
             self._step_logs,
             self._settings.mode.hogwild,
         )
+        return worker_functions.trace_loop(body, layout, element_spec)
 
     def _aggregation_of(self, layout: Layout) -> Aggregation | None:
         """What collects the pushes of the model's steps; None where nothing does."""

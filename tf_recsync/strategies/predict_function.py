@@ -90,6 +90,7 @@ class PredictFunction:
             self._settings.silence_timeout,
             spared=self._variables.spared(self._settings.arrangement),
             is_reading=True,
+            most_per_call=1,
         )
         steps = iterator.distributed.steps_per_epoch
         run.grant(float("inf") if steps is None else steps)

@@ -64,6 +64,7 @@ class Slot:
         lost_steps: how many steps were lost in it.
         running: whether its thread is still at work.
         pass_began: when the workers began together (time.time()).
+        share: how many steps its next call may run.
     """
 
     def __init__(self, number: int, index: int):
@@ -80,6 +81,7 @@ class Slot:
         self.lost_steps = 0
         self.running = True
         self.pass_began = 0.0
+        self.share = 1
 
 
 class Crew(Protocol):

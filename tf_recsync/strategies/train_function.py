@@ -142,7 +142,7 @@ class TrainFunction(Steps):
         replaced = [variable.handle for variable in copies.variables]
         if layout.group.index in self.aggregations:
             replaced += self.aggregations[layout.group.index].handles
-        return OnCopies(concrete, 4 + len(layout.private), replaced)
+        return OnCopies(concrete, 5 + len(layout.private), replaced)
 
     def _lengths(self, iterator: DistributedIterator) -> set[int]:
         lengths = super()._lengths(iterator)

@@ -25,6 +25,36 @@ from tf_recsync.synchronization.pull_push import Ahead, Layout, Step
 ComputeTime = Callable[[tf.Tensor, tf.Tensor, Callable[[], tf.Tensor]], tf.Tensor]
 
 
+# More steps than these are a loop: their operations take time to make, and the gain is small.
+MOST_UNROLLED = 8
+
+
+def trace_loop(body: Callable, layout: Layout, element_spec: Any) -> Callable:
+    """Has a worker call a function of steps again and again by itself.
+
+    Args:
+        body: what `trace_steps` gave.
+        layout: the model's layout.
+        element_spec: the type spec of the batches.
+
+    Returns:
+        A concrete function of (iterator, how often, the worker's index, ...), the rest being
+        the arguments of `body`. How often is an int64 scalar on the worker.
+    """
+
+    def loop(iterator, times, *arguments):
+        def once(i):
+            body(iterator, *arguments)
+            return i + 1
+
+        # What `body` does on servers is part of each turn: that costs a message for each.
+        tf.while_loop(lambda i: i < times, once, [tf.zeros([], tf.int64)], parallel_iterations=1)
+
+    return tf.function(loop, autograph=False).get_concrete_function(
+        tf.data.IteratorSpec(element_spec), tf.TensorSpec([], tf.int64), *_worker_specs(layout)
+    )
+
+
 def trace_steps(
     model: keras.Model,
     layout: Layout,
@@ -44,8 +74,8 @@ def trace_steps(
         layout: its layout.
         method: "train_step" or "test_step".
         element_spec: the type spec of the batches that the workers' iterators yield.
-        steps_per_call: how many steps one call runs. They are unrolled: a loop
-            would span all servers.
+        steps_per_call: how many steps one call runs. They are unrolled, so that a server
+            begins the next one when it is done with the last.
         compute_time: of the artificial compute time of training steps, or None.
         aggregation: see `Step`.
         prefetch_lookups: whether a step pulls the lookups of the call's next one

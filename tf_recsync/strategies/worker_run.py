@@ -1,6 +1,7 @@
 """Drives the workers through one pass over a dataset, by one thread or more for each.
 
-A thread calls its worker again and again with as many steps as fit one call.
+A thread calls its worker again and again. A call runs as many steps as a worker does in a
+fraction of a second: so few that nobody waits for its end, and so many that calls cost little.
 A worker that is lost takes its batches with it and is admitted again when it
 is back; the others go on.
 """
@@ -8,6 +9,7 @@ is back; the others go on.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +40,8 @@ _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _LEAVE_SECONDS = 10.0  # For the workers to leave a pass that failed, at most.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
+_CALL_SECONDS = 0.25  # How long a call of many steps lasts.
+_CALL_SECONDS_EACH = 0.02  # Of as many workers as there are: else calls keep this process busy.
 _TELL_SECONDS = 0.5  # Between two looks at what has happened to workers.
 _CONNECTS = 5  # Attempts to reach a worker again that is up.
 _MOST_BREAKS = 5  # Connections to a living worker that break without a call in between.
@@ -53,7 +57,8 @@ class WorkerRun:
             worker was lost.
         call: `call(slot, n)` runs at most n steps and returns (steps done,
             whether the dataset has ended, a result or None).
-        steps_per_call: how many steps one call may run.
+        steps_per_call: a call runs so many steps, or a multiple of it.
+        most_per_call: so many at most, or None if that depends on how long they take.
         should_stop: asked between calls; True ends the pass early.
         worker_timeout: seconds without any worker after which the run fails.
         silence_timeout: seconds without a sign of life after which a server is given up.
@@ -84,6 +89,7 @@ class WorkerRun:
         spared: Iterable[Server] = (),
         is_reading: bool = False,
         while_waiting: Callable[[], None] = lambda: None,
+        most_per_call: int | None = None,
     ):
         self.data = data
         self._readers = 0 if data is None else data.readers
@@ -92,6 +98,7 @@ class WorkerRun:
         self._open_worker = open_worker
         self._call = call
         self._steps_per_call = steps_per_call
+        self._most_per_call = most_per_call or sys.maxsize
         self._should_stop = should_stop
         self._worker_timeout = worker_timeout
         self._suspicious_after = suspicious_after(silence_timeout)
@@ -128,6 +135,9 @@ class WorkerRun:
         self._begun_without: set[Server] = set()  # That were away when it began.
         self._opening = [threading.Lock() for _ in workers]
         self.slots = [Slot(i, i // threads) for i in range(cluster.workers * threads)]
+        self._call_seconds = max(_CALL_SECONDS, _CALL_SECONDS_EACH * len(self.slots))
+        for slot in self.slots:
+            slot.share = steps_per_call
         self._threads = [
             threading.Thread(
                 target=self._drive, args=(slot,), name=f"recsync_worker_{slot.number}", daemon=True
@@ -178,6 +188,11 @@ class WorkerRun:
         """Steps finished so far."""
         with self._changed:
             return self._completed
+
+    @property
+    def seconds(self) -> float:
+        """For how long workers have trained; 0 before they have begun together."""
+        return 0.0 if self._began is None else time.time() - self._began
 
     @property
     def losses(self) -> Losses:
@@ -473,10 +488,10 @@ class WorkerRun:
                 if not self._readmit(slot):
                     return
                 opened = True
-            n = self._take(wait=False)
+            n = self._take(slot, wait=False)
             if n is None:
                 self._leave(slot)
-                n = self._take()
+                n = self._take(slot)
                 if n and self._guarded(slot, lambda: self._resume(slot)) is None:
                     self._give_back(n, lost=False)
                     opened = False
@@ -497,7 +512,7 @@ class WorkerRun:
                 opened = False
                 continue
             done, ended, result = outcome[0]
-            self._account(n, done, result, time.monotonic() - called)
+            self._account(slot, n, done, result, time.monotonic() - called)
             slot.breaks = 0
             if ended:
                 self._leave(slot)
@@ -598,7 +613,7 @@ class WorkerRun:
         # If its life is over, that shows when it is needed again.
         self._note(slot, MemberState.IDLE)
 
-    def _take(self, wait: bool = True) -> int | None:
+    def _take(self, slot: Slot, wait: bool = True) -> int | None:
         """Takes steps to run; 0 when the pass is over.
 
         While none are granted it waits, or returns None.
@@ -609,14 +624,28 @@ class WorkerRun:
                     return 0
                 free = self._granted - self._taken
                 if free > 0 and not self._is_held:
-                    n = int(min(free, self._steps_per_call))
+                    n = self._share(slot, free)
                     self._taken += n
                     return n
                 if not wait:
                     return None
                 self._changed.wait(timeout=1.0)
 
-    def _account(self, taken: int, done: int, result: Any, seconds: float) -> None:
+    def _share(self, slot: Slot, free: float) -> int:
+        """How many of the steps that are left a call shall run."""
+        n = min(slot.share, free)
+        if free < float("inf"):
+            # Others, who may be faster, shall be busy until the last of them.
+            n = min(n, int(free) // (2 * len(self.slots)))
+        # Powers of two, as each number that a worker gets is a tensor there.
+        calls = max(1, int(n) // self._steps_per_call)
+        return int(min(self._steps_per_call << (calls.bit_length() - 1), free))
+
+    def _account(self, slot: Slot, taken: int, done: int, result: Any, seconds: float) -> None:
+        if taken >= slot.share or seconds > self._call_seconds:
+            # At most twice as many, since this call may have been a lucky one.
+            fits = min(2.0, self._call_seconds / max(seconds, 1e-9))
+            slot.share = max(self._steps_per_call, min(int(taken * fits), self._most_per_call))
         with self._changed:
             self._longest_call = max(self._longest_call, seconds)
             self._taken -= taken - done

@@ -39,6 +39,7 @@ class WorkerState:
         self._worker = on_worker(np.int64(worker))
         self._began = on_worker(np.float64(0))
         self._has_begun = False
+        self._numbers: dict[int, tf.Tensor] = {}
         counts = np.array([self.steps, self.waited])
         self._counts = tf.Variable(on_worker(counts), trainable=False)
         self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
@@ -58,9 +59,15 @@ class WorkerState:
 
     @property
     def inputs(self) -> list[tf.Tensor]:
-        """What its functions take after an iterator (see `worker_functions.trace_steps`)."""
+        """What its functions take besides an iterator (see `worker_functions.trace_steps`)."""
         handles = [variable.handle for variable in (self._counts, *self._variables)]
         return [self._worker, self._began, *handles]
+
+    def number(self, value: int) -> tf.Tensor:
+        """A number as an int64 scalar on the worker; call it in its device scope."""
+        if value not in self._numbers:
+            self._numbers[value] = on_worker(np.int64(value))
+        return self._numbers[value]
 
     def begin(self, time: float) -> None:
         """Tells the worker, once, when the pass began, in seconds of the Unix epoch."""
