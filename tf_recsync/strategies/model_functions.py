@@ -32,8 +32,6 @@ from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.remote_values import PackedReader
 
-_REFRESH_SECONDS = 0.5  # Between readings of the workers' metrics.
-
 _UNROLL_SHARE = 16  # Steps of a call from which more steps are unrolled: they are short then.
 
 # What workers call, by the servers of their group, which it names, and by the steps unrolled.
@@ -187,7 +185,7 @@ class Steps:
                 self._count_lost_batches(run)
                 self._flush()
                 self._refresh(run)
-        elif not finished and time.monotonic() - self._refreshed > _REFRESH_SECONDS:
+        elif not finished and time.monotonic() - self._refreshed > 2 * run.call_seconds:
             with self.watched():
                 self._refresh(run)
             self._unroll(run)

@@ -41,8 +41,8 @@ class AsyncStrategy(GroupStrategy):
         local_batch_size: examples of the dataset's batches, an int, or None (the
             default). Only needed to convert SWAP's period and the global step when a
             checkpoint was made with another batch size or mode.
-        prefetch_lookups: whether each step of a call (see `steps_per_execution`) but
-            the last pulls the rows that the next one looks up before it computes, so
+        prefetch_lookups: whether each of the unrolled steps (`steps_per_execution`, 8 at most)
+            but the last pulls the rows that the next one looks up before it computes, so
             that they travel meanwhile. They miss this step's update, which their
             staleness tells. Defaults to False.
         worker_timeout: seconds without any reachable worker after which training

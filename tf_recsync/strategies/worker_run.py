@@ -190,6 +190,11 @@ class WorkerRun:
             return self._completed
 
     @property
+    def call_seconds(self) -> float:
+        """How long a call lasts, if steps are shorter."""
+        return self._call_seconds
+
+    @property
     def seconds(self) -> float:
         """For how long workers have trained; 0 before they have begun together."""
         return 0.0 if self._began is None else time.time() - self._began
