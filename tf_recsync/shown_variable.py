@@ -86,31 +86,8 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
 
 
 def shown(variable: tf.Variable) -> ShownVariable | None:
-    """The variable behind what a `tf.distribute` strategy may have put around it; None if it is
-    of another kind."""
-    variable = getattr(variable, "_v", variable)
+    """The variable itself; None if it is of another kind."""
     return variable if isinstance(variable, ShownVariable) else None
-
-
-def create(
-    guard: Guard,
-    next_creator: Callable[..., tf.Variable],
-    **kwargs,
-) -> tf.Variable:
-    """For `tf.variable_creator_scope`: makes such a variable where TensorFlow's own would be.
-
-    Args:
-        guard: the variable's.
-        next_creator: is called where a variable is not to be made at once.
-        **kwargs: what creators get.
-    """
-    if not tf.executing_eagerly() or kwargs.get("initial_value") is None:
-        return next_creator(**kwargs)
-    variable = ShownVariable(
-        **arguments_of(kwargs), distribute_strategy=kwargs.get("distribute_strategy")
-    )
-    variable.guard = guard
-    return variable
 
 
 def arguments_of(kwargs: dict) -> dict:

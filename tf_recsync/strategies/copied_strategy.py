@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies.copies_extended import CopiesExtended
 from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import is_copied
@@ -16,7 +14,7 @@ from tf_recsync.synchronization.synchronizer import Synchronizer
 from tf_recsync.synchronization.worker_states import WorkerStates
 
 
-class CopiedStrategy(FitStrategy, tf.distribute.Strategy):
+class CopiedStrategy(FitStrategy):
     """Groups of workers, each with a copy of the dense parameters and what belongs to them.
 
     A group of one worker without servers holds its copy itself.
@@ -41,10 +39,8 @@ class CopiedStrategy(FitStrategy, tf.distribute.Strategy):
         worker_timeout: float,
         silence_timeout: float | None,
     ):
-        self._arrangement = arrangement
         self._read = read
-        super().__init__(CopiesExtended(self, lambda: self._guard, arrangement))
-        self._init_fit(
+        super().__init__(
             cluster, local_batch_size, worker_timeout, silence_timeout, arrangement, mode
         )
 

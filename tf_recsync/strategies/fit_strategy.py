@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import sys
@@ -26,6 +25,7 @@ from tf_recsync.strategies import (
     worker_functions,
 )
 from tf_recsync.strategies.distributed_dataset import DistributedDataset
+from tf_recsync.strategies.extended import Extended
 from tf_recsync.strategies.model_variables import OnServers, optimizers_of
 from tf_recsync.strategies.predict_function import PredictFunction
 from tf_recsync.strategies.slots import Losses
@@ -36,18 +36,28 @@ from tf_recsync.synchronization.modes import Mode
 _ASK_SECONDS = 0.2  # How often it is looked whether Keras has left.
 
 
-class FitStrategy:
-    """The part of a `tf.distribute` strategy that `fit`, `evaluate` and `predict` call.
+class FitStrategy(tf.distribute.Strategy):
+    """A strategy that `fit`, `evaluate` and `predict` run on.
 
     Keras asks a strategy to distribute the dataset, and calls the model's train, test and
     predict functions with an iterator over it. Those are put in place when the dataset is
     distributed.
+
+    Args:
+        cluster: the cluster.
+        local_batch_size: examples of a batch, or None if that is not known.
+        worker_timeout: see `model_functions.Settings`, like the rest; `check_timeouts` comes
+            before.
+        silence_timeout: as above, or None, which follows `worker_timeout`.
+        arrangement: as above.
+        mode: as above.
+        prefetch_lookups: as above.
     """
 
     linked_jobs: tuple[str, ...] = ("ps",)  # Whose links may be limited, those of steps first.
     threads_per_worker = 1  # That train.
 
-    def _init_fit(
+    def __init__(
         self,
         cluster: Cluster,
         local_batch_size: int | None,
@@ -56,25 +66,17 @@ class FitStrategy:
         arrangement: Arrangement,
         mode: Mode,
         prefetch_lookups: bool = False,
-    ) -> None:
-        """To be called once the cluster is connected; `check_timeouts` comes before.
-
-        Args:
-            cluster: the cluster.
-            local_batch_size: examples of a batch, or None if that is not known.
-            worker_timeout: see `model_functions.Settings`, like the rest.
-            silence_timeout: as above, or None, which follows `worker_timeout`.
-            arrangement: as above.
-            mode: as above.
-            prefetch_lookups: as above.
-        """
+    ):
+        cluster.connect()
+        limit = silence_limit(silence_timeout, worker_timeout)
+        self._guard = watched_calls.CallGuard(cluster, limit)
+        super().__init__(Extended(self, self._guard, cluster, arrangement))
         self._cluster = cluster
+        self._arrangement = arrangement
         self._local_batch_size = local_batch_size
         self._compute_time: worker_functions.ComputeTime | None = None
         self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
         self._passes = reshuffling.Passes()
-        limit = silence_limit(silence_timeout, worker_timeout)
-        self._guard = watched_calls.CallGuard(cluster, limit)
         self._settings = model_functions.Settings(
             cluster=cluster,
             worker_timeout=worker_timeout,
@@ -435,13 +437,6 @@ def check_optimizers(strategy: FitStrategy, model: keras.Model) -> None:
             raise ValueError(
                 f"optimizer {optimizer.name} was not made inside this strategy's scope()"
             )
-
-
-def near(what) -> contextlib.AbstractContextManager:
-    """A context in which a strategy makes variables where something lies, by its `device`."""
-    return tf.variable_creator_scope(
-        lambda create, **kwargs: create(**{**kwargs, "colocate_with": what})
-    )
 
 
 def _check_options(options) -> None:

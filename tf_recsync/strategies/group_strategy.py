@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from tf_recsync import shown_variable, staleness
+from tf_recsync import staleness
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import ModeConfig
 from tf_recsync.strategies.fit_strategy import (
@@ -18,7 +15,6 @@ from tf_recsync.strategies.fit_strategy import (
     check_cluster,
     check_optimizers,
     check_timeouts,
-    near,
 )
 from tf_recsync.strategies.model_variables import OnServers, optimizers_of
 from tf_recsync.strategies.train_function import TrainFunction
@@ -26,11 +22,11 @@ from tf_recsync.synchronization import aggregation
 from tf_recsync.synchronization.arrangement import one_group
 
 
-class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
+class GroupStrategy(FitStrategy):
     """One group of workers, which share the parameters on the servers.
 
-    A `tf.distribute.ParameterServerStrategy` on which `model.fit`, `evaluate`
-    and `predict` of Keras 3 work: build and compile the model in `scope()`, with
+    A `tf.distribute` strategy on which `model.fit`, `evaluate` and `predict`
+    of Keras 3 work: build and compile the model in `scope()`, with
     an optimizer of `tf_recsync.optimizers`, and call them as usual, with a
     batched tf.data.Dataset. Each batch goes to one worker, and a faster worker
     takes more. Metrics are kept by each worker and merged when read.
@@ -62,19 +58,13 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         if not isinstance(prefetch_lookups, bool):
             raise ValueError(f"prefetch_lookups must be a bool, not {prefetch_lookups!r}")
         check_timeouts(worker_timeout, silence_timeout)
-        self._cluster = cluster
-        row = mode.on(cluster.workers)
-        super().__init__(cluster.resolver)
-        # What variables are colocated with that shall be on a certain server.
-        self._anchors = [_anchor(f"/job:ps/replica:0/task:{i}") for i in range(cluster.ps)]
-        self._here = _anchor("/job:chief/replica:0/task:0")
-        self._init_fit(
+        super().__init__(
             cluster,
             mode.local_batch_size,
             worker_timeout,
             silence_timeout,
             one_group(cluster.workers, cluster.ps),
-            row,
+            mode.on(cluster.workers),
             prefetch_lookups,
         )
 
@@ -83,27 +73,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         """The task indices of the servers that embedding tables are placed on: all."""
         return tuple(range(self._cluster.ps))
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[GroupStrategy]:
-        """A context in which variables are made on the parameter servers, and metrics here.
-
-        Workers keep metrics for themselves, and the coordinator adds them up: on a server, each
-        reading and each value would be a call.
-        """
-        # What enters last is asked first.
-        self._cluster.check_open()
-        of_shown = tf.variable_creator_scope(functools.partial(shown_variable.create, self._guard))
-        with of_shown, super().scope(), tf.variable_creator_scope(self._keep_metrics_here):
-            yield self
-
-    def _keep_metrics_here(self, create, **kwargs):
-        # Keras's metrics alone are read so.
-        is_metric = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
-        if is_metric and kwargs.get("colocate_with") is None:
-            kwargs["colocate_with"] = self._here
-        return create(**kwargs)
-
-    def placed_on(self, ps: int):
+    def placed_on(self, ps: int) -> contextlib.AbstractContextManager:
         """A context in which variables are made on one parameter server.
 
         Args:
@@ -114,14 +84,7 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
         """
         if not 0 <= ps < self._cluster.ps:
             raise ValueError(f"ps must be from 0 to {self._cluster.ps - 1}, not {ps!r}")
-        return near(self._anchors[ps])
-
-    def _connect_to_cluster(self, coordinator_name: str) -> None:
-        # Without the base class's device filters, which hide workers from each
-        # other, and shared by all strategies on this cluster.
-        self._num_workers = self._cluster.workers
-        self._num_ps = self._cluster.ps
-        self._cluster.connect()
+        return self.extended.placed_on(ps)
 
     def staleness(self, model: keras.Model) -> staleness.Report:
         """The staleness measured by the servers since the model's optimizer was built.
@@ -181,8 +144,3 @@ class GroupStrategy(FitStrategy, tf.distribute.ParameterServerStrategy):
             return None
         with self._guard.watched():
             return live[0].report()
-
-
-def _anchor(server: str) -> tf.Variable:
-    with tf.device(f"{server}/device:CPU:0"):
-        return tf.Variable(0.0, trainable=False)

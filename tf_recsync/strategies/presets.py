@@ -22,7 +22,7 @@ class AsyncStrategy(GroupStrategy):
     push the gradients with those versions. The servers weigh each gradient by
     its staleness (the optimizer's `staleness` policy) and apply it at once.
 
-    A `tf.distribute.ParameterServerStrategy` on which `model.fit`, `evaluate`
+    A `tf.distribute` strategy on which `model.fit`, `evaluate`
     and `predict` of Keras 3 work: build and compile the model in `scope()`, with
     an optimizer of `tf_recsync.optimizers`, and call them as usual, with a
     batched tf.data.Dataset. Each batch goes to one worker, and a faster worker

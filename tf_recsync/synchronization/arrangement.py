@@ -84,6 +84,12 @@ class Arrangement:
         return len(self.groups[0].holders)
 
     @property
+    def has_copies(self) -> bool:
+        """Whether groups have copies; else an only group trains the model's own variables."""
+        only = self.groups[0]
+        return len(self.groups) > 1 or not only.servers or only.servers != self.embedding_ps
+
+    @property
     def trainers(self) -> int:
         """How many there are in all groups."""
         return sum(len(group.trainers) for group in self.groups)

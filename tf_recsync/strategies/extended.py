@@ -1,66 +1,78 @@
-"""Where the variables of a strategy lie whose groups of workers have copies of their own."""
+"""Where the variables of a strategy lie."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
 
 import tensorflow as tf
 
-from tf_recsync.cluster import device_of
+from tf_recsync.cluster import Cluster, device_of
 from tf_recsync.optimizers.base import DEFAULT_TABLES
 from tf_recsync.shown_variable import Guard, ShownVariable, arguments_of
-from tf_recsync.strategies.fit_strategy import near
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import CopiedVariable
 
 _CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
-class CopiesExtended(tf.distribute.StrategyExtended):
+class Extended(tf.distribute.StrategyExtended):
     """One replica as far as Keras can see: each worker runs its own.
+
+    Where groups have copies, a variable is what users see of them, in this process, and tables are
+    on the embedding PSs; without any, each group has a copy of everything. An only group's
+    variables go round robin to its servers, and metrics here: workers keep their own, and on a
+    server each reading and each value would be a call.
 
     Args:
         strategy: the strategy.
         guard: sees to it that calls to what lies on servers end.
-        arrangement: the groups. On its embedding PSs there is one copy of each table for all of
-            them; without any, each group has a copy of everything.
+        cluster: the connected cluster.
+        arrangement: the groups, and the servers that belong to none.
     """
 
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        guard: Callable[[], Guard],
+        guard: Guard,
+        cluster: Cluster,
         arrangement: Arrangement,
     ):
         super().__init__(strategy)
+        self._cluster = cluster
+        self._cluster_resolver = cluster.resolver  # `tf.distribute.Strategy` gives it to users.
         self._guard = guard
+        self._has_copies = arrangement.has_copies
         self._servers = [
             device_of("ps", server) + "/device:CPU:0" for server in arrangement.embedding_ps
         ]
-        self._next = 0  # Of the servers, for a table that nobody has placed.
+        self._next = 0  # Of the servers, for what nobody has placed.
         self._sizes = [0] * arrangement.shards  # Elements, of what is copied.
 
     def placed_on(self, number: int) -> contextlib.AbstractContextManager:
         """A context in which variables are made on one of the servers, counted from 0."""
         return near(_On(self._servers[number]))
 
+    def _scope(self, strategy):
+        self._cluster.check_open()
+        return super()._scope(strategy)
+
     def _create_variable(self, next_creator, **kwargs):
-        del next_creator
         near = kwargs.get("colocate_with")
         device = None if near is None else near.device
+        if not self._has_copies:
+            if device is None:
+                # Keras's metrics alone are read so.
+                is_metric = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+                device = _CHIEF if is_metric else self._next_server()
+            return self._create_on(device, next_creator, **kwargs)
         if device not in self._servers:
             device = None
             if self._servers and re.fullmatch(DEFAULT_TABLES, kwargs.get("name") or ""):
-                device = self._servers[self._next % len(self._servers)]
-                self._next += 1
-        arguments = arguments_of(kwargs)
+                device = self._next_server()
         if device is not None:
-            with tf.device(device):
-                table = ShownVariable(**arguments)
-                table.guard = self._guard()
-                return table
+            return self._create_on(device, next_creator, **kwargs)
+        arguments = arguments_of(kwargs)
         with tf.device(_CHIEF):
             copied = CopiedVariable(**arguments)
         # Beside what it belongs to, as versions beside their variable; else where there is least.
@@ -68,6 +80,18 @@ class CopiesExtended(tf.distribute.StrategyExtended):
         copied.shard = near.shard if isinstance(near, CopiedVariable) else least
         self._sizes[copied.shard] += copied.shape.num_elements() or 0
         return copied
+
+    def _next_server(self) -> str:
+        self._next += 1
+        return self._servers[(self._next - 1) % len(self._servers)]
+
+    def _create_on(self, device: str, next_creator, **kwargs) -> tf.Variable:
+        with tf.device(device):
+            if not tf.executing_eagerly() or kwargs.get("initial_value") is None:
+                return next_creator(**{**kwargs, "colocate_with": None})
+            variable = ShownVariable(**arguments_of(kwargs))
+            variable.guard = self._guard
+            return variable
 
     def _call_for_each_replica(self, fn, args, kwargs):
         with tf.distribute.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
@@ -121,6 +145,13 @@ class CopiesExtended(tf.distribute.StrategyExtended):
     def colocate_vars_with(self, colocate_with_variable) -> contextlib.AbstractContextManager:
         # All that a worker has lies on one device.
         return near(colocate_with_variable)
+
+
+def near(what) -> contextlib.AbstractContextManager:
+    """A context in which a strategy makes variables where something lies, by its `device`."""
+    return tf.variable_creator_scope(
+        lambda create, **kwargs: create(**{**kwargs, "colocate_with": what})
+    )
 
 
 class _On:
