@@ -21,7 +21,7 @@ from started_servers import Server
 from tensorflow.python.eager import context
 
 from tf_recsync import cluster as recsync_cluster
-from tf_recsync.cluster import local_cluster, signs_of_life, tf_config
+from tf_recsync.cluster import local_cluster, server_template, signs_of_life, tf_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SERVERS = [("worker", 0), ("worker", 1), ("ps", 0)]
@@ -539,3 +539,29 @@ def test_slow_start_is_reported(tmp_path, monkeypatch):
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         recsync_cluster.LocalCluster(**arguments)
+
+
+def test_a_server_may_be_asked_by_many_threads_whether_it_runs():
+    """Nobody reads from a descriptor that another one has closed, and that is another file's."""
+    for _ in range(50):
+        told, tell = os.pipe()
+        process = server_template.ForkedProcess(os.getpid(), os.dup(told), told)
+        everyone, errors = threading.Barrier(9), []
+
+        def ask(process=process, everyone=everyone, errors=errors):
+            try:
+                everyone.wait(10)
+                while process.poll() is None:
+                    os.close(os.open("/proc/self/environ", os.O_RDONLY))
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        everyone.wait(10)
+        os.write(tell, b"exit 3\n")
+        os.close(tell)
+        for thread in threads:
+            thread.join(10)
+        assert not errors and process.poll() == 3

@@ -33,6 +33,7 @@ _MODULE = "tf_recsync.cluster.server_template"
 _MAX_REQUEST = 1 << 20
 _OUTPUT_LINES = 20
 _PARENT_POLL_MILLISECONDS = 1000
+_POLL_SECONDS = 0.01
 _EXIT_TO_BEGIN_ANEW = 99  # None of the server's own exit codes, see server.py.
 
 # What environment variables are called that a library reads while it is imported: servers
@@ -64,6 +65,9 @@ class ForkedProcess:
           stdin_fd: The write end of its standard input.
           exit_fd: The read end of the pipe on which the template tells what becomes of it.
         """
+        # Whoever asks for signs of life polls it: a descriptor that one of them has closed may be
+        # that of another file already.
+        self._mutex = threading.Lock()
         self._pid = pid
         self._stdin_fd: int | None = stdin_fd
         self._exit_fd: int | None = exit_fd
@@ -94,15 +98,22 @@ class ForkedProcess:
     def wait(self, timeout: float) -> int | None:
         """Waits until it has ended, or for `timeout` seconds; returns as `poll`."""
         deadline = time.monotonic() + timeout
-        while self._exit_fd is not None:
-            remaining = max(0.0, deadline - time.monotonic())
-            if not select.select([self._exit_fd], [], [], remaining)[0]:
-                break
-            self._hear(os.read(self._exit_fd, 64))
-        return self._exit_code
+        while True:
+            with self._mutex:
+                while self._exit_fd is not None and select.select([self._exit_fd], [], [], 0)[0]:
+                    self._hear(os.read(self._exit_fd, 64))
+                if self._exit_fd is None:
+                    return self._exit_code
+            remaining = deadline - time.monotonic()
+            if remaining <= 0.0:
+                return self._exit_code
+            time.sleep(min(_POLL_SECONDS, remaining))
 
     def _hear(self, told: bytes) -> None:
-        """Takes in what the template tells: lines "pid NUMBER", and "exit CODE" at the end."""
+        """Takes in what the template tells: lines "pid NUMBER", and "exit CODE" at the end.
+
+        Under the mutex.
+        """
         *lines, self._told = (self._told + told).split(b"\n")
         for line in lines:
             word, number = line.split()

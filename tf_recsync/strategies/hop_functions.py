@@ -174,7 +174,7 @@ def _trace(
     private = [variable._value for variable in layout.private]
     copied = copied_variables(model)
 
-    def call(iterator, number, worker, began, count, *rest):
+    def call(iterator, number, worker, began, count, _, *rest):
         # The worker's own variables, what it keeps beside its parameters, its copies.
         own, (hop_handle, *copies) = rest[: len(private)], rest[len(private) :]
         function(iterator, number, worker, began, count, hop_handle, *own, *copies)

@@ -89,6 +89,7 @@ class Steps:
         self._variables = variables
         self._functions: dict[Any, tuple[_Functions, Layout]] = {}
         self._current: _Functions = {}  # Of those.
+        self._owners: dict[tuple[int, ...], str] = {}  # Who counts their steps.
         self._unrolled: Callable[..., _Functions] | None = None  # Traces them with more steps.
         self._trace_seconds = 0.0  # It took to trace one step for each.
         self._step_logs: StepLogs | None = None
@@ -292,7 +293,8 @@ class Steps:
                 self._merger.keep(slot.number)
                 taken = slot.state.steps + slot.lost_steps
             iterator = data.iterator(job, slot.number, slots, taken)
-            state = self._open(slot.index, iterator, private_values(slot), slot.state)
+            private = private_values(slot)
+            state = self._open(slot.index, iterator, private, slot.state, self._owner_of(slot))
             slot.state = state  # From now on it is closed, whatever happens.
             # Has the servers build their parts of the graph, without taking a step, and shows
             # whether the worker has all functions.
@@ -361,6 +363,7 @@ class Steps:
             times = (n - (state.steps - before)) // unrolled
             if not times:
                 continue
+            state.unrolled = unrolled
             try:
                 functions[unrolled](state.iterator, state.number(times), *state.inputs)
             except tf.errors.OutOfRangeError:
@@ -371,10 +374,10 @@ class Steps:
         return n, False
 
     def _open(
-        self, worker: int, iterator: PassIterator, private, before: WorkerState | None
+        self, worker: int, iterator: PassIterator, private, before: WorkerState | None, owner: str
     ) -> WorkerState:
         """What a worker needs for a pass; made in its device scope."""
-        return WorkerState(worker, iterator, private, before)
+        return WorkerState(worker, iterator, private, before, owner)
 
     def _crew(self) -> Crew | None:
         """Whom workers wait for; only those that train do."""
@@ -399,8 +402,16 @@ class Steps:
 
     def _functions_of(self, slot: Slot) -> dict[int, Callable]:
         """The functions of a worker's thread, by their steps."""
+        return self._current[self._servers_of(slot)]
+
+    def _owner_of(self, slot: Slot) -> str:
+        """The device that counts the steps of a worker's thread."""
+        return self._owners[self._servers_of(slot)]
+
+    def _servers_of(self, slot: Slot) -> tuple[int, ...]:
+        """The servers that the steps of a worker's thread name."""
         group = self._group_of(slot.index)
-        return self._current[() if group is None else group.servers]
+        return () if group is None else group.servers
 
     def _group_of(self, worker: int) -> Group | None:
         """Whose copy of the variables a worker's steps use; None where they use no copy."""
@@ -428,6 +439,8 @@ class Steps:
                         for servers, layout in layouts.items()
                     }
 
+            is_training = self.method == "train_step"
+            self._owners = {s: layout.owner if is_training else "" for s, layout in layouts.items()}
             began = time.monotonic()
             self._functions = {key: (trace(*lengths), next(iter(layouts.values())))}
             self._trace_seconds = (time.monotonic() - began) / sum(lengths)

@@ -18,7 +18,8 @@ class Losses:
         workers: how often a worker was lost, killed or silent, and how often a pass began
             without one.
         steps: the steps that they had in flight. None of them counts as done, though servers
-            may have got some of their pushes.
+            may have got some of their pushes. Where workers have their own copies of the
+            parameters, all of the call in flight, which are gone with the copy.
         batches: batches that no step that counts was done on: those of the steps in flight,
             and those that a worker had fetched ahead. Known, and counted, at the end of an
             epoch whose number of batches is known; with `steps_per_epoch` others do the steps
@@ -40,6 +41,10 @@ class State(Protocol):
 
     def close(self, is_reachable: bool) -> None:
         """The pass has ended for the worker: lets go of its part of the data."""
+
+    def settle(self, taken: int) -> tuple[int, int]:
+        """The worker was lost in a call of so many steps: how many of them were done, and how
+        many more had begun."""
 
 
 class Slot:

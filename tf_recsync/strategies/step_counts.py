@@ -1,12 +1,13 @@
-"""What a worker counts during a pass: the steps it has done, and its waits for data.
+"""What is counted of a worker during a pass: the steps it has done, and its waits for data.
 
 Both are in one variable on the worker, an int64 [2], which its calls update and the coordinator
-reads now and then.
+reads now and then. If the worker is lost, it is gone. So the server that counts global steps
+counts those of each worker, too, in a variable for each, an int64 scalar.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
@@ -48,6 +49,22 @@ def add_step(count: tf.Tensor, done: Iterable[tf.Operation], waited: tf.Tensor) 
     with tf.control_dependencies([tf.group(*done)]):
         value = tf.stack([tf.ones([], tf.int64), waited])
         return tf.raw_ops.AssignAddVariableOp(resource=count, value=value)
+
+
+def add_applied(applied: tf.Tensor, owner: str, operations: Sequence[tf.Operation]) -> tf.Operation:
+    """Counts a step where global steps are counted, when it is applied there.
+
+    Args:
+        applied: the handle of the worker's variable.
+        owner: the device that has it.
+        operations: what belongs to the step, on all servers.
+    """
+    # The others' take a message each.
+    there = [operation for operation in operations if operation.device == owner]
+    with tf.device(owner), tf.control_dependencies(None):
+        one = tf.ones([], tf.int64)
+        with tf.control_dependencies(there or operations):
+            return tf.raw_ops.AssignAddVariableOp(resource=applied, value=one)
 
 
 def read_steps(count: tf.Tensor) -> tf.Tensor:

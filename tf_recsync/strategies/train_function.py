@@ -142,7 +142,7 @@ class TrainFunction(Steps):
         replaced = [variable.handle for variable in copies.variables]
         if layout.group.index in self.aggregations:
             replaced += self.aggregations[layout.group.index].handles
-        return OnCopies(concrete, 5 + len(layout.private), replaced)
+        return OnCopies(concrete, 6 + len(layout.private), replaced)
 
     def _lengths(self, iterator: DistributedIterator) -> set[int]:
         lengths = super()._lengths(iterator)
@@ -185,10 +185,10 @@ class TrainFunction(Steps):
         return run
 
     def _open(
-        self, worker: int, iterator: PassIterator, private, before: WorkerState | None
+        self, worker: int, iterator: PassIterator, private, before: WorkerState | None, owner: str
     ) -> WorkerState:
         if self.synchronizer is None:
-            return super()._open(worker, iterator, private, before)
+            return super()._open(worker, iterator, private, before, owner)
         group = self._group_of(worker)
         aggregation = self.aggregations.get(group.index)
         with self._opening[group.index]:
@@ -203,7 +203,7 @@ class TrainFunction(Steps):
                         aggregation.lose(other)
                         self._suspended.discard(other)
         return _State(
-            self.synchronizer, aggregation, worker, group.index, iterator, private, before
+            self.synchronizer, aggregation, worker, group.index, iterator, private, before, owner
         )
 
     def _continue(self, iterator: DistributedIterator) -> Layout:
@@ -351,8 +351,9 @@ class _State(WorkerState):
         iterator,
         private,
         before,
+        owner,
     ):
-        super().__init__(worker, iterator, private, before)
+        super().__init__(worker, iterator, private, before, owner)
         self._synchronizer = synchronizer
         self._aggregation = aggregation
         self._index = worker

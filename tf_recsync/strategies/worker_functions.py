@@ -1,8 +1,7 @@
 """The functions that workers run, traced once for all workers.
 
-Each takes the worker's iterator, its index, when the pass began, and handles of
-the variables that it keeps for itself; all of them stay on the worker, so that
-a call takes and returns next to nothing.
+Each takes the worker's iterator, its index, when the pass began, and handles of its counts and
+of the variables that it keeps for itself, so that a call takes and returns next to nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_recsync.strategies.step_counts import DataWait, add_step, read_steps
+from tf_recsync.strategies.step_counts import DataWait, add_applied, add_step, read_steps
 from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.lookups import find_lookups
@@ -85,11 +84,11 @@ def trace_steps(
 
     Returns:
         A concrete function of (iterator, the worker's index, when the pass began,
-        handle of the worker's counts (see step_counts.py), *handles of the
-        worker's private variables) that runs the steps, returns nothing, and
-        raises OutOfRangeError at the end of the data; the counts tell how many
-        steps it ran. The index is an int64 scalar; the beginning a float64
-        scalar, seconds of the Unix epoch.
+        handles of the worker's counts and of its applied steps (see
+        step_counts.py), *handles of the worker's private variables) that runs
+        the steps, returns nothing, and raises OutOfRangeError at the end of the
+        data; the counts tell how many steps it ran. The index is an int64 scalar;
+        the beginning a float64 scalar, seconds of the Unix epoch.
 
     Raises:
         ValueError: if the model's own step can't be run on workers.
@@ -112,7 +111,9 @@ def trace_steps(
             hogwild,
         )
 
-    def compute(step, data, seconds, handles) -> tuple[list[tf.Operation], list[tf.Tensor]]:
+    def compute(
+        step, data, seconds, applied, handles
+    ) -> tuple[list[tf.Operation], list[tf.Tensor]]:
         """The operations that are the step's end, and what the worker computes for them."""
         with step.computing():
             logs = getattr(model, method)(data)
@@ -123,12 +124,14 @@ def trace_steps(
                 "self.optimizer.apply_gradients or self.optimizer.apply"
             )
         kept, operations = step.finish(seconds)
+        if is_training:
+            operations.append(add_applied(applied, layout.owner, operations))
         for handle, old, new in zip(handles, step.private, kept, strict=True):
             if new is not old:
                 operations.append(tf.raw_ops.AssignVariableOp(resource=handle, value=new))
         return operations, [*step.computed, *kept]
 
-    def steps(iterator, worker, began, count, *handles):
+    def steps(iterator, worker, began, count, applied, *handles):
         counted: list[tf.Operation] = []  # The steps before.
         operations: list[tf.Operation] = []  # What is left to do of the last step.
         computed: list[tf.Tensor] = []  # What the worker has done for it.
@@ -169,7 +172,7 @@ def trace_steps(
                 if is_training and compute_time is not None:
                     done = read_steps(count)
                     seconds = compute_time(worker, done, lambda: tf.timestamp() - began)
-                operations, computed = compute(step, batch.data, seconds, handles)
+                operations, computed = compute(step, batch.data, seconds, applied, handles)
         with tf.control_dependencies([add_step(count, operations, waited)]):
             tf.no_op()
 
@@ -260,8 +263,8 @@ def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Call
     """
     lookups = find_lookups(model, layout, "predict_step", element_spec[1])
 
-    def predict(iterator, worker, began, count, *handles):
-        del began, count
+    def predict(iterator, worker, began, count, applied, *handles):
+        del began, count, applied
         number, data = iterator.get_next()
         private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
         step = Step(layout, private, lookups, data, worker)
@@ -283,8 +286,8 @@ def _by_device(operations: list[tf.Operation]) -> dict[str, list[tf.Operation]]:
 
 
 def _worker_specs(layout: Layout) -> list[tf.TensorSpec]:
-    """The worker's index, the pass's beginning, the count of steps, the private variables."""
-    handles = [tf.TensorSpec([], tf.resource) for _ in range(1 + len(layout.private))]
+    """The worker's index, the pass's beginning, the two counts, the private variables."""
+    handles = [tf.TensorSpec([], tf.resource) for _ in range(2 + len(layout.private))]
     return [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64), *handles]
 
 

@@ -498,22 +498,21 @@ class WorkerRun:
                 self._leave(slot)
                 n = self._take(slot)
                 if n and self._guarded(slot, lambda: self._resume(slot)) is None:
-                    self._give_back(n, lost=False)
+                    self._give_back(n)
                     opened = False
                     continue
             if n == 0:
                 self._leave(slot)
                 return
             if self._guarded(slot, lambda: self._move(slot, MemberState.WORKING)) is None:
-                self._give_back(n, lost=False)
+                self._give_back(n)
                 opened = False
                 continue
             called = time.monotonic()
             outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
             self._note(slot, MemberState.READY)
             if outcome is None:
-                slot.lost_steps += n
-                self._give_back(n, lost=True)
+                self._settle(slot, n)
                 opened = False
                 continue
             done, ended, result = outcome[0]
@@ -661,13 +660,23 @@ class WorkerRun:
                 self._results[number] = value
             self._changed.notify_all()
 
-    def _give_back(self, taken: int, lost: bool) -> None:
-        """A call's steps were not done, or were lost with its worker."""
+    def _give_back(self, taken: int, done: int = 0, lost: int = 0) -> None:
+        """Of a call's steps not all were done; some may be lost with its worker."""
         with self._changed:
-            self._taken -= taken
-            if lost:
-                self._losses += Losses(steps=taken)
+            self._taken -= taken - done
+            self._completed += done
+            self._losses += Losses(steps=lost)
             self._changed.notify_all()
+
+    def _settle(self, slot: Slot, taken: int) -> None:
+        """A worker was lost in a call; counts what servers know of it."""
+        done, lost = 0, taken
+        if slot.state is not None and not self._cluster.is_closed:
+            slot.busy_since = time.monotonic()
+            done, lost = slot.state.settle(taken)
+            slot.busy_since = None
+        slot.lost_steps += lost
+        self._give_back(taken, done, lost)
 
     def _guarded(self, slot: Slot, action: Callable[[], Any]) -> tuple[Any] | None:
         """Runs `action`; None if the worker was lost meanwhile."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -18,11 +20,13 @@ class WorkerState:
         iterator: its iterator.
         private: the initial values of the variables that it keeps for itself.
         before: its state earlier in the pass, before it was lost; or None.
+        owner: the device that counts global steps; "" for the worker itself.
 
     Attributes:
         iterator: as above; None from `close` on.
         steps: how many steps it has done in the pass, as far as known.
         waited: how many microseconds it has waited for batches in the pass, as far as known.
+        unrolled: how many steps the function has that it called last.
     """
 
     def __init__(
@@ -31,8 +35,10 @@ class WorkerState:
         iterator: PassIterator,
         private: list[np.ndarray],
         before: WorkerState | None = None,
+        owner: str = "",
     ):
         self.iterator: PassIterator | None = iterator
+        self.unrolled = 1
         self.reset_metrics = False
         self.steps = 0 if before is None else before.steps
         self.waited = 0 if before is None else before.waited
@@ -42,6 +48,10 @@ class WorkerState:
         self._numbers: dict[int, tf.Tensor] = {}
         counts = np.array([self.steps, self.waited])
         self._counts = tf.Variable(on_worker(counts), trainable=False)
+        self._steps_before = self.steps
+        self._is_counted = bool(owner)
+        with tf.device(owner) if owner else contextlib.nullcontext():
+            self._applied = tf.Variable(on_worker(np.int64(0)), trainable=False)
         self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
 
     def close(self, is_reachable: bool) -> None:
@@ -60,7 +70,8 @@ class WorkerState:
     @property
     def inputs(self) -> list[tf.Tensor]:
         """What its functions take besides an iterator (see `worker_functions.trace_steps`)."""
-        handles = [variable.handle for variable in (self._counts, *self._variables)]
+        variables = (self._counts, self._applied, *self._variables)
+        handles = [variable.handle for variable in variables]
         return [self._worker, self._began, *handles]
 
     def number(self, value: int) -> tf.Tensor:
@@ -92,6 +103,24 @@ class WorkerState:
         counts, *values = reader([variable.handle for variable in read], device)
         self.waited = int(counts[1])
         return values
+
+    def settle(self, taken: int) -> tuple[int, int]:
+        """The worker was lost in a call of so many steps, of which servers may know.
+
+        Returns:
+            How many of them were done, and how many more had begun.
+        """
+        done, begun = 0, taken
+        if self._is_counted:
+            try:
+                with tf.device(self._applied.device):  # And not on the worker, which is gone.
+                    applied = int(np.asarray(self._applied.read_value()))
+            except tf.errors.OpError:
+                return done, begun
+            done = min(max(applied - (self.steps - self._steps_before), 0), taken)
+            begun = min(taken - done, self.unrolled)
+            self.steps += done
+        return done, begun
 
     def read_steps(self) -> int:
         """The steps that the worker has done."""

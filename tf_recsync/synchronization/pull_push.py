@@ -59,6 +59,11 @@ class Layout:
         """The device that holds a variable; "" for where the step runs."""
         return device_for(variable, self.group)
 
+    @property
+    def owner(self) -> str:
+        """The device that counts global steps; "" if that is where the step runs, or nobody."""
+        return self.device(self.optimizers[0]._iterations) if self.optimizers else ""
+
     @classmethod
     def of(
         cls,
