@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import compiled, compute_time, mean_output, slope_model
+from helpers import AtBatch, compiled, compute_time, mean_output, slope_model
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
@@ -137,6 +137,24 @@ def test_so_many_steps_as_keras_asks_for_are_done_on_uneven_workers(clusters):
     for steps in done:
         assert sum(steps) == 101
         assert max(steps) > 2 * steps[3]
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 8])
+def test_of_a_call_that_is_lost_with_its_worker_all_steps_count_that_servers_have_applied(
+    two, steps_per_execution
+):
+    """What remains of it others do: the steps that it had begun alone may be done once more."""
+    strategy = recsync.AsyncStrategy(two)
+    model = model_of(strategy, steps_per_execution=steps_per_execution)
+    kill = AtBatch(100 // steps_per_execution, lambda: two.kill("worker", 1))
+    with compute_time(strategy, 0.004):
+        model.fit(data_of(None), steps_per_epoch=400, callbacks=[kill], verbose=0)
+    losses = strategy.losses(model)
+    assert losses.workers == 1
+    assert 400 <= -weight_of(model) <= 400 + losses.steps
+    assert losses.steps <= steps_per_execution
+    assert sum(strategy.worker_steps(model)) == 400
+    two.restart("worker", 1)
 
 
 @pytest.mark.parametrize("steps", [8, 40])
