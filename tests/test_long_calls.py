@@ -36,6 +36,7 @@ class Calls:
         self._seconds = seconds
         self._left = end
         self._lock = threading.Lock()
+        self.slow = 0.0  # Seconds that a call lasts besides.
         self.run = worker_run.WorkerRun(
             cluster, lambda slot: None, self._call, unit, lambda: False, 60.0, 60.0, **arguments
         )
@@ -44,7 +45,7 @@ class Calls:
         with self._lock:
             done = int(min(steps, self._left))
             self._left -= done
-        time.sleep(done * self._seconds[slot.index])
+        time.sleep(done * self._seconds[slot.index] + self.slow)
         self.given[slot.index].append(steps)
         return done, done < steps, None
 
@@ -86,6 +87,17 @@ def test_a_call_has_whole_multiples_of_the_steps_that_keras_counts_at_once(two):
     assert calls.run.completed == 1003
     assert sorted(n for n in calls.all if n % 5) == [3]
     assert max(calls.all) > 5
+
+
+def test_one_slow_call_does_not_make_the_next_ones_short_for_good(two):
+    calls = Calls(two, [0.001, 0.001])
+    calls.do(1000)
+    calls.slow = 1.0
+    calls.do(2)
+    calls.slow = 0.0
+    calls.do(1000)
+    calls.run.stop()
+    assert max(calls.given[0][-15:]) >= 32
 
 
 def test_a_slow_worker_is_not_given_what_a_fast_one_could_have_done_meanwhile(two):
@@ -139,7 +151,41 @@ def test_so_many_steps_as_keras_asks_for_are_done_on_uneven_workers(clusters):
         assert max(steps) > 2 * steps[3]
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 8])
+def test_a_call_lasts_no_longer_than_its_limit_and_does_one_turn_at_least():
+    @tf.function(autograph=False)
+    def call(times, seconds, limit):
+        def once():
+            tf.py_function(lambda: time.sleep(seconds), [], [])
+
+        return worker_functions.turns(once, times, limit)
+
+    assert call(tf.constant(7, tf.int64), 0.0, 60.0) == 7
+    assert 2 <= call(tf.constant(1000, tf.int64), 0.05, 0.3) <= 7
+    assert call(tf.constant(1000, tf.int64), 0.2, 0.1) == 1
+
+
+def test_a_worker_that_becomes_slow_in_a_long_call_keeps_nobody_waiting(two):
+    """Its call ends at its limit, and others do what is left of it."""
+    strategy = recsync.AsyncStrategy(two)
+    model = model_of(strategy)
+    slow = recsync.testing.ChangingSlowdown([(0.0, 1.0), (1.5, 1.0), (1.6, 100.0), (900.0, 100.0)])
+    ends = []
+
+    class Weights(tf.keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch % 100 == 0 and len(ends) < 20:  # Holds the steps in flight.
+                began = time.monotonic()
+                assert self.model.get_weights()
+                ends.append(time.monotonic() - began)
+                self.model.stop_training = len(ends) == 20 or batch > 1000
+
+    with compute_time(strategy, 0.002, slow):
+        model.fit(data_of(None), steps_per_epoch=3000, callbacks=[Weights()], verbose=0)
+    # Many steps of 0.2 s were in hand.
+    assert max(ends) < 15.0
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 5, 8, 10])
 def test_of_a_call_that_is_lost_with_its_worker_all_steps_count_that_servers_have_applied(
     two, steps_per_execution
 ):
@@ -152,20 +198,22 @@ def test_of_a_call_that_is_lost_with_its_worker_all_steps_count_that_servers_hav
     losses = strategy.losses(model)
     assert losses.workers == 1
     assert 400 <= -weight_of(model) <= 400 + losses.steps
-    assert losses.steps <= steps_per_execution
+    assert losses.steps <= min(steps_per_execution, worker_functions.MOST_UNROLLED)
     assert sum(strategy.worker_steps(model)) == 400
     two.restart("worker", 1)
 
 
-@pytest.mark.parametrize("steps", [8, 40])
-def test_many_steps_of_an_execution_are_one_call(two, steps):
+@pytest.mark.parametrize("steps", [5, 8, 40])
+def test_many_steps_of_an_execution_are_one_call(two, steps, monkeypatch):
+    monkeypatch.setattr(model_functions, "_UNROLL_SHARE", 2)
     strategy = recsync.AsyncStrategy(two)
     model = model_of(strategy, steps_per_execution=steps)
     seen = []
     count = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: seen.append(b))
-    model.fit(data_of(203), callbacks=[count], verbose=0)
-    assert weight_of(model) == -203
-    assert len(seen) == -(-203 // steps)
+    model.fit(data_of(1203), callbacks=[count], verbose=0)
+    assert weight_of(model) == -1203
+    assert sum(model.train_function.worker_steps()) == 1203
+    assert len(seen) == -(-1203 // steps)
 
 
 def test_short_steps_are_unrolled_while_they_run(two, monkeypatch):

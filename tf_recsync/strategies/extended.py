@@ -89,7 +89,8 @@ class Extended(tf.distribute.StrategyExtended):
         with tf.device(device):
             if not tf.executing_eagerly() or kwargs.get("initial_value") is None:
                 return next_creator(**{**kwargs, "colocate_with": None})
-            variable = ShownVariable(**arguments_of(kwargs))
+            strategy = kwargs.get("distribute_strategy")
+            variable = ShownVariable(**arguments_of(kwargs), distribute_strategy=strategy)
             variable.guard = self._guard
             return variable
 

@@ -306,7 +306,7 @@ class FitStrategy(tf.distribute.Strategy):
         Returns:
             For each worker, by its index, the seconds that its training steps have waited for
             their batches, in all calls of `fit` so far; with several threads for a worker, the
-            mean of theirs. Known at the end of an epoch, and about half a second old before;
+            mean of theirs. Known at the end of an epoch, and as of two calls ago before;
             what a worker had waited since then is lost with it.
 
         Example:

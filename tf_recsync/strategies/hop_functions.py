@@ -96,6 +96,7 @@ class HopTrainFunction(TrainFunction):
             element_spec,
             compute_time,
             self._step_logs,
+            self.call_limit,
         )
 
 
@@ -106,12 +107,14 @@ def _trace(
     element_spec: Any,
     compute_time: worker_functions.ComputeTime | None,
     step_logs: StepLogs,
+    call_limit: float,
 ) -> Callable:
     """Traces `model.train_step` and the exchange around it, once for all workers.
 
     Returns:
         A function of an iterator, a number of steps, and the `inputs` of a worker's state that
-        runs so many steps and raises OutOfRangeError at the end of the data.
+        runs so many steps, or fewer if the limit of a call is over, returns how many, and raises
+        OutOfRangeError at the end of the data.
     """
     strategy = model.distribute_strategy
     parameters = [variable._value for variable in model.trainable_variables]
@@ -149,18 +152,15 @@ def _trace(
             add_step(count, [received], waited)
 
     def steps(iterator, number, worker, began, count, hop_handle):
-        def one_step(i):
-            wait = DataWait([i])
+        def one_step():
+            wait = DataWait()
             data = iterator.get_next()
             evidence = tf.nest.flatten(data, expand_composites=True)
             # Without a batch nothing may happen, not even what needs none of it.
             with tf.control_dependencies(evidence):
                 run_step(data, wait.until(evidence), worker, began, count, hop_handle)
-            return i + 1
 
-        tf.while_loop(
-            lambda i: i < number, one_step, [tf.zeros([], tf.int64)], parallel_iterations=1
-        )
+        return worker_functions.turns(one_step, number, call_limit)
 
     with strategy.scope():
         concrete = tf.function(steps, autograph=False).get_concrete_function(
@@ -177,7 +177,7 @@ def _trace(
     def call(iterator, number, worker, began, count, _, *rest):
         # The worker's own variables, what it keeps beside its parameters, its copies.
         own, (hop_handle, *copies) = rest[: len(private)], rest[len(private) :]
-        function(iterator, number, worker, began, count, hop_handle, *own, *copies)
+        return function(iterator, number, worker, began, count, hop_handle, *own, *copies)
 
     replaced = [variable.handle for variable in [*private, *copied]]
     function = OnCopies(concrete, 6, replaced)  # The iterator included.

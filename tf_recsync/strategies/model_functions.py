@@ -23,7 +23,7 @@ from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Crew, Losses, Slot
 from tf_recsync.strategies.step_counts import COUNTS
 from tf_recsync.strategies.step_logs import StepLogs
-from tf_recsync.strategies.worker_run import WorkerRun
+from tf_recsync.strategies.worker_run import WorkerRun, call_seconds
 from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.aggregation import Aggregation
@@ -189,7 +189,7 @@ class Steps:
         elif not finished and time.monotonic() - self._refreshed > 2 * run.call_seconds:
             with self.watched():
                 self._refresh(run)
-            self._unroll(run)
+                self._unroll(run)
         # Workers may be done long before Keras has counted their steps.
         self._is_final = finished
         # The end of data of unknown length shows when a call has no step left.
@@ -327,6 +327,7 @@ class Steps:
             self._variables.spared(self._settings.arrangement),
             is_reading=self.method != "train_step",
             while_waiting=self._tell_observers,
+            most_per_call=self._most_per_call(),
         )
         self._run.when_done(self._go_on)
         return self._run
@@ -365,13 +366,16 @@ class Steps:
                 continue
             state.unrolled = unrolled
             try:
-                functions[unrolled](state.iterator, state.number(times), *state.inputs)
+                turns = functions[unrolled](state.iterator, state.number(times), *state.inputs)
             except tf.errors.OutOfRangeError:
                 if times * unrolled > 1:
                     state.steps = state.read_steps()
                 return state.steps - before, True
-            state.steps += times * unrolled
-        return n, False
+            turns = 1 if times == 1 else int(np.asarray(turns))
+            state.steps += turns * unrolled
+            if turns < times:
+                break  # The call has lasted long enough.
+        return state.steps - before, False
 
     def _open(
         self, worker: int, iterator: PassIterator, private, before: WorkerState | None, owner: str
@@ -382,6 +386,16 @@ class Steps:
     def _crew(self) -> Crew | None:
         """Whom workers wait for; only those that train do."""
         return None
+
+    @property
+    def call_limit(self) -> float:
+        """Seconds after which a call does no more steps."""
+        return 2 * call_seconds(self._settings.cluster.workers * self.threads)
+
+    def _most_per_call(self) -> int | None:
+        """How many steps a call may have, if that does not depend on how long they take."""
+        # Of a call that is lost because its connection broke, the metrics would be, too.
+        return self._model.steps_per_execution
 
     def _should_stop(self) -> bool:
         raise NotImplementedError
@@ -396,7 +410,8 @@ class Steps:
         """How many steps the functions have that workers call, again and again."""
         steps = self._model.steps_per_execution
         lengths = {min(steps, self.most_unrolled)}
-        if iterator.distributed.steps_per_epoch is not None or steps % max(lengths):
+        is_open = iterator.distributed.steps_per_epoch is not None
+        if is_open or steps % max(lengths) or self.most_unrolled % max(lengths):
             lengths.add(1)  # What remains of a number of steps need not fill a function.
         return lengths
 
@@ -444,7 +459,9 @@ class Steps:
             began = time.monotonic()
             self._functions = {key: (trace(*lengths), next(iter(layouts.values())))}
             self._trace_seconds = (time.monotonic() - began) / sum(lengths)
-            self._unrolled = trace if max(lengths) < self.most_unrolled else None
+            # With lookups ahead, the number of unrolled steps is the user's choice.
+            is_open = max(lengths) < self.most_unrolled and not self._settings.prefetch_lookups
+            self._unrolled = trace if is_open else None
         return self._functions[key]
 
     def _trace(
@@ -467,7 +484,7 @@ class Steps:
             self._step_logs,
             self._settings.mode.hogwild,
         )
-        return worker_functions.trace_loop(body, layout, element_spec)
+        return worker_functions.trace_loop(body, layout, element_spec, self.call_limit)
 
     def _aggregation_of(self, layout: Layout) -> Aggregation | None:
         """What collects the pushes of the model's steps; None where nothing does."""

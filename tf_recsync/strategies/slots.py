@@ -19,7 +19,8 @@ class Losses:
             without one.
         steps: the steps that they had in flight. None of them counts as done, though servers
             may have got some of their pushes. Where workers have their own copies of the
-            parameters, all of the call in flight, which are gone with the copy.
+            parameters, all of the call in flight, which are gone with the copy. A step counts
+            as done when the server has applied it that counts global steps.
         batches: batches that no step that counts was done on: those of the steps in flight,
             and those that a worker had fetched ahead. Known, and counted, at the end of an
             epoch whose number of batches is known; with `steps_per_epoch` others do the steps
@@ -42,9 +43,9 @@ class State(Protocol):
     def close(self, is_reachable: bool) -> None:
         """The pass has ended for the worker: lets go of its part of the data."""
 
-    def settle(self, taken: int) -> tuple[int, int]:
-        """The worker was lost in a call of so many steps: how many of them were done, and how
-        many more had begun."""
+    def account_lost(self, taken: int, seconds: float) -> tuple[int, int]:
+        """The worker was lost in a call of so many steps, which may go on for some seconds: how
+        many of them were done, and how many more had begun."""
 
 
 class Slot:
@@ -69,7 +70,8 @@ class Slot:
         lost_steps: how many steps were lost in it.
         running: whether its thread is still at work.
         pass_began: when the workers began together (time.time()).
-        share: how many steps its next call may run.
+        share: how many steps its next call may run: those that Keras counts at once, times a
+            power of two.
     """
 
     def __init__(self, number: int, index: int):

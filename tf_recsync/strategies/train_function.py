@@ -150,6 +150,10 @@ class TrainFunction(Steps):
         counts = self.synchronizer is not None and self.synchronizer.counts_steps
         return lengths | {1} if counts else lengths
 
+    def _most_per_call(self) -> int | None:
+        is_short = self.synchronizer is not None and self.synchronizer.needs_short_calls
+        return super()._most_per_call() if is_short else None
+
     def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
         synchronizer = self.synchronizer
         if synchronizer is None:
@@ -187,10 +191,13 @@ class TrainFunction(Steps):
     def _open(
         self, worker: int, iterator: PassIterator, private, before: WorkerState | None, owner: str
     ) -> WorkerState:
-        if self.synchronizer is None:
-            return super()._open(worker, iterator, private, before, owner)
         group = self._group_of(worker)
         aggregation = self.aggregations.get(group.index)
+        if before is not None and aggregation is not None:
+            # What was lost may have been the connection, and the call have gone on for a while.
+            aggregation.forget(worker)
+        if self.synchronizer is None:
+            return super()._open(worker, iterator, private, before, owner)
         with self._opening[group.index]:
             self.synchronizer.open(worker)
             if aggregation is not None:
@@ -214,8 +221,8 @@ class TrainFunction(Steps):
                 self._flush()
         if self._settings.prefetch_lookups and self._model.steps_per_execution == 1:
             raise ValueError(
-                "prefetch_lookups=True needs steps_per_execution above 1 in compile: only the "
-                "steps of one call can prefetch"
+                "prefetch_lookups=True needs steps_per_execution above 1 in compile: only steps "
+                "that are unrolled can prefetch"
             )
         self.local_batch_size = size = iterator.distributed.batch_size
         for optimizer in self._variables.optimizers:

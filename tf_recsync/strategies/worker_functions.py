@@ -28,26 +28,50 @@ ComputeTime = Callable[[tf.Tensor, tf.Tensor, Callable[[], tf.Tensor]], tf.Tenso
 MOST_UNROLLED = 8
 
 
-def trace_loop(body: Callable, layout: Layout, element_spec: Any) -> Callable:
+def turns(once: Callable[[], None], times: tf.Tensor, seconds: float) -> tf.Tensor:
+    """Does something again and again, in a function of a worker.
+
+    Args:
+        once: does it, while it is traced.
+        times: how often, an int64 scalar.
+        seconds: for so long at most, and at least once; whoever waits for the call's end, as to
+            save the model, does not wait for a worker that has become slow.
+
+    Returns:
+        How often it was done, an int64 scalar.
+    """
+
+    def turn(i):
+        once()
+        return i + 1
+
+    began = tf.timestamp()
+    return tf.while_loop(
+        lambda i: (i < times) & ((i == 0) | (tf.timestamp() - began < seconds)),
+        turn,
+        [tf.zeros([], tf.int64)],
+        parallel_iterations=1,
+    )[0]
+
+
+def trace_loop(body: Callable, layout: Layout, element_spec: Any, seconds: float) -> Callable:
     """Has a worker call a function of steps again and again by itself.
 
     Args:
         body: what `trace_steps` gave.
         layout: the model's layout.
         element_spec: the type spec of the batches.
+        seconds: see `turns`.
 
     Returns:
         A concrete function of (iterator, how often, the worker's index, ...), the rest being
-        the arguments of `body`. How often is an int64 scalar on the worker.
+        the arguments of `body`, which returns how often it called it. How often is an int64
+        scalar on the worker.
     """
 
     def loop(iterator, times, *arguments):
-        def once(i):
-            body(iterator, *arguments)
-            return i + 1
-
         # What `body` does on servers is part of each turn: that costs a message for each.
-        tf.while_loop(lambda i: i < times, once, [tf.zeros([], tf.int64)], parallel_iterations=1)
+        return turns(lambda: body(iterator, *arguments), times, seconds)
 
     return tf.function(loop, autograph=False).get_concrete_function(
         tf.data.IteratorSpec(element_spec), tf.TensorSpec([], tf.int64), *_worker_specs(layout)
@@ -59,7 +83,7 @@ def trace_steps(
     layout: Layout,
     method: str,
     element_spec: Any,
-    steps_per_call: int,
+    unrolled: int,
     compute_time: ComputeTime | None,
     aggregation: Aggregation | None = None,
     prefetch_lookups: bool = False,
@@ -73,11 +97,11 @@ def trace_steps(
         layout: its layout.
         method: "train_step" or "test_step".
         element_spec: the type spec of the batches that the workers' iterators yield.
-        steps_per_call: how many steps one call runs. They are unrolled, so that a server
-            begins the next one when it is done with the last.
+        unrolled: how many steps one call runs. They are unrolled, so that a server begins the
+            next one when it is done with the last.
         compute_time: of the artificial compute time of training steps, or None.
         aggregation: see `Step`.
-        prefetch_lookups: whether a step pulls the lookups of the call's next one
+        prefetch_lookups: whether a step pulls the lookups of the next unrolled one
             before it computes.
         step_logs: is told what the steps return; default None.
         hogwild: see `Step`.
@@ -124,7 +148,7 @@ def trace_steps(
                 "self.optimizer.apply_gradients or self.optimizer.apply"
             )
         kept, operations = step.finish(seconds)
-        if is_training:
+        if is_training and layout.owner:
             operations.append(add_applied(applied, layout.owner, operations))
         for handle, old, new in zip(handles, step.private, kept, strict=True):
             if new is not old:
@@ -137,7 +161,7 @@ def trace_steps(
         computed: list[tf.Tensor] = []  # What the worker has done for it.
         waited: tf.Tensor | None = None  # For its batch.
         following: BatchAhead | None = None
-        for i in range(steps_per_call):
+        for i in range(unrolled):
             step = None
             wait: DataWait | None = None
             if following is not None and aggregation is None:
@@ -163,7 +187,7 @@ def trace_steps(
                 if step is None:
                     step = pull(batch, worker, handles, {})
                 following = None
-                if i + 1 < steps_per_call and (aggregation is None or prefetch_lookups):
+                if i + 1 < unrolled and (aggregation is None or prefetch_lookups):
                     following = BatchAhead(iterator, batch)
                 if following is not None and prefetch_lookups:
                     # Traced before this step's updates, so that it does not wait for them.

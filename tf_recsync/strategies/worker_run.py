@@ -41,7 +41,7 @@ _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _LEAVE_SECONDS = 10.0  # For the workers to leave a pass that failed, at most.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
 _CALL_SECONDS = 0.25  # How long a call of many steps lasts.
-_CALL_SECONDS_EACH = 0.02  # Of as many workers as there are: else calls keep this process busy.
+_CALL_SECONDS_EACH = 0.02  # Of as many threads as call: else calls keep this process busy.
 _TELL_SECONDS = 0.5  # Between two looks at what has happened to workers.
 _CONNECTS = 5  # Attempts to reach a worker again that is up.
 _MOST_BREAKS = 5  # Connections to a living worker that break without a call in between.
@@ -135,7 +135,7 @@ class WorkerRun:
         self._begun_without: set[Server] = set()  # That were away when it began.
         self._opening = [threading.Lock() for _ in workers]
         self.slots = [Slot(i, i // threads) for i in range(cluster.workers * threads)]
-        self._call_seconds = max(_CALL_SECONDS, _CALL_SECONDS_EACH * len(self.slots))
+        self._call_seconds = call_seconds(len(self.slots))
         for slot in self.slots:
             slot.share = steps_per_call
         self._threads = [
@@ -512,7 +512,7 @@ class WorkerRun:
             outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
             self._note(slot, MemberState.READY)
             if outcome is None:
-                self._settle(slot, n)
+                self._account_lost(slot, n)
                 opened = False
                 continue
             done, ended, result = outcome[0]
@@ -641,15 +641,21 @@ class WorkerRun:
         if free < float("inf"):
             # Others, who may be faster, shall be busy until the last of them.
             n = min(n, int(free) // (2 * len(self.slots)))
-        # Powers of two, as each number that a worker gets is a tensor there.
-        calls = max(1, int(n) // self._steps_per_call)
-        return int(min(self._steps_per_call << (calls.bit_length() - 1), free))
+        return int(min(self._rounded(n), free))
+
+    def _rounded(self, steps: float) -> int:
+        """So many steps or fewer, at least those of one function, times a power of two.
+
+        Each number that a worker gets is a tensor there.
+        """
+        calls = max(1, int(steps) // self._steps_per_call)
+        return self._steps_per_call << (calls.bit_length() - 1)
 
     def _account(self, slot: Slot, taken: int, done: int, result: Any, seconds: float) -> None:
         if taken >= slot.share or seconds > self._call_seconds:
             # At most twice as many, since this call may have been a lucky one.
             fits = min(2.0, self._call_seconds / max(seconds, 1e-9))
-            slot.share = max(self._steps_per_call, min(int(taken * fits), self._most_per_call))
+            slot.share = self._rounded(min(max(done, 1) * fits, self._most_per_call))
         with self._changed:
             self._longest_call = max(self._longest_call, seconds)
             self._taken -= taken - done
@@ -668,12 +674,13 @@ class WorkerRun:
             self._losses += Losses(steps=lost)
             self._changed.notify_all()
 
-    def _settle(self, slot: Slot, taken: int) -> None:
+    def _account_lost(self, slot: Slot, taken: int) -> None:
         """A worker was lost in a call; counts what servers know of it."""
         done, lost = 0, taken
-        if slot.state is not None and not self._cluster.is_closed:
+        away = self._cluster.membership.is_away
+        if slot.state is not None and not any(map(away, self._holders[slot.index])):
             slot.busy_since = time.monotonic()
-            done, lost = slot.state.settle(taken)
+            done, lost = slot.state.account_lost(taken, 2 * self._call_seconds)
             slot.busy_since = None
         slot.lost_steps += lost
         self._give_back(taken, done, lost)
@@ -802,6 +809,15 @@ class WorkerRun:
         others = any(s.running and not s.lost for s in self.slots)
         nothing_left = self._finished_parts > 0 and not others
         return self._stopped or self._should_stop() or self._error is not None or nothing_left
+
+
+def call_seconds(threads: int) -> float:
+    """How long calls of many steps last.
+
+    Args:
+        threads: that call workers.
+    """
+    return max(_CALL_SECONDS, _CALL_SECONDS_EACH * threads)
 
 
 def _over(slot: Slot) -> tf.errors.UnavailableError:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
+import time
 
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.synchronization.remote_values import PackedReader, on_worker
+
+_ECHO_SECONDS = 0.05  # What is on its way to a server arrives within.
 
 
 class WorkerState:
@@ -26,7 +29,7 @@ class WorkerState:
         iterator: as above; None from `close` on.
         steps: how many steps it has done in the pass, as far as known.
         waited: how many microseconds it has waited for batches in the pass, as far as known.
-        unrolled: how many steps the function has that it called last.
+        unrolled: how many steps the function has that the call in flight calls; 0 before.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class WorkerState:
         owner: str = "",
     ):
         self.iterator: PassIterator | None = iterator
-        self.unrolled = 1
+        self.unrolled = 0
         self.reset_metrics = False
         self.steps = 0 if before is None else before.steps
         self.waited = 0 if before is None else before.waited
@@ -48,10 +51,11 @@ class WorkerState:
         self._numbers: dict[int, tf.Tensor] = {}
         counts = np.array([self.steps, self.waited])
         self._counts = tf.Variable(on_worker(counts), trainable=False)
-        self._steps_before = self.steps
-        self._is_counted = bool(owner)
-        with tf.device(owner) if owner else contextlib.nullcontext():
-            self._applied = tf.Variable(on_worker(np.int64(0)), trainable=False)
+        self._steps_before = self._steps_at_call = self.steps
+        self._applied: tf.Variable | None = None  # By the server that counts them.
+        if owner:
+            with tf.device(owner):
+                self._applied = tf.Variable(on_worker(np.int64(0)), trainable=False)
         self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
 
     def close(self, is_reachable: bool) -> None:
@@ -70,7 +74,8 @@ class WorkerState:
     @property
     def inputs(self) -> list[tf.Tensor]:
         """What its functions take besides an iterator (see `worker_functions.trace_steps`)."""
-        variables = (self._counts, self._applied, *self._variables)
+        applied = self._counts if self._applied is None else self._applied
+        variables = (self._counts, applied, *self._variables)
         handles = [variable.handle for variable in variables]
         return [self._worker, self._began, *handles]
 
@@ -81,7 +86,12 @@ class WorkerState:
         return self._numbers[value]
 
     def begin(self, time: float) -> None:
-        """Tells the worker, once, when the pass began, in seconds of the Unix epoch."""
+        """A call begins.
+
+        Args:
+            time: when the pass began, in seconds of the Unix epoch; the worker is told once.
+        """
+        self._steps_at_call, self.unrolled = self.steps, 0
         if not self._has_begun:
             self._began = on_worker(np.float64(time))
             self._has_begun = True
@@ -104,23 +114,41 @@ class WorkerState:
         self.waited = int(counts[1])
         return values
 
-    def settle(self, taken: int) -> tuple[int, int]:
-        """The worker was lost in a call of so many steps, of which servers may know.
+    def account_lost(self, taken: int, seconds: float) -> tuple[int, int]:
+        """The worker was lost in a call, or only the connection to it; servers may know more.
+
+        Args:
+            taken: the steps of the call.
+            seconds: for how long it may go on.
 
         Returns:
             How many of them were done, and how many more had begun.
         """
         done, begun = 0, taken
-        if self._is_counted:
-            try:
-                with tf.device(self._applied.device):  # And not on the worker, which is gone.
-                    applied = int(np.asarray(self._applied.read_value()))
-            except tf.errors.OpError:
-                return done, begun
-            done = min(max(applied - (self.steps - self._steps_before), 0), taken)
-            begun = min(taken - done, self.unrolled)
-            self.steps += done
+        try:
+            if self._applied is not None:
+                done = min(max(self._read_applied(seconds) - self._before_call, 0), taken)
+                begun = min(taken - done, self.unrolled)
+        except tf.errors.OpError as error:
+            logging.debug("what became of the last call is not known: %s", error)
+        self.steps = self._steps_at_call + done
         return done, begun
+
+    @property
+    def _before_call(self) -> int:
+        """The steps since it was opened that calls before the last one have done."""
+        return self._steps_at_call - self._steps_before
+
+    def _read_applied(self, seconds: float) -> int:
+        """The steps that were applied since it was opened, when nothing comes any more."""
+        deadline, last = time.monotonic() + seconds, -1
+        with tf.device(self._applied.device):  # And not on the worker, which may be gone.
+            while True:
+                applied = int(np.asarray(self._applied.read_value()))
+                if applied == last or time.monotonic() > deadline:
+                    return applied
+                last = applied
+                time.sleep(min(_ECHO_SECONDS, seconds))
 
     def read_steps(self) -> int:
         """The steps that the worker has done."""

@@ -277,6 +277,13 @@ class Aggregation:
         Steps that it was to apply are lost with it, but counted as applied, as others
         wait for them. It takes a second or more to see which those are.
         """
+        self.forget(worker)
+        self._settle()
+        # If it was the connection that was lost, its last call has gone on for a moment.
+        self.forget(worker)
+
+    def forget(self, worker: int) -> None:
+        """Takes a worker's tokens away; it is one of those that others wait for with its next."""
         # The thread that finds out may be in the device scope of the lost worker.
         with tf.device(self._tokens.device):
             loss = self._tokens.lose(self._place(worker))
@@ -287,7 +294,6 @@ class Aggregation:
                 int(loss.lost),
                 int(loss.reissued),
             )
-        self._settle()
 
     def _settle(self) -> None:
         """Marks steps as applied that a lost worker's function was to apply.

@@ -53,6 +53,7 @@ class HopSynchronizer:
     """
 
     counts_steps = False
+    needs_short_calls = False
 
     def __init__(
         self,

@@ -23,11 +23,13 @@ class Synchronizer(Protocol):
         copies: the groups' parameters and what belongs to them.
         fail: ends the pass with an error.
         counts_steps: whether a synchronization is due after a number of steps.
+        needs_short_calls: whether a synchronization waits for the end of calls to workers.
     """
 
     copies: Copies
     fail: Callable[[Exception], None]
     counts_steps: bool
+    needs_short_calls: bool
 
     @property
     def there(self) -> list[int]:
