@@ -56,7 +56,7 @@ flags.DEFINE_enum(
     "staleness",
     "constant",
     ["constant", "inverse_power"],
-    "async, bounded_staleness, shadow_*, fr_*: the weight of stale gradients.",
+    "async, bounded_staleness, shadow_*, fr_*, hop with --ps: the weight of stale gradients.",
 )
 flags.DEFINE_float("staleness_power", 2.0, "inverse_power: k.")
 flags.DEFINE_float("staleness_baseline", 1.0, "inverse_power: the staleness that counts in full.")
@@ -79,7 +79,7 @@ _APPLIES = {
     "rows": ("dataset", ["synthetic"]),
     "test_rows": ("dataset", ["synthetic"]),
     "cardinalities": ("dataset", ["synthetic"]),
-    "staleness": ("strategy", ["async", "bounded_staleness", *strategy_flags.WITH_COPIES]),
+    "staleness": ("strategy", ["async", "bounded_staleness", "hop", *strategy_flags.WITH_COPIES]),
     "staleness_power": ("staleness", ["inverse_power"]),
     "staleness_baseline": ("staleness", ["inverse_power"]),
     "update_sensitivity": ("staleness", ["inverse_power"]),
@@ -96,6 +96,9 @@ def check_flags() -> None:
     if FLAGS.strategy == "hierarchical":
         by_version = ["hogwild", "async", "bounded_staleness"]
         strategy_flags.check_applies({"staleness": ("aggregation", by_version)})
+    is_without_ps = not FLAGS["ps"].present and "TF_CONFIG" not in os.environ
+    if FLAGS.strategy == "hop" and FLAGS["staleness"].present and is_without_ps:
+        raise app.UsageError("--staleness applies with --strategy=hop only to tables on --ps")
     if FLAGS.dataset != "synthetic" and not FLAGS.data_location:
         raise app.UsageError(f"--dataset={FLAGS.dataset} needs --data_location")
     if FLAGS.restore_from and not os.path.exists(os.path.join(FLAGS.restore_from, _WEIGHTS)):
@@ -251,8 +254,10 @@ def train(title, model, data, strategy) -> None:
     if FLAGS.steps:
         examples = FLAGS.steps * FLAGS.epochs * FLAGS.batch_size
     tested = model.evaluate(data.test(FLAGS.batch_size), return_dict=True, verbose=0)
-    # Where workers have their own parameters no gradient is stale.
-    staleness = None if strategy is None or is_hop else strategy.staleness(model)
+    staleness = None if strategy is None else strategy.staleness(model)
+    # Where workers have their own parameters no gradient is stale, but for rows on servers.
+    dense = None if is_hop or staleness is None else staleness.dense
+    rows = None if staleness is None or (is_hop and not strategy.embedding_ps) else staleness.rows
     figures = {
         "strategy": FLAGS.strategy if uses_package(model) else "stock",
         "dataset": FLAGS.dataset,
@@ -267,10 +272,10 @@ def train(title, model, data, strategy) -> None:
         "log_loss": tested["loss"],
         "normalized_entropy": tested["normalized_entropy"],
         # Without a cluster every gradient is fresh.
-        "staleness_mean": staleness.dense.mean if staleness else 1.0,
-        "staleness_p99": staleness.dense.quantile(0.99) if staleness else 1,
-        "staleness_max": staleness.dense.max if staleness else 1,
-        "row_staleness_mean": staleness.rows.mean if staleness else 1.0,
+        "staleness_mean": dense.mean if dense else 1.0,
+        "staleness_p99": dense.quantile(0.99) if dense else 1,
+        "staleness_max": dense.max if dense else 1,
+        "row_staleness_mean": rows.mean if rows else 1.0,
     }
     if strategy is not None:
         losses = strategy.losses(model)

@@ -106,7 +106,7 @@ def make_model() -> keras.Model:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    strategy_flags.check_flags({})
+    strategy_flags.check_flags(strategy_flags.WITHOUT_TABLES)
     if FLAGS["rows"].present and FLAGS.data_location:
         raise app.UsageError("--rows applies only without --data_location")
     if FLAGS.strategy not in ("local", "hop"):

@@ -82,7 +82,7 @@ def make_model(features: int) -> keras.Model:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    strategy_flags.check_flags({})
+    strategy_flags.check_flags(strategy_flags.WITHOUT_TABLES)
     if FLAGS.strategy not in ("local", "hop"):
         raise app.UsageError("--strategy must be hop or local: the optimizer is a stock one")
     train_file, test_file = find_files()

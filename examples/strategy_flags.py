@@ -45,8 +45,9 @@ flags.DEFINE_integer("workers", 2, "Workers of the local cluster.", lower_bound=
 flags.DEFINE_integer(
     "ps",
     1,
-    "Parameter servers of the local cluster; shadow_*, fr_*: the embedding PSs; hierarchical: "
-    "those of the groups, then the embedding PSs, and the sync PSs.",
+    "Parameter servers of the local cluster; shadow_*, fr_*, hop: the embedding PSs, of which hop "
+    "has none by default: workers have copies of the tables then; hierarchical: those of the "
+    "groups, then the embedding PSs, and the sync PSs.",
     lower_bound=1,
 )
 flags.DEFINE_integer(
@@ -153,7 +154,7 @@ flags.DEFINE_string(
 # Flags that mean nothing unless another flag has one of some values.
 APPLIES: dict[str, tuple[str, list[Any]]] = {
     "workers": ("strategy", CLUSTER_STRATEGIES),
-    "ps": ("strategy", [*STRATEGIES, *WITH_COPIES]),
+    "ps": ("strategy", CLUSTER_STRATEGIES),
     "readers": ("strategy", CLUSTER_STRATEGIES),
     "transport": ("strategy", CLUSTER_STRATEGIES),
     "groups": ("strategy", ["hierarchical"]),
@@ -181,6 +182,8 @@ APPLIES: dict[str, tuple[str, list[Any]]] = {
     "order": ("strategy", ["hop"]),
     "protocol": ("strategy", ["hop"]),
 }
+# Of programs whose models have no tables that servers could hold.
+WITHOUT_TABLES = {"ps": ("strategy", [*STRATEGIES, *WITH_COPIES])}
 # The defaults of flags that have others elsewhere.
 _DEFAULTS = {"backup_workers": 1, "staleness_bound": 2}
 # Those of them that are arguments of modes.
@@ -286,7 +289,7 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
     if "TF_CONFIG" in os.environ:
         cluster = recsync.cluster_from_tf_config(bind_address=FLAGS.bind_address)
     else:
-        ps = 0 if FLAGS.strategy == "hop" else FLAGS.ps
+        ps = 0 if FLAGS.strategy == "hop" and not FLAGS["ps"].present else FLAGS.ps
         ps += FLAGS.sync_ps if FLAGS.strategy in WITH_SYNC_PS else 0
         cluster = recsync.LocalCluster(
             workers=FLAGS.workers, ps=ps, readers=FLAGS.readers, transport=FLAGS.transport

@@ -1,6 +1,7 @@
 """Connections to servers that break while the servers live."""
 
 import contextlib
+import re
 import threading
 import time
 

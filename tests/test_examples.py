@@ -87,6 +87,7 @@ def example():
         (["--slow_factor=2", "--compute_seconds=0.1"], "--slow_factor needs --slow_workers"),
         (["--strategy=local", "--topology=ring"], "--topology applies only with --strategy=hop"),
         (["--strategy=hop", "--jump_trigger=3"], "--jump_trigger applies only with --max_jump"),
+        (["--strategy=hop", "--staleness=inverse_power"], "only to tables on --ps"),
         (
             ["--strategy=hop", "--protocol=notify_ack", "--max_iteration_gap=3"],
             "--max_iteration_gap applies only",

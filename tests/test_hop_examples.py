@@ -62,6 +62,7 @@ def test_the_svm_is_trained_with_slow_workers_and_leaves_a_timeline(libsvm, tmp_
     [
         (["--topology=double_ring", "--workers=6"], "workers must be a multiple of 4, not 6"),
         (["--strategy=async"], "--strategy must be hop or local"),
+        (["--ps=1"], "--ps applies only with --strategy=async"),
         (["--data_location=/nowhere"], "is no file and no folder"),
     ],
 )
@@ -114,6 +115,20 @@ def test_wide_and_deep_trains_decentralized(tmp_path):
     figures = strict_json(tmp_path / "m.json")
     assert figures["auc"] > 0.7
     assert len(figures["iterations"]) == 2
+
+
+def test_dlrm_trains_decentralized_with_tables_on_servers(tmp_path):
+    done = run_here(
+        EXAMPLES / "dlrm_ctr.py",
+        *("--strategy=hop", "--workers=2", "--ps=2", "--topology=ring", "--cardinalities=50,3"),
+        *("--staleness=inverse_power", "--rows=4000", "--test_rows=1000"),
+        f"--metrics_json={tmp_path / 'm.json'}",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = strict_json(tmp_path / "m.json")
+    assert figures["auc"] > 0.6
+    assert (figures["ps"], len(figures["iterations"])) == (2, 2)
+    assert figures["staleness_mean"] == 1 <= figures["row_staleness_mean"]
 
 
 @pytest.mark.parametrize(

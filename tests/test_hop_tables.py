@@ -1,4 +1,4 @@
-"""Embedding collections in decentralized training."""
+"""Embedding collections in decentralized training without parameter servers."""
 
 import keras
 import numpy as np
@@ -130,26 +130,3 @@ def test_without_servers_tables_are_a_part_of_each_workers_copy(clusters, make):
     for name in names:
         mean = np.mean([copy[name] for copy in copies], axis=0)
         np.testing.assert_allclose(model.tables.table_values(name), mean, rtol=1e-5, atol=1e-7)
-
-
-def test_beside_parameter_servers_a_collection_is_refused(clusters):
-    cluster = clusters.get(2, 1, processes=0)
-    strategy = recsync.HopStrategy(cluster, topology.ring(2))
-    with strategy.scope():
-        inputs = keras.Input((2,), dtype="int64")
-        layer = EmbeddingCollection(
-            [TableConfig("films", 10, 2)], [FeatureConfig("film", "films")], name="clicks"
-        )
-        inner = keras.Model(inputs, layer({"film": inputs})["film"])
-        model = keras.Sequential([inner, keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    x, y = np.zeros((8, 2), np.int64), np.zeros((8, 1), np.float32)
-    message = "EmbeddingCollection clicks can't be used under HopStrategy .* ps=1.*ps=0"
-    for call in (model.fit, model.evaluate):
-        with pytest.raises(ValueError, match=message):
-            call(x, y, verbose=0)
-    # Tables of Keras's own are like all variables.
-    with strategy.scope():
-        model = keras.Sequential([keras.layers.Embedding(10, 1), keras.layers.Flatten()])
-        model.compile("sgd", "mse")
-    model.fit(x, np.zeros((8, 2), np.float32), batch_size=2, verbose=0)

@@ -236,6 +236,34 @@ def test_tables_are_on_embedding_servers_and_the_rest_is_copied(cluster):
         assert strategy.staleness(model).rows.count > 0
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda c: recsync.ShadowSyncStrategy(c, recsync.EASGD(0.3)), recsync.AsyncStrategy],
+    ids=["ShadowSync", "async"],
+)
+def test_tables_of_a_model_that_keras_builds_as_it_is_called_are_where_they_are_placed(
+    cluster, make
+):
+    class Clicks(keras.Model):
+        def __init__(self):
+            super().__init__()
+            tables = [recsync.layers.TableConfig(f"of_{size}", ROWS, size) for size in (8, 4)]
+            features = [recsync.layers.FeatureConfig(t.name, table=t.name) for t in tables]
+            self.tables = recsync.layers.EmbeddingCollection(tables, features)
+
+        def call(self, inputs):
+            return self.tables(inputs)["of_8"]
+
+    strategy = make(cluster)
+    with strategy.scope():
+        model = Clicks()
+        model({name: np.zeros((1, 2), np.int64) for name in ("of_8", "of_4")})
+    assert len(model.tables.variables) > 2
+    for variable in model.tables.variables:
+        ps = strategy.embedding_ps[variable.physical_table.ps]
+        assert variable._value.device == f"/job:ps/replica:0/task:{ps}/device:CPU:0"
+
+
 def test_tables_are_placed_as_planned_by_what_they_cost(cluster):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), sync_ps=[0, 2])
     tables = [recsync.layers.TableConfig(name, ROWS, 8) for name in ("one", "other")]

@@ -33,14 +33,19 @@ class _Report(keras.callbacks.Callback):
     def set_model(self, model):
         super().set_model(model)
         strategy = model.distribute_strategy
-        if hasattr(strategy, self._needs):
+        if self._fits(strategy):
             return
-        own = {"staleness": "TrainingReport", "workers": "HopReport", "sync_report": "ShadowReport"}
-        fitting = [name for method, name in own.items() if hasattr(strategy, method)]
+        own = (TrainingReport, HopReport, ShadowReport)
+        fitting = [report.__name__ for report in own if report._fits(strategy)]
         advice = f"use {' or '.join(fitting)}" if fitting else "it is none of this package's"
         raise ValueError(
             f"{type(self).__name__} can't report on a {type(strategy).__name__}; {advice}"
         )
+
+    @classmethod
+    def _fits(cls, strategy: tf.distribute.Strategy) -> bool:
+        """Whether it can report on a strategy."""
+        return hasattr(strategy, cls._needs)
 
     @property
     def _strategy(self):
@@ -74,6 +79,11 @@ class TrainingReport(_Report):
     """
 
     _needs = "staleness"
+
+    @classmethod
+    def _fits(cls, strategy):
+        # Workers that exchange with neighbors have iterations of their own, and no global steps.
+        return super()._fits(strategy) and not HopReport._fits(strategy)
 
     @without_strategy
     def __init__(self, log_dir: str | None = None):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from tensorflow.python.eager import tape
 
 from tf_recsync import ops
@@ -180,9 +181,10 @@ class EmbeddingCollection(keras.layers.Layer):
             return
         strategy = tf.distribute.get_strategy()
         # Only where there are servers to put tables on.
-        on_servers = hasattr(strategy, "placed_on")
-        servers = len(strategy.embedding_ps) if on_servers else 1
-        if not servers:
+        embedding_ps = getattr(strategy, "embedding_ps", None)
+        on_servers = bool(embedding_ps)
+        servers = len(embedding_ps) if on_servers else 1
+        if embedding_ps == () and not strategy.copies_tables:
             raise ValueError(
                 f"layer {self.name} needs an embedding PS for its tables, and the strategy has none"
             )
@@ -213,7 +215,7 @@ class EmbeddingCollection(keras.layers.Layer):
             check_memory(self.name, self._physical, self._memory_limit, *self._row_memory.values())
         for physical in self._physical:
             initializer = PhysicalInitializer(physical, self._initializers, self._by_name)
-            with strategy.placed_on(physical.ps) if on_servers else contextlib.nullcontext():
+            with _made_on(strategy, physical.ps) if on_servers else contextlib.nullcontext():
                 variable = self.add_weight(
                     shape=(physical.rows, physical.dimension),
                     dtype=physical.dtype,
@@ -415,6 +417,23 @@ class EmbeddingCollection(keras.layers.Layer):
         layer = cls(**config)
         layer._placement_is_restored = True
         return layer
+
+
+@contextlib.contextmanager
+def _made_on(strategy: tf.distribute.Strategy, ps: int) -> Iterator[None]:
+    """Inside, variables are made on one of a strategy's embedding PSs, and at once.
+
+    Keras builds a model that it has no graph of in a scope without state, and would make them
+    when this context is left.
+    """
+    name = "stateless_scope"
+    outer = global_state.get_global_attribute(name)
+    with tf.init_scope(), strategy.placed_on(ps):
+        global_state.set_global_attribute(name, None)
+        try:
+            yield
+        finally:
+            global_state.set_global_attribute(name, outer)
 
 
 def _assembled(routes, routed, values, pulled: bool) -> tf.Tensor:

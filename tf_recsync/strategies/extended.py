@@ -29,6 +29,7 @@ class Extended(tf.distribute.StrategyExtended):
         guard: sees to it that calls to what lies on servers end.
         cluster: the connected cluster.
         arrangement: the groups, and the servers that belong to none.
+        copies_tables: whether only tables that are placed there lie on embedding PSs.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Extended(tf.distribute.StrategyExtended):
         guard: Guard,
         cluster: Cluster,
         arrangement: Arrangement,
+        copies_tables: bool,
     ):
         super().__init__(strategy)
         self._cluster = cluster
@@ -47,6 +49,7 @@ class Extended(tf.distribute.StrategyExtended):
             device_of("ps", server) + "/device:CPU:0" for server in arrangement.embedding_ps
         ]
         self._next = 0  # Of the servers, for what nobody has placed.
+        self._copies_tables = copies_tables
         self._sizes = [0] * arrangement.shards  # Elements, of what is copied.
 
     def placed_on(self, number: int) -> contextlib.AbstractContextManager:
@@ -68,7 +71,8 @@ class Extended(tf.distribute.StrategyExtended):
             return self._create_on(device, next_creator, **kwargs)
         if device not in self._servers:
             device = None
-            if self._servers and re.fullmatch(DEFAULT_TABLES, kwargs.get("name") or ""):
+            is_table = re.fullmatch(DEFAULT_TABLES, kwargs.get("name") or "")
+            if self._servers and is_table and not self._copies_tables:
                 device = self._next_server()
         if device is not None:
             return self._create_on(device, next_creator, **kwargs)

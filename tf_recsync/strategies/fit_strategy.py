@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import sys
@@ -56,6 +57,9 @@ class FitStrategy(tf.distribute.Strategy):
 
     linked_jobs: tuple[str, ...] = ("ps",)  # Whose links may be limited, those of steps first.
     threads_per_worker = 1  # That train.
+    # Whether tables that nobody places on a server are copied although there are embedding PSs,
+    # and those of collections where there are none.
+    copies_tables = False
 
     def __init__(
         self,
@@ -70,7 +74,7 @@ class FitStrategy(tf.distribute.Strategy):
         cluster.connect()
         limit = silence_limit(silence_timeout, worker_timeout)
         self._guard = watched_calls.CallGuard(cluster, limit)
-        super().__init__(Extended(self, self._guard, cluster, arrangement))
+        super().__init__(Extended(self, self._guard, cluster, arrangement, self.copies_tables))
         self._cluster = cluster
         self._arrangement = arrangement
         self._local_batch_size = local_batch_size
@@ -97,6 +101,31 @@ class FitStrategy(tf.distribute.Strategy):
     def mode(self) -> Mode:
         """When the workers of a group start, and when its servers apply what they push."""
         return self._settings.mode
+
+    @property
+    def embedding_ps(self) -> tuple[int, ...]:
+        """The task indices of the parameter servers on which embedding tables are placed."""
+        return self._arrangement.embedding_ps
+
+    def placed_on(self, ps: int) -> contextlib.AbstractContextManager:
+        """A context in which variables are made on one embedding PS, once for all workers.
+
+        Without it, those of an only group go to its servers in turn.
+
+        Args:
+            ps: its place among `embedding_ps`.
+
+        Raises:
+            ValueError: if there is no such server.
+        """
+        count = len(self.embedding_ps)
+        if not count:
+            raise ValueError(f"ps must be an embedding PS, not {ps!r}: there are none")
+        if ps not in range(count):
+            raise ValueError(
+                f"ps must be from 0 to {count - 1}, not {ps!r}: there are {count} embedding PSs"
+            )
+        return self.extended.placed_on(ps)
 
     @property
     def examples_per_step(self) -> int | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 
 import keras
-import numpy as np
 
 from tf_recsync import staleness
 from tf_recsync.cluster import Cluster
@@ -16,7 +15,7 @@ from tf_recsync.strategies.fit_strategy import (
     check_optimizers,
     check_timeouts,
 )
-from tf_recsync.strategies.model_variables import OnServers, optimizers_of
+from tf_recsync.strategies.model_variables import OnServers, optimizers_of, read_staleness
 from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.synchronization import aggregation
 from tf_recsync.synchronization.arrangement import one_group
@@ -68,24 +67,6 @@ class GroupStrategy(FitStrategy):
             prefetch_lookups,
         )
 
-    @property
-    def embedding_ps(self) -> tuple[int, ...]:
-        """The task indices of the servers that embedding tables are placed on: all."""
-        return tuple(range(self._cluster.ps))
-
-    def placed_on(self, ps: int) -> contextlib.AbstractContextManager:
-        """A context in which variables are made on one parameter server.
-
-        Args:
-            ps: its task index. Without this context variables go round robin.
-
-        Raises:
-            ValueError: if there is no such server.
-        """
-        if not 0 <= ps < self._cluster.ps:
-            raise ValueError(f"ps must be from 0 to {self._cluster.ps - 1}, not {ps!r}")
-        return self.extended.placed_on(ps)
-
     def staleness(self, model: keras.Model) -> staleness.Report:
         """The staleness measured by the servers since the model's optimizer was built.
 
@@ -105,17 +86,12 @@ class GroupStrategy(FitStrategy):
         """
         states = [s for o in optimizers_of(model) for s in o.states]
         with self._guard.watched():
-            counters = {s.variable.path: np.asarray(s.counters._value.read_value()) for s in states}
-        of = staleness.Statistics.from_counters
-        dense = of(counters[s.variable.path] for s in states if not s.is_table)
+            report = read_staleness(states)
         if self.mode.uses_buffers:
             pushes = self.aggregation(model)
-            dense = pushes.staleness if pushes is not None else of([])
-        return staleness.Report(
-            dense=dense,
-            rows=of(counters[s.variable.path] for s in states if s.is_table),
-            variables={path: of([values]) for path, values in counters.items()},
-        )
+            none = staleness.Statistics.from_counters([])
+            report = dataclasses.replace(report, dense=none if pushes is None else pushes.staleness)
+        return report
 
     def _put_functions(self, model: keras.Model) -> None:
         variables = OnServers(model)

@@ -8,36 +8,22 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from absl import logging
 
 from tf_recsync import optimizers
 from tf_recsync._checks import check_at_least
-from tf_recsync.cluster import Cluster
 from tf_recsync.layers import EmbeddingCollection
+from tf_recsync.optimizers import base
+from tf_recsync.strategies.copied_strategy import CopiedStrategy
+from tf_recsync.strategies.fit_strategy import check_optimizers
+from tf_recsync.strategies.model_variables import uses_servers
 from tf_recsync.synchronization.hop_protocol import Protocol, Skip
 from tf_recsync.topology import Topology
 
 
-def check_tables(model: keras.Model, cluster: Cluster) -> None:
-    """Raises a ValueError if tables would be copied that belong on parameter servers."""
-    if cluster.ps == 0:
-        return
-    for layer in model._flatten_layers():
-        if isinstance(layer, EmbeddingCollection):
-            raise ValueError(
-                f"{type(layer).__name__} {layer.name} can't be used under HopStrategy on a "
-                f"cluster with parameter servers, ps={cluster.ps}: every worker would have a "
-                "copy of its tables, and the servers none. Use a cluster with ps=0, where they "
-                "are parameters like any other, or a strategy whose tables lie on the servers, "
-                "as AsyncStrategy"
-            )
-
-
-def check_optimizer(
-    optimizer: keras.optimizers.Optimizer | None, strategy: tf.distribute.Strategy
-) -> None:
-    """Raises a ValueError if an optimizer can't train the copies, or is from elsewhere."""
+def check_optimizer(model: keras.Model, strategy: CopiedStrategy) -> None:
+    """Raises a ValueError if a model's optimizer can't train it, or is from elsewhere."""
+    optimizer = getattr(model, "optimizer", None)
     for one in _with_inner(optimizer):
         if isinstance(one, (keras.optimizers.Ftrl, optimizers.Ftrl)):
             raise ValueError(
@@ -49,6 +35,22 @@ def check_optimizer(
     made_in = getattr(optimizer, "_distribution_strategy", strategy)
     if optimizer is not None and made_in is not strategy:
         raise ValueError(f"optimizer {optimizer.name} was not made inside this strategy's scope()")
+    # It may not be built yet.
+    layers = [v for v in model._flatten_layers() if isinstance(v, EmbeddingCollection)]
+    servers = strategy.cluster.ps
+    if optimizer is None or not servers or not (layers or uses_servers(model)):
+        return
+    for one in base.parts_of(optimizer):
+        if not isinstance(one, base.Optimizer):
+            tables = f"the tables of {layers[0].name}" if layers else "some of its variables"
+            raise ValueError(
+                "optimizer must be one of tf_recsync.optimizers (or a keras MultiOptimizer of "
+                f"them) for model {model.name}, as {tables} lie on parameter servers, not "
+                f"{type(one).__module__}.{type(one).__name__} ({one.name}). On a cluster with "
+                f"ps=0, instead of ps={servers}, tables are parameters like any other, for any "
+                "Keras optimizer but Ftrl"
+            )
+    check_optimizers(strategy, model)
 
 
 def _with_inner(optimizer: keras.optimizers.Optimizer | None) -> Iterator[Any]:

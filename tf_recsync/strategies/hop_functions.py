@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -16,23 +16,24 @@ from tf_recsync.strategies.model_variables import OnWorkers, copied_variables
 from tf_recsync.strategies.step_counts import DataWait, add_step, read_steps
 from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.strategies.train_function import TrainFunction
-from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.copies import Copies, is_copied
 from tf_recsync.synchronization.group_variables import OnCopies
 from tf_recsync.synchronization.hop import HopSynchronizer
 from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.hop_protocol import Protocol
-from tf_recsync.synchronization.pull_push import Layout
+from tf_recsync.synchronization.lookups import find_lookups
+from tf_recsync.synchronization.pull_push import Layout, Step
 from tf_recsync.synchronization.remote_values import packed
 
 
 def exchange_dtype(model: keras.Model) -> tf.DType:
-    """The type of the parameters.
+    """The type of the parameters that workers have copies of.
 
     Raises:
         ValueError: if they can't be averaged as one.
     """
     dtypes = {}
-    for variable in model.trainable_variables:
+    for variable in filter(is_copied, model.trainable_variables):
         if variable.dtype not in ("float32", "float64"):
             raise ValueError(
                 "trainable variables must be float32 or float64 to be averaged; "
@@ -116,31 +117,28 @@ def _trace(
         runs so many steps, or fewer if the limit of a call is over, returns how many, and raises
         OutOfRangeError at the end of the data.
     """
-    strategy = model.distribute_strategy
-    parameters = [variable._value for variable in model.trainable_variables]
+    parameters = [v._value for v in model.trainable_variables if is_copied(v)]
     handles = [variable.handle for variable in parameters]
     dtype = exchange_dtype(model)
     constrained = [v for v in model.trainable_variables if v.constraint is not None]
+    uses_servers = bool(layout.optimizers)
+    if uses_servers:
+        train = _with_servers(model, layout, element_spec, step_logs)
+    else:
+        train = _by_itself(model, step_logs)
 
-    @tf.function(autograph=False)
-    def compute(data):
-        logs = strategy.run(model.train_step, args=(data,))
-        step_logs.check(logs)
-        return logs
-
-    def run_step(data, waited, worker, began, count, hop_handle):
+    def run_step(data, waited, worker, began, count, hop_handle) -> None:
         iteration = hop.next_iteration(hop_handle, handles, dtype)
-        # What a worker sends in parallel order is also what the average takes the place of.
         with tf.control_dependencies([iteration]):
+            # What a worker sends in parallel order is also what the average takes the place of.
             base = tf.zeros([0], dtype) if protocol.is_serial else packed(handles, dtype)
             entered = hop.enter(hop_handle, iteration, base, send=not protocol.is_serial)
-        logs = compute(data)
-        done = [entered, *tf.nest.flatten(logs)]
-        if compute_time is not None:
-            seconds = compute_time(worker, read_steps(count), lambda: tf.timestamp() - began)
-            with tf.control_dependencies(done):
-                done = [ops.delay(seconds)]
-        with tf.control_dependencies(done):
+            seconds = None
+            if compute_time is not None:
+                seconds = compute_time(worker, read_steps(count), lambda: tf.timestamp() - began)
+            done = [entered, *train(data, worker, seconds)]
+        # The exchange does not wait for what servers do, and the next step does.
+        with tf.control_dependencies([one for one in done if not one.device]):
             if protocol.is_serial:
                 hop.send(hop_handle, packed(handles, dtype))
             received = hop.receive(
@@ -149,7 +147,7 @@ def _trace(
         with tf.control_dependencies([received]):
             for variable in constrained:
                 variable._value.assign(variable.constraint(variable._value.read_value()))
-            add_step(count, [received], waited)
+            add_step(count, [received, *done], waited)
 
     def steps(iterator, number, worker, began, count, hop_handle):
         def one_step():
@@ -162,15 +160,14 @@ def _trace(
 
         return worker_functions.turns(one_step, number, call_limit)
 
-    with strategy.scope():
-        concrete = tf.function(steps, autograph=False).get_concrete_function(
-            tf.data.IteratorSpec(element_spec),
-            tf.TensorSpec([], tf.int64),
-            tf.TensorSpec([], tf.int64),
-            tf.TensorSpec([], tf.float64),
-            tf.TensorSpec([], tf.resource),
-            tf.TensorSpec([], tf.resource),
-        )
+    concrete = tf.function(steps, autograph=False).get_concrete_function(
+        tf.data.IteratorSpec(element_spec),
+        tf.TensorSpec([], tf.int64),
+        tf.TensorSpec([], tf.int64),
+        tf.TensorSpec([], tf.float64),
+        tf.TensorSpec([], tf.resource),
+        tf.TensorSpec([], tf.resource),
+    )
     private = [variable._value for variable in layout.private]
     copied = copied_variables(model)
 
@@ -182,3 +179,47 @@ def _trace(
     replaced = [variable.handle for variable in [*private, *copied]]
     function = OnCopies(concrete, 6, replaced)  # The iterator included.
     return call
+
+
+# What trains on a batch: of (the batch, the worker's index, seconds of artificial compute time or
+# None), it gives the operations and tensors that are there when that is done.
+_Train = Callable[[Any, tf.Tensor, tf.Tensor | None], Sequence[tf.Operation | tf.Tensor]]
+
+
+def _by_itself(model: keras.Model, step_logs: StepLogs) -> _Train:
+    """The model's own `train_step`, where a worker has a copy of all variables."""
+    strategy = model.distribute_strategy
+
+    @tf.function(autograph=False)
+    def compute(data):
+        logs = strategy.run(model.train_step, args=(data,))
+        step_logs.check(logs)
+        return logs
+
+    def train(data, worker, seconds):
+        del worker
+        done = tf.nest.flatten(compute(data))
+        if seconds is None:
+            return done
+        with tf.control_dependencies(done):
+            return [ops.delay(seconds)]
+
+    return train
+
+
+def _with_servers(
+    model: keras.Model, layout: Layout, element_spec: Any, step_logs: StepLogs
+) -> _Train:
+    """A step that pulls tables from servers and pushes to them, and updates the worker's copy."""
+    lookups = find_lookups(model, layout, "train_step", element_spec)
+
+    def train(data, worker, seconds):
+        handles = [variable._value.handle for variable in layout.private]
+        private = worker_functions.read_private(layout, handles)
+        step = Step(layout, private, lookups, data, worker)
+        operations, _ = worker_functions.compute(
+            model, layout, "train_step", step, data, seconds, handles, step_logs
+        )
+        return operations
+
+    return train

@@ -7,9 +7,11 @@ from typing import Literal
 
 import keras
 
+from tf_recsync import staleness
 from tf_recsync._checks import check_at_least
 from tf_recsync._deprecation import keywords_after, renamed
 from tf_recsync.cluster import Cluster
+from tf_recsync.optimizers import base
 from tf_recsync.strategies import hop_checks, hop_functions
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.fit_strategy import (
@@ -18,9 +20,10 @@ from tf_recsync.strategies.fit_strategy import (
     check_timeouts,
     checked_output,
 )
-from tf_recsync.strategies.model_variables import AsShown
+from tf_recsync.strategies.model_variables import AsShown, read_staleness
 from tf_recsync.strategies.server_threads import check_threads
 from tf_recsync.synchronization.arrangement import each_worker
+from tf_recsync.synchronization.copies import is_copied
 from tf_recsync.synchronization.hop import HopSynchronizer, threads_needed
 from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_protocol import Skip
@@ -34,8 +37,12 @@ class HopStrategy(CopiedStrategy):
 
     Every worker holds its own copy of the parameters, and trains it with any Keras
     optimizer but Ftrl on its own batches. In each iteration it sends its parameters to its
-    out-neighbors, and averages those of its in-neighbors into its own. There are no
-    parameter servers.
+    out-neighbors, and averages those of its in-neighbors into its own.
+
+    There need be no parameter servers. If the cluster has some, they hold the tables of
+    `EmbeddingCollection`, which there are once: all workers pull and push their rows, without
+    waiting for each other, and exchange all other parameters. A model with such tables needs an
+    optimizer of `tf_recsync.optimizers`, whose staleness policy weighs pushes to rows.
 
     `fit`, `evaluate` and `predict` of Keras 3 work as usual: build and compile the model in
     `scope()`. A step of Keras is a batch of one worker. Variables read outside of training
@@ -56,8 +63,9 @@ class HopStrategy(CopiedStrategy):
 
     Args:
         cluster: a `LocalCluster`, or what `cluster_from_tf_config` returned, with as many
-            workers as the topology. It needs no parameter servers, and must have none for
-            models with an `EmbeddingCollection`, whose tables every worker has a copy of.
+            workers as the topology. Its parameter servers, if it has any, are embedding PSs;
+            without any, every worker has a copy of all tables. Those of
+            `keras.layers.Embedding` are copied in any case.
         topology: who sends to whom, with which weights: see `tf_recsync.topology`.
         max_iteration_gap: how many iterations a worker may be ahead of an out-neighbor, an
             int of at least 1. None: without token queues; the topology bounds the gap.
@@ -104,7 +112,7 @@ class HopStrategy(CopiedStrategy):
     ```
     """
 
-    linked_jobs = ("worker",)
+    copies_tables = True
 
     @renamed("read", "output")
     @keywords_after(2)
@@ -152,13 +160,18 @@ class HopStrategy(CopiedStrategy):
         check_threads(cluster, needed, "for neighbors")
         super().__init__(
             cluster,
-            each_worker(cluster.workers),
+            each_worker(cluster.workers, embedding_ps=range(cluster.ps)),
             Mode("local"),  # Each worker applies the model's own optimizer.
             read,
             None,
             worker_timeout,
             silence_timeout,
         )
+
+    @property
+    def linked_jobs(self) -> tuple[str, ...]:
+        """Whose links may be limited: the workers', on which they exchange, and the servers'."""
+        return ("worker", "ps") if self._cluster.ps else ("worker",)
 
     @property
     def topology(self) -> Topology:
@@ -179,6 +192,25 @@ class HopStrategy(CopiedStrategy):
             return [WorkerReport()] * self.topology.size
         with self._guard.watched():
             return synchronizer.reports()
+
+    def staleness(self, model: keras.Model) -> staleness.Report:
+        """The staleness measured on the parameter servers since the model's optimizer was built.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            Statistics of the rows of tables that lie there; empty if there are none. What
+            workers have copies of each of them updates alone, without any staleness, and it is
+            not counted.
+
+        Raises:
+            RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
+        """
+        parts = base.parts_of(model.optimizer)
+        states = [state for one in parts for state in getattr(one, "states", ())]
+        with self._guard.watched():
+            return read_staleness([state for state in states if not is_copied(state.variable)])
 
     def record_events(
         self,
@@ -218,7 +250,6 @@ class HopStrategy(CopiedStrategy):
         return function.events.record(limit, function.collect_events, failed)
 
     def _put_functions(self, model: keras.Model) -> None:
-        hop_checks.check_tables(model, self._cluster)
         model.train_function = hop_functions.HopTrainFunction(
             model,
             self._settings,
@@ -237,4 +268,4 @@ class HopStrategy(CopiedStrategy):
         self._put_reading_functions(model, AsShown(model))
 
     def _check_optimizer(self, model: keras.Model) -> None:
-        hop_checks.check_optimizer(getattr(model, "optimizer", None), self)
+        hop_checks.check_optimizer(model, self)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
+from tf_recsync import staleness
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.copies import CopiedVariable, is_copied
@@ -76,6 +78,26 @@ def private_variables(model: keras.Model) -> list[keras.Variable]:
     return metrics + seeds
 
 
+def uses_servers(model: keras.Model) -> bool:
+    """Whether some of a built model's variables lie on servers, once for all workers."""
+    return any("/job:ps/" in variable._value.device for variable in model.variables)
+
+
+def read_staleness(states: Sequence[base.VariableState]) -> staleness.Report:
+    """What servers have counted of the staleness of updates.
+
+    Args:
+        states: of variables that lie on servers, with their counters beside them.
+    """
+    counters = {s.variable.path: np.asarray(s.counters._value.read_value()) for s in states}
+    of = staleness.Statistics.from_counters
+    return staleness.Report(
+        dense=of(counters[s.variable.path] for s in states if not s.is_table),
+        rows=of(counters[s.variable.path] for s in states if s.is_table),
+        variables={path: of([values]) for path, values in counters.items()},
+    )
+
+
 class OnServers:
     """Steps pull what servers keep, and push gradients there; all else begins anew on each worker.
 
@@ -118,15 +140,21 @@ class OnServers:
 
 
 class OnWorkers(OnServers):
-    """Each worker has a copy of all variables, to which it applies the model's optimizer itself."""
+    """Each worker has a copy of all variables, to which it applies the model's optimizer itself.
+
+    Unless there are tables on servers: then it pulls these and pushes to them, and the copy is
+    pulled and pushed where the step runs.
+    """
 
     @property
     def optimizers(self) -> list[base.Optimizer]:
-        """None: servers keep nothing."""
-        return []
+        """Those whose variables stand for what servers keep: none if they keep nothing."""
+        return super().optimizers if uses_servers(self._model) else []
 
     def layout(self, group: Group | None = None) -> Layout:
         """Where a step finds the model's variables."""
+        if uses_servers(self._model):
+            return super().layout(group)
         return Layout((), {}, [], [], private_variables(self._model), group)
 
 
@@ -149,7 +177,7 @@ class AsShown(OnServers):
         """Where a step finds the model's variables."""
         model = self._model
         tables = []
-        if not all(map(is_copied, model.variables)):
+        if uses_servers(model):
             states = [state for o in optimizers_of(model) for state in o.states]
             tables = [s for s in states if s.is_table and not is_copied(s.variable)]
         metrics = list(model.metrics_variables)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from numbers import Integral
@@ -83,29 +82,6 @@ class SynchronizedStrategy(CopiedStrategy):
     def sync_ps(self) -> tuple[int, ...]:
         """The task indices of the sync PSs."""
         return self._arrangement.sync_ps
-
-    @property
-    def embedding_ps(self) -> tuple[int, ...]:
-        """The task indices of the embedding PSs."""
-        return self._arrangement.embedding_ps
-
-    def placed_on(self, ps: int) -> contextlib.AbstractContextManager:
-        """A context in which variables are made on one embedding PS, once for all trainers.
-
-        Args:
-            ps: its place among `embedding_ps`.
-
-        Raises:
-            ValueError: if there is no such server.
-        """
-        count = len(self.embedding_ps)
-        if not count:
-            raise ValueError(f"ps must be an embedding PS, not {ps!r}: there are none")
-        if ps not in range(count):
-            raise ValueError(
-                f"ps must be from 0 to {count - 1}, not {ps!r}: there are {count} embedding PSs"
-            )
-        return self.extended.placed_on(ps)
 
     def sync_report(self, model: keras.Model) -> SyncReport:
         """What synchronization has done since the model began to train.

@@ -6,7 +6,7 @@ of the variables that it keeps for itself, so that a call takes and returns next
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -122,10 +122,9 @@ def trace_steps(
     lookups = find_lookups(model, layout, method, element_spec)
 
     def pull(batch, worker, handles, before) -> Step:
-        private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
         return Step(
             layout,
-            private,
+            read_private(layout, handles),
             lookups,
             batch.data,
             worker,
@@ -134,26 +133,6 @@ def trace_steps(
             before,
             hogwild,
         )
-
-    def compute(
-        step, data, seconds, applied, handles
-    ) -> tuple[list[tf.Operation], list[tf.Tensor]]:
-        """The operations that are the step's end, and what the worker computes for them."""
-        with step.computing():
-            logs = getattr(model, method)(data)
-        step_logs.check(logs)
-        if is_training and layout.optimizers and not step.pushed:
-            raise ValueError(
-                f"{type(model).__name__}.train_step applied no gradients; it has to call "
-                "self.optimizer.apply_gradients or self.optimizer.apply"
-            )
-        kept, operations = step.finish(seconds)
-        if is_training and layout.owner:
-            operations.append(add_applied(applied, layout.owner, operations))
-        for handle, old, new in zip(handles, step.private, kept, strict=True):
-            if new is not old:
-                operations.append(tf.raw_ops.AssignVariableOp(resource=handle, value=new))
-        return operations, [*step.computed, *kept]
 
     def steps(iterator, worker, began, count, applied, *handles):
         counted: list[tf.Operation] = []  # The steps before.
@@ -196,13 +175,70 @@ def trace_steps(
                 if is_training and compute_time is not None:
                     done = read_steps(count)
                     seconds = compute_time(worker, done, lambda: tf.timestamp() - began)
-                operations, computed = compute(step, batch.data, seconds, applied, handles)
+                operations, computed = compute(
+                    model, layout, method, step, batch.data, seconds, handles, step_logs
+                )
+                if is_training and layout.owner:
+                    operations.append(add_applied(applied, layout.owner, operations))
         with tf.control_dependencies([add_step(count, operations, waited)]):
             tf.no_op()
 
     return tf.function(steps, autograph=False).get_concrete_function(
         tf.data.IteratorSpec(element_spec), *_worker_specs(layout)
     )
+
+
+def read_private(layout: Layout, handles: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The values of a worker's own copies of `layout.private`, from their handles."""
+    return [
+        tf.ensure_shape(
+            tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable._value.dtype), variable.shape
+        )
+        for handle, variable in zip(handles, layout.private, strict=True)
+    ]
+
+
+def compute(
+    model: keras.Model,
+    layout: Layout,
+    method: str,
+    step: Step,
+    data: Any,
+    seconds: tf.Tensor | None,
+    handles: Sequence[tf.Tensor],
+    step_logs: StepLogs,
+) -> tuple[list[tf.Operation], list[tf.Tensor]]:
+    """Traces what follows a step's pull, up to its end.
+
+    Args:
+        model: a built, compiled model.
+        layout: its layout.
+        method: the model's method that takes a batch.
+        step: the step, which has pulled.
+        data: its batch.
+        seconds: of artificial compute time, or None.
+        handles: of the worker's own copies of `layout.private`.
+        step_logs: is told what the method returns.
+
+    Returns:
+        The operations that are the step's end, and what the worker computes for them.
+
+    Raises:
+        ValueError: if the model's own step can't be run on workers.
+    """
+    with step.computing():
+        logs = getattr(model, method)(data)
+    step_logs.check(logs)
+    if method == "train_step" and layout.optimizers and not step.pushed:
+        raise ValueError(
+            f"{type(model).__name__}.train_step applied no gradients; it has to call "
+            "self.optimizer.apply_gradients or self.optimizer.apply"
+        )
+    kept, operations = step.finish(seconds)
+    for handle, old, new in zip(handles, step.private, kept, strict=True):
+        if new is not old:
+            operations.append(tf.raw_ops.AssignVariableOp(resource=handle, value=new))
+    return operations, [*step.computed, *kept]
 
 
 class Batch:
@@ -290,8 +326,7 @@ def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Call
     def predict(iterator, worker, began, count, applied, *handles):
         del began, count, applied
         number, data = iterator.get_next()
-        private = [_read(h, v) for h, v in zip(handles, layout.private, strict=True)]
-        step = Step(layout, private, lookups, data, worker)
+        step = Step(layout, read_private(layout, handles), lookups, data, worker)
         with step.computing():
             outputs = model.predict_step(data)
         return number, outputs
@@ -313,9 +348,3 @@ def _worker_specs(layout: Layout) -> list[tf.TensorSpec]:
     """The worker's index, the pass's beginning, the two counts, the private variables."""
     handles = [tf.TensorSpec([], tf.resource) for _ in range(2 + len(layout.private))]
     return [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64), *handles]
-
-
-def _read(handle: tf.Tensor, like: keras.Variable) -> tf.Tensor:
-    """The value of a worker's own copy of a variable."""
-    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=like._value.dtype)
-    return tf.ensure_shape(value, like.shape)

@@ -23,7 +23,8 @@ def set_bandwidth(
 
     Under a `HopStrategy` it is the workers' links that are limited; what they send to
     each other passes the sender's and then the receiver's. So does what the trainers of a
-    `ShadowSyncStrategy` send to each other, with `job="worker"`.
+    `ShadowSyncStrategy` send to each other, with `job="worker"`. Where a `HopStrategy` has
+    parameter servers, `job="ps"` limits theirs, which hold tables.
 
     Args:
         strategy: the strategy whose steps are limited, from the next epoch's start on.
@@ -31,7 +32,7 @@ def set_bandwidth(
         servers: the indices of the parameter servers (`HopStrategy`: workers) that it
             holds for; those of others stay as they are. Default None: all.
         job: "ps" or "worker": whose links. Default None: "worker" for a `HopStrategy`,
-            else "ps"; only a `ShadowSyncStrategy` has both.
+            else "ps"; only strategies whose workers have copies have both.
 
     Raises:
         ValueError: if an argument is wrong.
