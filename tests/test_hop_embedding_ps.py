@@ -11,8 +11,7 @@ from helpers import AtBatch, assert_close, end_of, live_operations, missing, wai
 import tf_recsync as recsync
 from tf_recsync import topology
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
-from tf_recsync.strategies import hop_functions
-from tf_recsync.synchronization.group_variables import OnCopies
+from tf_recsync.strategies import worker_functions
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -286,30 +285,29 @@ def test_what_is_saved_goes_on_with_tables_and_each_workers_copy(cluster, tmp_pa
 
 
 def test_rows_are_pulled_in_their_iteration_and_the_average_waits_for_no_push(cluster, monkeypatch):
-    traced = []
+    turns, traced = worker_functions.turns, []
 
-    def on_copies(concrete, *arguments):
-        traced.append(concrete.graph)
-        return OnCopies(concrete, *arguments)
+    def seen(once, *arguments):
+        def once_seen():
+            once()
+            traced.append(tf.compat.v1.get_default_graph())
 
-    monkeypatch.setattr(hop_functions, "OnCopies", on_copies)
+        return turns(once_seen, *arguments)
+
+    monkeypatch.setattr(worker_functions, "turns", seen)
     strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
     with strategy.scope():
-        model = click_model(steps_per_execution=2)
+        model = click_model()
     model.fit(dataset(WORKERS), verbose=0)
     found = {}
     for op in traced[0].get_operations():
         found.setdefault((op.type, end_of(op.device)), []).append(op)
-    iterations, averages = (found[f"RecsyncHop{kind}", "worker"] for kind in ("Next", "Receive"))
-    updates = [found["RecsyncAdagradRows", end] for end in "01"]
-    for step in range(2):
-        for server in "01":
-            before = live_operations([found["RecsyncGatherRows", server][step]])
-            assert before.intersection(iterations) == set(iterations[: step + 1])
-            assert before.intersection(averages) == set(averages[:step])
-        before = live_operations([averages[step]])
-        # Those of the step before are waited for, so that its rows are what this one pulls.
-        assert len(before.intersection([op for own in updates for op in own])) == PS * step
+    (iteration,), (average,) = (found[f"RecsyncHop{k}", "worker"] for k in ("Next", "Receive"))
+    for server in "01":
+        (gather,), (update,) = (found[f"Recsync{k}Rows", server] for k in ("Gather", "Adagrad"))
+        assert iteration in live_operations([gather])
+        assert average not in live_operations([gather])
+        assert update not in live_operations([average])
 
 
 def test_messages_pass_the_servers_links(cluster):
