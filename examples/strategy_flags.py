@@ -88,11 +88,13 @@ flags.DEFINE_integer(
     "iterations ago a neighbor's parameters may be; by default of none.",
     lower_bound=0,
 )
-flags.DEFINE_enum("topology", "ring_based", [*TOPOLOGIES], "hop: who sends to whom.")
+flags.DEFINE_enum(
+    "topology", "ring_based", [*TOPOLOGIES], "hop, also between groups: who sends to whom."
+)
 flags.DEFINE_integer(
     "max_iteration_gap",
     5,
-    "hop: iterations ahead of a neighbor; 0: no token queues.",
+    "hop, also between groups: iterations ahead of a neighbor; 0: no token queues.",
     lower_bound=0,
 )
 flags.DEFINE_integer(
@@ -121,7 +123,19 @@ flags.DEFINE_enum(
     "hierarchical: the mode inside a group, with the flags of the strategy of that name.",
 )
 flags.DEFINE_enum(
-    "algorithm", "easgd", ["easgd", "ma", "bmuf"], "hierarchical: how groups are synchronized."
+    "algorithm",
+    "easgd",
+    ["easgd", "ma", "bmuf", "hop"],
+    "hierarchical: how groups are synchronized.",
+)
+flags.DEFINE_integer(
+    "updates_per_iteration",
+    1,
+    "Hop between groups: an exchange after so many updates of a group.",
+    lower_bound=1,
+)
+flags.DEFINE_integer(
+    "backup_groups", 0, "Hop between groups: how many neighbors are not waited for.", lower_bound=0
 )
 flags.DEFINE_float("alpha", 0.3, "shadow_*, fr_*, hierarchical: the elastic parameter, in (0, 1].")
 flags.DEFINE_float("eta", 1.0, "BMUF: the step size of the global parameters.")
@@ -162,6 +176,8 @@ APPLIES: dict[str, tuple[str, list[Any]]] = {
     "ps_per_group": ("strategy", ["hierarchical"]),
     "aggregation": ("strategy", ["hierarchical"]),
     "algorithm": ("strategy", ["hierarchical"]),
+    "updates_per_iteration": ("strategy", ["hierarchical"]),
+    "backup_groups": ("strategy", ["hierarchical"]),
     "alpha": ("strategy", WITH_COPIES),
     "eta": ("strategy", ["shadow_bmuf", "fr_bmuf", "hierarchical"]),
     "sync_gap": ("strategy", FOREGROUND),
@@ -175,7 +191,7 @@ APPLIES: dict[str, tuple[str, list[Any]]] = {
     "staleness_tolerance": ("strategy", ["gba", "hierarchical"]),
     "backup_workers": ("strategy", ["backup_workers", "hop", "hierarchical"]),
     "staleness_bound": ("strategy", ["bounded_staleness", "hop", "hierarchical"]),
-    "topology": ("strategy", ["hop"]),
+    "topology": ("strategy", ["hop", "hierarchical"]),
     "max_iteration_gap": ("protocol", ["token_queue"]),
     "max_jump": ("strategy", ["hop"]),
     "jump_trigger": ("strategy", ["hop"]),
@@ -193,6 +209,11 @@ _APPLIES_IN_GROUPS: dict[str, tuple[str, list[Any]]] = {
     **{n: ("aggregation", [m for m in APPLIES[n][1] if m in MODES]) for n in _OPTIONS},
     "eta": ("algorithm", ["bmuf"]),
     "sync_ps": ("algorithm", ["easgd"]),
+    "alpha": ("algorithm", ["easgd", "ma", "bmuf"]),
+    **{
+        name: ("algorithm", ["hop"])
+        for name in ("topology", "max_iteration_gap", "updates_per_iteration", "backup_groups")
+    },
 }
 
 
@@ -201,8 +222,8 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
     check_applies({**APPLIES, **applies})
     if FLAGS.strategy == "hierarchical":
         check_applies(_APPLIES_IN_GROUPS)
-    if FLAGS["max_iteration_gap"].present and FLAGS.strategy != "hop":
-        raise app.UsageError("--max_iteration_gap applies only with --strategy=hop")
+    if FLAGS["max_iteration_gap"].present and FLAGS.strategy not in ("hop", "hierarchical"):
+        raise app.UsageError("--max_iteration_gap applies only with --strategy=hop or hierarchical")
     if FLAGS["jump_trigger"].present and FLAGS.max_jump == 1:
         raise app.UsageError("--jump_trigger applies only with --max_jump")
     if _mode() in ("bsp", "gba") and FLAGS.global_batch_size is None:
@@ -348,8 +369,15 @@ def _kind() -> str:
     return FLAGS.strategy.partition("_")[2] or FLAGS.algorithm
 
 
-def _algorithm() -> recsync.Algorithm:
+def _algorithm() -> recsync.Algorithm | recsync.Hop:
     """How copies are synchronized."""
+    if _kind() == "hop":
+        return recsync.Hop(
+            TOPOLOGIES[FLAGS.topology](FLAGS.groups),
+            updates_per_iteration=FLAGS.updates_per_iteration,
+            max_iteration_gap=FLAGS.max_iteration_gap or None,
+            backup_workers=FLAGS.backup_groups,
+        )
     if _kind() == "easgd":
         return recsync.EASGD(FLAGS.alpha)
     if _kind() == "ma":

@@ -73,6 +73,15 @@ def example():
             ["--strategy=hierarchical", "--algorithm=ma", "--sync_ps=1"],
             "--sync_ps applies only with --algorithm=easgd, not with --algorithm=ma",
         ),
+        (["--strategy=hierarchical", "--topology=ring"], "--topology applies only with --algor"),
+        (
+            ["--strategy=hierarchical", "--algorithm=hop", "--backup_groups=2"],
+            "backup_workers must be less than the in-neighbors",
+        ),
+        (
+            ["--strategy=hierarchical", "--algorithm=hop", "--alpha=0.5"],
+            "--alpha applies only with --algorithm=easgd or ma or bmuf, not with --algorithm=hop",
+        ),
         (
             ["--strategy=hierarchical", "--global_batch_size=256"],
             "applies only with --aggregation=sync or bsp or gba, not with --aggregation=hogwild",
@@ -139,6 +148,7 @@ def test_flags_that_would_be_ignored_or_refused_later_are_errors(example, argume
         ["--strategy=hierarchical", "--algorithm=bmuf", "--eta=0.9", "--ps_per_group=2"],
         ["--strategy=hierarchical", "--aggregation=gba", "--global_batch_size=256"],
         ["--strategy=hierarchical", "--aggregation=async", "--staleness=inverse_power"],
+        ["--strategy=hierarchical", "--algorithm=hop", "--groups=4", "--backup_groups=1"],
     ],
 )
 def test_flags_that_go_together_pass(example, arguments):

@@ -6,10 +6,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import AtBatch
+from helpers import AtBatch, wait_until
 
 import tf_recsync as recsync
+from tf_recsync.strategies import server_threads
 from tf_recsync.strategies.model_functions import Steps
+from tf_recsync.synchronization import hop_groups
+from tf_recsync.synchronization.hop_groups import GroupHopSynchronizer
 from tf_recsync.synchronization.shadow import ShadowSynchronizer
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
@@ -27,7 +30,11 @@ BETWEEN = {
     "EASGD": recsync.EASGD(ALPHA),
     "MA": recsync.ModelAveraging(ALPHA),
     "BMUF": recsync.BMUF(ALPHA, eta=0.8, momentum=0.5),
+    "Hop": recsync.Hop(recsync.topology.Topology([[1 - ALPHA, ALPHA], [ALPHA, 1 - ALPHA]])),
 }
+# With a backup worker groups go on without each other.
+ALONE = recsync.Hop(recsync.topology.ring(2), backup_workers=1)
+RING_OF_3 = recsync.Hop(recsync.topology.ring(3))
 
 
 @pytest.fixture
@@ -68,9 +75,14 @@ def datasets(strategy):
 
 @pytest.fixture
 def in_turn(monkeypatch):
-    """Has workers take steps one after the other, each with the synchronization that follows."""
+    """Has workers take steps one after the other, each with the synchronization that follows.
+
+    Returns:
+        A list that gets, for each step, the iterations that Hop then has begun and completed.
+    """
     changed, turn, there = threading.Condition(), [0], set()
     run_steps, trained = Steps._run_steps, ShadowSynchronizer.trained
+    hop_trained, expected = GroupHopSynchronizer.trained, []
 
     def next_turn():
         with changed:
@@ -94,8 +106,23 @@ def in_turn(monkeypatch):
             next_turn()
             trained(group, thread, steps)
 
+    def note_hop_trained(group, thread, steps):
+        hop_trained(group, thread, steps)
+
+        def counts():
+            begun = [servers[0].iteration + 1 for servers in group.server_reports()]
+            return begun, group.report().syncs
+
+        # The last of a worker's steps finds no batch.
+        due = expected[min(turn[0], len(expected) - 1)]
+        assert wait_until(lambda: counts() == due, 60), f"{counts()} instead of {due}"
+        next_turn()
+
+    monkeypatch.setattr(hop_groups, "_LEAVE_SECONDS", 600.0)  # However slow the machine is.
     monkeypatch.setattr(Steps, "_run_steps", wait_for_turn)
     monkeypatch.setattr(ShadowSynchronizer, "trained", note_trained)
+    monkeypatch.setattr(GroupHopSynchronizer, "trained", note_hop_trained)
+    return expected
 
 
 class Replay:
@@ -107,6 +134,11 @@ class Replay:
         self.center, self.update = start.copy(), np.zeros(4)
         self._aggregated, self._name = aggregated, name
         self._pending = [[], []]
+        # Of each group: the updates that it has applied and those when its iteration began, and
+        # what it has sent in each iteration, by Hop.
+        self._applied, self._began = [0, 0], [0, 0]
+        self._sent, self._completed = [[], []], [0, 0]
+        self.counts = []  # After each step: iterations begun and completed.
 
     def run(self) -> None:
         for number in range(ROUNDS):
@@ -114,19 +146,35 @@ class Replay:
                 self._step(worker // 2, *batches_of(worker)[number])
                 if self._name == "EASGD":
                     self._elastic(worker // 2)
-            if self._name != "EASGD":
+                if self._name == "Hop":
+                    while self._exchange(0) or self._exchange(1):
+                        pass
+                    self.counts.append(([len(s) for s in self._sent], list(self._completed)))
+            if self._name in ("MA", "BMUF"):
                 self._all_reduce()
 
     def _step(self, group: int, x: np.ndarray, y: np.ndarray) -> None:
         inputs = np.concatenate([x, np.ones((BATCH, 1))], 1)
         gradient = 2 / BATCH * inputs.T @ (inputs @ self.groups[group] - y[:, 0])
-        if not self._aggregated:
-            self.groups[group] -= RATE * gradient
-            return
         self._pending[group].append(gradient)
-        if len(self._pending[group]) == 2:
+        if len(self._pending[group]) == (2 if self._aggregated else 1):
             self.groups[group] -= RATE * np.mean(self._pending[group], 0)
             self._pending[group].clear()
+            self._applied[group] += 1
+
+    def _exchange(self, group: int) -> bool:
+        """Hop with an update for each iteration; whether a group could go on."""
+        own, theirs, done = self._sent[group], self._sent[1 - group], self._completed[group]
+        if len(own) == done and self._applied[group] > self._began[group]:
+            self._began[group] = self._applied[group]
+            own.append(self.groups[group].copy())
+            return True
+        if len(own) > done and len(theirs) > done:
+            # What was learned since it sent stays.
+            self.groups[group] += ALPHA * (theirs[done] - own[done])
+            self._completed[group] += 1
+            return True
+        return False
 
     def _elastic(self, group: int) -> None:
         self.center += ALPHA * (self.groups[group] - self.center)
@@ -149,13 +197,14 @@ def test_a_scripted_run_equals_numpy(cluster, in_turn, inside, name):
         cluster,
         BETWEEN[name],
         aggregation=INSIDE[inside],
-        mode=recsync.Foreground(gap=1),
+        mode="shadow" if name == "Hop" else recsync.Foreground(gap=1),
         local_batch_size=None if INSIDE[inside] else BATCH,
     )
     model = line(strategy)
-    model.fit(datasets(strategy), verbose=0)
     replay = Replay(inside in ("GBA", "sync"), name)
     replay.run()
+    in_turn.extend(replay.counts)
+    model.fit(datasets(strategy), verbose=0)
     copies = [np.concatenate([np.ravel(v) for v in copy]) for copy in strategy.copies(model)]
     np.testing.assert_allclose(copies, replay.groups, rtol=1e-5, atol=1e-6)
     # What users see is the first group's.
@@ -274,9 +323,9 @@ def test_groups_go_on_from_a_checkpoint_and_others_with_the_mean(cluster, tmp_pa
     merged.fit(clicks(8), verbose=0)
 
 
-@pytest.mark.parametrize("inside", ["hogwild", "sync"])
-def test_a_killed_trainer_leaves_its_group_running_and_comes_back(cluster, inside):
-    strategy = hierarchical(cluster, aggregation=INSIDE[inside])
+@pytest.mark.parametrize(("inside", "between"), [("hogwild", "EASGD"), ("sync", "Hop")])
+def test_a_killed_trainer_leaves_its_group_running_and_comes_back(cluster, inside, between):
+    strategy = hierarchical(cluster, BETWEEN[between], aggregation=INSIDE[inside])
     recsync.testing.set_compute_time(strategy, 0.05)
     model = click_model(strategy)
     steps = {}
@@ -312,12 +361,13 @@ def test_a_killed_trainer_leaves_its_group_running_and_comes_back(cluster, insid
 
 @pytest.mark.parametrize(
     ("inside", "between"),
-    [("hogwild", "EASGD"), ("sync", "MA")],
+    [("hogwild", "EASGD"), ("sync", "MA"), ("hogwild", "Hop")],
 )
 def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
     cluster, caplog, inside, between
 ):
-    strategy = hierarchical(cluster, BETWEEN[between], aggregation=INSIDE[inside])
+    algorithm = ALONE if between == "Hop" else BETWEEN[between]
+    strategy = hierarchical(cluster, algorithm, aggregation=INSIDE[inside])
     recsync.testing.set_compute_time(strategy, 0.05)
     model = click_model(strategy)
     steps, syncs = {}, {}
@@ -352,21 +402,27 @@ def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
     without, back = np.array(steps["without"]), np.array(steps["back"])
     assert np.all(back[:2] > without[:2]) and np.all(back[2:] == without[2:])
     assert syncs["back"][1] == syncs["without"][1]
-    if between == "EASGD":
+    if between != "MA":
         assert syncs["back"][0] > syncs["without"][0]
     # No worker was lost, only what two of them trained on.
     assert strategy.losses(model).workers == 0
     assert caplog.text.count("ps:1 was lost in the middle of a pass") == 1
-    source = "sync PSs" if between == "EASGD" else "other trainers"
-    assert f"Group 1 goes on with the parameters of the {source}." in caplog.text
+    if between == "Hop":
+        assert "Group 1 was lost; group 0 go on without it." in caplog.text
+        assert "with the mean parameters of group 0." in caplog.text
+    else:
+        source = "sync PSs" if between == "EASGD" else "other trainers"
+        assert f"Group 1 goes on with the parameters of the {source}." in caplog.text
     assert None not in strategy.copies(model)
     model.fit(clicks(20), verbose=0)
     assert np.isfinite(model.evaluate(clicks(20), verbose=0))
 
 
-def test_a_group_whose_server_stands_still_goes_on_where_it_was(cluster, caplog):
+@pytest.mark.parametrize("between", ["EASGD", "Hop"])
+def test_a_group_whose_server_stands_still_goes_on_where_it_was(cluster, caplog, between):
+    algorithm = ALONE if between == "Hop" else BETWEEN[between]
     # Where workers wait for tokens, and for steps that others' pushes complete.
-    strategy = hierarchical(cluster, aggregation=INSIDE["sync"], silence_timeout=2.0)
+    strategy = hierarchical(cluster, algorithm, aggregation=INSIDE["sync"], silence_timeout=2.0)
     recsync.testing.set_compute_time(strategy, 0.05)
     model = click_model(strategy)
     given_up = "ps:1 has not answered for"
@@ -397,7 +453,9 @@ def test_a_group_whose_server_stands_still_goes_on_where_it_was(cluster, caplog)
         cluster.resume("ps", 1)
     assert then[0][2:] == then[1][2:]  # The group stood still, and the other did not.
     assert strategy.losses(model).workers == 1
-    assert "goes on with the parameters of" not in caplog.text  # It has its own.
+    # It has its own.
+    assert "goes on with the parameters of" not in caplog.text
+    assert ("with its own parameters." in caplog.text) == (between == "Hop")
     assert caplog.text.count(given_up) <= 2
 
 
@@ -482,6 +540,141 @@ def test_all_shards_are_synchronized_while_nobody_trains(cluster):
     assert first == second > 0
 
 
+def numbers(batches: int) -> tf.data.Dataset:
+    """Batches for `line`."""
+    x = np.random.default_rng(1).normal(size=(batches * BATCH, 3)).astype(np.float32)
+    return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(BATCH)
+
+
+def threads_of_hop() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("recsync_hop")]
+
+
+def test_servers_exchange_their_shards_after_so_many_updates_by_hop(cluster, tmp_path):
+    between = recsync.Hop(
+        recsync.topology.ring(2), updates_per_iteration=3, check_invariants=True, staleness_bound=1
+    )
+    options = {"ps_per_group": 2, "output": "mean", "aggregation": INSIDE["GBA"]}
+    strategy = hierarchical(cluster, between, **options)
+    assert strategy.algorithm is between and strategy.sync_ps == ()
+    model = line(strategy)
+    assert strategy.hop_report(model) is None
+    recsync.testing.set_compute_time(strategy, 0.01)
+    history = model.fit(
+        numbers(80), epochs=2, verbose=0, callbacks=[recsync.callbacks.ShadowReport()]
+    ).history
+    assert not threads_of_hop()
+    first, second = strategy.copies(model)
+    for value, a, b in zip(model.get_weights(), first, second, strict=True):
+        np.testing.assert_allclose(value, (a + b) / 2, rtol=1e-5, atol=1e-6)
+    report, servers = strategy.sync_report(model), strategy.hop_report(model)
+    assert report.steps == 160 and report.elements == 4 and report.sync_ps_bytes == 0
+    # Two pushes are an update, and three updates an iteration at least.
+    assert sum(report.syncs) <= 160 / 6
+    for group in range(2):
+        assert report.syncs[group] > 4
+        # A kernel and a bias, each on a server, are exchanged by themselves.
+        assert len(servers[group]) == 2
+        assert all(server.updates_used > 0 for server in servers[group])
+        assert servers[group][0].iteration >= report.syncs[group] - 1
+    assert strategy.average_sync_gap(model) == report.steps / sum(report.syncs)
+    assert strategy.average_sync_gap(model, by="bytes") == float("inf")
+    assert history["average_sync_gap"][1] >= 6 and history["syncs_per_second"][1] > 0
+    with pytest.raises(ValueError, match="HopReport can't report on a HierarchicalStrategy; use"):
+        model.fit(numbers(4), verbose=0, callbacks=[recsync.callbacks.HopReport()])
+
+    # Groups go on from a checkpoint, with their iterations.
+    latest = max(server.iteration for of_group in servers for server in of_group)
+    checkpoint = tf.train.Checkpoint(model=model, groups=strategy.worker_states(model))
+    path = checkpoint.save(str(tmp_path / "line"))
+    other = hierarchical(cluster, between, **options)
+    restored = line(other)
+    states = other.worker_states(restored)
+    tf.train.Checkpoint(model=restored, groups=states).restore(path).assert_consumed()
+    for copy, saved in zip(other.copies(restored), (first, second), strict=True):
+        for a, b in zip(copy, saved, strict=True):
+            np.testing.assert_array_equal(a, b)
+    restored.fit(numbers(40), verbose=0)
+    assert other.hop_report(restored)[0][0].iteration > latest
+
+
+def test_hop_goes_on_from_a_checkpoint_of_another_algorithm(cluster, tmp_path):
+    easgd = hierarchical(cluster)
+    model = line(easgd)
+    model.fit(numbers(8), verbose=0)
+    checkpoint = tf.train.Checkpoint(model=model, groups=easgd.worker_states(model))
+    path = checkpoint.save(str(tmp_path / "line"))
+    strategy = hierarchical(cluster, BETWEEN["Hop"])
+    restored = line(strategy)
+    states = strategy.worker_states(restored)
+    tf.train.Checkpoint(model=restored, groups=states).restore(path).assert_consumed()
+    np.testing.assert_array_equal(strategy.copies(restored)[1][0], easgd.copies(model)[1][0])
+    restored.fit(numbers(8), verbose=0)
+    assert strategy.hop_report(restored)[1][0].iteration < 8  # They begin anew.
+
+
+def test_trainers_wait_for_no_neighbor_by_hop(cluster):
+    strategy = hierarchical(cluster, BETWEEN["Hop"])
+    recsync.testing.set_compute_time(strategy, 0.03, recsync.testing.SlowWorkers(20.0, [2, 3]))
+    model = line(strategy)
+    model.fit(numbers(150), verbose=0)
+    steps, syncs = strategy.worker_steps(model), strategy.sync_report(model).syncs
+    assert min(steps[:2]) > 4 * max(steps[2:])
+    assert 0 < syncs[0] <= syncs[1] + 1  # The fast group's servers do.
+
+
+def test_a_group_without_data_leaves_its_neighbor_going_on_by_hop(cluster, monkeypatch):
+    monkeypatch.setattr(hop_groups, "_LEAVE_SECONDS", 0.1)
+    strategy = hierarchical(cluster, recsync.Hop(recsync.topology.ring(2)))
+    recsync.testing.set_compute_time(strategy, 0.02)
+    model = line(strategy)
+
+    def dataset_fn(context):
+        return numbers(60 if context.input_pipeline_id < 2 else 3)
+
+    model.fit(strategy.distribute_datasets_from_function(dataset_fn), verbose=0)
+    first, second = strategy.sync_report(model).syncs
+    assert second <= 6 and first > second + 20
+    # All take part again in the next epoch.
+    model.fit(numbers(40), verbose=0)
+    assert strategy.sync_report(model).syncs[1] > second
+
+
+def test_a_killed_server_of_a_group_ends_training_if_neighbors_wait_for_it_by_hop(cluster):
+    strategy = hierarchical(cluster, BETWEEN["Hop"])
+    recsync.testing.set_compute_time(strategy, 0.05)
+    model = line(strategy)
+    message = "group 1 was lost, and group 0 can't go on without group 1: .* backup_workers=0"
+    with pytest.raises(RuntimeError, match=message):
+        model.fit(numbers(400), verbose=0, callbacks=[AtBatch(8, lambda: cluster.kill("ps", 1))])
+    assert wait_until(lambda: not threads_of_hop(), 20), threads_of_hop()
+
+
+@pytest.mark.parametrize("times", [2, 1000], ids=["twice", "always"])
+def test_an_iteration_that_fails_is_made_anew_by_hop(cluster, monkeypatch, caplog, times):
+    make, left = hop_groups._iteration, [times]
+
+    def failing(parameters):
+        if not left[0]:
+            return make(parameters)
+        left[0] -= 1
+        raise tf.errors.InternalError(None, None, "garbled")
+
+    monkeypatch.setattr(hop_groups, "_iteration", failing)
+    monkeypatch.setattr(hop_groups, "_RETRY_SECONDS", 0.01)
+    strategy = hierarchical(cluster, BETWEEN["Hop"])
+    recsync.testing.set_compute_time(strategy, 0.02)
+    model = line(strategy)
+    if times > 2:
+        with pytest.raises(tf.errors.InternalError, match="garbled"):
+            model.fit(numbers(400), verbose=0)
+    else:
+        model.fit(numbers(80), verbose=0)
+        assert min(strategy.sync_report(model).syncs) > 4
+    assert "failed, and it takes part anew (1 of 4): garbled" in caplog.text
+    assert wait_until(lambda: not threads_of_hop(), 20), threads_of_hop()
+
+
 @pytest.mark.parametrize("ps", [2, 5], ids=["embedding PS", "sync PS"])
 def test_a_killed_server_of_no_group_ends_training_with_an_error_that_names_it(cluster, ps):
     strategy = hierarchical(cluster)
@@ -507,7 +700,14 @@ def test_a_killed_server_of_no_group_ends_training_with_an_error_that_names_it(c
         ({"sync_ps": [5]}, r"sync_ps must be an integer of at least 0, got \[5\]"),
         ({"sync_ps": 7}, "sync_ps=7 needs as many parameter servers"),
         ({"algorithm": recsync.ModelAveraging(0.5), "sync_ps": 1}, "has no use for sync PSs"),
-        ({"algorithm": 0.3}, "algorithm must be EASGD, .* not 0.3"),
+        ({"algorithm": 0.3}, "algorithm must be EASGD, .* Hop.* not 0.3"),
+        (
+            {"algorithm": RING_OF_3},
+            "topology must have as many workers as there are groups, 2, not 3",
+        ),
+        ({"algorithm": ALONE, "sync_ps": 1}, "Hop .* has no use for sync PSs"),
+        ({"algorithm": ALONE, "mode": recsync.Foreground(5)}, 'mode must be "shadow" with Hop'),
+        ({"algorithm": ALONE, "mode": recsync.Shadow(0.5)}, 'mode must be "shadow" with Hop'),
         ({"aggregation": "gba"}, "aggregation must be one of tf_recsync.modes, not 'gba'"),
         ({"aggregation": INSIDE["GBA"], "local_batch_size": 8}, "local_batch_size=8 is not that"),
         ({"mode": "background"}, 'mode must be "shadow", a Shadow or a Foreground'),
@@ -519,6 +719,33 @@ def test_a_killed_server_of_no_group_ends_training_with_an_error_that_names_it(c
 def test_what_does_not_fit_is_refused(cluster, wrong, message):
     with pytest.raises(ValueError, match=message):
         hierarchical(cluster, **wrong)
+
+
+def test_servers_need_threads_for_what_may_wait_on_them_by_hop(cluster, monkeypatch):
+    monkeypatch.setattr(server_threads.ops, "server_threads", lambda needed: 7)
+    message = "parameter server 0 has 7 threads, and up to 8 calls may wait in it for neighbors"
+    with pytest.raises(ValueError, match=message):
+        hierarchical(cluster, BETWEEN["Hop"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"topology": 2}, "topology must be from tf_recsync.topology, not 2"),
+        ({"updates_per_iteration": 0}, "updates_per_iteration must be an integer of at least 1"),
+        ({"max_iteration_gap": 0}, "max_iteration_gap must be an integer of at least 1"),
+        ({"backup_workers": 2}, "backup_workers must be less than the in-neighbors"),
+        ({"staleness_bound": -1}, "staleness_bound must be an integer of at least 0"),
+        ({"skip": 3}, "skip must be a Skip or None, not 3"),
+        ({"protocol": "gossip"}, 'protocol must be "token_queue" or "notify_ack"'),
+        ({"protocol": "notify_ack", "backup_workers": 1}, "notify_ack excludes backup workers"),
+        ({"check_invariants": 1}, "check_invariants must be a bool, not 1"),
+        ({"stall_seconds": 0}, "stall_seconds must be positive"),
+    ],
+)
+def test_what_hop_does_not_know_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        recsync.Hop(**{"topology": recsync.topology.ring(2), **wrong})
 
 
 def test_it_is_a_strategy_that_reports_nothing_before_it_trains(cluster):

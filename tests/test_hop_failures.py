@@ -17,6 +17,7 @@ from tf_recsync import topology
 from tf_recsync.ops import hop
 from tf_recsync.ops.hop import FOREVER
 from tf_recsync.synchronization.hop import HopSynchronizer
+from tf_recsync.synchronization.hop_exchange import Exchange
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -108,7 +109,7 @@ def test_with_backup_workers_the_others_go_on_when_a_worker_is_killed(cluster, c
 def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
     cluster, caplog, monkeypatch, gap, staleness_bound, tellings_too_late, is_carried_early
 ):
-    tell, chosen = HopSynchronizer._tell_neighbors, []
+    tell, chosen = Exchange._tell_neighbors, []
 
     def tell_late(group, worker, since, until):
         if until == FOREVER:
@@ -117,7 +118,7 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
                 wait_until(lambda: group._iteration(0) >= since, SECONDS)
         return tell(group, worker, since, until)
 
-    monkeypatch.setattr(HopSynchronizer, "_tell_neighbors", tell_late)
+    monkeypatch.setattr(Exchange, "_tell_neighbors", tell_late)
     strategy = recsync.HopStrategy(
         cluster,
         topology.complete(WORKERS) if is_carried_early else topology.ring(WORKERS),

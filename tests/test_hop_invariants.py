@@ -98,7 +98,8 @@ def test_training_ends_with_an_error_where_a_bound_does_not_hold(
         model.compile("sgd", "mse")
     strategy.attach(model)
     if name is not None:
-        monkeypatch.setattr(model.train_function.ensure_synchronizer()._invariants, name, value)
+        (exchange,) = model.train_function.ensure_synchronizer().exchanges
+        monkeypatch.setattr(exchange._invariants, name, value)
     random = np.random.default_rng(1)
     # If nobody notices, training ends.
     x = random.normal(size=(400 * BATCH, 2)).astype(np.float32)

@@ -120,7 +120,7 @@ def test_with_calls_that_fail_training_is_decentralized_sgd_step_by_step(
     strategy, model, x, y, start = trained(cluster, topo, **options)
     assert min(failing.failed[place] for place in places if place) >= WORKERS
     warning = (
-        "A call from worker 1 to worker 2 failed and is made again (3 of 3): "
+        "A call from worker:1 to worker:2 failed and is made again (3 of 3): "
         "Unable to parse request"
     )
     assert warning in [record.message for record in caplog.records]

@@ -13,6 +13,7 @@ from tf_recsync import topology
 from tf_recsync.ops import hop
 from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.synchronization.hop import HopSynchronizer
+from tf_recsync.synchronization.hop_exchange import Exchange
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -130,7 +131,7 @@ def test_one_that_is_back_before_the_next_epoch_takes_part_in_it(
 
 
 def test_one_that_comes_back_while_the_next_epoch_begins_holds_nobody(cluster, monkeypatch):
-    tell, begin = HopSynchronizer._tell_neighbors, HopSynchronizer.begin
+    tell, begin = Exchange._tell_neighbors, HopSynchronizer.begin
     comes_back, begins, has_told, has_begun = (threading.Event() for _ in range(4))
 
     def tell_between(group, worker, since, until):
@@ -152,7 +153,7 @@ def test_one_that_comes_back_while_the_next_epoch_begins_holds_nobody(cluster, m
         if begins.is_set():
             has_begun.set()
 
-    monkeypatch.setattr(HopSynchronizer, "_tell_neighbors", tell_between)
+    monkeypatch.setattr(Exchange, "_tell_neighbors", tell_between)
     monkeypatch.setattr(HopSynchronizer, "begin", begin_between)
     strategy = make_strategy("Hop", cluster)
     model = make_model(strategy)

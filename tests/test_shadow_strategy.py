@@ -319,6 +319,7 @@ def test_assigned_parameters_are_taken_over_by_all_copies_and_the_center(cluster
     ("arguments", "message"),
     [
         (("easgd",), "algorithm must be EASGD"),
+        ((recsync.Hop(recsync.topology.ring(2)),), "algorithm must not be Hop under a ShadowSync"),
         ((recsync.EASGD(0.3), "sometimes"), 'mode must be "shadow"'),
         ((recsync.EASGD(0.3), "shadow", {"threads_per_trainer": 0}), "threads_per_trainer must"),
         ((recsync.EASGD(0.3), "shadow", {"sync_ps": 0}), "EASGD needs at least one sync PS"),

@@ -4,7 +4,7 @@ from tf_recsync.cluster.connection import Cluster, cluster_from_tf_config
 from tf_recsync.cluster.device_names import use_final_device_names
 from tf_recsync.cluster.local_cluster import LocalCluster
 from tf_recsync.cluster.membership import Member, MemberState, Server
-from tf_recsync.cluster.signs_of_life import Probe, device_of, is_reachable
+from tf_recsync.cluster.signs_of_life import Probe, ask, device_of, is_reachable
 
 __all__ = [
     "Cluster",
@@ -13,6 +13,7 @@ __all__ = [
     "MemberState",
     "Probe",
     "Server",
+    "ask",
     "cluster_from_tf_config",
     "device_of",
     "is_reachable",

@@ -21,6 +21,7 @@ from tf_recsync.cluster.membership import Server
 
 _GREETING_SECONDS = 1.0  # For the answer to it.
 _GREETERS = 64  # Servers that are greeted at the same time.
+_ANSWER_SECONDS = 3.0  # For a sign of life.
 RETRY_SECONDS = 0.1  # Between attempts to reach servers.
 # What a client of HTTP/2, and so of gRPC, begins with: a fixed text and empty settings.
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -92,6 +93,15 @@ class Probe(threading.Thread):
             error = _ask(self._device)
         self.reachable = error is None
         self.answered = not isinstance(error, tf.errors.UnavailableError)
+
+
+def ask(cluster: Cluster, servers: Sequence[Server]) -> list[Probe]:
+    """Asks servers for signs of life, all at once, and waits for the answers, not for long."""
+    probes = [Probe(cluster, device_of(*server)) for server in servers]
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    for probe in probes:
+        probe.join(max(0.0, deadline - time.monotonic()))
+    return probes
 
 
 class ReaderProbe(Probe):

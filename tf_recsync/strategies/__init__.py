@@ -1,6 +1,7 @@
 """tf.distribute strategies: presets over groups, aggregators and synchronizers."""
 
 from tf_recsync.strategies.hierarchical_strategy import HierarchicalStrategy
+from tf_recsync.strategies.hop_between_groups import Hop
 from tf_recsync.strategies.hop_strategy import HopStrategy
 from tf_recsync.strategies.presets import (
     AsyncStrategy,
@@ -19,6 +20,7 @@ __all__ = [
     "BoundedStalenessStrategy",
     "GBAStrategy",
     "HierarchicalStrategy",
+    "Hop",
     "HopStrategy",
     "ShadowSyncStrategy",
     "SyncStrategy",

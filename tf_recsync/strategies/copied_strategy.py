@@ -65,13 +65,13 @@ class CopiedStrategy(FitStrategy):
     def worker_states(self, model: keras.Model) -> WorkerStates:
         """The copy of each group and what keeps them together, for a `tf.train.Checkpoint`.
 
-        What a checkpoint keeps of the model alone is the output: one group's copy, or the
-        mean, and the tables. With this, each group goes on with its own copy, optimizer state
-        included; ShadowSync's central copy, or BMUF's global parameters, with theirs; Hop's
-        workers with their iterations. On another number of groups all begin with the mean; the
-        number of servers that hold copies or the central one may change. Save and restore
-        between epochs: a checkpoint that is saved while workers train has each of them as it is
-        at some moment.
+        What a checkpoint keeps of the model alone is the output: one group's copy, or the mean,
+        and the tables. With this, each group goes on with its own copy, optimizer state included;
+        ShadowSync's central copy, or BMUF's global parameters, with theirs; Hop's workers, or
+        groups, with their iterations. On another number of groups all begin with the mean; the
+        number of servers that hold copies or the central one may change. Save and restore between
+        epochs: a checkpoint that is saved while workers train has each of them as it is at some
+        moment.
 
         Args:
             model: a built model that was compiled in this strategy's scope.

@@ -10,16 +10,25 @@ from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import Hogwild, ModeConfig
 from tf_recsync.strategies.fit_strategy import check_is_cluster, check_timeouts
+from tf_recsync.strategies.hop_between_groups import Hop
+from tf_recsync.strategies.hop_checks import check_size
+from tf_recsync.strategies.model_variables import optimizers_of
+from tf_recsync.strategies.server_threads import check_threads
 from tf_recsync.strategies.synchronized_strategy import (
     SynchronizedStrategy,
-    check_algorithm,
     checked_schedule,
     checked_sync_ps,
+    counters_among,
 )
 from tf_recsync.synchronization import aggregation as aggregations
 from tf_recsync.synchronization.arrangement import hierarchical
+from tf_recsync.synchronization.copies import Copies, is_copied
+from tf_recsync.synchronization.hop import threads_needed
+from tf_recsync.synchronization.hop_groups import GroupHopSynchronizer
+from tf_recsync.synchronization.hop_reports import WorkerReport
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
+from tf_recsync.synchronization.synchronizer import Synchronizer
 
 
 class HierarchicalStrategy(SynchronizedStrategy):
@@ -32,7 +41,8 @@ class HierarchicalStrategy(SynchronizedStrategy):
 
     The two choices are independent: `aggregation` says what happens inside a group, and
     `algorithm` what happens between groups. So a group may train synchronously, or by GBA,
-    while the groups are kept together by elastic averaging.
+    while the groups are kept together by elastic averaging, or each with its neighbors in a
+    graph (`Hop`).
 
     Worker w is a trainer of group w // `trainers_per_group`. Of the cluster's parameter servers
     the groups' come first, group by group, then the embedding PSs, and the sync PSs are last.
@@ -41,7 +51,8 @@ class HierarchicalStrategy(SynchronizedStrategy):
 
     A trainer that is lost leaves its group training. A group whose server is lost waits until it
     is back while the others go on, and then begins with the central copy, or the mean of the
-    others. Training ends with an error when another parameter server is lost, or the server of an
+    others; with `Hop`, of its in-neighbors, who need a backup worker to go on without it.
+    Training ends with an error when another parameter server is lost, or the server of an
     only group that has no central copy.
 
     `fit`, `evaluate` and `predict` of Keras 3 work as usual: build and compile the model in
@@ -56,8 +67,9 @@ class HierarchicalStrategy(SynchronizedStrategy):
         cluster: a `LocalCluster`, or what `cluster_from_tf_config` returned, with
             `groups * trainers_per_group` workers and at least `groups * ps_per_group + sync_ps`
             parameter servers; the embedding PSs are those that are left.
-        algorithm: how the groups' copies are synchronized: `EASGD`, `ModelAveraging`, `BMUF`, or
-            an `Algorithm` of your own.
+        algorithm: how the groups' copies are synchronized: `EASGD`, `ModelAveraging`, `BMUF`, an
+            `Algorithm` of your own, or `Hop`, whose topology has as many workers as there are
+            groups.
         groups: how many groups there are, an int of at least 1.
         trainers_per_group: an int of at least 1.
         ps_per_group: an int of at least 1.
@@ -65,7 +77,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
             its servers apply what they push. Its batch sizes are those of one group. Defaults to
             None: `modes.Hogwild()`, each push at once and without locks.
         mode: "shadow" (the default) or a `Shadow`: synchronization in the background; or a
-            `Foreground`: as a part of training.
+            `Foreground`: as a part of training. With `Hop`, which counts updates, only "shadow".
         sync_ps: how many of the parameter servers hold the central copy, an int. Default: 1
             with a central algorithm, as EASGD is, else 0.
         output: what reading a variable gives: "first" (the default) for the first group's
@@ -96,7 +108,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
     def __init__(
         self,
         cluster: Cluster,
-        algorithm: Algorithm,
+        algorithm: Algorithm | Hop,
         *,
         groups: int,
         trainers_per_group: int,
@@ -110,8 +122,17 @@ class HierarchicalStrategy(SynchronizedStrategy):
         silence_timeout: float | None = None,
     ):
         check_is_cluster(cluster)
-        check_algorithm(algorithm)
         schedule = checked_schedule(mode)
+        if not isinstance(algorithm, (Algorithm, Hop)):
+            raise ValueError(
+                "algorithm must be EASGD, ModelAveraging, BMUF, another Algorithm or Hop, not "
+                f"{algorithm!r}"
+            )
+        if isinstance(algorithm, Hop) and schedule != Shadow():
+            raise ValueError(
+                f'mode must be "shadow" with Hop, which begins an exchange after '
+                f"updates_per_iteration updates, not {mode!r}"
+            )
         check_timeouts(worker_timeout, silence_timeout)
         config = Hogwild(local_batch_size=local_batch_size) if aggregation is None else aggregation
         if not isinstance(config, ModeConfig):
@@ -132,6 +153,8 @@ class HierarchicalStrategy(SynchronizedStrategy):
                 f"groups={groups} with trainers_per_group={trainers_per_group} need "
                 f"{arrangement.trainers} workers, the cluster has workers={cluster.workers}"
             )
+        if isinstance(algorithm, Hop):
+            check_size(algorithm.topology, groups, "there are groups")
         super().__init__(
             cluster,
             arrangement,
@@ -144,6 +167,13 @@ class HierarchicalStrategy(SynchronizedStrategy):
             worker_timeout,
             silence_timeout,
         )
+        if isinstance(algorithm, Hop):
+            # An exchange, and the steps of the group's trainers.
+            waiting = [
+                threads_needed(algorithm.topology, i) + trainers_per_group for i in range(groups)
+            ]
+            needed = [count for count in waiting for _ in range(ps_per_group)]
+            check_threads(cluster, needed, "for neighbors", job="ps")
 
     def aggregation(self, model: keras.Model) -> list[aggregations.Report] | None:
         """What became of the pushes of each group's trainers since the model began to train.
@@ -163,3 +193,39 @@ class HierarchicalStrategy(SynchronizedStrategy):
             return None
         with self._guard.watched():
             return [live[group].report() for group in sorted(live)]
+
+    def hop_report(self, model: keras.Model) -> list[list[WorkerReport]] | None:
+        """What the servers of each group have done in `Hop` since the model began to train.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            For each group, a report like those of `HopStrategy.workers` for each of its servers
+            that hold parameters; None before the model trains, and with another algorithm.
+        """
+        synchronizer = self._synchronizer(model)
+        if not isinstance(synchronizer, GroupHopSynchronizer):
+            return None
+        with self._guard.watched():
+            return synchronizer.server_reports()
+
+    def _make_synchronizer(self, model: keras.Model, copies: Copies) -> Synchronizer:
+        if not isinstance(self._algorithm, Hop):
+            return super()._make_synchronizer(model, copies)
+        parameters = sum(map(is_copied, model.trainable_variables))
+        if not parameters:
+            raise ValueError("the model has no dense parameters that groups could exchange by Hop")
+        global_step = optimizers_of(model)[0].iterations._value
+        return GroupHopSynchronizer(
+            self._algorithm.exchange,
+            self._algorithm.updates_per_iteration,
+            self._cluster,
+            self._arrangement,
+            copies,
+            parameters,
+            counters_among(copies, model),
+            next(i for i, variable in enumerate(copies.variables) if variable is global_step),
+            float(self._algorithm.stall_seconds),
+            self._settings.bandwidths,
+        )

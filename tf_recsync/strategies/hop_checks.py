@@ -1,4 +1,4 @@
-"""What a `HopStrategy` refuses: arguments, clusters and models."""
+"""What `HopStrategy` and `Hop` refuse: arguments, clusters and models."""
 
 from __future__ import annotations
 
@@ -65,6 +65,18 @@ def _with_inner(optimizer: keras.optimizers.Optimizer | None) -> Iterator[Any]:
         yield from _with_inner(one)
 
 
+def check_topology(topology: Any) -> None:
+    """Raises a ValueError if it is no topology."""
+    if not isinstance(topology, Topology):
+        raise ValueError(f"topology must be from tf_recsync.topology, not {topology!r}")
+
+
+def check_size(topology: Topology, size: int, of: str) -> None:
+    """Raises a ValueError if a topology is not one of so many; `of` says of what."""
+    if topology.size != size:
+        raise ValueError(f"topology must have as many workers as {of}, {size}, not {topology.size}")
+
+
 def checked_protocol(
     topology: Topology,
     max_iteration_gap: Any,
@@ -75,7 +87,7 @@ def checked_protocol(
     protocol: Any,
     check_invariants: Any,
 ) -> Protocol:
-    """The protocol, if the arguments of `HopStrategy` go together; else a ValueError."""
+    """The protocol, if arguments of `HopStrategy` or `Hop` go together; else a ValueError."""
     if order not in ("parallel", "serial"):
         raise ValueError(f'order must be "parallel" or "serial", not {order!r}')
     if protocol not in ("token_queue", "notify_ack"):

@@ -134,13 +134,8 @@ class HopStrategy(CopiedStrategy):
         silence_timeout: float | None = None,
     ):
         check_is_cluster(cluster)
-        if not isinstance(topology, Topology):
-            raise ValueError(f"topology must be from tf_recsync.topology, not {topology!r}")
-        if topology.size != cluster.workers:
-            raise ValueError(
-                f"topology must have as many workers as the cluster, {cluster.workers}, "
-                f"not {topology.size}"
-            )
+        hop_checks.check_topology(topology)
+        hop_checks.check_size(topology, cluster.workers, "the cluster")
         read = checked_output(output, cluster.workers)
         check_seconds("stall_seconds", stall_seconds)
         check_timeouts(worker_timeout, silence_timeout)

@@ -15,15 +15,18 @@ from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.fit_strategy import check_optimizers, checked_output
+from tf_recsync.strategies.hop_between_groups import Hop
 from tf_recsync.strategies.model_variables import AsShown, OnServers, optimizers_of
 from tf_recsync.strategies.server_threads import check_threads
 from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import Copies, is_copied
 from tf_recsync.synchronization.modes import Mode
-from tf_recsync.synchronization.shadow import ShadowSynchronizer, SyncReport
+from tf_recsync.synchronization.shadow import ShadowSynchronizer
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
+from tf_recsync.synchronization.sync_report import SyncReport
+from tf_recsync.synchronization.synchronizer import Synchronizer
 
 
 class SynchronizedStrategy(CopiedStrategy):
@@ -34,7 +37,7 @@ class SynchronizedStrategy(CopiedStrategy):
         arrangement: the groups, and the servers that belong to none.
         mode: when the trainers of a group start, and how its copy is updated.
         algorithm: how copies are synchronized.
-        schedule: when.
+        schedule: when, if the algorithm does not say that itself.
         threads: that train for each trainer.
         output: what reading a variable gives: "first", "mean", or the number of a group.
         local_batch_size: examples of a batch, or None if fit shall find out.
@@ -54,7 +57,7 @@ class SynchronizedStrategy(CopiedStrategy):
         cluster: Cluster,
         arrangement: Arrangement,
         mode: Mode,
-        algorithm: Algorithm,
+        algorithm: Algorithm | Hop,
         schedule: Shadow | Foreground,
         threads: int,
         output: Literal["first", "mean"] | int,
@@ -74,7 +77,7 @@ class SynchronizedStrategy(CopiedStrategy):
         )
 
     @property
-    def algorithm(self) -> Algorithm:
+    def algorithm(self) -> Algorithm | Hop:
         """How copies are synchronized."""
         return self._algorithm
 
@@ -183,9 +186,7 @@ class SynchronizedStrategy(CopiedStrategy):
         )
         self._put_reading_functions(model, AsShown(model))
 
-    def _make_synchronizer(self, model: keras.Model, copies: Copies) -> ShadowSynchronizer:
-        places = {id(v): i for i, v in enumerate(copies.variables)}
-        states = [s for o in optimizers_of(model) for s in o.states if not s.is_table]
+    def _make_synchronizer(self, model: keras.Model, copies: Copies) -> Synchronizer:
         return ShadowSynchronizer(
             self._algorithm,
             self._schedule,
@@ -193,13 +194,20 @@ class SynchronizedStrategy(CopiedStrategy):
             self._arrangement,
             copies,
             sum(map(is_copied, model.trainable_variables)),
-            [places[id(state.counters._value)] for state in states],
+            counters_among(copies, model),
             self.threads_per_worker,
             self._settings.bandwidths,
         )
 
     def _check_optimizer(self, model: keras.Model) -> None:
         check_optimizers(self, model)
+
+
+def counters_among(copies: Copies, model: keras.Model) -> list[int]:
+    """Which of the copied variables count the staleness of updates."""
+    places = {id(v): i for i, v in enumerate(copies.variables)}
+    states = [s for o in optimizers_of(model) for s in o.states if not s.is_table]
+    return [places[id(state.counters._value)] for state in states]
 
 
 def checked_schedule(schedule: Literal["shadow"] | Shadow | Foreground) -> Shadow | Foreground:
@@ -212,14 +220,19 @@ def checked_schedule(schedule: Literal["shadow"] | Shadow | Foreground) -> Shado
 
 
 def check_algorithm(algorithm: Algorithm) -> None:
-    """Raises a ValueError if an argument is no algorithm of synchronization."""
+    """Raises a ValueError if an argument is no algorithm that synchronizes trainers."""
+    if isinstance(algorithm, Hop):
+        raise ValueError(
+            "algorithm must not be Hop under a ShadowSyncStrategy: use a HopStrategy, or Hop "
+            "between the groups of a HierarchicalStrategy"
+        )
     if not isinstance(algorithm, Algorithm):
         raise ValueError(
             f"algorithm must be EASGD, ModelAveraging, BMUF or another Algorithm, not {algorithm!r}"
         )
 
 
-def checked_sync_ps(sync_ps: Any, algorithm: Algorithm, servers: int) -> list[int]:
+def checked_sync_ps(sync_ps: Any, algorithm: Algorithm | Hop, servers: int) -> list[int]:
     """The task indices of the sync PSs, if there are as many as the algorithm needs."""
     name = type(algorithm).__name__
     if sync_ps is None:

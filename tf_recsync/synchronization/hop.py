@@ -1,39 +1,26 @@
-"""Workers that exchange parameters with their neighbors (Hop).
+"""Groups of workers whose copies are kept together by exchanges with neighbors (Hop).
 
-The protocol itself is in cc/engine/hop_worker.h, and hop_edges.py carries parcels along the
-edges. Here each worker gets what it keeps beside its parameters, and neighbors learn who has
-left, is lost, or is back.
+An exchange, of all copies or of those parts of them that are one shard, is hop_exchange.py's. Here
+copies are made, lost and made again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, device_of, is_reachable
-from tf_recsync.ops import hop
+from tf_recsync.cluster import Cluster
 from tf_recsync.synchronization.copies import Copies
-from tf_recsync.synchronization.hop_edges import Edges
 from tf_recsync.synchronization.hop_events import EventLog
-from tf_recsync.synchronization.hop_invariants import Invariants
+from tf_recsync.synchronization.hop_exchange import Exchange, listed
 from tf_recsync.synchronization.hop_protocol import Protocol
-from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport, look, parse
-from tf_recsync.synchronization.remote_values import at
-from tf_recsync.synchronization.resource_deleter import ResourceDeleter
+from tf_recsync.synchronization.hop_reports import WorkerReport
 from tf_recsync.topology import Topology
-
-_JOIN_SECONDS = 60.0
-_ANSWER_SECONDS = 2.0
-_WATCH_SECONDS = 1.0  # Between two looks at all workers.
-_CHECK_SECONDS = 0.05  # When the bounds are checked, at least.
-_CHECK_REST = 4.0  # And so many times as long as it took: a fifth of a thread's time at most.
-_MARGIN = 2  # Iterations until a worker that is back can take part, at least.
 
 
 class HopSynchronizer:
@@ -48,8 +35,12 @@ class HopSynchronizer:
         copies: their parameters and what belongs to them.
         dtype: of the parameters.
         stall_seconds: after which somebody's wait is logged.
-        bandwidths: returns artificial bandwidths, in bytes per second by worker's device.
+        bandwidths: returns artificial bandwidths, in bytes per second by holder's device.
         events: gets what workers did.
+        shards: the numbers of the shards that are exchanged, each by itself.
+
+    Attributes:
+        exchanges: of each of these shards.
     """
 
     counts_steps = False
@@ -64,49 +55,35 @@ class HopSynchronizer:
         stall_seconds: float,
         bandwidths: Callable[[], dict[str, float]],
         events: EventLog,
+        shards: Sequence[int] = (0,),
     ):
         self.copies = copies
         self.fail: Callable[[Exception], None] = _raise  # Ends the pass with an error.
         self._protocol = protocol
         self._topology = protocol.topology
-        self._invariants = Invariants(
-            protocol.topology, protocol.bounds(), protocol.max_iteration_gap
-        )
-        self._cluster = cluster
-        self._stall_seconds = stall_seconds
-        self._dtype = dtype
-        self._lock = threading.RLock()
-        self._handles: dict[int, tf.Tensor] = {}
-        self._deleters: dict[int, ResourceDeleter] = {}
-        self._first = 0  # The iteration that the epoch began with.
+        self._noun = "group" if copies.groups[0].servers else "worker"
         self._restored: int | None = None  # The latest iteration of a checkpoint.
-        self._lost: set[int] = set()
-        self._left: dict[int, int] = {}  # And in which iteration.
-        self._resuming: set[int] = set()  # They have left and take part again soon.
-        self._ending = False
-        self._all_there = True  # As long as that, the bounds hold.
-        self._edges = Edges(
-            cluster,
-            dtype,
-            lambda: dict(self._living()),
-            self._answers,
-            lambda error: self.fail(error),
-        )
-        self._joining = threading.Lock()  # One worker at a time takes part again, or all begin.
-        self._monitor: threading.Thread | None = None
-        self._stop_monitor = threading.Event()
-        self._events = events
-        workers = range(protocol.topology.size)
-        self._reports = Reports([protocol.topology.in_neighbors(worker) for worker in workers])
-        self._asking = threading.Lock()
-        # The latest question to each worker, and the handle that it was about.
-        self._asked: dict[int, tuple[tf.Tensor, threading.Thread]] = {}
-        self._bandwidths = bandwidths
+        self._joining = threading.RLock()  # One takes part again at a time, or all begin.
+        self.exchanges = [
+            Exchange(
+                protocol,
+                cluster,
+                [group.holders[shard] for group in copies.groups],
+                self._noun,
+                dtype,
+                lambda group: not copies.is_of_earlier_life(group),
+                stall_seconds,
+                bandwidths,
+                events,
+                self._joining,
+                lambda error: self.fail(error),
+            )
+            for shard in shards
+        ]
 
     def handle(self, worker: int) -> tf.Tensor:
         """The handle of what a worker keeps beside its parameters."""
-        with self._lock:
-            return self._handles[worker]
+        return self.exchanges[0].handle(worker)
 
     def handles(self, worker: int) -> list[tf.Tensor]:
         """What a worker's steps take: what it keeps beside its parameters, and these."""
@@ -114,30 +91,32 @@ class HopSynchronizer:
 
     @property
     def there(self) -> list[int]:
-        """The workers that are not lost, as far as known."""
-        return [worker for worker, _ in self._living()]
+        """The groups that are not lost, as far as known."""
+        return self.exchanges[0].there
 
-    # A worker's life. The threads that drive the workers call these.
+    @property
+    def size(self) -> int:
+        """The number of groups."""
+        return self._topology.size
+
+    # A group's life. The threads that drive the workers call these.
 
     def open(self, worker: int) -> None:
         """Makes what a worker needs, in its device scope: at the start, or when it is back."""
-        with self._lock:
-            has_all = worker in self._handles and worker in self.copies.there
-            was_lost = worker in self._lost
-            if has_all and not was_lost:
-                return
-        if was_lost:
+        self._open_group(worker)
+
+    def _open_group(self, group: int) -> None:
+        """Makes what a group needs: at the start, or when it is back."""
+        has_copy = group in self.copies.there
+        if has_copy and all(exchange.has(group) for exchange in self.exchanges):
+            return
+        if self.exchanges[0].is_lost(group):
             with self._joining:
-                self._come_back(worker)
+                self._come_back(group)
         else:
-            self.copies.ensure(worker)
-            self._make(worker, self._first)
-            with self._joining, self._lock:
-                # They were lost before there was somebody to tell; see `_void_bounds`, too.
-                own = self._neighbors(worker)
-                for lost in self._lost:
-                    about = lost if lost in own else worker
-                    hop.set_neighbor(self._handles[worker], about, 0, -1)
+            self.copies.ensure(group)
+            for exchange in self.exchanges:
+                exchange.make(group)
 
     def holders_of(self, worker: int) -> Sequence[tuple[str, int]]:
         """None: each worker holds its copy itself."""
@@ -147,86 +126,69 @@ class HopSynchronizer:
         """A worker that has lost its copy, which it holds itself, is lost."""
         self.lose(worker)
 
-    def lose_group(self, group: int) -> None:
-        """A worker is gone, which is its group."""
-        self.lose(group)
-
     def lose(self, worker: int) -> None:
-        """A worker is gone.
+        """A worker is gone, and its group, which it is; see `lose_group`."""
+        self.lose_group(worker)
+
+    def lose_group(self, group: int) -> None:
+        """The copy of a group is gone.
 
         Raises:
             RuntimeError: if a neighbor has too few backup workers to go on without it.
         """
-        with self._lock:
-            self._lost.add(worker)
-            self.copies.drop(worker)
-            self._all_there = False
-            deleter = self._deleters.pop(worker, None)
-            if deleter is not None:
-                deleter.forget()
-                self._edges.leave(worker, self._handles[worker])
-        self._void_bounds()
-        self._tell_neighbors(worker, 0, -1)
-        for receiver in self._topology.out_neighbors(worker):
+        self.copies.drop(group)
+        self._go_on_without(group)
+
+    def _go_on_without(self, group: int) -> None:
+        """Neighbors don't wait for a group, until it is opened again; or they can't go on."""
+        is_news = not self.exchanges[0].is_lost(group)
+        for exchange in self.exchanges:
+            exchange.lose(group)
+        is_lost, noun = self.exchanges[0].is_lost, self._noun
+        receivers = self._topology.out_neighbors(group)
+        for receiver in receivers:
             senders = self._topology.in_neighbors(receiver)
-            gone = [sender for sender in senders if sender in self._lost]
+            gone = [sender for sender in senders if is_lost(sender)]
             backups = self._protocol.backup_workers[receiver]
-            if receiver not in self._lost and len(gone) > backups:
+            if not is_lost(receiver) and len(gone) > backups:
                 raise RuntimeError(
-                    f"worker {worker} was lost, and worker {receiver} can't go on without "
-                    f"{listed(gone)}: its in-neighbors are {listed(senders)}, and it has "
-                    f"backup_workers={backups}"
+                    f"{noun} {group} was lost, and {noun} {receiver} can't go on without "
+                    f"{listed(gone, noun)}: its in-neighbors are {listed(senders, noun)}, and it "
+                    f"has backup_workers={backups}"
                 )
-        logging.warning(
-            "Worker %d was lost; %s go on without it.",
-            worker,
-            listed(self._topology.out_neighbors(worker)),
-        )
+        if is_news:
+            logging.warning(
+                "%s %d was lost; %s go on without it.",
+                noun.capitalize(),
+                group,
+                listed(receivers, noun),
+            )
 
     def leave(self, worker: int) -> None:
         """A worker has nothing to do at the moment: its neighbors don't wait for it."""
-        with self._lock:
-            if worker in self._lost or worker not in self._handles:
-                return
-            iteration = self._iteration(worker)
-            self._left[worker] = iteration
-            self._all_there = False
-        self._void_bounds()
-        self._tell_neighbors(worker, 0, iteration)
+        for exchange in self.exchanges:
+            exchange.leave(worker)
 
     def resume(self, worker: int) -> None:
         """A worker that has left in this epoch takes steps again: its neighbors count on it.
 
         It had batches ahead when no steps were left, and others found no batches for theirs.
         """
-        with self._joining:
-            with self._lock:
-                if worker not in self._left or worker in self._lost:
-                    return
-            self._states()  # What it has counted up to now.
-            try:
-                with self._edges.renew(worker), self._lock:
-                    self._resuming.add(worker)
-                there = set(self.there)
-                first = self._join(worker, [w for w in self._neighbors(worker) if w in there])
-            finally:
-                with self._lock:
-                    self._resuming.discard(worker)
-            logging.info("Worker %d goes on from iteration %d.", worker, first)
-            self.carry_on()
+        for exchange in self.exchanges:
+            exchange.resume(worker)
 
     def release(self) -> None:
         """Ends all waits, with errors."""
-        self._ending = True
-        for worker, handle in self._living():
-            with at(self._cluster, worker), contextlib.suppress(tf.errors.OpError):
-                hop.interrupt(handle)
-        self._edges.end()
-        self._stop_monitor.set()
+        for exchange in self.exchanges:
+            exchange.release()
 
-    def pause(self) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
         """Inside, no worker calls another, while a server is taken into the cluster again."""
-        return self._edges.pause()
+        with contextlib.ExitStack() as paused:
+            for exchange in self.exchanges:
+                paused.enter_context(exchange.pause())
+            yield
 
     def waits_for(self, seconds: float) -> list[tuple[str, int]]:
         """None: who stands still shows in the steps of its neighbors."""
@@ -235,90 +197,29 @@ class HopSynchronizer:
 
     def describe(self) -> str:
         """Who waits for whom, in words."""
-        return self._describe(self._states())
-
-    def _describe(self, states: dict[int, State]) -> str:
-        parts = []
-        for worker, _ in self._living():
-            if worker not in states:
-                parts.append(f"worker {worker} does not answer")
-        for worker, state in states.items():
-            if state.missing:
-                parts.append(
-                    f"worker {worker} (iteration {state.iteration}) has been {state.phase} "
-                    f"{self._awaited(state)} for {state.seconds:.1f} s, of {listed(state.missing)}"
-                )
-        return "; ".join(parts) or "no worker waits for a neighbor"
-
-    def _awaited(self, state: State) -> str:
-        """Which iteration's updates, tokens or acknowledgements a worker waits for."""
-        # Who skips iterations, or takes older updates, may be served by one of a later iteration.
-        later = " or later" if self._protocol.skip or self._protocol.staleness_bound else ""
-        if state.phase != "waiting for tokens":
-            return f"of iteration {state.awaited}{later}"
-        entered = max(state.iteration, self._first) + 1
-        return f"to enter iteration {entered}{later}, given in iteration {state.awaited}{later},"
+        return "; ".join(dict.fromkeys(exchange.describe() for exchange in self.exchanges))
 
     # An epoch.
 
     def begin(self) -> None:
-        """Starts all workers on the same iteration; nobody may be at work."""
-        # A worker that takes part again meanwhile would keep its neighbors' iterations of before,
-        # and they would not count on it: it is in this epoch altogether, or not yet.
+        """Starts all groups on the same iteration; nobody may be at work."""
         with self._joining:
-            self._begin()
-
-    def _begin(self) -> None:
-        known = [state.iteration for state in self._states().values()]
-        with self._lock:
-            self._ending = False
-            self._edges.begin(self._bandwidths())
-            self._left.clear()
-            self._all_there = not self._lost
-            if self._restored is not None:
-                known = [self._restored]
-            else:
-                known += [report.iteration for report in self._reports.all()]
-            self._first = max([-1, *known]) + 1
-            for worker, handle in self._living():
-                with at(self._cluster, worker):
-                    hop.begin(handle, self._first)
+            for exchange in self.exchanges:
+                exchange.begin(self._restored)
             self._restored = None  # Not earlier: if one is gone, all begin again.
-        if self._lost:
-            self._void_bounds()
-        for worker in sorted(self._lost):
-            self._tell_neighbors(worker, 0, -1)
 
     def carry_on(self) -> None:
         """Starts the loops of the edges, if they do not run."""
-        with self._lock:
-            if self._ending:
-                return
-            there = set(self.there)
-            for sender, receiver in self._pairs():
-                if {sender, receiver} <= there:
-                    self._edges.start(sender, receiver)
-            if self._monitor is None or not self._monitor.is_alive():
-                self._stop_monitor.clear()
-                self._monitor = threading.Thread(
-                    target=self._watch, name="recsync_hop_monitor", daemon=True
-                )
-                self._monitor.start()
+        for exchange in self.exchanges:
+            exchange.carry_on()
 
     def end(self) -> None:
         """Ends the loops of the edges when all is told; the workers are done."""
-        self._ending = True
-        self._stop_monitor.set()
-        self._edges.end()
-        deadline = time.monotonic() + _JOIN_SECONDS
-        self._edges.join(deadline)
-        if self._monitor is not None:
-            self._monitor.join(max(0.0, deadline - time.monotonic()))
-        self._monitor = None
-        self._states()
+        for exchange in self.exchanges:
+            exchange.end()
 
     def steps_until_sync(self, thread: int) -> int | None:
-        """None: every step has its exchange, which is a part of it."""
+        """None: the synchronizations are not the threads' to do, but a part of steps or beside."""
 
     def training(self, thread: int) -> contextlib.AbstractContextManager:
         """Nothing has to be done about it."""
@@ -327,82 +228,81 @@ class HopSynchronizer:
     def trained(self, thread: int, steps: int) -> None:
         """Does nothing: the steps have synchronized."""
 
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-        return self._topology.size
-
     def extras(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps besides the copies: the iterations."""
-        return {"iterations": np.array([r.iteration for r in self.reports()], np.int64)}
+        """What a checkpoint keeps besides the copies: the iterations, of all shards the latest."""
+        reports = [exchange.reports() for exchange in self.exchanges]
+        latest = [max(r.iteration for r in of_one) for of_one in zip(*reports, strict=True)]
+        return {"iterations": np.array(latest, np.int64)}
 
     def restore(
         self, values: Mapping[int, Sequence[np.ndarray]], extras: Mapping[str, np.ndarray]
     ) -> None:
-        """Workers go on with these copies and from these iterations; nobody may be at work.
+        """Groups go on with these copies and from these iterations; nobody may be at work.
 
         Args:
-            values: by worker.
-            extras: the iterations of all workers. If there were more or fewer, all begin with
-                the mean.
+            values: by group.
+            extras: the iterations of all groups; without, as of a checkpoint of another
+                algorithm, they begin anew. If there were more or fewer, all begin with the mean.
         """
-        iterations = extras["iterations"].tolist()
+        count = max(values) + 1 if values else self.size
+        iterations = np.asarray(extras.get("iterations", [-1] * count)).tolist()
         if len(iterations) != self.size:
             logging.warning(
-                "The checkpoint holds the parameters of %d workers, and there are %d: all of them "
+                "The checkpoint holds the parameters of %d %ss, and there are %d: all of them "
                 "begin with the mean.",
                 len(iterations),
+                self._noun,
                 self.size,
             )
             mean = self.copies.mean(list(values.values()))
-            values = {worker: mean for worker in range(self.size)}
+            values = {group: mean for group in range(self.size)}
             iterations = [max(iterations)] * self.size
-        self.copies.load(values)
-        with self._lock:
-            self._restored = max(iterations)
-            self._reports.restore(iterations)
+        if values:
+            self.copies.load(values)
+        self._restored = max(iterations)
+        for exchange in self.exchanges:
+            exchange.restore(iterations)
 
     def reports(self) -> list[WorkerReport]:
         """What each worker has done; of one that is lost, as far as it was known."""
-        self._states()
-        return self._reports.all()
+        return self.exchanges[0].reports()
 
     # Inside.
 
-    def _make(self, worker: int, first: int) -> None:
-        handle = self._protocol.make(worker)
-        hop.begin(handle, first)
-        with self._lock:
-            self._events.restarted(worker)
-            self._reports.restarted(worker)
-            self._handles[worker] = handle
-            self._deleters[worker] = ResourceDeleter(handle, handle.device)
+    def _come_back(self, group: int) -> None:
+        """A lost group takes its neighbors' parameters, and part from a later iteration on.
 
-    def _come_back(self, worker: int) -> None:
-        """A lost worker takes its neighbors' parameters, and part from a later iteration on."""
-        senders = set(self._topology.in_neighbors(worker))
-        there = self.there
-        source = [w for w in there if w in senders and w not in self._left] or there
-        is_loaded = self.copies.is_loaded(worker)
-        if not source and not is_loaded:
-            raise RuntimeError(f"worker {worker} is back, but no worker has parameters for it")
-        with self._edges.renew(worker):
-            pass  # It is no living one since it was lost.
-        if is_loaded:
-            self.copies.ensure(worker)
+        One whose server only fell silent may have its own still.
+        """
+        source = self.exchanges[0].sources(group)
+        is_loaded = self.copies.is_loaded(group)
+        has_own = group in self.copies.there
+        if not source and not is_loaded and not has_own:
+            raise RuntimeError(
+                f"{self._noun} {group} is back, but no {self._noun} has parameters for it"
+            )
+        for exchange in self.exchanges:
+            exchange.renew(group)
+        if has_own:
+            begins_with = "its own parameters"
+        elif is_loaded:
+            self.copies.ensure(group)
+            begins_with = "those of the checkpoint"
         else:
-            source = self._load_mean(worker, source)
-        first = self._join(worker, source)
+            source = self._load_mean(group, source)
+            begins_with = f"the mean parameters of {listed(source, self._noun)}"
+        first = [exchange.join(group, source) for exchange in self.exchanges]
         logging.warning(
-            "Worker %d goes on from iteration %d with %s.",
-            worker,
-            first,
-            "those of the checkpoint" if is_loaded else f"the mean parameters of {listed(source)}",
+            "%s %d goes on from iteration %d with %s.",
+            self._noun.capitalize(),
+            group,
+            max(first),
+            begins_with,
         )
         self.carry_on()
 
-    def _load_mean(self, worker: int, others: Sequence[int]) -> list[int]:
-        """Gives a worker the mean of others' parameters; returns whose."""
+    def _load_mean(self, group: int, others: Sequence[int]) -> list[int]:
+        """Gives a group the mean of others' parameters; returns whose."""
         taken = {}
         for other in others:
             # One that is gone as well, its own thread will find out.
@@ -410,171 +310,12 @@ class HopSynchronizer:
                 taken[other] = self.copies.values(other)
         # If nobody answers any more, what was known of them last.
         values = self.copies.mean(taken.values()) if taken else self.copies.shown
-        self.copies.make(worker, values)
+        self._make_copy(group, values)
         return list(taken)
 
-    def _join(self, worker: int, others: Sequence[int]) -> int:
-        """Has a worker with parameters take part in an epoch under way; under _joining.
-
-        Args:
-            worker: nobody counts on it.
-            others: it begins behind their iterations.
-
-        Returns:
-            The iteration that it begins with.
-        """
-        margin = _MARGIN
-        first = max([self._first - 1, *self._iterations(others).values()]) + margin
-        while True:
-            self._make(worker, first)
-            now = self._tell_neighbors(worker, first, hop.FOREVER)
-            latest = max(now.values(), default=-1)
-            if latest < first:
-                break
-            # Somebody has been faster, and would be again and again.
-            margin *= 2
-            first = latest + margin
-        told: dict[int, int] = {}
-
-        def tell_of_neighbors() -> None:
-            for neighbor in self._neighbors(worker):
-                since = max(now.get(neighbor, 0), 0)
-                while told.get(neighbor) != (until := self._takes_part_until(neighbor)):
-                    told[neighbor] = until
-                    is_live = until == hop.FOREVER
-                    hop.set_neighbor(self.handle(worker), neighbor, since if is_live else 0, until)
-
-        # Before anybody carries something to it: what had come it would forget.
-        tell_of_neighbors()
-        with self._lock:
-            # From now on it is told itself of neighbors that leave or are lost.
-            self._lost.discard(worker)
-            self._left.pop(worker, None)
-        tell_of_neighbors()
-        return first
-
-    def _takes_part_until(self, worker: int) -> int:
-        with self._lock:
-            return -1 if worker in self._lost else self._left.get(worker, hop.FOREVER)
-
-    def _iterations(self, workers: Sequence[int]) -> dict[int, int]:
-        """Where workers stand; of one that is gone as well, nothing."""
-        found = {}
-        for worker in workers:
-            with contextlib.suppress(tf.errors.OpError):
-                found[worker] = self._iteration(worker)
-        return found
-
-    def _iteration(self, worker: int) -> int:
-        with at(self._cluster, worker):
-            return int(hop.state(self.handle(worker)).iteration)
-
-    def _tell_neighbors(self, worker: int, since: int, until: int) -> dict[int, int]:
-        """Tells a worker's neighbors when it takes part; returns their iterations."""
-        iterations = {}
-        for neighbor in self._neighbors(worker):
-            if not self._is_there(neighbor) and neighbor not in self._left:
-                continue
-            # One that is gone as well, its own thread will find out.
-            with at(self._cluster, neighbor), contextlib.suppress(tf.errors.OpError):
-                handle = self.handle(neighbor)
-                iterations[neighbor] = int(hop.set_neighbor(handle, worker, since, until))
-        return iterations
-
-    def _void_bounds(self) -> None:
-        """Has all workers forget bounds that hold as long as nobody is gone.
-
-        Such bounds follow from paths over others, so it comes before neighbors of the one that is
-        gone go on without it.
-        """
-        for worker, handle in self._living():
-            with at(self._cluster, worker), contextlib.suppress(tf.errors.OpError):
-                hop.set_neighbor(handle, worker, 0, -1)  # Itself: it is no neighbor of its own.
-
-    def _neighbors(self, worker: int) -> list[int]:
-        topology = self._topology
-        return sorted({*topology.in_neighbors(worker), *topology.out_neighbors(worker)})
-
-    def _pairs(self) -> list[tuple[int, int]]:
-        """All (sender, receiver) of parcels: updates along edges, tokens against them."""
-        return [(i, j) for i in range(self._topology.size) for j in self._neighbors(i)]
-
-    def _is_there(self, worker: int) -> bool:
-        return worker in self._handles and worker not in self._lost and worker not in self._left
-
-    def _living(self) -> list[tuple[int, tf.Tensor]]:
-        with self._lock:
-            gone = self._lost | self._resuming
-            return [(w, h) for w, h in sorted(self._handles.items()) if w not in gone]
-
-    def _answers(self, worker: int) -> bool:
-        """Whether a worker gives signs of life, and of the one that its copies are of."""
-        return not self.copies.is_of_earlier_life(worker) and is_reachable(
-            device_of("worker", worker)
-        )
-
-    def _states(self) -> dict[int, State]:
-        """The states of the workers that answer in time; takes what they have done along."""
-        found: dict[int, State] = {}
-
-        def ask(worker: int, handle: tf.Tensor) -> None:
-            try:
-                with at(self._cluster, worker):
-                    state, events = parse(np.asarray(look()(handle)))
-            except tf.errors.OpError:
-                return  # It is lost, which its own thread finds out.
-            with self._lock:
-                if self._handles.get(worker) is not handle:
-                    return  # It was lost, and is back as another.
-                self._events.add(worker, events, state.lost_events)
-                self._reports.update(worker, state)
-                found[worker] = state
-
-        # A worker that stands still shall not keep us from asking the others.
-        with self._asking:
-            for worker, handle in self._living():
-                about, asked = self._asked.get(worker, (None, None))
-                # Of one that was killed the answer may never come; it may be back by now.
-                if about is not handle or not asked.is_alive():
-                    asked = threading.Thread(target=ask, args=(worker, handle), daemon=True)
-                    asked.start()
-                    self._asked[worker] = handle, asked
-            deadline = time.monotonic() + _ANSWER_SECONDS
-            for worker, (_, thread) in self._asked.items():
-                if worker not in self._lost:
-                    thread.join(max(0.0, deadline - time.monotonic()))
-        with self._lock:
-            return dict(sorted(found.items()))
-
-    def _watch(self) -> None:
-        """Logs long waits, collects events, and checks the bounds if they are to be checked."""
-        logged = -self._stall_seconds
-        checks = self._protocol.check_invariants
-        pause = _CHECK_SECONDS if checks else _WATCH_SECONDS
-        while not self._stop_monitor.wait(pause):
-            began = time.monotonic()
-            try:
-                before = self._states() if checks else {}
-                states = self._states()
-                if checks:
-                    self._check(before, states)
-                    took = time.monotonic() - began
-                    pause = min(max(_CHECK_SECONDS, _CHECK_REST * took), _WATCH_SECONDS)
-            except Exception as error:
-                self.fail(error)
-                return
-            longest = max((s.seconds for s in states.values() if s.missing), default=0.0)
-            now = time.monotonic()
-            if longest > self._stall_seconds and now - logged > self._stall_seconds:
-                logged = now
-                logging.warning("Decentralized training stalls: %s", self._describe(states))
-
-    def _check(self, before: dict[int, State], after: dict[int, State]) -> None:
-        """Raises a RuntimeError if what workers told in two rounds breaks the bounds."""
-        found = self._invariants.violation(before, after, self._first)
-        # Bounds hold while nobody has left; who leaves is noted before anybody is told.
-        if found is not None and self._all_there:
-            raise RuntimeError(f"{found}, which is a bug")
+    def _make_copy(self, group: int, values: list[np.ndarray]) -> None:
+        """Makes the copy of a group that is back, of others' values."""
+        self.copies.make(group, values)
 
 
 def threads_needed(topology: Topology, worker: int) -> int:
@@ -585,14 +326,6 @@ def threads_needed(topology: Topology, worker: int) -> int:
     """
     neighbors = {*topology.in_neighbors(worker), *topology.out_neighbors(worker)}
     return 2 * len(neighbors) + 4
-
-
-def listed(workers: Sequence[int]) -> str:
-    """Workers in words: "workers 1, 2 and 5"."""
-    names = [str(worker) for worker in workers]
-    if len(names) == 1:
-        return f"worker {names[0]}"
-    return f"workers {', '.join(names[:-1])} and {names[-1]}" if names else "nobody"
 
 
 def _raise(error: Exception) -> None:

@@ -12,14 +12,14 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 from absl import logging
 from tensorflow.python.framework import ops as framework_ops
 
 from tf_recsync import ops
-from tf_recsync.cluster import Cluster, device_of
+from tf_recsync.cluster import Cluster, Server, device_of
 from tf_recsync.ops import hop
 from tf_recsync.synchronization.remote_values import at
 
@@ -49,6 +49,7 @@ class Edges:
 
     Args:
         cluster: the connected cluster.
+        holders: the server, job and index, that holds each worker's parameters.
         dtype: of the parameters.
         living: gives the workers that are there, with the handles of what they keep; called
             again whenever a loop goes on.
@@ -59,12 +60,14 @@ class Edges:
     def __init__(
         self,
         cluster: Cluster,
+        holders: Sequence[Server],
         dtype: tf.DType,
         living: Callable[[], Mapping[int, tf.Tensor]],
         answers: Callable[[int], bool],
         fail: Callable[[Exception], None],
     ):
         self._cluster = cluster
+        self._holders = list(holders)
         self._dtype = dtype
         self._living = living
         self._answers = answers
@@ -91,7 +94,7 @@ class Edges:
         self._threads[sender, receiver] = threading.Thread(
             target=self._run,
             args=(sender, receiver),
-            name=f"recsync_hop_{sender}_{receiver}",
+            name=f"recsync_hop_{self._holders[sender][1]}_{self._holders[receiver][1]}",
             daemon=True,
         )
         self._threads[sender, receiver].start()
@@ -101,7 +104,7 @@ class Edges:
         self._ending = True
         with self._changed:
             self._changed.notify_all()
-        self._everywhere(hop.close_outboxes)
+        self.everywhere(hop.close_outboxes)
 
     def join(self, deadline: float) -> None:
         """Waits for the ends of the loops, until a time (time.monotonic())."""
@@ -120,7 +123,7 @@ class Edges:
         """
 
         def end_waits() -> None:
-            with at(self._cluster, worker), contextlib.suppress(tf.errors.OpError):
+            with self._at(worker), contextlib.suppress(tf.errors.OpError):
                 hop.hold(handle, True)
                 hop.interrupt(handle)
                 tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
@@ -150,9 +153,12 @@ class Edges:
             try:
                 with self._changed:
                     self._is_paused = True
-                self._everywhere(lambda handle: hop.hold(handle, True))
+                self.everywhere(lambda handle: hop.hold(handle, True))
                 with self._changed:
-                    idle = self._changed.wait_for(lambda: self._under_way == 0, _PAUSE_SECONDS)
+                    # At the end loops call again and again until all is told.
+                    idle = self._changed.wait_for(
+                        lambda: self._under_way == 0 or self._ending, _PAUSE_SECONDS
+                    )
                 if not idle:
                     logging.warning(
                         "Workers did not finish their calls to each other within %g s.",
@@ -160,17 +166,17 @@ class Edges:
                     )
                 yield
             finally:
-                self._everywhere(lambda handle: hop.hold(handle, False))
+                self.everywhere(lambda handle: hop.hold(handle, False))
                 with self._changed:
                     self._is_paused = False
                     self._changed.notify_all()
 
-    def _everywhere(self, action: Callable[[tf.Tensor], None]) -> None:
+    def everywhere(self, action: Callable[[tf.Tensor], None]) -> None:
         """Calls on all workers at once, and waits, with a limit for those that stand still."""
 
         def call(worker: int, handle: tf.Tensor) -> None:
             # One that is gone is found out by the thread that drives it.
-            with at(self._cluster, worker), contextlib.suppress(tf.errors.OpError):
+            with self._at(worker), contextlib.suppress(tf.errors.OpError):
                 action(handle)
 
         threads = [
@@ -181,6 +187,11 @@ class Edges:
         deadline = time.monotonic() + _PAUSE_SECONDS
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _at(self, worker: int) -> contextlib.AbstractContextManager:
+        """Inside, this thread calls on a worker's holder."""
+        job, index = self._holders[worker]
+        return at(self._cluster, index, job)
 
     @contextlib.contextmanager
     def _travel(self) -> Iterator[None]:
@@ -197,7 +208,7 @@ class Edges:
 
     def _run(self, sender: int, receiver: int) -> None:
         """Carries what a worker has to tell a neighbor, until it is closed or one is gone."""
-        with at(self._cluster, sender):
+        with self._at(sender):
             call: Callable[[int], bool] | None = None
             failures = 0  # In a row.
             while True:
@@ -227,7 +238,8 @@ class Edges:
         source_index = tf.constant(sender, tf.int64)
         takers = {taker: tf.constant(taker, tf.int64) for taker in (receiver, -1)}
         carry = carry_function(self._dtype, bool(self._limits))
-        devices = [device_of("worker", worker) + "/device:CPU:0" for worker in (sender, receiver)]
+        ends = self._holders[sender], self._holders[receiver]
+        devices = [device_of(*holder) + "/device:CPU:0" for holder in ends]
         limits = [tf.constant(self._limits.get(d, NO_LIMIT), tf.float64) for d in devices]
 
         def call(taker: int) -> bool:
@@ -258,9 +270,9 @@ class Edges:
             self._fail(error)
             return False
         logging.warning(
-            "A call from worker %d to worker %d failed and is made again (%d of %d): %s",
-            sender,
-            receiver,
+            "A call from %s:%d to %s:%d failed and is made again (%d of %d): %s",
+            *self._holders[sender],
+            *self._holders[receiver],
             failures,
             _ATTEMPTS - 1,
             error.message.partition("\n")[0],

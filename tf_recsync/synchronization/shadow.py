@@ -9,7 +9,6 @@ that is gone.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,61 +17,24 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, Probe, device_of
+from tf_recsync.cluster import Cluster, ask, device_of
 from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Gate, Shadow
 from tf_recsync.synchronization.shadow_trainers import Trainers
+from tf_recsync.synchronization.sync_report import SyncCounts, SyncReport
 
 _ATTEMPTS = 5  # At a synchronization that fails though everybody is there.
 _RETRY_SECONDS = 0.2
 _LEAST_TRAINING = 0.1  # Between synchronizations of all, as a part of the time of one.
 _JOIN_SECONDS = 60.0
 _PAUSE_SECONDS = 10.0
-_ANSWER_SECONDS = 3.0  # For a sign of life.
 _ASK_AGAIN_SECONDS = 5.0  # Between two questions to one that gave none.
 _CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 _ALL = -1  # In the place of a group: all that are there, at once.
 
 _Key = tuple[int, int]  # A group, or all, and a shard.
-
-
-@dataclasses.dataclass(frozen=True)
-class SyncReport:
-    """What synchronization has done since the model began to train.
-
-    Attributes:
-        syncs: of each group of trainers, those that it took part in. Of a group on several
-            servers, which are synchronized by themselves, their mean, rounded down.
-        seconds: of each group, the time that they took.
-        steps: of all threads of all trainers, those that they have finished.
-        trained_seconds: the seconds that trainers trained: the length of all epochs.
-        elements: the parameters that are synchronized.
-        sync_ps_bytes: what the sync PSs have received and sent, as they have counted.
-        local_batch_size: the examples of a step, or None if they are not known.
-    """
-
-    syncs: list[int]
-    seconds: list[float]
-    steps: int
-    trained_seconds: float
-    elements: int
-    sync_ps_bytes: int
-    local_batch_size: int | None = None
-
-    @property
-    def examples_per_second(self) -> float | None:
-        """EPS, of all trainers together, as if all batches were full; None if that is not known."""
-        if self.local_batch_size is None:
-            return None
-        examples = self.steps * self.local_batch_size
-        return examples / self.trained_seconds if self.trained_seconds else 0.0
-
-    @property
-    def syncs_per_second(self) -> float:
-        """Of all groups together."""
-        return sum(self.syncs) / self.trained_seconds if self.trained_seconds else 0.0
 
 
 class ShadowSynchronizer:
@@ -130,12 +92,7 @@ class ShadowSynchronizer:
         # When each synchronization under way began, and of which groups; by its thread.
         self._calls: dict[int, tuple[float, tuple[int, ...]]] = {}
         self._loops: dict[_Key, threading.Thread] = {}
-        # Of each group, all its shards together.
-        self._syncs = [0] * len(arrangement.groups)
-        self._seconds = [0.0] * len(arrangement.groups)
-        self._steps = 0
-        self._trained = 0.0
-        self._began: float | None = None
+        self._counts = SyncCounts(len(arrangement.groups))
 
     @property
     def there(self) -> list[int]:
@@ -266,8 +223,7 @@ class ShadowSynchronizer:
         with self._changed:
             if self._ending:
                 return
-            if self._began is None:
-                self._began = time.monotonic()
+            self._counts.begin()
             if not self._trainers.elements:
                 return
             if isinstance(self._schedule, Foreground) and (
@@ -297,28 +253,18 @@ class ShadowSynchronizer:
         with self._changed:
             # Of trainers' threads, which may be at one although their steps are done.
             self._changed.wait_for(lambda: not self._calls, max(0.0, deadline - time.monotonic()))
-        if self._began is not None:
-            self._trained += time.monotonic() - self._began
-            self._began = None
+        self._counts.end()
 
     def report(self) -> SyncReport:
         """What synchronization has done."""
-        trained = self._trained
-        if self._began is not None:
-            trained += time.monotonic() - self._began
-        shards = max(len(self._trainers.shards), 1)
-        return SyncReport(
-            syncs=[syncs // shards for syncs in self._syncs],
-            seconds=list(self._seconds),
-            steps=self._steps,
-            trained_seconds=trained,
-            elements=self._trainers.elements,
-            sync_ps_bytes=self._trainers.sync_ps_bytes(),
+        trainers = self._trainers
+        return self._counts.report(
+            len(trainers.shards), trainers.elements, trainers.sync_ps_bytes()
         )
 
     def counted(self) -> list[list[np.ndarray]]:
-        """See `Trainers.counted`."""
-        return self._trainers.counted()
+        """What each group has counted of staleness; see `StalenessCounts.all`."""
+        return self._trainers.staleness.all()
 
     def extras(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps besides the copies: the center, and the algorithm's vectors."""
@@ -356,8 +302,7 @@ class ShadowSynchronizer:
 
     def trained(self, thread: int, steps: int) -> None:
         """A thread has done so many iterations: synchronizes if it is time."""
-        with self._changed:
-            self._steps += steps
+        self._counts.count_steps(steps)
         if isinstance(self._schedule, Shadow) or not self._trainers.elements:
             return
         group = self._arrangement.group_of(thread // self._threads).index
@@ -447,8 +392,7 @@ class ShadowSynchronizer:
         """Whether a synchronization that failed, for so many times in a row, is made again."""
         if self._ending:
             return False
-        asked = [Probe(self._cluster, device_of("ps", ps)) for ps in self._sync_ps]
-        _wait_for_answers(asked)
+        asked = ask(self._cluster, [("ps", ps) for ps in self._sync_ps])
         for ps, probe in zip(self._sync_ps, asked, strict=True):
             # One that only is silent may be busy: that is the silence watch's to judge.
             if not probe.is_alive() and not probe.reachable:
@@ -489,9 +433,7 @@ class ShadowSynchronizer:
 
     def _are_reachable(self, group: int) -> bool:
         """Whether all that hold a group's copy give signs of life soon."""
-        probes = [Probe(self._cluster, device_of(*holder)) for holder in self._holders(group)]
-        _wait_for_answers(probes)
-        return all(probe.reachable for probe in probes)
+        return all(probe.reachable for probe in ask(self._cluster, self._holders(group)))
 
     def _members(self) -> list[int]:
         """The groups that train and give signs of life."""
@@ -542,22 +484,11 @@ class ShadowSynchronizer:
             with tf.device(device):
                 if not self._trainers.sync(members, shard):
                     return
-            seconds = time.monotonic() - began
-            with self._changed:
-                for group in members:
-                    self._syncs[group] += 1
-                    self._seconds[group] += seconds
+            self._counts.count_sync(members, time.monotonic() - began)
         finally:
             with self._changed:
                 del self._calls[threading.get_ident()]
                 self._changed.notify_all()
-
-
-def _wait_for_answers(probes: Sequence[Probe]) -> None:
-    """Waits for servers that were asked for a sign of life, not for long."""
-    deadline = time.monotonic() + _ANSWER_SECONDS
-    for probe in probes:
-        probe.join(max(0.0, deadline - time.monotonic()))
 
 
 def _raise(error: Exception) -> None:

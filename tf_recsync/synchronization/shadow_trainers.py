@@ -22,6 +22,7 @@ from tf_recsync.synchronization import links
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.remote_values import at, on_worker
 from tf_recsync.synchronization.shadow_algorithms import Algorithm, Center, Trainer
+from tf_recsync.synchronization.staleness_counts import StalenessCounts
 
 # Servers build their parts of a function at the first call, one after the other.
 _building = threading.Lock()
@@ -84,6 +85,7 @@ class Trainers:
     Attributes:
         elements: the parameters that are synchronized.
         shards: the numbers of the shards that have some.
+        staleness: what groups have counted.
     """
 
     def __init__(
@@ -109,10 +111,7 @@ class Trainers:
             self._shards.append(_Shard(number, own, sizes))
         self.elements = sum(shard.elements for shard in self._shards)
         self.shards = [shard.number for shard in self._shards if shard.elements]
-        self._counters = list(counters)
-        # What each group had counted when it was last asked, and those that were lost.
-        self._counted: dict[int, list[np.ndarray]] = {}
-        self._counted_before: list[list[np.ndarray]] = []
+        self.staleness = StalenessCounts(copies, counters)
         self._lock = threading.RLock()
         # Of each group: one thread at a time makes what it needs.
         self._opening = [threading.Lock() for _ in copies.groups]
@@ -174,8 +173,7 @@ class Trainers:
             # The next one's server has to build its parts of functions again.
             for shard in self._shards:
                 shard.called.clear()
-            if group in self._counted:
-                self._counted_before.append(self._counted.pop(group))
+            self.staleness.lost(group)
 
     def begin(self) -> None:
         """Makes ready for an epoch; nobody may be at work."""
@@ -214,23 +212,6 @@ class Trainers:
         """
         counted = [variable for shard in self._shards for variable in shard.traffic]
         return sum(int(np.asarray(variable.read_value())) for variable in counted)
-
-    def counted(self) -> list[list[np.ndarray]]:
-        """What each group has counted of the staleness of updates, those that were lost included.
-
-        Returns:
-            For each of them, an array for each of the counters; of a group that does not
-            answer, and of one that was lost, what is known.
-        """
-        for group in self.copies.there:
-            # One that is lost its own threads find out.
-            with contextlib.suppress(tf.errors.OpError, KeyError):
-                values = self.copies.values(group)
-                with self._lock:
-                    if group not in self._lost:
-                        self._counted[group] = [values[i] for i in self._counters]
-        with self._lock:
-            return [*self._counted_before, *self._counted.values()]
 
     def extras(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps besides the copies: the center, and the algorithm's vectors.
@@ -444,8 +425,7 @@ class Trainers:
             for shard in self._shards:
                 for i, piece in shard.unpack(self._center(shard)).items():
                     values[i] = piece.reshape(self.copies.variables[i].shape)
-        for i in self._counters:
-            values[i] = np.zeros_like(values[i])
+        self.staleness.begin(values)
         self.copies.make(group, values)
         job, index = self.copies.groups[group].holders[0]
         logging.warning(

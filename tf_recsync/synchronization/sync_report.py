@@ -1,0 +1,106 @@
+"""What the synchronization of groups' copies has done."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncReport:
+    """What synchronization has done since the model began to train.
+
+    Attributes:
+        syncs: of each group of trainers, those that it took part in. Of a group on several
+            servers, which are synchronized by themselves, their mean, rounded down.
+        seconds: of each group, the time that they took.
+        steps: of all threads of all trainers, those that they have finished.
+        trained_seconds: the seconds that trainers trained: the length of all epochs.
+        elements: the parameters that are synchronized.
+        sync_ps_bytes: what the sync PSs have received and sent, as they have counted.
+        local_batch_size: the examples of a step, or None if they are not known.
+    """
+
+    syncs: list[int]
+    seconds: list[float]
+    steps: int
+    trained_seconds: float
+    elements: int
+    sync_ps_bytes: int
+    local_batch_size: int | None = None
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """EPS, of all trainers together, as if all batches were full; None if that is not known."""
+        if self.local_batch_size is None:
+            return None
+        examples = self.steps * self.local_batch_size
+        return examples / self.trained_seconds if self.trained_seconds else 0.0
+
+    @property
+    def syncs_per_second(self) -> float:
+        """Of all groups together."""
+        return sum(self.syncs) / self.trained_seconds if self.trained_seconds else 0.0
+
+
+class SyncCounts:
+    """Counts what synchronization does. Thread-safe.
+
+    Args:
+        groups: how many groups of trainers there are.
+    """
+
+    def __init__(self, groups: int):
+        self._lock = threading.Lock()
+        # Of each group, all its shards together.
+        self._syncs = [0] * groups
+        self._seconds = [0.0] * groups
+        self._steps = 0
+        self._trained = 0.0
+        self._began: float | None = None
+
+    def begin(self) -> None:
+        """Trainers train from now on, if they did not before."""
+        with self._lock:
+            if self._began is None:
+                self._began = time.monotonic()
+
+    def end(self) -> None:
+        """They have stopped."""
+        with self._lock:
+            if self._began is not None:
+                self._trained += time.monotonic() - self._began
+                self._began = None
+
+    def count_steps(self, steps: int) -> None:
+        """A thread of a trainer has finished so many."""
+        with self._lock:
+            self._steps += steps
+
+    def count_sync(self, groups: Iterable[int], seconds: float) -> None:
+        """A shard of these groups was synchronized, in so many seconds."""
+        with self._lock:
+            for group in groups:
+                self._syncs[group] += 1
+                self._seconds[group] += seconds
+
+    def report(self, shards: int, elements: int, sync_ps_bytes: int = 0) -> SyncReport:
+        """What was counted.
+
+        Args:
+            shards: of each group, that are synchronized by themselves.
+            elements: the parameters that are synchronized.
+            sync_ps_bytes: what the sync PSs have received and sent.
+        """
+        with self._lock:
+            running = 0.0 if self._began is None else time.monotonic() - self._began
+            return SyncReport(
+                syncs=[syncs // max(shards, 1) for syncs in self._syncs],
+                seconds=list(self._seconds),
+                steps=self._steps,
+                trained_seconds=self._trained + running,
+                elements=elements,
+                sync_ps_bytes=sync_ps_bytes,
+            )
