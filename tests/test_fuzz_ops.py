@@ -13,6 +13,7 @@ sys.path.append(str(SCRIPTS))
 
 import fuzz_calls  # noqa: E402
 import fuzz_ops  # noqa: E402
+import fuzz_world  # noqa: E402
 
 # Says what fuzz_calls.py says, and fails in three ways.
 FAILING = """
@@ -63,7 +64,7 @@ def test_all_ops_are_called_with_all_their_arguments():
 
 def test_a_call_is_told_by_its_seed_and_number():
     def arguments(seed, number):
-        world = fuzz_calls.World(np.random.default_rng([seed, number]), f"again_{seed}_{number}")
+        world = fuzz_world.World(np.random.default_rng([seed, number]), f"again_{seed}_{number}")
         return re.sub("handle=.*|object at .*", "", str(fuzz_calls.arguments_of(world, "pack")))
 
     assert fuzz_calls.Calls(3, 4).title == fuzz_calls.Calls(3, 4).title
