@@ -12,31 +12,9 @@
 #include <deque>
 #include <vector>
 
+#include "cc/engine/hop_state.h"
+
 namespace recsync {
-
-enum class HopPhase { kIdle, kComputing, kUpdates, kTokens, kAcknowledgements };
-
-enum class HopSpan { kCompute, kUpdates, kTokens, kSend, kReceive, kJump };
-
-// Something that the worker did. Times are microseconds since the Unix epoch.
-struct HopEvent {
-  HopSpan span;
-  int64_t begin;
-  int64_t end;
-  int64_t iteration;
-  int64_t neighbor;  // -1 where there is none
-};
-
-struct HopCounts {
-  int64_t iterations = 0;  // entered
-  int64_t used = 0;        // updates that were averaged
-  int64_t jumps = 0;
-  int64_t skipped = 0;   // iterations that jumps left out
-  int64_t sent = 0;      // updates that went to neighbors, or were on the way
-  int64_t replaced = 0;  // updates not sent, as a newer one was there
-  int64_t waiting_for_updates = 0;  // microseconds
-  int64_t waiting_for_tokens = 0;   // or acknowledgements, microseconds
-};
 
 // Now, in microseconds since the Unix epoch.
 inline int64_t HopNow() {
@@ -44,7 +22,8 @@ inline int64_t HopNow() {
   return std::chrono::duration_cast<std::chrono::microseconds>(now).count();
 }
 
-// The phase that the worker is in, and the events that nobody has taken yet.
+// The phase that the worker is in, the events that nobody has taken yet, and
+// what was counted.
 class HopTimeline {
  public:
   // `neighbor`: for whose tokens it waits, -1 if not for one neighbor's.
@@ -66,6 +45,38 @@ class HopTimeline {
     events_.push_back({span, begin, end, iteration, neighbor});
   }
 
+  // The worker enters an iteration; this is the one that it was in.
+  void Enter(int64_t iteration, int64_t before) {
+    if (iteration > before + 1) {
+      ++counts_.jumps;
+      counts_.skipped += iteration - before - 1;
+      const int64_t now = HopNow();
+      Note(HopSpan::kJump, now, now, iteration, -1);
+    }
+    ++counts_.iterations;
+    SetPhase(HopPhase::kComputing);
+  }
+
+  // It begins at this time to wait for updates, of iterations from `awaited`
+  // on.
+  void BeginReceive(int64_t now, int64_t iteration, int64_t awaited) {
+    if (phase_ == HopPhase::kComputing) {
+      Note(HopSpan::kCompute, began_, now, iteration, -1);
+    }
+    SetPhase(HopPhase::kUpdates, -1, awaited);
+  }
+
+  // It has waited since `begin` for tokens, or for updates, and is idle now.
+  void EndWait(HopSpan span, int64_t begin, int64_t iteration) {
+    const int64_t end = HopNow();
+    (span == HopSpan::kTokens ? counts_.waiting_for_tokens
+                              : counts_.waiting_for_updates) += end - begin;
+    Note(span, begin, end, iteration, -1);
+    SetPhase(HopPhase::kIdle);
+  }
+
+  void CountUsed(int64_t updates) { counts_.used += updates; }
+
   // Takes the events that were noted since the last call.
   std::vector<HopEvent> TakeEvents() {
     std::vector<HopEvent> events(events_.begin(), events_.end());
@@ -73,11 +84,15 @@ class HopTimeline {
     return events;
   }
 
-  HopPhase phase() const { return phase_; }
-  int64_t began() const { return began_; }
-  int64_t neighbor() const { return neighbor_; }
-  int64_t awaited() const { return awaited_; }
-  int64_t lost_events() const { return lost_events_; }
+  // What it knows of the worker's state.
+  void Fill(HopState* state) const {
+    state->phase = phase_;
+    state->seconds = 1e-6 * static_cast<double>(HopNow() - began_);
+    state->counts = counts_;
+    state->lost_events = lost_events_;
+    if (neighbor_ >= 0) state->missing.push_back(neighbor_);
+    state->awaited = awaited_;
+  }
 
  private:
   static constexpr size_t kMaxEvents = 1 << 16;
@@ -88,6 +103,7 @@ class HopTimeline {
   int64_t began_ = 0;  // the phase
   std::deque<HopEvent> events_;
   int64_t lost_events_ = 0;
+  HopCounts counts_;
 };
 
 }  // namespace recsync
