@@ -1,7 +1,5 @@
 """Calls in which a worker does many steps by itself."""
 
-import itertools
-import threading
 import time
 
 import numpy as np
@@ -11,7 +9,7 @@ from helpers import AtBatch, compiled, compute_time, mean_output, slope_model
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
-from tf_recsync.strategies import model_functions, worker_functions, worker_run
+from tf_recsync.strategies import model_functions, worker_functions
 
 
 @pytest.fixture
@@ -19,106 +17,6 @@ def two(clusters):
     cluster = clusters.get(workers=2, ps=1)
     cluster.connect()
     return cluster
-
-
-class Calls:
-    """A pass of workers that do nothing but wait, and the numbers of steps that they were given.
-
-    Args:
-        cluster: the cluster.
-        seconds: of a step, by worker.
-        unit: steps of a call, at least.
-        end: so many steps there are in the data.
-    """
-
-    def __init__(self, cluster, seconds, unit=1, end=float("inf"), **arguments):
-        self.given: list[list[int]] = [[] for _ in seconds]
-        self._seconds = seconds
-        self._left = end
-        self._lock = threading.Lock()
-        self.slow = 0.0  # Seconds that a call lasts besides.
-        self.run = worker_run.WorkerRun(
-            cluster, lambda slot: None, self._call, unit, lambda: False, 60.0, 60.0, **arguments
-        )
-
-    def _call(self, slot, steps):
-        with self._lock:
-            done = int(min(steps, self._left))
-            self._left -= done
-        time.sleep(done * self._seconds[slot.index] + self.slow)
-        self.given[slot.index].append(steps)
-        return done, done < steps, None
-
-    def do(self, steps) -> None:
-        self.run.grant(steps)
-        assert not self.run.wait(float("inf"))
-
-    @property
-    def all(self) -> list[int]:
-        return list(itertools.chain(*self.given))
-
-
-def is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
-
-
-def test_calls_grow_until_they_last_a_quarter_of_a_second_and_shrink_towards_the_end(two):
-    calls = Calls(two, [0.001, 0.001])
-    calls.do(3000)
-    calls.run.stop()
-    assert calls.run.completed == sum(calls.all) == 3000
-    for given in calls.given:
-        assert given[:4] == [1, 2, 4, 8]
-        assert 32 <= max(given) <= 256 and all(map(is_power_of_two, given))
-        assert given[-1] == 1
-
-
-def test_calls_of_long_steps_have_one_step_each(two):
-    calls = Calls(two, [0.3, 0.3])
-    calls.do(6)
-    calls.run.stop()
-    assert set(calls.all) == {1}
-
-
-def test_a_call_has_whole_multiples_of_the_steps_that_keras_counts_at_once(two):
-    calls = Calls(two, [0.001, 0.001], unit=5)
-    calls.do(1003)
-    calls.run.stop()
-    assert calls.run.completed == 1003
-    assert sorted(n for n in calls.all if n % 5) == [3]
-    assert max(calls.all) > 5
-
-
-def test_one_slow_call_does_not_make_the_next_ones_short_for_good(two):
-    calls = Calls(two, [0.001, 0.001])
-    calls.do(1000)
-    calls.slow = 1.0
-    calls.do(2)
-    calls.slow = 0.0
-    calls.do(1000)
-    calls.run.stop()
-    assert max(calls.given[0][-15:]) >= 32
-
-
-def test_a_slow_worker_is_not_given_what_a_fast_one_could_have_done_meanwhile(two):
-    """Towards the end of its steps an epoch waits for a call of the slow worker at most."""
-    calls = Calls(two, [0.001, 0.05])
-    calls.do(400)
-    ends = time.monotonic()
-    calls.do(400)
-    calls.run.stop()
-    seconds = time.monotonic() - ends
-    fast, slow = map(sum, calls.given)
-    assert fast > 5 * slow
-    # All of the fast one's would take 0.4 s; each of the slow one's, 0.05 s.
-    assert seconds < 2.0
-
-
-def test_calls_end_with_the_data_and_no_step_is_counted_twice(two):
-    calls = Calls(two, [0.001, 0.001], end=777)
-    calls.do(float("inf"))
-    calls.run.stop()
-    assert calls.run.completed == 777
 
 
 def data_of(batches):

@@ -18,12 +18,13 @@ from absl import logging
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
+from tf_recsync.strategies.leases import call_seconds
 from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Crew, Losses, Slot
 from tf_recsync.strategies.step_counts import COUNTS
 from tf_recsync.strategies.step_logs import StepLogs
-from tf_recsync.strategies.worker_run import WorkerRun, call_seconds
+from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.aggregation import Aggregation
@@ -345,7 +346,7 @@ class Steps:
         # It takes time, and the pass might be over before that pays.
         if self._unrolled is None or run.seconds < 2 * most * self._trace_seconds:
             return
-        if max(slot.share for slot in run.slots) < _UNROLL_SHARE:
+        if run.steps_per_call < _UNROLL_SHARE:
             return
         traced, self._unrolled = self._unrolled(most), None
         for servers, functions in self._current.items():

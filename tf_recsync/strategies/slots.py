@@ -70,8 +70,6 @@ class Slot:
         lost_steps: how many steps were lost in it.
         running: whether its thread is still at work.
         pass_began: when the workers began together (time.time()).
-        share: how many steps its next call may run: those that Keras counts at once, times a
-            power of two.
     """
 
     def __init__(self, number: int, index: int):
@@ -88,7 +86,6 @@ class Slot:
         self.lost_steps = 0
         self.running = True
         self.pass_began = 0.0
-        self.share = 1
 
 
 class Crew(Protocol):

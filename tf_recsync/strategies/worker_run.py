@@ -1,7 +1,6 @@
 """Drives the workers through one pass over a dataset, by one thread or more for each.
 
-A thread calls its worker again and again. A call runs as many steps as a worker does in a
-fraction of a second: so few that nobody waits for its end, and so many that calls cost little.
+A thread calls its worker again and again, with steps that it takes (leases.py).
 A worker that is lost takes its batches with it and is admitted again when it
 is back; the others go on.
 """
@@ -9,7 +8,6 @@ is back; the others go on.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +22,7 @@ from tf_recsync.cluster.membership import Order
 from tf_recsync.cluster.silence_watch import Wait, suspicious_after
 from tf_recsync.strategies import data_errors
 from tf_recsync.strategies.comebacks import Comebacks
+from tf_recsync.strategies.leases import Leases
 from tf_recsync.strategies.slots import Crew, Losses, Slot, State
 from tf_recsync.strategies.watched_calls import (
     give_up_silent,
@@ -40,8 +39,6 @@ _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _LEAVE_SECONDS = 10.0  # For the workers to leave a pass that failed, at most.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
-_CALL_SECONDS = 0.25  # How long a call of many steps lasts.
-_CALL_SECONDS_EACH = 0.02  # Of as many threads as call: else calls keep this process busy.
 _TELL_SECONDS = 0.5  # Between two looks at what has happened to workers.
 _CONNECTS = 5  # Attempts to reach a worker again that is up.
 _MOST_BREAKS = 5  # Connections to a living worker that break without a call in between.
@@ -57,8 +54,8 @@ class WorkerRun:
             worker was lost.
         call: `call(slot, n)` runs at most n steps and returns (steps done,
             whether the dataset has ended, a result or None).
-        steps_per_call: a call runs so many steps, or a multiple of it.
-        most_per_call: so many at most, or None if that depends on how long they take.
+        steps_per_call: the unit of the steps of a call, see `Leases`.
+        most_per_call: see there.
         should_stop: asked between calls; True ends the pass early.
         worker_timeout: seconds without any worker after which the run fails.
         silence_timeout: seconds without a sign of life after which a server is given up.
@@ -97,18 +94,13 @@ class WorkerRun:
         self._crew = crew
         self._open_worker = open_worker
         self._call = call
-        self._steps_per_call = steps_per_call
-        self._most_per_call = most_per_call or sys.maxsize
         self._should_stop = should_stop
         self._worker_timeout = worker_timeout
         self._suspicious_after = suspicious_after(silence_timeout)
         self._leave_seconds = min(_LEAVE_SECONDS, silence_timeout)
         self._changed = threading.Condition()
         # All below is guarded by _changed.
-        self._granted: float = 0.0
-        self._taken = 0
-        self._completed = 0
-        self._is_held = False
+        self._leases = Leases(steps_per_call, most_per_call, cluster.workers * threads)
         self._progressed = time.monotonic()  # When a step was done.
         self._longest_call = 0.0  # In seconds, of those that ended.
         self._stopped = False
@@ -135,9 +127,6 @@ class WorkerRun:
         self._begun_without: set[Server] = set()  # That were away when it began.
         self._opening = [threading.Lock() for _ in workers]
         self.slots = [Slot(i, i // threads) for i in range(cluster.workers * threads)]
-        self._call_seconds = call_seconds(len(self.slots))
-        for slot in self.slots:
-            slot.share = steps_per_call
         self._threads = [
             threading.Thread(
                 target=self._drive, args=(slot,), name=f"recsync_worker_{slot.number}", daemon=True
@@ -169,7 +158,7 @@ class WorkerRun:
     def grant(self, steps: float) -> None:
         """Lets the workers run `steps` more steps (float("inf"): to the end)."""
         with self._changed:
-            self._granted += steps
+            self._leases.grant(steps)
             self._changed.notify_all()
 
     @property
@@ -187,12 +176,18 @@ class WorkerRun:
     def completed(self) -> int:
         """Steps finished so far."""
         with self._changed:
-            return self._completed
+            return self._leases.completed
 
     @property
     def call_seconds(self) -> float:
         """How long a call lasts, if steps are shorter."""
-        return self._call_seconds
+        return self._leases.seconds
+
+    @property
+    def steps_per_call(self) -> int:
+        """How many steps a call has at the moment, of the worker whose steps are the shortest."""
+        with self._changed:
+            return self._leases.longest
 
     @property
     def seconds(self) -> float:
@@ -216,7 +211,9 @@ class WorkerRun:
             Exception: what went wrong on a worker.
         """
         with self._leaving(), self._changed:
-            self._wait_until(lambda: self._completed >= steps or self._idle(), self._while_waiting)
+            self._wait_until(
+                lambda: self._leases.completed >= steps or self._idle(), self._while_waiting
+            )
             return not self._idle()
 
     def next_result(self) -> Any:
@@ -297,14 +294,14 @@ class WorkerRun:
             Exception: what goes wrong meanwhile.
         """
         with self._changed:
-            self._is_held = True
+            self._leases.is_held = True
             if self._error is None:
-                self._wait_until(lambda: self._taken == self._completed or self._idle())
+                self._wait_until(lambda: self._leases.is_settled or self._idle())
 
     def go_on(self) -> None:
         """Workers begin steps again."""
         with self._changed:
-            self._is_held = False
+            self._leases.is_held = False
             self._changed.notify_all()
 
     def settle(self) -> None:
@@ -316,12 +313,12 @@ class WorkerRun:
         """Whether nothing runs and nothing will, unless more is granted."""
         if self._error is not None or self._live == 0:
             return True
-        return self._completed >= self._granted and self._taken == self._completed
+        return self._leases.is_done
 
     def _wait_until(
         self, done: Callable[[], bool], while_waiting: Callable[[], None] = lambda: None
     ) -> None:
-        last = (self._completed, time.monotonic())
+        last = (self._leases.completed, time.monotonic())
         told = last[1]
         while not done():
             self._changed.wait(timeout=1.0)
@@ -330,10 +327,10 @@ class WorkerRun:
                 told = now
                 with self._unlocked():
                     while_waiting()
-            if self._completed != last[0]:
-                last = (self._completed, now)
+            if self._leases.completed != last[0]:
+                last = (self._leases.completed, now)
             elif now - last[1] > _STALL_SECONDS:
-                last = (self._completed, now)
+                last = (self._leases.completed, now)
                 with self._unlocked():
                     logging.warning(
                         "No step has finished for %.0f s: %s", _STALL_SECONDS, self._describe(now)
@@ -626,40 +623,18 @@ class WorkerRun:
             while True:
                 if self._stopped or self._should_stop() or self._error is not None:
                     return 0
-                free = self._granted - self._taken
-                if free > 0 and not self._is_held:
-                    n = self._share(slot, free)
-                    self._taken += n
+                n = self._leases.take(slot.number)
+                if n:
                     return n
                 if not wait:
                     return None
                 self._changed.wait(timeout=1.0)
 
-    def _share(self, slot: Slot, free: float) -> int:
-        """How many of the steps that are left a call shall run."""
-        n = min(slot.share, free)
-        if free < float("inf"):
-            # Others, who may be faster, shall be busy until the last of them.
-            n = min(n, int(free) // (2 * len(self.slots)))
-        return int(min(self._rounded(n), free))
-
-    def _rounded(self, steps: float) -> int:
-        """So many steps or fewer, at least those of one function, times a power of two.
-
-        Each number that a worker gets is a tensor there.
-        """
-        calls = max(1, int(steps) // self._steps_per_call)
-        return self._steps_per_call << (calls.bit_length() - 1)
-
     def _account(self, slot: Slot, taken: int, done: int, result: Any, seconds: float) -> None:
-        if taken >= slot.share or seconds > self._call_seconds:
-            # At most twice as many, since this call may have been a lucky one.
-            fits = min(2.0, self._call_seconds / max(seconds, 1e-9))
-            slot.share = self._rounded(min(max(done, 1) * fits, self._most_per_call))
         with self._changed:
             self._longest_call = max(self._longest_call, seconds)
-            self._taken -= taken - done
-            self._completed += done
+            self._leases.adapt(slot.number, taken, done, seconds)
+            self._leases.give_back(taken, done)
             self._progressed = time.monotonic()
             if result is not None:
                 number, value = result
@@ -669,8 +644,7 @@ class WorkerRun:
     def _give_back(self, taken: int, done: int = 0, lost: int = 0) -> None:
         """Of a call's steps not all were done; some may be lost with its worker."""
         with self._changed:
-            self._taken -= taken - done
-            self._completed += done
+            self._leases.give_back(taken, done)
             self._losses += Losses(steps=lost)
             self._changed.notify_all()
 
@@ -680,7 +654,7 @@ class WorkerRun:
         away = self._cluster.membership.is_away
         if slot.state is not None and not any(map(away, self._holders[slot.index])):
             slot.busy_since = time.monotonic()
-            done, lost = slot.state.account_lost(taken, 2 * self._call_seconds)
+            done, lost = slot.state.account_lost(taken, 2 * self._leases.seconds)
             slot.busy_since = None
         slot.lost_steps += lost
         self._give_back(taken, done, lost)
@@ -809,15 +783,6 @@ class WorkerRun:
         others = any(s.running and not s.lost for s in self.slots)
         nothing_left = self._finished_parts > 0 and not others
         return self._stopped or self._should_stop() or self._error is not None or nothing_left
-
-
-def call_seconds(threads: int) -> float:
-    """How long calls of many steps last.
-
-    Args:
-        threads: that call workers.
-    """
-    return max(_CALL_SECONDS, _CALL_SECONDS_EACH * threads)
 
 
 def _over(slot: Slot) -> tf.errors.UnavailableError:

@@ -1,0 +1,106 @@
+"""Which steps of a pass are still to be done, and how many of them a call to a worker has."""
+
+from __future__ import annotations
+
+import sys
+
+_CALL_SECONDS = 0.25
+_CALL_SECONDS_EACH = 0.02
+
+
+def call_seconds(threads: int) -> float:
+    """How long calls of many steps last.
+
+    So short that nobody waits for a call's end, and so long that calls cost little: those of many
+    threads, which are made by one process, last longer.
+
+    Args:
+        threads: that call workers.
+    """
+    return max(_CALL_SECONDS, _CALL_SECONDS_EACH * threads)
+
+
+class Leases:
+    """The steps of a pass, which threads take for the calls that they make.
+
+    Whoever owns it guards it by a lock.
+
+    Args:
+        unit: a call has so many steps, times a power of two; the last one of all may have fewer.
+        most: so many at most; None if that depends on how long they take.
+        threads: how many there are.
+
+    Attributes:
+        completed: how many steps are done.
+        is_held: whether nobody gets any.
+        seconds: how long a call lasts, if one step does not take longer.
+    """
+
+    def __init__(self, unit: int, most: int | None, threads: int):
+        self.completed = 0
+        self.is_held = False
+        self.seconds = call_seconds(threads)
+        self._unit = unit
+        self._most = sys.maxsize if most is None else most
+        self._shares = [unit] * threads  # The steps of each one's next call, unless few are left.
+        self._granted: float = 0.0
+        self._taken = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nobody is at any steps."""
+        return self._taken == self.completed
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps that were granted are done."""
+        return self.completed >= self._granted and self.is_settled
+
+    @property
+    def longest(self) -> int:
+        """How many steps the next call has of the thread whose steps are the shortest."""
+        return max(self._shares)
+
+    def grant(self, steps: float) -> None:
+        """So many more steps are to be done; float("inf"): all that there are."""
+        self._granted += steps
+
+    def take(self, thread: int) -> int:
+        """The steps of a thread's next call; 0 if there are none at the moment."""
+        free = self._granted - self._taken
+        if free <= 0 or self.is_held:
+            return 0
+        steps: float = self._shares[thread]
+        if free < float("inf"):
+            # Others, who may be faster, shall be busy until the last of them.
+            steps = min(steps, int(free) // (2 * len(self._shares)))
+        taken = int(min(self._rounded(steps), free))
+        self._taken += taken
+        return taken
+
+    def give_back(self, taken: int, done: int = 0) -> None:
+        """A call has ended, with so many of its steps done."""
+        self._taken -= taken - done
+        self.completed += done
+
+    def adapt(self, thread: int, taken: int, done: int, seconds: float) -> None:
+        """Chooses how many steps a thread's next call has.
+
+        Args:
+            thread: its number.
+            taken: the steps that its last call had.
+            done: how many of them it has done.
+            seconds: how long that took.
+        """
+        if taken >= self._shares[thread] or seconds > self.seconds:
+            # At most twice as many, since this call may have been a lucky one.
+            fits = min(2.0, self.seconds / max(seconds, 1e-9))
+            self._shares[thread] = self._rounded(min(max(done, 1) * fits, self._most))
+
+    def _rounded(self, steps: float) -> int:
+        """So many steps or fewer, those of one unit at least, times a power of two.
+
+        Each number that a worker gets is a tensor there.
+        """
+        units = max(1, int(steps) // self._unit)
+        return self._unit << (units.bit_length() - 1)
