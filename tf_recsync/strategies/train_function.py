@@ -193,15 +193,18 @@ class TrainFunction(Steps):
     ) -> WorkerState:
         group = self._group_of(worker)
         aggregation = self.aggregations.get(group.index)
-        if before is not None and aggregation is not None:
-            # What was lost may have been the connection, and the call have gone on for a while.
-            aggregation.forget(worker)
+        # What was lost may have been the connection, and the call have gone on for a while.
+        may_hold = before is not None and aggregation is not None
         if self.synchronizer is None:
+            if may_hold:
+                aggregation.forget(worker)
             return super()._open(worker, iterator, private, before, owner)
         with self._opening[group.index]:
             self.synchronizer.open(worker)
             if aggregation is not None:
                 self._renew(group.index, aggregation)
+                if may_hold:
+                    aggregation.forget(worker)
                 away = self._settings.cluster.membership.is_away
                 for other in self._suspended.intersection(group.trainers):
                     # If the group's servers only fell silent, they have all tokens that they
