@@ -239,7 +239,8 @@ def long_fit(strategy, steps, seconds, callbacks, is_ready=None):
     losses = strategy.losses(model)
     # The last step of a lost worker may have reached the servers, and counts as lost all the same.
     assert losses.batches - losses.steps <= steps - steps_of(model) <= losses.batches
-    assert losses.workers == losses.steps == 1
+    assert losses.workers == 1
+    assert losses.steps <= 1  # None if it had done all of its call.
     return steps_of(model)
 
 

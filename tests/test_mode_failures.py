@@ -96,7 +96,8 @@ def test_the_others_go_on_when_a_worker_is_killed(mortal, mode, caplog):
     assert "worker:0" not in caplog.text
     report = strategy.aggregation(model)
     losses = strategy.losses(model)
-    assert (losses.workers, losses.steps) == (1, 1)
+    assert losses.workers == 1
+    assert losses.steps <= 1  # None if it had done all of its call.
     assert 1 <= losses.batches <= LOST
     assert f"{losses.batches} batches of the epoch were lost" in caplog.text
     m = strategy.mode.capacity

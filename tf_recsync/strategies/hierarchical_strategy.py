@@ -11,7 +11,7 @@ from tf_recsync.cluster import Cluster
 from tf_recsync.modes import Hogwild, ModeConfig
 from tf_recsync.strategies.fit_strategy import check_is_cluster, check_timeouts
 from tf_recsync.strategies.hop_between_groups import Hop
-from tf_recsync.strategies.hop_checks import check_size
+from tf_recsync.strategies.hop_checks import check_averaging, check_size
 from tf_recsync.strategies.model_variables import optimizers_of
 from tf_recsync.strategies.server_threads import check_threads
 from tf_recsync.strategies.synchronized_strategy import (
@@ -209,6 +209,11 @@ class HierarchicalStrategy(SynchronizedStrategy):
             return None
         with self._guard.watched():
             return synchronizer.server_reports()
+
+    def _check_optimizer(self, model: keras.Model) -> None:
+        if isinstance(self._algorithm, Hop):
+            check_averaging(getattr(model, "optimizer", None), "Hop between groups")
+        super()._check_optimizer(model)
 
     def _make_synchronizer(self, model: keras.Model, copies: Copies) -> Synchronizer:
         if not isinstance(self._algorithm, Hop):

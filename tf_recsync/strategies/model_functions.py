@@ -372,7 +372,8 @@ class Steps:
                 if times * unrolled > 1:
                     state.steps = state.read_steps()
                 return state.steps - before, True
-            turns = 1 if times == 1 else int(np.asarray(turns))
+            # Not by numpy: of a scalar from a server that is being cut off it makes a ValueError.
+            turns = 1 if times == 1 else int(turns)
             state.steps += turns * unrolled
             if turns < times:
                 break  # The call has lasted long enough.

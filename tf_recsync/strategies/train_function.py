@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,14 +152,14 @@ class TrainFunction(Steps):
         return lengths | {1} if counts else lengths
 
     def _most_per_call(self) -> int | None:
-        is_short = self.synchronizer is not None and self.synchronizer.needs_short_calls
-        return super()._most_per_call() if is_short else None
+        most = None if self.synchronizer is None else self.synchronizer.most_steps
+        return None if most is None else max(most, self._model.steps_per_execution)
 
     def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
         synchronizer = self.synchronizer
         if synchronizer is None:
             return super()._run_steps(slot, n)
-        done = 0
+        done, began = 0, time.monotonic()
         while done < n:
             left = synchronizer.steps_until_sync(slot.number)
             part = n - done if left is None else min(n - done, left)
@@ -166,8 +167,8 @@ class TrainFunction(Steps):
                 steps, ended = super()._run_steps(slot, part)
             done += steps
             synchronizer.trained(slot.number, steps)
-            if ended:
-                return done, True
+            if ended or steps < part or time.monotonic() - began > self.call_limit:
+                return done, ended
         return done, False
 
     # A pass, and its epochs.
@@ -376,12 +377,13 @@ class _State(WorkerState):
         return [*super().inputs, *self._synchronizer.handles(self._index), *shared]
 
     def begin(self, time: float) -> None:
+        is_first = not self._has_begun
+        super().begin(time)
         copies = self._synchronizer.copies
         if self._copies is None or copies.of(self._group) is not self._copies:
             # It was given up, and answers again: with copies that nobody synchronizes.
             raise tf.errors.UnavailableError(None, None, "it was lost between two epochs")
-        if not self._has_begun:
+        if is_first:
             copies.touched()
         # All workers are open by now.
         self._synchronizer.carry_on()
-        super().begin(time)

@@ -144,7 +144,7 @@ class WorkerState:
         deadline, last = time.monotonic() + seconds, -1
         with tf.device(self._applied.device):  # And not on the worker, which may be gone.
             while True:
-                applied = int(np.asarray(self._applied.read_value()))
+                applied = int(self._applied.read_value())
                 if applied == last or time.monotonic() > deadline:
                     return applied
                 last = applied

@@ -44,7 +44,7 @@ class HopSynchronizer:
     """
 
     counts_steps = False
-    needs_short_calls = False
+    most_steps = None
 
     def __init__(
         self,
@@ -110,9 +110,15 @@ class HopSynchronizer:
         has_copy = group in self.copies.there
         if has_copy and all(exchange.has(group) for exchange in self.exchanges):
             return
-        if self.exchanges[0].is_lost(group):
+        if any(exchange.is_lost(group) for exchange in self.exchanges):
             with self._joining:
-                self._come_back(group)
+                try:
+                    self._come_back(group)
+                except BaseException:
+                    # Of all exchanges or of none: the next attempt begins anew.
+                    for exchange in self.exchanges:
+                        exchange.lose(group)
+                    raise
         else:
             self.copies.ensure(group)
             for exchange in self.exchanges:

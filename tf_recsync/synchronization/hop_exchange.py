@@ -162,9 +162,13 @@ class Exchange:
     def leave(self, worker: int) -> None:
         """A worker has nothing to do at the moment: its neighbors don't wait for it."""
         with self._lock:
-            if worker in self._lost or worker not in self._handles:
+            handle = None if worker in self._lost else self._handles.get(worker)
+        if handle is None:
+            return
+        iteration = self._iteration(worker)  # Not under the lock: the server may be silent.
+        with self._lock:
+            if worker in self._lost or self._handles.get(worker) is not handle:
                 return
-            iteration = self._iteration(worker)
             self._left[worker] = iteration
             self._all_there = False
         self._void_bounds()

@@ -54,6 +54,7 @@ class _Loop:
         least: the steps of the group's trainers before which it need not look whether an iteration
             is due.
         busy_since: when the call began that it is in (time.monotonic()), or None.
+        called: whom that call waits for.
     """
 
     group: int
@@ -64,6 +65,7 @@ class _Loop:
     thread: threading.Thread | None = None
     least: int = 0
     busy_since: float | None = None
+    called: tuple[Server, ...] = ()
 
 
 class GroupHopSynchronizer(HopSynchronizer):
@@ -86,8 +88,6 @@ class GroupHopSynchronizer(HopSynchronizer):
         stall_seconds: after which somebody's wait is logged.
         bandwidths: returns artificial bandwidths, in bytes per second by server's device.
     """
-
-    needs_short_calls = True  # An iteration is due after some steps, which calls report.
 
     def __init__(
         self,
@@ -119,6 +119,9 @@ class GroupHopSynchronizer(HopSynchronizer):
             list(self._parameters),
         )
         self._updates = updates
+        # An iteration is due after some steps, which calls report when they end.
+        trainers = len(arrangement.groups[0].trainers)
+        self.most_steps = max(1, updates // (2 * trainers))
         self._cluster = cluster
         self._arrangement = arrangement
         self._global_step = global_step
@@ -130,6 +133,7 @@ class GroupHopSynchronizer(HopSynchronizer):
         self._changed = [threading.Condition(self._lock) for _ in arrangement.groups]
         # Guarded by _lock.
         self._ending = True
+        self._pauses = 0  # In how many of them everything stands still.
         # Trainers that have nothing to do: they are lost, or have not begun with the epoch.
         self._away: set[int] = set()
         self._steps = [0] * len(arrangement.groups)  # That trainers have reported.
@@ -200,8 +204,9 @@ class GroupHopSynchronizer(HopSynchronizer):
         neighbors themselves."""
         with self._lock:
             since = time.monotonic() - seconds
-            busy = [(loop.holder, loop.busy_since) for loop in self._loops.values()]
-        return [holder for holder, began in busy if began is not None and began < since]
+            busy = [(loop.called, loop.busy_since) for loop in self._loops.values()]
+        found = [called for called, began in busy if began is not None and began < since]
+        return list(dict.fromkeys(server for called in found for server in called))
 
     # An epoch.
 
@@ -331,7 +336,7 @@ class GroupHopSynchronizer(HopSynchronizer):
         while self._goes_on(loop):
             try:
                 if is_broken:
-                    with self._call(loop):
+                    with self._call(loop, *self._all_holders(loop)):
                         loop.exchange.rejoin(loop.group)
                     is_broken = False
                 if applied is None:
@@ -346,6 +351,8 @@ class GroupHopSynchronizer(HopSynchronizer):
                 if not self._goes_on(loop):
                     return
                 is_broken = True
+                if self._is_paused(loop):
+                    continue  # What it waited for was ended.
                 # Of one that is gone the trainers find out.
                 if self._answers(loop) and self._goes_on(loop):
                     failures += 1
@@ -417,18 +424,18 @@ class GroupHopSynchronizer(HopSynchronizer):
 
     def _leave(self, loop: _Loop) -> None:
         """A group has nothing to do: its neighbors don't wait for it until it has."""
-        with self._call(loop):
+        with self._call(loop, *self._all_holders(loop)):
             loop.exchange.leave(loop.group)
         self._wait(loop, lambda: not self._is_idle(loop))
         if self._goes_on(loop):
-            with self._call(loop):
+            with self._call(loop, *self._all_holders(loop)):
                 loop.exchange.resume(loop.group)
 
     def _applied(self, loop: _Loop) -> int:
         """How many updates a loop's group has applied."""
         counter = self.copies.variables[self._global_step]
         job, index = self._arrangement.groups[loop.group].holders[counter.shard]
-        with self._call(loop), at(self._cluster, index, job):
+        with self._call(loop, (job, index)), at(self._cluster, index, job):
             # Not by numpy: of a scalar from a server that is being cut off it makes a ValueError.
             return int(loop.copy[self._global_step].read_value())
 
@@ -436,18 +443,66 @@ class GroupHopSynchronizer(HopSynchronizer):
         """An iteration: sends the parameters, waits for the neighbors', and averages."""
         began = time.monotonic()
         job, index = loop.holder
-        with self._call(loop), at(self._cluster, index, job):
+        with self._call(loop, loop.holder), at(self._cluster, index, job):
             _iteration(len(loop.parameters))(loop.exchange.handle(loop.group), *loop.parameters)
         self._counts.count_sync([loop.group], time.monotonic() - began)
 
+    def _all_holders(self, loop: _Loop) -> list[Server]:
+        """Those of all groups that hold a loop's shard."""
+        number = self._arrangement.groups[loop.group].holders.index(loop.holder)
+        return [group.holders[number] for group in self._arrangement.groups]
+
     @contextlib.contextmanager
-    def _call(self, loop: _Loop) -> Iterator[None]:
-        """Inside, a loop calls servers, and may wait for them."""
-        loop.busy_since = time.monotonic()
+    def _call(self, loop: _Loop, *called: Server) -> Iterator[None]:
+        """Inside, a loop calls servers, and may wait for them; not in a pause."""
+        with self._lock:
+            self._changed[loop.group].wait_for(
+                lambda: not self._pauses or not self._is_in_charge(loop)
+            )
+            loop.called, loop.busy_since = called, time.monotonic()
         try:
             yield
         finally:
             loop.busy_since = None
+
+    def _is_paused(self, loop: _Loop) -> bool:
+        """Whether there is a pause; if so, waits for its end."""
+        with self._lock:
+            is_paused = self._pauses > 0
+            self._changed[loop.group].wait_for(
+                lambda: not self._pauses or not self._is_in_charge(loop)
+            )
+            return is_paused
+
+    def _becomes_quiet(self) -> bool:
+        """Whether no loop calls a server, or will not soon."""
+        deadline = time.monotonic() + _INTERRUPT_SECONDS
+        while any(loop.busy_since is not None for loop in list(self._loops.values())):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_INTERRUPT_SECONDS / 10)
+        return True
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, parameters stay as they are, but for what trainers do.
+
+        Iterations under way are cut off if they don't end soon, as they may wait for neighbors.
+        """
+        with self._lock:
+            self._pauses += 1
+        try:
+            deadline = time.monotonic() + _RELEASE_SECONDS
+            while not self._becomes_quiet() and time.monotonic() < deadline:
+                for exchange in self.exchanges:
+                    exchange.interrupt()
+            with super().pause():
+                yield
+        finally:
+            with self._lock:
+                self._pauses -= 1
+                for changed in self._changed:
+                    changed.notify_all()
 
 
 @functools.cache

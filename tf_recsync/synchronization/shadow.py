@@ -71,7 +71,8 @@ class ShadowSynchronizer:
             algorithm, cluster, copies, parameters, counters, self._sync_ps, bandwidths
         )
         self.counts_steps = getattr(schedule, "gap", None) is not None
-        self.needs_short_calls = isinstance(schedule, Foreground) and not self.counts_steps
+        is_timed = isinstance(schedule, Foreground) and not self.counts_steps
+        self.most_steps = 1 if is_timed else None
         self._is_central = algorithm.is_central
         self._schedule = schedule
         self._cluster = cluster

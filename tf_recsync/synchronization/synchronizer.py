@@ -23,13 +23,14 @@ class Synchronizer(Protocol):
         copies: the groups' parameters and what belongs to them.
         fail: ends the pass with an error.
         counts_steps: whether a synchronization is due after a number of steps.
-        needs_short_calls: whether a synchronization waits for the end of calls to workers.
+        most_steps: how many steps a call to a worker may have, as a synchronization waits for
+            its end; None if none does.
     """
 
     copies: Copies
     fail: Callable[[Exception], None]
     counts_steps: bool
-    needs_short_calls: bool
+    most_steps: int | None
 
     @property
     def there(self) -> list[int]:
