@@ -70,7 +70,7 @@ def train():
     assert cluster.data_service.tasks() == 1
     cluster.close()
     closed = "LocalCluster(workers=2, ps=1) is closed, and what lay on its servers is gone"
-    for call in (model.get_weights, lambda: model.evaluate(ones), strategy.scope().__enter__):
+    for call in (model.get_weights, lambda: model.evaluate(ones), strategy.scope):
         assert closed in error_of(call)
 
 
