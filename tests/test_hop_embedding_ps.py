@@ -285,16 +285,13 @@ def test_what_is_saved_goes_on_with_tables_and_each_workers_copy(cluster, tmp_pa
 
 
 def test_rows_are_pulled_in_their_iteration_and_the_average_waits_for_no_push(cluster, monkeypatch):
-    turns, traced = worker_functions.turns, []
+    trace_loop, traced = worker_functions.trace_loop, []
 
     def seen(once, *arguments):
-        def once_seen():
-            once()
-            traced.append(tf.compat.v1.get_default_graph())
+        traced.append(once.graph)
+        return trace_loop(once, *arguments)
 
-        return turns(once_seen, *arguments)
-
-    monkeypatch.setattr(worker_functions, "turns", seen)
+    monkeypatch.setattr(worker_functions, "trace_loop", seen)
     strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
     with strategy.scope():
         model = click_model()

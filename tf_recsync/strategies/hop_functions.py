@@ -16,6 +16,7 @@ from tf_recsync.strategies.model_variables import OnWorkers, copied_variables
 from tf_recsync.strategies.step_counts import DataWait, add_step, read_steps
 from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.strategies.train_function import TrainFunction
+from tf_recsync.strategies.worker_functions import Repeated
 from tf_recsync.synchronization.copies import Copies, is_copied
 from tf_recsync.synchronization.group_variables import OnCopies
 from tf_recsync.synchronization.hop import HopSynchronizer
@@ -88,7 +89,7 @@ class HopTrainFunction(TrainFunction):
         if self.synchronizer is not None:
             self.synchronizer.reports()
 
-    def _trace(self, layout: Layout, element_spec, steps, compute_time) -> Callable:
+    def _trace(self, layout: Layout, element_spec, steps, compute_time) -> Repeated:
         del steps
         return _trace(
             self._model,
@@ -109,14 +110,8 @@ def _trace(
     compute_time: worker_functions.ComputeTime | None,
     step_logs: StepLogs,
     call_limit: float,
-) -> Callable:
-    """Traces `model.train_step` and the exchange around it, once for all workers.
-
-    Returns:
-        A function of an iterator, a number of steps, and the `inputs` of a worker's state that
-        runs so many steps, or fewer if the limit of a call is over, returns how many, and raises
-        OutOfRangeError at the end of the data.
-    """
+) -> Repeated:
+    """Traces `model.train_step` and the exchange around it, once for all workers."""
     parameters = [v._value for v in model.trainable_variables if is_copied(v)]
     handles = [variable.handle for variable in parameters]
     dtype = exchange_dtype(model)
@@ -149,36 +144,38 @@ def _trace(
                 variable._value.assign(variable.constraint(variable._value.read_value()))
             add_step(count, [received, *done], waited)
 
-    def steps(iterator, number, worker, began, count, hop_handle):
-        def one_step():
-            wait = DataWait()
-            data = iterator.get_next()
-            evidence = tf.nest.flatten(data, expand_composites=True)
-            # Without a batch nothing may happen, not even what needs none of it.
-            with tf.control_dependencies(evidence):
-                run_step(data, wait.until(evidence), worker, began, count, hop_handle)
+    def step(iterator, worker, began, count, hop_handle):
+        wait = DataWait()
+        data = iterator.get_next()
+        evidence = tf.nest.flatten(data, expand_composites=True)
+        # Without a batch nothing may happen, not even what needs none of it.
+        with tf.control_dependencies(evidence):
+            run_step(data, wait.until(evidence), worker, began, count, hop_handle)
 
-        return worker_functions.turns(one_step, number, call_limit)
-
-    concrete = tf.function(steps, autograph=False).get_concrete_function(
+    specs = [
         tf.data.IteratorSpec(element_spec),
         tf.TensorSpec([], tf.int64),
-        tf.TensorSpec([], tf.int64),
         tf.TensorSpec([], tf.float64),
-        tf.TensorSpec([], tf.resource),
-        tf.TensorSpec([], tf.resource),
-    )
+        *[tf.TensorSpec([], tf.resource)] * 2,
+    ]
+    once = tf.function(step, autograph=False).get_concrete_function(*specs)
+    loop = worker_functions.trace_loop(once, specs, call_limit)
     private = [variable._value for variable in layout.private]
-    copied = copied_variables(model)
+    replaced = [variable.handle for variable in [*private, *copied_variables(model)]]
 
-    def call(iterator, number, worker, began, count, _, *rest):
-        # The worker's own variables, what it keeps beside its parameters, its copies.
-        own, (hop_handle, *copies) = rest[: len(private)], rest[len(private) :]
-        return function(iterator, number, worker, began, count, hop_handle, *own, *copies)
+    def of_state(concrete: Callable, before: int) -> Callable:
+        """Takes an iterator, so many arguments besides, and the `inputs` of a worker's state."""
+        function = OnCopies(concrete, before + 5, replaced)
 
-    replaced = [variable.handle for variable in [*private, *copied]]
-    function = OnCopies(concrete, 6, replaced)  # The iterator included.
-    return call
+        def call(iterator, *arguments):
+            own, (worker, began, count, _, *rest) = arguments[:before], arguments[before:]
+            # The worker's own variables, what it keeps beside its parameters, its copies.
+            kept, (hop_handle, *copies) = rest[: len(private)], rest[len(private) :]
+            return function(iterator, *own, worker, began, count, hop_handle, *kept, *copies)
+
+        return call
+
+    return Repeated(of_state(once, 0), of_state(loop, 1))
 
 
 # What trains on a batch: of (the batch, the worker's index, seconds of artificial compute time or

@@ -6,6 +6,7 @@ import sys
 
 _CALL_SECONDS = 0.25
 _CALL_SECONDS_EACH = 0.02
+_FEWEST = 4  # Units of a call of several: that they are repeated costs messages, too.
 
 
 def call_seconds(threads: int) -> float:
@@ -26,7 +27,7 @@ class Leases:
     Whoever owns it guards it by a lock.
 
     Args:
-        unit: a call has so many steps, times a power of two; the last one of all may have fewer.
+        unit: a call has so many steps, or that times 4, 8, 16, ...; the last one may have fewer.
         most: so many at most; None if that depends on how long they take.
         threads: how many there are.
 
@@ -92,9 +93,11 @@ class Leases:
             done: how many of them it has done.
             seconds: how long that took.
         """
-        if taken >= self._shares[thread] or seconds > self.seconds:
-            # At most twice as many, since this call may have been a lucky one.
-            fits = min(2.0, self.seconds / max(seconds, 1e-9))
+        share = self._shares[thread]
+        if taken >= share or seconds > self.seconds:
+            # Not many more at once, since this call may have been a lucky one.
+            most = _FEWEST if share == self._unit else 2
+            fits = min(most, self.seconds / max(seconds, 1e-9))
             self._shares[thread] = self._rounded(min(max(done, 1) * fits, self._most))
 
     def _rounded(self, steps: float) -> int:
@@ -102,5 +105,5 @@ class Leases:
 
         Each number that a worker gets is a tensor there.
         """
-        units = max(1, int(steps) // self._unit)
-        return self._unit << (units.bit_length() - 1)
+        units = int(steps) // self._unit
+        return self._unit << (units.bit_length() - 1) if units >= _FEWEST else self._unit

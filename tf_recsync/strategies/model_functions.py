@@ -36,7 +36,7 @@ from tf_recsync.synchronization.remote_values import PackedReader
 _UNROLL_SHARE = 16  # Steps of a call from which more steps are unrolled: they are short then.
 
 # What workers call, by the servers of their group, which it names, and by the steps unrolled.
-_Functions = dict[tuple[int, ...], dict[int, Callable]]
+_Functions = dict[tuple[int, ...], dict[int, worker_functions.Repeated]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +301,7 @@ class Steps:
             # whether the worker has all functions.
             for function in self._functions_of(slot).values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
-                    function(iterator.empty(), state.number(1), *state.inputs)
+                    function(iterator.empty(), 1, state)
             state.read(self._reader, metrics, slot.device)
 
         def call(slot: Slot, n: int):
@@ -366,14 +366,17 @@ class Steps:
             if not times:
                 continue
             state.unrolled = unrolled
+            called = time.monotonic()
             try:
-                turns = functions[unrolled](state.iterator, state.number(times), *state.inputs)
+                turns = functions[unrolled](state.iterator, times, state)
             except tf.errors.OutOfRangeError:
                 if times * unrolled > 1:
                     state.steps = state.read_steps()
                 return state.steps - before, True
+            if time.monotonic() - called < self.call_limit:
+                turns = times  # What it returned is on the worker.
             # Not by numpy: of a scalar from a server that is being cut off it makes a ValueError.
-            turns = 1 if times == 1 else int(turns)
+            turns = int(turns)
             state.steps += turns * unrolled
             if turns < times:
                 break  # The call has lasted long enough.
@@ -417,7 +420,7 @@ class Steps:
             lengths.add(1)  # What remains of a number of steps need not fill a function.
         return lengths
 
-    def _functions_of(self, slot: Slot) -> dict[int, Callable]:
+    def _functions_of(self, slot: Slot) -> dict[int, worker_functions.Repeated]:
         """The functions of a worker's thread, by their steps."""
         return self._current[self._servers_of(slot)]
 
@@ -472,8 +475,8 @@ class Steps:
         element_spec: Any,
         steps: int,
         compute_time: worker_functions.ComputeTime | None,
-    ) -> Callable:
-        """Traces a function that does so many steps again and again."""
+    ) -> worker_functions.Repeated:
+        """Traces what does so many steps, again and again."""
         body = worker_functions.trace_steps(
             self._model,
             layout,
@@ -486,7 +489,16 @@ class Steps:
             self._step_logs,
             self._settings.mode.hogwild,
         )
-        return worker_functions.trace_loop(body, layout, element_spec, self.call_limit)
+        specs = worker_functions.worker_specs(layout, element_spec)
+        loop = worker_functions.trace_loop(body, specs, self.call_limit)
+        return worker_functions.Repeated(
+            self._on_copies(body, layout), self._on_copies(loop, layout, is_loop=True)
+        )
+
+    def _on_copies(self, concrete: Callable, layout: Layout, is_loop: bool = False) -> Callable:
+        """A traced function as workers call it, with the copies that their states give it."""
+        del layout, is_loop
+        return concrete
 
     def _aggregation_of(self, layout: Layout) -> Aggregation | None:
         """What collects the pushes of the model's steps; None where nothing does."""

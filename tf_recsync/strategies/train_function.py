@@ -134,8 +134,7 @@ class TrainFunction(Steps):
             )
         return self.aggregations.get(group.index)
 
-    def _trace(self, layout: Layout, element_spec, steps, compute_time) -> Callable:
-        concrete = super()._trace(layout, element_spec, steps, compute_time)
+    def _on_copies(self, concrete: Callable, layout: Layout, is_loop: bool = False) -> Callable:
         copies = self._copies()
         if copies is None:
             return concrete
@@ -143,7 +142,7 @@ class TrainFunction(Steps):
         replaced = [variable.handle for variable in copies.variables]
         if layout.group.index in self.aggregations:
             replaced += self.aggregations[layout.group.index].handles
-        return OnCopies(concrete, 6 + len(layout.private), replaced)
+        return OnCopies(concrete, 5 + is_loop + len(layout.private), replaced)
 
     def _lengths(self, iterator: DistributedIterator) -> set[int]:
         lengths = super()._lengths(iterator)

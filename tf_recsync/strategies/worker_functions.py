@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tf_recsync.strategies.step_counts import DataWait, add_applied, add_step, read_steps
 from tf_recsync.strategies.step_logs import StepLogs
+from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Ahead, Layout, Step
@@ -54,27 +55,59 @@ def turns(once: Callable[[], None], times: tf.Tensor, seconds: float) -> tf.Tens
     )[0]
 
 
-def trace_loop(body: Callable, layout: Layout, element_spec: Any, seconds: float) -> Callable:
+class Repeated:
+    """What a worker does once, or again and again in one call.
+
+    Args:
+        once: a function of (iterator, *inputs of the worker's state).
+        loop: one of (iterator, how often, *the same inputs), which returns how often it did it.
+    """
+
+    def __init__(self, once: Callable, loop: Callable):
+        self._once = once
+        self._loop = loop
+
+    def __call__(self, iterator: tf.data.Iterator, times: int, state: WorkerState) -> Any:
+        """Calls a worker, in its device scope.
+
+        Args:
+            iterator: the worker's.
+            times: how often.
+            state: the worker's.
+
+        Returns:
+            How often it did it, an int or an int64 scalar on the worker.
+
+        Raises:
+            tf.errors.OutOfRangeError: at the end of the data.
+        """
+        if times == 1:
+            # A loop would cost a message to each server.
+            self._once(iterator, *state.inputs)
+            return 1
+        return self._loop(iterator, state.number(times), *state.inputs)
+
+
+def trace_loop(body: Callable, specs: Sequence[Any], seconds: float) -> Callable:
     """Has a worker call a function of steps again and again by itself.
 
     Args:
-        body: what `trace_steps` gave.
-        layout: the model's layout.
-        element_spec: the type spec of the batches.
+        body: a concrete function of an iterator and more, such as `trace_steps` gave.
+        specs: of its arguments.
         seconds: see `turns`.
 
     Returns:
-        A concrete function of (iterator, how often, the worker's index, ...), the rest being
-        the arguments of `body`, which returns how often it called it. How often is an int64
-        scalar on the worker.
+        A concrete function of (iterator, how often, *the others), which returns how often it
+        called `body`. How often is an int64 scalar on the worker.
     """
 
     def loop(iterator, times, *arguments):
         # What `body` does on servers is part of each turn: that costs a message for each.
         return turns(lambda: body(iterator, *arguments), times, seconds)
 
+    first, *others = specs
     return tf.function(loop, autograph=False).get_concrete_function(
-        tf.data.IteratorSpec(element_spec), tf.TensorSpec([], tf.int64), *_worker_specs(layout)
+        first, tf.TensorSpec([], tf.int64), *others
     )
 
 
@@ -183,9 +216,8 @@ def trace_steps(
         with tf.control_dependencies([add_step(count, operations, waited)]):
             tf.no_op()
 
-    return tf.function(steps, autograph=False).get_concrete_function(
-        tf.data.IteratorSpec(element_spec), *_worker_specs(layout)
-    )
+    specs = worker_specs(layout, element_spec)
+    return tf.function(steps, autograph=False).get_concrete_function(*specs)
 
 
 def read_private(layout: Layout, handles: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -331,9 +363,8 @@ def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Call
             outputs = model.predict_step(data)
         return number, outputs
 
-    return tf.function(predict, autograph=False).get_concrete_function(
-        tf.data.IteratorSpec(element_spec), *_worker_specs(layout)
-    )
+    specs = worker_specs(layout, element_spec)
+    return tf.function(predict, autograph=False).get_concrete_function(*specs)
 
 
 def _by_device(operations: list[tf.Operation]) -> dict[str, list[tf.Operation]]:
@@ -344,7 +375,9 @@ def _by_device(operations: list[tf.Operation]) -> dict[str, list[tf.Operation]]:
     return found
 
 
-def _worker_specs(layout: Layout) -> list[tf.TensorSpec]:
-    """The worker's index, the pass's beginning, the two counts, the private variables."""
+def worker_specs(layout: Layout, element_spec: Any) -> list[Any]:
+    """Of the iterator, the worker's index, the pass's beginning, the two counts, the private
+    variables."""
     handles = [tf.TensorSpec([], tf.resource) for _ in range(2 + len(layout.private))]
-    return [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64), *handles]
+    iterator = tf.data.IteratorSpec(element_spec)
+    return [iterator, tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64), *handles]
