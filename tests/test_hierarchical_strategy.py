@@ -194,6 +194,23 @@ class Replay:
 @pytest.mark.parametrize("name", BETWEEN)
 @pytest.mark.parametrize("inside", INSIDE)
 def test_a_scripted_run_equals_numpy(cluster, in_turn, inside, name):
+    check_scripted_run(cluster, in_turn, inside, name)
+
+
+def test_updates_count_that_are_applied_before_a_loop_has_begun_by_hop(
+    cluster, in_turn, monkeypatch
+):
+    run = GroupHopSynchronizer._run
+
+    def run_late(synchronizer, loop):
+        time.sleep(0.5)
+        run(synchronizer, loop)
+
+    monkeypatch.setattr(GroupHopSynchronizer, "_run", run_late)
+    check_scripted_run(cluster, in_turn, "async", "Hop")
+
+
+def check_scripted_run(cluster, in_turn, inside, name):
     strategy = hierarchical(
         cluster,
         BETWEEN[name],

@@ -137,6 +137,8 @@ class GroupHopSynchronizer(HopSynchronizer):
         # Trainers that have nothing to do: they are lost, or have not begun with the epoch.
         self._away: set[int] = set()
         self._steps = [0] * len(arrangement.groups)  # That trainers have reported.
+        # Updates that each group had applied when the epoch began, if it has been there since.
+        self._applied_before: dict[int, int] = {}
         self._loops: dict[tuple[int, int], _Loop] = {}  # By group and shard.
 
     # A trainer's life. The threads that drive the workers call these.
@@ -179,6 +181,7 @@ class GroupHopSynchronizer(HopSynchronizer):
             super()._go_on_without(group)
         finally:
             with self._lock:
+                self._applied_before.pop(group, None)
                 for key in [key for key in self._loops if key[0] == group]:
                     del self._loops[key]
                 self._changed[group].notify_all()
@@ -215,8 +218,12 @@ class GroupHopSynchronizer(HopSynchronizer):
         for group in self._arrangement.groups:
             self._open_held(group)
         super().begin()
+        # Read here: when a loop begins, its group may have applied updates already.
+        copies = {group: self.copies.of(group) for group in self.there}
+        applied = {g: self._read_applied(g, copy) for g, copy in copies.items() if copy is not None}
         with self._lock:
             self._ending = False
+            self._applied_before = applied
             # Some may have seen the end of their data in an epoch before.
             self._away.update(range(self._arrangement.trainers))
 
@@ -331,7 +338,8 @@ class GroupHopSynchronizer(HopSynchronizer):
             self.fail(error)
 
     def _iterate(self, loop: _Loop) -> None:
-        applied: int | None = None  # When the iteration before began.
+        with self._lock:  # When the iteration before began.
+            applied = self._applied_before.get(loop.group)
         is_broken, failures = False, 0  # The latter in a row, with everybody there.
         while self._goes_on(loop):
             try:
@@ -433,11 +441,19 @@ class GroupHopSynchronizer(HopSynchronizer):
 
     def _applied(self, loop: _Loop) -> int:
         """How many updates a loop's group has applied."""
+        with self._call(loop, self._counting(loop.group)):
+            return self._read_applied(loop.group, loop.copy)
+
+    def _counting(self, group: int) -> Server:
+        """The server of a group that counts the updates that it has applied."""
         counter = self.copies.variables[self._global_step]
-        job, index = self._arrangement.groups[loop.group].holders[counter.shard]
-        with self._call(loop, (job, index)), at(self._cluster, index, job):
+        return self._arrangement.groups[group].holders[counter.shard]
+
+    def _read_applied(self, group: int, copy: list[tf.Variable]) -> int:
+        job, index = self._counting(group)
+        with at(self._cluster, index, job):
             # Not by numpy: of a scalar from a server that is being cut off it makes a ValueError.
-            return int(loop.copy[self._global_step].read_value())
+            return int(copy[self._global_step].read_value())
 
     def _exchange(self, loop: _Loop) -> None:
         """An iteration: sends the parameters, waits for the neighbors', and averages."""
