@@ -7,6 +7,7 @@ import enum
 from collections.abc import Collection, Mapping
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from tf_recsync.cluster.connection import Cluster
 from tf_recsync.cluster.membership import Server
@@ -63,7 +64,11 @@ def diagnose(
     worker = next(reversed(lives), None)
     if _is_unknown_function(error):
         return Diagnosis(Cause.FORGOTTEN, worker)
-    if isinstance(error, tf.errors.UnavailableError) or _is_unknown_tensor(error):
+    if _is_unknown_tensor(error):
+        # It may be one of Python's numbers, which would be taken for sent again and again.
+        context.context()._clear_caches()
+        return Diagnosis(Cause.TRANSIENT, worker)
+    if isinstance(error, tf.errors.UnavailableError):
         return Diagnosis(Cause.TRANSIENT, worker)
     return Diagnosis(Cause.USER)
 

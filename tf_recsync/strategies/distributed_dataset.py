@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import cardinality, data_service_ops
 from tensorflow.python.data.experimental.service import _pywrap_server_lib
@@ -23,6 +24,7 @@ from tf_recsync.strategies import data_errors, reshuffling
 from tf_recsync.strategies.pass_iterator import PassIterator, empty_batch
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
+from tf_recsync.synchronization.remote_values import on_worker
 
 _REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
 # What may come after an assertion without a change to the elements.
@@ -162,7 +164,7 @@ class RegisteredDataset:
         self._workers = workers
         self._address = address
         self._name = name
-        self._dataset_id = dataset_id
+        self._dataset_id = np.asarray(dataset_id)
         self.element_spec = element_spec
 
     def new_job(self) -> str:
@@ -198,7 +200,9 @@ class RegisteredDataset:
             # Of several, each gets the next element of the source that nobody has.
             processing_mode=policy.DYNAMIC if self.readers > 1 else policy.OFF,
             service=self._address,
-            dataset_id=self._dataset_id,
+            # Sent anew each time: TensorFlow takes a tensor that it has once sent to a worker for
+            # sent, also if the connection broke meanwhile.
+            dataset_id=on_worker(self._dataset_id),
             element_spec=self.element_spec,
             job_name=job,
             # Two requests overtake each other now and then; a single worker
