@@ -105,12 +105,12 @@ class Watcher(keras.callbacks.Callback):
         wait(lambda: min(steps()) > 0, "steps of all workers")
         self.results["first_seconds"] = time.monotonic() - self._began
         time.sleep(3.0)  # Calls that grow have grown.
-        usage, begin, before = own_seconds(), time.monotonic(), sum(steps())
+        usage, begin, before = machine.cpu_seconds([]), time.monotonic(), sum(steps())
         self.results["threads"] = threading.active_count()
         time.sleep(FLAGS.seconds)
         # Of calls in flight nobody knows: a second more or less does not show.
         seconds, done = time.monotonic() - begin, sum(steps()) - before
-        used = own_seconds() - usage
+        used = machine.cpu_seconds([]) - usage
         self.results["steps_per_second"] = done / seconds
         self.results["coordinator_ms"] = 1e3 * used / max(done, 1)
         self.results["coordinator_share"] = used / seconds
@@ -123,11 +123,6 @@ class Watcher(keras.callbacks.Callback):
         members = self._strategy.members
         wait(lambda: any(m.state is lost for m in members()), "a loss")
         self.results["noticed_seconds"] = time.monotonic() - killed
-
-
-def own_seconds() -> float:
-    """The processor time of this process so far."""
-    return machine.cpu_seconds([])
 
 
 def wait(condition, what: str) -> None:
@@ -186,8 +181,8 @@ def main(argv: list[str]) -> None:
     results = []
     for workers in map(int, FLAGS.workers):
         command = [sys.executable, __file__, f"--only={workers}", *argv[1:]]
-        command += [f"--{name}={FLAGS[name].value}" for name in ("ps", "processes")]
-        command += [f"--{name}={FLAGS[name].value}" for name in ("compute_seconds", "seconds")]
+        names = ("ps", "processes", "compute_seconds", "seconds")
+        command += [f"--{name}={FLAGS[name].value}" for name in names]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         line = next(li for li in done.stdout.splitlines() if li.startswith("RESULT "))
         results.append(json.loads(line.removeprefix("RESULT ")))

@@ -7,8 +7,8 @@ import enum
 from collections.abc import Collection, Mapping
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
+from tf_recsync.cluster import server_defs
 from tf_recsync.cluster.connection import Cluster
 from tf_recsync.cluster.membership import Server
 from tf_recsync.cluster.signs_of_life import device_of, is_reachable
@@ -64,11 +64,10 @@ def diagnose(
     worker = next(reversed(lives), None)
     if _is_unknown_function(error):
         return Diagnosis(Cause.FORGOTTEN, worker)
-    if _is_unknown_tensor(error):
-        # It may be one of Python's numbers, which would be taken for sent again and again.
-        context.context()._clear_caches()
-        return Diagnosis(Cause.TRANSIENT, worker)
-    if isinstance(error, tf.errors.UnavailableError):
+    is_unknown_tensor = _is_unknown_tensor(error)
+    if is_unknown_tensor:
+        server_defs.forget_numbers()  # It may be one of these.
+    if is_unknown_tensor or isinstance(error, tf.errors.UnavailableError):
         return Diagnosis(Cause.TRANSIENT, worker)
     return Diagnosis(Cause.USER)
 

@@ -133,9 +133,17 @@ def update(server_def: tensorflow_server_pb2.ServerDef) -> None:
     try:
         context.context().update_server_def(server_def)
     finally:
-        # If a server fails meanwhile, TensorFlow keeps its tensors of Python's numbers, also those
-        # on servers that were started again: calls would name tensors that these don't have.
-        context.context()._clear_caches()
+        # If a server fails meanwhile, TensorFlow keeps them, also on one that was started again.
+        forget_numbers()
+
+
+def forget_numbers() -> None:
+    """Has TensorFlow send its tensors of Python's numbers anew, which it keeps on each server.
+
+    If a server has lost them, or a connection broke while they were sent, calls would name tensors
+    that it does not have, again and again.
+    """
+    context.context()._clear_caches()
 
 
 def _chief_of(server_def: tensorflow_server_pb2.ServerDef) -> str:

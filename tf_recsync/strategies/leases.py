@@ -21,6 +21,11 @@ def call_seconds(threads: int) -> float:
     return max(_CALL_SECONDS, _CALL_SECONDS_EACH * threads)
 
 
+def call_limit(threads: int) -> float:
+    """How many seconds may pass until a call does no more steps; see `call_seconds`."""
+    return 2 * call_seconds(threads)
+
+
 class Leases:
     """The steps of a pass, which threads take for the calls that they make.
 
@@ -35,12 +40,14 @@ class Leases:
         completed: how many steps are done.
         is_held: whether nobody gets any.
         seconds: how long a call lasts, if one step does not take longer.
+        limit: see `call_limit`.
     """
 
     def __init__(self, unit: int, most: int | None, threads: int):
         self.completed = 0
         self.is_held = False
         self.seconds = call_seconds(threads)
+        self.limit = call_limit(threads)
         self._unit = unit
         self._most = sys.maxsize if most is None else most
         self._shares = [unit] * threads  # The steps of each one's next call, unless few are left.

@@ -18,7 +18,7 @@ from absl import logging
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
-from tf_recsync.strategies.leases import call_seconds
+from tf_recsync.strategies.leases import call_limit
 from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Crew, Losses, Slot
@@ -349,12 +349,9 @@ class Steps:
         if run.steps_per_call < _UNROLL_SHARE:
             return
         traced, self._unrolled = self._unrolled(most), None
-        for servers, functions in self._current.items():
-            traced[servers].update(functions)
-        # Workers' threads have the ones of before in hand.
-        self._current = traced
-        ((key, (_, layout)),) = self._functions.items()
-        self._functions = {key: (traced, layout)}
+        for servers, functions in traced.items():
+            # Workers' threads may have the ones of before in hand.
+            self._current[servers] = {**self._current[servers], **functions}
 
     def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
         """Has a worker's thread run at most n steps; (those done, whether the data has ended)."""
@@ -395,7 +392,7 @@ class Steps:
     @property
     def call_limit(self) -> float:
         """Seconds after which a call does no more steps."""
-        return 2 * call_seconds(self._settings.cluster.workers * self.threads)
+        return call_limit(self._settings.cluster.workers * self.threads)
 
     def _most_per_call(self) -> int | None:
         """How many steps a call may have, if that does not depend on how long they take."""

@@ -654,7 +654,7 @@ class WorkerRun:
         away = self._cluster.membership.is_away
         if slot.state is not None and not any(map(away, self._holders[slot.index])):
             slot.busy_since = time.monotonic()
-            done, lost = slot.state.account_lost(taken, 2 * self._leases.seconds)
+            done, lost = slot.state.account_lost(taken, self._leases.limit)
             slot.busy_since = None
         slot.lost_steps += lost
         self._give_back(taken, done, lost)

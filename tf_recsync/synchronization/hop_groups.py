@@ -472,9 +472,7 @@ class GroupHopSynchronizer(HopSynchronizer):
     def _call(self, loop: _Loop, *called: Server) -> Iterator[None]:
         """Inside, a loop calls servers, and may wait for them; not in a pause."""
         with self._lock:
-            self._changed[loop.group].wait_for(
-                lambda: not self._pauses or not self._is_in_charge(loop)
-            )
+            self._wait_out_pauses(loop)
             loop.called, loop.busy_since = called, time.monotonic()
         try:
             yield
@@ -485,10 +483,12 @@ class GroupHopSynchronizer(HopSynchronizer):
         """Whether there is a pause; if so, waits for its end."""
         with self._lock:
             is_paused = self._pauses > 0
-            self._changed[loop.group].wait_for(
-                lambda: not self._pauses or not self._is_in_charge(loop)
-            )
+            self._wait_out_pauses(loop)
             return is_paused
+
+    def _wait_out_pauses(self, loop: _Loop) -> None:
+        """Waits until there is no pause, or a loop is to end; under _lock."""
+        self._changed[loop.group].wait_for(lambda: not self._pauses or not self._is_in_charge(loop))
 
     def _becomes_quiet(self) -> bool:
         """Whether no loop calls a server, or will not soon."""
