@@ -128,10 +128,22 @@ def test_short_steps_are_unrolled_while_they_run(two, monkeypatch):
     monkeypatch.setattr(worker_functions, "trace_steps", trace_steps)
     strategy = recsync.AsyncStrategy(two)
     model = model_of(strategy)
-    for _ in range(2):
-        model.fit(data_of(None), steps_per_epoch=1501, verbose=0)
-    assert weight_of(model) == -3002
+    began, unrolled_at = time.monotonic(), []
+
+    class UntilUnrolled(tf.keras.callbacks.Callback):
+        """How long that takes depends on how long it took to trace one step."""
+
+        def on_train_batch_end(self, batch, logs=None):
+            assert time.monotonic() - began < 240
+            if len(traced) > 1 and not unrolled_at:
+                unrolled_at.append(batch)
+            self.model.stop_training = bool(unrolled_at) and batch > unrolled_at[0] + 300
+
+    model.fit(data_of(None), steps_per_epoch=1_000_000, callbacks=[UntilUnrolled()], verbose=0)
+    model.fit(data_of(None), steps_per_epoch=1501, verbose=0)
     assert traced == [("train_step", 1), ("train_step", worker_functions.MOST_UNROLLED)]
+    steps = -weight_of(model)
+    assert steps > unrolled_at[0] + 300 + 1501
     dense = strategy.staleness(model).dense
-    assert dense.count == 3002 and 1 <= dense.mean <= 2
-    np.testing.assert_array_equal(model.optimizer.iterations.numpy(), 3002)
+    assert dense.count == steps and 1 <= dense.mean <= 2
+    np.testing.assert_array_equal(model.optimizer.iterations.numpy(), steps)

@@ -527,7 +527,7 @@ class WorkerRun:
         away = [server for server in needs if self._is_missing(server)]
         slot.lives = {server: membership.life(server) for server in needs}
         if not away:
-            return self._guarded(slot, lambda: self._open(slot)) is not None
+            return self._guarded(slot, lambda: self._open(slot), is_opening=True) is not None
         with self._changed:
             # Another pass may be taking one in.
             news = [s for s in away if s not in self._begun_without and membership.is_away(s)]
@@ -659,18 +659,20 @@ class WorkerRun:
         slot.lost_steps += lost
         self._give_back(taken, done, lost)
 
-    def _guarded(self, slot: Slot, action: Callable[[], Any]) -> tuple[Any] | None:
-        """Runs `action`; None if the worker was lost meanwhile."""
+    def _guarded(
+        self, slot: Slot, action: Callable[[], Any], is_opening: bool = False
+    ) -> tuple[Any] | None:
+        """Runs `action`; None if the worker was lost meanwhile, or has to be opened once more."""
         slot.busy_since = time.monotonic()
         try:
             return (action(),)
         except tf.errors.OpError as error:
-            self._diagnose(slot, error)
+            self._diagnose(slot, error, is_opening)
             return None
         finally:
             slot.busy_since = None
 
-    def _diagnose(self, slot: Slot, error: tf.errors.OpError) -> None:
+    def _diagnose(self, slot: Slot, error: tf.errors.OpError, is_opening: bool) -> None:
         """Returns if the worker is lost; else raises what really is wrong."""
         if self._cluster.is_closed or self._gave_up_server:
             return  # Nobody needs to know more, and to ask might take long.
@@ -688,7 +690,10 @@ class WorkerRun:
                 raise error
             slot.breaks += 1
         reason = f"{type(error).__name__}: {error.message.partition(chr(10))[0]}"
-        if found.cause is Cause.TRANSIENT and self._is_reading:
+        # For a second a worker refuses to connect to a server of its group that is up again, too:
+        # if nothing has begun there, the worker need not count as lost.
+        is_early = is_opening and bool(self._holders[slot.index]) and slot.breaks < _MOST_BREAKS
+        if found.cause is Cause.TRANSIENT and (self._is_reading or is_early):
             logging.info("The connection to worker:%d broke (%s).", slot.index, reason)
         else:
             self._cluster.membership.lost(
@@ -771,7 +776,7 @@ class WorkerRun:
             with self._changed:
                 slot.lost = False
                 self._without_worker_since = None
-            if self._guarded(slot, lambda: self._open(slot)) is not None:
+            if self._guarded(slot, lambda: self._open(slot), is_opening=True) is not None:
                 return True
 
     def _wait_for_answers(self, seconds: float) -> bool:
