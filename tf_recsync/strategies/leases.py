@@ -7,6 +7,7 @@ import sys
 _CALL_SECONDS = 0.25
 _CALL_SECONDS_EACH = 0.02
 _FEWEST = 4  # Units of a call of several: that they are repeated costs messages, too.
+_ENDLESS = 1 << 40  # Units of a call that goes on until it is told to end.
 
 
 def call_seconds(threads: int) -> float:
@@ -35,6 +36,8 @@ class Leases:
         unit: a call has so many steps, or that times 4, 8, 16, ...; the last one may have fewer.
         most: so many at most; None if that depends on how long they take.
         threads: how many there are.
+        can_end: whether a call can be told to end. Then those of short steps have as many as there
+            are, which others get if they have none: default False.
 
     Attributes:
         completed: how many steps are done.
@@ -43,14 +46,16 @@ class Leases:
         limit: see `call_limit`.
     """
 
-    def __init__(self, unit: int, most: int | None, threads: int):
+    def __init__(self, unit: int, most: int | None, threads: int, can_end: bool = False):
         self.completed = 0
         self.is_held = False
         self.seconds = call_seconds(threads)
         self.limit = call_limit(threads)
         self._unit = unit
+        self._can_end = can_end
         self._most = sys.maxsize if most is None else most
         self._shares = [unit] * threads  # The steps of each one's next call, unless few are left.
+        self._are_short = [False] * threads  # Whether each one's steps are.
         self._granted: float = 0.0
         self._taken = 0
 
@@ -66,8 +71,16 @@ class Leases:
 
     @property
     def longest(self) -> int:
-        """How many steps the next call has of the thread whose steps are the shortest."""
+        """How many steps the next call has of the thread whose steps are the shortest.
+
+        If calls can be told to end, how many it does while others' would last.
+        """
         return max(self._shares)
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether somebody is at all steps that are not done."""
+        return self._taken >= self._granted and not self.is_settled
 
     def grant(self, steps: float) -> None:
         """So many more steps are to be done; float("inf"): all that there are."""
@@ -79,6 +92,8 @@ class Leases:
         if free <= 0 or self.is_held:
             return 0
         steps: float = self._shares[thread]
+        if self._can_end and self._are_short[thread]:
+            steps = _ENDLESS * self._unit
         if free < float("inf"):
             # Others, who may be faster, shall be busy until the last of them.
             steps = min(steps, int(free) // (2 * len(self._shares)))
@@ -101,11 +116,18 @@ class Leases:
             seconds: how long that took.
         """
         share = self._shares[thread]
+        self._are_short[thread] = seconds < self.seconds * max(done, 1)
         if taken >= share or seconds > self.seconds:
             # Not many more at once, since this call may have been a lucky one.
             most = _FEWEST if share == self._unit else 2
             fits = min(most, self.seconds / max(seconds, 1e-9))
             self._shares[thread] = self._rounded(min(max(done, 1) * fits, self._most))
+
+    def seen(self, thread: int, done: int, seconds: float) -> None:
+        """A thread's call, which goes on, has done so many steps in so many seconds."""
+        if done > 0:
+            fits = self.seconds / max(seconds, 1e-9)
+            self._shares[thread] = self._rounded(min(done * fits, self._most))
 
     def _rounded(self, steps: float) -> int:
         """So many steps or fewer, those of one unit at least, times a power of two.

@@ -17,8 +17,9 @@ from absl import logging
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import watched_calls, worker_functions
+from tf_recsync.strategies.call_board import CallBoard
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
-from tf_recsync.strategies.leases import call_limit
+from tf_recsync.strategies.leases import call_limit, call_seconds
 from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Crew, Losses, Slot
@@ -33,6 +34,7 @@ from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.remote_values import PackedReader
 
+_READS_PER_SECOND = 10  # Of workers' metrics, at most: each costs this process milliseconds.
 _UNROLL_SHARE = 16  # Steps of a call from which more steps are unrolled: they are short then.
 
 # What workers call, by the servers of their group, which it names, and by the steps unrolled.
@@ -91,6 +93,8 @@ class Steps:
         self._functions: dict[Any, tuple[_Functions, Layout]] = {}
         self._current: _Functions = {}  # Of those.
         self._owners: dict[tuple[int, ...], str] = {}  # Who counts their steps.
+        self._teller = ""  # See `_teller_of`.
+        self._boards: dict[str, CallBoard] = {}  # There.
         self._unrolled: Callable[..., _Functions] | None = None  # Traces them with more steps.
         self._trace_seconds = 0.0  # It took to trace one step for each.
         self._step_logs: StepLogs | None = None
@@ -187,7 +191,7 @@ class Steps:
                 self._count_lost_batches(run)
                 self._flush()
                 self._refresh(run)
-        elif not finished and time.monotonic() - self._refreshed > 2 * run.call_seconds:
+        elif not finished and time.monotonic() - self._refreshed > self._refresh_seconds:
             with self.watched():
                 self._refresh(run)
                 self._unroll(run)
@@ -204,6 +208,13 @@ class Steps:
             raise StopIteration
         return self._logs
 
+    @property
+    def _refresh_seconds(self) -> float:
+        """How old the metrics of workers may be that are shown: of many, this process reads fewer
+        at a time than it makes calls."""
+        threads = self._settings.cluster.workers * self.threads
+        return max(2 * call_seconds(threads), threads / _READS_PER_SECOND)
+
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Inside, this process calls servers: it shall not wait forever for one."""
         settings = self._settings
@@ -219,7 +230,7 @@ class Steps:
         steps = [0] * self._settings.cluster.workers
         for slot in self._run.slots:
             # A worker's thread fills its slot when it has opened its iterator.
-            steps[slot.index] += 0 if slot.state is None else slot.state.steps
+            steps[slot.index] += 0 if slot.state is None else slot.state.known(slot.progress)
         return steps
 
     def data_wait(self) -> list[float]:
@@ -307,6 +318,7 @@ class Steps:
         def call(slot: Slot, n: int):
             state = slot.state
             state.begin(slot.pass_began)
+            slot.begin_call(n)
             if state.reset_metrics:
                 state.assign(private_values(slot)[:metrics])
                 state.reset_metrics = False
@@ -329,6 +341,7 @@ class Steps:
             is_reading=self.method != "train_step",
             while_waiting=self._tell_observers,
             most_per_call=self._most_per_call(),
+            board=self._board(slots),
         )
         self._run.when_done(self._go_on)
         return self._run
@@ -352,6 +365,7 @@ class Steps:
         for servers, functions in traced.items():
             # Workers' threads may have the ones of before in hand.
             self._current[servers] = {**self._current[servers], **functions}
+        run.end_calls()
 
     def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
         """Has a worker's thread run at most n steps; (those done, whether the data has ended)."""
@@ -370,12 +384,12 @@ class Steps:
                 if times * unrolled > 1:
                     state.steps = state.read_steps()
                 return state.steps - before, True
-            if time.monotonic() - called < self.call_limit:
+            if not slot.told and (self._teller or time.monotonic() - called < self.call_limit):
                 turns = times  # What it returned is on the worker.
             # Not by numpy: of a scalar from a server that is being cut off it makes a ValueError.
             turns = int(turns)
             state.steps += turns * unrolled
-            if turns < times:
+            if turns < times or slot.told:
                 break  # The call has lasted long enough.
         return state.steps - before, False
 
@@ -388,6 +402,16 @@ class Steps:
     def _crew(self) -> Crew | None:
         """Whom workers wait for; only those that train do."""
         return None
+
+    def _board(self, size: int) -> CallBoard | None:
+        """What calls of so many threads are followed by."""
+        if self._teller and self._boards.get(self._teller) is None:
+            self._boards = {self._teller: CallBoard(self._teller, size)}
+        return self._boards.get(self._teller)
+
+    def _teller_of(self, layout: Layout) -> str:
+        """The device that tells workers when to end a call; "" if calls end by themselves."""
+        return ""
 
     @property
     def call_limit(self) -> float:
@@ -458,6 +482,8 @@ class Steps:
 
             is_training = self.method == "train_step"
             self._owners = {s: layout.owner if is_training else "" for s, layout in layouts.items()}
+            # Where there is one, there is one group.
+            self._teller = self._teller_of(next(iter(layouts.values())))
             began = time.monotonic()
             self._functions = {key: (trace(*lengths), next(iter(layouts.values())))}
             self._trace_seconds = (time.monotonic() - began) / sum(lengths)
@@ -485,9 +511,10 @@ class Steps:
             self.method == "train_step" and self._settings.prefetch_lookups,
             self._step_logs,
             self._settings.mode.hogwild,
+            self._teller,
         )
         specs = worker_functions.worker_specs(layout, element_spec)
-        loop = worker_functions.trace_loop(body, specs, self.call_limit)
+        loop = worker_functions.trace_loop(body, specs, self.call_limit, self._teller)
         return worker_functions.Repeated(
             self._on_copies(body, layout), self._on_copies(loop, layout, is_loop=True)
         )

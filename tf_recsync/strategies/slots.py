@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -47,6 +48,9 @@ class State(Protocol):
         """The worker was lost in a call of so many steps, which may go on for some seconds: how
         many of them were done, and how many more had begun."""
 
+    def in_call(self, applied: int) -> int:
+        """How many steps of the last call were applied, of those since the worker was opened."""
+
 
 class Slot:
     """A worker's thread as the run sees it; the thread writes, the coordinator reads.
@@ -68,6 +72,13 @@ class Slot:
             `Membership.life`: of those that hold what it trains on, then its own.
         breaks: how often its connection broke while it lived, since it last finished a call.
         lost_steps: how many steps were lost in it.
+        call: the steps of its call in flight; 0 between calls.
+        calls: counts the calls that had steps.
+        called: when the last of them began (time.monotonic).
+        progress: how many of its steps are known to be done, but for the last one.
+        progressed: when that was last seen to grow (time.monotonic), or the call began.
+        told: when the call was told to end (time.monotonic); 0 if it was not.
+        waits: whether its thread waits for steps.
         running: whether its thread is still at work.
         pass_began: when the workers began together (time.time()).
     """
@@ -84,8 +95,33 @@ class Slot:
         self.lives: dict[Server, int] = {}
         self.breaks = 0
         self.lost_steps = 0
+        self.call = self.calls = self.progress = 0
+        self.called = self.progressed = self.told = 0.0
+        self.waits = False
         self.running = True
         self.pass_began = 0.0
+
+    def begin_call(self, steps: int) -> None:
+        """A call of so many steps begins; its state knows."""
+        self.calls += 1
+        self.progress, self.told = 0, 0.0
+        self.called = self.progressed = time.monotonic()
+        self.call = steps  # Now others look at it.
+
+    def seen(self, progress: int, now: float) -> None:
+        """The call is seen to be so far, by this time."""
+        if progress > self.progress:
+            self.progress, self.progressed = progress, now
+
+    def end_call(self) -> None:
+        """What it did is accounted for elsewhere."""
+        self.call = self.progress = 0
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when its call in flight has not been seen to go on; None if there is none."""
+        since = self.busy_since  # Its thread sets it at any time.
+        return since if since is None or not self.call else max(since, self.progressed)
 
 
 class Crew(Protocol):

@@ -2,7 +2,8 @@
 
 Both are in one variable on the worker, an int64 [2], which its calls update and the coordinator
 reads now and then. If the worker is lost, it is gone. So the server that counts global steps
-counts those of each worker, too, in a variable for each, an int64 scalar.
+counts those of each worker, too: each has a row there in each of its lives, an int64 [2], which
+also says how often the worker was told to end the call that it is in.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 COUNTS = tf.TensorSpec([2], tf.int64)  # Steps done, and microseconds of waits for batches.
+ROW = tf.TensorSpec([2], tf.int64)  # Steps applied, and how often told to end a call.
 
 
 class DataWait:
@@ -51,20 +53,33 @@ def add_step(count: tf.Tensor, done: Iterable[tf.Operation], waited: tf.Tensor) 
         return tf.raw_ops.AssignAddVariableOp(resource=count, value=value)
 
 
-def add_applied(applied: tf.Tensor, owner: str, operations: Sequence[tf.Operation]) -> tf.Operation:
+def add_applied(row: tf.Tensor, owner: str, operations: Sequence[tf.Operation]) -> tf.Operation:
     """Counts a step where global steps are counted, when it is applied there.
 
     Args:
-        applied: the handle of the worker's variable.
+        row: the handle of the worker's row.
         owner: the device that has it.
         operations: what belongs to the step, on all servers.
     """
     # The others' take a message each.
     there = [operation for operation in operations if operation.device == owner]
     with tf.device(owner), tf.control_dependencies(None):
-        one = tf.ones([], tf.int64)
+        one = tf.constant([1, 0], tf.int64)
         with tf.control_dependencies(there or operations):
-            return tf.raw_ops.AssignAddVariableOp(resource=applied, value=one)
+            return tf.raw_ops.AssignAddVariableOp(resource=row, value=one)
+
+
+def read_told(row: tf.Tensor, owner: str) -> tf.Tensor:
+    """How often a worker was told to end its call, an int64 scalar on the worker.
+
+    Args:
+        row: the handle of the worker's row.
+        owner: the device that has it.
+    """
+    with tf.device(owner):
+        value = tf.raw_ops.ReadVariableOp(resource=row, dtype=ROW.dtype)
+        told = tf.ensure_shape(value, ROW.shape)[1]
+    return tf.identity(told)
 
 
 def read_steps(count: tf.Tensor) -> tf.Tensor:

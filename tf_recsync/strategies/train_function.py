@@ -150,6 +150,10 @@ class TrainFunction(Steps):
         counts = self.synchronizer is not None and self.synchronizer.counts_steps
         return lengths | {1} if counts else lengths
 
+    def _teller_of(self, layout: Layout) -> str:
+        # A synchronizer counts steps when calls end, and has some end by itself.
+        return layout.owner if self._make_synchronizer is None else ""
+
     def _most_per_call(self) -> int | None:
         most = None if self.synchronizer is None else self.synchronizer.most_steps
         return None if most is None else max(most, self._model.steps_per_execution)

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_recsync.strategies.step_counts import DataWait, add_applied, add_step, read_steps
+from tf_recsync.strategies.step_counts import DataWait, add_applied, add_step, read_steps, read_told
 from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization.aggregation import Aggregation
@@ -28,30 +28,43 @@ ComputeTime = Callable[[tf.Tensor, tf.Tensor, Callable[[], tf.Tensor]], tf.Tenso
 # More steps than these are a loop: their operations take time to make, and the gain is small.
 MOST_UNROLLED = 8
 
+_ROW = 3  # Of the arguments beside the iterator: the handle of the worker's row.
 
-def turns(once: Callable[[], None], times: tf.Tensor, seconds: float) -> tf.Tensor:
+
+def turns(
+    once: Callable[[], tf.Tensor | None],
+    times: tf.Tensor,
+    seconds: float,
+    told: tf.Tensor | None = None,
+) -> tf.Tensor:
     """Does something again and again, in a function of a worker.
 
+    Whoever waits for the call's end, as to save the model, does not wait for a worker that has
+    become slow: it ends early, but not before the first time, when it is told to or after a while.
+
     Args:
-        once: does it, while it is traced.
+        once: does it, while it is traced; if a worker can be told to end a call, it returns how
+            often that was, an int64 scalar.
         times: how often, an int64 scalar.
-        seconds: for so long at most, and at least once; whoever waits for the call's end, as to
-            save the model, does not wait for a worker that has become slow.
+        seconds: for so long at most, if the worker can't be told.
+        told: how often it was told before, if it can be; an int64 scalar.
 
     Returns:
         How often it was done, an int64 scalar.
     """
-
-    def turn(i):
-        once()
-        return i + 1
-
     began = tf.timestamp()
+
+    def goes_on(i, now):
+        is_in_time = tf.timestamp() - began < seconds if told is None else now == told
+        return (i < times) & ((i == 0) | is_in_time)
+
+    def turn(i, now):
+        found = once()
+        return i + 1, now if told is None else found
+
+    zero = tf.zeros([], tf.int64)
     return tf.while_loop(
-        lambda i: (i < times) & ((i == 0) | (tf.timestamp() - began < seconds)),
-        turn,
-        [tf.zeros([], tf.int64)],
-        parallel_iterations=1,
+        goes_on, turn, [zero, zero if told is None else told], parallel_iterations=1
     )[0]
 
 
@@ -88,13 +101,14 @@ class Repeated:
         return self._loop(iterator, state.number(times), *state.inputs)
 
 
-def trace_loop(body: Callable, specs: Sequence[Any], seconds: float) -> Callable:
+def trace_loop(body: Callable, specs: Sequence[Any], seconds: float, teller: str = "") -> Callable:
     """Has a worker call a function of steps again and again by itself.
 
     Args:
         body: a concrete function of an iterator and more, such as `trace_steps` gave.
         specs: of its arguments.
         seconds: see `turns`.
+        teller: the device that tells the worker when to end; default "": none does.
 
     Returns:
         A concrete function of (iterator, how often, *the others), which returns how often it
@@ -102,8 +116,9 @@ def trace_loop(body: Callable, specs: Sequence[Any], seconds: float) -> Callable
     """
 
     def loop(iterator, times, *arguments):
+        told = read_told(arguments[_ROW], teller) if teller else None
         # What `body` does on servers is part of each turn: that costs a message for each.
-        return turns(lambda: body(iterator, *arguments), times, seconds)
+        return turns(lambda: body(iterator, *arguments), times, seconds, told)
 
     first, *others = specs
     return tf.function(loop, autograph=False).get_concrete_function(
@@ -122,6 +137,7 @@ def trace_steps(
     prefetch_lookups: bool = False,
     step_logs: StepLogs | None = None,
     hogwild: bool = False,
+    teller: str = "",
 ) -> Callable:
     """Traces `model.train_step` or `model.test_step` for the workers.
 
@@ -138,14 +154,16 @@ def trace_steps(
             before it computes.
         step_logs: is told what the steps return; default None.
         hogwild: see `Step`.
+        teller: see `trace_loop`.
 
     Returns:
         A concrete function of (iterator, the worker's index, when the pass began,
-        handles of the worker's counts and of its applied steps (see
-        step_counts.py), *handles of the worker's private variables) that runs
-        the steps, returns nothing, and raises OutOfRangeError at the end of the
-        data; the counts tell how many steps it ran. The index is an int64 scalar;
-        the beginning a float64 scalar, seconds of the Unix epoch.
+        handles of the worker's counts and of its row (see step_counts.py), *handles
+        of the worker's private variables) that runs the steps, and raises
+        OutOfRangeError at the end of the data; the counts tell how many steps it
+        ran. It returns nothing, or how often the worker was told to end its call.
+        The index is an int64 scalar; the beginning a float64 scalar, seconds of the
+        Unix epoch.
 
     Raises:
         ValueError: if the model's own step can't be run on workers.
@@ -167,7 +185,7 @@ def trace_steps(
             hogwild,
         )
 
-    def steps(iterator, worker, began, count, applied, *handles):
+    def steps(iterator, worker, began, count, row, *handles):
         counted: list[tf.Operation] = []  # The steps before.
         operations: list[tf.Operation] = []  # What is left to do of the last step.
         computed: list[tf.Tensor] = []  # What the worker has done for it.
@@ -212,9 +230,13 @@ def trace_steps(
                     model, layout, method, step, batch.data, seconds, handles, step_logs
                 )
                 if is_training and layout.owner:
-                    operations.append(add_applied(applied, layout.owner, operations))
+                    operations.append(add_applied(row, layout.owner, operations))
+        told = read_told(row, teller) if teller else None
         with tf.control_dependencies([add_step(count, operations, waited)]):
+            if told is not None:
+                return tf.identity(told)
             tf.no_op()
+            return None
 
     specs = worker_specs(layout, element_spec)
     return tf.function(steps, autograph=False).get_concrete_function(*specs)
@@ -355,8 +377,8 @@ def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Call
     """
     lookups = find_lookups(model, layout, "predict_step", element_spec[1])
 
-    def predict(iterator, worker, began, count, applied, *handles):
-        del began, count, applied
+    def predict(iterator, worker, began, count, row, *handles):
+        del began, count, row
         number, data = iterator.get_next()
         step = Step(layout, read_private(layout, handles), lookups, data, worker)
         with step.computing():

@@ -21,6 +21,8 @@ from tf_recsync.cluster.diagnosis import Cause, Diagnosis, diagnose
 from tf_recsync.cluster.membership import Order
 from tf_recsync.cluster.silence_watch import Wait, suspicious_after
 from tf_recsync.strategies import data_errors
+from tf_recsync.strategies.call_board import CallBoard
+from tf_recsync.strategies.call_follower import CallFollower
 from tf_recsync.strategies.comebacks import Comebacks
 from tf_recsync.strategies.leases import Leases
 from tf_recsync.strategies.slots import Crew, Losses, Slot, State
@@ -56,6 +58,7 @@ class WorkerRun:
             whether the dataset has ended, a result or None).
         steps_per_call: the unit of the steps of a call, see `Leases`.
         most_per_call: see there.
+        board: what follows long calls and tells them to end; None if steps don't ask it.
         should_stop: asked between calls; True ends the pass early.
         worker_timeout: seconds without any worker after which the run fails.
         silence_timeout: seconds without a sign of life after which a server is given up.
@@ -87,6 +90,7 @@ class WorkerRun:
         is_reading: bool = False,
         while_waiting: Callable[[], None] = lambda: None,
         most_per_call: int | None = None,
+        board: CallBoard | None = None,
     ):
         self.data = data
         self._readers = 0 if data is None else data.readers
@@ -100,7 +104,9 @@ class WorkerRun:
         self._leave_seconds = min(_LEAVE_SECONDS, silence_timeout)
         self._changed = threading.Condition()
         # All below is guarded by _changed.
-        self._leases = Leases(steps_per_call, most_per_call, cluster.workers * threads)
+        self._leases = Leases(
+            steps_per_call, most_per_call, cluster.workers * threads, can_end=board is not None
+        )
         self._progressed = time.monotonic()  # When a step was done.
         self._longest_call = 0.0  # In seconds, of those that ended.
         self._stopped = False
@@ -114,6 +120,7 @@ class WorkerRun:
         self._spared = {holder for of_one in self._holders for holder in of_one} | set(spared)
         self._is_reading = is_reading
         self._while_waiting = while_waiting
+        self._follower: CallFollower | None = None
         self._comebacks = Comebacks(cluster, crew, self._wait_for_answers)
         self._opened = 0
         self._began: float | None = None  # When all were open.
@@ -140,6 +147,10 @@ class WorkerRun:
         cluster.watch.begin(self._waiting)
         for thread in self._threads:
             thread.start()
+        if board is not None:
+            self._follower = CallFollower(
+                cluster, board, self.slots, self._leases, self._changed, self._shall_end, self.fail
+            )
         cluster.add_pass(self)
 
     def _find_answering(self) -> None:
@@ -174,14 +185,14 @@ class WorkerRun:
 
     @property
     def completed(self) -> int:
-        """Steps finished so far."""
+        """Steps finished so far, as far as known."""
         with self._changed:
-            return self._leases.completed
+            return self._known
 
     @property
-    def call_seconds(self) -> float:
-        """How long a call lasts, if steps are shorter."""
-        return self._leases.seconds
+    def _known(self) -> int:
+        """The same, under _changed."""
+        return self._leases.completed + sum(slot.progress for slot in self.slots)
 
     @property
     def steps_per_call(self) -> int:
@@ -211,9 +222,7 @@ class WorkerRun:
             Exception: what went wrong on a worker.
         """
         with self._leaving(), self._changed:
-            self._wait_until(
-                lambda: self._leases.completed >= steps or self._idle(), self._while_waiting
-            )
+            self._wait_until(lambda: self._known >= steps or self._idle(), self._while_waiting)
             return not self._idle()
 
     def next_result(self) -> Any:
@@ -241,6 +250,21 @@ class WorkerRun:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+        self._look()
+
+    def end_calls(self) -> None:
+        """Calls that go on until they are told end, and are made anew; does not wait."""
+        if self._follower is not None:
+            self._follower.end_calls()
+
+    def _look(self) -> None:
+        """Calls may have to end."""
+        if self._follower is not None:
+            self._follower.look()
+
+    def _shall_end(self) -> bool:
+        """Whether no more steps shall begin; under _changed."""
+        return self._stopped or self._error is not None or self._should_stop()
 
     def fail(self, error: Exception) -> None:
         """Ends the pass with an error that somebody else has found."""
@@ -249,6 +273,7 @@ class WorkerRun:
                 self._error = error
             self._stopped = True
             self._changed.notify_all()
+        self._look()
 
     def when_done(self, action: Callable[[], None]) -> None:
         """Calls `action` when no thread is at work any more, in one of them, or here."""
@@ -295,6 +320,7 @@ class WorkerRun:
         """
         with self._changed:
             self._leases.is_held = True
+            self._look()
             if self._error is None:
                 self._wait_until(lambda: self._leases.is_settled or self._idle())
 
@@ -318,7 +344,7 @@ class WorkerRun:
     def _wait_until(
         self, done: Callable[[], bool], while_waiting: Callable[[], None] = lambda: None
     ) -> None:
-        last = (self._leases.completed, time.monotonic())
+        last = (self._known, time.monotonic())
         told = last[1]
         while not done():
             self._changed.wait(timeout=1.0)
@@ -327,10 +353,10 @@ class WorkerRun:
                 told = now
                 with self._unlocked():
                     while_waiting()
-            if self._leases.completed != last[0]:
-                last = (self._leases.completed, now)
+            if self._known != last[0]:
+                last = (self._known, now)
             elif now - last[1] > _STALL_SECONDS:
-                last = (self._leases.completed, now)
+                last = (self._known, now)
                 with self._unlocked():
                     logging.warning(
                         "No step has finished for %.0f s: %s", _STALL_SECONDS, self._describe(now)
@@ -363,7 +389,7 @@ class WorkerRun:
     def _describe(self, now: float) -> str:
         parts = []
         for slot in self.slots:
-            since = slot.busy_since
+            since = slot.idle_since
             if slot.lost:
                 parts.append(f"worker:{slot.index} is lost")
             elif since is not None:
@@ -378,8 +404,7 @@ class WorkerRun:
         """The servers that may be silent: workers in long calls, and whom these may wait for."""
         with self._changed:
             now = time.monotonic()
-            # As its thread sets it at any time, it is read once.
-            busy = [(slot.index, slot.busy_since) for slot in self.slots]
+            busy = [(slot.index, slot.idle_since) for slot in self.slots]
             workers = [
                 ("worker", index)
                 for index, since in busy
@@ -408,7 +433,8 @@ class WorkerRun:
         with self._changed:
             # While others have batches, training goes on; a call may just be long.
             limit = max(seconds, 2 * self._longest_call)
-            is_stuck = time.monotonic() - self._progressed >= limit
+            progressed = max(self._progressed, *(slot.progressed for slot in self.slots))
+            is_stuck = time.monotonic() - progressed >= limit
             waiting = {slot.index for slot in self.slots if slot.busy_since is not None}
         message = (
             f"reader:{index} has not answered for {seconds:.0f} s, and may have batches left; "
@@ -495,14 +521,14 @@ class WorkerRun:
                 self._leave(slot)
                 n = self._take(slot)
                 if n and self._guarded(slot, lambda: self._resume(slot)) is None:
-                    self._give_back(n)
+                    self._give_back(slot, n)
                     opened = False
                     continue
             if n == 0:
                 self._leave(slot)
                 return
             if self._guarded(slot, lambda: self._move(slot, MemberState.WORKING)) is None:
-                self._give_back(n)
+                self._give_back(slot, n)
                 opened = False
                 continue
             called = time.monotonic()
@@ -621,29 +647,34 @@ class WorkerRun:
         """
         with self._changed:
             while True:
-                if self._stopped or self._should_stop() or self._error is not None:
+                slot.waits = False
+                if self._shall_end():
                     return 0
                 n = self._leases.take(slot.number)
                 if n:
                     return n
                 if not wait:
                     return None
+                slot.waits = True
                 self._changed.wait(timeout=1.0)
 
     def _account(self, slot: Slot, taken: int, done: int, result: Any, seconds: float) -> None:
         with self._changed:
-            self._longest_call = max(self._longest_call, seconds)
+            longest = seconds if done <= 1 else min(seconds, self._leases.limit)
+            self._longest_call = max(self._longest_call, longest)
             self._leases.adapt(slot.number, taken, done, seconds)
             self._leases.give_back(taken, done)
+            slot.end_call()
             self._progressed = time.monotonic()
             if result is not None:
                 number, value = result
                 self._results[number] = value
             self._changed.notify_all()
 
-    def _give_back(self, taken: int, done: int = 0, lost: int = 0) -> None:
+    def _give_back(self, slot: Slot, taken: int, done: int = 0, lost: int = 0) -> None:
         """Of a call's steps not all were done; some may be lost with its worker."""
         with self._changed:
+            slot.end_call()
             self._leases.give_back(taken, done)
             self._losses += Losses(steps=lost)
             self._changed.notify_all()
@@ -657,7 +688,7 @@ class WorkerRun:
             done, lost = slot.state.account_lost(taken, self._leases.limit)
             slot.busy_since = None
         slot.lost_steps += lost
-        self._give_back(taken, done, lost)
+        self._give_back(slot, taken, done, lost)
 
     def _guarded(
         self, slot: Slot, action: Callable[[], Any], is_opening: bool = False
@@ -787,7 +818,7 @@ class WorkerRun:
         """Whether a lost worker that comes back would find nothing to do; under _changed."""
         others = any(s.running and not s.lost for s in self.slots)
         nothing_left = self._finished_parts > 0 and not others
-        return self._stopped or self._should_stop() or self._error is not None or nothing_left
+        return self._shall_end() or nothing_left
 
 
 def _over(slot: Slot) -> tf.errors.UnavailableError:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.strategies.pass_iterator import PassIterator
+from tf_recsync.strategies.step_counts import ROW
 from tf_recsync.synchronization.remote_values import PackedReader, on_worker
 
 _ECHO_SECONDS = 0.05  # What is on its way to a server arrives within.
@@ -29,6 +30,7 @@ class WorkerState:
         iterator: as above; None from `close` on.
         steps: how many steps it has done in the pass, as far as known.
         waited: how many microseconds it has waited for batches in the pass, as far as known.
+        row: on the server that counts global steps, see step_counts.py; None without one.
         unrolled: how many steps the function has that the call in flight calls; 0 before.
     """
 
@@ -52,10 +54,10 @@ class WorkerState:
         counts = np.array([self.steps, self.waited])
         self._counts = tf.Variable(on_worker(counts), trainable=False)
         self._steps_before = self._steps_at_call = self.steps
-        self._applied: tf.Variable | None = None  # By the server that counts them.
+        self.row: tf.Variable | None = None
         if owner:
             with tf.device(owner):
-                self._applied = tf.Variable(on_worker(np.int64(0)), trainable=False)
+                self.row = tf.Variable(on_worker(np.zeros(ROW.shape, np.int64)), trainable=False)
         self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
 
     def close(self, is_reachable: bool) -> None:
@@ -74,8 +76,8 @@ class WorkerState:
     @property
     def inputs(self) -> list[tf.Tensor]:
         """What its functions take besides an iterator (see `worker_functions.trace_steps`)."""
-        applied = self._counts if self._applied is None else self._applied
-        variables = (self._counts, applied, *self._variables)
+        row = self._counts if self.row is None else self.row
+        variables = (self._counts, row, *self._variables)
         handles = [variable.handle for variable in variables]
         return [self._worker, self._began, *handles]
 
@@ -126,29 +128,33 @@ class WorkerState:
         """
         done, begun = 0, taken
         try:
-            if self._applied is not None:
-                done = min(max(self._read_applied(seconds) - self._before_call, 0), taken)
+            if self.row is not None:
+                begun = min(taken, self.unrolled)
+                done = min(self.in_call(self._read_applied(seconds)), taken)
                 begun = min(taken - done, self.unrolled)
         except tf.errors.OpError as error:
             logging.debug("what became of the last call is not known: %s", error)
         self.steps = self._steps_at_call + done
         return done, begun
 
-    @property
-    def _before_call(self) -> int:
-        """The steps since it was opened that calls before the last one have done."""
-        return self._steps_at_call - self._steps_before
+    def in_call(self, applied: int) -> int:
+        """How many steps of the last call were applied, of those since the worker was opened."""
+        return max(applied - (self._steps_at_call - self._steps_before), 0)
 
     def _read_applied(self, seconds: float) -> int:
         """The steps that were applied since it was opened, when nothing comes any more."""
         deadline, last = time.monotonic() + seconds, -1
-        with tf.device(self._applied.device):  # And not on the worker, which may be gone.
+        with tf.device(self.row.device):  # And not on the worker, which may be gone.
             while True:
-                applied = int(self._applied.read_value())
+                applied = int(np.asarray(self.row.read_value())[0])
                 if applied == last or time.monotonic() > deadline:
                     return applied
                 last = applied
                 time.sleep(min(_ECHO_SECONDS, seconds))
+
+    def known(self, progress: int) -> int:
+        """The steps that it has done, if so many are known of the call in flight."""
+        return max(self.steps, self._steps_at_call + progress)
 
     def read_steps(self) -> int:
         """The steps that the worker has done."""

@@ -1,0 +1,64 @@
+"""What a parameter server knows of calls that are under way: how far they are, and their end.
+
+A worker that does the steps of a pass in one call is out of the coordinator's reach meanwhile. Its
+row (`step_counts.ROW`) is not: one call of the coordinator to the server that counts global steps
+reads, or tells, all workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tf_recsync.strategies.step_counts import ROW
+from tf_recsync.synchronization.remote_values import PackedReader
+
+
+class CallBoard:
+    """Reads and tells rows that lie on one server.
+
+    Args:
+        device: the server's.
+        size: how many rows there are at most.
+    """
+
+    def __init__(self, device: str, size: int):
+        self._device = device
+        self._size = size
+        self._read = PackedReader([ROW] * size)
+
+        def tell(handles):
+            for handle in handles:
+                tf.raw_ops.AssignAddVariableOp(resource=handle, value=np.array([0, 1], np.int64))
+
+        with tf.device(None):
+            self._tell = tf.function(tell, autograph=False).get_concrete_function(
+                [tf.TensorSpec([], tf.resource)] * size
+            )
+
+    def applied(self, rows: Sequence[tf.Variable]) -> list[int]:
+        """The steps that were applied of each.
+
+        Raises:
+            tf.errors.OpError: if the server is gone.
+        """
+        values = self._read(self._padded(rows), self._device)
+        return [int(value[0]) for value in values[: len(rows)]]
+
+    def tell(self, rows: Sequence[tf.Variable]) -> None:
+        """Has the calls of these end after the turn that they are in.
+
+        A call that has not begun may miss it: who is still at it after a while is told again.
+
+        Raises:
+            tf.errors.OpError: if the server is gone.
+        """
+        with tf.device(self._device):
+            self._tell(self._padded(rows))
+
+    def _padded(self, rows: Sequence[tf.Variable]) -> list[tf.Tensor]:
+        """As many handles as the functions were traced for; to repeat one does no harm."""
+        handles = [row.handle for row in rows]
+        return handles + handles[:1] * (self._size - len(handles))

@@ -1,0 +1,138 @@
+"""Follows the calls of a pass that last until they are told to end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync.cluster import Cluster
+from tf_recsync.strategies.call_board import CallBoard
+from tf_recsync.strategies.leases import Leases
+from tf_recsync.strategies.slots import Slot
+
+_LOOK_SECONDS = 0.1  # How often it is looked whether calls have to end.
+_READ_SECONDS = 0.25  # How often it is read how far they are.
+_AGAIN_SECONDS = 0.5  # After which a call is told again: it may not have begun before.
+
+
+class CallFollower:
+    """One thread, which ends with the pass.
+
+    It notes in the slots how far their calls are, and has calls end when nobody may be in a step,
+    when others have nothing to do, or when there are better functions to call.
+
+    Args:
+        cluster: the cluster.
+        board: what it reads and tells.
+        slots: of the pass's threads.
+        leases: the steps that they take.
+        changed: guards both, and is told of progress.
+        is_over: whether the pass shall end; called with `changed` held.
+        fail: ends the pass with an error.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        board: CallBoard,
+        slots: Sequence[Slot],
+        leases: Leases,
+        changed: threading.Condition,
+        is_over: Callable[[], bool],
+        fail: Callable[[Exception], None],
+    ):
+        self._cluster = cluster
+        self._board = board
+        self._slots = slots
+        self._leases = leases
+        self._changed = changed
+        self._is_over = is_over
+        self._fail = fail
+        self._read_at = 0.0
+        self._ending: set[tuple[int, int]] = set()  # Slots' numbers, and those of their calls.
+        self._look = threading.Event()
+        threading.Thread(target=self._run, name="recsync_calls", daemon=True).start()
+
+    def look(self) -> None:
+        """Something has changed that calls may have to end for."""
+        self._look.set()
+
+    def end_calls(self) -> None:
+        """The calls in flight end, and others begin; does not wait."""
+        with self._changed:
+            self._ending = {(slot.number, slot.calls) for slot in self._in_flight()}
+        self.look()
+
+    def _run(self) -> None:
+        try:
+            with self._cluster.dispatch_scope():
+                while True:
+                    self._look.wait(_LOOK_SECONDS)
+                    self._look.clear()
+                    with self._changed:
+                        if not any(slot.running for slot in self._slots):
+                            return
+                    try:
+                        self._read()
+                        self._tell()
+                    except tf.errors.OpError as error:
+                        # Those who train find out what is wrong.
+                        logging.log_every_n_seconds(
+                            logging.DEBUG, "calls can't be followed: %s", 10, error
+                        )
+        except Exception as error:
+            self._fail(error)
+
+    def _in_flight(self) -> list[Slot]:
+        """The calls of several steps; under _changed."""
+        return [s for s in self._slots if s.call > 1 and s.state is not None]
+
+    def _read(self) -> None:
+        """Notes how far calls are."""
+        now = time.monotonic()
+        if now - self._read_at < _READ_SECONDS:
+            return
+        with self._changed:
+            calls = [(slot, slot.calls, slot.state) for slot in self._in_flight()]
+        if not calls:
+            return
+        applied = self._board.applied([state.row for _, _, state in calls])
+        self._read_at = now = time.monotonic()
+        with self._changed:
+            for (slot, number, state), steps in zip(calls, applied, strict=True):
+                if slot.call and slot.calls == number:
+                    # The last one counts when its call has ended.
+                    slot.seen(min(state.in_call(steps), slot.call) - 1, now)
+                    self._leases.seen(slot.number, slot.progress, now - slot.called)
+            self._changed.notify_all()
+
+    def _tell(self) -> None:
+        """Has calls end that shall."""
+        with self._changed:
+            now = time.monotonic()
+            due = [s for s in self._due(now) if now - s.told >= _AGAIN_SECONDS]
+            for slot in due:
+                slot.told = now
+            rows = [slot.state.row for slot in due]
+        if rows:
+            self._board.tell(rows)
+
+    def _due(self, now: float) -> list[Slot]:
+        """The calls that shall end; under _changed."""
+        calls = self._in_flight()
+        if self._leases.is_held or self._is_over():
+            return calls
+        found = [slot for slot in calls if (slot.number, slot.calls) in self._ending]
+        if self._leases.are_taken and any(slot.waits for slot in self._slots):
+            # Others can do a part of what is left of a long one.
+            found += [slot for slot in calls if self._is_long(slot, now) and slot not in found]
+        return found
+
+    def _is_long(self, slot: Slot, now: float) -> bool:
+        """Whether a call would go on for longer than short calls last."""
+        left = slot.call - slot.progress
+        return left * (now - slot.called) > self._leases.seconds * max(slot.progress, 1)
