@@ -62,6 +62,74 @@ def test_a_call_lasts_no_longer_than_its_limit_and_does_one_turn_at_least():
     assert call(tf.constant(1000, tf.int64), 0.2, 0.1) == 1
 
 
+def test_a_call_ends_after_the_turn_in_which_it_is_told_to():
+    told = tf.Variable(3, dtype=tf.int64)
+
+    @tf.function(autograph=False)
+    def call(times, ends):
+        seen = []
+
+        def once():
+            done = tf.py_function(lambda: seen.append(1) or len(seen), [], tf.int64)
+            return tf.cond(done == ends, lambda: told.assign_add(1), told.read_value)
+
+        return worker_functions.turns(once, times, 60.0, told.read_value())
+
+    assert call(tf.constant(1000, tf.int64), tf.constant(5, tf.int64)) == 5
+    assert call(tf.constant(7, tf.int64), tf.constant(-1, tf.int64)) == 7  # Told before: no matter.
+
+
+def test_a_pass_of_short_steps_is_few_calls_of_which_keras_sees_the_steps(two, monkeypatch):
+    run, calls = worker_functions.Repeated.__call__, []
+
+    def counted(self, iterator, times, state):
+        calls.append(times)
+        return run(self, iterator, times, state)
+
+    monkeypatch.setattr(worker_functions.Repeated, "__call__", counted)
+    strategy = recsync.AsyncStrategy(two)
+    model = model_of(strategy)
+    seen, shown = [], []
+
+    class Looks(tf.keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(batch)
+            shown.append((sum(strategy.worker_steps(self.model)), len(calls)))
+
+    with compute_time(strategy, 0.002):
+        model.fit(data_of(2000), callbacks=[Looks()], verbose=0)
+    assert weight_of(model) == -2000
+    assert seen == list(range(2000))
+    # What opened the workers; one step and all others of each; what a faster one has left.
+    assert len(calls) < 20
+    # Steps are known while their call goes on.
+    assert len({steps for steps, number in shown if number == len(calls)}) > 3
+    calls.clear()
+    with compute_time(strategy, 0.002):
+        model.fit(data_of(None), steps_per_epoch=2000, verbose=0)
+    assert weight_of(model) == -4000
+    assert len(calls) < 60
+
+
+class LateSlowdown(recsync.testing.Slowdown):
+    """One worker takes 300 times as long from its eleventh step on."""
+
+    def factor(self, worker, step, seconds):
+        return tf.where((worker == 3) & (step >= 10), 300.0, 1.0)
+
+
+def test_workers_that_have_nothing_to_do_get_what_a_slow_one_has_before_it(clusters):
+    cluster = clusters.get(workers=4, ps=1)
+    strategy = recsync.AsyncStrategy(cluster)
+    model = model_of(strategy)
+    with compute_time(strategy, 0.003, LateSlowdown()):
+        model.fit(data_of(None), steps_per_epoch=4000, verbose=0)
+    done = strategy.worker_steps(model)
+    assert sum(done) == 4000 == -weight_of(model)
+    # It took a power of two near an eighth of all: minutes of its own steps.
+    assert 10 < done[3] < 128
+
+
 def test_a_worker_that_becomes_slow_in_a_long_call_keeps_nobody_waiting(two):
     """Its call ends at its limit, and others do what is left of it."""
     strategy = recsync.AsyncStrategy(two)

@@ -35,6 +35,8 @@ from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.remote_values import PackedReader
 
 _READS_PER_SECOND = 10  # Of workers' metrics, at most: each costs this process milliseconds.
+# Of calls that are told to end: none goes on for longer if its coordinator has died.
+_LONGEST_CALL_SECONDS = 60.0
 _UNROLL_SHARE = 16  # Steps of a call from which more steps are unrolled: they are short then.
 
 # What workers call, by the servers of their group, which it names, and by the steps unrolled.
@@ -384,7 +386,7 @@ class Steps:
                 if times * unrolled > 1:
                     state.steps = state.read_steps()
                 return state.steps - before, True
-            if not slot.told and (self._teller or time.monotonic() - called < self.call_limit):
+            if not slot.told and time.monotonic() - called < self.call_limit:
                 turns = times  # What it returned is on the worker.
             # Not by numpy: of a scalar from a server that is being cut off it makes a ValueError.
             turns = int(turns)
@@ -416,6 +418,8 @@ class Steps:
     @property
     def call_limit(self) -> float:
         """Seconds after which a call does no more steps."""
+        if self._teller:
+            return _LONGEST_CALL_SECONDS
         return call_limit(self._settings.cluster.workers * self.threads)
 
     def _most_per_call(self) -> int | None:

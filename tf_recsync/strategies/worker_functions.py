@@ -40,13 +40,13 @@ def turns(
     """Does something again and again, in a function of a worker.
 
     Whoever waits for the call's end, as to save the model, does not wait for a worker that has
-    become slow: it ends early, but not before the first time, when it is told to or after a while.
+    become slow: it ends early, but not before the first time, after a while or when it is told to.
 
     Args:
         once: does it, while it is traced; if a worker can be told to end a call, it returns how
             often that was, an int64 scalar.
         times: how often, an int64 scalar.
-        seconds: for so long at most, if the worker can't be told.
+        seconds: for so long at most.
         told: how often it was told before, if it can be; an int64 scalar.
 
     Returns:
@@ -55,8 +55,10 @@ def turns(
     began = tf.timestamp()
 
     def goes_on(i, now):
-        is_in_time = tf.timestamp() - began < seconds if told is None else now == told
-        return (i < times) & ((i == 0) | is_in_time)
+        may = tf.timestamp() - began < seconds
+        if told is not None:
+            may &= now == told
+        return (i < times) & ((i == 0) | may)
 
     def turn(i, now):
         found = once()

@@ -145,6 +145,8 @@ class WorkerState:
         """The steps that were applied since it was opened, when nothing comes any more."""
         deadline, last = time.monotonic() + seconds, -1
         with tf.device(self.row.device):  # And not on the worker, which may be gone.
+            # If it is not, it ends the call, whose results nobody gets.
+            self.row.assign_add(on_worker(np.array([0, 1])), read_value=False)
             while True:
                 applied = int(np.asarray(self.row.read_value())[0])
                 if applied == last or time.monotonic() > deadline:
