@@ -389,7 +389,7 @@ def test_servers_die_with_a_killed_parent(tmp_path):
             """
             import os, time
             from tf_recsync.cluster import LocalCluster
-            cluster = LocalCluster(workers=1, log_dir="logs")
+            cluster = LocalCluster(workers=1, log_dir="logs", start_timeout=300.0)
             if os.fork() == 0:  # Inherits the pipes, and outlives its parent.
                 time.sleep(30)
                 os._exit(0)

@@ -6,16 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import tensorflow as tf
-from absl import logging
-
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.call_board import CallBoard
 from tf_recsync.strategies.leases import Leases
 from tf_recsync.strategies.slots import Slot
 
 _LOOK_SECONDS = 0.1  # How often it is looked whether calls have to end.
-_READ_SECONDS = 0.25  # How often it is read how far they are.
+# How often it is read how far they are: the first time, later on, and as a share of the time since
+# somebody last waited for the steps in flight, or granted some.
+_READ_SECONDS = (0.02, 0.25, 0.1)
 _AGAIN_SECONDS = 0.5  # After which a call is told again: it may not have begun before.
 
 
@@ -32,6 +31,7 @@ class CallFollower:
         leases: the steps that they take.
         changed: guards both, and is told of progress.
         is_over: whether the pass shall end; called with `changed` held.
+        note: called with a slot and the number of steps that it is seen to have done since.
         fail: ends the pass with an error.
     """
 
@@ -43,6 +43,7 @@ class CallFollower:
         leases: Leases,
         changed: threading.Condition,
         is_over: Callable[[], bool],
+        note: Callable[[Slot, int], None],
         fail: Callable[[Exception], None],
     ):
         self._cluster = cluster
@@ -51,8 +52,9 @@ class CallFollower:
         self._leases = leases
         self._changed = changed
         self._is_over = is_over
+        self._note = note
         self._fail = fail
-        self._read_at = 0.0
+        self._read_at = self._asked_at = 0.0
         self._ending: set[tuple[int, int]] = set()  # Slots' numbers, and those of their calls.
         self._look = threading.Event()
         threading.Thread(target=self._run, name="recsync_calls", daemon=True).start()
@@ -60,6 +62,11 @@ class CallFollower:
     def look(self) -> None:
         """Something has changed that calls may have to end for."""
         self._look.set()
+
+    def ask(self) -> None:
+        """Somebody is about to wait for steps: it shall soon be known that they are done."""
+        self._asked_at = time.monotonic()
+        self.look()
 
     def end_calls(self) -> None:
         """The calls in flight end, and others begin; does not wait."""
@@ -71,21 +78,21 @@ class CallFollower:
         try:
             with self._cluster.dispatch_scope():
                 while True:
-                    self._look.wait(_LOOK_SECONDS)
+                    self._look.wait(min(_LOOK_SECONDS, self._period))
                     self._look.clear()
                     with self._changed:
                         if not any(slot.running for slot in self._slots):
                             return
-                    try:
-                        self._read()
-                        self._tell()
-                    except tf.errors.OpError as error:
-                        # Those who train find out what is wrong.
-                        logging.log_every_n_seconds(
-                            logging.DEBUG, "calls can't be followed: %s", 10, error
-                        )
+                    self._read()
+                    self._tell()
         except Exception as error:
             self._fail(error)
+
+    @property
+    def _period(self) -> float:
+        """Seconds between two looks at how far calls are."""
+        first, last, share = _READ_SECONDS
+        return min(last, max(first, share * (time.monotonic() - self._asked_at)))
 
     def _in_flight(self) -> list[Slot]:
         """The calls of several steps; under _changed."""
@@ -94,7 +101,7 @@ class CallFollower:
     def _read(self) -> None:
         """Notes how far calls are."""
         now = time.monotonic()
-        if now - self._read_at < _READ_SECONDS:
+        if now - self._read_at < self._period:
             return
         with self._changed:
             calls = [(slot, slot.calls, slot.state) for slot in self._in_flight()]
@@ -102,13 +109,17 @@ class CallFollower:
             return
         applied = self._board.applied([state.row for _, _, state in calls])
         self._read_at = now = time.monotonic()
+        news = []
         with self._changed:
             for (slot, number, state), steps in zip(calls, applied, strict=True):
-                if slot.call and slot.calls == number:
+                if steps is not None and slot.call and slot.calls == number:
                     # The last one counts when its call has ended.
-                    slot.seen(min(state.in_call(steps), slot.call) - 1, now)
+                    more = slot.seen(min(state.in_call(steps), slot.call) - 1, now)
                     self._leases.seen(slot.number, slot.progress, now - slot.called)
+                    news.append((slot, more))
             self._changed.notify_all()
+        for slot, more in news:
+            self._note(slot, more)
 
     def _tell(self) -> None:
         """Has calls end that shall."""

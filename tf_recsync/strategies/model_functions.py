@@ -95,8 +95,8 @@ class Steps:
         self._functions: dict[Any, tuple[_Functions, Layout]] = {}
         self._current: _Functions = {}  # Of those.
         self._owners: dict[tuple[int, ...], str] = {}  # Who counts their steps.
-        self._teller = ""  # See `_teller_of`.
-        self._boards: dict[str, CallBoard] = {}  # There.
+        self._calls_are_told = False  # To end, see `_teller_of`.
+        self._made_board: CallBoard | None = None
         self._unrolled: Callable[..., _Functions] | None = None  # Traces them with more steps.
         self._trace_seconds = 0.0  # It took to trace one step for each.
         self._step_logs: StepLogs | None = None
@@ -344,6 +344,7 @@ class Steps:
             while_waiting=self._tell_observers,
             most_per_call=self._most_per_call(),
             board=self._board(slots),
+            note_steps=self._note_steps,
         )
         self._run.when_done(self._go_on)
         return self._run
@@ -405,11 +406,14 @@ class Steps:
         """Whom workers wait for; only those that train do."""
         return None
 
+    def _note_steps(self, slot: Slot, steps: int) -> None:
+        """A worker's thread is known to have done so many more steps."""
+
     def _board(self, size: int) -> CallBoard | None:
         """What calls of so many threads are followed by."""
-        if self._teller and self._boards.get(self._teller) is None:
-            self._boards = {self._teller: CallBoard(self._teller, size)}
-        return self._boards.get(self._teller)
+        if self._calls_are_told and self._made_board is None:
+            self._made_board = CallBoard(size)
+        return self._made_board if self._calls_are_told else None
 
     def _teller_of(self, layout: Layout) -> str:
         """The device that tells workers when to end a call; "" if calls end by themselves."""
@@ -418,7 +422,7 @@ class Steps:
     @property
     def call_limit(self) -> float:
         """Seconds after which a call does no more steps."""
-        if self._teller:
+        if self._calls_are_told:
             return _LONGEST_CALL_SECONDS
         return call_limit(self._settings.cluster.workers * self.threads)
 
@@ -486,8 +490,7 @@ class Steps:
 
             is_training = self.method == "train_step"
             self._owners = {s: layout.owner if is_training else "" for s, layout in layouts.items()}
-            # Where there is one, there is one group.
-            self._teller = self._teller_of(next(iter(layouts.values())))
+            self._calls_are_told = all(map(self._teller_of, layouts.values()))
             began = time.monotonic()
             self._functions = {key: (trace(*lengths), next(iter(layouts.values())))}
             self._trace_seconds = (time.monotonic() - began) / sum(lengths)
@@ -515,10 +518,10 @@ class Steps:
             self.method == "train_step" and self._settings.prefetch_lookups,
             self._step_logs,
             self._settings.mode.hogwild,
-            self._teller,
+            self._teller_of(layout),
         )
         specs = worker_functions.worker_specs(layout, element_spec)
-        loop = worker_functions.trace_loop(body, specs, self.call_limit, self._teller)
+        loop = worker_functions.trace_loop(body, specs, self.call_limit, self._teller_of(layout))
         return worker_functions.Repeated(
             self._on_copies(body, layout), self._on_copies(loop, layout, is_loop=True)
         )

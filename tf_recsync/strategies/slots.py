@@ -44,9 +44,9 @@ class State(Protocol):
     def close(self, is_reachable: bool) -> None:
         """The pass has ended for the worker: lets go of its part of the data."""
 
-    def account_lost(self, taken: int, seconds: float) -> tuple[int, int]:
-        """The worker was lost in a call of so many steps, which may go on for some seconds: how
-        many of them were done, and how many more had begun."""
+    def account_lost(self, taken: int, known: int, seconds: float) -> tuple[int, int]:
+        """The worker was lost in a call of so many steps, so many of which are known to be done:
+        how many were, and how many more had begun. It may go on for some seconds."""
 
     def in_call(self, applied: int) -> int:
         """How many steps of the last call were applied, of those since the worker was opened."""
@@ -108,14 +108,18 @@ class Slot:
         self.called = self.progressed = time.monotonic()
         self.call = steps  # Now others look at it.
 
-    def seen(self, progress: int, now: float) -> None:
-        """The call is seen to be so far, by this time."""
-        if progress > self.progress:
+    def seen(self, progress: int, now: float) -> int:
+        """The call is seen to be so far, by this time; how many steps that is more than before."""
+        more = max(progress - self.progress, 0)
+        if more:
             self.progress, self.progressed = progress, now
+        return more
 
-    def end_call(self) -> None:
-        """What it did is accounted for elsewhere."""
+    def end_call(self, done: int) -> int:
+        """It has done so many steps; how many of them had not been seen."""
+        more = max(done - self.progress, 0)
         self.call = self.progress = 0
+        return more
 
     @property
     def idle_since(self) -> float | None:

@@ -151,8 +151,11 @@ class TrainFunction(Steps):
         return lengths | {1} if counts else lengths
 
     def _teller_of(self, layout: Layout) -> str:
-        # A synchronizer counts steps when calls end, and has some end by itself.
-        return layout.owner if self._make_synchronizer is None else ""
+        synchronizer = self.synchronizer
+        ends_calls = synchronizer is not None and (
+            synchronizer.counts_steps or synchronizer.most_steps is not None
+        )
+        return "" if ends_calls else layout.owner
 
     def _most_per_call(self) -> int | None:
         most = None if self.synchronizer is None else self.synchronizer.most_steps
@@ -162,6 +165,9 @@ class TrainFunction(Steps):
         synchronizer = self.synchronizer
         if synchronizer is None:
             return super()._run_steps(slot, n)
+        if self._calls_are_told:
+            with synchronizer.training(slot.number):
+                return super()._run_steps(slot, n)
         done, began = 0, time.monotonic()
         while done < n:
             left = synchronizer.steps_until_sync(slot.number)
@@ -173,6 +179,10 @@ class TrainFunction(Steps):
             if ended or steps < part or time.monotonic() - began > self.call_limit:
                 return done, ended
         return done, False
+
+    def _note_steps(self, slot: Slot, steps: int) -> None:
+        if self.synchronizer is not None and self._calls_are_told:
+            self.synchronizer.trained(slot.number, steps)
 
     # A pass, and its epochs.
 

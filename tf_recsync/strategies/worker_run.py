@@ -58,7 +58,9 @@ class WorkerRun:
             whether the dataset has ended, a result or None).
         steps_per_call: the unit of the steps of a call, see `Leases`.
         most_per_call: see there.
-        board: what follows long calls and tells them to end; None if steps don't ask it.
+        board: what long calls are followed by and told to end; None if steps don't ask it.
+        note_steps: called with a slot and a number of steps that it has done, as soon as that is
+            known.
         should_stop: asked between calls; True ends the pass early.
         worker_timeout: seconds without any worker after which the run fails.
         silence_timeout: seconds without a sign of life after which a server is given up.
@@ -91,6 +93,7 @@ class WorkerRun:
         while_waiting: Callable[[], None] = lambda: None,
         most_per_call: int | None = None,
         board: CallBoard | None = None,
+        note_steps: Callable[[Slot, int], None] = lambda slot, steps: None,
     ):
         self.data = data
         self._readers = 0 if data is None else data.readers
@@ -120,6 +123,7 @@ class WorkerRun:
         self._spared = {holder for of_one in self._holders for holder in of_one} | set(spared)
         self._is_reading = is_reading
         self._while_waiting = while_waiting
+        self._note_steps = note_steps
         self._follower: CallFollower | None = None
         self._comebacks = Comebacks(cluster, crew, self._wait_for_answers)
         self._opened = 0
@@ -149,7 +153,14 @@ class WorkerRun:
             thread.start()
         if board is not None:
             self._follower = CallFollower(
-                cluster, board, self.slots, self._leases, self._changed, self._shall_end, self.fail
+                cluster,
+                board,
+                self.slots,
+                self._leases,
+                self._changed,
+                self._shall_end,
+                note_steps,
+                self.fail,
             )
         cluster.add_pass(self)
 
@@ -171,6 +182,7 @@ class WorkerRun:
         with self._changed:
             self._leases.grant(steps)
             self._changed.notify_all()
+        self._ask()
 
     @property
     def readers(self) -> int:
@@ -257,6 +269,11 @@ class WorkerRun:
         if self._follower is not None:
             self._follower.end_calls()
 
+    def _ask(self) -> None:
+        """Steps begin, for which somebody may wait."""
+        if self._follower is not None:
+            self._follower.ask()
+
     def _look(self) -> None:
         """Calls may have to end."""
         if self._follower is not None:
@@ -329,6 +346,7 @@ class WorkerRun:
         with self._changed:
             self._leases.is_held = False
             self._changed.notify_all()
+        self._ask()
 
     def settle(self) -> None:
         """Waits for the calls in flight of a pass that was stopped, with a limit."""
@@ -664,28 +682,31 @@ class WorkerRun:
             self._longest_call = max(self._longest_call, longest)
             self._leases.adapt(slot.number, taken, done, seconds)
             self._leases.give_back(taken, done)
-            slot.end_call()
+            more = slot.end_call(done)
             self._progressed = time.monotonic()
             if result is not None:
                 number, value = result
                 self._results[number] = value
             self._changed.notify_all()
+        self._note_steps(slot, more)
 
     def _give_back(self, slot: Slot, taken: int, done: int = 0, lost: int = 0) -> None:
         """Of a call's steps not all were done; some may be lost with its worker."""
         with self._changed:
-            slot.end_call()
+            more = slot.end_call(done)
             self._leases.give_back(taken, done)
             self._losses += Losses(steps=lost)
             self._changed.notify_all()
+        self._note_steps(slot, more)
 
     def _account_lost(self, slot: Slot, taken: int) -> None:
         """A worker was lost in a call; counts what servers know of it."""
         done, lost = 0, taken
-        away = self._cluster.membership.is_away
-        if slot.state is not None and not any(map(away, self._holders[slot.index])):
+        if slot.state is not None:
+            is_gone = any(map(self._cluster.membership.is_away, self._holders[slot.index]))
             slot.busy_since = time.monotonic()
-            done, lost = slot.state.account_lost(taken, self._leases.limit)
+            limit = 0.0 if is_gone else self._leases.limit
+            done, lost = slot.state.account_lost(taken, slot.progress, limit)
             slot.busy_since = None
         slot.lost_steps += lost
         self._give_back(slot, taken, done, lost)

@@ -116,24 +116,25 @@ class WorkerState:
         self.waited = int(counts[1])
         return values
 
-    def account_lost(self, taken: int, seconds: float) -> tuple[int, int]:
+    def account_lost(self, taken: int, known: int, seconds: float) -> tuple[int, int]:
         """The worker was lost in a call, or only the connection to it; servers may know more.
 
         Args:
             taken: the steps of the call.
-            seconds: for how long it may go on.
+            known: how many of them are known to be done.
+            seconds: for how long it may go on; 0 if the server that counts its steps is gone, too.
 
         Returns:
             How many of them were done, and how many more had begun.
         """
-        done, begun = 0, taken
-        try:
-            if self.row is not None:
-                begun = min(taken, self.unrolled)
-                done = min(self.in_call(self._read_applied(seconds)), taken)
-                begun = min(taken - done, self.unrolled)
-        except tf.errors.OpError as error:
-            logging.debug("what became of the last call is not known: %s", error)
+        done, begun = known, taken - known
+        if self.row is not None:
+            try:
+                if seconds:
+                    done = max(done, min(self.in_call(self._read_applied(seconds)), taken))
+            except tf.errors.OpError as error:
+                logging.debug("what became of the last call is not known: %s", error)
+            begun = min(taken - done, self.unrolled)
         self.steps = self._steps_at_call + done
         return done, begun
 
