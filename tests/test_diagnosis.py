@@ -43,6 +43,13 @@ CAUSES = [
     ),
     (
         error(
+            tf.errors.InvalidArgumentError,
+            "Client for target /job:worker/replica:0/task:1 not found.",
+        ),
+        Cause.TRANSIENT,
+    ),
+    (
+        error(
             tf.errors.NotFoundError,
             "'__inference_steps_5' is neither a type of a primitive operation nor a name of a "
             "function registered in binary",

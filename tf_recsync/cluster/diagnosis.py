@@ -67,7 +67,8 @@ def diagnose(
     is_unknown_tensor = _is_unknown_tensor(error)
     if is_unknown_tensor:
         server_defs.forget_numbers()  # It may be one of these.
-    if is_unknown_tensor or isinstance(error, tf.errors.UnavailableError):
+    is_unavailable = isinstance(error, tf.errors.UnavailableError)
+    if is_unknown_tensor or is_unavailable or _is_left_out(error):
         return Diagnosis(Cause.TRANSIENT, worker)
     return Diagnosis(Cause.USER)
 
@@ -79,6 +80,14 @@ def _is_unknown_function(error: Exception) -> bool:
     if isinstance(error, tf.errors.InternalError):  # One that another one calls.
         return "Can't find a function" in error.message
     return isinstance(error, tf.errors.NotFoundError) and "name of a function" in error.message
+
+
+def _is_left_out(error: Exception) -> bool:
+    """Whether a call needed a server that was out of the cluster just then, as a neighbor is that
+    has died while a worker comes back."""
+    return isinstance(error, tf.errors.InvalidArgumentError) and (
+        "Client for target" in error.message and "not found" in error.message
+    )
 
 
 def _is_unknown_tensor(error: Exception) -> bool:
