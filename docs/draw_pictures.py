@@ -230,21 +230,22 @@ def draw_life() -> None:
 
 
 def draw_pass() -> None:
-    """How a pass runs: calls of many steps, which shrink towards the end."""
-    axes = figure(10, 4.4)
-    lanes = {"coordinator": 3.6, "worker:0": 2.5, "worker:1 (slower)": 1.4, "servers": 0.5}
+    """How a pass runs: calls that go on until others have nothing to do, and are told to end."""
+    axes = figure(10, 4.9)
+    lanes = {"coordinator": 3.9, "worker:0": 2.8, "worker:1 (slower)": 1.7, "servers": 0.5}
     for name, y in lanes.items():
         axes.text(0.1, y, name, fontsize=9, va="center")
         axes.plot([1.5, 9.8], [y, y], color="lightgrey", linewidth=1, zorder=0)
+    # (beginning, steps that it may do, steps that it does) of each call.
     calls = {
-        "worker:0": [(1.6, 1), (2.1, 2), (2.9, 4), (4.3, 8), (6.9, 4), (8.3, 1), (8.75, 1)],
-        "worker:1 (slower)": [(1.6, 1), (2.6, 1), (3.6, 2), (5.4, 2), (7.2, 1), (8.2, 1)],
+        "worker:0": [(1.6, 1, 1), (2.05, 16, 16), (7.6, 1, 1), (8.1, 1, 1)],
+        "worker:1 (slower)": [(1.6, 1, 1), (2.5, 16, 6), (7.7, 1, 1)],
     }
     widths = {"worker:0": 0.3, "worker:1 (slower)": 0.8}
     for name, of_one in calls.items():
         y, width = lanes[name], widths[name]
-        for x, steps in of_one:
-            for i in range(steps):
+        for x, asked, done in of_one:
+            for i in range(done):
                 left = x + 0.05 + i * width
                 box(axes, left + width / 2, y, 0.86 * width, 0.3, "", BLUE)
                 arrow(
@@ -254,37 +255,43 @@ def draw_pass() -> None:
                     style="<|-|>",
                     color="lightsteelblue",
                 )
-            right = x + 0.05 + steps * width
+            right = x + 0.05 + done * width
             arrow(axes, (x, lanes["coordinator"]), (x + 0.05, y + 0.16), color="firebrick")
             arrow(axes, (right, y + 0.16), (right + 0.03, lanes["coordinator"]), color="grey")
             axes.text(
                 (x + right) / 2,
-                y + 0.26,
-                f"{steps}",
+                y + 0.28,
+                f"{done}" if done == asked else f"{done} of {asked}",
                 fontsize=7.5,
                 ha="center",
                 zorder=5,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
             )
+    for x in (2.2, 2.5, 2.9, 3.5, 4.4, 5.6, 6.6):
+        arrow(
+            axes,
+            (x, lanes["coordinator"]),
+            (x, lanes["servers"] + 0.1),
+            style="<|-",
+            color="darkseagreen",
+        )
+    arrow(axes, (6.97, lanes["coordinator"]), (7.0, lanes["servers"] + 0.1), color="darkorange")
     box(
         axes,
         5.65,
         lanes["servers"],
         8.3,
         0.24,
-        "pull, push: straight between worker and servers",
+        "pull, push, and the workers' rows: steps applied, told to end",
         ORANGE,
         fontsize=8,
     )
-    axes.text(
-        5.6,
-        4.1,
-        "A call says how many steps (red), and returns when they are done (grey).",
-        ha="center",
-        fontsize=8.5,
-    )
-    axes.text(3.4, 3.75, "calls grow until they last 0.25 s", fontsize=8, ha="center")
-    axes.text(8.1, 3.75, "and shrink with the steps that are left", fontsize=8, ha="center")
+    for x, y, text in [
+        (5.6, 4.65, "A call says how many steps at most (red), and returns when it ends (grey)."),
+        (4.3, 4.2, "rows are read (green):\nhow far calls are"),
+        (7.3, 4.2, "worker:0 has nothing to do:\nthe other call is told to end (orange)"),
+    ]:
+        axes.text(x, y, text, ha="center", va="center", fontsize=8)
     save("a_pass")
 
 
