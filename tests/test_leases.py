@@ -149,3 +149,37 @@ def test_each_step_is_done_once_and_nobody_waits_long_for_the_last_worker(second
 @pytest.mark.parametrize("threads,seconds", [(1, 0.25), (12, 0.25), (64, 1.28)])
 def test_how_long_a_call_lasts(threads, seconds):
     assert call_seconds(threads) == pytest.approx(seconds)
+
+
+def test_calls_of_short_steps_that_can_be_told_to_end_have_all_steps_there_are():
+    leases = Leases(1, None, threads=2, can_end=True)
+    leases.grant(float("inf"))
+    assert leases.take(0) == 1
+    leases.adapt(0, 1, 1, 0.01)
+    leases.give_back(1, 1)
+    taken = leases.take(0)
+    assert taken > 1e9 and not leases.are_taken
+    leases.seen(0, 100, 1.0)
+    assert leases.share(0) == 16  # Of 25, a power of two.
+    # It was told to end, or the data have ended.
+    leases.adapt(0, taken, 500, 5.0)
+    leases.give_back(taken, 500)
+    assert leases.completed == 501 and leases.is_settled
+    # A step may take longer than others wait.
+    leases.adapt(0, 1, 1, 2.0)
+    assert leases.take(0) == 1
+
+
+def test_of_a_known_number_of_steps_one_thread_takes_half_of_an_equal_share():
+    leases = Leases(1, None, threads=2, can_end=True)
+    leases.grant(1000)
+    for thread in range(2):
+        assert leases.take(thread) == 1
+        leases.adapt(thread, 1, 1, 0.001)
+        leases.give_back(1, 1)
+    assert leases.take(0) == 128
+    leases.give_back(128, 28)  # It was told to end, and others get the rest.
+    rest = []
+    while taken := leases.take(1):
+        rest.append(taken)
+    assert leases.are_taken and sum(rest) == 970 and rest == sorted(rest, reverse=True)

@@ -125,14 +125,14 @@ class CallFollower:
         """Has calls end that shall."""
         with self._changed:
             now = time.monotonic()
-            due = [s for s in self._due(now) if now - s.told >= _AGAIN_SECONDS]
+            due = [s for s in self._due() if now - s.told >= _AGAIN_SECONDS]
             for slot in due:
                 slot.told = now
             rows = [slot.state.row for slot in due]
         if rows:
             self._board.tell(rows)
 
-    def _due(self, now: float) -> list[Slot]:
+    def _due(self) -> list[Slot]:
         """The calls that shall end; under _changed."""
         calls = self._in_flight()
         if self._leases.is_held or self._is_over():
@@ -140,10 +140,6 @@ class CallFollower:
         found = [slot for slot in calls if (slot.number, slot.calls) in self._ending]
         if self._leases.are_taken and any(slot.waits for slot in self._slots):
             # Others can do a part of what is left of a long one.
-            found += [slot for slot in calls if self._is_long(slot, now) and slot not in found]
+            share = self._leases.share
+            found += [s for s in calls if s.call - s.progress > share(s.number)]
         return found
-
-    def _is_long(self, slot: Slot, now: float) -> bool:
-        """Whether a call would go on for longer than short calls last."""
-        left = slot.call - slot.progress
-        return left * (now - slot.called) > self._leases.seconds * max(slot.progress, 1)

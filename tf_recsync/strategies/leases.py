@@ -69,13 +69,10 @@ class Leases:
         """Whether all steps that were granted are done."""
         return self.completed >= self._granted and self.is_settled
 
-    @property
-    def longest(self) -> int:
-        """How many steps the next call has of the thread whose steps are the shortest.
-
-        If calls can be told to end, how many it does while others' would last.
-        """
-        return max(self._shares)
+    def share(self, thread: int) -> int:
+        """How many steps a thread's next call has, unless few are left; if calls can be told to
+        end, how many it does while such a call would last."""
+        return self._shares[thread]
 
     @property
     def are_taken(self) -> bool:

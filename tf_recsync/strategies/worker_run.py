@@ -208,9 +208,9 @@ class WorkerRun:
 
     @property
     def steps_per_call(self) -> int:
-        """How many steps a call has at the moment, of the worker whose steps are the shortest."""
+        """How many steps fit into a short call of the worker whose steps are the shortest."""
         with self._changed:
-            return self._leases.longest
+            return max(self._leases.share(slot.number) for slot in self.slots)
 
     @property
     def seconds(self) -> float:
