@@ -45,6 +45,12 @@ class VariableState:
     last_updates: list[keras.Variable]  # float32 like versions; mostly empty
     last_steps: list[keras.Variable]  # int64 like versions; empty but for Adam
 
+    @property
+    def beside(self) -> list[keras.Variable]:
+        """All that the optimizer keeps beside the variable."""
+        lists = (self.accumulators, self.last_periods, self.last_updates, self.last_steps)
+        return [self.versions, self.counters, *(v for variables in lists for v in variables)]
+
 
 def handles(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     """The resource handles of variables, whatever scope Keras is in."""

@@ -23,6 +23,7 @@ from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.copies import device_for
 from tf_recsync.synchronization.lookups import Lookups
+from tf_recsync.synchronization.placed import Placed, PlacedLayers
 from tf_recsync.synchronization.pull_plan import PullPlan, ServerPull
 from tf_recsync.synchronization.pulled import PulledRequest, PulledScope, PulledTable
 from tf_recsync.synchronization.push_plan import PushPlan
@@ -46,6 +47,7 @@ class Layout:
         private: non-trainable variables of which every worker has its own copy
             (metrics, and seeds, which must differ between workers).
         group: whose trainers' steps they are; None where no variable is copied.
+        placed: the layers that run on the servers of their weights.
     """
 
     optimizers: tuple[base.Optimizer, ...]
@@ -54,6 +56,7 @@ class Layout:
     shared: list[keras.Variable]
     private: list[keras.Variable]
     group: Group | None = None
+    placed: PlacedLayers = PlacedLayers()
 
     def device(self, variable: keras.Variable) -> str:
         """The device that holds a variable; "" for where the step runs."""
@@ -70,6 +73,7 @@ class Layout:
         model: keras.Model,
         optimizers: Sequence[base.Optimizer],
         group: Group | None = None,
+        placed: PlacedLayers = PlacedLayers(),
     ) -> Layout:
         """The layout of a built model.
 
@@ -77,7 +81,7 @@ class Layout:
             model: a model whose variables exist.
             optimizers: its optimizers; none of them for a model that only
                 predicts: then all its variables count as dense or shared.
-            group: see above.
+            group: see above, like the last one.
         """
         states = {id(s.variable): s for o in optimizers for s in o.states}
         dense: dict[str, list[base.VariableState]] = {}
@@ -99,7 +103,7 @@ class Layout:
                 dense.setdefault(device_for(variable, group), []).append(state)
         known = {id(v) for v in private}
         shared = [v for v in shared if id(v) not in known]
-        return cls(tuple(optimizers), dense, tables, shared, private, group)
+        return cls(tuple(optimizers), dense, tables, shared, private, group, placed)
 
 
 class Ahead:
@@ -151,6 +155,7 @@ class Step:
 
     Attributes:
         private: the values of `layout.private`.
+        placed: what runs on the servers that hold its weights.
     """
 
     is_dry = False
@@ -190,24 +195,25 @@ class Step:
             )
             for i, s in enumerate(layout.tables)
         }
+        dense = [state for states in layout.dense.values() for state in states]
+        self.placed = Placed(layout.placed, [s.variable for s in dense] + layout.shared, dense, self._after)
         pulled, found = self._pull(lookups, batch, ahead)
         for i, request in found.items():
             first = layout.tables[lookups.tables[i][0]]
             self._tables[id(first.variable)].prefetched(request)
-        self._shared = [pulled[id(v)] for v in layout.shared]
+        self._shared = [(v, pulled[id(v)]) for v in layout.shared if id(v) in pulled]
         self._scope = PulledScope(
-            dense=[
-                (s.variable, pulled[id(s.variable)])
-                for dense in layout.dense.values()
-                for s in dense
-            ],
+            dense=[(s.variable, pulled[id(s.variable)]) for s in dense if id(s.variable) in pulled],
             tables=[(s.variable, self._tables[id(s.variable)]) for s in layout.tables],
             others=[
                 *zip(layout.private, private, strict=True),
-                *zip(layout.shared, self._shared, strict=True),
+                *self._shared,
                 *((v, pulled[id(v)]) for o in layout.optimizers for v in schedule_variables(o)),
                 *_read_where_used([o._iterations for o in layout.optimizers], pulled, layout),
             ],
+            late=self.placed.variables,
+            trained=self.placed.trained,
+            read=self.placed.read,
         )
 
     def _pull(
@@ -221,9 +227,11 @@ class Step:
         """
         plans = _plan_lookups(self._layout, lookups, batch) if ahead is None else ahead.plans
         found: dict[int, PulledRequest] = {} if ahead is None else ahead.found
+        is_placed = self._layout.placed.devices.__contains__
         for device, states in self._layout.dense.items():
-            plans.setdefault(device, PullPlan()).dense.extend(states)
-        unversioned = [*self._layout.shared]
+            if pulled := [state for state in states if not is_placed(id(state.variable))]:
+                plans.setdefault(device, PullPlan()).dense.extend(pulled)
+        unversioned = [v for v in self._layout.shared if not is_placed(id(v))]
         for optimizer in self._layout.optimizers:
             unversioned += schedule_variables(optimizer)
         for variable in unversioned:
@@ -277,7 +285,7 @@ class Step:
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Inside, the model computes on what was pulled, and applying is pushing."""
-        with context.pushing(self), self._scope:
+        with context.pushing(self), self._scope, self.placed.running():
             yield
 
     @property
@@ -308,14 +316,15 @@ class Step:
         if compute_time is not None and self._pushes:
             self._delay(compute_time)
         operations: list[tf.Operation] = []
-        for variable, old in zip(self._layout.shared, self._shared, strict=True):
+        for variable, old in [*self._shared, *self.placed.moving]:
             new = self._scope.get_current_value(variable)
             if new is old:
                 continue
-            if variable.dtype != "bool":
-                # What this step added: others may have added meanwhile.
-                new = tf.cast(new, old.dtype) - old
-            new = tf.identity(new)  # Only if there is a batch.
+            with self.placed.beside(old):
+                if variable.dtype != "bool":
+                    # What this step added: others may have added meanwhile.
+                    new = tf.cast(new, old.dtype) - old
+                new = tf.identity(new)  # Only if there is a batch.
             with tf.control_dependencies(None), tf.device(self._layout.device(variable)):
                 if variable.dtype == "bool":
                     update = variable._value.assign(new, read_value=False)
@@ -426,7 +435,10 @@ class Step:
                 plans[device] = PushPlan(self._pulls.get(device, ServerPull()))
             plan = plans[device]
             table = self._tables.get(id(state.variable))
-            if table is None:
+            if id(state.variable) in self._layout.placed.devices:
+                gradient = tf.cast(self.placed.lying(gradient, device), tf.float32)
+                plan.add_placed(state, gradient, self.placed.version(state))
+            elif table is None:
                 plan.add_dense(state, tf.cast(tf.convert_to_tensor(gradient), tf.float32))
             elif id(state.variable) in self._summed:
                 versions = self._summed[id(state.variable)]

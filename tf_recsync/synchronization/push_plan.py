@@ -31,6 +31,8 @@ class PushPlan:
     def __init__(self, pull: ServerPull):
         self._pull = pull
         self._dense: list[tuple[int, tf.Tensor]] = []
+        # What is there already: gradients, and the versions that they were computed on.
+        self._placed: list[tuple[base.VariableState, tf.Tensor, tf.Tensor]] = []
         self._pooled: list[tuple[int, list[GradientPart]]] = []
         self._rows: list[tuple[base.VariableState, tf.Tensor, tf.Tensor, tf.Tensor]] = []
         # What travels; see `pack`.
@@ -44,6 +46,18 @@ class PushPlan:
     def add_dense(self, state: base.VariableState, gradient: tf.Tensor) -> None:
         """Adds the gradient of a dense variable."""
         self._dense.append((_index(self._pull.dense, state), gradient))
+
+    def add_placed(
+        self, state: base.VariableState, gradient: tf.Tensor, version: tf.Tensor
+    ) -> None:
+        """Adds the gradient of a dense variable that was computed on the server.
+
+        Args:
+            state: the variable's.
+            gradient: on the server, shaped like the variable.
+            version: the variable's when it was read, int64 [1], on the server.
+        """
+        self._placed.append((state, gradient, version))
 
     def add_lookups(self, state: base.VariableState, parts: list[GradientPart]) -> bool:
         """Adds the gradient of a table's pooled vectors, if they are all that was pulled of it.
@@ -109,6 +123,13 @@ class PushPlan:
             states, versions = self._dense_versions()
             operations.append(
                 optimizer.apply_dense(states, dense, versions, learning_rate, step, hogwild=hogwild)
+            )
+        for state, gradient, version in self._placed:
+            gradient = tf.reshape(gradient, [-1])
+            operations.append(
+                optimizer.apply_dense(
+                    [state], gradient, version, learning_rate, step, hogwild=hogwild
+                )
             )
         for states, values, bags, versions in self._updates_of_rows(pooled, rows):
             operations.append(
