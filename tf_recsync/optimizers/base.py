@@ -9,6 +9,7 @@ An update reaches a variable in one of three ways, all ending in the same maths:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -277,7 +278,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             return
         if self._clips:
             variables = trainable_variables or self._trainable_variables
-            grads = push.sum_repeated_rows(grads, variables)
+            grads = push.for_clipping(grads, variables)
         super().apply(grads, trainable_variables)
 
     def finalize_variable_values(self, var_list):
@@ -314,7 +315,13 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         if self.global_clipnorm:
             # Keras's own would make the gradients of tables dense.
             return tf.clip_by_global_norm(grads, self.global_clipnorm)[0]
-        return super()._clip_gradients(grads)
+        return [self._clip(gradient) for gradient in grads]
+
+    def _clip(self, gradient):
+        """A gradient clipped by itself, where it is."""
+        push = context.current_push()
+        with contextlib.nullcontext() if push is None else push.beside(gradient):
+            return super()._clip_gradients([gradient])[0]
 
     def update_step(self, gradient, variable, learning_rate):
         """Applies a fresh gradient to one variable."""

@@ -410,7 +410,10 @@ class Step:
 
     # The push (see `context.Push`).
 
-    def sum_repeated_rows(self, grads, variables) -> list:
+    def beside(self, gradient) -> contextlib.AbstractContextManager:
+        return self.placed.beside(gradient)
+
+    def for_clipping(self, grads, variables) -> list:
         summed = []
         for gradient, variable in zip(grads, variables, strict=True):
             table = self._tables.get(id(variable))
@@ -423,6 +426,9 @@ class Step:
                 oldest = tf.math.unsorted_segment_min(versions, positions, count)
                 self._summed[id(variable)] = oldest
                 gradient = tf.IndexedSlices(values, ids, tf.constant(table.shape.as_list()))
+            device = self.placed.device(variable)
+            if device is not None and gradient is not None:
+                gradient = self.placed.lying(gradient, device)
             summed.append(gradient)
         return summed
 
@@ -435,7 +441,7 @@ class Step:
                 plans[device] = PushPlan(self._pulls.get(device, ServerPull()))
             plan = plans[device]
             table = self._tables.get(id(state.variable))
-            if id(state.variable) in self._layout.placed.devices:
+            if self.placed.device(variable) is not None:
                 gradient = tf.cast(self.placed.lying(gradient, device), tf.float32)
                 plan.add_placed(state, gradient, self.placed.version(state))
             elif table is None:
