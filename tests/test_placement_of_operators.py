@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import live_operations
+from helpers import live_operations, mean_output, slope_model
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD, Adagrad, Adam, SwapAdagrad
@@ -250,3 +250,157 @@ def test_what_lies_between_a_gradient_and_its_update_is_on_the_server(cluster, k
     model, local = trained(alone(cluster), called_twice, CLIPPING[kind])
     assert_same(model, local)
     assert_only_activations_travel(model)
+
+
+GLOBAL = {"global_batch_size": 2 * BATCH, "local_batch_size": BATCH}
+
+
+def named() -> keras.Model:
+    inputs = keras.Input((WIDTH,))
+    x = keras.layers.Dense(8, "relu", name="first")(inputs)
+    x = keras.layers.Dense(7, "relu", name="second")(x)
+    return keras.Model(inputs, keras.layers.Dense(1, name="last")(x))
+
+
+def test_a_buffer_collects_gradients_of_placed_layers_and_of_others(cluster):
+    found = []
+    for placed in ([], ["second"], ["first", "second", "last"]):
+        strategy = alone(
+            cluster, dict.fromkeys(placed, 0), aggregation=recsync.modes.GBA(**GLOBAL)
+        )
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = compiled(named, lambda: Adagrad(0.05))
+        model.fit(dataset(8), verbose=0)
+        (report,) = strategy.aggregation(model)
+        found.append([report.global_step, *model.get_weights()])
+        assert report.global_step == 4
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_tables_stay_on_their_servers_and_lookups_on_trainers(cluster):
+    def build():
+        ids = keras.Input((2,), dtype="int64", name="ids")
+        vectors = recsync.layers.EmbeddingCollection(
+            [recsync.layers.TableConfig("things", 20, 4)],
+            [recsync.layers.FeatureConfig("ids", table="things")],
+            concatenate=True,
+        )({"ids": ids})
+        x = keras.layers.Dense(5, "relu")(vectors)
+        return keras.Model({"ids": ids}, keras.layers.Dense(1)(x))
+
+    random = np.random.default_rng(1)
+    ids = random.integers(0, 20, (6 * BATCH, 2))
+    data = tf.data.Dataset.from_tensor_slices(({"ids": ids}, ids[:, :1] / 20.0)).batch(BATCH)
+    found = []
+    for placement in ("trainers", "auto"):
+        strategy = alone(cluster, placement)
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = build()
+            model.compile(Adagrad(0.1), "mse")
+        model.fit(data, verbose=0)
+        found.append(model.get_weights())
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    devices = {op.device for op in graph_of_step(model).get_operations() if op.type == "MatMul"}
+    assert devices == {f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in (0, 1)}
+
+
+def test_the_plan_says_where_layers_run_and_their_variables_are(cluster):
+    plan = {"first": 1, "second": None, "last": 1}
+    model, local = trained(alone(cluster, plan), named)
+    assert_same(model, local)
+    for name in ("first", "last"):
+        layer = model.get_layer(name)
+        state = model.optimizer.state_of(layer.kernel)
+        for variable in [layer.kernel, layer.bias, *state.beside]:
+            assert variable._value.shard == 1
+    graph = graph_of_step(model)
+    devices = [op.device for op in graph.get_operations() if op.type == "MatMul"]
+    # Forward, and two gradients; of the first layer one.
+    assert sorted(devices) == [""] * 3 + ["/job:ps/replica:0/task:1/device:CPU:0"] * 5
+
+
+def test_servers_get_about_as_many_weights_each_and_neighbours_stay_together(cluster):
+    def build():
+        sizes = (8, 8, 8, 8)
+        return chain(*(keras.layers.Dense(size, "relu") for size in sizes))
+
+    model, local = trained(alone(cluster), build)
+    assert_same(model, local)
+    shards = [layer.kernel._value.shard for layer in model.layers]
+    assert shards == sorted(shards) and shards[0] == 0 and shards[-1] == 1
+    sizes = [0, 0]
+    for variable in model.weights:
+        sizes[variable._value.shard] += int(np.prod(variable.shape))
+    assert max(sizes) - min(sizes) <= 8 * 9
+
+
+def test_models_are_evaluated_saved_and_trained_on_as_before(cluster, tmp_path):
+    strategy = alone(cluster)
+    with strategy.scope():
+        model = compiled(LAYERS["BatchNormalization"], lambda: Adagrad(0.05), metrics=["mae"])
+    logs = model.fit(dataset(6), validation_data=dataset(3), epochs=2, verbose=0).history
+    assert logs["loss"][1] < logs["loss"][0]
+    loss, _ = model.evaluate(dataset(3), verbose=0)
+    assert loss == pytest.approx(logs["val_loss"][-1], rel=1e-5)
+    predictions = model.predict(dataset(3), verbose=0)
+    model.save(tmp_path / "model.keras")
+    alike = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(alike.predict(examples(3)[0], verbose=0), predictions, 1e-4, 1e-5)
+    assert int(model.optimizer.iterations.numpy()) == int(alike.optimizer.iterations) == 12
+    assert "call" not in model.layers[0].__dict__
+
+
+def test_staleness_is_counted_by_the_updates_between_reading_and_updating(clusters):
+    strategy = alone(
+        clusters.get(workers=4, ps=6), groups=2, trainers_per_group=2, ps_per_group=1
+    )
+    slow = recsync.testing.SlowWorkers(8.0, [0])
+    recsync.testing.set_compute_time(strategy, 0.7, slow)
+    with strategy.scope():
+        model = slope_model()
+        model.compile(SGD(0.5), mean_output)
+    batches = [1, 4, 0, 0]
+
+    def dataset_fn(context):
+        ones = np.ones((batches[context.input_pipeline_id], 4, 1), np.float32)
+        return tf.data.Dataset.from_tensor_slices((ones, ones))
+
+    model.fit(strategy.distribute_datasets_from_function(dataset_fn), verbose=0)
+    # The slow trainer read before the other one's four updates, and updated after them.
+    assert strategy.staleness(model).dense.histogram == ((1, 4), (5, 1))
+    np.testing.assert_allclose(model.get_weights()[0], [[-2.5]])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("servers", 'placement must be "trainers", "auto" or a mapping .*not \'servers\''),
+        ({"dense": 2}, "from 0 to 1 with ps_per_group=2, or None; not 'dense': 2"),
+        ({"dense": True}, "or None; not 'dense': True"),
+        ({1: 0}, "the path of a layer, a str.* not 1: 0"),
+    ],
+)
+def test_a_wrong_placement_is_refused(cluster, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        alone(cluster, wrong)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"nowhere": 0}, "placement names \\['nowhere'\\], .*; it has \\['dense"),
+        ({"shares": 0}, "must put .* on one server, as they share variables, not on"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_model_is_refused_before_training(cluster, plan, message):
+    keras.utils.clear_session()
+    strategy = alone(cluster, plan)
+    with strategy.scope():
+        model = compiled(tied, lambda: Adagrad(0.05))
+    with pytest.raises(ValueError, match=message):
+        model.fit(dataset(2), verbose=0)

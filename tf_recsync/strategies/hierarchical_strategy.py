@@ -63,8 +63,11 @@ class HierarchicalStrategy(SynchronizedStrategy):
     and what is saved, are the first group's copy or the mean; assigning a variable assigns all
     copies.
 
+    With `placement` dense layers run on the server of the group that holds their weights: forward,
+    backward and the update. Activations and their gradients travel then, weights and theirs don't.
+
     Reference: Huang et al. 2021, "Hierarchical Training: Scaling Deep Recommendation Models on
-    Large CPU Clusters"; here operators stay on the trainers. Zheng et al. 2021, "ShadowSync".
+    Large CPU Clusters", section 3 for the placement. Zheng et al. 2021, "ShadowSync".
 
     Args:
         cluster: a `LocalCluster`, or what `cluster_from_tf_config` returned, with
@@ -83,6 +86,12 @@ class HierarchicalStrategy(SynchronizedStrategy):
             `Foreground`: as a part of training. With `Hop`, which counts updates, only "shadow".
         sync_ps: how many of the parameter servers hold the central copy, an int. Default: 1
             with a central algorithm, as EASGD is, else 0.
+        placement: where layers with dense weights run in training. "trainers" (the default): on
+            the trainers, which pull the weights. "auto": on the group's servers, in their
+            order, so that these have about as many weights each. Or a mapping from paths of
+            layers, as `layer.path` has them, to the number of the server in its group, from 0
+            to `ps_per_group - 1`, or None for the trainers, where layers run that it does
+            not name.
         output: what reading a variable gives: "first" (the default) for the first group's
             copy, "mean" for that of all, or the number of a group.
         local_batch_size: examples of a batch, or None (the default) if the mode says it or fit
@@ -91,14 +100,20 @@ class HierarchicalStrategy(SynchronizedStrategy):
         silence_timeout: as in `AsyncStrategy`.
 
     Raises:
-        ValueError: if an argument is wrong or does not go with another one.
+        ValueError: if an argument is wrong or does not go with another one; from `fit`, before it
+            trains, if `placement` names a layer that is not there, or has no dense weights.
 
     Example:
 
     ```python
     cluster = recsync.LocalCluster(workers=4, ps=4)
     strategy = recsync.HierarchicalStrategy(
-        cluster, recsync.EASGD(alpha=0.3), groups=2, trainers_per_group=2, ps_per_group=1
+        cluster,
+        recsync.EASGD(alpha=0.3),
+        groups=2,
+        trainers_per_group=2,
+        ps_per_group=1,
+        placement="auto",
     )
     with strategy.scope():
         model = build_model()

@@ -14,7 +14,14 @@ from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.copies import CopiedVariable, is_copied
 from tf_recsync.synchronization.placed import PlacedLayers
 from tf_recsync.synchronization.pull_push import Layout, is_seed
-from tf_recsync.synchronization.units import Plan, Unit, followers_of, place_variables, planned, units_of
+from tf_recsync.synchronization.units import (
+    Plan,
+    Unit,
+    followers_of,
+    place_variables,
+    planned,
+    units_of,
+)
 
 
 def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
@@ -112,6 +119,7 @@ class OnServers:
         self._model = model
         self._placement = placement
         self._placed: list[tuple[Unit, int]] = []
+        self._followers: tuple[keras.Operation, ...] = ()
 
     @property
     def optimizers(self) -> list[base.Optimizer]:
@@ -129,9 +137,10 @@ class OnServers:
         if self._placement == "trainers":
             return
         states = [state for optimizer in self.optimizers for state in optimizer.states]
-        tables = [state.variable for state in states if state.is_table]
-        self._placed = planned(units_of(self._model, tables), self._placement, servers)
-        self._followers = tuple(followers_of(self._model, tables))
+        apart = [state.variable for state in states if state.is_table]
+        apart += [variable for variable in self._model.variables if not is_copied(variable)]
+        self._placed = planned(units_of(self._model, apart), self._placement, servers)
+        self._followers = tuple(followers_of(self._model, apart))
         place_variables(self._placed, states)
 
     def layout(self, group: Group | None = None) -> Layout:

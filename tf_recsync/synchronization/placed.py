@@ -5,8 +5,8 @@ gradients are computed there, too. For the tape of the step it is one operation,
 and the weights to what goes out. So activations and their gradients travel, weights and theirs
 don't; and what one placed layer gives another on the same server stays there.
 
-Reference: section 3.1 of the Hierarchical Training paper, which moves the operators of a net by a
-transformation of its graph.
+Reference: sections 3.1.1 and 3.2.2 of the Hierarchical Training paper, where a transformation of the
+net's graph does that.
 """
 
 from __future__ import annotations

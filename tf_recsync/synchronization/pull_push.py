@@ -347,7 +347,7 @@ class Step:
     def _delay(self, seconds: float) -> None:
         """Has the pushes wait after they are computed."""
         plans = [plan for _, plans in self._pushes for plan in plans.values()]
-        with tf.control_dependencies([tensor for plan in plans for tensor in plan.packed]):
+        with tf.control_dependencies([tensor for plan in plans for tensor in plan.computed]):
             delay = ops.delay(seconds)
         with tf.control_dependencies([delay]):
             for plan in plans:

@@ -101,6 +101,11 @@ class PushPlan:
             versions = [versions for _, _, _, versions in self._rows]
             self.packed.append(ops.pack([[tf.stack(counts)], [*ids, *versions]]))
 
+    @property
+    def computed(self) -> list[tf.Tensor]:
+        """All that is there before the push, what was packed included."""
+        return [*self.packed, *(gradient for _, gradient, _ in self._placed)]
+
     def send(self, device: str) -> tf.Tensor:
         """Sends what was packed; returns a tensor that exists on arrival."""
         with tf.device(device):

@@ -39,25 +39,25 @@ class Unit:
     @property
     def elements(self) -> int:
         """How many numbers its variables have."""
-        return sum(math.prod(variable.shape) for variable in self.variables)
+        return sum(math.prod(variable.shape) for variable in self.variables) or 1
 
 
-def units_of(model: keras.Model, tables: Sequence[keras.Variable]) -> list[Unit]:
+def units_of(model: keras.Model, apart: Sequence[keras.Variable]) -> list[Unit]:
     """The units of a built model, in the order of its layers.
 
     Args:
         model: the model.
-        tables: the embedding tables, which are looked up on trainers.
+        apart: variables that no unit has, as embedding tables, which trainers look up.
     """
-    return [part for part in _parts(model, {id(t) for t in tables}) if isinstance(part, Unit)]
+    return [part for part in _parts(model, {id(v) for v in apart}) if isinstance(part, Unit)]
 
 
-def followers_of(model: keras.Model, tables: Sequence[keras.Variable]) -> list[keras.Operation]:
+def followers_of(model: keras.Model, apart: Sequence[keras.Variable]) -> list[keras.Operation]:
     """What has no weights, and runs where its inputs are; see `units_of`."""
-    return [part for part in _parts(model, {id(t) for t in tables}) if not isinstance(part, Unit)]
+    return [part for part in _parts(model, {id(v) for v in apart}) if not isinstance(part, Unit)]
 
 
-def _parts(model: keras.Model, tables: set[int]) -> Iterator[Unit | keras.Operation]:
+def _parts(model: keras.Model, apart: set[int]) -> Iterator[Unit | keras.Operation]:
     """Units and followers, each once."""
     seen: set[int] = set()
 
@@ -67,7 +67,7 @@ def _parts(model: keras.Model, tables: set[int]) -> Iterator[Unit | keras.Operat
         seen.add(id(operation))
         is_layer = isinstance(operation, keras.layers.Layer)
         variables = operation.weights if is_layer else []
-        if isinstance(operation, keras.Model) or any(id(v) in tables for v in variables):
+        if isinstance(operation, keras.Model) or any(id(v) in apart for v in variables):
             inside = [*operation._flatten_layers(include_self=False, recursive=False)]
             for each in [*inside, *getattr(operation, "operations", [])]:
                 yield from walk(each)
@@ -79,9 +79,7 @@ def _parts(model: keras.Model, tables: set[int]) -> Iterator[Unit | keras.Operat
     yield from walk(model)
 
 
-def planned(
-    units: Sequence[Unit], plan: Plan | str, servers: int
-) -> list[tuple[Unit, int]]:
+def planned(units: Sequence[Unit], plan: Plan | str, servers: int) -> list[tuple[Unit, int]]:
     """The units that run on servers, each with the number of its server.
 
     Args:
@@ -113,13 +111,17 @@ def planned(
 
 
 def _evenly(units: Sequence[Unit], servers: int) -> list[tuple[Unit, int]]:
-    """Spreads units so that servers have as many elements each: the largest come first."""
-    loads = [0] * servers
-    found = []
-    for component in sorted(_sharing(units), key=lambda c: -sum(unit.elements for unit in c)):
-        number = loads.index(min(loads))
-        loads[number] += sum(unit.elements for unit in component)
-        found += [(unit, number) for unit in component]
+    """Divides units, in their order, so that servers have about as many elements each.
+
+    So neighbours, which exchange what they compute, are on one server, but for one pair for each
+    server.
+    """
+    total, before, found = sum(unit.elements for unit in units), 0, []
+    for together in _sharing(units):
+        size = sum(unit.elements for unit in together)
+        number = int(servers * (before + size / 2) / total)
+        found += [(unit, number) for unit in together]
+        before += size
     return found
 
 
