@@ -406,9 +406,7 @@ def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
     cluster, caplog, inside, between, placement
 ):
     algorithm = ALONE if between == "Hop" else BETWEEN[between]
-    strategy = hierarchical(
-        cluster, algorithm, aggregation=INSIDE[inside], placement=placement
-    )
+    strategy = hierarchical(cluster, algorithm, aggregation=INSIDE[inside], placement=placement)
     recsync.testing.set_compute_time(strategy, 0.05)
     model = click_model(strategy)
     steps, syncs = {}, {}

@@ -265,9 +265,7 @@ def named() -> keras.Model:
 def test_a_buffer_collects_gradients_of_placed_layers_and_of_others(cluster):
     found = []
     for placed in ([], ["second"], ["first", "second", "last"]):
-        strategy = alone(
-            cluster, dict.fromkeys(placed, 0), aggregation=recsync.modes.GBA(**GLOBAL)
-        )
+        strategy = alone(cluster, dict.fromkeys(placed, 0), aggregation=recsync.modes.GBA(**GLOBAL))
         keras.utils.set_random_seed(1)
         with strategy.scope():
             model = compiled(named, lambda: Adagrad(0.05))
@@ -356,9 +354,7 @@ def test_models_are_evaluated_saved_and_trained_on_as_before(cluster, tmp_path):
 
 
 def test_staleness_is_counted_by_the_updates_between_reading_and_updating(clusters):
-    strategy = alone(
-        clusters.get(workers=4, ps=6), groups=2, trainers_per_group=2, ps_per_group=1
-    )
+    strategy = alone(clusters.get(workers=4, ps=6), groups=2, trainers_per_group=2, ps_per_group=1)
     slow = recsync.testing.SlowWorkers(8.0, [0])
     recsync.testing.set_compute_time(strategy, 0.7, slow)
     with strategy.scope():

@@ -12,7 +12,7 @@ from tf_recsync import staleness
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.copies import CopiedVariable, is_copied
-from tf_recsync.synchronization.placed import PlacedLayers
+from tf_recsync.synchronization.placed import NO_LAYERS, PlacedLayers
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.units import (
     Plan,
@@ -153,7 +153,7 @@ class OnServers:
 
     def _placed_layers(self, group: Group | None) -> PlacedLayers:
         if not self._placed:
-            return PlacedLayers()
+            return NO_LAYERS
         layers = tuple((unit.layer, group.device(number)) for unit, number in self._placed)
         devices = {id(v): group.device(n) for unit, n in self._placed for v in unit.variables}
         return PlacedLayers(layers, self._followers, devices)

@@ -5,8 +5,8 @@ gradients are computed there, too. For the tape of the step it is one operation,
 and the weights to what goes out. So activations and their gradients travel, weights and theirs
 don't; and what one placed layer gives another on the same server stays there.
 
-Reference: sections 3.1.1 and 3.2.2 of the Hierarchical Training paper, where a transformation of the
-net's graph does that.
+Reference: sections 3.1.1 and 3.2.2 of the Hierarchical Training paper, where the net's graph is
+transformed for that.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class PlacedLayers:
     layers: tuple[tuple[keras.layers.Layer, str], ...] = ()
     followers: tuple[keras.Operation, ...] = ()
     devices: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+
+NO_LAYERS = PlacedLayers()
 
 
 class Placed:
@@ -136,7 +139,12 @@ class Placed:
             yield
 
     def _call(self, function: Callable, device: str | None) -> Callable:
-        """A function that runs on a server; without a device on that of its inputs, if there is one."""
+        """A function as it runs on a server.
+
+        Args:
+            function: runs it.
+            device: the server's; None for that of its inputs, if they are on one.
+        """
 
         def call(*args, **kwargs):
             # Another thread may use the model, and a loop or a function of the model's own has a

@@ -23,7 +23,7 @@ from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.copies import device_for
 from tf_recsync.synchronization.lookups import Lookups
-from tf_recsync.synchronization.placed import Placed, PlacedLayers
+from tf_recsync.synchronization.placed import NO_LAYERS, Placed, PlacedLayers
 from tf_recsync.synchronization.pull_plan import PullPlan, ServerPull
 from tf_recsync.synchronization.pulled import PulledRequest, PulledScope, PulledTable
 from tf_recsync.synchronization.push_plan import PushPlan
@@ -56,7 +56,7 @@ class Layout:
     shared: list[keras.Variable]
     private: list[keras.Variable]
     group: Group | None = None
-    placed: PlacedLayers = PlacedLayers()
+    placed: PlacedLayers = NO_LAYERS
 
     def device(self, variable: keras.Variable) -> str:
         """The device that holds a variable; "" for where the step runs."""
@@ -73,7 +73,7 @@ class Layout:
         model: keras.Model,
         optimizers: Sequence[base.Optimizer],
         group: Group | None = None,
-        placed: PlacedLayers = PlacedLayers(),
+        placed: PlacedLayers = NO_LAYERS,
     ) -> Layout:
         """The layout of a built model.
 
@@ -196,7 +196,8 @@ class Step:
             for i, s in enumerate(layout.tables)
         }
         dense = [state for states in layout.dense.values() for state in states]
-        self.placed = Placed(layout.placed, [s.variable for s in dense] + layout.shared, dense, self._after)
+        variables = [*(state.variable for state in dense), *layout.shared]
+        self.placed = Placed(layout.placed, variables, dense, self._after)
         pulled, found = self._pull(lookups, batch, ahead)
         for i, request in found.items():
             first = layout.tables[lookups.tables[i][0]]
