@@ -84,12 +84,16 @@ def graph_of_step(model) -> tf.Graph:
     return of_steps[min(of_steps)]._once._concrete.graph
 
 
+def operations(graph) -> set[tf.Operation]:
+    """Those that a step runs."""
+    return live_operations([*graph.control_outputs, *(tensor.op for tensor in graph.outputs)])
+
+
 def crossing(graph) -> list[tf.Tensor]:
     """The tensors that travel between devices, but for resources, which are only named."""
-    last = [*graph.control_outputs, *(tensor.op for tensor in graph.outputs)]
     return [
         tensor
-        for op in live_operations(last)
+        for op in operations(graph)
         for tensor in op.inputs
         if tensor.device != op.device
         and tensor.dtype not in (tf.resource, tf.variant)
@@ -303,7 +307,7 @@ def test_tables_stay_on_their_servers_and_lookups_on_trainers(cluster):
         found.append(model.get_weights())
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-    devices = {op.device for op in graph_of_step(model).get_operations() if op.type == "MatMul"}
+    devices = {op.device for op in operations(graph_of_step(model)) if op.type == "MatMul"}
     assert devices == {f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in (0, 1)}
 
 
@@ -316,8 +320,7 @@ def test_the_plan_says_where_layers_run_and_their_variables_are(cluster):
         state = model.optimizer.state_of(layer.kernel)
         for variable in [layer.kernel, layer.bias, *state.beside]:
             assert variable._value.shard == 1
-    graph = graph_of_step(model)
-    devices = [op.device for op in graph.get_operations() if op.type == "MatMul"]
+    devices = [op.device for op in operations(graph_of_step(model)) if op.type == "MatMul"]
     # Forward, and two gradients; of the first layer one.
     assert sorted(devices) == [""] * 3 + ["/job:ps/replica:0/task:1/device:CPU:0"] * 5
 

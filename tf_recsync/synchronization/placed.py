@@ -76,6 +76,8 @@ class Placed:
         self._versions: dict[int, tf.Tensor] = {}  # int64 [1], likewise.
         # What lies on a server of what others know as tensors, these by their ids.
         self._there: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+        # What was sent to servers, by its id and the device.
+        self._sent: dict[tuple[int, str], tuple[tf.Tensor, tf.Tensor]] = {}
         self._arrived: list[tf.Tensor] = []  # What came in for the layer that runs.
         self._is_inside = False  # Whether one runs.
 
@@ -175,9 +177,10 @@ class Placed:
     def _run(self, device: str, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function on a server, as one operation for the tapes of the step."""
         given = tf.nest.flatten((args, kwargs), expand_composites=True)
-        moved = [self._moved(x, device) if tf.is_tensor(x) else x for x in given]
+        arrived = self._arrivals(_tensors(given), device)
+        moved = [arrived[id(x)][1] if tf.is_tensor(x) else x for x in given]
         # Without a batch nothing may happen.
-        self._arrived = _tensors(moved) or [self._moved(tf.zeros([]), device)]
+        self._arrived = _tensors(moved) or [self._brought(tf.zeros([]), device)]
         losses = backend.get_stateless_scope().losses
         known = len(losses)
         with _on(device), tf.GradientTape(persistent=True) as tape:
@@ -192,21 +195,21 @@ class Placed:
         self._record(
             tape,
             device,
-            inputs=(_floating(given), _floating(moved)),
+            inputs=[pair for pair in arrived.values() if pair[0].dtype.is_floating],
             outputs=(_floating([*shown, *losses[known:]]), _floating([*flat, *losses[known:]])),
         )
         return tf.nest.pack_sequence_as(result, shown, expand_composites=True)
 
-    def _record(self, tape: tf.GradientTape, device: str, inputs: tuple, outputs: tuple) -> None:
+    def _record(self, tape: tf.GradientTape, device: str, inputs: list, outputs: tuple) -> None:
         """Has the tapes of the step know what ran as one operation.
 
         Args:
             tape: the one that recorded it.
             device: the server's.
-            inputs: as others know them, and on the server.
-            outputs: likewise.
+            inputs: each as others know it, and on the server.
+            outputs: all as others know them, and on the server.
         """
-        known, there = inputs
+        known, there = [x for x, _ in inputs], [x for _, x in inputs]
         weights = [watched.handle for watched in tape.watched_variables()]
         weights = [w for w in weights if all(w is not x for x in there)]  # As of a regularizer.
         results = outputs[1]
@@ -225,24 +228,33 @@ class Placed:
         if results:
             record.record_operation("RecsyncPlaced", outputs[0], [*known, *weights], gradient)
 
-    def _moved(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
-        """A tensor on a server, with its mask."""
-        there = self._brought(tensor, device)
-        mask = backend.get_keras_mask(tensor)
-        if mask is not None and there is not tensor:
-            backend.set_keras_mask(there, self._brought(mask, device))
-        return there
+    def _arrivals(
+        self, given: Sequence[tf.Tensor], device: str
+    ) -> dict[int, tuple[tf.Tensor, tf.Tensor]]:
+        """Each tensor, and what it is on a server, with its mask; by the tensors' ids."""
+        found: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+        for tensor in given:
+            there = self._brought(tensor, device)
+            if any(there is other for i, (_, other) in found.items() if i != id(tensor)):
+                with _on(device):
+                    there = tf.identity(there)  # Its gradient is another one.
+            mask = backend.get_keras_mask(tensor)
+            if mask is not None and there is not tensor:
+                backend.set_keras_mask(there, self._brought(mask, device))
+            found[id(tensor)] = tensor, there
+        return found
 
     def _brought(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
-        _, there = self._there.get(id(tensor), (None, None))
-        if there is None:
-            there = tf.identity(tensor)  # Only if there is a batch.
-        elif there.device == device:
+        """A tensor on a server; it is sent there once."""
+        _, there = self._there.get(id(tensor), (tensor, None))
+        if there is not None and there.device == device:
             return there
-        else:
-            there = links.passed(there)
-        with _on(device):
-            return links.received(there)
+        if (id(tensor), device) not in self._sent:
+            # From the worker only if there is a batch; from another server directly.
+            source = tf.identity(tensor) if there is None else links.passed(there)
+            with _on(device):
+                self._sent[id(tensor), device] = tensor, links.received(source)
+        return self._sent[id(tensor), device][1]
 
     def _shown(self, there: tf.Tensor) -> tf.Tensor:
         """What others get of a tensor on a server; it travels only if somebody uses it."""
