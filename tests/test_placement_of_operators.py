@@ -259,6 +259,16 @@ def test_what_lies_between_a_gradient_and_its_update_is_on_the_server(cluster, k
 GLOBAL = {"global_batch_size": 2 * BATCH, "local_batch_size": BATCH}
 
 
+def test_what_travels_passes_an_artificial_link(cluster):
+    strategy = alone(cluster, ps_per_group=1)
+    recsync.testing.set_bandwidth(strategy, 1e8)
+    model, local = trained(strategy, two_layers)
+    assert_same(model, local)
+    passing = [op for op in operations(graph_of_step(model)) if op.type == "RecsyncTransfer"]
+    # There and back: what comes in, what goes out, its gradient; and the learning rate, twice.
+    assert len(passing) == 5
+
+
 def named() -> keras.Model:
     inputs = keras.Input((WIDTH,))
     x = keras.layers.Dense(8, "relu", name="first")(inputs)
