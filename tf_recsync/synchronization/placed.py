@@ -119,9 +119,10 @@ class Placed:
         return [(v, self._values[id(v)]) for v in others if id(v) in self._values]
 
     def beside(self, tensor: Any) -> contextlib.AbstractContextManager:
-        """A context in which operations are where a tensor is that was read or computed here."""
+        """A context in which operations are where a tensor is, if that is such a server."""
         device = getattr(tensor, "device", "")
-        return _on(device) if device else contextlib.nullcontext()
+        is_there = device in self._layers.devices.values()
+        return _on(device) if is_there else contextlib.nullcontext()
 
     # Layers.
 

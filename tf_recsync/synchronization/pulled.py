@@ -421,4 +421,6 @@ class PulledScope(keras.StatelessScope):
                 f"trainable variable {variable.path} is assigned in the training step; under a "
                 "parameter-server strategy it can only be changed through the optimizer"
             )
+        if id(variable) in self._late:
+            self.get_current_value(variable)  # What is pushed is by how much it changes.
         super().add_update(update)

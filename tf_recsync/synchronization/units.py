@@ -39,7 +39,7 @@ class Unit:
     @property
     def elements(self) -> int:
         """How many numbers its variables have."""
-        return sum(math.prod(variable.shape) for variable in self.variables) or 1
+        return sum(math.prod(variable.shape) for variable in self.variables)
 
 
 def units_of(model: keras.Model, apart: Sequence[keras.Variable]) -> list[Unit]:
@@ -119,7 +119,7 @@ def _evenly(units: Sequence[Unit], servers: int) -> list[tuple[Unit, int]]:
     total, before, found = sum(unit.elements for unit in units), 0, []
     for together in _sharing(units):
         size = sum(unit.elements for unit in together)
-        number = int(servers * (before + size / 2) / total)
+        number = min(int(servers * (before + size / 2) / max(total, 1)), servers - 1)
         found += [(unit, number) for unit in together]
         before += size
     return found
