@@ -117,6 +117,12 @@ flags.DEFINE_integer(
     "ps_per_group", 1, "hierarchical: parameter servers of each group.", lower_bound=1
 )
 flags.DEFINE_enum(
+    "placement",
+    "trainers",
+    ["trainers", "auto"],
+    "hierarchical: whether dense layers run on trainers, or on the servers of their weights.",
+)
+flags.DEFINE_enum(
     "aggregation",
     "hogwild",
     [*MODES],
@@ -174,6 +180,7 @@ APPLIES: dict[str, tuple[str, list[Any]]] = {
     "groups": ("strategy", ["hierarchical"]),
     "trainers_per_group": ("strategy", ["hierarchical"]),
     "ps_per_group": ("strategy", ["hierarchical"]),
+    "placement": ("strategy", ["hierarchical"]),
     "aggregation": ("strategy", ["hierarchical"]),
     "algorithm": ("strategy", ["hierarchical"]),
     "updates_per_iteration": ("strategy", ["hierarchical"]),
@@ -339,6 +346,7 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
                 aggregation=MODES[FLAGS.aggregation](**_mode_options()),
                 mode=_schedule(),
                 sync_ps=FLAGS.sync_ps if FLAGS.algorithm == "easgd" else 0,
+                placement=FLAGS.placement,
             )
     else:
         with usage_errors():

@@ -68,6 +68,7 @@ def example():
         (["--strategy=gba", "--staleness_tolerance=1"], "--strategy=gba needs --global_batch"),
         (["--strategy=sync", "--staleness=inverse_power"], "--staleness applies only"),
         (["--groups=3"], "--groups applies only with --strategy=hierarchical"),
+        (["--placement=auto"], "--placement applies only with --strategy=hierarchical"),
         (["--strategy=hierarchical", "--eta=0.5"], "--eta applies only with --algorithm=bmuf"),
         (
             ["--strategy=hierarchical", "--algorithm=ma", "--sync_ps=1"],
@@ -146,6 +147,7 @@ def test_flags_that_would_be_ignored_or_refused_later_are_errors(example, argume
         ["--strategy=shadow_easgd", "--alpha=1", "--sync_ps=2", "--threads=4"],
         ["--strategy=fr_bmuf", "--eta=0.9", "--sync_per_minute=2"],
         ["--strategy=hierarchical", "--algorithm=bmuf", "--eta=0.9", "--ps_per_group=2"],
+        ["--strategy=hierarchical", "--placement=auto"],
         ["--strategy=hierarchical", "--aggregation=gba", "--global_batch_size=256"],
         ["--strategy=hierarchical", "--aggregation=async", "--staleness=inverse_power"],
         ["--strategy=hierarchical", "--algorithm=hop", "--groups=4", "--backup_groups=1"],
@@ -305,6 +307,7 @@ def test_dlrm_trains_in_groups_of_trainers(tmp_path):
     done = run(
         EXAMPLES / "dlrm_ctr.py",
         *("--strategy=hierarchical", "--workers=4", "--ps=4", "--trainers_per_group=2"),
+        "--placement=auto",
         *("--aggregation=gba", "--global_batch_size=200", "--epochs=2"),
         *(*SMALL, "--batch_size=100", f"--metrics_json={out}"),
     )

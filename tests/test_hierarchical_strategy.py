@@ -197,6 +197,14 @@ def test_a_scripted_run_equals_numpy(cluster, in_turn, inside, name):
     check_scripted_run(cluster, in_turn, inside, name)
 
 
+@pytest.mark.parametrize(
+    ("inside", "name"),
+    [("hogwild", "EASGD"), ("async", "BMUF"), ("GBA", "Hop"), ("sync", "MA")],
+)
+def test_a_scripted_run_of_placed_layers_equals_numpy(cluster, in_turn, inside, name):
+    check_scripted_run(cluster, in_turn, inside, name, placement="auto")
+
+
 def test_updates_count_that_are_applied_before_a_loop_has_begun_by_hop(
     cluster, in_turn, monkeypatch
 ):
@@ -210,13 +218,14 @@ def test_updates_count_that_are_applied_before_a_loop_has_begun_by_hop(
     check_scripted_run(cluster, in_turn, "async", "Hop")
 
 
-def check_scripted_run(cluster, in_turn, inside, name):
+def check_scripted_run(cluster, in_turn, inside, name, placement="trainers"):
     strategy = hierarchical(
         cluster,
         BETWEEN[name],
         aggregation=INSIDE[inside],
         mode="shadow" if name == "Hop" else recsync.Foreground(gap=1),
         local_batch_size=None if INSIDE[inside] else BATCH,
+        placement=placement,
     )
     model = line(strategy)
     replay = Replay(inside in ("GBA", "sync"), name)
@@ -341,9 +350,16 @@ def test_groups_go_on_from_a_checkpoint_and_others_with_the_mean(cluster, tmp_pa
     merged.fit(clicks(8), verbose=0)
 
 
-@pytest.mark.parametrize(("inside", "between"), [("hogwild", "EASGD"), ("sync", "Hop")])
-def test_a_killed_trainer_leaves_its_group_running_and_comes_back(cluster, inside, between):
-    strategy = hierarchical(cluster, BETWEEN[between], aggregation=INSIDE[inside])
+@pytest.mark.parametrize(
+    ("inside", "between", "placement"),
+    [("hogwild", "EASGD", "trainers"), ("sync", "Hop", "trainers"), ("sync", "EASGD", "auto")],
+)
+def test_a_killed_trainer_leaves_its_group_running_and_comes_back(
+    cluster, inside, between, placement
+):
+    strategy = hierarchical(
+        cluster, BETWEEN[between], aggregation=INSIDE[inside], placement=placement
+    )
     recsync.testing.set_compute_time(strategy, 0.05)
     model = click_model(strategy)
     steps = {}
@@ -376,14 +392,19 @@ def test_a_killed_trainer_leaves_its_group_running_and_comes_back(cluster, insid
 
 
 @pytest.mark.parametrize(
-    ("inside", "between"),
-    [("hogwild", "EASGD"), ("sync", "MA"), ("hogwild", "Hop")],
+    ("inside", "between", "placement"),
+    [
+        ("hogwild", "EASGD", "trainers"),
+        ("sync", "MA", "trainers"),
+        ("hogwild", "Hop", "trainers"),
+        ("hogwild", "EASGD", "auto"),
+    ],
 )
 def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
-    cluster, caplog, inside, between
+    cluster, caplog, inside, between, placement
 ):
     algorithm = ALONE if between == "Hop" else BETWEEN[between]
-    strategy = hierarchical(cluster, algorithm, aggregation=INSIDE[inside])
+    strategy = hierarchical(cluster, algorithm, aggregation=INSIDE[inside], placement=placement)
     recsync.testing.set_compute_time(strategy, 0.05)
     model = click_model(strategy)
     steps, syncs = {}, {}

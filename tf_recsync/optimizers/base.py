@@ -9,6 +9,7 @@ An update reaches a variable in one of three ways, all ending in the same maths:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +45,12 @@ class VariableState:
     last_periods: list[keras.Variable]  # int64 like versions; empty without SWAP
     last_updates: list[keras.Variable]  # float32 like versions; mostly empty
     last_steps: list[keras.Variable]  # int64 like versions; empty but for Adam
+
+    @property
+    def beside(self) -> list[keras.Variable]:
+        """All that the optimizer keeps beside the variable."""
+        lists = (self.accumulators, self.last_periods, self.last_updates, self.last_steps)
+        return [self.versions, self.counters, *(v for variables in lists for v in variables)]
 
 
 def handles(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
@@ -271,7 +278,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             return
         if self._clips:
             variables = trainable_variables or self._trainable_variables
-            grads = push.sum_repeated_rows(grads, variables)
+            grads = push.for_clipping(grads, variables)
         super().apply(grads, trainable_variables)
 
     def finalize_variable_values(self, var_list):
@@ -308,7 +315,13 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         if self.global_clipnorm:
             # Keras's own would make the gradients of tables dense.
             return tf.clip_by_global_norm(grads, self.global_clipnorm)[0]
-        return super()._clip_gradients(grads)
+        return [self._clip(gradient) for gradient in grads]
+
+    def _clip(self, gradient):
+        """A gradient clipped by itself, where it is."""
+        push = context.current_push()
+        with contextlib.nullcontext() if push is None else push.beside(gradient):
+            return super()._clip_gradients([gradient])[0]
 
     def update_step(self, gradient, variable, learning_rate):
         """Applies a fresh gradient to one variable."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any, Literal
 
 import keras
 
@@ -12,7 +14,7 @@ from tf_recsync.modes import Hogwild, ModeConfig
 from tf_recsync.strategies.fit_strategy import check_is_cluster, check_timeouts
 from tf_recsync.strategies.hop_between_groups import Hop
 from tf_recsync.strategies.hop_checks import check_averaging, check_size
-from tf_recsync.strategies.model_variables import optimizers_of
+from tf_recsync.strategies.model_variables import OnServers, optimizers_of
 from tf_recsync.strategies.server_threads import check_threads
 from tf_recsync.strategies.synchronized_strategy import (
     SynchronizedStrategy,
@@ -29,6 +31,7 @@ from tf_recsync.synchronization.hop_reports import WorkerReport
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
 from tf_recsync.synchronization.synchronizer import Synchronizer
+from tf_recsync.synchronization.units import Plan
 
 
 class HierarchicalStrategy(SynchronizedStrategy):
@@ -60,8 +63,11 @@ class HierarchicalStrategy(SynchronizedStrategy):
     and what is saved, are the first group's copy or the mean; assigning a variable assigns all
     copies.
 
+    With `placement` dense layers run on the server of the group that holds their weights: forward,
+    backward and the update. Activations and their gradients travel then, weights and theirs don't.
+
     Reference: Huang et al. 2021, "Hierarchical Training: Scaling Deep Recommendation Models on
-    Large CPU Clusters"; here operators stay on the trainers. Zheng et al. 2021, "ShadowSync".
+    Large CPU Clusters", section 3 for the placement. Zheng et al. 2021, "ShadowSync".
 
     Args:
         cluster: a `LocalCluster`, or what `cluster_from_tf_config` returned, with
@@ -80,6 +86,12 @@ class HierarchicalStrategy(SynchronizedStrategy):
             `Foreground`: as a part of training. With `Hop`, which counts updates, only "shadow".
         sync_ps: how many of the parameter servers hold the central copy, an int. Default: 1
             with a central algorithm, as EASGD is, else 0.
+        placement: where layers with dense weights run in training. "trainers" (the default): on
+            the trainers, which pull the weights. "auto": on the group's servers, in their
+            order, so that these have about as many weights each. Or a mapping from paths of
+            layers, as `layer.path` has them, to the number of the server in its group, from 0
+            to `ps_per_group - 1`, or None for the trainers, where layers run that it does
+            not name.
         output: what reading a variable gives: "first" (the default) for the first group's
             copy, "mean" for that of all, or the number of a group.
         local_batch_size: examples of a batch, or None (the default) if the mode says it or fit
@@ -88,14 +100,20 @@ class HierarchicalStrategy(SynchronizedStrategy):
         silence_timeout: as in `AsyncStrategy`.
 
     Raises:
-        ValueError: if an argument is wrong or does not go with another one.
+        ValueError: if an argument is wrong or does not go with another one; from `fit`, before it
+            trains, if `placement` names a layer that is not there, or has no dense weights.
 
     Example:
 
     ```python
     cluster = recsync.LocalCluster(workers=4, ps=4)
     strategy = recsync.HierarchicalStrategy(
-        cluster, recsync.EASGD(alpha=0.3), groups=2, trainers_per_group=2, ps_per_group=1
+        cluster,
+        recsync.EASGD(alpha=0.3),
+        groups=2,
+        trainers_per_group=2,
+        ps_per_group=1,
+        placement="auto",
     )
     with strategy.scope():
         model = build_model()
@@ -116,6 +134,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
         aggregation: ModeConfig | None = None,
         mode: Literal["shadow"] | Shadow | Foreground = "shadow",
         sync_ps: int | None = None,
+        placement: Literal["trainers", "auto"] | Mapping[str, int | None] = "trainers",
         output: Literal["first", "mean"] | int = "first",
         local_batch_size: int | None = None,
         worker_timeout: float = 600.0,
@@ -153,6 +172,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
                 f"groups={groups} with trainers_per_group={trainers_per_group} need "
                 f"{arrangement.trainers} workers, the cluster has workers={cluster.workers}"
             )
+        self._placement = checked_placement(placement, ps_per_group)
         if isinstance(algorithm, Hop):
             check_size(algorithm.topology, groups, "there are groups")
         super().__init__(
@@ -215,6 +235,9 @@ class HierarchicalStrategy(SynchronizedStrategy):
             check_averaging(getattr(model, "optimizer", None), "Hop between groups")
         super()._check_optimizer(model)
 
+    def _on_servers(self, model: keras.Model) -> OnServers:
+        return OnServers(model, self._placement)
+
     def _make_synchronizer(self, model: keras.Model, copies: Copies) -> Synchronizer:
         if not isinstance(self._algorithm, Hop):
             return super()._make_synchronizer(model, copies)
@@ -234,3 +257,28 @@ class HierarchicalStrategy(SynchronizedStrategy):
             float(self._algorithm.stall_seconds),
             self._settings.bandwidths,
         )
+
+
+def checked_placement(placement: Any, servers: int) -> Plan | str:
+    """Which layers run on servers, by their paths; raises a ValueError if an argument is wrong.
+
+    Args:
+        placement: "trainers", "auto" or a mapping.
+        servers: of a group.
+    """
+    if isinstance(placement, str) and placement in ("trainers", "auto"):
+        return placement
+    if not isinstance(placement, Mapping):
+        raise ValueError(
+            'placement must be "trainers", "auto" or a mapping from paths of layers to numbers of '
+            f"servers, not {placement!r}"
+        )
+    for path, number in placement.items():
+        is_number = isinstance(number, Integral) and not isinstance(number, bool)
+        if not isinstance(path, str) or not (number is None or is_number and 0 <= number < servers):
+            raise ValueError(
+                f"placement must give the path of a layer, a str, the number of a server of its "
+                f"group, from 0 to {servers - 1} with ps_per_group={servers}, or None; not "
+                f"{path!r}: {number!r}"
+            )
+    return {path: None if number is None else int(number) for path, number in placement.items()}

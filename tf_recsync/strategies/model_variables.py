@@ -12,7 +12,16 @@ from tf_recsync import staleness
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.copies import CopiedVariable, is_copied
+from tf_recsync.synchronization.placed import NO_LAYERS, PlacedLayers
 from tf_recsync.synchronization.pull_push import Layout, is_seed
+from tf_recsync.synchronization.units import (
+    Plan,
+    Unit,
+    followers_of,
+    place_variables,
+    planned,
+    units_of,
+)
 
 
 def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
@@ -103,15 +112,36 @@ class OnServers:
 
     Args:
         model: a model that was built in the strategy's scope.
+        placement: which of its layers run on their group's servers; see `units.planned`.
     """
 
-    def __init__(self, model: keras.Model):
+    def __init__(self, model: keras.Model, placement: Plan | str = "trainers"):
         self._model = model
+        self._placement = placement
+        self._placed: list[tuple[Unit, int]] = []
+        self._followers: tuple[keras.Operation, ...] = ()
 
     @property
     def optimizers(self) -> list[base.Optimizer]:
         """Those whose variables stand for what servers keep."""
         return optimizers_of(self._model)
+
+    def place(self, servers: int) -> None:
+        """Decides on which server of a group layers run and their variables are.
+
+        It is called when the model and its optimizers are built, and before groups have copies.
+
+        Args:
+            servers: of a group.
+        """
+        if self._placement == "trainers":
+            return
+        states = [state for optimizer in self.optimizers for state in optimizer.states]
+        apart = [state.variable for state in states if state.is_table]
+        apart += [variable for variable in self._model.variables if not is_copied(variable)]
+        self._placed = planned(units_of(self._model, apart), self._placement, servers)
+        self._followers = tuple(followers_of(self._model, apart))
+        place_variables(self._placed, states)
 
     def layout(self, group: Group | None = None) -> Layout:
         """Where a step finds the model's variables.
@@ -119,7 +149,14 @@ class OnServers:
         Args:
             group: whose step it is; None where no variable is copied.
         """
-        return Layout.of(self._model, self.optimizers, group)
+        return Layout.of(self._model, self.optimizers, group, self._placed_layers(group))
+
+    def _placed_layers(self, group: Group | None) -> PlacedLayers:
+        if not self._placed:
+            return NO_LAYERS
+        layers = tuple((unit.layer, group.device(number)) for unit, number in self._placed)
+        devices = {id(v): group.device(n) for unit, n in self._placed for v in unit.variables}
+        return PlacedLayers(layers, self._followers, devices)
 
     def spared(self, arrangement: Arrangement) -> list[tuple[str, int]]:
         """The parameter servers, job and index, of groups that steps don't need."""

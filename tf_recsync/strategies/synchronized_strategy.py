@@ -179,12 +179,16 @@ class SynchronizedStrategy(CopiedStrategy):
         model.train_function = TrainFunction(
             model,
             self._settings,
-            OnServers(model),
+            self._on_servers(model),
             lambda copies: self._make_synchronizer(model, copies),
             self._read,
             self.threads_per_worker,
         )
         self._put_reading_functions(model, AsShown(model))
+
+    def _on_servers(self, model: keras.Model) -> OnServers:
+        """Where training steps find a model's variables."""
+        return OnServers(model)
 
     def _make_synchronizer(self, model: keras.Model, copies: Copies) -> Synchronizer:
         return ShadowSynchronizer(

@@ -90,6 +90,7 @@ class TrainFunction(Steps):
     def ensure_synchronizer(self) -> Synchronizer | None:
         """Made at the first call, when the model and its optimizer are built; None without."""
         if self.synchronizer is None and self._make_synchronizer is not None:
+            self._variables.place(self._arrangement.shards)
             peeked = [variable._value for variable in peeked_variables(self._model)]
             copies = Copies(
                 copied_variables(self._model),

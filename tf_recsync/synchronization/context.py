@@ -18,8 +18,11 @@ class Push(Protocol):
     # Only to see what a step does: gradients go nowhere, and nothing else is asked of it.
     is_dry: bool
 
-    def sum_repeated_rows(self, grads: Any, variables: Any) -> Any:
-        """The same gradients, those of tables with every row named once, by its id."""
+    def for_clipping(self, grads: Any, variables: Any) -> Any:
+        """The same gradients: of tables with every row named once, and where they are clipped."""
+
+    def beside(self, gradient: Any) -> contextlib.AbstractContextManager:
+        """A context in which operations are where a gradient is."""
 
     def push(self, optimizer: Any, grads: Any, variables: Any, learning_rate: Any) -> None:
         """Sends gradients, with the versions that they were computed on."""

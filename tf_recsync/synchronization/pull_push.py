@@ -23,6 +23,7 @@ from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.copies import device_for
 from tf_recsync.synchronization.lookups import Lookups
+from tf_recsync.synchronization.placed import NO_LAYERS, Placed, PlacedLayers
 from tf_recsync.synchronization.pull_plan import PullPlan, ServerPull
 from tf_recsync.synchronization.pulled import PulledRequest, PulledScope, PulledTable
 from tf_recsync.synchronization.push_plan import PushPlan
@@ -46,6 +47,7 @@ class Layout:
         private: non-trainable variables of which every worker has its own copy
             (metrics, and seeds, which must differ between workers).
         group: whose trainers' steps they are; None where no variable is copied.
+        placed: the layers that run on the servers of their weights.
     """
 
     optimizers: tuple[base.Optimizer, ...]
@@ -54,6 +56,7 @@ class Layout:
     shared: list[keras.Variable]
     private: list[keras.Variable]
     group: Group | None = None
+    placed: PlacedLayers = NO_LAYERS
 
     def device(self, variable: keras.Variable) -> str:
         """The device that holds a variable; "" for where the step runs."""
@@ -70,6 +73,7 @@ class Layout:
         model: keras.Model,
         optimizers: Sequence[base.Optimizer],
         group: Group | None = None,
+        placed: PlacedLayers = NO_LAYERS,
     ) -> Layout:
         """The layout of a built model.
 
@@ -77,7 +81,7 @@ class Layout:
             model: a model whose variables exist.
             optimizers: its optimizers; none of them for a model that only
                 predicts: then all its variables count as dense or shared.
-            group: see above.
+            group: see above, like the last one.
         """
         states = {id(s.variable): s for o in optimizers for s in o.states}
         dense: dict[str, list[base.VariableState]] = {}
@@ -99,7 +103,7 @@ class Layout:
                 dense.setdefault(device_for(variable, group), []).append(state)
         known = {id(v) for v in private}
         shared = [v for v in shared if id(v) not in known]
-        return cls(tuple(optimizers), dense, tables, shared, private, group)
+        return cls(tuple(optimizers), dense, tables, shared, private, group, placed)
 
 
 class Ahead:
@@ -151,6 +155,7 @@ class Step:
 
     Attributes:
         private: the values of `layout.private`.
+        placed: what runs on the servers that hold its weights.
     """
 
     is_dry = False
@@ -190,24 +195,26 @@ class Step:
             )
             for i, s in enumerate(layout.tables)
         }
+        dense = [state for states in layout.dense.values() for state in states]
+        variables = [*(state.variable for state in dense), *layout.shared]
+        self.placed = Placed(layout.placed, variables, dense, self._after)
         pulled, found = self._pull(lookups, batch, ahead)
         for i, request in found.items():
             first = layout.tables[lookups.tables[i][0]]
             self._tables[id(first.variable)].prefetched(request)
-        self._shared = [pulled[id(v)] for v in layout.shared]
+        self._shared = [(v, pulled[id(v)]) for v in layout.shared if id(v) in pulled]
         self._scope = PulledScope(
-            dense=[
-                (s.variable, pulled[id(s.variable)])
-                for dense in layout.dense.values()
-                for s in dense
-            ],
+            dense=[(s.variable, pulled[id(s.variable)]) for s in dense if id(s.variable) in pulled],
             tables=[(s.variable, self._tables[id(s.variable)]) for s in layout.tables],
             others=[
                 *zip(layout.private, private, strict=True),
-                *zip(layout.shared, self._shared, strict=True),
+                *self._shared,
                 *((v, pulled[id(v)]) for o in layout.optimizers for v in schedule_variables(o)),
                 *_read_where_used([o._iterations for o in layout.optimizers], pulled, layout),
             ],
+            late=self.placed.variables,
+            trained=self.placed.trained,
+            read=self.placed.read,
         )
 
     def _pull(
@@ -221,9 +228,11 @@ class Step:
         """
         plans = _plan_lookups(self._layout, lookups, batch) if ahead is None else ahead.plans
         found: dict[int, PulledRequest] = {} if ahead is None else ahead.found
+        is_placed = self._layout.placed.devices.__contains__
         for device, states in self._layout.dense.items():
-            plans.setdefault(device, PullPlan()).dense.extend(states)
-        unversioned = [*self._layout.shared]
+            if pulled := [state for state in states if not is_placed(id(state.variable))]:
+                plans.setdefault(device, PullPlan()).dense.extend(pulled)
+        unversioned = [v for v in self._layout.shared if not is_placed(id(v))]
         for optimizer in self._layout.optimizers:
             unversioned += schedule_variables(optimizer)
         for variable in unversioned:
@@ -277,7 +286,7 @@ class Step:
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Inside, the model computes on what was pulled, and applying is pushing."""
-        with context.pushing(self), self._scope:
+        with context.pushing(self), self._scope, self.placed.running():
             yield
 
     @property
@@ -308,14 +317,15 @@ class Step:
         if compute_time is not None and self._pushes:
             self._delay(compute_time)
         operations: list[tf.Operation] = []
-        for variable, old in zip(self._layout.shared, self._shared, strict=True):
+        for variable, old in [*self._shared, *self.placed.moving]:
             new = self._scope.get_current_value(variable)
             if new is old:
                 continue
-            if variable.dtype != "bool":
-                # What this step added: others may have added meanwhile.
-                new = tf.cast(new, old.dtype) - old
-            new = tf.identity(new)  # Only if there is a batch.
+            with self.placed.beside(old):
+                if variable.dtype != "bool":
+                    # What this step added: others may have added meanwhile.
+                    new = tf.cast(new, old.dtype) - old
+                new = tf.identity(new)  # Only if there is a batch.
             with tf.control_dependencies(None), tf.device(self._layout.device(variable)):
                 if variable.dtype == "bool":
                     update = variable._value.assign(new, read_value=False)
@@ -338,7 +348,7 @@ class Step:
     def _delay(self, seconds: float) -> None:
         """Has the pushes wait after they are computed."""
         plans = [plan for _, plans in self._pushes for plan in plans.values()]
-        with tf.control_dependencies([tensor for plan in plans for tensor in plan.packed]):
+        with tf.control_dependencies([tensor for plan in plans for tensor in plan.computed]):
             delay = ops.delay(seconds)
         with tf.control_dependencies([delay]):
             for plan in plans:
@@ -401,7 +411,10 @@ class Step:
 
     # The push (see `context.Push`).
 
-    def sum_repeated_rows(self, grads, variables) -> list:
+    def beside(self, gradient) -> contextlib.AbstractContextManager:
+        return self.placed.beside(gradient)
+
+    def for_clipping(self, grads, variables) -> list:
         summed = []
         for gradient, variable in zip(grads, variables, strict=True):
             table = self._tables.get(id(variable))
@@ -414,6 +427,9 @@ class Step:
                 oldest = tf.math.unsorted_segment_min(versions, positions, count)
                 self._summed[id(variable)] = oldest
                 gradient = tf.IndexedSlices(values, ids, tf.constant(table.shape.as_list()))
+            device = self.placed.device(variable)
+            if device is not None and gradient is not None:
+                gradient = self.placed.lying(gradient, device)
             summed.append(gradient)
         return summed
 
@@ -426,7 +442,10 @@ class Step:
                 plans[device] = PushPlan(self._pulls.get(device, ServerPull()))
             plan = plans[device]
             table = self._tables.get(id(state.variable))
-            if table is None:
+            if self.placed.device(variable) is not None:
+                gradient = tf.cast(self.placed.lying(gradient, device), tf.float32)
+                plan.add_placed(state, gradient, self.placed.version(state))
+            elif table is None:
                 plan.add_dense(state, tf.cast(tf.convert_to_tensor(gradient), tf.float32))
             elif id(state.variable) in self._summed:
                 versions = self._summed[id(state.variable)]

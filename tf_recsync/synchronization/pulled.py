@@ -376,17 +376,21 @@ class PulledScope(keras.StatelessScope):
         tables: (variable, `PulledTable`) pairs.
         others: (variable, tensor) pairs of everything else that may be read and
             assigned in the step: metrics, moving averages, seeds.
+        late: variables that are read when the step asks for them.
+        trained: those of them that are trained.
+        read: gives the value of one of them.
     """
 
-    def __init__(self, dense, tables, others):
+    def __init__(self, dense, tables, others, late=(), trained=(), read=None):
         # Else what layers add_loss would be dropped.
         super().__init__(state_mapping=[*dense, *others], collect_losses=True)
-        self._dense = {
-            id(variable): as_variable(self.state_mapping[id(variable)], variable)
-            for variable, _ in dense
-        }
+        for variable, _ in dense:
+            as_variable(self.state_mapping[id(variable)], variable)
+        self._dense = {id(v) for v in [*(v for v, _ in dense), *trained]}
         self._tables = [(variable, table) for variable, table in tables]
-        self._trainable = {id(v): v for v, _ in [*dense, *tables]}
+        self._trainable = self._dense | {id(v) for v, _ in tables}
+        self._late = {id(variable) for variable in late}
+        self._read = read
         for variable, table in tables:
             self.state_mapping[id(variable)] = table
 
@@ -403,6 +407,8 @@ class PulledScope(keras.StatelessScope):
         return super().__exit__(*args, **kwargs)
 
     def get_current_value(self, variable):
+        if id(variable) in self._late and id(variable) not in self.state_mapping:
+            self.state_mapping[id(variable)] = self._read(variable)
         value = super().get_current_value(variable)
         if id(variable) in self._dense:
             watch(value)
@@ -415,4 +421,6 @@ class PulledScope(keras.StatelessScope):
                 f"trainable variable {variable.path} is assigned in the training step; under a "
                 "parameter-server strategy it can only be changed through the optimizer"
             )
+        if id(variable) in self._late:
+            self.get_current_value(variable)  # What is pushed is by how much it changes.
         super().add_update(update)

@@ -31,6 +31,9 @@ class PushPlan:
     def __init__(self, pull: ServerPull):
         self._pull = pull
         self._dense: list[tuple[int, tf.Tensor]] = []
+        self._added: list[base.VariableState] = []  # Of all dense variables, in their order.
+        # What is there already: gradients, and the versions that they were computed on.
+        self._placed: list[tuple[base.VariableState, tf.Tensor, tf.Tensor]] = []
         self._pooled: list[tuple[int, list[GradientPart]]] = []
         self._rows: list[tuple[base.VariableState, tf.Tensor, tf.Tensor, tf.Tensor]] = []
         # What travels; see `pack`.
@@ -44,6 +47,20 @@ class PushPlan:
     def add_dense(self, state: base.VariableState, gradient: tf.Tensor) -> None:
         """Adds the gradient of a dense variable."""
         self._dense.append((_index(self._pull.dense, state), gradient))
+        self._added.append(state)
+
+    def add_placed(
+        self, state: base.VariableState, gradient: tf.Tensor, version: tf.Tensor
+    ) -> None:
+        """Adds the gradient of a dense variable that was computed on the server.
+
+        Args:
+            state: the variable's.
+            gradient: on the server, shaped like the variable.
+            version: the variable's when it was read, int64 [1], on the server.
+        """
+        self._placed.append((state, gradient, version))
+        self._added.append(state)
 
     def add_lookups(self, state: base.VariableState, parts: list[GradientPart]) -> bool:
         """Adds the gradient of a table's pooled vectors, if they are all that was pulled of it.
@@ -84,6 +101,11 @@ class PushPlan:
             versions = [versions for _, _, _, versions in self._rows]
             self.packed.append(ops.pack([[tf.stack(counts)], [*ids, *versions]]))
 
+    @property
+    def computed(self) -> list[tf.Tensor]:
+        """All that is there before the push, what was packed included."""
+        return [*self.packed, *(gradient for _, gradient, _ in self._placed)]
+
     def send(self, device: str) -> tf.Tensor:
         """Sends what was packed; returns a tensor that exists on arrival."""
         with tf.device(device):
@@ -110,6 +132,13 @@ class PushPlan:
             operations.append(
                 optimizer.apply_dense(states, dense, versions, learning_rate, step, hogwild=hogwild)
             )
+        for state, gradient, version in self._placed:
+            gradient = tf.reshape(gradient, [-1])
+            operations.append(
+                optimizer.apply_dense(
+                    [state], gradient, version, learning_rate, step, hogwild=hogwild
+                )
+            )
         for states, values, bags, versions in self._updates_of_rows(pooled, rows):
             operations.append(
                 optimizer.apply_rows(states, values, bags, versions, learning_rate, step)
@@ -129,8 +158,8 @@ class PushPlan:
         """
         _, dense, rows, pooled = self._sent
         arguments: dict[str, Any] = {}
-        if self._dense:
-            _, versions = self._dense_versions()
+        if self.dense:
+            dense, versions = self._all_dense(dense)
             arguments.update(dense=dense, dense_versions=versions)
         parts = self._updates_of_rows(pooled, rows)
         if parts:
@@ -151,15 +180,28 @@ class PushPlan:
     @property
     def dense(self) -> list[base.VariableState]:
         """The states of the dense variables whose gradients were added, in their order."""
-        return [self._pull.dense[number] for number, _ in self._dense]
+        return self._added
 
     def _dense_versions(self) -> tuple[list[base.VariableState], tf.Tensor]:
-        """The dense variables, and their versions as pulled."""
+        """The dense variables whose gradients were sent, and their versions as pulled."""
         numbers = [number for number, _ in self._dense]
         versions = self._pull.dense_versions
         if numbers != list(range(len(self._pull.dense))):
             versions = tf.gather(versions, numbers)
-        return self.dense, versions
+        return [self._pull.dense[number] for number in numbers], versions
+
+    def _all_dense(self, sent: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The gradients of all dense variables, flattened, and the variables' versions."""
+        found = {id(state): (gradient, version) for state, gradient, version in self._placed}
+        if self._dense:
+            states, versions = self._dense_versions()
+            if not found:
+                return sent, versions
+            sizes = [state.variable.shape.num_elements() for state in states]
+            pieces = zip(cut(sent, sizes, len(sizes)), tf.split(versions, len(sizes)), strict=True)
+            found |= {id(state): pair for state, pair in zip(states, pieces, strict=True)}
+        gradients, versions = zip(*(found[id(state)] for state in self._added), strict=True)
+        return ops.pack([gradients]), tf.concat(versions, 0)
 
     def _updates_of_rows(self, pooled: tf.Tensor, rows: tf.Tensor) -> list[tuple]:
         """(states of tables, gradients, bags, versions) of pooled vectors and of rows."""

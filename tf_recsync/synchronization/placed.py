@@ -1,0 +1,333 @@
+"""What a worker's step runs on the servers that hold its weights, while the step is traced.
+
+A placed layer's call is made under its server's device and a gradient tape of its own, and its
+gradients are computed there, too. For the tape of the step it is one operation, from what comes in
+and the weights to what goes out. So activations and their gradients travel, weights and theirs
+don't; and what one placed layer gives another on the same server stays there.
+
+Reference: sections 3.1.1 and 3.2.2 of the Hierarchical Training paper, where the net's graph is
+transformed for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import backend
+from tensorflow.python.eager import record
+
+from tf_recsync import ops
+from tf_recsync.optimizers import base
+from tf_recsync.synchronization import context, links
+from tf_recsync.synchronization.pulled import as_variable
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedLayers:
+    """The layers of a model that run on servers, as the steps of a group have it.
+
+    Attributes:
+        layers: each with the device that it runs on.
+        followers: layers and operations without weights, which run where their inputs are.
+        devices: of the variables of placed layers, by their ids.
+    """
+
+    layers: tuple[tuple[keras.layers.Layer, str], ...] = ()
+    followers: tuple[keras.Operation, ...] = ()
+    devices: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+
+NO_LAYERS = PlacedLayers()
+
+
+class Placed:
+    """The placed layers of one step, while it is traced.
+
+    Args:
+        layers: which ones.
+        variables: the model's; those of placed layers are looked for among them.
+        states: of those that are trained.
+        after: `after(device)` gives what must be there before anything is read on a server.
+
+    Attributes:
+        variables: those of placed layers.
+        trained: those of them that are trained.
+    """
+
+    def __init__(
+        self,
+        layers: PlacedLayers,
+        variables: Sequence[keras.Variable],
+        states: Sequence[base.VariableState],
+        after: Callable[[str], list[tf.Tensor]],
+    ):
+        self._layers = layers
+        self._states = {id(state.variable): state for state in states}
+        self.variables = [v for v in variables if id(v) in layers.devices]
+        self.trained = [v for v in self.variables if id(v) in self._states]
+        self._after = after
+        self._graph = tf.compat.v1.get_default_graph()
+        self._values: dict[int, tf.Tensor] = {}  # What was read, by the variable's id.
+        self._versions: dict[int, tf.Tensor] = {}  # int64 [1], likewise.
+        # What lies on a server of what others know as tensors, these by their ids.
+        self._there: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+        # What was sent to servers, by its id and the device.
+        self._sent: dict[tuple[int, str], tuple[tf.Tensor, tf.Tensor]] = {}
+        self._arrived: list[tf.Tensor] = []  # What came in for the layer that runs.
+        self._is_inside = False  # Whether one runs.
+
+    # Variables.
+
+    def device(self, variable: keras.Variable) -> str | None:
+        """The device of a variable of a placed layer; None of others."""
+        return self._layers.devices.get(id(variable))
+
+    def read(self, variable: keras.Variable) -> tf.Tensor:
+        """A variable's value on its server, the same in all of the step.
+
+        It is read when what its layer computes with is there, and not before.
+        """
+        if id(variable) in self._values:
+            return self._values[id(variable)]
+        device, state = self.device(variable), self._states.get(id(variable))
+        after = [*self._after(device), *(t for t in self._arrived if t.device == device)]
+        # A layer may read it in a loop, or in a function of its own.
+        with self._graph.as_default(), _on(device), tf.control_dependencies(after):
+            if state is None:
+                value = variable._value.read_value()
+            else:
+                own, versions = base.handles([variable]), base.handles([state.versions])
+                packed, self._versions[id(variable)] = ops.pull_dense(own, versions)
+                value = as_variable(tf.reshape(packed, variable.shape), variable)
+        self._values[id(variable)] = value
+        self._there[id(value)] = value, value
+        return value
+
+    def version(self, state: base.VariableState) -> tf.Tensor:
+        """The version that was read with a trained variable, int64 [1], on its server."""
+        return self._versions[id(state.variable)]
+
+    @property
+    def moving(self) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """The variables that are not trained, as moving averages, with their values as read."""
+        others = [v for v in self.variables if id(v) not in self._states]
+        return [(v, self._values[id(v)]) for v in others if id(v) in self._values]
+
+    def beside(self, tensor: Any) -> contextlib.AbstractContextManager:
+        """A context in which operations are where a tensor is, if that is such a server."""
+        device = getattr(tensor, "device", "")
+        is_there = device in self._layers.devices.values()
+        return _on(device) if is_there else contextlib.nullcontext()
+
+    # Layers.
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, placed layers run on their servers, and so do their regularizers."""
+        with contextlib.ExitStack() as stack:
+            for layer, device in self._layers.layers:
+                stack.enter_context(_instead(layer, "call", self._call(layer.call, device)))
+            for follower in self._layers.followers:
+                stack.enter_context(_instead(follower, "call", self._call(follower.call, None)))
+            for variable in self.variables:
+                if getattr(variable, "regularizer", None) is not None:
+                    device = self.device(variable)
+                    regularizer = self._call(variable.regularizer, device)
+                    stack.enter_context(_instead(variable, "_regularizer", regularizer))
+            yield
+
+    def _call(self, function: Callable, device: str | None) -> Callable:
+        """A function as it runs on a server.
+
+        Args:
+            function: runs it.
+            device: the server's; None for that of its inputs, if they are on one.
+        """
+
+        def call(*args, **kwargs):
+            # Another thread may use the model, and a loop or a function of the model's own has a
+            # graph for which the step's tape is not.
+            is_step = getattr(context.current_push(), "placed", None) is self
+            if self._is_inside or not is_step or _graph() is not self._graph:
+                return function(*args, **kwargs)
+            where = device or self._common_device((args, kwargs))
+            if where is None:
+                return function(*args, **kwargs)
+            self._is_inside = True
+            try:
+                return self._run(where, function, args, kwargs)
+            finally:
+                self._is_inside = False
+
+        return call
+
+    def _common_device(self, arguments: Any) -> str | None:
+        """The server where all tensors of arguments are, if they are on one."""
+        tensors = _tensors(tf.nest.flatten(arguments, expand_composites=True))
+        devices = {
+            self._there[id(tensor)][1].device if id(tensor) in self._there else ""
+            for tensor in tensors
+        }
+        return devices.pop() or None if len(devices) == 1 else None
+
+    def _run(self, device: str, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs a function on a server, as one operation for the tapes of the step."""
+        given = tf.nest.flatten((args, kwargs), expand_composites=True)
+        arrived = self._arrivals(_tensors(given), device)
+        moved = [arrived[id(x)][1] if tf.is_tensor(x) else x for x in given]
+        # Without a batch nothing may happen.
+        self._arrived = _tensors(moved) or [self._brought(tf.zeros([]), device)]
+        losses = backend.get_stateless_scope().losses
+        known = len(losses)
+        with _on(device), tf.GradientTape(persistent=True) as tape:
+            tape.watch(_floating(moved))
+            args, kwargs = tf.nest.pack_sequence_as((args, kwargs), moved, expand_composites=True)
+            result = function(*args, **kwargs)
+        self._arrived = []
+        flat = tf.nest.flatten(result, expand_composites=True)
+        with record.stop_recording():
+            shown = [self._shown(x) if tf.is_tensor(x) else x for x in flat]
+        # Of a loss that the layer adds the number travels, and its gradient is computed there.
+        self._record(
+            tape,
+            device,
+            inputs=[pair for pair in arrived.values() if pair[0].dtype.is_floating],
+            outputs=(_floating([*shown, *losses[known:]]), _floating([*flat, *losses[known:]])),
+        )
+        return tf.nest.pack_sequence_as(result, shown, expand_composites=True)
+
+    def _record(self, tape: tf.GradientTape, device: str, inputs: list, outputs: tuple) -> None:
+        """Has the tapes of the step know what ran as one operation.
+
+        Args:
+            tape: the one that recorded it.
+            device: the server's.
+            inputs: each as others know it, and on the server.
+            outputs: all as others know them, and on the server.
+        """
+        known, there = [x for x, _ in inputs], [x for _, x in inputs]
+        weights = [watched.handle for watched in tape.watched_variables()]
+        weights = [w for w in weights if all(w is not x for x in there)]  # As of a regularizer.
+        results = outputs[1]
+
+        def gradient(*upstream):
+            found = [i for i, g in enumerate(upstream) if g is not None]
+            upstream = [self.lying(upstream[i], device) for i in found]
+            with _on(device):
+                gradients = tape.gradient(
+                    [results[i] for i in found], [*there, *weights], output_gradients=upstream
+                )
+                gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+            own = [None if g is None else self._shown(g) for g in gradients[: len(there)]]
+            return [*own, *gradients[len(there) :]]
+
+        if results:
+            record.record_operation("RecsyncPlaced", outputs[0], [*known, *weights], gradient)
+
+    def _arrivals(
+        self, given: Sequence[tf.Tensor], device: str
+    ) -> dict[int, tuple[tf.Tensor, tf.Tensor]]:
+        """Each tensor, and what it is on a server, with its mask; by the tensors' ids."""
+        found: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+        for tensor in given:
+            there = self._brought(tensor, device)
+            if any(there is other for i, (_, other) in found.items() if i != id(tensor)):
+                with _on(device):
+                    there = tf.identity(there)  # Its gradient is another one.
+            mask = backend.get_keras_mask(tensor)
+            if mask is not None and there is not tensor:
+                backend.set_keras_mask(there, self._brought(mask, device))
+            found[id(tensor)] = tensor, there
+        return found
+
+    def _brought(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
+        """A tensor on a server; it is sent there once."""
+        _, there = self._there.get(id(tensor), (tensor, None))
+        if there is not None and there.device == device:
+            return there
+        if (id(tensor), device) not in self._sent:
+            # From the worker only if there is a batch; from another server directly.
+            source = tf.identity(tensor) if there is None else links.passed(there)
+            with _on(device):
+                self._sent[id(tensor), device] = tensor, links.received(source)
+        return self._sent[id(tensor), device][1]
+
+    def _shown(self, there: tf.Tensor) -> tf.Tensor:
+        """What others get of a tensor on a server; it travels only if somebody uses it."""
+        tensor = tf.identity(links.passed(there))
+        self._there[id(tensor)] = tensor, there
+        mask = backend.get_keras_mask(there)
+        if mask is not None:
+            backend.set_keras_mask(tensor, self._shown(mask))
+        return tensor
+
+    # Gradients.
+
+    def lying(self, gradient: Any, device: str) -> tf.Tensor:
+        """A gradient on a server: what was computed there is added up there.
+
+        Args:
+            gradient: as a tape returned it.
+            device: the server's.
+        """
+        gradient = tf.convert_to_tensor(gradient)
+        if gradient.device == device:
+            return gradient
+        if gradient.op.type != "AddN" or gradient.device:
+            return self._brought(gradient, device)
+        there = [t for t in gradient.op.inputs if self._lies(t, device)]
+        others = [t for t in gradient.op.inputs if not self._lies(t, device)]
+        if not there:
+            return self._brought(gradient, device)
+        terms = [self.lying(t, device) for t in there]
+        if others:
+            terms.append(self._brought(tf.add_n(others), device))
+        with _on(device):
+            return tf.add_n(terms)
+
+    def _lies(self, tensor: tf.Tensor, device: str) -> bool:
+        """Whether a tensor lies on a server, or a part of the sum that it is."""
+        if tensor.device == device or id(tensor) in self._there:
+            return self._there.get(id(tensor), (None, tensor))[1].device == device
+        is_sum = tensor.op.type == "AddN" and not tensor.device
+        return is_sum and any(self._lies(t, device) for t in tensor.op.inputs)
+
+
+def _graph() -> tf.Graph:
+    return tf.compat.v1.get_default_graph()
+
+
+@contextlib.contextmanager
+def _on(device: str) -> Iterator[None]:
+    """Inside, operations are a server's, and wait for nothing that happens on the worker."""
+    with tf.control_dependencies(None), tf.device(device):
+        yield
+
+
+def _tensors(flat: Sequence[Any]) -> list[tf.Tensor]:
+    return [x for x in flat if tf.is_tensor(x)]
+
+
+def _floating(flat: Sequence[Any]) -> list[tf.Tensor]:
+    return [x for x in _tensors(flat) if x.dtype.is_floating]
+
+
+@contextlib.contextmanager
+def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an object has another attribute, which its class does not hear of."""
+    attributes = owner.__dict__
+    missing = object()
+    before = attributes.get(name, missing)
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del attributes[name]
+        else:
+            attributes[name] = before

@@ -1,0 +1,154 @@
+"""The layers of a model that can run where their weights are, and which server each is for.
+
+A unit is a layer that has dense weights and stands in the model itself, or in a model within it:
+whatever it is made of inside stays together. Layers without weights, and operations, run where
+their inputs are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import keras
+
+from tf_recsync.optimizers import base
+
+# By a layer's path: the number of the server in its group, or None for the trainer.
+Plan = Mapping[str, int | None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unit:
+    """A layer with dense weights, which is placed as a whole.
+
+    Attributes:
+        layer: the layer.
+        variables: its variables, but for the states of random generators.
+    """
+
+    layer: keras.layers.Layer
+    variables: tuple[keras.Variable, ...]
+
+    @property
+    def path(self) -> str:
+        """The path of its layer, by which plans name it."""
+        return self.layer.path or self.layer.name
+
+    @property
+    def elements(self) -> int:
+        """How many numbers its variables have."""
+        return sum(math.prod(variable.shape) for variable in self.variables)
+
+
+def units_of(model: keras.Model, apart: Sequence[keras.Variable]) -> list[Unit]:
+    """The units of a built model, in the order of its layers.
+
+    Args:
+        model: the model.
+        apart: variables that no unit has, as embedding tables, which trainers look up.
+    """
+    return [part for part in _parts(model, {id(v) for v in apart}) if isinstance(part, Unit)]
+
+
+def followers_of(model: keras.Model, apart: Sequence[keras.Variable]) -> list[keras.Operation]:
+    """What has no weights, and runs where its inputs are; see `units_of`."""
+    return [part for part in _parts(model, {id(v) for v in apart}) if not isinstance(part, Unit)]
+
+
+def _parts(model: keras.Model, apart: set[int]) -> Iterator[Unit | keras.Operation]:
+    """Units and followers, each once."""
+    seen: set[int] = set()
+
+    def walk(operation: keras.Operation) -> Iterator[Unit | keras.Operation]:
+        if id(operation) in seen:
+            return
+        seen.add(id(operation))
+        is_layer = isinstance(operation, keras.layers.Layer)
+        variables = operation.weights if is_layer else []
+        if isinstance(operation, keras.Model) or any(id(v) in apart for v in variables):
+            inside = [*operation._flatten_layers(include_self=False, recursive=False)]
+            for each in [*inside, *getattr(operation, "operations", [])]:
+                yield from walk(each)
+        elif variables:
+            yield Unit(operation, tuple(variables))
+        else:
+            yield operation
+
+    yield from walk(model)
+
+
+def planned(units: Sequence[Unit], plan: Plan | str, servers: int) -> list[tuple[Unit, int]]:
+    """The units that run on servers, each with the number of its server.
+
+    Args:
+        units: of a model.
+        plan: "trainers", "auto", or where each layer runs, by its path; others run on the trainer.
+        servers: of a group.
+
+    Raises:
+        ValueError: if the plan names a layer that has no dense weights, or is not there; or puts
+            layers that share a variable on two servers.
+    """
+    if isinstance(plan, str):
+        return [] if plan == "trainers" else _evenly(units, servers)
+    unknown = sorted(set(plan) - {unit.path for unit in units})
+    if unknown:
+        raise ValueError(
+            f"placement names {unknown}, which the model has not as layers with dense weights; it "
+            f"has {[unit.path for unit in units]}"
+        )
+    found = [(unit, plan.get(unit.path)) for unit in units]
+    for component in _sharing(units):
+        places = {number for unit, number in found if unit in component}
+        if len(places) > 1:
+            raise ValueError(
+                f"placement must put {[unit.path for unit in component]} on one server, as they "
+                f"share variables, not on {sorted(places, key=str)}"
+            )
+    return [(unit, number) for unit, number in found if number is not None]
+
+
+def _evenly(units: Sequence[Unit], servers: int) -> list[tuple[Unit, int]]:
+    """Divides units, in their order, so that servers have about as many elements each.
+
+    So neighbours, which exchange what they compute, are on one server, but for one pair for each
+    server.
+    """
+    total, before, found = sum(unit.elements for unit in units), 0, []
+    for together in _sharing(units):
+        size = sum(unit.elements for unit in together)
+        number = min(int(servers * (before + size / 2) / max(total, 1)), servers - 1)
+        found += [(unit, number) for unit in together]
+        before += size
+    return found
+
+
+def _sharing(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Groups of units that share variables with each other; most are alone."""
+    groups: list[list[Unit]] = []
+    for unit in units:
+        own = {id(variable) for variable in unit.variables}
+        met = [g for g in groups if any(id(v) in own for other in g for v in other.variables)]
+        groups = [g for g in groups if g not in met]
+        groups.append([*(other for group in met for other in group), unit])
+    return groups
+
+
+def place_variables(
+    placed: Sequence[tuple[Unit, int]], states: Sequence[base.VariableState]
+) -> None:
+    """Has groups keep a unit's variables, and what belongs to them, on the unit's server.
+
+    It is called before groups make their copies.
+
+    Args:
+        placed: units, and the numbers of their servers.
+        states: of all trained variables.
+    """
+    beside = {id(state.variable): state.beside for state in states}
+    for unit, number in placed:
+        for variable in unit.variables:
+            for each in [variable, *beside.get(id(variable), [])]:
+                each._value.shard = number
