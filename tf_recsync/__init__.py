@@ -11,6 +11,7 @@ from tf_recsync import (  # noqa: E402
     metrics,
     modes,
     optimizers,
+    placement,
     staleness,
     testing,
     topology,
@@ -26,6 +27,7 @@ from tf_recsync.cluster import (  # noqa: E402
 from tf_recsync.embedding.bin_packing import plan_placement  # noqa: E402
 from tf_recsync.embedding.placement import PlacementPlan  # noqa: E402
 from tf_recsync.embedding.profile import profile_costs  # noqa: E402
+from tf_recsync.placement import OperatorPlan  # noqa: E402
 from tf_recsync.serving import export_model  # noqa: E402
 from tf_recsync.strategies import (  # noqa: E402
     AsyncStrategy,
@@ -70,6 +72,7 @@ __all__ = [
     "Member",
     "MemberState",
     "ModelAveraging",
+    "OperatorPlan",
     "PlacementPlan",
     "Shadow",
     "ShadowSyncStrategy",
@@ -85,6 +88,7 @@ __all__ = [
     "metrics",
     "modes",
     "optimizers",
+    "placement",
     "plan_placement",
     "profile_costs",
     "staleness",

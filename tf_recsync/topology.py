@@ -21,6 +21,7 @@ import networkx as nx
 import numpy as np
 
 from tf_recsync._checks import check_at_least
+from tf_recsync._figures import new_figure
 
 _TOLERANCE = 1e-6  # Of sums of weights, which users may give as float32.
 _SINKHORN_ROUNDS = 100_000
@@ -132,16 +133,8 @@ class Topology:
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "Topology.plot needs matplotlib: pip install 'tf_recsync[plot]'"
-            ) from error
         side = max(4.0, 0.35 * self.size)
-        figure = Figure(figsize=(side, side), layout="tight")
-        FigureCanvasAgg(figure)
+        figure = new_figure(side, side, "Topology.plot")
         axes = figure.add_subplot()
         graph = _graph_of(self._weights)
         graph.remove_edges_from(nx.selfloop_edges(graph))
