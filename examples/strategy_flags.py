@@ -116,11 +116,11 @@ flags.DEFINE_integer(
 flags.DEFINE_integer(
     "ps_per_group", 1, "hierarchical: parameter servers of each group.", lower_bound=1
 )
-flags.DEFINE_enum(
+flags.DEFINE_string(
     "placement",
     "trainers",
-    ["trainers", "auto"],
-    "hierarchical: whether dense layers run on trainers, or on the servers of their weights.",
+    "hierarchical: whether dense layers run on the trainers, or (auto) on the servers of their "
+    "weights; or the file of an OperatorPlan.",
 )
 flags.DEFINE_enum(
     "aggregation",
@@ -261,6 +261,8 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
             _schedule()
         # With TF_CONFIG only the cluster tells how many workers there are.
         in_groups = FLAGS.strategy == "hierarchical"
+        if in_groups:
+            _placement()
         if in_groups or (FLAGS.strategy in STRATEGIES and "TF_CONFIG" not in os.environ):
             workers = FLAGS.trainers_per_group if in_groups else FLAGS.workers
             MODES[_mode()](**_mode_options()).on(workers)
@@ -346,7 +348,7 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
                 aggregation=MODES[FLAGS.aggregation](**_mode_options()),
                 mode=_schedule(),
                 sync_ps=FLAGS.sync_ps if FLAGS.algorithm == "easgd" else 0,
-                placement=FLAGS.placement,
+                placement=_placement(),
             )
     else:
         with usage_errors():
@@ -354,6 +356,18 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
     slowdown = _slowdown(cluster.workers)
     recsync.testing.set_compute_time(strategy, FLAGS.compute_seconds, slowdown)
     return strategy
+
+
+def _placement() -> Any:
+    """Where layers run."""
+    if FLAGS.placement in ("trainers", "auto"):
+        return FLAGS.placement
+    try:
+        return recsync.OperatorPlan.load(FLAGS.placement)
+    except OSError as error:
+        raise ValueError(
+            f'--placement must be "trainers", "auto" or the file of an OperatorPlan: {error}'
+        ) from error
 
 
 def _make_hop(cluster: recsync.Cluster) -> recsync.HopStrategy:

@@ -387,10 +387,39 @@ def test_staleness_is_counted_by_the_updates_between_reading_and_updating(cluste
     np.testing.assert_allclose(model.get_weights()[0], [[-2.5]])
 
 
+def three_layers() -> keras.Model:
+    layers = keras.layers
+    names = [("bottom", 8, "relu"), ("middle", 8, None), ("top", 1, None)]
+    parts = [layers.Dense(n, activation, name=name) for name, n, activation in names]
+    return keras.Sequential([keras.Input((WIDTH,), name="x"), *parts], name="net")
+
+
+def test_an_operator_plan_says_where_layers_run_and_where_the_others_have_their_weights(cluster):
+    graph = recsync.OperatorPlan.step_graph(three_layers(), batch_size=BATCH)
+    operators = {unit.name: None for unit in graph.units} | {"net/bottom": 1, "net/top": 0}
+    weights = {"net/bottom": 1, "net/middle": 1, "net/top": 0}
+    resources = recsync.placement.Resources(trainers=1, servers=2)
+    strategy = alone(cluster, recsync.OperatorPlan(graph, resources, operators, weights))
+    model, local = trained(strategy, three_layers)
+    assert_same(model, local)
+    found = {v.path.rpartition("/")[0]: v._value.shard for v in model.trainable_variables}
+    assert found == weights
+    # The trainer is one of the places; the other products are those of gradients.
+    products = [op for op in operations(graph_of_step(model)) if op.type == "MatMul"]
+    assert len({op.device for op in products}) == 3
+
+
+def test_a_plan_for_groups_of_another_size_is_refused(cluster):
+    graph = recsync.OperatorPlan.step_graph(three_layers(), batch_size=BATCH)
+    plan = recsync.OperatorPlan.search(graph, recsync.placement.Resources(trainers=2, servers=1))
+    with pytest.raises(ValueError, match="plan for trainers=2 and servers=1 in a group, but"):
+        alone(cluster, plan)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("servers", 'placement must be "trainers", "auto" or a mapping .*not \'servers\''),
+        ("servers", 'placement must be "trainers", "auto", an OperatorPlan, .*not \'servers\''),
         ({"dense": 2}, "from 0 to 1 with ps_per_group=2, or None; not 'dense': 2"),
         ({"dense": True}, "or None; not 'dense': True"),
         ({1: 0}, "the path of a layer, a str.* not 1: 0"),

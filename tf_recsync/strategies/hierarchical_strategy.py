@@ -11,6 +11,7 @@ import keras
 from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import Hogwild, ModeConfig
+from tf_recsync.placement import OperatorPlan, Unit
 from tf_recsync.strategies.fit_strategy import check_is_cluster, check_timeouts
 from tf_recsync.strategies.hop_between_groups import Hop
 from tf_recsync.strategies.hop_checks import check_averaging, check_size
@@ -91,7 +92,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
             order, so that these have about as many weights each. Or a mapping from paths of
             layers, as `layer.path` has them, to the number of the server in its group, from 0
             to `ps_per_group - 1`, or None for the trainers, where layers run that it does
-            not name.
+            not name. Or an `OperatorPlan` for groups of this size.
         output: what reading a variable gives: "first" (the default) for the first group's
             copy, "mean" for that of all, or the number of a group.
         local_batch_size: examples of a batch, or None (the default) if the mode says it or fit
@@ -134,7 +135,9 @@ class HierarchicalStrategy(SynchronizedStrategy):
         aggregation: ModeConfig | None = None,
         mode: Literal["shadow"] | Shadow | Foreground = "shadow",
         sync_ps: int | None = None,
-        placement: Literal["trainers", "auto"] | Mapping[str, int | None] = "trainers",
+        placement: Literal["trainers", "auto"] | Mapping[str, int | None] | OperatorPlan = (
+            "trainers"
+        ),
         output: Literal["first", "mean"] | int = "first",
         local_batch_size: int | None = None,
         worker_timeout: float = 600.0,
@@ -172,6 +175,10 @@ class HierarchicalStrategy(SynchronizedStrategy):
                 f"groups={groups} with trainers_per_group={trainers_per_group} need "
                 f"{arrangement.trainers} workers, the cluster has workers={cluster.workers}"
             )
+        self._homes: dict[str, int] = {}
+        if isinstance(placement, OperatorPlan):
+            self._homes = _homes_of(placement, trainers_per_group, ps_per_group)
+            placement = _operators_of(placement)
         self._placement = checked_placement(placement, ps_per_group)
         if isinstance(algorithm, Hop):
             check_size(algorithm.topology, groups, "there are groups")
@@ -236,7 +243,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
         super()._check_optimizer(model)
 
     def _on_servers(self, model: keras.Model) -> OnServers:
-        return OnServers(model, self._placement)
+        return OnServers(model, self._placement, self._homes)
 
     def _make_synchronizer(self, model: keras.Model, copies: Copies) -> Synchronizer:
         if not isinstance(self._algorithm, Hop):
@@ -270,8 +277,8 @@ def checked_placement(placement: Any, servers: int) -> Plan | str:
         return placement
     if not isinstance(placement, Mapping):
         raise ValueError(
-            'placement must be "trainers", "auto" or a mapping from paths of layers to numbers of '
-            f"servers, not {placement!r}"
+            'placement must be "trainers", "auto", an OperatorPlan, or a mapping from paths of '
+            f"layers to numbers of servers, not {placement!r}"
         )
     for path, number in placement.items():
         is_number = isinstance(number, Integral) and not isinstance(number, bool)
@@ -282,3 +289,28 @@ def checked_placement(placement: Any, servers: int) -> Plan | str:
                 f"{path!r}: {number!r}"
             )
     return {path: None if number is None else int(number) for path, number in placement.items()}
+
+
+def _homes_of(plan: OperatorPlan, trainers: int, servers: int) -> dict[str, int]:
+    """The servers of weights that a plan has trainers pull, by the layers' paths.
+
+    Raises:
+        ValueError: if the plan is for groups of another size.
+    """
+    of = plan.resources
+    if (of.trainers, of.servers) != (trainers, servers):
+        raise ValueError(
+            f"placement is a plan for trainers={of.trainers} and servers={of.servers} in a group, "
+            f"but trainers_per_group={trainers} and ps_per_group={servers}"
+        )
+    pulled = [unit.name for unit in _layers_of(plan) if plan.operators[unit.name] is None]
+    return {name: plan.weights[name] for name in pulled}
+
+
+def _operators_of(plan: OperatorPlan) -> dict[str, int | None]:
+    """Where a plan has the layers run that have dense weights; others go with their inputs."""
+    return {unit.name: plan.operators[unit.name] for unit in _layers_of(plan)}
+
+
+def _layers_of(plan: OperatorPlan) -> list[Unit]:
+    return [unit for unit in plan.graph.units if unit.parameter_bytes and not unit.pinned]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -113,11 +113,19 @@ class OnServers:
     Args:
         model: a model that was built in the strategy's scope.
         placement: which of its layers run on their group's servers; see `units.planned`.
+        homes: the numbers of the servers that hold the variables of layers that run on trainers,
+            by the layers' paths; default None: wherever there is room.
     """
 
-    def __init__(self, model: keras.Model, placement: Plan | str = "trainers"):
+    def __init__(
+        self,
+        model: keras.Model,
+        placement: Plan | str = "trainers",
+        homes: Mapping[str, int] | None = None,
+    ):
         self._model = model
         self._placement = placement
+        self._homes = homes or {}
         self._placed: list[tuple[Unit, int]] = []
         self._followers: tuple[keras.Operation, ...] = ()
 
@@ -139,9 +147,11 @@ class OnServers:
         states = [state for optimizer in self.optimizers for state in optimizer.states]
         apart = [state.variable for state in states if state.is_table]
         apart += [variable for variable in self._model.variables if not is_copied(variable)]
-        self._placed = planned(units_of(self._model, apart), self._placement, servers)
+        units = units_of(self._model, apart)
+        self._placed = planned(units, self._placement, servers)
         self._followers = tuple(followers_of(self._model, apart))
-        place_variables(self._placed, states)
+        pulled = [(unit, self._homes[unit.path]) for unit in units if unit.path in self._homes]
+        place_variables([*pulled, *self._placed], states)
 
     def layout(self, group: Group | None = None) -> Layout:
         """Where a step finds the model's variables.
