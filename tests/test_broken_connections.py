@@ -114,7 +114,9 @@ def train_until_back(strategy, caplog) -> None:
 @pytest.mark.parametrize("make,updates", [(recsync.AsyncStrategy, 20), (recsync.SyncStrategy, 10)])
 def test_training_goes_on_whenever_a_connection_breaks(two, caplog, make, updates):
     strategy = make(two)
-    was_away = two.membership.is_away(("worker", 1))  # Since the test before.
+    two.tell_members()  # What happened in the test before.
+    caplog.clear()
+    was_away = two.membership.is_away(("worker", 1))
     # While functions are traced and sent to the workers, and while they run.
     for _ in range(2):
         model, before = model_of(strategy), 0.0
