@@ -2,18 +2,18 @@
 
 What is measured, on `--rows` examples of `--columns` activations in float32:
 
-- `encode_int8`, `decode_int8`: this package's ops, with a scale for each row, and the same with stock
-  ops, `stock_encode_int8` and `stock_decode_int8`;
+- `encode_int8`, `decode_int8`: this package's ops, with a scale for each row, and the same with
+  stock ops, `stock_encode_int8` and `stock_decode_int8`;
 - `bfloat16`, `from_bfloat16`: TensorFlow's own cast;
 - `sparsify`, `restore`: the largest values of a gradient, of which a part `--sparsify` is left out,
   in bfloat16, with error feedback; and `stock_sparsify`, a tf.math.top_k with a scatter for what is
   left;
 - `copy`: a copy of the tensor, what memory allows.
 
-How: in one process, each system in turn within a round; the first round warms up and is not counted.
-`nanoseconds_per_byte` is the median time over the bytes that are not compressed, which is what
-`Resources.compression_seconds_per_byte` wants to know; `gigabytes_per_second` its inverse. Ratios are
-medians of the rounds' ratios of speeds, ours over theirs.
+How: in one process, each system in turn within a round; the first round warms up and is not
+counted. `nanoseconds_per_byte` is the median time over the bytes that are not compressed, as plans
+count it (`Resources.compression_seconds_per_byte`); `gigabytes_per_second` is its inverse. Ratios
+are medians of the rounds' ratios of speeds, ours over theirs.
 
     python benchmarks/compression.py --json=compression.json
 """
