@@ -45,6 +45,7 @@ SMALL_adam_staleness := --steps=300 --seeds=1
 SMALL_all_reduce := --elements=1000,1000000 --rounds=5
 SMALL_async_quality := --workers=2,4 --processes=3 --seeds=1 --days=1 --swap_days=2 --rows=4096 \
   --steps=100 --compute_seconds=0.03 --speed_seconds=2 --sync_days=1
+SMALL_compression := --rounds=5
 SMALL_coordinator := --workers=8,16 --processes=3 --seconds=4
 SMALL_hop := --workers=8 --processes=4 --iterations=24 --compute_seconds=0.15
 SMALL_hop_accuracy := --workers=4 --epochs=1 --settings=2,7,8,12

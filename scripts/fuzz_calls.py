@@ -109,7 +109,7 @@ class Calls:
 
     def __init__(self, seed: int, number: int):
         self._w = w = World(np.random.default_rng([seed, number]), f"fuzz_{seed}_{number}")
-        family = w.choose([*["stateless"] * 4, "buffer", "tokens", "hop"])
+        family = w.choose([*["stateless"] * 4, "buffer", "tokens", "hop", "feedback"])
         if family == "stateless":
             # Of some arguments there are two calls at a time, on the same variables.
             names = [w.choose(STATELESS)] * w.choose([1, 1, 1, 2])

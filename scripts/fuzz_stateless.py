@@ -199,6 +199,26 @@ def _mean_normalize_grad(w: World) -> dict:
     }
 
 
+def _encode_int8(w: World) -> dict:
+    return {"x": w.floats(w.small(), w.small())}
+
+
+def _decode_int8(w: World) -> dict:
+    rows, columns = w.small(), w.small()
+    return {"codes": np.ones((rows, columns), np.int8), "scales": w.floats(rows)}
+
+
+def _restore_gradient(w: World) -> dict:
+    values = w.floats(w.small(0, 8))
+    kept = values.shape[0]
+    size = kept + w.small(0, 20)
+    bits = np.arange(-(-size // 8) * 8) < kept
+    mask = np.packbits(bits, bitorder="little") if size > kept else np.zeros(0, np.uint8)
+    if w.chance(0.5):
+        values = tf.cast(values, tf.bfloat16)
+    return {"mask": mask, "values": values, "shape": np.array([size], np.int64)}
+
+
 def _route_ids(w: World) -> dict:
     batch, tables = w.small(), w.small(1, 3)
     count = w.small(1, 3)
@@ -285,6 +305,9 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     "area_under_curve": lambda w: {"buckets": np.ones([2, w.small(1, 9)])},
     "mean_normalize": _mean_normalize,
     "mean_normalize_grad": _mean_normalize_grad,
+    "encode_int8": _encode_int8,
+    "decode_int8": _decode_int8,
+    "restore_gradient": _restore_gradient,
     "route_ids": _route_ids,
     "assemble": _assemble,
     "assemble_grad": _assemble_grad,

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
 
-from tf_recsync.ops import packing
+from tf_recsync.ops import compression, packing
 from tf_recsync.ops._library import library
 from tf_recsync.ops.bags import Bags, PackedBags
 
@@ -23,6 +23,11 @@ for _name in ("RecsyncPullDense", "RecsyncGatherRows", "RecsyncPullTable", "Recs
     if _name not in auto_control_deps_utils.RESOURCE_READ_OPS:
         auto_control_deps_utils.register_read_only_resource_op(_name)
 
+encode_int8 = compression.encode_int8
+decode_int8 = compression.decode_int8
+error_feedback = compression.error_feedback
+compress_gradient = compression.compress_gradient
+restore_gradient = compression.restore_gradient
 pack = packing.pack
 unpack = packing.unpack
 pull_dense = packing.pull_dense
