@@ -24,6 +24,7 @@ from tf_recsync.cluster import (  # noqa: E402
     cluster_from_tf_config,
     use_final_device_names,
 )
+from tf_recsync.compression import Compression  # noqa: E402
 from tf_recsync.embedding.bin_packing import plan_placement  # noqa: E402
 from tf_recsync.embedding.placement import PlacementPlan  # noqa: E402
 from tf_recsync.embedding.profile import profile_costs  # noqa: E402
@@ -62,6 +63,7 @@ __all__ = [
     "BackupWorkersStrategy",
     "BoundedStalenessStrategy",
     "Cluster",
+    "Compression",
     "EASGD",
     "Foreground",
     "GBAStrategy",

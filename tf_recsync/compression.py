@@ -18,12 +18,13 @@ class Compression:
 
     Args:
         activations: "none" (the default); "bfloat16", half of the bytes; or "int8", a quarter,
-            with a float32 scale, max|x| / 127, for each row.
+            with a float32 scale, max|x| / 127, for each row. Rows of one value travel as they are.
         gradients: "none" (the default) or "bfloat16". Not "int8".
         sparsify: The part of the values of a gradient, those nearest to 0, that is not sent; at
             least 0 (the default) and below 1.
         error_feedback: Whether what is not sent of a gradient is added to the next one: e <- g + e
-            - C(g + e) for each net and edge (Karimireddy et al. 2019). True by default.
+            - C(g + e) for each net and edge (Karimireddy et al. 2019). True by default; without
+            `sparsify` gradients are only rounded, each by itself.
 
     Raises:
         ValueError: If an argument is out of range.

@@ -103,17 +103,45 @@ class ErrorFeedbackResource : public tensorflow::ResourceBase {
   ErrorFeedback feedback;
 };
 
-class ErrorFeedbackOp : public ResourceOp<ErrorFeedbackResource> {
+// As ResourceOp, but the name may have the number of a net in it.
+class ErrorFeedbackOp : public OpKernel {
  public:
-  using ResourceOp::ResourceOp;
+  explicit ErrorFeedbackOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("container", &container_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("shared_name", &shared_name_));
+    int nets;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("nets", &nets));
+    OP_REQUIRES(ctx, nets <= 1,
+                absl::InvalidArgumentError(absl::StrCat(
+                    "net must be one number or none, not ", nets)));
+  }
 
- protected:
-  RefCountPtr<ErrorFeedbackResource> Make() const override {
-    return RefCountPtr<ErrorFeedbackResource>(new ErrorFeedbackResource);
+  void Compute(OpKernelContext* ctx) override {
+    std::string name = shared_name_;
+    if (ctx->num_inputs() > 0) {
+      const Tensor& net = ctx->input(0);
+      OP_REQUIRES(ctx, net.NumElements() == 1,
+                  absl::InvalidArgumentError(
+                      absl::StrCat("net must be one number, not ",
+                                   net.shape().DebugString())));
+      absl::StrAppend(&name, "/", net.flat<int64_t>()(0));
+    }
+    const auto handle =
+        tensorflow::MakeResourceHandle<ErrorFeedbackResource>(ctx, container_,
+                                                              name);
+    RefCountPtr<ErrorFeedbackResource> resource;
+    OP_REQUIRES_OK(ctx,
+                   tensorflow::LookupOrCreateResource<ErrorFeedbackResource>(
+                       ctx, handle, &resource, [](auto** made) {
+                         *made = new ErrorFeedbackResource;
+                         return absl::OkStatus();
+                       }));
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, 0, handle));
   }
-  absl::Status CheckSame(const ErrorFeedbackResource&) const override {
-    return absl::OkStatus();
-  }
+
+ private:
+  std::string container_;
+  std::string shared_name_;
 };
 
 // TensorFlow's bfloat16 has the bits of ours.

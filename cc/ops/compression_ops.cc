@@ -51,7 +51,9 @@ x: Shaped like codes: codes times the scale of their row.
 )doc");
 
 REGISTER_OP("RecsyncErrorFeedback")
+    .Input("net: nets * int64")
     .Output("feedback: resource")
+    .Attr("nets: int >= 0 = 0")
     .Attr("container: string = ''")
     .Attr("shared_name: string = ''")
     .SetIsStateful()
@@ -61,6 +63,7 @@ Makes what keeps the gradients that one net has not sent yet on one edge.
 
 It begins at 0, anew when the number of gradients changes.
 
+net: A number that is a part of the name, or none: one op serves several nets.
 feedback: Its handle.
 )doc");
 

@@ -62,13 +62,15 @@ def decode_int8(codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
     return library.recsync_decode_int8(codes, scales)
 
 
-def error_feedback(shared_name: str) -> tf.Tensor:
+def error_feedback(shared_name: str, net: tf.Tensor | None = None) -> tf.Tensor:
     """Makes what keeps the gradients that one net has not sent yet on one edge.
 
     It begins at 0, anew when the number of gradients changes.
 
     Args:
         shared_name: of the resource on its device, where calls with one name give the same one.
+        net: int64 scalar, a part of the name, so that one graph serves several nets; None (the
+            default) for a name that has no such part.
 
     Returns:
         The handle, a scalar resource, for `compress_gradient`.
@@ -78,7 +80,7 @@ def error_feedback(shared_name: str) -> tf.Tensor:
     """
     if not shared_name:
         raise ValueError("shared_name must not be empty, as nets would share one by chance")
-    return library.recsync_error_feedback(shared_name=shared_name)
+    return library.recsync_error_feedback([] if net is None else [net], shared_name=shared_name)
 
 
 def compress_gradient(

@@ -10,6 +10,7 @@ import keras
 
 from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
+from tf_recsync.compression import Compression
 from tf_recsync.modes import Hogwild, ModeConfig
 from tf_recsync.placement import OperatorPlan, Unit
 from tf_recsync.strategies.fit_strategy import check_is_cluster, check_timeouts
@@ -93,6 +94,9 @@ class HierarchicalStrategy(SynchronizedStrategy):
             layers, as `layer.path` has them, to the number of the server in its group, from 0
             to `ps_per_group - 1`, or None for the trainers, where layers run that it does
             not name. Or an `OperatorPlan` for groups of this size.
+        compression: how activations and their gradients are compressed that travel to layers on
+            servers and from them, between a trainer and a server or two servers; None (the
+            default) for not at all.
         output: what reading a variable gives: "first" (the default) for the first group's
             copy, "mean" for that of all, or the number of a group.
         local_batch_size: examples of a batch, or None (the default) if the mode says it or fit
@@ -102,7 +106,8 @@ class HierarchicalStrategy(SynchronizedStrategy):
 
     Raises:
         ValueError: if an argument is wrong or does not go with another one; from `fit`, before it
-            trains, if `placement` names a layer that is not there, or has no dense weights.
+            trains, if `placement` names a layer that is not there, or has no dense weights, or
+            if `compression` would do nothing since no layer runs on a server.
 
     Example:
 
@@ -115,6 +120,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
         trainers_per_group=2,
         ps_per_group=1,
         placement="auto",
+        compression=recsync.Compression(activations="int8", gradients="bfloat16"),
     )
     with strategy.scope():
         model = build_model()
@@ -138,6 +144,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
         placement: Literal["trainers", "auto"] | Mapping[str, int | None] | OperatorPlan = (
             "trainers"
         ),
+        compression: Compression | None = None,
         output: Literal["first", "mean"] | int = "first",
         local_batch_size: int | None = None,
         worker_timeout: float = 600.0,
@@ -180,6 +187,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
             self._homes = _homes_of(placement, trainers_per_group, ps_per_group)
             placement = _operators_of(placement)
         self._placement = checked_placement(placement, ps_per_group)
+        self._compression = checked_compression(compression, self._placement)
         if isinstance(algorithm, Hop):
             check_size(algorithm.topology, groups, "there are groups")
         super().__init__(
@@ -243,7 +251,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
         super()._check_optimizer(model)
 
     def _on_servers(self, model: keras.Model) -> OnServers:
-        return OnServers(model, self._placement, self._homes)
+        return OnServers(model, self._placement, self._homes, self._compression)
 
     def _make_synchronizer(self, model: keras.Model, copies: Copies) -> Synchronizer:
         if not isinstance(self._algorithm, Hop):
@@ -289,6 +297,25 @@ def checked_placement(placement: Any, servers: int) -> Plan | str:
                 f"{path!r}: {number!r}"
             )
     return {path: None if number is None else int(number) for path, number in placement.items()}
+
+
+def checked_compression(compression: Any, placement: Plan | str) -> Compression | None:
+    """How activations are compressed; raises a ValueError if an argument is wrong.
+
+    Args:
+        compression: a Compression or None.
+        placement: as `checked_placement` returned it.
+    """
+    if compression is None:
+        return None
+    if not isinstance(compression, Compression):
+        raise ValueError(f"compression must be None or a Compression, not {compression!r}")
+    if placement == "trainers":
+        raise ValueError(
+            f'compression={compression} would do nothing with placement="trainers": it is of '
+            "activations that travel to layers on servers"
+        )
+    return compression
 
 
 def _homes_of(plan: OperatorPlan, trainers: int, servers: int) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import keras
 import numpy as np
 
 from tf_recsync import staleness
+from tf_recsync.compression import Compression
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.copies import CopiedVariable, is_copied
@@ -115,6 +117,7 @@ class OnServers:
         placement: which of its layers run on their group's servers; see `units.planned`.
         homes: the numbers of the servers that hold the variables of layers that run on trainers,
             by the layers' paths; default None: wherever there is room.
+        compression: of what travels to layers on servers and from them; default None: none.
     """
 
     def __init__(
@@ -122,10 +125,13 @@ class OnServers:
         model: keras.Model,
         placement: Plan | str = "trainers",
         homes: Mapping[str, int] | None = None,
+        compression: Compression | None = None,
     ):
         self._model = model
         self._placement = placement
         self._homes = homes or {}
+        self._compression = compression
+        self._name = f"feedback_{uuid.uuid4().hex}"
         self._placed: list[tuple[Unit, int]] = []
         self._followers: tuple[keras.Operation, ...] = ()
 
@@ -141,6 +147,9 @@ class OnServers:
 
         Args:
             servers: of a group.
+
+        Raises:
+            ValueError: if the placement does not fit the model, or there is nothing to compress.
         """
         if self._placement == "trainers":
             return
@@ -149,6 +158,11 @@ class OnServers:
         apart += [variable for variable in self._model.variables if not is_copied(variable)]
         units = units_of(self._model, apart)
         self._placed = planned(units, self._placement, servers)
+        if self._compression is not None and not self._placed:
+            raise ValueError(
+                f"compression={self._compression} would do nothing: placement has no layer of "
+                f"{self._model.name} run on a server, so that no activations travel"
+            )
         self._followers = tuple(followers_of(self._model, apart))
         pulled = [(unit, self._homes[unit.path]) for unit in units if unit.path in self._homes]
         place_variables([*pulled, *self._placed], states)
@@ -166,7 +180,7 @@ class OnServers:
             return NO_LAYERS
         layers = tuple((unit.layer, group.device(number)) for unit, number in self._placed)
         devices = {id(v): group.device(n) for unit, n in self._placed for v in unit.variables}
-        return PlacedLayers(layers, self._followers, devices)
+        return PlacedLayers(layers, self._followers, devices, self._compression, self._name)
 
     def spared(self, arrangement: Arrangement) -> list[tuple[str, int]]:
         """The parameter servers, job and index, of groups that steps don't need."""

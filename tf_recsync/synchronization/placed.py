@@ -3,7 +3,8 @@
 A placed layer's call is made under its server's device and a gradient tape of its own, and its
 gradients are computed there, too. For the tape of the step it is one operation, from what comes in
 and the weights to what goes out. So activations and their gradients travel, weights and theirs
-don't; and what one placed layer gives another on the same server stays there.
+don't; and what one placed layer gives another on the same server stays there. With a compression
+what travels is encoded beside what made it, and decoded where it arrives.
 
 Reference: sections 3.1.1 and 3.2.2 of the Hierarchical Training paper, where the net's graph is
 transformed for that.
@@ -22,8 +23,10 @@ from keras.src import backend
 from tensorflow.python.eager import record
 
 from tf_recsync import ops
+from tf_recsync.compression import Compression
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import context, links
+from tf_recsync.synchronization.encoded import Encoder, Kind, Message
 from tf_recsync.synchronization.pulled import as_variable
 
 
@@ -35,11 +38,15 @@ class PlacedLayers:
         layers: each with the device that it runs on.
         followers: layers and operations without weights, which run where their inputs are.
         devices: of the variables of placed layers, by their ids.
+        compression: of what travels to them and from them; None for none.
+        name: different from that of any other model.
     """
 
     layers: tuple[tuple[keras.layers.Layer, str], ...] = ()
     followers: tuple[keras.Operation, ...] = ()
     devices: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    compression: Compression | None = None
+    name: str = ""
 
 
 NO_LAYERS = PlacedLayers()
@@ -53,6 +60,8 @@ class Placed:
         variables: the model's; those of placed layers are looked for among them.
         states: of those that are trained.
         after: `after(device)` gives what must be there before anything is read on a server.
+        batch: the step's batch.
+        worker: the worker's index, an int64 scalar on the worker.
 
     Attributes:
         variables: those of placed layers.
@@ -65,8 +74,11 @@ class Placed:
         variables: Sequence[keras.Variable],
         states: Sequence[base.VariableState],
         after: Callable[[str], list[tf.Tensor]],
+        batch: Any,
+        worker: tf.Tensor,
     ):
         self._layers = layers
+        self._servers = set(layers.devices.values())
         self._states = {id(state.variable): state for state in states}
         self.variables = [v for v in variables if id(v) in layers.devices]
         self.trained = [v for v in self.variables if id(v) in self._states]
@@ -78,6 +90,10 @@ class Placed:
         self._there: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
         # What was sent to servers, by its id and the device.
         self._sent: dict[tuple[int, str], tuple[tf.Tensor, tf.Tensor]] = {}
+        # What travels in place of tensors, by their ids.
+        self._messages: dict[tuple[int, Kind], tuple[tf.Tensor, Message | None]] = {}
+        self._worker = worker
+        self._encoder = Encoder(layers.compression, batch, layers.name)
         self._arrived: list[tf.Tensor] = []  # What came in for the layer that runs.
         self._is_inside = False  # Whether one runs.
 
@@ -121,8 +137,7 @@ class Placed:
     def beside(self, tensor: Any) -> contextlib.AbstractContextManager:
         """A context in which operations are where a tensor is, if that is such a server."""
         device = getattr(tensor, "device", "")
-        is_there = device in self._layers.devices.values()
-        return _on(device) if is_there else contextlib.nullcontext()
+        return _on(device) if device in self._servers else contextlib.nullcontext()
 
     # Layers.
 
@@ -191,7 +206,7 @@ class Placed:
         self._arrived = []
         flat = tf.nest.flatten(result, expand_composites=True)
         with record.stop_recording():
-            shown = [self._shown(x) if tf.is_tensor(x) else x for x in flat]
+            shown = [self._shown(x, "activation") if tf.is_tensor(x) else x for x in flat]
         # Of a loss that the layer adds the number travels, and its gradient is computed there.
         self._record(
             tape,
@@ -217,13 +232,14 @@ class Placed:
 
         def gradient(*upstream):
             found = [i for i, g in enumerate(upstream) if g is not None]
-            upstream = [self.lying(upstream[i], device) for i in found]
+            upstream = [self.lying(upstream[i], device, "gradient") for i in found]
             with _on(device):
                 gradients = tape.gradient(
                     [results[i] for i in found], [*there, *weights], output_gradients=upstream
                 )
                 gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-            own = [None if g is None else self._shown(g) for g in gradients[: len(there)]]
+            own = gradients[: len(there)]
+            own = [None if g is None else self._shown(g, "gradient") for g in own]
             return [*own, *gradients[len(there) :]]
 
         if results:
@@ -235,7 +251,8 @@ class Placed:
         """Each tensor, and what it is on a server, with its mask; by the tensors' ids."""
         found: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
         for tensor in given:
-            there = self._brought(tensor, device)
+            with record.stop_recording():
+                there = self._brought(tensor, device, "activation")
             if any(there is other for i, (_, other) in found.items() if i != id(tensor)):
                 with _on(device):
                     there = tf.identity(there)  # Its gradient is another one.
@@ -245,48 +262,78 @@ class Placed:
             found[id(tensor)] = tensor, there
         return found
 
-    def _brought(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
+    def _brought(self, tensor: tf.Tensor, device: str, kind: Kind = "other") -> tf.Tensor:
         """A tensor on a server; it is sent there once."""
         _, there = self._there.get(id(tensor), (tensor, None))
         if there is not None and there.device == device:
             return there
         if (id(tensor), device) not in self._sent:
-            # From the worker only if there is a batch; from another server directly.
-            source = tf.identity(tensor) if there is None else links.passed(there)
-            with _on(device):
-                self._sent[id(tensor), device] = tensor, links.received(source)
+            message = self._message(tensor if there is None else there, kind)
+            if message is not None:
+                with _on(device):
+                    brought = message.restored([links.received(p) for p in message.parts])
+            else:
+                # From the worker only if there is a batch; from another server directly.
+                source = tf.identity(tensor) if there is None else links.passed(there)
+                with _on(device):
+                    brought = links.received(source)
+            self._sent[id(tensor), device] = tensor, brought
         return self._sent[id(tensor), device][1]
 
-    def _shown(self, there: tf.Tensor) -> tf.Tensor:
+    def _shown(self, there: tf.Tensor, kind: Kind = "other") -> tf.Tensor:
         """What others get of a tensor on a server; it travels only if somebody uses it."""
-        tensor = tf.identity(links.passed(there))
+        message = self._message(there, kind)
+        if message is None:
+            tensor = tf.identity(links.passed(there))
+        else:
+            tensor = message.restored(message.parts)
         self._there[id(tensor)] = tensor, there
         mask = backend.get_keras_mask(there)
         if mask is not None:
             backend.set_keras_mask(tensor, self._shown(mask))
         return tensor
 
+    def _message(self, tensor: tf.Tensor, kind: Kind) -> Message | None:
+        """What travels in place of a tensor, wherever it goes; None if it goes as it is.
+
+        Args:
+            tensor: where it was computed.
+            kind: what it is.
+        """
+        if (id(tensor), kind) not in self._messages:
+            net = self._worker
+            if self._encoder.has_feedback(kind) and tensor.device in self._servers:
+                net = self._brought(net, tensor.device)
+            with self.beside(tensor):
+                message = self._encoder.message(tensor, kind, net)
+            if message is not None:  # From a server it passes the link.
+                passed = tuple(map(links.passed, message.parts))
+                message = dataclasses.replace(message, parts=passed)
+            self._messages[id(tensor), kind] = tensor, message
+        return self._messages[id(tensor), kind][1]
+
     # Gradients.
 
-    def lying(self, gradient: Any, device: str) -> tf.Tensor:
+    def lying(self, gradient: Any, device: str, kind: Kind = "other") -> tf.Tensor:
         """A gradient on a server: what was computed there is added up there.
 
         Args:
             gradient: as a tape returned it.
             device: the server's.
+            kind: "gradient" if it is one of an activation.
         """
         gradient = tf.convert_to_tensor(gradient)
         if gradient.device == device:
             return gradient
         if gradient.op.type != "AddN" or gradient.device:
-            return self._brought(gradient, device)
+            return self._brought(gradient, device, kind)
         there = [t for t in gradient.op.inputs if self._lies(t, device)]
         others = [t for t in gradient.op.inputs if not self._lies(t, device)]
         if not there:
-            return self._brought(gradient, device)
-        terms = [self.lying(t, device) for t in there]
+            return self._brought(gradient, device, kind)
+        terms = [self.lying(t, device, kind) for t in there]
         if others:
-            terms.append(self._brought(tf.add_n(others), device))
+            terms.append(self._brought(tf.add_n(others), device, kind))
         with _on(device):
             return tf.add_n(terms)
 

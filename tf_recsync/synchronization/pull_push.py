@@ -197,7 +197,7 @@ class Step:
         }
         dense = [state for states in layout.dense.values() for state in states]
         variables = [*(state.variable for state in dense), *layout.shared]
-        self.placed = Placed(layout.placed, variables, dense, self._after)
+        self.placed = Placed(layout.placed, variables, dense, self._after, batch, worker)
         pulled, found = self._pull(lookups, batch, ahead)
         for i, request in found.items():
             first = layout.tables[lookups.tables[i][0]]
