@@ -66,7 +66,6 @@ def systems() -> dict[str, Callable[[], object]]:
     x = tf.random.stateless_normal([FLAGS.rows, FLAGS.columns], [1, 2])
     codes, scales = ops.encode_int8(x)
     half = tf.cast(x, tf.bfloat16)
-    feedback = ops.error_feedback("edge")
     error = tf.Variable(tf.zeros([x.shape.num_elements()]))
     settings = {"sparsify": FLAGS.sparsify, "dtype": tf.bfloat16}
     sent = ops.compress_gradient(x, **settings)
@@ -79,7 +78,7 @@ def systems() -> dict[str, Callable[[], object]]:
         "decode_int8": lambda: ops.decode_int8(codes, scales),
         "bfloat16": lambda: tf.cast(x, tf.bfloat16),
         "from_bfloat16": lambda: tf.cast(half, tf.float32),
-        "sparsify": lambda: ops.compress_gradient(x, feedback, **settings),
+        "sparsify": lambda: ops.compress_gradient(x, feedback="edge", **settings),
         "restore": lambda: ops.restore_gradient(*sent, shape),
         "stock_encode_int8": lambda: encode(x),
         "stock_decode_int8": lambda: decode(codes, scales[:, None]),

@@ -29,6 +29,11 @@ MODES = {
     "backup_workers": recsync.modes.BackupWorkers,
     "bounded_staleness": recsync.modes.BoundedStaleness,
 }
+COMPRESSIONS = {
+    "none": None,
+    "bfloat16": recsync.Compression(activations="bfloat16", gradients="bfloat16"),
+    "int8": recsync.Compression(activations="int8", gradients="bfloat16"),
+}
 # In the background, and in the foreground.
 SHADOW = ["shadow_easgd", "shadow_ma", "shadow_bmuf"]
 FOREGROUND = ["fr_easgd", "fr_ma", "fr_bmuf"]
@@ -123,6 +128,13 @@ flags.DEFINE_string(
     "weights; or the file of an OperatorPlan.",
 )
 flags.DEFINE_enum(
+    "compression",
+    "none",
+    [*COMPRESSIONS],
+    "hierarchical with --placement: how activations travel to layers on servers; unless it is none "
+    "their gradients travel as bfloat16.",
+)
+flags.DEFINE_enum(
     "aggregation",
     "hogwild",
     [*MODES],
@@ -181,6 +193,7 @@ APPLIES: dict[str, tuple[str, list[Any]]] = {
     "trainers_per_group": ("strategy", ["hierarchical"]),
     "ps_per_group": ("strategy", ["hierarchical"]),
     "placement": ("strategy", ["hierarchical"]),
+    "compression": ("strategy", ["hierarchical"]),
     "aggregation": ("strategy", ["hierarchical"]),
     "algorithm": ("strategy", ["hierarchical"]),
     "updates_per_iteration": ("strategy", ["hierarchical"]),
@@ -229,6 +242,11 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
     check_applies({**APPLIES, **applies})
     if FLAGS.strategy == "hierarchical":
         check_applies(_APPLIES_IN_GROUPS)
+        if COMPRESSIONS[FLAGS.compression] is not None and FLAGS.placement == "trainers":
+            raise app.UsageError(
+                f"--compression={FLAGS.compression} needs --placement=auto, or the file of an "
+                "OperatorPlan"
+            )
     if FLAGS["max_iteration_gap"].present and FLAGS.strategy not in ("hop", "hierarchical"):
         raise app.UsageError("--max_iteration_gap applies only with --strategy=hop or hierarchical")
     if FLAGS["jump_trigger"].present and FLAGS.max_jump == 1:
@@ -349,6 +367,7 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
                 mode=_schedule(),
                 sync_ps=FLAGS.sync_ps if FLAGS.algorithm == "easgd" else 0,
                 placement=_placement(),
+                compression=COMPRESSIONS[FLAGS.compression],
             )
     else:
         with usage_errors():

@@ -77,11 +77,11 @@ def test_the_largest_gradients_are_sent(g, sparsify, dtype):
 @pytest.mark.parametrize("sparsify", [0.0, 0.9])
 def test_error_feedback_equals_a_replay_in_numpy(dtype, sparsify):
     random = np.random.default_rng(1)
-    feedback = ops.error_feedback(f"replay_{dtype.name}_{sparsify}")
+    options = {"feedback": f"replay_{dtype.name}_{sparsify}", "sparsify": sparsify, "dtype": dtype}
 
     @tf.function
     def step(g):
-        mask, values = ops.compress_gradient(g, feedback, sparsify=sparsify, dtype=dtype)
+        mask, values = ops.compress_gradient(g, **options)
         return ops.restore_gradient(mask, values, tf.shape(g))
 
     error = np.zeros([], np.float32)
@@ -95,17 +95,17 @@ def test_error_feedback_equals_a_replay_in_numpy(dtype, sparsify):
         error = g + error - sent
 
 
-def test_feedbacks_of_one_name_are_one():
+def test_each_name_and_net_has_a_feedback():
     g = np.float32([4, 3])
-    first, second = (ops.error_feedback(name) for name in ("first", "second"))
-    for feedback in (first, second):
-        assert ops.compress_gradient(g, feedback, sparsify=0.5)[1] == 4.0
-    assert ops.compress_gradient(g, first, sparsify=0.5)[1] == 6.0
-    shared = [ops.error_feedback("edge") for _ in range(2)]
-    assert ops.compress_gradient(g, shared[0], sparsify=0.5)[1] == 4.0
-    assert ops.compress_gradient(g, shared[1], sparsify=0.5)[1] == 6.0
-    with pytest.raises(ValueError, match="shared_name"):
-        ops.error_feedback("")
+    for sent in (4.0, 6.0):
+        for name, net in [("first", 0), ("second", 0), ("first", tf.constant(1, tf.int64))]:
+            _, values = ops.compress_gradient(g, feedback=name, net=net, sparsify=0.5)
+            assert values == sent
+    assert ops.compress_gradient(g, sparsify=0.5)[1] == 4.0
+    with pytest.raises(ValueError, match="feedback must not be empty"):
+        ops.compress_gradient(g, feedback="")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="net must be one number"):
+        ops.compress_gradient(g, feedback="first", net=[0, 1])
 
 
 def test_shapes_are_inferred():

@@ -1,4 +1,4 @@
-"""What travels to placed layers and from them, compressed: `HierarchicalStrategy(compression=…)`."""
+"""What travels to placed layers is compressed: `HierarchicalStrategy(compression=…)`."""
 
 import keras
 import numpy as np
@@ -11,12 +11,13 @@ from test_placement_of_operators import (
     compiled,
     crossing,
     dataset,
+    examples,
     graph_of_step,
     operations,
 )
 
 import tf_recsync as recsync
-from tf_recsync import Compression
+from tf_recsync import Compression, ops
 from tf_recsync.optimizers import SGD, Adagrad
 
 BATCHES = 12
@@ -34,7 +35,7 @@ def rounded(x, encoding):
         return tf.cast(tf.cast(x, tf.bfloat16), x.dtype)
     if encoding == "int8" and x.shape[-1] > 1:
         scale = tf.reduce_max(tf.abs(x), -1, keepdims=True) / 127.0
-        return tf.math.divide_no_nan(tf.round(tf.math.divide_no_nan(x, scale)) * scale, 1.0)
+        return tf.round(tf.math.divide_no_nan(x, scale)) * scale
     return x
 
 
@@ -81,19 +82,22 @@ def layers() -> list[keras.layers.Layer]:
 PLACEMENT = {"first": 0, "second": 1, "last": 1}
 
 
+def chained(inputs, parts) -> keras.Model:
+    x = inputs
+    for part in parts:
+        x = part(x)
+    return keras.Model(inputs, x)
+
+
 def plain() -> keras.Model:
-    return keras.Sequential([keras.Input((WIDTH,)), *layers()])
+    return chained(keras.Input((WIDTH,)), layers())
 
 
 def rounding(compression) -> keras.Model:
     """The same model, in one process, that rounds where that one sends."""
     (first, second, last), crossing = layers(), lambda: Crossing(compression)
     parts = [crossing(), first, crossing(), second, last, crossing()]
-    return keras.Sequential([keras.Input((WIDTH,), batch_size=BATCH), *parts])
-
-
-def static(batches) -> tf.data.Dataset:
-    return dataset(batches).apply(tf.data.experimental.assert_cardinality(batches))
+    return chained(keras.Input((WIDTH,), batch_size=BATCH), parts)
 
 
 COMPRESSIONS = {
@@ -145,14 +149,158 @@ def with_size(x, y):
     return tf.ensure_shape(x, (BATCH, WIDTH)), y
 
 
-def test_only_compressed_tensors_travel(cluster):
-    wanted = {
-        "bfloat16": ({tf.bfloat16}, {tf.float32}),
-        "int8 and gradients": ({tf.int8, tf.float32, tf.bfloat16}, set()),
-        "feedback": ({tf.float32, tf.uint8}, set()),
+def travelling(model) -> list[tuple[str, int]]:
+    """Type and columns of what crosses for each example of a batch: [batch] has 0."""
+    tensors = [t for t in crossing(graph_of_step(model)) if t.shape.rank and t.shape[0] is None]
+    # A mask of what is sent, and its values, have no columns either.
+    return sorted((t.dtype.name, t.shape[-1] if t.shape.rank > 1 else 0) for t in tensors)
+
+
+# There: the inputs, what the first layer gives the second one, and the outputs. Back: the gradients
+# of the latter two.
+TRAVELLING = {
+    "bfloat16": [
+        *(("bfloat16", columns) for columns in (1, 6, 8)),
+        *(("float32", columns) for columns in (1, 8)),
+    ],
+    "int8 and gradients": [
+        *(("bfloat16", columns) for columns in (1, 8)),
+        *[("float32", 0)] * 2,
+        ("float32", 1),  # A code and a scale would be more.
+        *(("int8", columns) for columns in (6, 8)),
+    ],
+    "all": [*[("bfloat16", 0)] * 2, *(("bfloat16", n) for n in (1, 6, 8)), *[("uint8", 0)] * 2],
+}
+
+
+@pytest.mark.parametrize("name", TRAVELLING)
+def test_only_what_is_compressed_travels(cluster, name):
+    model, _ = placed(cluster, COMPRESSIONS[name], batches=2)
+    assert travelling(model) == TRAVELLING[name]
+
+
+def test_what_travels_compressed_passes_an_artificial_link(cluster):
+    strategy = alone(cluster, "auto", ps_per_group=1, compression=COMPRESSIONS["int8"])
+    recsync.testing.set_bandwidth(strategy, 1e8)
+    with strategy.scope():
+        model = compiled(plain, lambda: Adagrad(0.05))
+    model.fit(dataset(3), verbose=0)
+    passing = [op for op in operations(graph_of_step(model)) if op.type == "RecsyncTransfer"]
+    found = sorted(op.inputs[0].dtype.name for op in passing)
+    # The outputs, their gradient and scales; and the learning rate, twice.
+    assert found == ["float32"] * 5 + ["int8"]
+
+
+def branches() -> keras.Model:
+    inputs = keras.Input((WIDTH,))
+    twice = keras.layers.Dense(8, name="twice")
+    (first, second, third), x = layers(), keras.ops.sin(inputs)
+    both = keras.layers.Concatenate()([twice(x), twice(2.0 * x), first(x), second(x)])
+    return keras.Model(inputs, third(both))
+
+
+def test_a_tensor_is_encoded_once_and_travels_once_to_a_place(cluster):
+    placement = {"twice": 0, "first": 0, "second": 1}
+    model, _ = placed(cluster, COMPRESSIONS["int8"], branches, placement)
+    encoders = [op for op in operations(graph_of_step(model)) if op.type == "RecsyncEncodeInt8"]
+    # On the trainer x and 2 x; on servers what they give.
+    assert sorted(op.device[:21] for op in encoders) == ["", ""] + ["/job:ps/replica:0/tas"] * 4
+    # x to both servers, though three layers use it, and 2 x to one.
+    assert travelling(model).count(("int8", WIDTH)) == 3
+
+
+def masked() -> keras.Model:
+    inputs = keras.Input((3, WIDTH // 3))
+    x = keras.layers.Masking(0.5)(inputs)
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.GRU(5)(x)))
+
+
+def sequences(x, y):
+    x = tf.reshape(x, (-1, 3, WIDTH // 3))
+    return tf.where(x > 0.6, 0.5, x), y
+
+
+def test_masks_travel_as_they_are(cluster):
+    strategy = alone(cluster, compression=COMPRESSIONS["int8 and gradients"])
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = masked()
+        model.compile(Adagrad(0.05), "mse")
+    local = masked()
+    local.set_weights(model.get_weights())
+    local.compile(Adagrad(0.05), "mse")
+    data = dataset(BATCHES).map(sequences)
+    for each in (model, local):
+        each.fit(data, verbose=0)
+    assert ("bool", 3) in travelling(model)
+    for one, other in zip(model.get_weights(), local.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=0.02)
+
+
+def half() -> keras.Model:
+    policy = keras.DTypePolicy("mixed_bfloat16")
+    parts = [keras.layers.Dense(8, "relu", dtype=policy), keras.layers.Dense(1, dtype=policy)]
+    return chained(keras.Input((WIDTH,)), parts)
+
+
+@pytest.mark.parametrize("build", [plain, half])
+def test_the_loss_stays_near(cluster, build):
+    losses = []
+    for compression in (None, COMPRESSIONS["int8 and gradients"], COMPRESSIONS["all"]):
+        model, _ = placed(cluster, compression, build, "auto", batches=40)
+        losses.append(model.evaluate(dataset(40), verbose=0))
+    assert losses[1] < 1.02 * losses[0] and losses[2] < 1.2 * losses[0], losses
+
+
+def test_each_net_keeps_what_it_has_not_sent(clusters):
+    strategy = alone(
+        clusters.get(workers=2, ps=3),
+        PLACEMENT,
+        trainers_per_group=2,
+        compression=Compression(sparsify=0.9),
+    )
+    with strategy.scope():
+        model = compiled(plain, lambda: SGD(0.05))
+    model.fit(dataset(BATCHES), verbose=0)
+    ((name, device),) = {
+        (op.get_attr("feedback").decode(), op.device)
+        for op in operations(graph_of_step(model))
+        if op.type == "RecsyncCompressGradient" and op.device
     }
-    for name in wanted:
-        model, _ = placed(cluster, COMPRESSIONS[name], batches=2)
-        print(name)
-        for t in crossing(graph_of_step(model)):
-            print("   ", t.name, t.dtype, t.shape, t.op.type, t.device)
+    # Of the gradients that the second layer gives the first one, of two trainers, and nobody.
+    kept = []
+    for net in range(3):
+        with tf.device(device):
+            zeros = tf.zeros([BATCH, 8])
+            kept.append(ops.compress_gradient(zeros, feedback=name, net=net)[1].numpy())
+    assert np.any(kept[0]) and np.any(kept[1]) and not np.any(kept[2])
+    assert np.any(kept[0] != kept[1])
+
+
+@pytest.mark.parametrize("sparsify", [0.0, 0.5])
+def test_a_last_batch_may_be_smaller(cluster, sparsify):
+    compression = Compression(activations="int8", gradients="bfloat16", sparsify=sparsify)
+    strategy = alone(cluster, compression=compression)
+    with strategy.scope():
+        model = compiled(plain, lambda: Adagrad(0.05))
+    x, y = (array[: 3 * BATCH + 5] for array in examples(4))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    history = model.fit(data, epochs=3, verbose=0).history["loss"]
+    assert history[-1] < history[0]
+    assert int(model.optimizer.iterations.numpy()) == 12
+
+
+def test_a_compression_of_nothing_is_refused(cluster):
+    compression = Compression(activations="bfloat16")
+    with pytest.raises(ValueError, match='would do nothing with placement="trainers"'):
+        alone(cluster, "trainers", compression=compression)
+    strategy = alone(cluster, {"first": None}, compression=compression)
+    with strategy.scope():
+        model = compiled(plain, lambda: Adagrad(0.05))
+    with pytest.raises(ValueError, match="='bfloat16'.* would do nothing: placement has no layer"):
+        model.fit(dataset(1), verbose=0)
+
+
+def test_a_wrong_compression_is_refused(cluster):
+    with pytest.raises(ValueError, match="compression must be None or a Compression, not 'int8'"):
+        alone(cluster, compression="int8")

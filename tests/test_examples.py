@@ -69,6 +69,11 @@ def example():
         (["--strategy=sync", "--staleness=inverse_power"], "--staleness applies only"),
         (["--groups=3"], "--groups applies only with --strategy=hierarchical"),
         (["--placement=auto"], "--placement applies only with --strategy=hierarchical"),
+        (["--compression=int8"], "--compression applies only with --strategy=hierarchical"),
+        (
+            ["--strategy=hierarchical", "--workers=4", "--ps=4", "--compression=int8"],
+            "--compression=int8 needs --placement=auto, or the file",
+        ),
         (
             ["--strategy=hierarchical", "--workers=4", "--ps=4", "--placement=nowhere.json"],
             '--placement must be "trainers", "auto" or the file of an OperatorPlan: .*nowhere.json',
@@ -152,6 +157,7 @@ def test_flags_that_would_be_ignored_or_refused_later_are_errors(example, argume
         ["--strategy=fr_bmuf", "--eta=0.9", "--sync_per_minute=2"],
         ["--strategy=hierarchical", "--algorithm=bmuf", "--eta=0.9", "--ps_per_group=2"],
         ["--strategy=hierarchical", "--placement=auto"],
+        ["--strategy=hierarchical", "--placement=auto", "--compression=bfloat16"],
         ["--strategy=hierarchical", "--aggregation=gba", "--global_batch_size=256"],
         ["--strategy=hierarchical", "--aggregation=async", "--staleness=inverse_power"],
         ["--strategy=hierarchical", "--algorithm=hop", "--groups=4", "--backup_groups=1"],
@@ -311,7 +317,7 @@ def test_dlrm_trains_in_groups_of_trainers(tmp_path):
     done = run(
         EXAMPLES / "dlrm_ctr.py",
         *("--strategy=hierarchical", "--workers=4", "--ps=4", "--trainers_per_group=2"),
-        "--placement=auto",
+        *("--placement=auto", "--compression=int8"),
         *("--aggregation=gba", "--global_batch_size=200", "--epochs=2"),
         *(*SMALL, "--batch_size=100", f"--metrics_json={out}"),
     )

@@ -9,7 +9,6 @@
 #include "cc/engine/compression.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel_for.h"
-#include "cc/kernels/resource_op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
 #include "tensorflow/core/framework/resource_mgr.h"
@@ -103,47 +102,6 @@ class ErrorFeedbackResource : public tensorflow::ResourceBase {
   ErrorFeedback feedback;
 };
 
-// As ResourceOp, but the name may have the number of a net in it.
-class ErrorFeedbackOp : public OpKernel {
- public:
-  explicit ErrorFeedbackOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("container", &container_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("shared_name", &shared_name_));
-    int nets;
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("nets", &nets));
-    OP_REQUIRES(ctx, nets <= 1,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "net must be one number or none, not ", nets)));
-  }
-
-  void Compute(OpKernelContext* ctx) override {
-    std::string name = shared_name_;
-    if (ctx->num_inputs() > 0) {
-      const Tensor& net = ctx->input(0);
-      OP_REQUIRES(ctx, net.NumElements() == 1,
-                  absl::InvalidArgumentError(
-                      absl::StrCat("net must be one number, not ",
-                                   net.shape().DebugString())));
-      absl::StrAppend(&name, "/", net.flat<int64_t>()(0));
-    }
-    const auto handle =
-        tensorflow::MakeResourceHandle<ErrorFeedbackResource>(ctx, container_,
-                                                              name);
-    RefCountPtr<ErrorFeedbackResource> resource;
-    OP_REQUIRES_OK(ctx,
-                   tensorflow::LookupOrCreateResource<ErrorFeedbackResource>(
-                       ctx, handle, &resource, [](auto** made) {
-                         *made = new ErrorFeedbackResource;
-                         return absl::OkStatus();
-                       }));
-    OP_REQUIRES_OK(ctx, WriteScalar(ctx, 0, handle));
-  }
-
- private:
-  std::string container_;
-  std::string shared_name_;
-};
-
 // TensorFlow's bfloat16 has the bits of ours.
 template <typename T>
 using EngineType =
@@ -159,18 +117,14 @@ class CompressGradientOp : public OpKernel {
         ctx, sparsify_ >= 0.0f && sparsify_ < 1.0f,
         absl::InvalidArgumentError(absl::StrCat(
             "sparsify must be at least 0 and below 1, not ", sparsify_)));
-    int feedbacks;
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("feedbacks", &feedbacks));
-    OP_REQUIRES(ctx, feedbacks <= 1,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "feedback must be one handle or none, not ", feedbacks)));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("feedback", &feedback_));
   }
 
   void Compute(OpKernelContext* ctx) override {
     const Tensor& gradient = ctx->input(0);
     RefCountPtr<ErrorFeedbackResource> resource;
-    if (ctx->num_inputs() > 1) {
-      OP_REQUIRES_OK(ctx, LookupInput(ctx, "feedback", &resource));
+    if (!feedback_.empty()) {
+      OP_REQUIRES_OK(ctx, FindFeedback(ctx, &resource));
     }
     const int64_t count = gradient.NumElements();
     const int64_t kept = KeptCount(count, sparsify_);
@@ -190,7 +144,25 @@ class CompressGradientOp : public OpKernel {
   }
 
  private:
+  // Makes what is not there yet.
+  absl::Status FindFeedback(OpKernelContext* ctx,
+                            RefCountPtr<ErrorFeedbackResource>* resource) {
+    const Tensor& net = ctx->input(1);
+    if (net.NumElements() != 1) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "net must be one number, not ", net.shape().DebugString()));
+    }
+    const auto handle = tensorflow::MakeResourceHandle<ErrorFeedbackResource>(
+        ctx, "", absl::StrCat(feedback_, "/", net.flat<int64_t>()(0)));
+    return tensorflow::LookupOrCreateResource<ErrorFeedbackResource>(
+        ctx, handle, resource, [](ErrorFeedbackResource** made) {
+          *made = new ErrorFeedbackResource;
+          return absl::OkStatus();
+        });
+  }
+
   float sparsify_;
+  std::string feedback_;
 };
 
 template <typename T>
@@ -233,10 +205,6 @@ REGISTER_KERNEL_BUILDER(
     Name("RecsyncEncodeInt8").Device(tensorflow::DEVICE_CPU), EncodeInt8Op);
 REGISTER_KERNEL_BUILDER(
     Name("RecsyncDecodeInt8").Device(tensorflow::DEVICE_CPU), DecodeInt8Op);
-REGISTER_KERNEL_BUILDER(
-    Name("RecsyncErrorFeedback").Device(tensorflow::DEVICE_CPU),
-    ErrorFeedbackOp);
-
 #define REGISTER_COMPRESSION(T)                               \
   REGISTER_KERNEL_BUILDER(Name("RecsyncCompressGradient")     \
                               .Device(tensorflow::DEVICE_CPU) \

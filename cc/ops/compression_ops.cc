@@ -50,33 +50,16 @@ scales: [...].
 x: Shaped like codes: codes times the scale of their row.
 )doc");
 
-REGISTER_OP("RecsyncErrorFeedback")
-    .Input("net: nets * int64")
-    .Output("feedback: resource")
-    .Attr("nets: int >= 0 = 0")
-    .Attr("container: string = ''")
-    .Attr("shared_name: string = ''")
-    .SetIsStateful()
-    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
-    .Doc(R"doc(
-Makes what keeps the gradients that one net has not sent yet on one edge.
-
-It begins at 0, anew when the number of gradients changes.
-
-net: A number that is a part of the name, or none: one op serves several nets.
-feedback: Its handle.
-)doc");
-
-// Not stateful, so that tf.function does not run those of different edges one
-// after the other; those of one feedback it does.
+// Not stateful, though with feedback it has a state: or tf.function would run
+// it where nobody uses what it gives. Steps of a net follow each other anyway.
 REGISTER_OP("RecsyncCompressGradient")
     .Input("gradient: float")
-    .Input("feedback: feedbacks * resource")
+    .Input("net: int64")
     .Output("mask: uint8")
     .Output("values: T")
-    .Attr("feedbacks: int >= 0 = 0")
     .Attr("T: {float, bfloat16}")
     .Attr("sparsify: float = 0.0")
+    .Attr("feedback: string = ''")
     .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
       c->set_output(1, c->Vector(InferenceContext::kUnknownDim));
@@ -86,15 +69,17 @@ REGISTER_OP("RecsyncCompressGradient")
 The largest of the gradients g, or with feedback of g + e.
 
 With feedback, e becomes what the gradients, and e, differ from what is sent,
-rounding included.
+rounding included. It begins at 0, anew when the number of gradients changes.
 
 gradient: Of any shape.
-feedback: A handle of RecsyncErrorFeedback, or none.
+net: Whose gradients they are, a scalar: each net has an e of its own.
 mask: [bytes]: which gradients are sent, bit i % 8 of byte i / 8 for gradient i;
   empty if all are.
 values: Those sent, in their order.
 sparsify: The part that is left out, at least 0 and below 1; one gradient is
   always sent.
+feedback: The name of e on the device, where ops with one name share it; empty
+  for none.
 )doc");
 
 REGISTER_OP("RecsyncRestoreGradient")

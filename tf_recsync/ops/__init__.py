@@ -25,7 +25,6 @@ for _name in ("RecsyncPullDense", "RecsyncGatherRows", "RecsyncPullTable", "Recs
 
 encode_int8 = compression.encode_int8
 decode_int8 = compression.decode_int8
-error_feedback = compression.error_feedback
 compress_gradient = compression.compress_gradient
 restore_gradient = compression.restore_gradient
 pack = packing.pack

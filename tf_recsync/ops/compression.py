@@ -12,7 +12,6 @@ from tf_recsync.ops._library import library
 for _name in (
     "RecsyncEncodeInt8",
     "RecsyncDecodeInt8",
-    "RecsyncErrorFeedback",
     "RecsyncCompressGradient",
     "RecsyncRestoreGradient",
 ):
@@ -62,31 +61,11 @@ def decode_int8(codes: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
     return library.recsync_decode_int8(codes, scales)
 
 
-def error_feedback(shared_name: str, net: tf.Tensor | None = None) -> tf.Tensor:
-    """Makes what keeps the gradients that one net has not sent yet on one edge.
-
-    It begins at 0, anew when the number of gradients changes.
-
-    Args:
-        shared_name: of the resource on its device, where calls with one name give the same one.
-        net: int64 scalar, a part of the name, so that one graph serves several nets; None (the
-            default) for a name that has no such part.
-
-    Returns:
-        The handle, a scalar resource, for `compress_gradient`.
-
-    Raises:
-        ValueError: the name is empty.
-    """
-    if not shared_name:
-        raise ValueError("shared_name must not be empty, as nets would share one by chance")
-    return library.recsync_error_feedback([] if net is None else [net], shared_name=shared_name)
-
-
 def compress_gradient(
     gradient: tf.Tensor,
-    feedback: tf.Tensor | None = None,
     *,
+    feedback: str | None = None,
+    net: tf.Tensor | int = 0,
     sparsify: float = 0.0,
     dtype: tf.DType = tf.float32,
 ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -98,8 +77,9 @@ def compress_gradient(
 
     Args:
         gradient: float32, of any shape.
-        feedback: what `error_feedback` made, whose e is read and written; None (the default) for
-            none.
+        feedback: the name of e on its device, where calls with one name share it; None (the
+            default) for none. It begins at 0, anew when the number of gradients changes.
+        net: whose gradients they are, an int64 scalar: each net has an e of its own.
         sparsify: the part of the values, those nearest to 0, that is left out, at least 0 (the
             default) and below 1. One value is always sent. Those not finite count as the largest.
         dtype: of what is sent, tf.float32 (the default) or tf.bfloat16.
@@ -109,6 +89,7 @@ def compress_gradient(
         are; and [values]: those, in their order. For `restore_gradient`.
 
     Raises:
+        ValueError: the name is empty.
         tf.errors.InvalidArgumentError: `sparsify` is out of range.
 
     Example:
@@ -118,8 +99,10 @@ def compress_gradient(
         >>> restore_gradient(mask, values, [4]).numpy().tolist()
         [0.0, -5.0, 3.0, 0.0]
     """
+    if feedback == "":
+        raise ValueError("feedback must not be empty; None is for none")
     mask, values = library.recsync_compress_gradient(
-        gradient, [] if feedback is None else [feedback], sparsify=sparsify, T=dtype
+        gradient, tf.cast(net, tf.int64), feedback=feedback or "", sparsify=sparsify, T=dtype
     )
     return mask, values
 

@@ -83,12 +83,12 @@ class Encoder:
         is_half = compression.gradients == "bfloat16" or tensor.dtype == tf.bfloat16
         feedback = None
         if self.has_feedback("gradient"):
-            # Edges have the same numbers in all steps of a model.
-            feedback = ops.error_feedback(f"{self._name}/{self._edges}", net)
+            feedback = f"{self._name}/{self._edges}"  # The same in all steps of a model.
             self._edges += 1
         mask, values = ops.compress_gradient(
             tf.cast(tensor, tf.float32),
-            feedback,
+            feedback=feedback,
+            net=net,
             sparsify=compression.sparsify,
             dtype=tf.bfloat16 if is_half else tf.float32,
         )
