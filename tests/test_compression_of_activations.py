@@ -140,9 +140,8 @@ def test_training_equals_a_replay_that_rounds_what_travels(cluster, name):
     exact.fit(dataset(BATCHES), verbose=0)
     pairs = zip(trainable(model), trainable(replay), trainable(exact), strict=True)
     errors = [(np.abs(a - b).max(), np.abs(a - c).max()) for a, b, c in pairs]
-    # A sum in another order may round to a neighbour.
-    assert max(e for e, _ in errors) < 0.1 * max(e for _, e in errors), errors
-    assert max(e for e, _ in errors) < 2e-4, errors
+    # Without compression the weights are others.
+    assert max(e for e, _ in errors) < 1e-6 < 1e-4 < max(e for _, e in errors), errors
 
 
 def with_size(x, y):
