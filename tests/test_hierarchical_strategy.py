@@ -350,6 +350,23 @@ def test_groups_go_on_from_a_checkpoint_and_others_with_the_mean(cluster, tmp_pa
     merged.fit(clicks(8), verbose=0)
 
 
+@pytest.mark.parametrize(("between", "placement"), [("EASGD", "auto"), ("Hop", "trainers")])
+def test_nets_of_a_trainer_train_side_by_side(cluster, between, placement):
+    options = {"nets_per_trainer": 2, "ps_per_group": 2, "placement": placement}
+    strategy = hierarchical(cluster, BETWEEN[between], **options)
+    recsync.testing.set_compute_time(strategy, 0.02)
+    model = click_model(strategy)
+    model.fit(clicks(200), verbose=0)
+    assert sum(strategy.worker_steps(model)) == 200
+    threads = {slot.index: slot.number for slot in model.train_function._run.slots}
+    assert threads == {0: 1, 1: 3, 2: 5, 3: 7}
+    # Two trainers of two nets each share a copy: while one computes, the others update it.
+    staleness = strategy.staleness(model).dense
+    assert staleness.mean > 2 and staleness.max >= 4
+    assert min(strategy.sync_report(model).syncs) > 0
+    assert np.isfinite(model.evaluate(clicks(8), verbose=0))
+
+
 @pytest.mark.parametrize(
     ("inside", "between", "placement"),
     [("hogwild", "EASGD", "trainers"), ("sync", "Hop", "trainers"), ("sync", "EASGD", "auto")],
