@@ -69,6 +69,7 @@ def example():
         (["--strategy=sync", "--staleness=inverse_power"], "--staleness applies only"),
         (["--groups=3"], "--groups applies only with --strategy=hierarchical"),
         (["--placement=auto"], "--placement applies only with --strategy=hierarchical"),
+        (["--nets_per_trainer=2"], "--nets_per_trainer applies only with --strategy=hierarchical"),
         (
             ["--strategy=hierarchical", "--workers=4", "--ps=4", "--placement=nowhere.json"],
             '--placement must be "trainers", "auto" or the file of an OperatorPlan: .*nowhere.json',
