@@ -121,6 +121,9 @@ flags.DEFINE_integer(
 flags.DEFINE_integer(
     "ps_per_group", 1, "hierarchical: parameter servers of each group.", lower_bound=1
 )
+flags.DEFINE_integer(
+    "nets_per_trainer", 1, "hierarchical: nets that each trainer trains at a time.", lower_bound=1
+)
 flags.DEFINE_string(
     "placement",
     "trainers",
@@ -192,6 +195,7 @@ APPLIES: dict[str, tuple[str, list[Any]]] = {
     "groups": ("strategy", ["hierarchical"]),
     "trainers_per_group": ("strategy", ["hierarchical"]),
     "ps_per_group": ("strategy", ["hierarchical"]),
+    "nets_per_trainer": ("strategy", ["hierarchical"]),
     "placement": ("strategy", ["hierarchical"]),
     "compression": ("strategy", ["hierarchical"]),
     "aggregation": ("strategy", ["hierarchical"]),
@@ -363,6 +367,7 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
                 groups=FLAGS.groups,
                 trainers_per_group=FLAGS.trainers_per_group,
                 ps_per_group=FLAGS.ps_per_group,
+                nets_per_trainer=FLAGS.nets_per_trainer,
                 aggregation=MODES[FLAGS.aggregation](**_mode_options()),
                 mode=_schedule(),
                 sync_ps=FLAGS.sync_ps if FLAGS.algorithm == "easgd" else 0,

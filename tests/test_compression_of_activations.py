@@ -303,3 +303,8 @@ def test_a_compression_of_nothing_is_refused(cluster):
 def test_a_wrong_compression_is_refused(cluster):
     with pytest.raises(ValueError, match="compression must be None or a Compression, not 'int8'"):
         alone(cluster, compression="int8")
+
+
+def test_error_feedback_of_several_nets_of_a_trainer_is_refused(cluster):
+    with pytest.raises(ValueError, match="goes only with nets_per_trainer=1, not 2"):
+        alone(cluster, nets_per_trainer=2, compression=Compression(sparsify=0.5))

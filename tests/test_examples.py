@@ -74,6 +74,7 @@ def example():
             ["--strategy=hierarchical", "--workers=4", "--ps=4", "--compression=int8"],
             "--compression=int8 needs --placement=auto, or the file",
         ),
+        (["--nets_per_trainer=2"], "--nets_per_trainer applies only with --strategy=hierarchical"),
         (
             ["--strategy=hierarchical", "--workers=4", "--ps=4", "--placement=nowhere.json"],
             '--placement must be "trainers", "auto" or the file of an OperatorPlan: .*nowhere.json',

@@ -350,6 +350,29 @@ def test_groups_go_on_from_a_checkpoint_and_others_with_the_mean(cluster, tmp_pa
     merged.fit(clicks(8), verbose=0)
 
 
+@pytest.mark.parametrize(("between", "placement"), [("EASGD", "auto"), ("Hop", "trainers")])
+def test_nets_of_a_trainer_train_side_by_side(cluster, between, placement):
+    options = {"nets_per_trainer": 2, "ps_per_group": 2, "placement": placement}
+    strategy = hierarchical(cluster, BETWEEN[between], **options)
+    recsync.testing.set_compute_time(strategy, 0.02)
+    model = click_model(strategy)
+
+    class UntilSynced(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            syncs = strategy.sync_report(model).syncs
+            self.model.stop_training = batch >= 100 and min(syncs) > 0
+
+    model.fit(clicks(50).repeat(200), callbacks=[UntilSynced()], verbose=0)
+    threads = {slot.index: slot.number for slot in model.train_function._run.slots}
+    assert threads == {0: 1, 1: 3, 2: 5, 3: 7}
+    # Two trainers of two nets each share a copy: while one computes, the others update it.
+    staleness = strategy.staleness(model).dense
+    assert staleness.mean > 2 and staleness.max >= 4
+    model.fit(clicks(40), verbose=0)
+    assert sum(strategy.worker_steps(model)) == 40
+    assert np.isfinite(model.evaluate(clicks(8), verbose=0))
+
+
 @pytest.mark.parametrize(
     ("inside", "between", "placement"),
     [("hogwild", "EASGD", "trainers"), ("sync", "Hop", "trainers"), ("sync", "EASGD", "auto")],
@@ -775,6 +798,11 @@ def test_a_killed_server_of_no_group_ends_training_with_an_error_that_names_it(c
         ({"algorithm": ALONE, "sync_ps": 1}, "Hop .* has no use for sync PSs"),
         ({"algorithm": ALONE, "mode": recsync.Foreground(5)}, 'mode must be "shadow" with Hop'),
         ({"algorithm": ALONE, "mode": recsync.Shadow(0.5)}, 'mode must be "shadow" with Hop'),
+        ({"nets_per_trainer": 0}, "nets_per_trainer must be an integer of at least 1, got 0"),
+        (
+            {"nets_per_trainer": 2, "aggregation": INSIDE["GBA"]},
+            "nets_per_trainer=2 goes with an aggregation that applies each push at once, .* GBA",
+        ),
         ({"aggregation": "gba"}, "aggregation must be one of tf_recsync.modes, not 'gba'"),
         ({"aggregation": INSIDE["GBA"], "local_batch_size": 8}, "local_batch_size=8 is not that"),
         ({"mode": "background"}, 'mode must be "shadow", a Shadow or a Foreground'),

@@ -387,6 +387,89 @@ def test_staleness_is_counted_by_the_updates_between_reading_and_updating(cluste
     np.testing.assert_allclose(model.get_weights()[0], [[-2.5]])
 
 
+class WithLogarithm(keras.layers.Layer):
+    """Has a second output, whose gradient nobody uses, and which is not finite."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
+        self.unused = self.add_weight(shape=(shape[-1],), initializer="ones", name="unused")
+
+    def call(self, inputs):
+        return inputs * self.scale, keras.ops.log(0 * inputs * self.unused)
+
+
+def with_logarithm() -> keras.Model:
+    x = keras.Input((WIDTH,))
+    return keras.Model(x, keras.layers.Dense(1)(WithLogarithm()(x)[0]))
+
+
+def test_an_output_that_no_loss_uses_has_no_gradient(cluster):
+    model, local = trained(alone(cluster), with_logarithm, lambda: Adam(0.01))
+    assert_same(model, local)
+    assert np.isfinite(model.get_weights()[0]).all()
+    (unused,) = [s for s in model.optimizer.states if s.variable.name == "unused"]
+    assert not np.any(unused.versions._value.read_value())
+
+
+class Captures(keras.Model):
+    """Gives a layer a tensor otherwise than as an argument."""
+
+    class Inner(keras.layers.Layer):
+        """Uses what is set from outside."""
+
+        context = None
+
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
+
+        def call(self, inputs):
+            return inputs * self.scale * (1.0 if self.context is None else self.context)
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = keras.layers.Dense(WIDTH), Captures.Inner(name="inner")
+        self.last = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        self.inner.context = keras.ops.sum(self.first(inputs))
+        result = self.last(self.inner(inputs))
+        self.inner.context = None
+        return result
+
+
+def test_a_layer_that_uses_a_tensor_it_is_not_given_is_refused_by_name(cluster):
+    strategy = alone(cluster)
+    with strategy.scope():
+        model = compiled(Captures, lambda: Adagrad(0.05))
+    with pytest.raises(ValueError, match="inner uses the tensor .* not one of its arguments"):
+        model.fit(dataset(2), verbose=0)
+
+
+class Rooted(keras.layers.Layer):
+    """The gradient of one weight is infinite, that of the other one finite."""
+
+    def build(self, shape):
+        self.bias = self.add_weight(shape=(shape[-1],), initializer="zeros", name="bias")
+        self.root = self.add_weight(shape=(shape[-1],), initializer="zeros", name="root")
+
+    def call(self, inputs):
+        return keras.ops.sqrt(self.root) * inputs + self.bias
+
+
+def test_of_a_gradient_that_is_not_finite_nothing_of_the_push_is_applied(cluster):
+    strategy = alone(cluster, ps_per_group=1)
+    with strategy.scope():
+        model = compiled(
+            lambda: keras.Sequential([keras.Input((WIDTH,)), Rooted(), keras.layers.Dense(1)]),
+            lambda: Adagrad(0.05, nonfinite="error"),
+        )
+    before = model.get_weights()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="root"):
+        model.fit(dataset(1), verbose=0)
+    for one, other in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def three_layers() -> keras.Model:
     layers = keras.layers
     names = [("bottom", 8, "relu"), ("middle", 8, None), ("top", 1, None)]
@@ -412,7 +495,9 @@ def test_an_operator_plan_says_where_layers_run_and_where_the_others_have_their_
 def test_a_plan_for_groups_of_another_size_is_refused(cluster):
     graph = recsync.OperatorPlan.step_graph(three_layers(), batch_size=BATCH)
     plan = recsync.OperatorPlan.search(graph, recsync.placement.Resources(trainers=2, servers=1))
-    with pytest.raises(ValueError, match="plan for trainers=2 and servers=1 in a group, but"):
+    with pytest.raises(
+        ValueError, match="plan for trainers=2, servers=1 and nets_per_trainer=1, b"
+    ):
         alone(cluster, plan)
 
 

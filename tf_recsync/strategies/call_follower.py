@@ -6,6 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import tensorflow as tf
+from absl import logging
+
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.call_board import CallBoard
 from tf_recsync.strategies.leases import Leases
@@ -19,7 +22,7 @@ _AGAIN_SECONDS = 0.5  # After which a call is told again: it may not have begun 
 
 
 class CallFollower:
-    """One thread, which ends with the pass.
+    """One thread, which ends with the pass: for each server that has rows, as it may be silent.
 
     It notes in the slots how far their calls are, and has calls end when nobody may be in a step,
     when others have nothing to do, or when there are better functions to call.
@@ -27,7 +30,9 @@ class CallFollower:
     Args:
         cluster: the cluster.
         board: what it reads and tells.
-        slots: of the pass's threads.
+        device: the server's.
+        slots: of the pass's threads, those with rows there.
+        are_waiting: whether some of all threads wait for steps; called with `changed` held.
         leases: the steps that they take.
         changed: guards both, and is told of progress.
         is_over: whether the pass shall end; called with `changed` held.
@@ -39,7 +44,9 @@ class CallFollower:
         self,
         cluster: Cluster,
         board: CallBoard,
+        device: str,
         slots: Sequence[Slot],
+        are_waiting: Callable[[], bool],
         leases: Leases,
         changed: threading.Condition,
         is_over: Callable[[], bool],
@@ -48,6 +55,8 @@ class CallFollower:
     ):
         self._cluster = cluster
         self._board = board
+        self._device = device
+        self._are_waiting = are_waiting
         self._slots = slots
         self._leases = leases
         self._changed = changed
@@ -83,8 +92,15 @@ class CallFollower:
                     with self._changed:
                         if not any(slot.running for slot in self._slots):
                             return
-                    self._read()
-                    self._tell()
+                    try:
+                        self._read()
+                        self._tell()
+                    # The latter of numpy, for what comes from a server that is being cut off.
+                    except (tf.errors.OpError, ValueError) as error:
+                        # Those who train there find out what is wrong.
+                        logging.log_every_n_seconds(
+                            logging.DEBUG, "calls can't be followed: %s", 10, error
+                        )
         except Exception as error:
             self._fail(error)
 
@@ -107,12 +123,12 @@ class CallFollower:
             calls = [(slot, slot.calls, slot.state) for slot in self._in_flight()]
         if not calls:
             return
-        applied = self._board.applied([state.row for _, _, state in calls])
+        applied = self._board.applied(self._device, [state.row for _, _, state in calls])
         self._read_at = now = time.monotonic()
         news = []
         with self._changed:
             for (slot, number, state), steps in zip(calls, applied, strict=True):
-                if steps is not None and slot.call and slot.calls == number:
+                if slot.call and slot.calls == number:
                     # The last one counts when its call has ended.
                     more = slot.seen(min(state.in_call(steps), slot.call) - 1, now)
                     self._leases.seen(slot.number, slot.progress, now - slot.called)
@@ -130,7 +146,7 @@ class CallFollower:
                 slot.told = now
             rows = [slot.state.row for slot in due]
         if rows:
-            self._board.tell(rows)
+            self._board.tell(self._device, rows)
 
     def _due(self) -> list[Slot]:
         """The calls that shall end; under _changed."""
@@ -138,7 +154,7 @@ class CallFollower:
         if self._leases.is_held or self._is_over():
             return calls
         found = [slot for slot in calls if (slot.number, slot.calls) in self._ending]
-        if self._leases.are_taken and any(slot.waits for slot in self._slots):
+        if self._leases.are_taken and self._are_waiting():
             # Others can do a part of what is left of a long one.
             share = self._leases.share
             found += [s for s in calls if s.call - s.progress > share(s.number)]

@@ -81,6 +81,8 @@ class HierarchicalStrategy(SynchronizedStrategy):
         groups: how many groups there are, an int of at least 1.
         trainers_per_group: an int of at least 1.
         ps_per_group: an int of at least 1.
+        nets_per_trainer: nets that each trainer trains side by side, each on batches of its own, an
+            int of at least 1; 1 is the default. More than one where pushes are applied at once.
         aggregation: a mode of `tf_recsync.modes`: when the trainers of a group start, and when
             its servers apply what they push. Its batch sizes are those of one group. Defaults to
             None: `modes.Hogwild()`, each push at once and without locks.
@@ -138,6 +140,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
         groups: int,
         trainers_per_group: int,
         ps_per_group: int,
+        nets_per_trainer: int = 1,
         aggregation: ModeConfig | None = None,
         mode: Literal["shadow"] | Shadow | Foreground = "shadow",
         sync_ps: int | None = None,
@@ -171,6 +174,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
                 f"local_batch_size={local_batch_size} is not that of aggregation="
                 f"{aggregation!r}; give it there"
             )
+        check_at_least("nets_per_trainer", nets_per_trainer, 1)
         if sync_ps is not None:
             check_at_least("sync_ps", sync_ps, 0)
         on_sync_ps = checked_sync_ps(sync_ps, algorithm, cluster.ps)
@@ -184,19 +188,25 @@ class HierarchicalStrategy(SynchronizedStrategy):
             )
         self._homes: dict[str, int] = {}
         if isinstance(placement, OperatorPlan):
-            self._homes = _homes_of(placement, trainers_per_group, ps_per_group)
+            self._homes = _homes_of(placement, trainers_per_group, ps_per_group, nets_per_trainer)
             placement = _operators_of(placement)
         self._placement = checked_placement(placement, ps_per_group)
-        self._compression = checked_compression(compression, self._placement)
+        self._compression = checked_compression(compression, self._placement, nets_per_trainer)
         if isinstance(algorithm, Hop):
             check_size(algorithm.topology, groups, "there are groups")
+        row = config.on(trainers_per_group * nets_per_trainer)
+        if nets_per_trainer > 1 and row.uses_tokens:
+            raise ValueError(
+                f"nets_per_trainer={nets_per_trainer} goes with an aggregation that applies each "
+                f"push at once, modes.Hogwild or modes.Async, not with {aggregation!r}"
+            )
         super().__init__(
             cluster,
             arrangement,
-            config.on(trainers_per_group),
+            row,
             algorithm,
             schedule,
-            1,
+            nets_per_trainer,
             output,
             config.local_batch_size,
             worker_timeout,
@@ -204,9 +214,8 @@ class HierarchicalStrategy(SynchronizedStrategy):
         )
         if isinstance(algorithm, Hop):
             # An exchange, and the steps of the group's trainers.
-            waiting = [
-                threads_needed(algorithm.topology, i) + trainers_per_group for i in range(groups)
-            ]
+            nets = trainers_per_group * nets_per_trainer
+            waiting = [threads_needed(algorithm.topology, i) + nets for i in range(groups)]
             needed = [count for count in waiting for _ in range(ps_per_group)]
             check_threads(cluster, needed, "for neighbors", job="ps")
 
@@ -271,6 +280,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
             next(i for i, variable in enumerate(copies.variables) if variable is global_step),
             float(self._algorithm.stall_seconds),
             self._settings.bandwidths,
+            self.threads_per_worker,
         )
 
 
@@ -299,12 +309,15 @@ def checked_placement(placement: Any, servers: int) -> Plan | str:
     return {path: None if number is None else int(number) for path, number in placement.items()}
 
 
-def checked_compression(compression: Any, placement: Plan | str) -> Compression | None:
+def checked_compression(
+    compression: Any, placement: Plan | str, nets_per_trainer: int
+) -> Compression | None:
     """How activations are compressed; raises a ValueError if an argument is wrong.
 
     Args:
         compression: a Compression or None.
         placement: as `checked_placement` returned it.
+        nets_per_trainer: as the strategy has it.
     """
     if compression is None:
         return None
@@ -315,20 +328,27 @@ def checked_compression(compression: Any, placement: Plan | str) -> Compression 
             f'compression={compression} would do nothing with placement="trainers": it is of '
             "activations that travel to layers on servers"
         )
+    if nets_per_trainer > 1 and compression.sparsify > 0 and compression.error_feedback:
+        raise ValueError(
+            f"compression={compression} has error feedback, which goes only with "
+            f"nets_per_trainer=1, not {nets_per_trainer}: nets of a trainer can't keep apart yet "
+            "what they have not sent; set error_feedback=False or sparsify=0"
+        )
     return compression
 
 
-def _homes_of(plan: OperatorPlan, trainers: int, servers: int) -> dict[str, int]:
+def _homes_of(plan: OperatorPlan, trainers: int, servers: int, nets: int) -> dict[str, int]:
     """The servers of weights that a plan has trainers pull, by the layers' paths.
 
     Raises:
         ValueError: if the plan is for groups of another size.
     """
     of = plan.resources
-    if (of.trainers, of.servers) != (trainers, servers):
+    if (of.trainers, of.servers, of.nets_per_trainer) != (trainers, servers, nets):
         raise ValueError(
-            f"placement is a plan for trainers={of.trainers} and servers={of.servers} in a group, "
-            f"but trainers_per_group={trainers} and ps_per_group={servers}"
+            f"placement is a plan for trainers={of.trainers}, servers={of.servers} and "
+            f"nets_per_trainer={of.nets_per_trainer}, but trainers_per_group={trainers}, "
+            f"ps_per_group={servers} and nets_per_trainer={nets}"
         )
     pulled = [unit.name for unit in _layers_of(plan) if plan.operators[unit.name] is None]
     return {name: plan.weights[name] for name in pulled}

@@ -232,7 +232,7 @@ class Steps:
         steps = [0] * self._settings.cluster.workers
         for slot in self._run.slots:
             # A worker's thread fills its slot when it has opened its iterator.
-            steps[slot.index] += 0 if slot.state is None else slot.state.known(slot.progress)
+            steps[slot.index] += 0 if slot.state is None else slot.known_steps
         return steps
 
     def data_wait(self) -> list[float]:
@@ -344,6 +344,7 @@ class Steps:
             while_waiting=self._tell_observers,
             most_per_call=self._most_per_call(),
             board=self._board(slots),
+            teller_of=self._owner_of,
             note_steps=self._note_steps,
         )
         self._run.when_done(self._go_on)
@@ -387,12 +388,14 @@ class Steps:
                 if times * unrolled > 1:
                     state.steps = state.read_steps()
                 return state.steps - before, True
-            if not slot.told and time.monotonic() - called < self.call_limit:
-                turns = times  # What it returned is on the worker.
+            # What it returned is on the worker. Of a call that can be told to end it counts: who
+            # told the one before may be late, and end this one.
+            if not self._calls_are_told and time.monotonic() - called < self.call_limit:
+                turns = times
             # Not by numpy: of a scalar from a server that is being cut off it makes a ValueError.
             turns = int(turns)
             state.steps += turns * unrolled
-            if turns < times or slot.told:
+            if turns < times:
                 break  # The call has lasted long enough.
         return state.steps - before, False
 

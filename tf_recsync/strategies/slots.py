@@ -39,7 +39,15 @@ class Losses:
 
 
 class State(Protocol):
-    """What lives on a worker during a pass."""
+    """What lives on a worker during a pass.
+
+    Attributes:
+        steps: how many it has done, as far as it knows.
+        steps_at_call: the same when the last call began.
+    """
+
+    steps: int
+    steps_at_call: int
 
     def close(self, is_reachable: bool) -> None:
         """The pass has ended for the worker: lets go of its part of the data."""
@@ -120,6 +128,12 @@ class Slot:
         more = max(done - self.progress, 0)
         self.call = self.progress = 0
         return more
+
+    @property
+    def known_steps(self) -> int:
+        """The steps that its worker has done for it, as far as known; others may begin a call."""
+        before = self.state.steps_at_call  # Not after the progress, which may be of the next call.
+        return max(self.state.steps, before + self.progress)
 
     @property
     def idle_since(self) -> float | None:

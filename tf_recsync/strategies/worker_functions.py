@@ -198,8 +198,8 @@ def trace_steps(
             wait: DataWait | None = None
             if following is not None and aggregation is None:
                 # The pull needs the batch, and says when the last step is done: the wait for the
-                # batch begins when the worker has computed.
-                wait = DataWait(computed)
+                # batch begins when the worker has computed. Of what servers compute it hears later.
+                wait = None if layout.placed.layers else DataWait(computed)
                 # A server answers the pull when the last step is done there, and so says that
                 # it is. Of a step that takes a token, the pull has to wait for the token.
                 step = pull(following, worker, handles, _by_device(operations))

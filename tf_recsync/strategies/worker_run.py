@@ -59,6 +59,7 @@ class WorkerRun:
         steps_per_call: the unit of the steps of a call, see `Leases`.
         most_per_call: see there.
         board: what long calls are followed by and told to end; None if steps don't ask it.
+        teller_of: the device of the server that has a slot's row on it.
         note_steps: called with a slot and a number of steps that it has done, as soon as that is
             known.
         should_stop: asked between calls; True ends the pass early.
@@ -93,6 +94,7 @@ class WorkerRun:
         while_waiting: Callable[[], None] = lambda: None,
         most_per_call: int | None = None,
         board: CallBoard | None = None,
+        teller_of: Callable[[Slot], str] = lambda slot: "",
         note_steps: Callable[[Slot, int], None] = lambda slot, steps: None,
     ):
         self.data = data
@@ -124,7 +126,7 @@ class WorkerRun:
         self._is_reading = is_reading
         self._while_waiting = while_waiting
         self._note_steps = note_steps
-        self._follower: CallFollower | None = None
+        self._followers: list[CallFollower] = []
         self._comebacks = Comebacks(cluster, crew, self._wait_for_answers)
         self._opened = 0
         self._began: float | None = None  # When all were open.
@@ -152,16 +154,24 @@ class WorkerRun:
         for thread in self._threads:
             thread.start()
         if board is not None:
-            self._follower = CallFollower(
-                cluster,
-                board,
-                self.slots,
-                self._leases,
-                self._changed,
-                self._shall_end,
-                note_steps,
-                self.fail,
-            )
+            tellers = {teller: [] for teller in map(teller_of, self.slots)}
+            for slot in self.slots:
+                tellers[teller_of(slot)].append(slot)
+            self._followers = [
+                CallFollower(
+                    cluster,
+                    board,
+                    teller,
+                    told,
+                    lambda: any(slot.waits for slot in self.slots),
+                    self._leases,
+                    self._changed,
+                    self._shall_end,
+                    note_steps,
+                    self.fail,
+                )
+                for teller, told in tellers.items()
+            ]
         cluster.add_pass(self)
 
     def _find_answering(self) -> None:
@@ -266,18 +276,18 @@ class WorkerRun:
 
     def end_calls(self) -> None:
         """Calls that go on until they are told end, and are made anew; does not wait."""
-        if self._follower is not None:
-            self._follower.end_calls()
+        for follower in self._followers:
+            follower.end_calls()
 
     def _ask(self) -> None:
         """Steps begin, for which somebody may wait."""
-        if self._follower is not None:
-            self._follower.ask()
+        for follower in self._followers:
+            follower.ask()
 
     def _look(self) -> None:
         """Calls may have to end."""
-        if self._follower is not None:
-            self._follower.look()
+        for follower in self._followers:
+            follower.look()
 
     def _shall_end(self) -> bool:
         """Whether no more steps shall begin; under _changed."""

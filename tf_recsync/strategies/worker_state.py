@@ -29,6 +29,7 @@ class WorkerState:
     Attributes:
         iterator: as above; None from `close` on.
         steps: how many steps it has done in the pass, as far as known.
+        steps_at_call: the same when the call in flight began, or the last one.
         waited: how many microseconds it has waited for batches in the pass, as far as known.
         row: on the server that counts global steps, see step_counts.py; None without one.
         unrolled: how many steps the function has that the call in flight calls; 0 before.
@@ -53,7 +54,7 @@ class WorkerState:
         self._numbers: dict[int, tf.Tensor] = {}
         counts = np.array([self.steps, self.waited])
         self._counts = tf.Variable(on_worker(counts), trainable=False)
-        self._steps_before = self._steps_at_call = self.steps
+        self._steps_before = self.steps_at_call = self.steps
         self.row: tf.Variable | None = None
         if owner:
             with tf.device(owner):
@@ -93,7 +94,7 @@ class WorkerState:
         Args:
             time: when the pass began, in seconds of the Unix epoch; the worker is told once.
         """
-        self._steps_at_call, self.unrolled = self.steps, 0
+        self.steps_at_call, self.unrolled = self.steps, 0
         if not self._has_begun:
             self._began = on_worker(np.float64(time))
             self._has_begun = True
@@ -132,15 +133,16 @@ class WorkerState:
             try:
                 if seconds:
                     done = max(done, min(self.in_call(self._read_applied(seconds)), taken))
-            except tf.errors.OpError as error:
+            # The latter of numpy, for what comes from a server that is being cut off.
+            except (tf.errors.OpError, ValueError) as error:
                 logging.debug("what became of the last call is not known: %s", error)
             begun = min(taken - done, self.unrolled)
-        self.steps = self._steps_at_call + done
+        self.steps = self.steps_at_call + done
         return done, begun
 
     def in_call(self, applied: int) -> int:
         """How many steps of the last call were applied, of those since the worker was opened."""
-        return max(applied - (self._steps_at_call - self._steps_before), 0)
+        return max(applied - (self.steps_at_call - self._steps_before), 0)
 
     def _read_applied(self, seconds: float) -> int:
         """The steps that were applied since it was opened, when nothing comes any more."""
@@ -154,10 +156,6 @@ class WorkerState:
                     return applied
                 last = applied
                 time.sleep(min(_ECHO_SECONDS, seconds))
-
-    def known(self, progress: int) -> int:
-        """The steps that it has done, if so many are known of the call in flight."""
-        return max(self.steps, self._steps_at_call + progress)
 
     def read_steps(self) -> int:
         """The steps that the worker has done."""

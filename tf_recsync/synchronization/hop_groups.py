@@ -87,6 +87,7 @@ class GroupHopSynchronizer(HopSynchronizer):
         global_step: which of them counts the updates that a group has applied.
         stall_seconds: after which somebody's wait is logged.
         bandwidths: returns artificial bandwidths, in bytes per second by server's device.
+        threads: that train for each trainer.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class GroupHopSynchronizer(HopSynchronizer):
         global_step: int,
         stall_seconds: float,
         bandwidths: Callable[[], dict[str, float]],
+        threads: int,
     ):
         shards = [variable.shard for variable in copies.variables[:parameters]]
         # The numbers of each shard's parameters, in the order of the exchanges.
@@ -120,8 +122,9 @@ class GroupHopSynchronizer(HopSynchronizer):
         )
         self._updates = updates
         # An iteration is due after some steps, which calls report when they end.
-        trainers = len(arrangement.groups[0].trainers)
-        self.most_steps = max(1, updates // (2 * trainers))
+        self._threads = threads
+        nets = len(arrangement.groups[0].trainers) * threads
+        self.most_steps = max(1, updates // (2 * nets))
         self._cluster = cluster
         self._arrangement = arrangement
         self._global_step = global_step
@@ -134,7 +137,7 @@ class GroupHopSynchronizer(HopSynchronizer):
         # Guarded by _lock.
         self._ending = True
         self._pauses = 0  # In how many of them everything stands still.
-        # Trainers that have nothing to do: they are lost, or have not begun with the epoch.
+        # Trainers' threads that have nothing to do: lost, or not begun with the epoch.
         self._away: set[int] = set()
         self._steps = [0] * len(arrangement.groups)  # That trainers have reported.
         # Updates that each group had applied when the epoch began, if it has been there since.
@@ -161,11 +164,12 @@ class GroupHopSynchronizer(HopSynchronizer):
 
     def lose(self, worker: int) -> None:
         """A trainer is gone; the others of its group go on."""
-        self.leave(worker)
+        for thread in self._threads_of(worker):
+            self.leave(thread)
 
     def suspend(self, worker: int) -> None:
         """A trainer is there, but its group's server is gone or silent; see `open`."""
-        self.leave(worker)
+        self.lose(worker)
         self._go_on_without(self._arrangement.group_of(worker).index)
 
     def lose_group(self, group: int) -> None:
@@ -187,11 +191,17 @@ class GroupHopSynchronizer(HopSynchronizer):
                 self._changed[group].notify_all()
 
     def leave(self, thread: int) -> None:
-        """A trainer has nothing to do at the moment; if none of its group has, neighbors don't
-        wait for it after a while."""
+        """A trainer's thread has nothing to do at the moment; if none of its group has, neighbors
+        don't wait for it after a while."""
         with self._lock:
             self._away.add(thread)
-            self._changed[self._arrangement.group_of(thread).index].notify_all()
+            self._changed[self._group_of(thread)].notify_all()
+
+    def _threads_of(self, worker: int) -> range:
+        return range(worker * self._threads, (worker + 1) * self._threads)
+
+    def _group_of(self, thread: int) -> int:
+        return self._arrangement.group_of(thread // self._threads).index
 
     def resume(self, thread: int) -> None:
         """Does nothing: see `training`."""
@@ -225,7 +235,7 @@ class GroupHopSynchronizer(HopSynchronizer):
             self._ending = False
             self._applied_before = applied
             # Some may have seen the end of their data in an epoch before.
-            self._away.update(range(self._arrangement.trainers))
+            self._away.update(range(self._arrangement.trainers * self._threads))
 
     def _open_held(self, group: Group) -> None:
         """Makes what a group needs on its servers, if they are there."""
@@ -297,13 +307,13 @@ class GroupHopSynchronizer(HopSynchronizer):
         with self._lock:
             if thread in self._away:
                 self._away.discard(thread)
-                self._changed[self._arrangement.group_of(thread).index].notify_all()
+                self._changed[self._group_of(thread)].notify_all()
         return contextlib.nullcontext()
 
     def trained(self, thread: int, steps: int) -> None:
         """A trainer has done so many steps: its group's loops look whether it is time."""
         self._counts.count_steps(steps)
-        group = self._arrangement.group_of(thread).index
+        group = self._group_of(thread)
         with self._lock:
             self._steps[group] += steps
             own = [loop for (number, _), loop in self._loops.items() if number == group]
@@ -394,7 +404,8 @@ class GroupHopSynchronizer(HopSynchronizer):
 
     def _is_idle(self, loop: _Loop) -> bool:
         """Whether no trainer of a loop's group has anything to do; under _lock."""
-        return self._away.issuperset(self._arrangement.groups[loop.group].trainers)
+        trainers = self._arrangement.groups[loop.group].trainers
+        return all(self._away.issuperset(self._threads_of(trainer)) for trainer in trainers)
 
     def _answers(self, loop: _Loop) -> bool:
         """Whether a loop's group gives signs of life soon, and of the life of its copy."""

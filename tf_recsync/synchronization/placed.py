@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,9 @@ class PlacedLayers:
 
 
 NO_LAYERS = PlacedLayers()
+
+# Two models that are traced at the same time may share layers.
+_running = threading.RLock()
 
 
 class Placed:
@@ -126,6 +130,7 @@ class Placed:
 
     def version(self, state: base.VariableState) -> tf.Tensor:
         """The version that was read with a trained variable, int64 [1], on its server."""
+        self.read(state.variable)  # Now, if its gradient is of something else.
         return self._versions[id(state.variable)]
 
     @property
@@ -144,7 +149,7 @@ class Placed:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Inside, placed layers run on their servers, and so do their regularizers."""
-        with contextlib.ExitStack() as stack:
+        with _running, contextlib.ExitStack() as stack:
             for layer, device in self._layers.layers:
                 stack.enter_context(_instead(layer, "call", self._call(layer.call, device)))
             for follower in self._layers.followers:
@@ -202,48 +207,82 @@ class Placed:
         with _on(device), tf.GradientTape(persistent=True) as tape:
             tape.watch(_floating(moved))
             args, kwargs = tf.nest.pack_sequence_as((args, kwargs), moved, expand_composites=True)
+            made = len(self._graph.get_operations())
             result = function(*args, **kwargs)
         self._arrived = []
+        self._check_captured(made, function, [*moved, *_handles(tape)])
         flat = tf.nest.flatten(result, expand_composites=True)
         with record.stop_recording():
             shown = [self._shown(x, "activation") if tf.is_tensor(x) else x for x in flat]
+        inputs = [pair for pair in arrived.values() if _is_differentiable(pair[0])]
         # Of a loss that the layer adds the number travels, and its gradient is computed there.
-        self._record(
-            tape,
-            device,
-            inputs=[pair for pair in arrived.values() if pair[0].dtype.is_floating],
-            outputs=(_floating([*shown, *losses[known:]]), _floating([*flat, *losses[known:]])),
-        )
+        outputs = zip([*shown, *losses[known:]], [*flat, *losses[known:]], strict=True)
+        for output in outputs:
+            if _floating(output):
+                self._record(tape, device, inputs, *output)
         return tf.nest.pack_sequence_as(result, shown, expand_composites=True)
 
-    def _record(self, tape: tf.GradientTape, device: str, inputs: list, outputs: tuple) -> None:
-        """Has the tapes of the step know what ran as one operation.
+    def _check_captured(self, made: int, function: Callable, known: Sequence[tf.Tensor]) -> None:
+        """Makes sure that all through which gradients flow came in as arguments.
+
+        Args:
+            made: how many operations there were before the function ran.
+            function: what ran.
+            known: its arguments, and the variables that it has read.
+
+        Raises:
+            ValueError: if it has used another tensor of the step.
+        """
+        operations = self._graph.get_operations()
+        new = {op.name for op in operations[made:]}
+        allowed = {id(tensor) for tensor in [*known, *self._values.values()]}
+        for op in operations[made:]:
+            for tensor in op.inputs:
+                if tensor.op.name in new or id(tensor) in allowed:
+                    continue
+                if _floating([tensor]) and record.should_record_backprop([tensor]):
+                    owner = getattr(function, "__self__", function)
+                    raise ValueError(
+                        f"{getattr(owner, 'name', owner)} uses the tensor {tensor.name}, which is "
+                        "not one of its arguments: no gradient would reach it where the layer runs "
+                        "on a server; make it an argument, or have `placement` leave the layer on "
+                        "the trainers"
+                    )
+
+    def _record(
+        self,
+        tape: tf.GradientTape,
+        device: str,
+        inputs: Sequence[tuple[tf.Tensor, tf.Tensor]],
+        output: tf.Tensor,
+        result: tf.Tensor,
+    ) -> None:
+        """Has the tapes of the step know how one output was computed, as one operation.
+
+        Each is one by itself: of an operation with several, tapes give those that nobody uses
+        gradients of zeros, which are not the same as none.
 
         Args:
             tape: the one that recorded it.
             device: the server's.
             inputs: each as others know it, and on the server.
-            outputs: all as others know them, and on the server.
+            output: as others know it.
+            result: the same on the server.
         """
         known, there = [x for x, _ in inputs], [x for _, x in inputs]
-        weights = [watched.handle for watched in tape.watched_variables()]
-        weights = [w for w in weights if all(w is not x for x in there)]  # As of a regularizer.
-        results = outputs[1]
+        # Without those of a regularizer, which are its inputs.
+        weights = [w for w in _handles(tape) if all(w is not x for x in there)]
 
-        def gradient(*upstream):
-            found = [i for i, g in enumerate(upstream) if g is not None]
-            upstream = [self.lying(upstream[i], device, "gradient") for i in found]
+        def gradient(upstream):
+            upstream = self.lying(upstream, device, "gradient")
             with _on(device):
-                gradients = tape.gradient(
-                    [results[i] for i in found], [*there, *weights], output_gradients=upstream
-                )
+                gradients = tape.gradient(result, [*there, *weights], output_gradients=upstream)
                 gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
             own = gradients[: len(there)]
             own = [None if g is None else self._shown(g, "gradient") for g in own]
             return [*own, *gradients[len(there) :]]
 
-        if results:
-            record.record_operation("RecsyncPlaced", outputs[0], [*known, *weights], gradient)
+        record.record_operation("RecsyncPlaced", [output], [*known, *weights], gradient)
 
     def _arrivals(
         self, given: Sequence[tf.Tensor], device: str
@@ -360,8 +399,18 @@ def _tensors(flat: Sequence[Any]) -> list[tf.Tensor]:
     return [x for x in flat if tf.is_tensor(x)]
 
 
+def _is_differentiable(tensor: tf.Tensor) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
+
+
 def _floating(flat: Sequence[Any]) -> list[tf.Tensor]:
-    return [x for x in _tensors(flat) if x.dtype.is_floating]
+    """The tensors that have gradients."""
+    return [x for x in _tensors(flat) if _is_differentiable(x)]
+
+
+def _handles(tape: tf.GradientTape) -> list[tf.Tensor]:
+    """What stands for the variables that a tape has watched."""
+    return [watched.handle for watched in tape.watched_variables()]
 
 
 @contextlib.contextmanager

@@ -321,7 +321,8 @@ class Step:
             new = self._scope.get_current_value(variable)
             if new is old:
                 continue
-            with self.placed.beside(old):
+            # Also a constant is assigned only if there is a batch.
+            with self.placed.beside(old), tf.control_dependencies([old]):
                 if variable.dtype != "bool":
                     # What this step added: others may have added meanwhile.
                     new = tf.cast(new, old.dtype) - old

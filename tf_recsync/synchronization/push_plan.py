@@ -127,16 +127,19 @@ class PushPlan:
         """
         learning_rate, operations = self.learning_rate, []
         _, dense, rows, pooled = self._sent
-        if self._dense:
-            states, versions = self._dense_versions()
-            operations.append(
-                optimizer.apply_dense(states, dense, versions, learning_rate, step, hogwild=hogwild)
-            )
-        for state, gradient, version in self._placed:
-            gradient = tf.reshape(gradient, [-1])
+        updates: list[tuple[list[base.VariableState], tf.Tensor, tf.Tensor]] = []
+        if self._placed and optimizer.nonfinite == "error":
+            # All of them or none.
+            updates.append((self._added, *self._all_dense(dense)))
+        else:
+            if self._dense:
+                states, versions = self._dense_versions()
+                updates.append((states, dense, versions))
+            updates += [([s], tf.reshape(g, [-1]), version) for s, g, version in self._placed]
+        for states, gradients, versions in updates:
             operations.append(
                 optimizer.apply_dense(
-                    [state], gradient, version, learning_rate, step, hogwild=hogwild
+                    states, gradients, versions, learning_rate, step, hogwild=hogwild
                 )
             )
         for states, values, bags, versions in self._updates_of_rows(pooled, rows):
