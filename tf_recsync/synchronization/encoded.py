@@ -108,5 +108,5 @@ class Encoder:
 
 
 def _first_dimensions(flat: Iterable[tf.Tensor]) -> set[int]:
-    """Those of the components of a batch that are known."""
-    return {x.shape[0] for x in flat if x.shape.rank and x.shape[0]}
+    """Those of the components of a batch that are known; of 1 all are multiples."""
+    return {x.shape[0] for x in flat if x.shape.rank and x.shape[0] and x.shape[0] > 1}

@@ -92,8 +92,8 @@ class Placed:
         self._versions: dict[int, tf.Tensor] = {}  # int64 [1], likewise.
         # What lies on a server of what others know as tensors, these by their ids.
         self._there: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
-        # What was sent to servers, by its id and the device.
-        self._sent: dict[tuple[int, str], tuple[tf.Tensor, tf.Tensor]] = {}
+        # What was sent to servers, by its id and the device, and what it was encoded as.
+        self._sent: dict[tuple[int, str, Kind], tuple[tf.Tensor, tf.Tensor]] = {}
         # What travels in place of tensors, by their ids.
         self._messages: dict[tuple[int, Kind], tuple[tf.Tensor, Message | None]] = {}
         self._worker = worker
@@ -306,8 +306,9 @@ class Placed:
         _, there = self._there.get(id(tensor), (tensor, None))
         if there is not None and there.device == device:
             return there
-        if (id(tensor), device) not in self._sent:
-            message = self._message(tensor if there is None else there, kind)
+        message = self._message(tensor if there is None else there, kind)
+        key = id(tensor), device, "other" if message is None else kind
+        if key not in self._sent:
             if message is not None:
                 with _on(device):
                     brought = message.restored([links.received(p) for p in message.parts])
@@ -316,8 +317,8 @@ class Placed:
                 source = tf.identity(tensor) if there is None else links.passed(there)
                 with _on(device):
                     brought = links.received(source)
-            self._sent[id(tensor), device] = tensor, brought
-        return self._sent[id(tensor), device][1]
+            self._sent[key] = tensor, brought
+        return self._sent[key][1]
 
     def _shown(self, there: tf.Tensor, kind: Kind = "other") -> tf.Tensor:
         """What others get of a tensor on a server; it travels only if somebody uses it."""
