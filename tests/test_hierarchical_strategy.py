@@ -483,7 +483,7 @@ def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
 def test_a_group_whose_server_stands_still_goes_on_where_it_was(cluster, caplog, between):
     algorithm = ALONE if between == "Hop" else BETWEEN[between]
     # Where workers wait for tokens, and for steps that others' pushes complete.
-    strategy = hierarchical(cluster, algorithm, aggregation=INSIDE["sync"], silence_timeout=2.0)
+    strategy = hierarchical(cluster, algorithm, aggregation=INSIDE["sync"], silence_timeout=3.0)
     recsync.testing.set_compute_time(strategy, 0.05)
     model = click_model(strategy)
     given_up = "ps:1 has not answered for"
