@@ -153,9 +153,12 @@ class CallFollower:
         calls = self._in_flight()
         if self._leases.is_held or self._is_over():
             return calls
-        found = [slot for slot in calls if (slot.number, slot.calls) in self._ending]
-        if self._leases.are_taken and self._are_waiting():
-            # Others can do a part of what is left of a long one.
-            share = self._leases.share
-            found += [s for s in calls if s.call - s.progress > share(s.number)]
-        return found
+        # Others can do a part of what is left of a long one.
+        can_share = self._leases.are_taken and self._are_waiting()
+        share = self._leases.share
+        return [
+            slot
+            for slot in calls
+            if (slot.number, slot.calls) in self._ending
+            or (can_share and slot.call - slot.progress > share(slot.number))
+        ]

@@ -154,9 +154,9 @@ class WorkerRun:
         for thread in self._threads:
             thread.start()
         if board is not None:
-            tellers = {teller: [] for teller in map(teller_of, self.slots)}
+            tellers: dict[str, list[Slot]] = {}
             for slot in self.slots:
-                tellers[teller_of(slot)].append(slot)
+                tellers.setdefault(teller_of(slot), []).append(slot)
             self._followers = [
                 CallFollower(
                     cluster,
@@ -275,7 +275,7 @@ class WorkerRun:
         self._look()
 
     def end_calls(self) -> None:
-        """Calls that go on until they are told end, and are made anew; does not wait."""
+        """Calls that go on until they are told to end do so, and are made anew; does not wait."""
         for follower in self._followers:
             follower.end_calls()
 
