@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_recsync._instead import instead
 from tf_recsync.placement import flops
 
 # They have no inputs, or none that anybody waits for.
@@ -131,18 +132,10 @@ def _recorded(
 
         return recorded
 
-    # In the layer's own dictionary, as Keras would track what is set as an attribute.
-    before = [layer.__dict__.get("call") for layer in layers]
-    for number, layer in enumerate(layers):
-        layer.__dict__["call"] = recorder(number, layer.call)
-    try:
+    with contextlib.ExitStack() as stack:
+        for number, layer in enumerate(layers):
+            stack.enter_context(instead(layer, "call", recorder(number, layer.call)))
         yield
-    finally:
-        for layer, call in zip(layers, before, strict=True):
-            if call is None:
-                del layer.__dict__["call"]
-            else:
-                layer.__dict__["call"] = call
 
 
 def _add_inputs(traced: ModelTrace, names: list[str], inputs: Any) -> None:

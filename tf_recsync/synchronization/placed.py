@@ -24,6 +24,7 @@ from keras.src import backend
 from tensorflow.python.eager import record
 
 from tf_recsync import ops
+from tf_recsync._instead import instead
 from tf_recsync.compression import Compression
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import context, links
@@ -151,14 +152,14 @@ class Placed:
         """Inside, placed layers run on their servers, and so do their regularizers."""
         with _running, contextlib.ExitStack() as stack:
             for layer, device in self._layers.layers:
-                stack.enter_context(_instead(layer, "call", self._call(layer.call, device)))
+                stack.enter_context(instead(layer, "call", self._call(layer.call, device)))
             for follower in self._layers.followers:
-                stack.enter_context(_instead(follower, "call", self._call(follower.call, None)))
+                stack.enter_context(instead(follower, "call", self._call(follower.call, None)))
             for variable in self.variables:
                 if getattr(variable, "regularizer", None) is not None:
                     device = self.device(variable)
                     regularizer = self._call(variable.regularizer, device)
-                    stack.enter_context(_instead(variable, "_regularizer", regularizer))
+                    stack.enter_context(instead(variable, "_regularizer", regularizer))
             yield
 
     def _call(self, function: Callable, device: str | None) -> Callable:
@@ -412,19 +413,3 @@ def _floating(flat: Sequence[Any]) -> list[tf.Tensor]:
 def _handles(tape: tf.GradientTape) -> list[tf.Tensor]:
     """What stands for the variables that a tape has watched."""
     return [watched.handle for watched in tape.watched_variables()]
-
-
-@contextlib.contextmanager
-def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, an object has another attribute, which its class does not hear of."""
-    attributes = owner.__dict__
-    missing = object()
-    before = attributes.get(name, missing)
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        if before is missing:
-            del attributes[name]
-        else:
-            attributes[name] = before
