@@ -32,6 +32,14 @@ def error(kind, message):
     return kind(None, None, message)
 
 
+@tf.function(autograph=False)
+def doubled(x):
+    return 2 * x
+
+
+TRACED = doubled.get_concrete_function(tf.TensorSpec([])).name.decode()
+UNREGISTERED = "Op type not registered '{}' in binary running on vm. Make sure the Op and Kernel"
+
 CAUSES = [
     (error(tf.errors.UnavailableError, "Socket closed"), Cause.TRANSIENT),
     (
@@ -70,6 +78,8 @@ CAUSES = [
         ),
         Cause.FORGOTTEN,
     ),
+    (error(tf.errors.InvalidArgumentError, UNREGISTERED.format(TRACED)), Cause.FORGOTTEN),
+    (error(tf.errors.InvalidArgumentError, UNREGISTERED.format("UsersOwnOp")), Cause.USER),
     (error(tf.errors.InvalidArgumentError, "indices[0] = 9 is not in [0, 4)"), Cause.USER),
     (error(tf.errors.NotFoundError, "clicks.csv; No such file or directory"), Cause.USER),
 ]

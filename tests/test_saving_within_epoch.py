@@ -72,26 +72,37 @@ def make_model(shards=1):
     return model
 
 
-def dataset():
-    ids = np.tile(np.arange(ROWS), (BATCH * BATCHES, 1))
-    return tf.data.Dataset.from_tensor_slices((ids, np.zeros((len(ids), 1)))).batch(BATCH)
-
-
 class Every(keras.callbacks.Callback):
-    """Calls `look` after each fourth batch."""
+    """Calls `look` after each fourth batch; the second half of the data is slow until it has
+    looked once, as Keras may count more slowly than a small model trains."""
 
     def __init__(self, look):
         super().__init__()
         self._look = look
+        self._has_looked = threading.Event()
 
     def on_train_batch_end(self, batch, logs=None):
         if batch % 4 == 3:
             self._look(self.model)
+            self._has_looked.set()
+
+    def dataset(self) -> tf.data.Dataset:
+        ids = tf.TensorSpec([BATCH, ROWS], tf.int64)
+        return tf.data.Dataset.from_generator(
+            self._batches, output_signature=(ids, tf.TensorSpec([BATCH, 1]))
+        )
+
+    def _batches(self):
+        for i in range(BATCHES):
+            if i >= BATCHES // 2:
+                self._has_looked.wait(0.5)  # Whoever looks waits for workers that wait for this.
+            yield np.tile(np.arange(ROWS), (BATCH, 1)), np.zeros((BATCH, 1))
 
 
-def fit(model, strategy, look, compute_time=0.03):
-    recsync.testing.set_compute_time(strategy, compute_time)
-    model.fit(dataset(), verbose=0, callbacks=[Every(look)])
+def fit(model, strategy, look):
+    recsync.testing.set_compute_time(strategy, 0.03)
+    callback = Every(look)
+    model.fit(callback.dataset(), verbose=0, callbacks=[callback])
     assert sum(strategy.worker_steps(model)) == BATCHES
 
 
@@ -156,8 +167,7 @@ def test_copies_stand_still_while_they_are_read_and_go_on_after(name, cluster):
         assert strategy.worker_states(model).serialize() == first
         seen.append(np.mean(weights[-1]))
 
-    # Keras counts more slowly than this model trains.
-    fit(model, strategy, read_twice, compute_time=0.25)
+    fit(model, strategy, read_twice)
     assert seen[0] > seen[-1]
 
 

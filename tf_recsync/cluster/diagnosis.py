@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Collection, Mapping
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from tf_recsync.cluster import server_defs
 from tf_recsync.cluster.connection import Cluster
@@ -79,7 +81,11 @@ def _is_unknown_function(error: Exception) -> bool:
         return "Could not find required function definition" in error.message
     if isinstance(error, tf.errors.InternalError):  # One that another one calls.
         return "Can't find a function" in error.message
-    return isinstance(error, tf.errors.NotFoundError) and "name of a function" in error.message
+    if isinstance(error, tf.errors.NotFoundError):
+        return "name of a function" in error.message
+    # One that a loop or a condition calls is told like an operation that the server can't do.
+    found = re.search(r"Op type not registered '(\w+)'", getattr(error, "message", ""))
+    return found is not None and context.context().has_function(found[1])
 
 
 def _is_left_out(error: Exception) -> bool:
