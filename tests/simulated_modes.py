@@ -259,7 +259,9 @@ class Pieces:
         self.aggregation = None
         if mode.uses_tokens:  # As the strategies do.
             group = GroupVariables(Group(0, tuple(range(WORKERS)), servers=(0,)))
-            self.aggregation = Aggregation(mode, self.optimizers, group, self.device)
+            self.aggregation = Aggregation(
+                mode, {o: o.states for o in self.optimizers}, group, self.device
+            )
             self.aggregation.begin()
         self.asked: dict[int, tuple[threading.Thread, list]] = {}
 

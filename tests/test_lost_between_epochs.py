@@ -66,7 +66,8 @@ class AfterFirstEpoch(keras.callbacks.Callback):
 
 
 class UntilBack(keras.callbacks.Callback):
-    """Ends training when worker 1 takes part.
+    """Ends training when worker 1 takes part, and all others: on a busy machine another one may
+    have been given up meanwhile.
 
     Attributes:
         before: how many steps it had done in the pass before it was lost.
@@ -80,8 +81,10 @@ class UntilBack(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if self.before is not None:
-            steps = self._strategy.worker_steps(self.model)[1]
-            self.model.stop_training = steps > self.before
+            steps = self._strategy.worker_steps(self.model)
+            synchronizer = self.model.train_function.synchronizer
+            there = steps if synchronizer is None else synchronizer.there
+            self.model.stop_training = steps[1] > self.before and len(there) == len(steps)
 
 
 @pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])

@@ -505,7 +505,10 @@ def test_a_plan_for_groups_of_another_size_is_refused(cluster):
     ("wrong", "message"),
     [
         ("servers", 'placement must be "trainers", "auto", an OperatorPlan, .*not \'servers\''),
-        ({"dense": 2}, "from 0 to 1 with ps_per_group=2, or None; not 'dense': 2"),
+        (
+            {"dense": 2},
+            "from 0 to 1 with ps_per_group=2, .* or None; not .dense.: 2",
+        ),
         ({"dense": True}, "or None; not 'dense': True"),
         ({1: 0}, "the path of a layer, a str.* not 1: 0"),
     ],

@@ -23,10 +23,11 @@ from tf_recsync.strategies.synchronized_strategy import (
     checked_schedule,
     checked_sync_ps,
     counters_among,
+    parameters_among,
 )
 from tf_recsync.synchronization import aggregation as aggregations
 from tf_recsync.synchronization.arrangement import hierarchical
-from tf_recsync.synchronization.copies import Copies, is_copied
+from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop import threads_needed
 from tf_recsync.synchronization.hop_groups import GroupHopSynchronizer
 from tf_recsync.synchronization.hop_reports import WorkerReport
@@ -94,8 +95,13 @@ class HierarchicalStrategy(SynchronizedStrategy):
             the trainers, which pull the weights. "auto": on the group's servers, in their
             order, so that these have about as many weights each. Or a mapping from paths of
             layers, as `layer.path` has them, to the number of the server in its group, from 0
-            to `ps_per_group - 1`, or None for the trainers, where layers run that it does
-            not name. Or an `OperatorPlan` for groups of this size.
+            to `ps_per_group - 1`; or "columns" or "rows" for a `Dense` layer of which each
+            server of the group gets some of the columns or rows of the kernel and computes
+            with these; or None for the trainers, where layers run that it does not name. Or an
+            `OperatorPlan` for groups of this size.
+        splits: "auto" (the default): with the placement "auto", `Dense` layers are divided among
+            a group's servers that have more than one server's part of the weights, by columns
+            if they give more features than they take, else by rows. "off": they stay whole.
         compression: how activations and their gradients are compressed that travel to layers on
             servers and from them, between a trainer and a server or two servers; None (the
             default) for not at all.
@@ -144,9 +150,8 @@ class HierarchicalStrategy(SynchronizedStrategy):
         aggregation: ModeConfig | None = None,
         mode: Literal["shadow"] | Shadow | Foreground = "shadow",
         sync_ps: int | None = None,
-        placement: Literal["trainers", "auto"] | Mapping[str, int | None] | OperatorPlan = (
-            "trainers"
-        ),
+        placement: Literal["trainers", "auto"] | Plan | OperatorPlan = "trainers",
+        splits: Literal["auto", "off"] = "auto",
         compression: Compression | None = None,
         output: Literal["first", "mean"] | int = "first",
         local_batch_size: int | None = None,
@@ -191,6 +196,9 @@ class HierarchicalStrategy(SynchronizedStrategy):
             self._homes = _homes_of(placement, trainers_per_group, ps_per_group, nets_per_trainer)
             placement = _operators_of(placement)
         self._placement = checked_placement(placement, ps_per_group)
+        if splits not in ("auto", "off"):
+            raise ValueError(f'splits must be "auto" or "off", not {splits!r}')
+        self._splits = splits == "auto"
         self._compression = checked_compression(compression, self._placement, nets_per_trainer)
         if isinstance(algorithm, Hop):
             check_size(algorithm.topology, groups, "there are groups")
@@ -260,12 +268,12 @@ class HierarchicalStrategy(SynchronizedStrategy):
         super()._check_optimizer(model)
 
     def _on_servers(self, model: keras.Model) -> OnServers:
-        return OnServers(model, self._placement, self._homes, self._compression)
+        return OnServers(model, self._placement, self._homes, self._compression, self._splits)
 
     def _make_synchronizer(self, model: keras.Model, copies: Copies) -> Synchronizer:
         if not isinstance(self._algorithm, Hop):
             return super()._make_synchronizer(model, copies)
-        parameters = sum(map(is_copied, model.trainable_variables))
+        parameters = parameters_among(copies, model)
         if not parameters:
             raise ValueError("the model has no dense parameters that groups could exchange by Hop")
         global_step = optimizers_of(model)[0].iterations._value
@@ -300,13 +308,14 @@ def checked_placement(placement: Any, servers: int) -> Plan | str:
         )
     for path, number in placement.items():
         is_number = isinstance(number, Integral) and not isinstance(number, bool)
-        if not isinstance(path, str) or not (number is None or is_number and 0 <= number < servers):
+        is_word = number is None or isinstance(number, str) and number in ("columns", "rows")
+        if not isinstance(path, str) or not (is_word or is_number and 0 <= number < servers):
             raise ValueError(
                 f"placement must give the path of a layer, a str, the number of a server of its "
-                f"group, from 0 to {servers - 1} with ps_per_group={servers}, or None; not "
-                f"{path!r}: {number!r}"
+                f'group, from 0 to {servers - 1} with ps_per_group={servers}, "columns", "rows" '
+                f"or None; not {path!r}: {number!r}"
             )
-    return {path: None if number is None else int(number) for path, number in placement.items()}
+    return {path: int(n) if isinstance(n, Integral) else n for path, n in placement.items()}
 
 
 def checked_compression(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,8 @@ from tf_recsync import staleness
 from tf_recsync.compression import Compression
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization.arrangement import Arrangement, Group
-from tf_recsync.synchronization.copies import CopiedVariable, is_copied
+from tf_recsync.synchronization.copies import CopiedVariable, Pieces, is_copied
+from tf_recsync.synchronization.divided import DividedLayer, divided_layer
 from tf_recsync.synchronization.placed import NO_LAYERS, PlacedLayers
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.units import (
@@ -118,6 +120,10 @@ class OnServers:
         homes: the numbers of the servers that hold the variables of layers that run on trainers,
             by the layers' paths; default None: wherever there is room.
         compression: of what travels to layers on servers and from them; default None: none.
+        splits: whether the placement "auto" divides large layers; default True.
+
+    Attributes:
+        pieces: of what servers have pieces of, by the ids of the variables that users see.
     """
 
     def __init__(
@@ -126,8 +132,12 @@ class OnServers:
         placement: Plan | str = "trainers",
         homes: Mapping[str, int] | None = None,
         compression: Compression | None = None,
+        splits: bool = True,
     ):
         self._model = model
+        self.pieces: dict[int, Pieces] = {}
+        self._splits = splits
+        self._divided: tuple[DividedLayer, ...] = ()
         self._placement = placement
         self._homes = homes or {}
         self._compression = compression
@@ -157,8 +167,19 @@ class OnServers:
         apart = [state.variable for state in states if state.is_table]
         apart += [variable for variable in self._model.variables if not is_copied(variable)]
         units = units_of(self._model, apart)
-        self._placed = planned(units, self._placement, servers)
-        if self._compression is not None and not self._placed:
+        found = planned(units, self._placement, servers, self._splits, self.optimizers)
+        self._placed = [(unit, where) for unit, where in found if not isinstance(where, str)]
+        by_variable = {id(state.variable): state for state in states}
+        with self._scope():
+            self._divided = tuple(
+                divided_layer(unit.layer, how, by_variable, servers)
+                for unit, how in found
+                if isinstance(how, str)
+            )
+        for layer in self._divided:
+            for variable in layer.variables:
+                self.pieces.update(variable.shown)
+        if self._compression is not None and not found:
             raise ValueError(
                 f"compression={self._compression} would do nothing: placement has no layer of "
                 f"{self._model.name} run on a server, so that no activations travel"
@@ -176,11 +197,21 @@ class OnServers:
         return Layout.of(self._model, self.optimizers, group, self._placed_layers(group))
 
     def _placed_layers(self, group: Group | None) -> PlacedLayers:
-        if not self._placed:
+        if not self._placed and not self._divided:
             return NO_LAYERS
         layers = tuple((unit.layer, group.device(number)) for unit, number in self._placed)
         devices = {id(v): group.device(n) for unit, n in self._placed for v in unit.variables}
-        return PlacedLayers(layers, self._followers, devices, self._compression, self._name)
+        for divided in self._divided:
+            for variable in divided.variables:
+                for number, state in enumerate(variable.states):
+                    devices[id(state.variable)] = group.device(number)
+        return PlacedLayers(
+            layers, self._divided, self._followers, devices, self._compression, self._name
+        )
+
+    def _scope(self) -> contextlib.AbstractContextManager:
+        """In which variables are made as the model's were."""
+        return self._model.distribute_strategy.scope()
 
     def spared(self, arrangement: Arrangement) -> list[tuple[str, int]]:
         """The parameter servers, job and index, of groups that steps don't need."""

@@ -197,7 +197,7 @@ class SynchronizedStrategy(CopiedStrategy):
             self._cluster,
             self._arrangement,
             copies,
-            sum(map(is_copied, model.trainable_variables)),
+            parameters_among(copies, model),
             counters_among(copies, model),
             self.threads_per_worker,
             self._settings.bandwidths,
@@ -207,11 +207,19 @@ class SynchronizedStrategy(CopiedStrategy):
         check_optimizers(self, model)
 
 
+def parameters_among(copies: Copies, model: keras.Model) -> int:
+    """How many of the copied variables are parameters: the first ones."""
+    copied = [variable for variable in model.trainable_variables if is_copied(variable)]
+    return sum(len(copies.places(variable._value)) for variable in copied)
+
+
 def counters_among(copies: Copies, model: keras.Model) -> list[int]:
-    """Which of the copied variables count the staleness of updates."""
-    places = {id(v): i for i, v in enumerate(copies.variables)}
+    """Which of the copied variables count the staleness of updates.
+
+    All pieces of a variable are pushed together: the first one's stand for it.
+    """
     states = [s for o in optimizers_of(model) for s in o.states if not s.is_table]
-    return [places[id(state.counters._value)] for state in states]
+    return [copies.places(state.counters._value)[0] for state in states]
 
 
 def checked_schedule(schedule: Literal["shadow"] | Shadow | Foreground) -> Shadow | Foreground:

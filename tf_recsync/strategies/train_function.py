@@ -100,6 +100,7 @@ class TrainFunction(Steps):
                 self._hold,
                 peeked,
                 self.watched,
+                self._variables.pieces,
             )
             self.synchronizer = self._make_synchronizer(copies)
         return self.synchronizer
@@ -130,8 +131,9 @@ class TrainFunction(Steps):
         if mode.uses_tokens and group.index not in self.aggregations:
             variables = GroupVariables(group, self._copies())
             can_come_back = bool(self._spared().intersection(group.holders))
+            states = {o: layout.states_of(o) for o in layout.optimizers}
             self.aggregations[group.index] = Aggregation(
-                mode, layout.optimizers, variables, group.device(0), can_come_back
+                mode, states, variables, group.device(0), can_come_back
             )
         return self.aggregations.get(group.index)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -74,7 +74,7 @@ class Aggregation:
 
     Args:
         mode: when workers start and servers apply; one that uses tokens.
-        optimizers: the optimizers that the model trains with, built.
+        states: of the variables, for each optimizer that the model trains with.
         variables: where the group's are.
         home: the device that keeps the token list.
         can_come_back: whether training goes on when a server is lost that keeps some of this.
@@ -87,7 +87,7 @@ class Aggregation:
     def __init__(
         self,
         mode: Mode,
-        optimizers: Sequence[base.Optimizer],
+        states: Mapping[base.Optimizer, Sequence[base.VariableState]],
         variables: GroupVariables,
         home: str,
         can_come_back: bool = False,
@@ -99,7 +99,8 @@ class Aggregation:
         # had that were lost.
         self._known: tuple[list[State], TokenListState] | None = None
         self._counted_before: list[tuple[list[State], TokenListState]] = []
-        self._optimizers = tuple(optimizers)
+        self._states = dict(states)
+        self._optimizers = tuple(states)
         self._variables = variables
         self._home = home
         self._trainers = variables.group.trainers
@@ -111,9 +112,9 @@ class Aggregation:
         mode, variables = self.mode, self._variables
         self._buffers: dict[tuple[str, int], _Buffer] = {}
         if mode.uses_buffers:
-            for optimizer in self._optimizers:
+            for optimizer, of_optimizer in self._states.items():
                 by_device: dict[str, list[base.VariableState]] = {}
-                for state in optimizer.states:
+                for state in of_optimizer:
                     by_device.setdefault(variables.device(state.variable), []).append(state)
                 for device, states in by_device.items():
                     number = len(self._buffers)

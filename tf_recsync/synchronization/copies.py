@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -29,6 +30,30 @@ class CopiedVariable(ShownVariable):
     """
 
     shard = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pieces:
+    """What servers of a group have of a variable that users see as one.
+
+    Attributes:
+        variables: one for each server, in order.
+        axis: along which it is divided; None if each has all of it.
+    """
+
+    variables: tuple[CopiedVariable, ...]
+    axis: int | None
+
+    def join(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """The whole, of the values of the pieces."""
+        return values[0] if self.axis is None else np.concatenate(values, self.axis)
+
+    def divide(self, value: np.ndarray) -> list[np.ndarray]:
+        """The values of the pieces, of the whole."""
+        if self.axis is None:
+            return [value] * len(self.variables)
+        sizes = [variable.shape[self.axis] for variable in self.variables]
+        return np.split(value, np.cumsum(sizes)[:-1], self.axis)
 
 
 def is_copied(variable: keras.Variable) -> bool:
@@ -62,6 +87,12 @@ class Copies:
             `carried_on` is called.
         peeked: those of the variables that are read without it.
         watched: returns a context in which calls to a server that is silent end.
+        pieces: of those of which servers have pieces, by their ids.
+
+    Attributes:
+        seen: what users see of the variables.
+        variables: the same, but for those of which servers have pieces: there are these in
+            their place.
     """
 
     def __init__(
@@ -73,8 +104,12 @@ class Copies:
         hold: Callable[[], bool] = lambda: False,
         peeked: Collection[tf.Variable] = (),
         watched: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        pieces: Mapping[int, Pieces] | None = None,
     ):
-        self.variables = list(variables)
+        self.seen = list(variables)
+        one = {id(v): Pieces((v,), None) for v in variables}
+        self._pieces = [(pieces or {}).get(id(v), one[id(v)]) for v in variables]
+        self.variables = [v for some in self._pieces for v in some.variables]
         self.groups = list(groups)
         self._cluster = cluster
         self._read = read
@@ -97,6 +132,31 @@ class Copies:
         for i, variable in enumerate(self.variables):
             self._shards[variable.shard].append(i)
         self._readers = [PackedReader([self.variables[i] for i in shard]) for shard in self._shards]
+
+    def whole(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """What users see of values of `variables`, or of the first of them."""
+        found: list[np.ndarray] = []
+        rest = list(values)
+        for pieces in self._pieces:
+            if not rest:
+                break
+            own, rest = rest[: len(pieces.variables)], rest[len(pieces.variables) :]
+            found.append(pieces.join(own))
+        return found
+
+    def divided(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The values of `variables`, of what users see of them, or of the first of these."""
+        pairs = zip(self._pieces, values, strict=False)
+        return [value for pieces, whole in pairs for value in pieces.divide(whole)]
+
+    def places(self, variable: CopiedVariable) -> list[int]:
+        """Where among `variables` one that users see is, or its pieces."""
+        first = 0
+        for seen, pieces in zip(self.seen, self._pieces, strict=True):
+            if seen is variable:
+                return list(range(first, first + len(pieces.variables)))
+            first += len(pieces.variables)
+        raise ValueError(f"groups have no copies of {variable.name}")
 
     @property
     def there(self) -> list[int]:
@@ -201,10 +261,14 @@ class Copies:
         return f"A server of group {group} does not answer"
 
     def by_group(self, count: int) -> list[list[np.ndarray] | None]:
-        """The first copies of each group; None for one that has none, or does not answer."""
+        """The first copies of each group, as users see such variables.
+
+        None for one that has none, or does not answer.
+        """
         found = self.all_values()
         return [
-            found[group][:count] if group in found else None for group in range(len(self.groups))
+            self.whole(found[group])[:count] if group in found else None
+            for group in range(len(self.groups))
         ]
 
     def begin(self) -> None:
@@ -269,7 +333,7 @@ class Copies:
     def touched(self) -> None:
         """The copies are being trained: what users see is no longer what they are."""
         self._stale = True
-        for variable in self.variables:
+        for variable in self.seen:
             is_peeked = id(variable) in self._peeked
             variable.before_read = self._peek if is_peeked else self.refresh
 
@@ -281,7 +345,7 @@ class Copies:
         """Nobody trains the copies any more; after one more refresh nothing changes."""
         self.refresh(force=True)
         self._stale = False
-        for variable in self.variables:
+        for variable in self.seen:
             variable.before_read = None
 
     def refresh(self, force: bool = False) -> None:
@@ -306,7 +370,7 @@ class Copies:
                 self._show(found)
 
     def _show(self, values: list[np.ndarray]) -> None:
-        for variable, value in zip(self.variables, values, strict=True):
+        for variable, value in zip(self.seen, self.whole(values), strict=True):
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
         self._shown = values
 
@@ -361,7 +425,7 @@ class Copies:
 
     def _current(self) -> list[np.ndarray]:
         with _refreshing:
-            return [np.asarray(variable.read_value()) for variable in self.variables]
+            return self.divided([np.asarray(variable.read_value()) for variable in self.seen])
 
 
 class _Refreshing(threading.local):

@@ -100,7 +100,7 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
             (state.variable, _DryTable(state, found, i)) for i, state in enumerate(layout.tables)
         ]
         scope = PulledScope(
-            dense=[stand_in(s.variable) for states in layout.dense.values() for s in states],
+            dense=[stand_in(variable) for variable in layout.dense_variables],
             tables=tables,
             others=[stand_in(v) for v in [*layout.private, *layout.shared]],
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,9 @@ from tf_recsync._instead import instead
 from tf_recsync.compression import Compression
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import context, links
+from tf_recsync.synchronization.divided import DividedLayer, is_elementwise
 from tf_recsync.synchronization.encoded import Encoder, Kind, Message
+from tf_recsync.synchronization.placed_pieces import PlacedPieces
 from tf_recsync.synchronization.pulled import as_variable
 
 
@@ -38,17 +41,25 @@ class PlacedLayers:
 
     Attributes:
         layers: each with the device that it runs on.
+        divided: layers of which each of some servers has a piece.
         followers: layers and operations without weights, which run where their inputs are.
-        devices: of the variables of placed layers, by their ids.
+        devices: of the variables of placed layers, and of pieces, by their ids.
         compression: of what travels to them and from them; None for none.
         name: different from that of any other model.
     """
 
     layers: tuple[tuple[keras.layers.Layer, str], ...] = ()
+    divided: tuple[DividedLayer, ...] = ()
     followers: tuple[keras.Operation, ...] = ()
     devices: Mapping[int, str] = dataclasses.field(default_factory=dict)
     compression: Compression | None = None
     name: str = ""
+
+    @property
+    def divided_states(self) -> dict[int, tuple[base.VariableState, ...]]:
+        """The states of the pieces of variables that are divided, by the ids of these."""
+        variables = [variable for layer in self.divided for variable in layer.variables]
+        return {id(variable.whole): variable.states for variable in variables}
 
 
 NO_LAYERS = PlacedLayers()
@@ -69,8 +80,9 @@ class Placed:
         worker: the worker's index, an int64 scalar on the worker.
 
     Attributes:
-        variables: those of placed layers.
+        variables: those of placed layers, the pieces of divided ones included.
         trained: those of them that are trained.
+        wholes: variables that are divided.
     """
 
     def __init__(
@@ -99,10 +111,17 @@ class Placed:
         self._messages: dict[tuple[int, Kind], tuple[tf.Tensor, Message | None]] = {}
         self._worker = worker
         self._encoder = Encoder(layers.compression, batch, layers.name)
+        divided = [variable for layer in layers.divided for variable in layer.variables]
+        self.wholes = [variable.whole for variable in divided]
+        self._pieces = PlacedPieces(divided, self)
         self._arrived: list[tf.Tensor] = []  # What came in for the layer that runs.
         self._is_inside = False  # Whether one runs.
 
     # Variables.
+
+    def has(self, variable: keras.Variable) -> bool:
+        """Whether it is a placed layer's, or is divided."""
+        return id(variable) in self._layers.devices or id(variable) in self._pieces.variables
 
     def device(self, variable: keras.Variable) -> str | None:
         """The device of a variable of a placed layer; None of others."""
@@ -113,6 +132,8 @@ class Placed:
 
         It is read when what its layer computes with is there, and not before.
         """
+        if id(variable) in self._pieces.variables:
+            return self._pieces.whole(variable)
         if id(variable) in self._values:
             return self._values[id(variable)]
         device, state = self.device(variable), self._states.get(id(variable))
@@ -128,6 +149,34 @@ class Placed:
         self._values[id(variable)] = value
         self._there[id(value)] = value, value
         return value
+
+    def read_with(self, variable: keras.Variable, tensor: tf.Tensor) -> tf.Tensor:
+        """A variable's value on its server, read when a tensor has arrived there."""
+        with record.stop_recording():
+            self._arrived = [self._brought(tensor, self.device(variable), "activation")]
+        value, self._arrived = self.read(variable), []
+        return value
+
+    def where(self, tensor: tf.Tensor) -> str:
+        """The server where what others know as a tensor was computed."""
+        return self._there[id(tensor)][1].device
+
+    def gradients(
+        self, variable: keras.Variable, gradient: tf.Tensor
+    ) -> list[tuple[base.VariableState, str, tf.Tensor]]:
+        """The gradient of a variable that is placed or divided, where it is.
+
+        Args:
+            variable: one of a layer on servers.
+            gradient: as a tape returned it.
+
+        Returns:
+            For it, or each of its pieces, the state, the server and the gradient there.
+        """
+        if id(variable) in self._pieces.variables:
+            return self._pieces.gradients(variable, gradient)
+        device = self.device(variable)
+        return [(self._states[id(variable)], device, self.lying(gradient, device))]
 
     def version(self, state: base.VariableState) -> tf.Tensor:
         """The version that was read with a trained variable, int64 [1], on its server."""
@@ -152,22 +201,44 @@ class Placed:
         """Inside, placed layers run on their servers, and so do their regularizers."""
         with _running, contextlib.ExitStack() as stack:
             for layer, device in self._layers.layers:
-                stack.enter_context(instead(layer, "call", self._call(layer.call, device)))
+                stack.enter_context(instead(layer, "call", self._placed(layer.call, device)))
+            for divided in self._layers.divided:
+                call = functools.partial(self._pieces.call, divided)
+                layer = divided.layer
+                stack.enter_context(instead(layer, "call", self._call(layer.call, call)))
             for follower in self._layers.followers:
-                stack.enter_context(instead(follower, "call", self._call(follower.call, None)))
+                call = functools.partial(self._follow, follower.call)
+                stack.enter_context(instead(follower, "call", self._call(follower.call, call)))
             for variable in self.variables:
                 if getattr(variable, "regularizer", None) is not None:
                     device = self.device(variable)
-                    regularizer = self._call(variable.regularizer, device)
+                    regularizer = self._placed(variable.regularizer, device)
                     stack.enter_context(instead(variable, "_regularizer", regularizer))
             yield
 
-    def _call(self, function: Callable, device: str | None) -> Callable:
-        """A function as it runs on a server.
+    def _placed(self, function: Callable, device: str) -> Callable:
+        """A function as it runs on a server."""
+        return self._call(
+            function, lambda *args, **kwargs: self._run(device, function, args, kwargs)
+        )
+
+    def _follow(self, function: Callable, *args, **kwargs) -> Any:
+        """Runs the call of what has no weights where its inputs are, if they are together."""
+        device = self._common_device((args, kwargs))
+        if device is not None:
+            return self._run(device, function, args, kwargs)
+        if is_elementwise(getattr(function, "__self__", None)) and len(args) == 1 and not kwargs:
+            found = self._pieces.follow(function, args[0])
+            if found is not None:
+                return found
+        return function(*args, **kwargs)
+
+    def _call(self, function: Callable, instead_of_it: Callable) -> Callable:
+        """What a layer's call is while the step is traced.
 
         Args:
-            function: runs it.
-            device: the server's; None for that of its inputs, if they are on one.
+            function: the call as it is.
+            instead_of_it: what runs in the step itself.
         """
 
         def call(*args, **kwargs):
@@ -176,12 +247,9 @@ class Placed:
             is_step = getattr(context.current_push(), "placed", None) is self
             if self._is_inside or not is_step or _graph() is not self._graph:
                 return function(*args, **kwargs)
-            where = device or self._common_device((args, kwargs))
-            if where is None:
-                return function(*args, **kwargs)
             self._is_inside = True
             try:
-                return self._run(where, function, args, kwargs)
+                return instead_of_it(*args, **kwargs)
             finally:
                 self._is_inside = False
 
@@ -196,8 +264,33 @@ class Placed:
         }
         return devices.pop() or None if len(devices) == 1 else None
 
-    def _run(self, device: str, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs a function on a server, as one operation for the tapes of the step."""
+    def run_on(
+        self,
+        device: str,
+        function: Callable,
+        inputs: Sequence[tf.Tensor],
+        weights: Sequence[tf.Tensor],
+    ) -> tf.Tensor:
+        """Runs a function of inputs and of weights that are there on a server."""
+        return self._run(device, lambda *xs: function(*xs, *weights), tuple(inputs), {}, weights)
+
+    def _run(
+        self,
+        device: str,
+        function: Callable,
+        args: tuple,
+        kwargs: dict,
+        weights: Sequence[tf.Tensor] = (),
+    ) -> Any:
+        """Runs a function on a server, as one operation for the tapes of the step.
+
+        Args:
+            device: the server's.
+            function: runs it.
+            args: its arguments, wherever they are.
+            kwargs: likewise.
+            weights: what else it uses of which there are gradients, on the server.
+        """
         given = tf.nest.flatten((args, kwargs), expand_composites=True)
         arrived = self._arrivals(_tensors(given), device)
         moved = [arrived[id(x)][1] if tf.is_tensor(x) else x for x in given]
@@ -206,12 +299,13 @@ class Placed:
         losses = backend.get_stateless_scope().losses
         known = len(losses)
         with _on(device), tf.GradientTape(persistent=True) as tape:
-            tape.watch(_floating(moved))
+            tape.watch([*_floating(moved), *weights])
             args, kwargs = tf.nest.pack_sequence_as((args, kwargs), moved, expand_composites=True)
             made = len(self._graph.get_operations())
             result = function(*args, **kwargs)
         self._arrived = []
-        self._check_captured(made, function, [*moved, *_handles(tape)])
+        weights = [*weights, *_handles(tape)]
+        self._check_captured(made, function, [*moved, *weights])
         flat = tf.nest.flatten(result, expand_composites=True)
         with record.stop_recording():
             shown = [self._shown(x, "activation") if tf.is_tensor(x) else x for x in flat]
@@ -220,7 +314,7 @@ class Placed:
         outputs = zip([*shown, *losses[known:]], [*flat, *losses[known:]], strict=True)
         for output in outputs:
             if _floating(output):
-                self._record(tape, device, inputs, *output)
+                self._record(tape, device, inputs, weights, *output)
         return tf.nest.pack_sequence_as(result, shown, expand_composites=True)
 
     def _check_captured(self, made: int, function: Callable, known: Sequence[tf.Tensor]) -> None:
@@ -255,6 +349,7 @@ class Placed:
         tape: tf.GradientTape,
         device: str,
         inputs: Sequence[tuple[tf.Tensor, tf.Tensor]],
+        weights: Sequence[tf.Tensor],
         output: tf.Tensor,
         result: tf.Tensor,
     ) -> None:
@@ -267,12 +362,13 @@ class Placed:
             tape: the one that recorded it.
             device: the server's.
             inputs: each as others know it, and on the server.
+            weights: that it was computed with, or what stands for them.
             output: as others know it.
             result: the same on the server.
         """
         known, there = [x for x, _ in inputs], [x for _, x in inputs]
         # Without those of a regularizer, which are its inputs.
-        weights = [w for w in _handles(tape) if all(w is not x for x in there)]
+        weights = [w for w in weights if all(w is not x for x in there)]
 
         def gradient(upstream):
             upstream = self.lying(upstream, device, "gradient")

@@ -63,6 +63,20 @@ class Layout:
         return device_for(variable, self.group)
 
     @property
+    def dense_variables(self) -> list[keras.Variable]:
+        """The model's dense trainable variables, those included of which servers have pieces."""
+        divided = self.placed.divided_states
+        pieces = {id(state) for states in divided.values() for state in states}
+        dense = [state for states in self.dense.values() for state in states]
+        wholes = [v.whole for layer in self.placed.divided for v in layer.variables]
+        return [*wholes, *(state.variable for state in dense if id(state) not in pieces)]
+
+    def states_of(self, optimizer: base.Optimizer) -> list[base.VariableState]:
+        """Of what one of the optimizers trains, or of its pieces."""
+        divided = self.placed.divided_states
+        return [s for whole in optimizer.states for s in divided.get(id(whole.variable), [whole])]
+
+    @property
     def owner(self) -> str:
         """The device that counts global steps; "" if that is where the step runs, or nobody."""
         return self.device(self.optimizers[0]._iterations) if self.optimizers else ""
@@ -84,6 +98,7 @@ class Layout:
             group: see above, like the last one.
         """
         states = {id(s.variable): s for o in optimizers for s in o.states}
+        divided = placed.divided_states
         dense: dict[str, list[base.VariableState]] = {}
         tables = []
         shared = []
@@ -100,7 +115,8 @@ class Layout:
             elif state.is_table:
                 tables.append(state)
             else:
-                dense.setdefault(device_for(variable, group), []).append(state)
+                for one in divided.get(id(variable), [state]):
+                    dense.setdefault(device_for(one.variable, group), []).append(one)
         known = {id(v) for v in private}
         shared = [v for v in shared if id(v) not in known]
         return cls(tuple(optimizers), dense, tables, shared, private, group, placed)
@@ -212,8 +228,8 @@ class Step:
                 *((v, pulled[id(v)]) for o in layout.optimizers for v in schedule_variables(o)),
                 *_read_where_used([o._iterations for o in layout.optimizers], pulled, layout),
             ],
-            late=self.placed.variables,
-            trained=self.placed.trained,
+            late=[*self.placed.variables, *self.placed.wholes],
+            trained=[*self.placed.trained, *self.placed.wholes],
             read=self.placed.read,
         )
 
@@ -436,17 +452,20 @@ class Step:
 
     def push(self, optimizer: base.Optimizer, grads, variables, learning_rate) -> None:
         plans: dict[str, PushPlan] = {}
+
+        def plan_of(device: str) -> PushPlan:
+            return plans.setdefault(device, PushPlan(self._pulls.get(device, ServerPull())))
+
         for gradient, variable in zip(grads, variables, strict=True):
+            if self.placed.has(variable):
+                for state, device, there in self.placed.gradients(variable, gradient):
+                    there = tf.cast(there, tf.float32)
+                    plan_of(device).add_placed(state, there, self.placed.version(state))
+                continue
             state = optimizer.state_of(variable)
-            device = self._layout.device(state.variable)
-            if device not in plans:
-                plans[device] = PushPlan(self._pulls.get(device, ServerPull()))
-            plan = plans[device]
+            plan = plan_of(self._layout.device(state.variable))
             table = self._tables.get(id(state.variable))
-            if self.placed.device(variable) is not None:
-                gradient = tf.cast(self.placed.lying(gradient, device), tf.float32)
-                plan.add_placed(state, gradient, self.placed.version(state))
-            elif table is None:
+            if table is None:
                 plan.add_dense(state, tf.cast(tf.convert_to_tensor(gradient), tf.float32))
             elif id(state.variable) in self._summed:
                 versions = self._summed[id(state.variable)]
@@ -469,7 +488,10 @@ class Step:
     def decay_weights(self, variables, rate) -> None:
         if self._pulled_steps:
             return  # Buffers decay weights when they apply a step.
-        self._decays += [(variable, tf.convert_to_tensor(rate)) for variable in variables]
+        divided, rate = self._layout.placed.divided_states, tf.convert_to_tensor(rate)
+        for variable in variables:
+            pieces = [state.variable for state in divided.get(id(variable), [])]
+            self._decays += [(piece, rate) for piece in pieces or [variable]]
 
 
 def _read_where_used(

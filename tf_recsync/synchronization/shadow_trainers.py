@@ -332,17 +332,22 @@ class Trainers:
         self.copies.load(dict.fromkeys(range(len(self.copies.groups)), values))
 
     def _joined(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
-        """One vector, in the order of the parameters, of one for each shard."""
+        """One vector, in the order of the parameters that users see, of one for each shard."""
         pieces: dict[int, np.ndarray] = {}
         for shard, vector in zip(self._shards, vectors, strict=True):
             pieces.update(shard.unpack(vector))
-        return np.concatenate([pieces[i] for i in range(self._parameters)])
+        variables = self.copies.variables[: self._parameters]
+        values = [pieces[i].reshape(variable.shape) for i, variable in enumerate(variables)]
+        return np.concatenate([np.ravel(value) for value in self.copies.whole(values)])
 
     def _divided(self, vector: np.ndarray) -> list[np.ndarray]:
         """The other way round."""
-        variables = self.copies.variables[: self._parameters]
-        sizes = [variable.shape.num_elements() for variable in variables]
-        pieces = np.split(vector, np.cumsum(sizes)[:-1])
+        values, rest = [], vector
+        for variable in self.copies.seen:
+            if rest.size:
+                value, rest = np.split(rest, [variable.shape.num_elements()])
+                values.append(value.reshape(variable.shape))
+        pieces = self.copies.divided(values)
         return [shard.pack(pieces) for shard in self._shards]
 
     def _checked_vectors(self, start: np.ndarray) -> _Vectors:

@@ -12,11 +12,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import keras
+from absl import logging
 
 from tf_recsync.optimizers import base
+from tf_recsync.synchronization.divided import How, why_whole
 
-# By a layer's path: the number of the server in its group, or None for the trainer.
-Plan = Mapping[str, int | None]
+# The number of a server in its group; or each server has a piece; or None: on the trainer.
+Where = int | How | None
+
+Plan = Mapping[str, Where]  # By the layer's path.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,20 +83,33 @@ def _parts(model: keras.Model, apart: set[int]) -> Iterator[Unit | keras.Operati
     yield from walk(model)
 
 
-def planned(units: Sequence[Unit], plan: Plan | str, servers: int) -> list[tuple[Unit, int]]:
-    """The units that run on servers, each with the number of its server.
+def planned(
+    units: Sequence[Unit],
+    plan: Plan | str,
+    servers: int,
+    splits: bool,
+    optimizers: Sequence[base.Optimizer],
+) -> list[tuple[Unit, int | How]]:
+    """The units that run on servers, each with the number of its server, or how it is divided.
 
     Args:
         units: of a model.
         plan: "trainers", "auto", or where each layer runs, by its path; others run on the trainer.
         servers: of a group.
+        splits: whether "auto" divides layers.
+        optimizers: that train them.
 
     Raises:
         ValueError: if the plan names a layer that has no dense weights, or is not there; or puts
-            layers that share a variable on two servers.
+            layers that share a variable on two servers, or divides one that can't be divided.
     """
-    if isinstance(plan, str):
-        return [] if plan == "trainers" else _evenly(units, servers)
+    if plan == "trainers":
+        return []
+    if plan == "auto":
+        divided = _large(units, servers, optimizers) if splits and servers > 1 else {}
+        whole = [unit for unit in units if unit.path not in divided]
+        how = [(unit, divided[unit.path]) for unit in units if unit.path in divided]
+        return [*how, *_evenly(whole, servers)]
     unknown = sorted(set(plan) - {unit.path for unit in units})
     if unknown:
         raise ValueError(
@@ -107,7 +124,57 @@ def planned(units: Sequence[Unit], plan: Plan | str, servers: int) -> list[tuple
                 f"placement must put {[unit.path for unit in component]} on one server, as they "
                 f"share variables, not on {sorted(places, key=str)}"
             )
+    for unit, how in found:
+        if isinstance(how, str):
+            _check_divided(unit, how, units, servers, optimizers)
     return [(unit, number) for unit, number in found if number is not None]
+
+
+def _why_whole(unit: Unit, units: Sequence[Unit], optimizers: Sequence[base.Optimizer]) -> str:
+    """Why a unit can't be divided; "" if it can."""
+    reason = why_whole(unit.layer, optimizers)
+    own = {id(variable) for variable in unit.variables}
+    others = [v for other in units if other is not unit for v in other.variables]
+    if not reason and any(id(variable) in own for variable in others):
+        reason = "shares variables with another layer"
+    return reason
+
+
+def _check_divided(
+    unit: Unit, how: How, units: Sequence[Unit], servers: int, optimizers: Sequence[base.Optimizer]
+) -> None:
+    """Raises a ValueError if a unit can't be divided as a plan has it."""
+    reason = _why_whole(unit, units, optimizers)
+    if not reason:
+        features = unit.layer.kernel.shape[1 if how == "columns" else 0]
+        if features < servers:
+            reason = f"has {features} {how} for {servers} servers"
+    if reason:
+        raise ValueError(f"placement can't divide {unit.path} by {how}: it {reason}")
+
+
+def _large(
+    units: Sequence[Unit], servers: int, optimizers: Sequence[base.Optimizer]
+) -> dict[str, How]:
+    """How units are divided that have more than their server's part of all elements.
+
+    One that gives more features than it takes is divided by columns, so that what is added up or
+    put together is the smaller part. Two in a row that go up and down again fit together.
+    """
+    total = sum(unit.elements for unit in units)
+    found: dict[str, How] = {}
+    for unit in units:
+        if unit.elements * servers <= total:
+            continue
+        reason = _why_whole(unit, units, optimizers)
+        if reason:
+            logging.info("%s stays whole on a server of its group: it %s.", unit.path, reason)
+            continue
+        features_in, features_out = unit.layer.kernel.shape
+        how: How = "columns" if features_out > features_in else "rows"
+        if max(features_in, features_out) >= servers:
+            found[unit.path] = how
+    return found
 
 
 def _evenly(units: Sequence[Unit], servers: int) -> list[tuple[Unit, int]]:

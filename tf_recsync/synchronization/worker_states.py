@@ -34,7 +34,7 @@ class WorkerStates(tf.train.experimental.PythonState):
             **extras,
         }
         for worker, copies in values.items():
-            for i, copy in enumerate(copies):
+            for i, copy in enumerate(synchronizer.copies.whole(copies)):
                 # Types of TensorFlow's own, as bfloat16, numpy would not read again.
                 serialized = tf.io.serialize_tensor(copy).numpy()
                 arrays[f"{worker}/{i}"] = np.frombuffer(serialized, np.uint8)
@@ -49,7 +49,7 @@ class WorkerStates(tf.train.experimental.PythonState):
             ValueError: if it is of another model or optimizer.
         """
         synchronizer = self._synchronizer()
-        variables = synchronizer.copies.variables
+        variables = synchronizer.copies.seen
         with np.load(io.BytesIO(value)) as arrays:
             if int(arrays["format"]) != _FORMAT:
                 raise ValueError(
@@ -66,9 +66,8 @@ class WorkerStates(tf.train.experimental.PythonState):
                 )
             values = {}
             for worker in workers:
-                values[worker] = [
-                    _read(arrays[f"{worker}/{i}"], variable) for i, variable in enumerate(variables)
-                ]
+                copies = [_read(arrays[f"{worker}/{i}"], v) for i, v in enumerate(variables)]
+                values[worker] = synchronizer.copies.divided(copies)
         synchronizer.restore(values, extras)
 
 

@@ -1,0 +1,195 @@
+"""How a worker's step computes with divided layers, while it is traced; see divided.py.
+
+The kernel as the step's tapes know it is never put together: one operation, of which the pieces
+are the outputs, stands between, and the gradients of the pieces are its gradient. So what travels
+is an input, an output and their gradients. Where a layer divided by rows follows on one divided
+by columns, with at most an elementwise activation between them, each server goes on with what it
+has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import keras
+import tensorflow as tf
+from keras.src import backend
+from tensorflow.python.eager import record
+
+from tf_recsync.optimizers import base
+from tf_recsync.synchronization.divided import DividedLayer, DividedVariable, is_elementwise
+from tf_recsync.synchronization.pulled import as_variable
+
+
+class Servers(Protocol):
+    """What is needed of the placed layers of the same step."""
+
+    def device(self, variable: keras.Variable) -> str | None:
+        """The device of a variable on a server."""
+
+    def read_with(self, variable: keras.Variable, tensor: tf.Tensor) -> tf.Tensor:
+        """Its value there, read when a tensor has arrived."""
+
+    def where(self, tensor: tf.Tensor) -> str:
+        """The device of what was computed on a server."""
+
+    def run_on(
+        self,
+        device: str,
+        function: Callable,
+        inputs: Sequence[tf.Tensor],
+        weights: Sequence[tf.Tensor],
+    ) -> tf.Tensor:
+        """Runs a function of inputs and weights on a server, as one operation for the tapes."""
+
+    def lying(self, gradient: tf.Tensor, device: str) -> tf.Tensor:
+        """A gradient on a server."""
+
+    def beside(self, tensor: tf.Tensor):
+        """A context in which operations are where a tensor is."""
+
+
+class PlacedPieces:
+    """The divided layers of one step, while it is traced.
+
+    Args:
+        variables: those that are divided.
+        servers: the step's placed layers.
+    """
+
+    def __init__(self, variables: Sequence[DividedVariable], servers: Servers):
+        self.variables: Mapping[int, DividedVariable] = {id(v.whole): v for v in variables}
+        self._servers = servers
+        # What was put together of pieces, with these, by its id.
+        self._joined: dict[int, tuple[tf.Tensor, list[tf.Tensor]]] = {}
+        self._gradients: dict[int, tuple[tf.Tensor, list[tf.Tensor]]] = {}
+
+    def whole(self, variable: keras.Variable) -> tf.Tensor:
+        """Stands for a divided variable; it is put together only if something uses it itself."""
+        divided, evidence = self.variables[id(variable)], tf.zeros([])
+        pieces = [self._servers.read_with(state.variable, evidence) for state in divided.states]
+        with tf.control_dependencies(None):
+            joined = tf.identity(pieces[0]) if len(pieces) == 1 else tf.concat(pieces, divided.axis)
+        return as_variable(joined, variable)
+
+    def call(
+        self, divided: DividedLayer, inputs: tf.Tensor, training: bool | None = None
+    ) -> tf.Tensor:
+        """What `divided.layer.call` does.
+
+        Args:
+            divided: the layer.
+            inputs: [..., features].
+            training: makes no difference.
+        """
+        del training
+        layer, by_columns = divided.layer, divided.how == "columns"
+        sizes = divided.sizes
+        xs = [inputs] * len(sizes) if by_columns else self._divided_inputs(inputs, sizes)
+        kernels = self._pieces(divided.kernel, xs)
+        biases = [] if divided.bias is None else self._pieces(divided.bias, xs)
+        activation = layer.activation
+        activates = by_columns and activation is not None and is_elementwise(activation)
+
+        def piece(x, kernel, bias=None):
+            y = keras.ops.matmul(x, tf.cast(kernel, layer.compute_dtype))
+            if bias is not None:
+                y = keras.ops.add(y, tf.cast(bias, layer.compute_dtype))
+            return activation(y) if activates else y
+
+        found = []
+        for number, (x, kernel) in enumerate(zip(xs, kernels, strict=True)):
+            device = self._servers.device(divided.kernel.states[number].variable)
+            weights = [kernel, *biases[number : number + 1]]
+            found.append(self._servers.run_on(device, piece, [x], weights))
+        outputs = self._join(found) if by_columns else tf.add_n(found)
+        return outputs if activates or activation is None else activation(outputs)
+
+    def follow(self, function: Callable, tensor: tf.Tensor) -> tf.Tensor | None:
+        """What an elementwise function makes of what servers have pieces of, there.
+
+        None if they have none.
+        """
+        if id(tensor) not in self._joined:
+            return None
+        _, pieces = self._joined[id(tensor)]
+        devices = [self._servers.where(piece) for piece in pieces]
+        return self._join(
+            [
+                self._servers.run_on(device, function, [piece], [])
+                for device, piece in zip(devices, pieces, strict=True)
+            ]
+        )
+
+    def gradients(
+        self, variable: keras.Variable, gradient: tf.Tensor
+    ) -> list[tuple[base.VariableState, str, tf.Tensor]]:
+        """The gradient of a divided variable.
+
+        Args:
+            variable: the whole.
+            gradient: as a tape returned it.
+
+        Returns:
+            For each piece its state, its server and the gradient there.
+        """
+        divided = self.variables[id(variable)]
+        devices = [self._servers.device(state.variable) for state in divided.states]
+        return [
+            (state, device, self._servers.lying(piece, device))
+            for state, device, piece in zip(
+                divided.states, devices, self._gradient_pieces(divided, gradient), strict=True
+            )
+        ]
+
+    def _gradient_pieces(self, divided: DividedVariable, gradient: tf.Tensor) -> list[tf.Tensor]:
+        if id(gradient) in self._gradients:
+            return self._gradients[id(gradient)][1]
+        count = len(divided.states)
+        if gradient.op.type == "AddN" and not gradient.device:
+            # The layer was called several times, or something else uses the whole, too.
+            terms = [self._gradient_pieces(divided, term) for term in gradient.op.inputs]
+            return [tf.add_n(of_piece) for of_piece in zip(*terms, strict=True)]
+        if count == 1:
+            return [gradient]
+        sizes = [state.variable.shape[divided.axis] for state in divided.states]
+        return tf.split(gradient, sizes, divided.axis)
+
+    def _pieces(self, divided: DividedVariable, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The values of the pieces on their servers, differentiable by the whole.
+
+        Args:
+            divided: the variable.
+            inputs: what each server computes with.
+        """
+        pieces = []
+        for state, tensor in zip(divided.states, inputs, strict=False):
+            value = self._servers.read_with(state.variable, tensor)
+            with self._servers.beside(value), record.stop_recording():
+                pieces.append(tf.identity(value))  # One for each call of the layer.
+
+        def gradient(*upstream):
+            parts = [tf.convert_to_tensor(g) for g in upstream]
+            # A stand-in, as is the whole.
+            joined = (
+                tf.identity(parts[0]) if divided.axis is None else tf.concat(parts, divided.axis)
+            )
+            self._gradients[id(joined)] = joined, parts
+            return [joined]
+
+        whole = backend.get_stateless_scope().get_current_value(divided.whole)
+        record.record_operation("RecsyncPieces", pieces, [whole], gradient)
+        return pieces
+
+    def _divided_inputs(self, inputs: tf.Tensor, sizes: Sequence[int]) -> list[tf.Tensor]:
+        """The features of the input that each server takes."""
+        _, pieces = self._joined.get(id(inputs), (None, []))
+        if [piece.shape[-1] for piece in pieces] == list(sizes):
+            return pieces
+        return tf.split(inputs, sizes, -1)
+
+    def _join(self, pieces: list[tf.Tensor]) -> tf.Tensor:
+        joined = tf.concat(pieces, -1)
+        self._joined[id(joined)] = joined, pieces
+        return joined
