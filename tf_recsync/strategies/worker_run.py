@@ -20,7 +20,7 @@ from tf_recsync.cluster import Cluster, MemberState, Server
 from tf_recsync.cluster.diagnosis import Cause, Diagnosis, diagnose
 from tf_recsync.cluster.membership import Order
 from tf_recsync.cluster.silence_watch import Wait, suspicious_after
-from tf_recsync.strategies import data_errors
+from tf_recsync.strategies import data_errors, worker_errors
 from tf_recsync.strategies.call_board import CallBoard
 from tf_recsync.strategies.call_follower import CallFollower
 from tf_recsync.strategies.comebacks import Comebacks
@@ -746,10 +746,10 @@ class WorkerRun:
         if self._readers:
             data_errors.check(error)
         if found.cause is Cause.USER:
-            raise error
+            raise worker_errors.plain(error, slot.index) from None
         if found.cause is not Cause.LOST_SERVER:
             if slot.breaks == _MOST_BREAKS:
-                raise error
+                raise worker_errors.plain(error, slot.index) from None
             slot.breaks += 1
         reason = f"{type(error).__name__}: {error.message.partition(chr(10))[0]}"
         # For a second a worker refuses to connect to a server of its group that is up again, too:
