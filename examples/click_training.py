@@ -251,8 +251,10 @@ def train(title, model, data, strategy) -> None:
         # The optimizer's count is that of one trainer, or group of them.
         global_steps = strategy.sync_report(model).steps
     examples = data.train_rows * FLAGS.epochs
+    batches = -(-data.train_rows // FLAGS.batch_size) * FLAGS.epochs
     if FLAGS.steps:
-        examples = FLAGS.steps * FLAGS.epochs * FLAGS.batch_size
+        batches = FLAGS.steps * FLAGS.epochs
+        examples = batches * FLAGS.batch_size
     tested = model.evaluate(data.test(FLAGS.batch_size), return_dict=True, verbose=0)
     staleness = None if strategy is None else strategy.staleness(model)
     # Where workers have their own parameters no gradient is stale, but for rows on servers.
@@ -264,7 +266,7 @@ def train(title, model, data, strategy) -> None:
         "workers": strategy.cluster.workers if strategy else 1,
         "ps": strategy.cluster.ps if strategy else 0,
         "examples": examples,
-        "batches": -(-examples // FLAGS.batch_size),
+        "batches": batches,
         "steps": global_steps,
         "wall_seconds": wall_seconds,
         "examples_per_second": examples / wall_seconds,

@@ -511,3 +511,34 @@ def test_stopping_in_mid_epoch_ends_fit_soon_and_the_next_fit_works(two):
     # No step of the first fit was still on its way when it returned.
     assert steps_of(model) == stopped + 8
     assert model.get_weights()[0] == -(stopped + 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "batches", "global_steps"),
+    [
+        (recsync.AsyncStrategy, 10, 10),
+        (recsync.SyncStrategy, 10, 5),
+        (recsync.SyncStrategy, 9, 5),  # The last global batch has one local batch.
+    ],
+)
+def test_the_figures_of_a_run_add_up(two, make, batches, global_steps):
+    """Though the last call of Keras has less than `steps_per_execution` steps."""
+    strategy = make(two.cluster)
+    with strategy.scope():
+        x = keras.Input((4,))
+        hidden = keras.layers.Dense(3, use_bias=False)(x)
+        model = keras.Model(x, keras.layers.Dense(1)(hidden))
+        model.compile(recsync.optimizers.SGD(0.1), "mse", steps_per_execution=4)
+    data = tf.data.Dataset.from_tensor_slices((np.ones((4 * batches, 4)), np.ones(4 * batches)))
+    report = recsync.callbacks.TrainingReport()
+    history = model.fit(data.batch(4), verbose=0, callbacks=[report]).history
+    (per_batch,), (per_step,) = history["batches_per_second"], history["global_steps_per_second"]
+    assert per_batch / per_step == pytest.approx(batches / global_steps)
+    assert int(model.optimizer.iterations) == global_steps
+    assert sum(strategy.worker_steps(model)) == batches
+    aggregation = strategy.aggregation(model)
+    dense = strategy.staleness(model).dense
+    if aggregation is None:
+        assert dense.count == batches * len(model.trainable_variables)
+    else:
+        assert aggregation.included == dense.count == batches * two.cluster.ps

@@ -55,14 +55,14 @@ class _Report(keras.callbacks.Callback):
 class TrainingReport(_Report):
     """Adds speed and staleness to each epoch's logs, and to TensorBoard.
 
-    To the progress bar and `History` it adds `batches_per_second` (of all workers, as
-    the bar counts them), `global_steps_per_second` (of updates of the parameters, each
-    of as many batches as the mode applies together), `staleness` (the mean over dense
-    variables in this epoch), `staleness_p99`, `staleness_max`, `data_wait` (the share
-    of the epoch that workers waited for batches, 0 to 1) and `lost_steps` (an int: the
-    batches in flight when a worker was lost); with a `log_dir`, TensorBoard gets the
-    same scalars and a histogram of the epoch's staleness. Put it before callbacks that
-    read those logs.
+    To the progress bar and `History` it adds `batches_per_second` (local batches that all
+    workers together have trained on), `global_steps_per_second` (of updates of the
+    parameters, each of as many batches as the mode applies together), `staleness` (the
+    mean over dense variables in this epoch), `staleness_p99`, `staleness_max`,
+    `data_wait` (the share of the epoch that workers waited for batches, 0 to 1) and
+    `lost_steps` (an int: the batches in flight when a worker was lost); with a `log_dir`,
+    TensorBoard gets the same scalars and a histogram of the epoch's staleness. Put it
+    before callbacks that read those logs.
 
     Args:
         log_dir: a folder for TensorBoard, or None (the default).
@@ -92,7 +92,7 @@ class TrainingReport(_Report):
         self._started = 0.0
         self._ended: float | None = None
         self._before: Statistics | None = None
-        self._batches = self._global_step = 0
+        self._global_step = 0
         self._lost_steps = 0
         self._data_wait = 0.0
 
@@ -100,13 +100,9 @@ class TrainingReport(_Report):
         self._started = time.monotonic()
         self._lost_steps = self._strategy.losses(self.model).steps
         self._before = self._strategy.staleness(self.model).dense
-        self._batches = 0
         self._data_wait = _data_wait(self._strategy, self.model)
         self._global_step = _global_step(self.model)
         self._ended = None
-
-    def on_train_batch_end(self, batch, logs=None):
-        self._batches = batch + 1
 
     def on_test_begin(self, logs=None):
         # Validation after the epoch is no training time.
@@ -117,7 +113,7 @@ class TrainingReport(_Report):
         seconds = (self._ended or time.monotonic()) - self._started
         measured = self._strategy.staleness(self.model).dense.since(self._before)
         report = {
-            "batches_per_second": self._batches / seconds,
+            "batches_per_second": self.model.train_function.epoch_steps / seconds,
             "staleness": measured.mean,
             "staleness_p99": measured.quantile(0.99),
             "staleness_max": measured.max,

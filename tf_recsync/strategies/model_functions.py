@@ -235,6 +235,11 @@ class Steps:
             steps[slot.index] += 0 if slot.state is None else slot.known_steps
         return steps
 
+    @property
+    def epoch_steps(self) -> int:
+        """The steps of the epoch that runs, or ran last, that workers have finished."""
+        return 0 if self._run is None else self._run.completed - self._epoch_began
+
     def data_wait(self) -> list[float]:
         """The seconds that each worker has waited for batches in all passes."""
         waited = list(self._waited)
