@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import AtBatch
 from test_placement_of_operators import (
     BATCH,
     OPTIMIZERS,
@@ -262,3 +263,68 @@ def test_a_layer_that_can_not_be_divided_is_refused_by_name(cluster, change, opt
 def test_a_wrong_splits_is_refused(cluster):
     with pytest.raises(ValueError, match='splits must be "auto" or "off", not True'):
         alone(cluster, splits=True)
+
+
+class Penalized(keras.Model):
+    """Its own step has a penalty of a kernel, and doubles the gradients."""
+
+    def __init__(self):
+        super().__init__(name="net")
+        self.up = keras.layers.Dense(HIDDEN, "relu", name="up")
+        self.last = keras.layers.Dense(1, name="last")
+
+    def call(self, inputs):
+        return self.last(self.up(inputs))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            predictions = self(x, training=True)
+            loss = self.compute_loss(x, y, predictions)
+            loss += 0.1 * tf.reduce_sum(tf.square(self.up.kernel))
+        weights = self.trainable_weights
+        gradients = tape.gradient(loss, [weight.value for weight in weights])
+        self.optimizer.apply([2.0 * gradient for gradient in gradients], weights)
+        return self.compute_metrics(x, y, predictions)
+
+
+@pytest.mark.parametrize("how", ["columns", "rows"])
+def test_what_a_step_of_the_users_own_does_with_the_whole_counts(cluster, how):
+    model, local = trained(alone(cluster, {"net/up": how}), Penalized)
+    assert_same(model, local)
+
+
+def test_a_lost_server_gets_its_pieces_back(clusters):
+    cluster = clusters.get(workers=2, ps=5)
+    strategy = recsync.HierarchicalStrategy(
+        cluster,
+        recsync.EASGD(0.3),
+        groups=2,
+        trainers_per_group=1,
+        ps_per_group=2,
+        placement=PLANS["up and down"],
+    )
+    recsync.testing.set_compute_time(strategy, 0.05)
+    with strategy.scope():
+        model = compiled(up_and_down, lambda: Adagrad(0.05))
+    then: list[int] = []
+
+    def start():
+        then.extend(strategy.worker_steps(model))
+        cluster.restart("ps", 1)
+
+    class UntilBack(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            done = strategy.worker_steps(model)
+            if then and min(now - before for now, before in zip(done, then, strict=True)) > 2:
+                model.stop_training = True
+
+    callbacks = [
+        AtBatch(10, lambda: cluster.kill("ps", 1)),
+        AtBatch(30, start),
+        UntilBack(),
+    ]
+    model.fit(dataset(50).repeat(400), verbose=0, callbacks=callbacks)
+    first, second = strategy.copies(model)
+    assert [w.shape for w in second] == [w.shape for w in model.get_weights()]
+    assert all(np.isfinite(w).all() for w in [*first, *second])
