@@ -63,6 +63,13 @@ flags.DEFINE_float("staleness_baseline", 1.0, "inverse_power: the staleness that
 flags.DEFINE_float("update_sensitivity", None, "inverse_power: lambda of the paper's Eq. 6.")
 flags.DEFINE_string("output_dir", None, "Gets TensorBoard logs, weights and a SavedModel.")
 flags.DEFINE_string(
+    "publish", None, "Gets versions for inference while the model trains; see docs/operations.md."
+)
+flags.DEFINE_float(
+    "publish_every_seconds", 7200.0, "publish: from one version to the next.", lower_bound=0.001
+)
+flags.DEFINE_integer("publish_keep", None, "publish: how many versions.", lower_bound=1)
+flags.DEFINE_string(
     "restore_from",
     None,
     "Weights and training state to go on from: the --output_dir of an earlier run, on whatever "
@@ -87,6 +94,7 @@ _APPLIES = {
     "swap_period": ("optimizer", ["swap_adagrad"]),
     "swap_decay": ("optimizer", ["swap_adagrad"]),
 }
+_OF_PUBLISH = ("publish_every_seconds", "publish_keep")
 _WEIGHTS = "model.weights.h5"
 
 
@@ -96,6 +104,9 @@ def check_flags() -> None:
     if FLAGS.strategy == "hierarchical":
         by_version = ["hogwild", "async", "bounded_staleness"]
         strategy_flags.check_applies({"staleness": ("aggregation", by_version)})
+    for name in _OF_PUBLISH:
+        if FLAGS[name].present and not FLAGS.publish:
+            raise app.UsageError(f"--{name} applies only with --publish")
     is_without_ps = not FLAGS["ps"].present and "TF_CONFIG" not in os.environ
     if FLAGS.strategy == "hop" and FLAGS["staleness"].present and is_without_ps:
         raise app.UsageError("--staleness applies with --strategy=hop only to tables on --ps")
@@ -236,6 +247,15 @@ def train(title, model, data, strategy) -> None:
         callbacks.append(recsync.callbacks.TrainingReport(FLAGS.output_dir))
     if FLAGS.output_dir:
         callbacks.append(keras.callbacks.TensorBoard(FLAGS.output_dir, write_graph=False))
+    if FLAGS.publish:
+        callbacks.append(
+            recsync.callbacks.Publish(
+                FLAGS.publish,
+                FLAGS.publish_every_seconds,
+                keep=FLAGS.publish_keep,
+                input_signature=data.spec.input_signature()[0],
+            )
+        )
     global_steps = count_steps(model.optimizer)
     start = time.monotonic()
     model.fit(

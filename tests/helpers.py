@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import re
+import threading
 import time
 from collections.abc import Sequence
 
@@ -263,6 +264,25 @@ def numbered(kind: str):
     if kind == "unknown length":
         return (whole.filter(lambda x, y: y[0] >= 0).batch(16),), {}
     return (whole.batch(16),), {}
+
+
+def gated(event: threading.Event) -> tf.data.Dataset:
+    """The batches of `numbered`, the second half of which is slow until an event is set.
+
+    So something is left to be trained on then, though Keras may count more slowly than a small
+    model trains. They come all the same: whoever sets it may wait for steps that wait for them.
+    """
+    inputs, numbers = numbered("arrays")[0]
+
+    def batches():
+        for first in range(0, len(inputs), BATCH):
+            if first >= len(inputs) // 2:
+                event.wait(0.5)
+            yield inputs[first : first + BATCH], numbers[first : first + BATCH]
+
+    specs = tf.TensorSpec([BATCH, IDS], tf.int32), tf.TensorSpec([BATCH, 1], tf.float32)
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=specs)
+    return dataset.apply(tf.data.experimental.assert_cardinality(len(inputs) // BATCH))
 
 
 def sums() -> list[LabelSum]:

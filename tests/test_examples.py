@@ -113,6 +113,7 @@ def example():
             "--max_iteration_gap applies only",
         ),
         (["--restore_from=nowhere"], "--restore_from=nowhere has no model.weights.h5"),
+        (["--publish_keep=2"], "--publish_keep applies only with --publish"),
         (
             ["--strategy=sync", "--global_batch_size=500", "--batch_size=128"],
             "global_batch_size must be a multiple of local_batch_size=128, not 500",
@@ -226,9 +227,13 @@ def test_it_trains_on_a_cluster_with_all_its_options_and_saves(tmp_path):
         "--steps_per_execution=3",
         f"--output_dir={tmp_path / 'out'}",
         f"--metrics_json={out}",
+        f"--publish={tmp_path / 'published'}",
+        "--publish_every_seconds=3600",
+        "--publish_keep=2",
         *SMALL,
     )
     figures = figures_of(done, out)
+    assert (tmp_path / "published" / "1" / "saved_model.pb").exists()
     assert (figures["strategy"], figures["workers"], figures["ps"]) == ("async", 2, 2)
     assert (figures["steps"], figures["examples"]) == (24, 24 * 200)
     assert 1 <= figures["staleness_mean"] <= figures["staleness_max"]

@@ -32,10 +32,10 @@ def make_strategy(name, cluster):
         "backup": lambda: recsync.BackupWorkersStrategy(cluster, 1, last_global_batch="drop"),
         "gba": lambda: recsync.GBAStrategy(cluster, staleness_tolerance=100, **batches),
         "shadow": lambda: recsync.ShadowSyncStrategy(
-            cluster, recsync.EASGD(0.3), threads_per_trainer=2, sync_ps=1
+            cluster, recsync.EASGD(0.3), threads_per_trainer=2, sync_ps=1, output="mean"
         ),
         "all-reduce": lambda: recsync.ShadowSyncStrategy(
-            cluster, recsync.ModelAveraging(0.5), mode=recsync.Foreground(gap=2)
+            cluster, recsync.ModelAveraging(0.5), mode=recsync.Foreground(gap=2), output="mean"
         ),
         "hop": lambda: recsync.HopStrategy(
             cluster, recsync.topology.ring(WORKERS), max_iteration_gap=2, check_invariants=True
@@ -169,6 +169,39 @@ def test_copies_stand_still_while_they_are_read_and_go_on_after(name, cluster):
 
     fit(model, strategy, read_twice)
     assert seen[0] > seen[-1]
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_are_read_as_they_are_in_each_epoch_of_a_pass(name, cluster):
+    strategy = make_strategy(name, cluster)
+    with strategy.scope():
+        model = make_model(shards=0 if name == "hop" else 1)
+    seen = []
+
+    class Read(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(model.get_weights())
+
+    callback = Every(lambda model: None)
+    model.fit(callback.dataset(), steps_per_epoch=9, epochs=2, verbose=0, callbacks=[Read()])
+    # Not as they were at the end of the epoch before: every step changes their mean.
+    before, *within = [weights[-1] for weights in seen[8:17]]
+    assert not any(np.array_equal(weights, before) for weights in within)
+
+
+@pytest.mark.parametrize("name", ["shadow", "all-reduce"])
+def test_tables_stand_still_with_the_copies_though_they_are_read_first(name, cluster):
+    strategy = make_strategy(name, cluster)
+    with strategy.scope():
+        model = make_model()
+    table = next(v for v in model.variables if "/job:ps/" in v._value.device)
+
+    def read_twice(model):
+        first = table.numpy()
+        time.sleep(0.1)
+        np.testing.assert_array_equal(table.numpy(), first)
+
+    fit(model, strategy, read_twice)
 
 
 def test_what_another_thread_reads_stops_nobody(cluster):

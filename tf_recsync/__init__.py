@@ -8,6 +8,7 @@ from tf_recsync import (  # noqa: E402
     callbacks,
     data,
     layers,
+    maintenance,
     metrics,
     modes,
     optimizers,
@@ -52,6 +53,7 @@ from tf_recsync.synchronization.shadow_algorithms import (  # noqa: E402
     all_reduce_mean,
 )
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow  # noqa: E402
+from tf_recsync.versions import latest_published  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -86,7 +88,9 @@ __all__ = [
     "cluster_from_tf_config",
     "data",
     "export_model",
+    "latest_published",
     "layers",
+    "maintenance",
     "metrics",
     "modes",
     "optimizers",

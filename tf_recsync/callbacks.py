@@ -19,7 +19,9 @@ from tf_recsync.cluster import Server
 from tf_recsync.cluster.membership import Order
 from tf_recsync.metrics.exact import group_auc
 from tf_recsync.ops import hop
-from tf_recsync.optimizers.base import parts_of
+from tf_recsync.optimizers.base import global_step_of
+from tf_recsync.publishing import Publication as Publication
+from tf_recsync.publishing import Publish as Publish
 from tf_recsync.staleness import Statistics
 from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_reports import WorkerReport
@@ -101,7 +103,7 @@ class TrainingReport(_Report):
         self._lost_steps = self._strategy.losses(self.model).steps
         self._before = self._strategy.staleness(self.model).dense
         self._data_wait = _data_wait(self._strategy, self.model)
-        self._global_step = _global_step(self.model)
+        self._global_step = global_step_of(self.model.optimizer)
         self._ended = None
 
     def on_test_begin(self, logs=None):
@@ -138,7 +140,7 @@ class TrainingReport(_Report):
 
     def _more(self, seconds: float) -> dict[str, float]:
         """What else there is to report of an epoch of so many seconds."""
-        steps = _global_step(self.model) - self._global_step
+        steps = global_step_of(self.model.optimizer) - self._global_step
         return {"global_steps_per_second": steps / seconds}
 
 
@@ -465,12 +467,6 @@ class HopReport(_Report):
     def on_train_end(self, logs=None):
         if self._writer is not None:
             self._writer.close()
-
-
-def _global_step(model: keras.Model) -> int:
-    """The updates of the parameters."""
-    # A MultiOptimizer counts in its parts only.
-    return max(int(part.iterations.numpy()) for part in parts_of(model.optimizer))
 
 
 def _data_wait(strategy, model: keras.Model) -> float:

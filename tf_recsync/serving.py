@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
 
 
 def export_model(
@@ -63,35 +64,112 @@ def export_model(
         >>> tuple(vectors.shape)
         (2, 4)
     """
-    if not isinstance(model, keras.Model) or not model.built:
-        raise ValueError(f"model={model!r}: must be a keras.Model that has been built.")
-    if input_signature is None:
-        input_signature = tf.nest.map_structure(_spec, _inputs_of(model))
-    specs = keras.tree.flatten_with_path(input_signature)
-    for path, spec in specs:
-        _check_spec(path, spec)
+    inference = Inference(model, input_signature)
+    inference.read()
+    inference.write(os.fspath(filepath), verbose)
 
-    @tf.function(input_signature=[input_signature], autograph=False)
-    def serve(inputs):
-        return model(inputs, training=False)
 
-    archive = keras.export.ExportArchive()
-    for layer in _layers(model):
-        archive.track(layer)
-    serve.get_concrete_function()
-    archive.add_endpoint("serve", serve)
-    parts = [_Parts(_name(path, spec), spec) for path, spec in specs]
-    if any(not isinstance(part.spec, tf.TensorSpec) for part in parts):
+class Inference:
+    """What a model computes in inference, with variables of its own in this process.
 
-        @tf.function(input_signature=[[spec for part in parts for spec in part.specs]])
-        def serve_parts(tensors):
-            left = iter(tensors)
-            inputs = [part.join([next(left) for _ in part.specs]) for part in parts]
-            return model(tf.nest.pack_sequence_as(input_signature, inputs), training=False)
+    The model's parameters are read at one moment (`read`), and written as often and as slowly as
+    one likes (`write`) while the model is trained on. Where nothing has been trained since, the
+    values are not copied.
 
-        serve_parts.get_concrete_function()
-        archive.add_endpoint("serving_default", serve_parts)
-    archive.write_out(os.fspath(filepath), verbose=verbose)
+    Args:
+        model: see `export_model`, like the other one.
+        input_signature: as above.
+
+    Raises:
+        ValueError: see `export_model`.
+    """
+
+    def __init__(self, model: keras.Model, input_signature: Any = None):
+        if not isinstance(model, keras.Model) or not model.built:
+            raise ValueError(f"model={model!r}: must be a keras.Model that has been built.")
+        if input_signature is None:
+            input_signature = tf.nest.map_structure(_spec, _inputs_of(model))
+        specs = keras.tree.flatten_with_path(input_signature)
+        for path, spec in specs:
+            _check_spec(path, spec)
+        metrics = {id(variable) for variable in model.metrics_variables}
+        self._read_from = [v for v in model.variables if id(v) not in metrics]
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._variables = [
+                resource_variable_ops.UninitializedVariable(
+                    v.trainable, shape=v.shape, dtype=v.dtype, name=v.name
+                )
+                for v in self._read_from
+            ]
+        scope = _OwnVariables(zip(self._read_from, self._variables, strict=True))
+
+        @tf.function(input_signature=[input_signature], autograph=False)
+        def serve(inputs):
+            with scope:
+                return model(inputs, training=False)
+
+        self._archive = keras.export.ExportArchive()
+        for layer in _layers(model):
+            for table in _lookup_tables(layer):
+                self._archive.track(table)
+        traced = [serve.get_concrete_function()]
+        self._archive.add_endpoint("serve", serve)
+        parts = [_Parts(_name(path, spec), spec) for path, spec in specs]
+        if any(not isinstance(part.spec, tf.TensorSpec) for part in parts):
+
+            @tf.function(input_signature=[[spec for part in parts for spec in part.specs]])
+            def serve_parts(tensors):
+                left = iter(tensors)
+                inputs = [part.join([next(left) for _ in part.specs]) for part in parts]
+                with scope:
+                    return model(tf.nest.pack_sequence_as(input_signature, inputs), training=False)
+
+            traced.append(serve_parts.get_concrete_function())
+            self._archive.add_endpoint("serving_default", serve_parts)
+        own = {id(variable) for variable in self._variables}
+        # TensorFlow's own, that a layer holds without Keras's knowledge.
+        self.others = list(
+            {id(v): v for f in traced for v in f.variables if id(v) not in own}.values()
+        )
+        # What no function uses is not read, like a table that only training looks up in.
+        used = {id(v) for function in traced for v in function.variables}
+        pairs = zip(self._read_from, self._variables, strict=True)
+        self._pairs = [(shown, variable) for shown, variable in pairs if id(variable) in used]
+
+    def read(self) -> None:
+        """Takes over the model's parameters as they are.
+
+        In a callback of `fit`, what is read is of one moment: workers go on when Keras asks for
+        the next step.
+        """
+        for shown, variable in self._pairs:
+            variable.assign(shown._value.read_value(), read_value=False)
+
+    def write(self, folder: str, verbose: bool = False) -> None:
+        """Writes what was read last, as a SavedModel.
+
+        Args:
+            folder: where to.
+            verbose: see `export_model`.
+        """
+        self._archive.write_out(folder, verbose=verbose)
+
+
+class _OwnVariables(keras.StatelessScope):
+    """A scope in which a model computes with other variables than its own.
+
+    Args:
+        pairs: of the model's variables, and those that take their place.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[keras.Variable, tf.Variable]]):
+        super().__init__()
+        self.state_mapping = {id(variable): own for variable, own in pairs}
+
+    def add_update(self, update):
+        """As of the seeds of layers that are random in inference, too."""
+        variable, value = update
+        self.state_mapping[id(variable)].assign(value)
 
 
 class _Parts:
@@ -142,6 +220,13 @@ def _inputs_of(model: keras.Model) -> Any:
             "of keras.Input."
         )
     return model.input
+
+
+def _lookup_tables(layer: keras.layers.Layer) -> Iterator[tf.__internal__.tracking.Trackable]:
+    """What a layer's functions use, and what is no variable."""
+    for trackable in tf.train.TrackableView(layer).descendants():
+        if isinstance(trackable, tf.saved_model.experimental.TrackableResource):
+            yield trackable
 
 
 def _layers(model: keras.Model) -> Iterator[keras.layers.Layer]:

@@ -499,3 +499,9 @@ def sum_repeated_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 def parts_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     """The optimizers of a MultiOptimizer, or the optimizer itself."""
     return list(getattr(optimizer, "optimizers", [optimizer]))
+
+
+def global_step_of(optimizer: keras.optimizers.Optimizer) -> int:
+    """The updates of the parameters that an optimizer has made."""
+    # A MultiOptimizer counts in its parts only.
+    return max(int(part.iterations.numpy()) for part in parts_of(optimizer))

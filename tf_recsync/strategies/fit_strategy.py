@@ -17,6 +17,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.data.experimental.ops import distribute
 
+from tf_recsync._checks import check_seconds
 from tf_recsync.cluster import Cluster, Member
 from tf_recsync.cluster.silence_watch import silence_limit
 from tf_recsync.strategies import (
@@ -96,6 +97,11 @@ class FitStrategy(tf.distribute.Strategy):
     def cluster(self) -> Cluster:
         """The cluster that the strategy runs on."""
         return self._cluster
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """The groups of workers, and the parameter servers of each."""
+        return self._arrangement
 
     @property
     def mode(self) -> Mode:
@@ -451,12 +457,6 @@ def checked_output(output: str | int, groups: int) -> str | int:
             f'output must be "first", "mean" or from 0 to {groups - 1}, not {output!r}'
         )
     return int(output) if is_number else output
-
-
-def check_seconds(name: str, value: float) -> None:
-    """Raises a ValueError if an argument is no positive number."""
-    if not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{name} must be positive, in seconds, not {value!r}")
 
 
 def check_optimizers(strategy: FitStrategy, model: keras.Model) -> None:

@@ -7,9 +7,8 @@ import functools
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, check_seconds
 from tf_recsync.strategies import hop_checks
-from tf_recsync.strategies.fit_strategy import check_seconds
 from tf_recsync.synchronization.hop_protocol import Protocol, Skip
 from tf_recsync.topology import Topology
 

@@ -8,7 +8,7 @@ from typing import Literal
 import keras
 
 from tf_recsync import staleness
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, check_seconds
 from tf_recsync._deprecation import keywords_after, renamed
 from tf_recsync.cluster import Cluster
 from tf_recsync.optimizers import base
@@ -16,7 +16,6 @@ from tf_recsync.strategies import hop_checks, hop_functions
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.fit_strategy import (
     check_is_cluster,
-    check_seconds,
     check_timeouts,
     checked_output,
 )

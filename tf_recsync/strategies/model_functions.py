@@ -140,6 +140,11 @@ class Steps:
         finally:
             self._is_advancing = False
 
+    @property
+    def is_held(self) -> bool:
+        """Whether workers stand still until Keras asks for the next steps."""
+        return self._held is not None
+
     def _hold(self) -> bool:
         """Lets the steps in flight end; none begins before Keras asks for the next ones.
 
@@ -309,11 +314,17 @@ class Steps:
         def open_worker(slot: Slot):
             taken = 0
             if slot.state is not None:
-                self._merger.keep(slot.number)
                 taken = slot.state.steps + slot.lost_steps
-            iterator = data.iterator(job, slot.number, slots, taken)
+            iterator = None
+            if slot.kept_data == self._settings.cluster.membership.life(slot.worker):
+                iterator = slot.state.hand_over()
+            slot.kept_data = None
+            if iterator is None:
+                iterator = data.iterator(job, slot.number, slots, taken)
             private = private_values(slot)
             state = self._open(slot.index, iterator, private, slot.state, self._owner_of(slot))
+            # Once: if it could not be opened before, the state of earlier may still be read.
+            self._merger.keep(slot.number)
             slot.state = state  # From now on it is closed, whatever happens.
             # Has the servers build their parts of the graph, without taking a step, and shows
             # whether the worker has all functions.
@@ -554,7 +565,8 @@ class Steps:
                 values = state.read(self._reader, metrics, slot.device)
             except tf.errors.OpError:
                 continue  # Its thread finds out that the worker is lost.
-            self._merger.update(slot.number, values)
+            if slot.state is state:  # Else its thread has kept them.
+                self._merger.update(slot.number, values)
         self._merger.assign()
         self._logs = self._step_logs.results()
         self._refreshed = time.monotonic()

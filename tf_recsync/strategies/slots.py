@@ -80,6 +80,8 @@ class Slot:
             `Membership.life`: of those that hold what it trains on, then its own.
         breaks: how often its connection broke while it lived, since it last finished a call.
         lost_steps: how many steps were lost in it.
+        kept_data: the worker's life in which its thread goes on with its iterator, if what it
+            trains on is made anew; None: it gets another one.
         call: the steps of its call in flight; 0 between calls.
         calls: counts the calls that had steps.
         called: when the last of them began (time.monotonic).
@@ -103,6 +105,7 @@ class Slot:
         self.lives: dict[Server, int] = {}
         self.breaks = 0
         self.lost_steps = 0
+        self.kept_data: int | None = None
         self.call = self.calls = self.progress = 0
         self.called = self.progressed = self.told = 0.0
         self.waits = False

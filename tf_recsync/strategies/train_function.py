@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -24,7 +26,7 @@ from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Group
-from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.copies import Copies, is_copied
 from tf_recsync.synchronization.group_variables import GroupVariables, OnCopies
 from tf_recsync.synchronization.pull_push import Layout
 from tf_recsync.synchronization.synchronizer import Synchronizer
@@ -70,6 +72,8 @@ class TrainFunction(Steps):
         # Of each group: one worker at a time makes what it shares with others.
         self._opening = [threading.Lock() for _ in settings.arrangement.groups]
         self._suspended: set[int] = set()  # Workers whose tokens are not given back yet.
+        # Keras drops it when it leaves a pass.
+        self._iterator: weakref.ref[DistributedIterator] | None = None
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         try:
@@ -196,12 +200,12 @@ class TrainFunction(Steps):
         run = super()._start(iterator)
         if self.synchronizer is not None:
             self.synchronizer.fail = run.fail
-        else:
-            peeked = {id(variable) for variable in peeked_variables(self._model)}
-            for variable in [*self._model.variables, *self._model.optimizer.variables]:
-                found = shown(variable._value)
-                if found is not None and id(variable) not in peeked:
-                    found.before_read = self._hold
+        # The copies see to it themselves.
+        apart = {id(variable) for variable in peeked_variables(self._model)}
+        for variable in [*self._model.variables, *self._model.optimizer.variables]:
+            found = shown(variable._value)
+            if found is not None and id(variable) not in apart and not is_copied(variable):
+                found.before_read = self._hold
         run.when_done(lambda: self._all_done(run))
         return run
 
@@ -233,7 +237,41 @@ class TrainFunction(Steps):
             self.synchronizer, aggregation, worker, group.index, iterator, private, before, owner
         )
 
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Inside, all is as between two epochs, in the middle of one, too; for a callback of `fit`.
+
+        No step is in flight, and servers hold nothing back.
+        """
+        self._hold()
+        is_within = self._is_open
+        with self.watched():
+            self._flush()
+            if is_within:
+                self._refresh(self._run)  # Of workers that begin anew, nobody could later.
+        yield
+        iterator = None if self._iterator is None else self._iterator()
+        if is_within and iterator is not None:
+            with self.watched():
+                self._continue(iterator)
+
+    def put_aside(self, group: int, restarted: Iterable[int]) -> None:
+        """The holders of a group's copy are about to end: keeps what they have; call it
+        `interrupted`.
+
+        Args:
+            group: its number.
+            restarted: the workers that end, too. Others of the group go on with their data.
+        """
+        copies = self._copies()
+        if copies is not None and group in copies.there:
+            with self.watched():
+                copies.put_aside(group)
+        if self._run is not None:
+            self._run.keep_data(set(self._arrangement.groups[group].trainers) - set(restarted))
+
     def _continue(self, iterator: DistributedIterator) -> Layout:
+        self._iterator = weakref.ref(iterator)
         is_new = iterator.run is None
         if is_new and self._run is not None:
             self._run.stop()  # It may have been left early; its steps come to an end.
@@ -393,13 +431,11 @@ class _State(WorkerState):
         return [*super().inputs, *self._synchronizer.handles(self._index), *shared]
 
     def begin(self, time: float) -> None:
-        is_first = not self._has_begun
         super().begin(time)
         copies = self._synchronizer.copies
         if self._copies is None or copies.of(self._group) is not self._copies:
             # It was given up, and answers again: with copies that nobody synchronizes.
             raise tf.errors.UnavailableError(None, None, "it was lost between two epochs")
-        if is_first:
-            copies.touched()
+        copies.touched()
         # All workers are open by now.
         self._synchronizer.carry_on()

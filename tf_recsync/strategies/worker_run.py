@@ -358,6 +358,15 @@ class WorkerRun:
             self._changed.notify_all()
         self._ask()
 
+    def keep_data(self, workers: Iterable[int]) -> None:
+        """What workers train on will be made anew: they go on with the batches that they have.
+
+        No call may be in flight.
+        """
+        for slot in self.slots:
+            if slot.index in workers and slot.state is not None and not slot.lost:
+                slot.kept_data = self._cluster.membership.life(slot.worker)
+
     def settle(self) -> None:
         """Waits for the calls in flight of a pass that was stopped, with a limit."""
         if self._should_stop():

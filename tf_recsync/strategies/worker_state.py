@@ -74,6 +74,11 @@ class WorkerState:
         if iterator is not None and is_reachable:
             iterator.close()
 
+    def hand_over(self) -> PassIterator | None:
+        """Its iterator, for the state that takes its place; `close` then leaves it open."""
+        iterator, self.iterator = self.iterator, None
+        return iterator
+
     @property
     def inputs(self) -> list[tf.Tensor]:
         """What its functions take besides an iterator (see `worker_functions.trace_steps`)."""

@@ -216,6 +216,16 @@ class Copies:
             self._copies.pop(group, None)
             self._lives.pop(group, None)
 
+    def put_aside(self, group: int) -> None:
+        """Keeps a group's copies here, as their holders are about to end; nobody may train them.
+
+        It begins with them when it is opened the next time.
+        """
+        values = self.values(group)
+        with self._lock:
+            self._loaded[group] = values
+        self.drop(group)
+
     def values(self, group: int) -> list[np.ndarray]:
         """A group's copies."""
         handles = self.handles(group)
@@ -332,6 +342,8 @@ class Copies:
 
     def touched(self) -> None:
         """The copies are being trained: what users see is no longer what they are."""
+        if self._stale:
+            return
         self._stale = True
         for variable in self.seen:
             is_peeked = id(variable) in self._peeked

@@ -1,0 +1,153 @@
+"""Versions of something in numbered folders, each of which is seen whole or not at all.
+
+TensorFlow Serving watches a folder for such versions, and serves the one of the highest number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+MARKER = "published.json"
+_UNFINISHED = ".publishing-"
+_PROBE = ".probe"
+# Of file systems where a folder gets its new name in one operation; "" is that of plain paths.
+_RENAME_AT_ONCE = ("", "file", "hdfs", "viewfs")
+
+
+def latest_published(target: str | os.PathLike) -> str | None:
+    """The version that `callbacks.Publish` published last.
+
+    Args:
+        target: the folder that it publishes to.
+
+    Returns:
+        The path of the version's folder, a SavedModel; None if there is none.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     print(latest_published(folder))
+        None
+    """
+    versions = Versions(target)
+    published = versions.published()
+    return versions.path(published[-1]) if published else None
+
+
+class Versions:
+    """The numbered folders below a target; one process at a time writes there.
+
+    Where a folder is renamed in one operation, a version is written to `.publishing-<number>` and
+    renamed at the end, so that its number is there when it is whole. Elsewhere, as in object
+    stores, where renaming is copying, it is written to `<number>`, and a file
+    `.publishing-<number>` beside it says that it is not whole yet. In either case a version that
+    is whole has a file `published.json`, which is written last.
+
+    Args:
+        target: the folder, a path that `tf.io.gfile` knows.
+    """
+
+    def __init__(self, target: str | os.PathLike):
+        self._target = os.fspath(target)
+        scheme, found, _ = self._target.partition("://")
+        self._renames = (scheme if found else "") in _RENAME_AT_ONCE
+
+    def path(self, number: int) -> str:
+        """The folder of a version."""
+        return os.path.join(self._target, str(number))
+
+    def published(self) -> list[int]:
+        """The versions that are whole, in their order."""
+        found = sorted(number for number in map(_number, self._names()) if number is not None)
+        return [number for number in found if tf.io.gfile.exists(self._marker(number))]
+
+    def prepare(self) -> None:
+        """Makes the target if it is missing.
+
+        Raises:
+            tf.errors.OpError: if it can't be written.
+        """
+        tf.io.gfile.makedirs(self._target)
+        probe = os.path.join(self._target, _PROBE)
+        with tf.io.gfile.GFile(probe, "w") as file:
+            file.write("Whether this folder can be written.\n")
+        tf.io.gfile.remove(probe)
+
+    def begin(self) -> tuple[int, str]:
+        """Begins a version after all that are there; removes what was not finished.
+
+        Returns:
+            Its number, and the folder to write.
+        """
+        names = self._names()
+        for name in names:
+            if name.startswith(_UNFINISHED) and _number(name[len(_UNFINISHED) :]) is not None:
+                self._remove_unfinished(int(name[len(_UNFINISHED) :]))
+        numbers = [number for number in map(_number, names) if number is not None]
+        number = max(numbers, default=0) + 1
+        if self._renames:
+            return number, self._note(number)
+        self._write_note(number)
+        return number, self.path(number)
+
+    def finish(self, number: int, about: Mapping[str, Any]) -> None:
+        """Has the version seen, which has been written.
+
+        Args:
+            number: its number.
+            about: what its marker says of it, beside the number.
+        """
+        folder = self._note(number) if self._renames else self.path(number)
+        with tf.io.gfile.GFile(os.path.join(folder, MARKER), "w") as file:
+            file.write(json.dumps({"version": number, **about}) + "\n")
+        if self._renames:
+            tf.io.gfile.rename(folder, self.path(number))
+        else:
+            tf.io.gfile.remove(self._note(number))
+
+    def remove(self, number: int) -> None:
+        """Removes a version, whole or not; it is never seen by halves."""
+        if self._renames:
+            if tf.io.gfile.exists(self.path(number)):
+                tf.io.gfile.rename(self.path(number), self._note(number))
+        else:
+            self._write_note(number)
+            if tf.io.gfile.exists(self._marker(number)):
+                tf.io.gfile.remove(self._marker(number))
+        self._remove_unfinished(number)
+
+    def _remove_unfinished(self, number: int) -> None:
+        """Removes what was left behind before a version was whole, or when it was removed."""
+        note = self._note(number)
+        is_whole = tf.io.gfile.exists(self._marker(number))
+        if not self._renames and not is_whole and tf.io.gfile.exists(self.path(number)):
+            tf.io.gfile.rmtree(self.path(number))
+        if tf.io.gfile.isdir(note):
+            tf.io.gfile.rmtree(note)
+        elif tf.io.gfile.exists(note):
+            tf.io.gfile.remove(note)
+
+    def _write_note(self, number: int) -> None:
+        with tf.io.gfile.GFile(self._note(number), "w") as file:
+            file.write(f"Version {number} is being written or removed, until this is gone.\n")
+
+    def _note(self, number: int) -> str:
+        return os.path.join(self._target, f"{_UNFINISHED}{number}")
+
+    def _marker(self, number: int) -> str:
+        return os.path.join(self.path(number), MARKER)
+
+    def _names(self) -> list[str]:
+        if not tf.io.gfile.exists(self._target):
+            return []
+        # Folders of object stores end in a slash.
+        return [name.rstrip("/") for name in tf.io.gfile.listdir(self._target)]
+
+
+def _number(name: str) -> int | None:
+    return int(name) if name.isdecimal() else None
