@@ -1,6 +1,7 @@
-// A link of limited bandwidth that messages share, as machines share the cable
-// of a server. They pass it one after the other, in the order in which they
-// come: a message starts when the one before has passed.
+// A link of limited bandwidth: messages pass it one after the other, in the
+// order in which they come: a message starts when the one before has passed.
+// And a processor of limited speed, which computes one thing after the other:
+// then amounts are floating-point operations in place of bytes.
 //
 //   Link link;
 //   Link::Time passed = link.Reserve(1000, 1e6, now);  // now + 1 ms
@@ -25,16 +26,27 @@ class Link {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
+  // What was reserved in all: how much, and how long that takes.
+  struct Total {
+    int64_t amount = 0;
+    std::chrono::duration<double> seconds{0.0};
+  };
+
   // Reserves the link for a message that is there at `now`; returns when its
-  // last byte has passed. `bytes` is at least 0 and `bytes_per_second`
-  // positive; it holds for this message, so that the bandwidth may change. What
-  // would take longer than 31 years counts as that long.
-  Time Reserve(int64_t bytes, double bytes_per_second, Time now)
+  // last byte has passed. `amount` is at least 0, in bytes, and `per_second`
+  // positive; it holds for this message, so that the bandwidth may change. With
+  // infinity it passes when those before it have. What would take longer than
+  // 31 years counts as that long.
+  Time Reserve(int64_t amount, double per_second, Time now)
       ABSL_LOCKS_EXCLUDED(mu_);
 
+  // All reservations so far, those that are still to pass included.
+  Total Reserved() const ABSL_LOCKS_EXCLUDED(mu_);
+
  private:
-  Mutex mu_;
+  mutable Mutex mu_;
   Time free_at_ ABSL_GUARDED_BY(mu_) = Time::min();
+  Total reserved_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace recsync

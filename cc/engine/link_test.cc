@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <limits>
 #include <random>
 #include <thread>
 #include <vector>
@@ -51,6 +52,23 @@ TEST(LinkTest, EachMessageHasItsOwnBandwidth) {
   EXPECT_EQ(link.Reserve(1000, 1e5, kStart), kStart + milliseconds(11));
 }
 
+TEST(LinkTest, WithoutALimitAMessageWaitsForThoseBeforeIt) {
+  constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+  Link link;
+  EXPECT_EQ(link.Reserve(1000, kNoLimit, kStart), kStart);
+  link.Reserve(1000, 1e6, kStart);
+  EXPECT_EQ(link.Reserve(1000, kNoLimit, kStart), kStart + milliseconds(1));
+}
+
+TEST(LinkTest, TheTotalIsTheSumOfWhatWasReserved) {
+  Link link;
+  EXPECT_EQ(link.Reserved().amount, 0);
+  link.Reserve(2000, 1e6, kStart);
+  link.Reserve(1000, 1e5, kStart + seconds(1));
+  EXPECT_EQ(link.Reserved().amount, 3000);
+  EXPECT_NEAR(link.Reserved().seconds.count(), 0.012, 1e-9);
+}
+
 TEST(LinkTest, WhatTakesForeverDoesNotOverflow) {
   Link link;
   const seconds longest(1'000'000'000);
@@ -58,6 +76,7 @@ TEST(LinkTest, WhatTakesForeverDoesNotOverflow) {
     EXPECT_EQ(link.Reserve(INT64_MAX, 1e-300, kStart), kStart + longest);
   }
   EXPECT_EQ(link.Reserve(1, 1e300, kStart), kStart + longest);
+  EXPECT_EQ(link.Reserved().amount, INT64_MAX);
 }
 
 TEST(LinkTest, AgreesWithAQueueComputedInFloatingPoint) {

@@ -1,6 +1,7 @@
-// Kernels that wait: artificial compute time, artificial bandwidth. And the
-// threads that kernels have: the pool that the servers of this process share,
-// and how many of a pool one kernel uses.
+// Kernels that wait: artificial compute time, artificial bandwidth and speed of
+// devices, and what was reserved of those. And the threads that kernels have:
+// the pool that the servers of this process share, and how many of a pool one
+// kernel uses.
 
 #include <chrono>
 #include <cmath>
@@ -106,12 +107,41 @@ bool ComputesAhead(const OpKernelContext& ctx) {
          ctx.step_id() == tensorflow::LogMemory::CONSTANT_FOLDING_STEP_ID;
 }
 
-// The link of a device.
+// The link of a device, or its processor.
 class LinkResource : public tensorflow::ResourceBase {
  public:
   std::string DebugString() const override { return "artificial link"; }
   Link link;
 };
+
+constexpr char kLink[] = "recsync_link";
+constexpr char kProcessor[] = "recsync_processor";
+
+// What a device has of that name; made when somebody asks first.
+absl::Status FindLink(OpKernelContext* ctx, const char* name,
+                      tensorflow::core::RefCountPtr<LinkResource>* resource) {
+  tensorflow::ResourceMgr* resources = ctx->resource_manager();
+  LinkResource* found = nullptr;
+  const absl::Status status = resources->LookupOrCreate<LinkResource>(
+      resources->default_container(), name, &found, [](LinkResource** made) {
+        *made = new LinkResource;  // The manager owns it.
+        return absl::OkStatus();
+      });
+  if (status.ok()) resource->reset(found);
+  return status;
+}
+
+// Ends an op when an amount of something has passed the link.
+void EndWhenPassed(const char* name, int64_t amount, double per_second,
+                   const char* what, OpKernelContext* ctx,
+                   AsyncOpKernel::DoneCallback done) {
+  tensorflow::core::RefCountPtr<LinkResource> resource;
+  OP_REQUIRES_OK_ASYNC(ctx, FindLink(ctx, name, &resource), done);
+  const Link::Time now = std::chrono::steady_clock::now();
+  const Link::Time passed = resource->link.Reserve(amount, per_second, now);
+  EndAfter(std::chrono::duration<double>(passed - now).count(), what, ctx,
+           std::move(done));
+}
 
 class TransferOp : public AsyncOpKernel {
  public:
@@ -130,33 +160,73 @@ class TransferOp : public AsyncOpKernel {
                           rate.shape().DebugString())),
                       done);
     const double bytes_per_second = rate.flat<double>()(0);
-    OP_REQUIRES_ASYNC(ctx,
-                      bytes_per_second > 0.0 && std::isfinite(bytes_per_second),
-                      absl::InvalidArgumentError(absl::StrCat(
-                          "bytes_per_second must be finite and positive, not ",
-                          bytes_per_second)),
-                      done);
-    tensorflow::ResourceMgr* resources = ctx->resource_manager();
-    tensorflow::core::RefCountPtr<LinkResource> resource;
-    {
-      LinkResource* found = nullptr;
-      OP_REQUIRES_OK_ASYNC(
-          ctx,
-          resources->LookupOrCreate<LinkResource>(
-              resources->default_container(), "recsync_link", &found,
-              [](LinkResource** made) {
-                *made = new LinkResource;  // The manager owns it.
-                return absl::OkStatus();
-              }),
-          done);
-      resource.reset(found);
-    }
-    const Link::Time now = std::chrono::steady_clock::now();
-    const Link::Time passed =
-        resource->link.Reserve(message.TotalBytes(), bytes_per_second, now);
+    OP_REQUIRES_ASYNC(
+        ctx, bytes_per_second > 0.0,
+        absl::InvalidArgumentError(absl::StrCat(
+            "bytes_per_second must be positive, not ", bytes_per_second)),
+        done);
     ctx->set_output(0, message);
-    EndAfter(std::chrono::duration<double>(passed - now).count(),
-             "the transfer", ctx, std::move(done));
+    EndWhenPassed(kLink, message.TotalBytes(), bytes_per_second, "the transfer",
+                  ctx, std::move(done));
+  }
+};
+
+class ComputedOp : public AsyncOpKernel {
+ public:
+  using AsyncOpKernel::AsyncOpKernel;
+
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
+    OP_REQUIRES_ASYNC(ctx, !ComputesAhead(*ctx),
+                      absl::UnimplementedError(
+                          "what a device computes takes its time when a step "
+                          "is run"),
+                      done);
+    const int results = ctx->num_outputs();
+    double values[2];
+    const char* const names[] = {"flop", "flops_per_second"};
+    for (int i = 0; i < 2; ++i) {
+      const Tensor& input = ctx->input(results + i);
+      OP_REQUIRES_ASYNC(ctx, input.NumElements() == 1,
+                        absl::InvalidArgumentError(
+                            absl::StrCat(names[i], " must be a scalar, not ",
+                                         input.shape().DebugString())),
+                        done);
+      values[i] = input.flat<double>()(0);
+    }
+    // More would be no integer of 64 bits.
+    OP_REQUIRES_ASYNC(
+        ctx, values[0] >= 0.0 && values[0] < 9.2e18,
+        absl::InvalidArgumentError(absl::StrCat(
+            "flop must be at least 0 and below 9.2e18, not ", values[0])),
+        done);
+    OP_REQUIRES_ASYNC(
+        ctx, values[1] > 0.0,
+        absl::InvalidArgumentError(
+            absl::StrCat("flops_per_second must be positive, not ", values[1])),
+        done);
+    for (int i = 0; i < results; ++i) ctx->set_output(i, ctx->input(i));
+    EndWhenPassed(kProcessor, std::llround(values[0]), values[1],
+                  "the computing", ctx, std::move(done));
+  }
+};
+
+class ReservedOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* ctx) override {
+    Tensor* amounts;
+    Tensor* seconds;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {2}, &amounts));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(1, {2}, &seconds));
+    const char* const names[] = {kProcessor, kLink};
+    for (int i = 0; i < 2; ++i) {
+      tensorflow::core::RefCountPtr<LinkResource> resource;
+      OP_REQUIRES_OK(ctx, FindLink(ctx, names[i], &resource));
+      const Link::Total total = resource->link.Reserved();
+      amounts->vec<int64_t>()(i) = total.amount;
+      seconds->vec<double>()(i) = total.seconds.count();
+    }
   }
 };
 
@@ -216,6 +286,10 @@ REGISTER_KERNEL_BUILDER(Name("RecsyncDelay").Device(tensorflow::DEVICE_CPU),
                         DelayOp);
 REGISTER_KERNEL_BUILDER(Name("RecsyncTransfer").Device(tensorflow::DEVICE_CPU),
                         TransferOp);
+REGISTER_KERNEL_BUILDER(Name("RecsyncComputed").Device(tensorflow::DEVICE_CPU),
+                        ComputedOp);
+REGISTER_KERNEL_BUILDER(Name("RecsyncReserved").Device(tensorflow::DEVICE_CPU),
+                        ReservedOp);
 
 }  // namespace
 }  // namespace recsync

@@ -1,5 +1,5 @@
-// Ops of the testing tools: artificial compute time, artificial bandwidth,
-// servers that share a process. And what measurements need.
+// Ops of the testing tools: artificial compute time, artificial bandwidth and
+// speed, servers that share a process. And what measurements need.
 
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -88,8 +88,56 @@ which they come. The op uses no processor while it waits. A message whose step
 is cancelled meanwhile takes up the link all the same.
 
 message: Of any shape.
-bytes_per_second: A scalar, positive: how fast this message passes.
+bytes_per_second: A scalar, positive: how fast this message passes; infinity for
+  no limit.
 passed: The message.
+)doc");
+
+// Not stateful, for the same reasons.
+REGISTER_OP("RecsyncComputed")
+    .Input("results: T")
+    .Input("flop: double")
+    .Input("flops_per_second: double")
+    .Output("computed: T")
+    .Attr("T: list(type) >= 1")
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle unused;
+      const int results = c->num_outputs();
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(results), 0, &unused));
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(results + 1), 0, &unused));
+      for (int i = 0; i < results; ++i) c->set_output(i, c->input(i));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Completes when the processor of the device that it is placed on has had the time
+to compute something.
+
+A device has one processor, which computes one thing after the other, in the
+order in which they come. The op itself uses no processor while it waits. What
+is cancelled meanwhile takes up the processor all the same.
+
+results: What was computed.
+flop: A scalar, at least 0: the floating-point operations that it took.
+flops_per_second: A scalar, positive: how many of them the processor does in a
+  second; infinity for no limit.
+computed: The results.
+)doc");
+
+REGISTER_OP("RecsyncReserved")
+    .Output("amounts: int64")
+    .Output("seconds: double")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      c->set_output(0, c->Vector(2));
+      c->set_output(1, c->Vector(2));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+What the processor and the link of the device that it is placed on were asked
+for since the device was made, by RecsyncComputed and RecsyncTransfer.
+
+amounts: Floating-point operations, and bytes.
+seconds: How long they take.
 )doc");
 
 }  // namespace recsync

@@ -186,7 +186,7 @@ class DifferentiatedStep:
         found = [gradient for gradient in gradients if gradient is not None]
         results = tf.nest.flatten(found, expand_composites=True)
         made = self.traced.graph.get_operations()[before:]
-        self.backward[unit] = _needed(made, results)
+        self.backward[unit] = flops.needed(made, results)
         self.given_gradients += above
         self.results += results
 
@@ -303,12 +303,3 @@ class DifferentiatedStep:
             if joins and any(from_data(source, {u}) for source in sources[u]):
                 kinds[u] = "interaction"
         return kinds
-
-
-def _needed(ops: list[tf.Operation], results: list[tf.Tensor]) -> list[tf.Operation]:
-    """The ops without which the results could not be computed."""
-    found = {tensor.op.name for tensor in results}
-    for op in reversed(ops):
-        if op.name in found:
-            found |= {tensor.op.name for tensor in op.inputs}
-    return [op for op in ops if op.name in found]

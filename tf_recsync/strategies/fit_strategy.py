@@ -57,6 +57,7 @@ class FitStrategy(tf.distribute.Strategy):
     """
 
     linked_jobs: tuple[str, ...] = ("ps",)  # Whose links may be limited, those of steps first.
+    computing_jobs: tuple[str, ...] = ("worker",)  # Whose servers may have artificial speeds.
     threads_per_worker = 1  # That train.
     # Whether tables that nobody places on a server are copied although there are embedding PSs,
     # and those of collections where there are none.
@@ -81,6 +82,7 @@ class FitStrategy(tf.distribute.Strategy):
         self._local_batch_size = local_batch_size
         self._compute_time: worker_functions.ComputeTime | None = None
         self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
+        self._speeds: dict[str, float] = {}  # By the device, artificial.
         self._passes = reshuffling.Passes()
         self._settings = model_functions.Settings(
             cluster=cluster,
@@ -88,6 +90,7 @@ class FitStrategy(tf.distribute.Strategy):
             silence_timeout=limit,
             compute_time=lambda: self._compute_time,
             bandwidths=lambda: dict(self._bandwidths),
+            speeds=lambda: dict(self._speeds),
             arrangement=arrangement,
             mode=mode,
             prefetch_lookups=prefetch_lookups,

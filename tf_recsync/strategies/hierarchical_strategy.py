@@ -138,6 +138,8 @@ class HierarchicalStrategy(SynchronizedStrategy):
     ```
     """
 
+    computing_jobs = ("worker", "ps")  # Layers may run on the servers of groups.
+
     def __init__(
         self,
         cluster: Cluster,

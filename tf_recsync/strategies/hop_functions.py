@@ -17,6 +17,7 @@ from tf_recsync.strategies.step_counts import DataWait, add_step, read_steps
 from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.strategies.worker_functions import Repeated
+from tf_recsync.synchronization import links
 from tf_recsync.synchronization.copies import Copies, is_copied
 from tf_recsync.synchronization.group_variables import OnCopies
 from tf_recsync.synchronization.hop import HopSynchronizer
@@ -213,10 +214,11 @@ def _with_servers(
     def train(data, worker, seconds):
         handles = [variable._value.handle for variable in layout.private]
         private = worker_functions.read_private(layout, handles)
-        step = Step(layout, private, lookups, data, worker)
-        operations, _ = worker_functions.compute(
-            model, layout, "train_step", step, data, seconds, handles, step_logs
-        )
+        with links.of_trainer(worker):
+            step = Step(layout, private, lookups, data, worker)
+            operations, _ = worker_functions.compute(
+                model, layout, "train_step", step, data, seconds, handles, step_logs
+            )
         return operations
 
     return train

@@ -162,6 +162,8 @@ class HopStrategy(CopiedStrategy):
             silence_timeout,
         )
 
+    computing_jobs = ()  # The model's own optimizer ends a step, not a push.
+
     @property
     def linked_jobs(self) -> tuple[str, ...]:
         """Whose links may be limited: the workers', on which they exchange, and the servers'."""

@@ -27,7 +27,7 @@ from tf_recsync.strategies.step_counts import COUNTS
 from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState
-from tf_recsync.synchronization import links
+from tf_recsync.synchronization import links, speeds
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.modes import Mode
@@ -53,6 +53,7 @@ class Settings:
         silence_timeout: seconds without a sign of life after which a server is given up.
         compute_time: returns what computes the artificial compute time, or None.
         bandwidths: returns artificial bandwidths, in bytes per second by server's device.
+        speeds: returns artificial speeds, in floating-point operations per second by device.
         arrangement: the groups of workers.
         mode: when workers of a group start and its servers apply.
         prefetch_lookups: whether steps pull the lookups of the next one.
@@ -63,6 +64,7 @@ class Settings:
     silence_timeout: float
     compute_time: Callable[[], worker_functions.ComputeTime | None]
     bandwidths: Callable[[], dict[str, float]]
+    speeds: Callable[[], dict[str, float]]
     arrangement: Arrangement
     mode: Mode
     prefetch_lookups: bool
@@ -493,7 +495,11 @@ class Steps:
         """The functions of so many steps, and the layout, in which groups differ by devices."""
         compute_time, bandwidths = self._settings.compute_time(), self._settings.bandwidths()
         spec = iterator.distributed.element_spec
-        key = self._variables.trace_key(spec, bandwidths, lengths, compute_time)
+        is_training = self.method == "train_step"
+        limits = self._settings.speeds() if is_training else {}
+        key = self._variables.trace_key(
+            spec, bandwidths, lengths, compute_time, tuple(limits.items())
+        )
         if key not in self._functions:
             self._step_logs = StepLogs(self._model, self.method, spec)
             # Groups whose trainers hold their copies name the same devices.
@@ -501,13 +507,12 @@ class Steps:
             layouts = {servers: self._variables.layout(g) for servers, g in groups.items()}
 
             def trace(*lengths: int) -> _Functions:
-                with links.limited(bandwidths):
+                with links.limited(bandwidths), speeds.limited(limits):
                     return {
                         servers: {n: self._trace(layout, spec, n, compute_time) for n in lengths}
                         for servers, layout in layouts.items()
                     }
 
-            is_training = self.method == "train_step"
             self._owners = {s: layout.owner if is_training else "" for s, layout in layouts.items()}
             self._calls_are_told = all(map(self._teller_of, layouts.values()))
             began = time.monotonic()

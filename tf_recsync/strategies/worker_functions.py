@@ -15,6 +15,7 @@ import tensorflow as tf
 from tf_recsync.strategies.step_counts import DataWait, add_applied, add_step, read_steps, read_told
 from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.strategies.worker_state import WorkerState
+from tf_recsync.synchronization import links
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Ahead, Layout, Step
@@ -187,7 +188,11 @@ def trace_steps(
             hogwild,
         )
 
-    def steps(iterator, worker, began, count, row, *handles):
+    def steps(iterator, worker, *others):
+        with links.of_trainer(worker):
+            return all_steps(iterator, worker, *others)
+
+    def all_steps(iterator, worker, began, count, row, *handles):
         counted: list[tf.Operation] = []  # The steps before.
         operations: list[tf.Operation] = []  # What is left to do of the last step.
         computed: list[tf.Tensor] = []  # What the worker has done for it.
@@ -382,9 +387,10 @@ def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Call
     def predict(iterator, worker, began, count, row, *handles):
         del began, count, row
         number, data = iterator.get_next()
-        step = Step(layout, read_private(layout, handles), lookups, data, worker)
-        with step.computing():
-            outputs = model.predict_step(data)
+        with links.of_trainer(worker):
+            step = Step(layout, read_private(layout, handles), lookups, data, worker)
+            with step.computing():
+                outputs = model.predict_step(data)
         return number, outputs
 
     specs = worker_specs(layout, element_spec)

@@ -1,11 +1,13 @@
 """Which servers have an artificial link, while a step is traced in this thread.
 
-Messages between workers and a server pass its link, one after the other.
+Messages between workers and a server pass its link, one after the other, and so they do the
+worker's, if that is limited.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator, Mapping
 
@@ -36,9 +38,60 @@ def is_limited(device: str) -> bool:
     return device in getattr(_local, "bandwidths", {})
 
 
+@contextlib.contextmanager
+def of_trainer(worker: tf.Tensor) -> Iterator[None]:
+    """Inside, what a step sends to servers, and gets from them, passes its trainer's link, too.
+
+    Args:
+        worker: the trainer's index, an int64 scalar.
+    """
+    previous = getattr(_local, "trainer", None)
+    _local.trainer = of_worker(getattr(_local, "bandwidths", {}), worker)
+    try:
+        yield
+    finally:
+        _local.trainer = previous
+
+
+def of_worker(limits: Mapping[str, float], worker: tf.Tensor) -> tf.Tensor | None:
+    """The limit of the worker that runs a function which was traced for all.
+
+    Args:
+        limits: by device.
+        worker: its index, an int64 scalar.
+
+    Returns:
+        A float64 scalar, infinity if it has no limit; None if no worker has one.
+    """
+    specs = {tf.DeviceSpec.from_string(device): limit for device, limit in limits.items()}
+    known = {spec.task: limit for spec, limit in specs.items() if spec.job == "worker"}
+    if not known:
+        return None
+    each = [known.get(index, math.inf) for index in range(max(known) + 2)]
+    return tf.gather(tf.constant(each, tf.float64), tf.minimum(worker, len(each) - 1))
+
+
 def received(message: tf.Tensor) -> tf.Tensor:
     """A copy of a worker's message on the server whose device scope this is."""
-    return passed(tf.identity(message))
+    copy = tf.identity(message)
+    if copy.device and not message.device:
+        copy = tf.identity(_passed_trainer(message))
+    return passed(copy)
+
+
+def arrived(message: tf.Tensor) -> tf.Tensor:
+    """A copy of what a server has sent on the worker that runs the step."""
+    copy = tf.identity(message)
+    return _passed_trainer(copy) if message.device else copy
+
+
+def _passed_trainer(message: tf.Tensor) -> tf.Tensor:
+    """What is on the worker, once it has passed its link, if that is limited."""
+    bandwidth = getattr(_local, "trainer", None)
+    if bandwidth is None:
+        return message
+    with tf.control_dependencies(None), tf.device(None):
+        return ops.transfer(message, bandwidth)
 
 
 def passed(message: tf.Tensor) -> tf.Tensor:

@@ -28,7 +28,7 @@ from tf_recsync import ops
 from tf_recsync._instead import instead
 from tf_recsync.compression import Compression
 from tf_recsync.optimizers import base
-from tf_recsync.synchronization import context, links
+from tf_recsync.synchronization import context, links, speeds
 from tf_recsync.synchronization.divided import DividedLayer, is_elementwise
 from tf_recsync.synchronization.encoded import Encoder, Kind, Message
 from tf_recsync.synchronization.placed_pieces import PlacedPieces
@@ -305,10 +305,12 @@ class Placed:
             result = function(*args, **kwargs)
         self._arrived = []
         weights = [*weights, *_handles(tape)]
-        self._check_captured(made, function, [*moved, *weights])
+        new = self._graph.get_operations()[made:]
+        self._check_captured(new, function, [*moved, *weights])
         flat = tf.nest.flatten(result, expand_composites=True)
         with record.stop_recording():
-            shown = [self._shown(x, "activation") if tf.is_tensor(x) else x for x in flat]
+            done = iter(speeds.on_server(device, _tensors(flat), new, _tensors(moved)))
+            shown = [self._shown(next(done), "activation") if tf.is_tensor(x) else x for x in flat]
         inputs = [pair for pair in arrived.values() if _is_differentiable(pair[0])]
         # Of a loss that the layer adds the number travels, and its gradient is computed there.
         outputs = zip([*shown, *losses[known:]], [*flat, *losses[known:]], strict=True)
@@ -317,21 +319,22 @@ class Placed:
                 self._record(tape, device, inputs, weights, *output)
         return tf.nest.pack_sequence_as(result, shown, expand_composites=True)
 
-    def _check_captured(self, made: int, function: Callable, known: Sequence[tf.Tensor]) -> None:
+    def _check_captured(
+        self, made: Sequence[tf.Operation], function: Callable, known: Sequence[tf.Tensor]
+    ) -> None:
         """Makes sure that all through which gradients flow came in as arguments.
 
         Args:
-            made: how many operations there were before the function ran.
+            made: the operations of what ran.
             function: what ran.
             known: its arguments, and the variables that it has read.
 
         Raises:
             ValueError: if it has used another tensor of the step.
         """
-        operations = self._graph.get_operations()
-        new = {op.name for op in operations[made:]}
+        new = {op.name for op in made}
         allowed = {id(tensor) for tensor in [*known, *self._values.values()]}
-        for op in operations[made:]:
+        for op in made:
             for tensor in op.inputs:
                 if tensor.op.name in new or id(tensor) in allowed:
                     continue
@@ -372,12 +375,19 @@ class Placed:
 
         def gradient(upstream):
             upstream = self.lying(upstream, device, "gradient")
+            made = len(self._graph.get_operations())
             with _on(device):
                 gradients = tape.gradient(result, [*there, *weights], output_gradients=upstream)
                 gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-            own = gradients[: len(there)]
+            own, of_weights = speeds.gradients_on_server(
+                device,
+                gradients[: len(there)],
+                gradients[len(there) :],
+                self._graph.get_operations()[made:],
+                [upstream],
+            )
             own = [None if g is None else self._shown(g, "gradient") for g in own]
-            return [*own, *gradients[len(there) :]]
+            return [*own, *of_weights]
 
         record.record_operation("RecsyncPlaced", [output], [*known, *weights], gradient)
 
@@ -421,9 +431,9 @@ class Placed:
         """What others get of a tensor on a server; it travels only if somebody uses it."""
         message = self._message(there, kind)
         if message is None:
-            tensor = tf.identity(links.passed(there))
+            tensor = links.arrived(links.passed(there))
         else:
-            tensor = message.restored(message.parts)
+            tensor = message.restored([links.arrived(part) for part in message.parts])
         self._there[id(tensor)] = tensor, there
         mask = backend.get_keras_mask(there)
         if mask is not None:

@@ -146,7 +146,7 @@ class PullPlan:
                 packed = ops.pack([[tensor] for tensor in floats])
             direct = [links.passed(v._value.read_value()) for v in not_floats]
         # What follows runs on the worker.
-        values.update((id(v), tf.identity(t)) for v, t in zip(not_floats, direct, strict=True))
+        values.update((id(v), links.arrived(t)) for v, t in zip(not_floats, direct, strict=True))
         if packed is None:
             return
         fixed = [*(s.variable for s in self.dense), *scalars]
@@ -257,7 +257,7 @@ def _answer(device: str, pull: ServerPull, packed: tf.Tensor, parts: Sequence[_P
     with tf.control_dependencies(None), tf.device(device):
         message = links.passed(packed)
     # What follows runs on the worker.
-    pull.arrived = message = tf.identity(message)
+    pull.arrived = message = links.arrived(message)
     pieces = ops.unpack(message, [sizes for part in parts for sizes in part.sizes])
     for part in parts:
         count = sum(len(sizes) for sizes in part.sizes)
@@ -314,7 +314,7 @@ class _VersionsOf:
     lookup: int
 
     def __call__(self) -> tf.Tensor:
-        versions = tf.identity(links.passed(self.pull.row_versions))
+        versions = links.arrived(links.passed(self.pull.row_versions))
         lookups = [lookup for table in self.pull.lookups for lookup in table]
         sizes = tf.stack([tf.size(lookup.bags.ids, out_type=tf.int64) for lookup in lookups])
         position = lookups.index(self.pull.lookups[self.table][self.lookup])

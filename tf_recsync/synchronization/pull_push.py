@@ -18,7 +18,8 @@ from tf_recsync import ops
 from tf_recsync.ops.bags import Request
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
-from tf_recsync.synchronization import context
+from tf_recsync.placement import flops
+from tf_recsync.synchronization import context, speeds
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.copies import device_for
@@ -195,6 +196,8 @@ class Step:
         self._reached: dict[str, Token] = {}  # The token, on each server.
         self._pulled_steps: dict[int, tf.Tensor] = {}  # By the buffer's number.
         self.worker = worker
+        self._batch = tf.nest.flatten(batch, expand_composites=True)
+        self._made = 0  # Operations of the graph when the model begins to compute.
         self.private = list(private)
         self._pulls: dict[str, ServerPull] = {}
         self._pushes: list[tuple[base.Optimizer, dict[str, PushPlan]]] = []
@@ -302,6 +305,7 @@ class Step:
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Inside, the model computes on what was pulled, and applying is pushing."""
+        self._made = len(tf.compat.v1.get_default_graph().get_operations())
         with context.pushing(self), self._scope, self.placed.running():
             yield
 
@@ -330,6 +334,7 @@ class Step:
         """
         for table in self._tables.values():
             table.check()
+        self._spend_time()
         if compute_time is not None and self._pushes:
             self._delay(compute_time)
         operations: list[tf.Operation] = []
@@ -361,6 +366,24 @@ class Step:
                 arrived = {device: plan.send(device) for device, plan in plans.items()}
                 operations += self._apply(optimizer, plans, arrived)
         return [self._scope.get_current_value(v) for v in self._layout.private], operations
+
+    def _spend_time(self) -> None:
+        """Has the pushes wait until the worker, by its artificial speed, has computed its part."""
+        speed = speeds.of_trainer(self.worker) if self._pushes else None
+        if speed is None:
+            return
+        plans = [plan for _, plans in self._pushes for plan in plans.values()]
+        packed = [tensor for plan in plans for tensor in plan.packed]
+        kept = [self._scope.get_current_value(v) for v in self._layout.private]
+        new = tf.compat.v1.get_default_graph().get_operations()[self._made :]
+        computed = [tensor for plan in plans for tensor in plan.computed]
+        made = [op for op in flops.needed(new, [*computed, *kept]) if not op.device]
+        used = {tensor.op.name for op in made for tensor in op.inputs}
+        # All that it computes; what a layer on a server gets may not be part of a push.
+        with tf.control_dependencies([op for op in made if op.name not in used]):
+            done = iter(speeds.computed(packed, made, speed, self._batch))
+        for plan in plans:
+            plan.packed = [next(done) for _ in plan.packed]
 
     def _delay(self, seconds: float) -> None:
         """Has the pushes wait after they are computed."""

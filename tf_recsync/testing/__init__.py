@@ -2,6 +2,7 @@
 
 from tf_recsync.testing.bandwidth import set_bandwidth
 from tf_recsync.testing.compute_time import set_compute_time
+from tf_recsync.testing.device_speed import Use, device_use, set_device_speed
 from tf_recsync.testing.failures import Failure, FailureSchedule
 from tf_recsync.testing.slowdown import (
     ChangingSlowdown,
@@ -17,6 +18,9 @@ __all__ = [
     "RandomSlowdown",
     "SlowWorkers",
     "Slowdown",
+    "Use",
+    "device_use",
     "set_bandwidth",
     "set_compute_time",
+    "set_device_speed",
 ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from tf_recsync.strategies.fit_strategy import FitStrategy
+from tf_recsync.testing.limits import chosen_devices, set_limit
 
 
 def set_bandwidth(
@@ -17,13 +17,18 @@ def set_bandwidth(
     """Limits the bandwidth of servers, for all that a strategy sends to and from them.
 
     The messages of a step between the workers and a parameter server (what is looked
-    up, the answers, the pushes) pass that server's link one after the other, in both
+    up, the answers, the pushes; under a `HierarchicalStrategy` also what layers on servers get
+    and give, between two servers, too) pass that server's link one after the other, in both
     directions together; who waits for one waits without using a processor. The
     numbers of steps, and changes of moving averages, are too small to count.
 
+    With `job="worker"` it is the trainers' links of a `ShadowSyncStrategy` or
+    `HierarchicalStrategy`: the same messages pass the trainer's link and the server's. Trainers
+    that average with each other send on them, too; what goes to a sync PS and back passes the
+    link of that alone.
+
     Under a `HopStrategy` it is the workers' links that are limited; what they send to
-    each other passes the sender's and then the receiver's. So does what the trainers of a
-    `ShadowSyncStrategy` send to each other, with `job="worker"`. Where a `HopStrategy` has
+    each other passes the sender's and then the receiver's. Where it has
     parameter servers, `job="ps"` limits theirs, which hold tables.
 
     Args:
@@ -44,26 +49,6 @@ def set_bandwidth(
     recsync.testing.set_bandwidth(strategy, 12.5e6, servers=[0])  # one of them slower
     ```
     """
-    if bytes_per_second is not None:
-        is_number = isinstance(bytes_per_second, (int, float))
-        if (
-            not is_number
-            or isinstance(bytes_per_second, bool)
-            or not (math.isfinite(bytes_per_second) and bytes_per_second > 0)
-        ):
-            raise ValueError(f"bytes_per_second must be positive or None, not {bytes_per_second!r}")
-    if job is not None and job not in strategy.linked_jobs:
-        raise ValueError(
-            f"job must be one of {strategy.linked_jobs} for {type(strategy).__name__}, not {job!r}"
-        )
     job = job or strategy.linked_jobs[0]
-    number = strategy.cluster.workers if job == "worker" else strategy.cluster.ps
-    chosen = range(number) if servers is None else list(servers)
-    for server in chosen:
-        if not isinstance(server, int) or isinstance(server, bool) or not 0 <= server < number:
-            raise ValueError(f"servers must be from 0 to {number - 1}, not {server!r}")
-    for server in chosen:
-        device = f"/job:{job}/replica:0/task:{server}/device:CPU:0"
-        strategy._bandwidths.pop(device, None)
-        if bytes_per_second is not None:
-            strategy._bandwidths[device] = float(bytes_per_second)
+    devices = chosen_devices(strategy, strategy.linked_jobs, job, servers)
+    set_limit(strategy._bandwidths, devices, "bytes_per_second", bytes_per_second)

@@ -1,0 +1,57 @@
+"""What artificial bandwidths and speeds have in common: whose they are, and which are allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from tf_recsync.strategies.fit_strategy import FitStrategy
+
+
+def device_name(job: str, server: int) -> str:
+    """The device of a server, as graphs name it."""
+    return f"/job:{job}/replica:0/task:{server}/device:CPU:0"
+
+
+def chosen_devices(
+    strategy: FitStrategy, jobs: Sequence[str], job: str, servers: Iterable[int] | None
+) -> list[str]:
+    """The devices of servers; raises a ValueError if there are none of these.
+
+    Args:
+        strategy: on whose cluster they are.
+        jobs: those that are allowed.
+        job: whose servers.
+        servers: their indices, or None for all.
+    """
+    if job not in jobs:
+        raise ValueError(
+            f"job must be one of {tuple(jobs)} for {type(strategy).__name__}, not {job!r}"
+        )
+    number = strategy.cluster.workers if job == "worker" else strategy.cluster.ps
+    chosen = range(number) if servers is None else list(servers)
+    for server in chosen:
+        if not isinstance(server, int) or isinstance(server, bool) or not 0 <= server < number:
+            raise ValueError(f"servers must be from 0 to {number - 1}, not {server!r}")
+    return [device_name(job, server) for server in chosen]
+
+
+def set_limit(
+    limits: dict[str, float], devices: Iterable[str], name: str, value: float | None
+) -> None:
+    """Gives devices a limit, or takes it away; raises a ValueError if it makes no sense.
+
+    Args:
+        limits: gets it, by device.
+        devices: whose it is.
+        name: of the argument that has it.
+        value: a positive number, or None for no limit.
+    """
+    if value is not None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be positive or None, not {value!r}")
+    for device in devices:
+        limits.pop(device, None)
+        if value is not None:
+            limits[device] = float(value)
