@@ -58,7 +58,7 @@ EXPERIMENTS = ("easgd", "groups", "nodes", "ablations", "sync")
 hierarchical_laboratory.define_flags()
 flags.adopt_module_key_flags(hierarchical_laboratory)  # So that --help has them.
 flags.DEFINE_list("experiments", list(EXPERIMENTS), "What to run.")
-flags.DEFINE_list("easgd_groups", ["1", "2"], "easgd: numbers of groups against EASGD.")
+flags.DEFINE_list("easgd_groups", ["2", "4"], "easgd: numbers of groups against EASGD.")
 flags.DEFINE_integer("easgd_trainers", 8, "easgd: of all groups together.", lower_bound=1)
 flags.DEFINE_integer("easgd_ps", 8, "easgd: group PSs of all groups together.", lower_bound=1)
 flags.DEFINE_list("groups", ["1", "2", "4"], "groups: how many.")
@@ -225,10 +225,12 @@ def summarize(rows: list[Row]) -> Row:
     summary: Row = {"benchmark": "hierarchical", "experiment": "summary"}
     grouped = [row for row in rows if row["experiment"] == "easgd" and row["groups"]]
     if grouped:
-        most = max(grouped, key=lambda row: row["groups"])
-        summary["easgd_ratio"] = most["relative_to_first"]
-        if most.get("upper_less_easgd_eval") is not None:
-            summary["less_easgd_eval_upper"] = most["upper_less_easgd_eval"]
+        summary["easgd_ratio"] = {row["setting"]: row["relative_to_first"] for row in grouped}
+    tested = [row for row in grouped if row.get("upper_less_easgd_eval") is not None]
+    if tested:
+        summary["less_easgd_eval_upper"] = {
+            row["setting"]: row["upper_less_easgd_eval"] for row in tested
+        }
     groups = [row for row in rows if row["experiment"] == "groups"]
     if len(groups) > 1:
         summary["groups_ratio"] = groups[-1]["relative_to_first"]

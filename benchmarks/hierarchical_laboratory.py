@@ -317,17 +317,28 @@ _ALL_FLAGS = (
 )
 
 
+# The time, the machine's processor time, a report on synchronization, what devices of jobs did.
+_Reading = tuple[float, float, Any, dict[str, list[recsync.testing.Use]]]
+
+
 class _Watch(mode_runs.StepWatch):
     """Reads what devices do, too."""
 
     def __init__(self, strategy, cluster, warm_up: int, seconds: float | None):
         super().__init__(strategy, mode_runs.server_pids(cluster), warm_up, seconds)
+        self._last: _Reading | None = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
+        # Trainers end one after the other: what is used then is not part of it.
+        if self.model.stop_training and self._last is None:
+            self._last = self._read()
 
     def before(self) -> None:
         self._before = self._read()
 
     def after(self) -> None:
-        before, after = self._before, self._read()
+        before, after = self._before, self._last or self._read()
         self.seconds = after[0] - before[0]
         self.machine_share = (after[1] - before[1]) / self.seconds / machine.machine_cores()
         self.report = after[2], before[2]
@@ -339,7 +350,7 @@ class _Watch(mode_runs.StepWatch):
             for job in after[3]
         }
 
-    def _read(self) -> tuple[float, float, Any, dict[str, list[recsync.testing.Use]]]:
+    def _read(self) -> _Reading:
         use = {job: recsync.testing.device_use(self._strategy, job) for job in ("worker", "ps")}
         report = self._strategy.sync_report(self.model)
         return time.perf_counter(), machine.busy_seconds(), report, use
