@@ -43,13 +43,13 @@ def define_flags() -> None:
     """Defines the flags of what is trained and how."""
     flags.DEFINE_integer("processes", 4, "Of the servers; they share these.", lower_bound=1)
     flags.DEFINE_integer("batch_size", 32, "Examples per step of a net.", lower_bound=1)
-    flags.DEFINE_integer("nets", 3, "Of a trainer, or threads under EASGD.", lower_bound=1)
+    flags.DEFINE_integer("nets", 4, "Of a trainer, or threads under EASGD.", lower_bound=1)
     flags.DEFINE_float("alpha", 0.3, "The elastic parameter.")
     flags.DEFINE_float("learning_rate", 0.1, "Of Adagrad.", lower_bound=0)
     flags.DEFINE_integer("units", 64, "Of each dense layer.", lower_bound=1)
     flags.DEFINE_integer("top_layers", 8, "Dense layers behind the interactions.", lower_bound=1)
     flags.DEFINE_float(
-        "device_seconds", 0.4, "That one device takes for a step by itself.", lower_bound=0.001
+        "device_seconds", 0.8, "That one device takes for a step by itself.", lower_bound=0.001
     )
     flags.DEFINE_float(
         "link_bytes", 700_000.0, "That a device's link carries in device_seconds.", lower_bound=1
@@ -60,10 +60,10 @@ def define_flags() -> None:
         "Synchronizations per second that the sync PS's link carries.",
         lower_bound=0.001,
     )
-    flags.DEFINE_float("speed_seconds", 20.0, "How long a speed is measured.", lower_bound=0.1)
+    flags.DEFINE_float("speed_seconds", 40.0, "How long a speed is measured.", lower_bound=0.1)
     flags.DEFINE_integer("rows", 49_152, "Clicks to train on, and to test on.", lower_bound=1)
     flags.DEFINE_float(
-        "quality_faster", 4.0, "How many times as fast all is where quality is measured."
+        "quality_faster", 1.5, "How many times as fast all is where quality is measured."
     )
     flags.DEFINE_float("search_seconds", 10.0, "Of the search for a plan, at most.", lower_bound=0)
     flags.DEFINE_string(
@@ -362,9 +362,10 @@ class _Watch(mode_runs.StepWatch):
         shares = {job: np.array(use) / self.seconds for job, use in self.use.items()}
         of_ps = shares["ps"][: setting.groups * setting.ps].reshape(-1, max(setting.ps, 1), 2)
         of_ps = of_ps.mean(0) if len(of_ps) else np.zeros([0, 2])
-        rates = [mode_runs.rate(times, of_worker) for of_worker in counts.T]
+        # The slope of a line, as nets that wait for the same server come in bunches.
+        rate = np.polyfit(times, counts.sum(axis=1), 1)[0]
         return Speed(
-            eps=FLAGS.batch_size * sum(rates),
+            eps=FLAGS.batch_size * float(rate),
             trainer_compute=float(shares["worker"][:, 0].mean()),
             ps_compute=tuple(of_ps[:, 0].tolist()),
             trainer_link=float(shares["worker"][:, 1].mean()),

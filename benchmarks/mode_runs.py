@@ -373,13 +373,6 @@ class _Watch(StepWatch):
         return lost / self._system.strategy.cluster.ps
 
 
-def rate(times: np.ndarray, steps: np.ndarray) -> float:
-    """A worker's steps per second, from the end of one step to that of another."""
-    ends = np.flatnonzero(np.diff(steps)) + 1
-    first, last = ends[0], ends[-1]
-    return float((steps[last] - steps[first]) / (times[last] - times[first]))
-
-
 def memory_of(data: recsync.data.ClickData, batch_size: int) -> tf.data.Dataset:
     """The data's batches from memory, endlessly and in random order."""
     return click_models.in_memory(data.train(batch_size))

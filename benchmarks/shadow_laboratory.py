@@ -235,12 +235,19 @@ class _SpeedWatch(mode_runs.StepWatch):
         syncs = sum(after.syncs) - sum(before.syncs)
         moved = (after.sync_ps_bytes - before.sync_ps_bytes) / (8 * after.elements)
         return Speed(
-            eps=sum(mode_runs.rate(times, of_worker) for of_worker in counts.T) * FLAGS.batch_size,
+            eps=sum(_rate(times, of_worker) for of_worker in counts.T) * FLAGS.batch_size,
             sync_gap=done / syncs if syncs else float("inf"),
             sync_gap_by_bytes=done / moved if moved else float("inf"),
             syncs_per_second=syncs / (after.trained_seconds - before.trained_seconds),
             cpu_share=self.cpu_share,
         )
+
+
+def _rate(times: np.ndarray, steps: np.ndarray) -> float:
+    """A worker's steps per second, from the end of one step to that of another."""
+    ends = np.flatnonzero(np.diff(steps)) + 1
+    first, last = ends[0], ends[-1]
+    return float((steps[last] - steps[first]) / (times[last] - times[first]))
 
 
 @functools.lru_cache(maxsize=8)
