@@ -66,7 +66,7 @@ flags.DEFINE_integer("group_size", 2, "groups, sync: trainers, and PSs, of one."
 flags.DEFINE_list("nodes", ["1", "2", "3"], "nodes: trainers, and as many PSs, of the group.")
 flags.DEFINE_float("nodes_bandwidth", 0.5, "nodes: a multiple of the links' bandwidth.")
 flags.DEFINE_integer("ablation_size", 3, "ablations: trainers, and PSs, of the group.")
-flags.DEFINE_float("ablation_bandwidth", 0.5, "ablations: a multiple of the bandwidth.")
+flags.DEFINE_float("ablation_bandwidth", 0.75, "ablations: a multiple of the bandwidth.")
 flags.DEFINE_integer("rounds", 3, "How often speeds are measured.", lower_bound=1)
 flags.DEFINE_integer("seeds", 5, "easgd: how often quality is measured.", lower_bound=0)
 flags.DEFINE_string("json", None, "Gets the results, a list of objects.")

@@ -34,7 +34,7 @@ MEMORY = 1 << 30
 # Longer than any wait that nobody ends: whoever is still there then hangs.
 PATIENCE = 600.0
 MOST_OUTPUTS = 100
-WAITING = {"delay", "transfer", "take_token", "hop_next", "hop_enter", "hop_send"}
+WAITING = {"delay", "transfer", "computed", "take_token", "hop_next", "hop_enter", "hop_send"}
 WAITING |= {"hop_receive", "hop_collect"}
 FAMILIES = fuzz_resources.FAMILIES
 STATELESS = list(fuzz_stateless.RECIPES)

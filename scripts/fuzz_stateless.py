@@ -313,6 +313,12 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     "assemble_grad": _assemble_grad,
     "delay": lambda w: {"seconds": 0.001},
     "transfer": lambda w: {"message": w.floats(w.small()), "bytes_per_second": 1e6},
+    "computed": lambda w: {
+        "results": [w.floats(w.small()) for _ in range(w.small(1))],
+        "flop": 1e3,
+        "flops_per_second": 1e6,
+    },
+    "reserved": lambda w: {},
     "server_threads": lambda w: {"threads": w.small(1, 4)},
     "limit_parallelism": lambda w: {"limit": w.small(1, 4)},
 }

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import live_operations
+from helpers import live_operations, wait_until
 from test_placement_of_operators import Nothing, assert_same, graph_of_step
 
 import tf_recsync as recsync
@@ -73,12 +73,21 @@ def test_computing_ends_when_its_step_is_cancelled():
     from tensorflow.python.eager import cancellation
 
     manager = cancellation.CancellationManager()
-    step = tf.function(lambda x: ops.computed([x], 2e6, 1e6)[0]).get_concrete_function(
+    step = tf.function(lambda x: ops.computed([x], 6e7, 1e6)[0]).get_concrete_function(
         tf.TensorSpec([], tf.float32)
     )
-    threading.Timer(0.1, manager.start_cancel).start()
+    before = int(ops.reserved().amounts[0])
+
+    def cancel():
+        if wait_until(lambda: int(ops.reserved().amounts[0]) > before, 60.0):  # It has begun.
+            time.sleep(0.05)  # It is in the op's hands only a moment later.
+            manager.start_cancel()
+
+    canceller = threading.Thread(target=cancel)
+    canceller.start()
     with pytest.raises(tf.errors.CancelledError, match="the computing was cancelled"):
         manager.get_cancelable_function(step)(tf.zeros([]))
+    canceller.join()
 
 
 def test_values_of_no_sense_are_refused():
