@@ -49,7 +49,7 @@ SMALL_compression := --rounds=5
 SMALL_coordinator := --workers=8,16 --processes=3 --seconds=4
 SMALL_hierarchical := --easgd_trainers=2 --easgd_ps=2 --easgd_groups=1 --groups=1,2 --group_size=1 \
   --nodes=1,2 --ablation_size=2 --rounds=1 --seeds=1 --rows=4096 --speed_seconds=4 --top_layers=4 \
-  --search_seconds=2 --device_seconds=0.2 --nets=3 --quality_faster=1
+  --search_seconds=2 --device_seconds=0.2 --nets=3 --narrow_nets=4 --quality_faster=1
 SMALL_hop := --workers=8 --processes=4 --iterations=24 --compute_seconds=0.15
 SMALL_hop_accuracy := --workers=4 --epochs=1 --settings=2,7,8,12
 SMALL_hop_queues := --rounds=3

@@ -67,6 +67,9 @@ flags.DEFINE_list("nodes", ["1", "2", "3"], "nodes: trainers, and as many PSs, o
 flags.DEFINE_float("nodes_bandwidth", 0.5, "nodes: a multiple of the links' bandwidth.")
 flags.DEFINE_integer("ablation_size", 3, "ablations: trainers, and PSs, of the group.")
 flags.DEFINE_float("ablation_bandwidth", 0.75, "ablations: a multiple of the bandwidth.")
+flags.DEFINE_integer(
+    "narrow_nets", 8, "nodes, ablations: nets of a trainer, of which more wait for links."
+)
 flags.DEFINE_integer("rounds", 3, "How often speeds are measured.", lower_bound=1)
 flags.DEFINE_integer("seeds", 5, "easgd: how often quality is measured.", lower_bound=0)
 flags.DEFINE_string("json", None, "Gets the results, a list of objects.")
@@ -94,7 +97,8 @@ def settings(experiment: str) -> list[Setting]:
         return [Setting(f"{groups} groups", groups, size, size) for groups in numbers("groups")]
     if experiment == "nodes":
         wide = FLAGS.nodes_bandwidth
-        return [Setting(f"({n}, {n})", 1, n, n, bandwidth=wide) for n in numbers("nodes")]
+        options = {"bandwidth": wide, "nets": FLAGS.narrow_nets}
+        return [Setting(f"({n}, {n})", 1, n, n, **options) for n in numbers("nodes")]
     if experiment == "ablations":
         return ablations()
     most = max(numbers("groups"))
@@ -114,6 +118,7 @@ def ablations() -> list[Setting]:
     }
     size, wide = FLAGS.ablation_size, FLAGS.ablation_bandwidth
     options = {"compression": True, "bandwidth": wide, "unbalanced": True}
+    options["nets"] = FLAGS.narrow_nets
     return [Setting(name, 1, size, size, **{**options, **own}) for name, own in without.items()]
 
 
@@ -197,7 +202,7 @@ def _speed_figures(setting: Setting, first: Setting, speeds: Speeds) -> Row:
 
 def predicted(setting: Setting) -> float:
     """Examples per second if the busiest device of each group were always in use."""
-    nets = setting.all_trainers * FLAGS.nets
+    nets = setting.all_trainers * setting.nets_per_trainer
     if not setting.groups:
         return FLAGS.batch_size * setting.trainers / FLAGS.device_seconds
     return FLAGS.batch_size * nets / hierarchical_laboratory.planned(setting).highest_load

@@ -84,6 +84,7 @@ class Setting:
             tagging: each layer on the next server).
         compression: of what travels to layers on servers and from them.
         syncs: whether groups are synchronized.
+        nets: of a trainer, or threads; None for the flag's.
         bandwidth: of links, a multiple of the flag's.
         unbalanced: whether the model's layers differ in what they cost.
     """
@@ -95,6 +96,7 @@ class Setting:
     plan: str = "search"
     compression: bool = False
     syncs: bool = True
+    nets: int | None = None
     bandwidth: float = 1.0
     unbalanced: bool = False
 
@@ -102,6 +104,11 @@ class Setting:
     def all_trainers(self) -> int:
         """Trainers of all groups."""
         return self.trainers * max(self.groups, 1)
+
+    @property
+    def nets_per_trainer(self) -> int:
+        """Nets of a trainer, or threads."""
+        return self.nets or FLAGS.nets
 
     @property
     def nodes(self) -> int:
@@ -224,7 +231,7 @@ class Laboratory:
     def _speed(self, setting: Setting, number: int) -> Speed:
         del number
         strategy, model, plan = self._make(setting, 0, 1.0)
-        nets = setting.all_trainers * FLAGS.nets
+        nets = setting.all_trainers * setting.nets_per_trainer
         # At most as many as with all devices in use.
         steps = max(4 * nets, round(FLAGS.speed_seconds * setting.nodes / FLAGS.device_seconds))
         watch = _Watch(strategy, self._cluster, 3 * nets, FLAGS.speed_seconds)
@@ -269,7 +276,7 @@ class Laboratory:
                 cluster,
                 algorithm,
                 mode=mode,
-                threads_per_trainer=FLAGS.nets,
+                threads_per_trainer=setting.nets_per_trainer,
                 sync_ps=1,
                 local_batch_size=FLAGS.batch_size,
             )
@@ -282,7 +289,7 @@ class Laboratory:
                 groups=setting.groups,
                 trainers_per_group=setting.trainers,
                 ps_per_group=setting.ps,
-                nets_per_trainer=FLAGS.nets,
+                nets_per_trainer=setting.nets_per_trainer,
                 mode=mode,
                 placement=plan,
                 compression=compression,
@@ -431,8 +438,8 @@ def planned(setting: Setting) -> OperatorPlan:
     resources = Resources(
         trainers=setting.trainers,
         servers=setting.ps,
-        nets_per_trainer=FLAGS.nets,
-        trainer_flops_per_second=speed / FLAGS.nets,
+        nets_per_trainer=setting.nets_per_trainer,
+        trainer_flops_per_second=speed / setting.nets_per_trainer,
         server_flops_per_second=speed,
         bytes_per_second=link_bandwidth(setting),
         activation_ratio=0.3 if setting.compression else 1.0,

@@ -213,6 +213,14 @@ def test_layers_are_computed_forward_and_backward_by_themselves(cluster):
     assert found == [(0, 1), (0, 2), (1, 1), (1, 1), (1, 2)]
 
 
+def test_servers_compute_their_pieces_of_divided_layers(cluster):
+    strategy = make(cluster, {"first": "columns", "second": "rows"})
+    recsync.testing.set_device_speed(strategy, 1e12, job="ps")
+    examples = 3 * BATCH
+    use = used(strategy, make_model(strategy), examples)["ps"]
+    assert use[:, 0] == pytest.approx(np.full(2, examples * (FIRST + SECOND) / 2), rel=0.03)
+
+
 def test_a_smaller_batch_takes_less(cluster):
     strategy = make(cluster, {"first": 0, "second": 0})
     recsync.testing.set_device_speed(strategy, 1e12, servers=[0], job="ps")
