@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from numbers import Integral
-from typing import Any, Literal
+from typing import Literal
 
 import keras
 
@@ -12,11 +10,12 @@ from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
 from tf_recsync.compression import Compression
 from tf_recsync.modes import Hogwild, ModeConfig
-from tf_recsync.placement import OperatorPlan, Unit
+from tf_recsync.placement import OperatorPlan
 from tf_recsync.strategies.fit_strategy import check_is_cluster, check_timeouts
 from tf_recsync.strategies.hop_between_groups import Hop
 from tf_recsync.strategies.hop_checks import check_averaging, check_size
 from tf_recsync.strategies.model_variables import OnServers, optimizers_of
+from tf_recsync.strategies.operators import checked_operators
 from tf_recsync.strategies.server_threads import check_threads
 from tf_recsync.strategies.synchronized_strategy import (
     SynchronizedStrategy,
@@ -193,15 +192,9 @@ class HierarchicalStrategy(SynchronizedStrategy):
                 f"groups={groups} with trainers_per_group={trainers_per_group} need "
                 f"{arrangement.trainers} workers, the cluster has workers={cluster.workers}"
             )
-        self._homes: dict[str, int] = {}
-        if isinstance(placement, OperatorPlan):
-            self._homes = _homes_of(placement, trainers_per_group, ps_per_group, nets_per_trainer)
-            placement = _operators_of(placement)
-        self._placement = checked_placement(placement, ps_per_group)
-        if splits not in ("auto", "off"):
-            raise ValueError(f'splits must be "auto" or "off", not {splits!r}')
-        self._splits = splits == "auto"
-        self._compression = checked_compression(compression, self._placement, nets_per_trainer)
+        self._operators = checked_operators(
+            placement, splits, compression, trainers_per_group, ps_per_group, nets_per_trainer
+        )
         if isinstance(algorithm, Hop):
             check_size(algorithm.topology, groups, "there are groups")
         row = config.on(trainers_per_group * nets_per_trainer)
@@ -270,7 +263,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
         super()._check_optimizer(model)
 
     def _on_servers(self, model: keras.Model) -> OnServers:
-        return OnServers(model, self._placement, self._homes, self._compression, self._splits)
+        return OnServers(model, self._operators)
 
     def _make_synchronizer(self, model: keras.Model, copies: Copies) -> Synchronizer:
         if not isinstance(self._algorithm, Hop):
@@ -292,83 +285,3 @@ class HierarchicalStrategy(SynchronizedStrategy):
             self._settings.bandwidths,
             self.threads_per_worker,
         )
-
-
-def checked_placement(placement: Any, servers: int) -> Plan | str:
-    """Which layers run on servers, by their paths; raises a ValueError if an argument is wrong.
-
-    Args:
-        placement: "trainers", "auto" or a mapping.
-        servers: of a group.
-    """
-    if isinstance(placement, str) and placement in ("trainers", "auto"):
-        return placement
-    if not isinstance(placement, Mapping):
-        raise ValueError(
-            'placement must be "trainers", "auto", an OperatorPlan, or a mapping from paths of '
-            f"layers to numbers of servers, not {placement!r}"
-        )
-    for path, number in placement.items():
-        is_number = isinstance(number, Integral) and not isinstance(number, bool)
-        is_word = number is None or isinstance(number, str) and number in ("columns", "rows")
-        if not isinstance(path, str) or not (is_word or is_number and 0 <= number < servers):
-            raise ValueError(
-                f"placement must give the path of a layer, a str, the number of a server of its "
-                f'group, from 0 to {servers - 1} with ps_per_group={servers}, "columns", "rows" '
-                f"or None; not {path!r}: {number!r}"
-            )
-    return {path: int(n) if isinstance(n, Integral) else n for path, n in placement.items()}
-
-
-def checked_compression(
-    compression: Any, placement: Plan | str, nets_per_trainer: int
-) -> Compression | None:
-    """How activations are compressed; raises a ValueError if an argument is wrong.
-
-    Args:
-        compression: a Compression or None.
-        placement: as `checked_placement` returned it.
-        nets_per_trainer: as the strategy has it.
-    """
-    if compression is None:
-        return None
-    if not isinstance(compression, Compression):
-        raise ValueError(f"compression must be None or a Compression, not {compression!r}")
-    if placement == "trainers":
-        raise ValueError(
-            f'compression={compression} would do nothing with placement="trainers": it is of '
-            "activations that travel to layers on servers"
-        )
-    if nets_per_trainer > 1 and compression.sparsify > 0 and compression.error_feedback:
-        raise ValueError(
-            f"compression={compression} has error feedback, which goes only with "
-            f"nets_per_trainer=1, not {nets_per_trainer}: nets of a trainer can't keep apart yet "
-            "what they have not sent; set error_feedback=False or sparsify=0"
-        )
-    return compression
-
-
-def _homes_of(plan: OperatorPlan, trainers: int, servers: int, nets: int) -> dict[str, int]:
-    """The servers of weights that a plan has trainers pull, by the layers' paths.
-
-    Raises:
-        ValueError: if the plan is for groups of another size.
-    """
-    of = plan.resources
-    if (of.trainers, of.servers, of.nets_per_trainer) != (trainers, servers, nets):
-        raise ValueError(
-            f"placement is a plan for trainers={of.trainers}, servers={of.servers} and "
-            f"nets_per_trainer={of.nets_per_trainer}, but trainers_per_group={trainers}, "
-            f"ps_per_group={servers} and nets_per_trainer={nets}"
-        )
-    pulled = [unit.name for unit in _layers_of(plan) if plan.operators[unit.name] is None]
-    return {name: plan.weights[name] for name in pulled}
-
-
-def _operators_of(plan: OperatorPlan) -> dict[str, int | None]:
-    """Where a plan has the layers run that have dense weights; others go with their inputs."""
-    return {unit.name: plan.operators[unit.name] for unit in _layers_of(plan)}
-
-
-def _layers_of(plan: OperatorPlan) -> list[Unit]:
-    return [unit for unit in plan.graph.units if unit.parameter_bytes and not unit.pinned]

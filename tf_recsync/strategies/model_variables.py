@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from tf_recsync import staleness
-from tf_recsync.compression import Compression
 from tf_recsync.optimizers import base
+from tf_recsync.strategies.operators import Operators
 from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.copies import CopiedVariable, Pieces, is_copied
 from tf_recsync.synchronization.divided import DividedLayer, divided_layer
 from tf_recsync.synchronization.placed import NO_LAYERS, PlacedLayers
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.units import (
-    Plan,
     Unit,
     followers_of,
     place_variables,
@@ -116,31 +115,17 @@ class OnServers:
 
     Args:
         model: a model that was built in the strategy's scope.
-        placement: which of its layers run on their group's servers; see `units.planned`.
-        homes: the numbers of the servers that hold the variables of layers that run on trainers,
-            by the layers' paths; default None: wherever there is room.
-        compression: of what travels to layers on servers and from them; default None: none.
-        splits: whether the placement "auto" divides large layers; default True.
+        operators: where its layers run; by default on the trainers.
 
     Attributes:
         pieces: of what servers have pieces of, by the ids of the variables that users see.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        placement: Plan | str = "trainers",
-        homes: Mapping[str, int] | None = None,
-        compression: Compression | None = None,
-        splits: bool = True,
-    ):
+    def __init__(self, model: keras.Model, operators: Operators | None = None):
         self._model = model
         self.pieces: dict[int, Pieces] = {}
-        self._splits = splits
+        self._operators = operators or Operators()
         self._divided: tuple[DividedLayer, ...] = ()
-        self._placement = placement
-        self._homes = homes or {}
-        self._compression = compression
         self._name = f"feedback_{uuid.uuid4().hex}"
         self._placed: list[tuple[Unit, int]] = []
         self._followers: tuple[keras.Operation, ...] = ()
@@ -161,13 +146,14 @@ class OnServers:
         Raises:
             ValueError: if the placement does not fit the model, or there is nothing to compress.
         """
-        if self._placement == "trainers":
+        plan = self._operators
+        if plan.placement == "trainers":
             return
         states = [state for optimizer in self.optimizers for state in optimizer.states]
         apart = [state.variable for state in states if state.is_table]
         apart += [variable for variable in self._model.variables if not is_copied(variable)]
         units = units_of(self._model, apart)
-        found = planned(units, self._placement, servers, self._splits, self.optimizers)
+        found = planned(units, plan.placement, servers, plan.splits, self.optimizers)
         self._placed = [(unit, where) for unit, where in found if not isinstance(where, str)]
         by_variable = {id(state.variable): state for state in states}
         with self._scope():
@@ -179,13 +165,13 @@ class OnServers:
         for layer in self._divided:
             for variable in layer.variables:
                 self.pieces.update(variable.shown)
-        if self._compression is not None and not found:
+        if plan.compression is not None and not found:
             raise ValueError(
-                f"compression={self._compression} would do nothing: placement has no layer of "
+                f"compression={plan.compression} would do nothing: placement has no layer of "
                 f"{self._model.name} run on a server, so that no activations travel"
             )
         self._followers = tuple(followers_of(self._model, apart))
-        pulled = [(unit, self._homes[unit.path]) for unit in units if unit.path in self._homes]
+        pulled = [(unit, plan.homes[unit.path]) for unit in units if unit.path in plan.homes]
         place_variables([*pulled, *self._placed], states)
 
     def layout(self, group: Group | None = None) -> Layout:
@@ -206,7 +192,7 @@ class OnServers:
                 for number, state in enumerate(variable.states):
                     devices[id(state.variable)] = group.device(number)
         return PlacedLayers(
-            layers, self._divided, self._followers, devices, self._compression, self._name
+            layers, self._divided, self._followers, devices, self._operators.compression, self._name
         )
 
     def _scope(self) -> contextlib.AbstractContextManager:
