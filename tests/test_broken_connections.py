@@ -116,7 +116,6 @@ def test_training_goes_on_whenever_a_connection_breaks(two, caplog, make, update
     strategy = make(two)
     two.tell_members()  # What happened in the test before.
     caplog.clear()
-    was_away = two.membership.is_away(("worker", 1))
     # While functions are traced and sent to the workers, and while they run.
     for _ in range(2):
         model, before = model_of(strategy), 0.0
@@ -127,9 +126,10 @@ def test_training_goes_on_whenever_a_connection_breaks(two, caplog, make, update
             # them.
             done, before = before - weight_of(model), weight_of(model)
             assert updates - 6 <= done <= updates
-    assert "worker:1 was lost" in caplog.text
-    lost = caplog.text.count("worker:1 was lost") + was_away
-    assert lost >= caplog.text.count("worker:1 is back")
+    told = re.findall(r"worker:1 (was lost|is back)", caplog.text)
+    if told[0] == "is back":
+        del told[0]  # The test before had lost it.
+    assert told.count("was lost") >= max(told.count("is back"), 1)
 
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["between epochs", "in a pass"])
