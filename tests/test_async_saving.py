@@ -1,17 +1,30 @@
 """What AsyncStrategy trained is saved, restored on other clusters, and served by TensorFlow."""
 
+import json
 import pathlib
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 import types
 
+import helpers
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import IDS, ROWS, assert_close, clicks, state_of, steps_of
+from helpers import (
+    IDS,
+    ROWS,
+    assert_close,
+    clicks,
+    mean_output,
+    slope_model,
+    state_of,
+    steps_of,
+)
 
 import tf_recsync as recsync
 
@@ -96,6 +109,78 @@ def test_the_trained_state_is_worth_saving(trained):
         assert all(expected(values) for values in found), name
     row_versions = state["adagrad/table_embeddings_version"]
     assert (row_versions[-4:] == 0).all() and (row_versions[:-4] > 10).all()
+
+
+# Writes a file anew as HDF5 does, and is killed in the middle of it.
+KILLED_WRITER = """
+import os, signal, sys
+import h5py
+with h5py.File(sys.argv[1], "r") as old:
+    new = h5py.File(sys.argv[2], "w")
+    old.copy("layers", new)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Backup(keras.callbacks.BackupAndRestore):
+    """Keeps two backups, and notes the slope and the global step that each epoch begins with."""
+
+    def __init__(self, folder, end=None):
+        super().__init__(folder, double_checkpoint=True)
+        self.begun = {}
+        self._end = end  # The epoch in which the program ends.
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.begun[epoch] = float(self.model.get_weights()[0].item()), steps_of(self.model)
+        if epoch == self._end:
+            raise RuntimeError("the program ends")
+
+
+def ones():
+    return tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1]))).repeat(STEPS)
+
+
+@pytest.fixture(scope="module")
+def interrupted(clusters, tmp_path_factory):
+    """(a model whose program ended in its fourth epoch, the folder of its backups)."""
+    folder = tmp_path_factory.mktemp("backups")
+    model = helpers.compiled(
+        clusters.strategy(workers=2, ps=2),
+        slope_model,
+        lambda: recsync.optimizers.SGD(0.25),
+        mean_output,
+    )
+    with pytest.raises(RuntimeError, match="the program ends"):
+        model.fit(ones(), epochs=5, callbacks=[Backup(folder, end=3)], verbose=0)
+    return model, folder
+
+
+@pytest.mark.parametrize("broken", ["weights", "metadata"])
+def test_training_goes_on_from_the_backup_before_if_the_newest_is_broken(
+    interrupted, tmp_path, broken
+):
+    model, folder = interrupted
+    folder = shutil.copytree(folder, tmp_path / "backup")
+    weights, metadata = folder / "latest.weights.h5", folder / "training_metadata.json"
+    before = {path: folder / (path.name + ".bkp") for path in (weights, metadata)}
+    backup = Backup(folder)
+    if broken == "weights":
+        killed = [sys.executable, "-c", KILLED_WRITER, before[weights], weights]
+        assert subprocess.run(killed, timeout=120).returncode == -signal.SIGKILL
+        with pytest.raises(OSError, match="Unable to synchronously open file"):
+            model.load_weights(weights)
+    else:
+        metadata.write_text(metadata.read_text()[:-3])
+        with pytest.raises(json.JSONDecodeError):
+            model.fit(ones(), epochs=5, callbacks=[backup], verbose=0)
+        for path, older in before.items():  # As docs/cluster.md says.
+            shutil.copy(older, path)
+    history = model.fit(ones(), epochs=5, callbacks=[backup], verbose=0)
+    assert history.epoch == [2, 3, 4]
+    # A quarter less with each step.
+    assert backup.begun[2] == (-0.25 * 2 * STEPS, 2 * STEPS)
+    assert model.get_weights()[0] == -0.25 * 5 * STEPS
+    assert steps_of(model) == 5 * STEPS
 
 
 def load_weights(model, trained):
