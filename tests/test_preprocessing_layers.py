@@ -12,9 +12,10 @@ from tf_recsync import topology
 WORKERS, RATE = 3, 0.01
 WORDS = np.array([["a"], ["b"], ["zzz"], ["b"], ["a"], ["b"]])
 NUMBERS = np.array([[1], [2], [9], [2], [1], [2]], np.int64)
-TEXTS = np.array([["a b"], ["b a"], ["zzz a"], ["b b"], ["a a"], ["b zzz"]])
+TEXTS = np.array(["a b", "a", "zzz a", "b b", "a a", "b zzz"])
 VALUES = np.array([[0.1], [0.5], [2.0], [0.5], [0.1], [0.5]], np.float32)
-FEATURES = {
+# Layers that give ids, of which an Embedding has the rows.
+IDS = {
     "strings": (WORDS, lambda: layers.StringLookup(vocabulary=["a", "b"])),
     "integers": (NUMBERS, lambda: layers.IntegerLookup(vocabulary=[1, 2])),
     "texts": (
@@ -22,53 +23,137 @@ FEATURES = {
         lambda: layers.TextVectorization(vocabulary=["a", "b"], output_sequence_length=2),
     ),
     "hashed": (WORDS, lambda: layers.Hashing(4)),
+    "crossed": ((WORDS, NUMBERS), lambda: layers.HashedCrossing(4)),
     "ranges": (VALUES, lambda: layers.Discretization([0.3, 1.0])),
 }
-ROWS = 6  # Of each feature's table; more than it has ids.
+
+
+def adapted(layer, values):
+    layer.adapt(values)
+    return layer
+
+
+def encoded(ids, depth) -> np.ndarray:
+    """Which ids each example has."""
+    return np.array([[float(i in example) for i in range(depth)] for example in ids])
+
+
+# In texts, what the vocabulary lacks has the number 0, then come words in the order of their
+# frequency. "tf_idf" counts an example's words, and weighs each by
+# log(1 + texts / (1 + texts with it)), what the vocabulary lacks by the mean of these.
+WORDS_OF_TEXTS = [[["zzz", "a", "b"].index(word) for word in text.split()] for text in TEXTS]
+TEXTS_WITH = encoded(WORDS_OF_TEXTS, 3).sum(0)
+WEIGHTS = np.log(1.0 + len(TEXTS) / (1.0 + TEXTS_WITH))
+WEIGHTS[0] = WEIGHTS[1:].mean()
+# Layers that give numbers, of which a Dense layer takes the weighted sum; and what they are.
+NUMBERS_OF = {
+    "categories": (NUMBERS, lambda: layers.CategoryEncoding(10), encoded(NUMBERS, 10)),
+    "normalized": (
+        VALUES,
+        lambda: adapted(layers.Normalization(), VALUES[:3]),
+        (VALUES - VALUES[:3].mean()) / VALUES[:3].std(),
+    ),
+    "rescaled": (VALUES, lambda: layers.Rescaling(2.0, offset=1.0), 2.0 * VALUES + 1.0),
+    "words_of_texts": (
+        TEXTS,
+        lambda: layers.TextVectorization(vocabulary=["a", "b"], output_mode="multi_hot"),
+        encoded(WORDS_OF_TEXTS, 3),
+    ),
+    "weighed_texts": (
+        TEXTS,
+        lambda: adapted(layers.TextVectorization(3, output_mode="tf_idf"), TEXTS),
+        np.array([np.bincount(text, minlength=3) for text in WORDS_OF_TEXTS]) * WEIGHTS,
+    ),
+}
+ROWS = 6  # Of each layer's table; more than it has ids.
 
 
 @pytest.fixture
 def cluster(clusters):
-    return clusters.get(WORKERS, 1)
+    return clusters.get(WORKERS, ps=4)
 
 
+GLOBAL = {"global_batch_size": 2, "local_batch_size": 1}
 STRATEGIES = {
     "Async": recsync.AsyncStrategy,
-    "GBA": lambda cluster: recsync.GBAStrategy(
-        cluster, global_batch_size=2, local_batch_size=1, staleness_tolerance=3
-    ),
+    "BoundedStaleness": lambda cluster: recsync.BoundedStalenessStrategy(cluster, 2),
+    "Sync": lambda cluster: recsync.SyncStrategy(cluster, **GLOBAL),
+    "BSP": lambda cluster: recsync.BSPStrategy(cluster, **GLOBAL),
+    "GBA": lambda cluster: recsync.GBAStrategy(cluster, staleness_tolerance=3, **GLOBAL),
+    "BackupWorkers": lambda cluster: recsync.BackupWorkersStrategy(cluster, 1),
     "Hop": lambda cluster: recsync.HopStrategy(cluster, topology.ring(WORKERS)),
     "ShadowSync": lambda cluster: recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3)),
+    "Hierarchical": lambda cluster: recsync.HierarchicalStrategy(
+        cluster,
+        recsync.Hop(topology.ring(WORKERS)),
+        groups=WORKERS,
+        trainers_per_group=1,
+        ps_per_group=1,
+    ),
 }
+# Strategies of one kind trace a step alike: one of each has all layers, the others have these.
+ALL_LAYERS = ("Async", "GBA", "Hop", "ShadowSync")
+SOME_LAYERS = ("strings", "weighed_texts")
+# What a batch of one example weighs: one where each is applied, a half where two are averaged.
+WEIGHT = {"Async": 1.0, "BoundedStaleness": 1.0, "Sync": 0.5, "BSP": 0.5, "GBA": 0.5}
+
+
+def inputs_of(name, values) -> dict[keras.KerasTensor, np.ndarray]:
+    """The Keras inputs of a layer, which have its name, and the data for them."""
+    arrays = values if isinstance(values, tuple) else (values,)
+    return {
+        keras.Input(array.shape[1:], dtype=tf.as_dtype(array.dtype).name, name=f"{name}_{i}"): array
+        for i, array in enumerate(arrays)
+    }
+
+
+def outputs_of(layer, inputs):
+    return layer(list(inputs) if len(inputs) > 1 else inputs[0])
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_the_rows_that_the_layers_name_are_trained(cluster, kind):
+def test_what_the_layers_make_of_the_data_is_trained_on(cluster, kind):
     strategy = STRATEGIES[kind](cluster)
+
+    def of_kind(features):
+        return {n: f for n, f in features.items() if kind in ALL_LAYERS or n in SOME_LAYERS}.items()
+
+    data, outputs = {}, []
     with strategy.scope():
-        inputs, pooled = {}, []
-        for name, (values, make) in FEATURES.items():
-            inputs[name] = keras.Input((1,), dtype=tf.as_dtype(values.dtype).name, name=name)
-            table = layers.Embedding(ROWS, 1, "ones", name=f"rows_of_{name}")
-            pooled.append(keras.ops.sum(table(make()(inputs[name])), axis=1))
-        model = keras.Model(inputs, keras.ops.sum(keras.ops.stack(pooled), axis=0))
+        for name, (values, make) in of_kind(IDS):
+            own = inputs_of(name, values)
+            table = layers.Embedding(ROWS, 1, "ones", name=f"of_{name}")
+            rows = layers.Flatten()(table(outputs_of(make(), [*own])))
+            outputs.append(keras.ops.sum(rows, axis=1, keepdims=True))
+            data |= own
+        for name, (values, make, _) in of_kind(NUMBERS_OF):
+            own = inputs_of(name, values)
+            dense = layers.Dense(1, use_bias=False, kernel_initializer="ones", name=f"of_{name}")
+            outputs.append(dense(outputs_of(make(), [*own])))
+            data |= own
+        model = keras.Model(list(data), keras.ops.sum(keras.ops.stack(outputs), axis=0))
         model.compile(recsync.optimizers.SGD(RATE), loss=lambda _, output: output)
-    data = {name: values for name, (values, _) in FEATURES.items()}
+    data = {tensor.name: values for tensor, values in data.items()}
     labels = np.zeros(len(WORDS), np.float32)
     model.fit(tf.data.Dataset.from_tensor_slices((data, labels)).batch(1), verbose=0)
-    for name, (values, make) in FEATURES.items():
-        ids = np.asarray(make()(values)).ravel()
-        counts = np.bincount(ids, minlength=ROWS)
-        table = np.asarray(model.get_layer(f"rows_of_{name}").embeddings.value).ravel()
-        assert not np.any((table < 1.0) & (counts == 0)), name
-        if kind != "ShadowSync":  # Whose output need not have come by all trainers' steps.
-            np.testing.assert_array_equal(table < 1.0, counts > 0, name)
-        if kind == "Async":
-            # A gradient of 1 for each time that a row is named.
-            np.testing.assert_allclose(table, 1.0 - RATE * counts, atol=1e-6, err_msg=name)
+
+    # The gradient that each example has for each weight: how often it names the row, or the input.
+    gradients = {name: encoding for name, (_, _, encoding) in of_kind(NUMBERS_OF)}
+    for name, (values, make) in of_kind(IDS):
+        ids = np.asarray(make()(values)).reshape(len(WORDS), -1)
+        gradients[name] = np.stack([np.bincount(row, minlength=ROWS) for row in ids])
+    for name, gradient in gradients.items():
+        (weights,) = model.get_layer(f"of_{name}").get_weights()
+        moved = 1.0 - weights.ravel()
+        assert np.any(moved), name
+        assert not np.any(moved[~np.any(gradient, axis=0)]), name
+        if kind in WEIGHT:
+            expected = RATE * WEIGHT[kind] * gradient.sum(0)
+            np.testing.assert_allclose(moved, expected, atol=1e-6, err_msg=name)
 
 
-def test_a_feature_space_trains_and_predicts(cluster):
+@pytest.mark.parametrize("kind", ["Async", "Hop"])
+def test_a_feature_space_trains_and_predicts(cluster, kind):
     space = keras.utils.FeatureSpace
     raw = {
         "site": np.array(["x", "y", "x", "z"] * 8),
@@ -76,7 +161,7 @@ def test_a_feature_space_trains_and_predicts(cluster):
         "price": np.array([0.1, 0.2, 0.3, 0.4] * 8, np.float32),
     }
     labels = np.array([0, 1, 0, 1] * 8, np.float32)
-    strategy = recsync.AsyncStrategy(cluster)
+    strategy = STRATEGIES[kind](cluster)
     with strategy.scope():
         features = space(
             {
@@ -84,12 +169,14 @@ def test_a_feature_space_trains_and_predicts(cluster):
                 "ad": space.string_hashed(8, output_mode="int"),
                 "price": space.float_normalized(),
             },
+            crosses=[space.cross(("site", "ad"), crossing_dim=8, output_mode="int")],
             output_mode="dict",
         )
         features.adapt(tf.data.Dataset.from_tensor_slices(raw))
         encoded = features.get_encoded_features()
         embedded = [
-            layers.Flatten()(layers.Embedding(8, 2)(encoded[name])) for name in ("site", "ad")
+            layers.Flatten()(layers.Embedding(8, 2)(encoded[name]))
+            for name in ("site", "ad", "site_X_ad")
         ]
         output = layers.Dense(1, "sigmoid")(layers.Concatenate()([*embedded, encoded["price"]]))
         model = keras.Model(features.get_inputs(), output)
