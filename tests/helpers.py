@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import cancellation
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import Adagrad
@@ -83,6 +84,42 @@ def wait_until(condition, seconds: float) -> bool:
             return True
         time.sleep(0.02)
     return condition()
+
+
+def check_cancelled_before(call) -> None:
+    """Checks that an op ends with an error if its step is cancelled before it begins to wait.
+
+    Args:
+        call: the op, which would wait for ever, in a function of no arguments.
+    """
+    begun, is_cancelled = threading.Event(), threading.Event()
+
+    def wait():
+        begun.set()
+        assert is_cancelled.wait(60)
+
+    @tf.function(input_signature=[], autograph=False)
+    def step():
+        with tf.control_dependencies([tf.py_function(wait, [], [])]):
+            call()
+
+    manager = cancellation.CancellationManager()
+    run = manager.get_cancelable_function(step.get_concrete_function())
+    errors = []
+
+    def run_step():
+        try:
+            run()
+        except tf.errors.OpError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run_step, daemon=True)
+    thread.start()
+    assert begun.wait(60)
+    manager.start_cancel()
+    is_cancelled.set()
+    thread.join(60)
+    assert [type(error) for error in errors] == [tf.errors.CancelledError]
 
 
 def missing(copies: Sequence[object]) -> list[int]:

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import check_cancelled_before
 
 from tf_recsync.ops import hop
 
@@ -201,6 +202,40 @@ def test_broken_invariants_are_found_where_they_are_checked(call, message):
     # The trainer goes no further.
     with pytest.raises(tf.errors.FailedPreconditionError, match="which is a bug"):
         hop.enter(handle, 1, UPDATE, send=True)
+    tf.raw_ops.DestroyResourceOp(resource=handle)
+
+
+def waiting_for_tokens():
+    handle, own = worker("cancelled", max_iteration_gap=1), variable()
+    hop.begin(handle, 0)
+    hop.enter(handle, 0, UPDATE, send=True)
+    return handle, lambda: hop.next_iteration(handle, [own.handle], tf.float32)
+
+
+def waiting_for_acknowledgements():
+    handle = worker("cancelled", notify_ack=True, max_iteration_gap=0)
+    hop.begin(handle, 0)
+    hop.enter(handle, 0, UPDATE, send=False)
+    hop.send(handle, UPDATE)
+    hop.enter(handle, 1, UPDATE, send=False)
+    return handle, lambda: hop.send(handle, UPDATE)
+
+
+def waiting_for_updates():
+    handle, own = worker("cancelled"), variable()
+    hop.begin(handle, 0)
+    hop.enter(handle, 0, UPDATE, send=True)
+    return handle, lambda: hop.receive(handle, 0, UPDATE, [own.handle], relative=True)
+
+
+@pytest.mark.parametrize(
+    "make", [waiting_for_tokens, waiting_for_acknowledgements, waiting_for_updates]
+)
+def test_an_op_whose_step_is_cancelled_before_it_does_not_wait(make):
+    handle, call = make()
+    check_cancelled_before(call)
+    state = hop.state(handle)
+    assert state.missing.numpy().tolist() == []
     tf.raw_ops.DestroyResourceOp(resource=handle)
 
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import tensorflow as tf
+from helpers import check_cancelled_before
 from tensorflow.python.eager import cancellation
 
 from tf_recsync.ops import tokens as ops
@@ -258,6 +259,15 @@ def test_a_cancelled_take_gets_nothing():
     with pytest.raises(tf.errors.CancelledError):
         cancelable(tf.constant(1, tf.int64))
     assert tokens.state().waiting == ()
+
+
+def test_a_take_whose_step_is_cancelled_before_it_gets_nothing():
+    tokens = TokenList(repeats=1, gate="step", workers=2)
+    tokens.take(0)
+    check_cancelled_before(lambda: tokens.take(1).index)
+    assert tokens.state().waiting == ()
+    tokens.report_step(0, 1)
+    assert int(tokens.take(0).index) == 1  # Nobody else has got it.
 
 
 @pytest.mark.parametrize("method", ["lose", "leave"])

@@ -46,6 +46,26 @@ def test_wrong_attributes_are_refused(changes, message):
         ops.token_list(**{**good, **changes})
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"repeats": 2}, "repeats=1.*, not .*repeats=2"),
+        ({"gate": "step"}, "gate=none.*, not .*gate=step"),
+        ({"servers": 3}, "servers=2.*, not .*servers=3"),
+        ({"workers": 5}, "workers=4.*, not .*workers=5"),
+    ],
+)
+def test_a_name_is_not_taken_for_a_list_with_other_options(changes, message):
+    options = {"shared_name": "same", "repeats": 1, "gate": "none", "servers": 2, "workers": 4}
+    handle = ops.token_list(**options)
+    ops.take_token(handle, 3)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"same is a token list .*{message}"):
+        ops.token_list(**(options | changes))
+    again = ops.token_list(**options)  # With the same ones it is the same list.
+    assert int(ops.take_token(again, 3).index) == 1
+    tf.raw_ops.DestroyResourceOp(resource=handle)
+
+
 LARGEST = 2**63 - 1
 WRONG_INPUTS = [
     (ops.take_token, [2], "worker must be from 0 to 1, not 2"),
