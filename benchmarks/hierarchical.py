@@ -78,11 +78,6 @@ flags.DEFINE_string("png", None, "Gets the pictures. Default: beside --json.")
 Row = dict[str, Any]
 
 
-def numbers(name: str) -> list[int]:
-    """A list of a flag, ascending."""
-    return sorted({int(value) for value in FLAGS[name].value})
-
-
 def settings(experiment: str) -> list[Setting]:
     """All settings of an experiment; others are compared with the first."""
     size = FLAGS.group_size
@@ -90,18 +85,21 @@ def settings(experiment: str) -> list[Setting]:
         trainers, ps = FLAGS.easgd_trainers, FLAGS.easgd_ps
         grouped = [
             Setting(f"HT {groups}g", groups, trainers // groups, ps // groups)
-            for groups in numbers("easgd_groups")
+            for groups in mode_runs.numbers("easgd_groups")
         ]
         return [Setting(f"EASGD {trainers}t", 0, trainers), *grouped]
     if experiment == "groups":
-        return [Setting(f"{groups} groups", groups, size, size) for groups in numbers("groups")]
+        return [
+            Setting(f"{groups} groups", groups, size, size)
+            for groups in mode_runs.numbers("groups")
+        ]
     if experiment == "nodes":
         wide = FLAGS.nodes_bandwidth
         options = {"bandwidth": wide, "nets": FLAGS.narrow_nets}
-        return [Setting(f"({n}, {n})", 1, n, n, **options) for n in numbers("nodes")]
+        return [Setting(f"({n}, {n})", 1, n, n, **options) for n in mode_runs.numbers("nodes")]
     if experiment == "ablations":
         return ablations()
-    most = max(numbers("groups"))
+    most = max(mode_runs.numbers("groups"))
     return [
         Setting("no synchronization", most, size, size, syncs=False),
         Setting("S-EASGD", most, size, size),
@@ -288,12 +286,8 @@ def show(experiment: str, rows: list[Row]) -> None:
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    unknown = set(FLAGS.experiments) - set(EXPERIMENTS)
-    if unknown:
-        raise app.UsageError(f"--experiments: {sorted(unknown)} unknown; there are {EXPERIMENTS}")
-    for groups in numbers("easgd_groups"):
+    mode_runs.check_experiments(argv, EXPERIMENTS)
+    for groups in mode_runs.numbers("easgd_groups"):
         if FLAGS.easgd_trainers % groups or FLAGS.easgd_ps % groups:
             raise app.UsageError(
                 f"--easgd_groups={groups} must divide --easgd_trainers and --easgd_ps"

@@ -344,11 +344,7 @@ def plot(runs: list[Run], path: pathlib.Path) -> None:
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    unknown = set(FLAGS.experiments) - set(EXPERIMENTS)
-    if unknown:
-        raise app.UsageError(f"--experiments: {sorted(unknown)} unknown; there are {EXPERIMENTS}")
+    mode_runs.check_experiments(argv, EXPERIMENTS)
     if FLAGS.workers % 4:
         raise app.UsageError(f"--workers must be a multiple of 4, not {FLAGS.workers}")
     ps = 1 if "servers" in FLAGS.experiments else 0

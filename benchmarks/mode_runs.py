@@ -25,12 +25,13 @@ import keras
 import machine
 import numpy as np
 import tensorflow as tf
-from absl import flags
+from absl import app, flags
 from wide_deep_model import build_wide_deep
 
 import tf_recsync as recsync
 from tf_recsync.strategies.group_strategy import GroupStrategy
 
+FLAGS = flags.FLAGS
 # Named as by the examples' --strategy.
 MODES = ("async", "sync", "bsp", "gba", "backup_workers", "bounded_staleness")
 SERVER_BYTES = 400 << 20  # About what a server's process needs.
@@ -52,6 +53,20 @@ def define_mode_flags() -> None:
     flags.DEFINE_integer("iota", None, "Of GBA. Default: chosen, see above.", lower_bound=0)
     flags.DEFINE_integer("backup_workers", None, "Default: as many as are slow.", lower_bound=0)
     flags.DEFINE_integer("staleness_bound", 2, "Of bounded staleness, in batches.", lower_bound=0)
+
+
+def check_experiments(argv: Sequence[str], known: Sequence[str]) -> None:
+    """Raises a UsageError if there are arguments beside flags, or unknown experiments."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    unknown = set(FLAGS.experiments) - set(known)
+    if unknown:
+        raise app.UsageError(f"--experiments: {sorted(unknown)} unknown; there are {known}")
+
+
+def numbers(name: str) -> list[int]:
+    """A list of a flag, ascending."""
+    return sorted({int(value) for value in FLAGS[name].value})
 
 
 def start_cluster(workers: int, ps: int, processes: int | None) -> recsync.LocalCluster:

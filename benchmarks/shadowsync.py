@@ -70,11 +70,6 @@ flags.DEFINE_string("png", None, "Gets the pictures. Default: beside --json.")
 Row = dict[str, Any]
 
 
-def numbers(name: str) -> list[int]:
-    """A list of a flag, ascending."""
-    return sorted({int(value) for value in FLAGS[name].value})
-
-
 def easgd(name: str, mode: Any, trainers: int, sync_ps: int = 1, threads: int | None = None):
     """A setting with EASGD."""
     algorithm = recsync.EASGD(FLAGS.alpha)
@@ -96,7 +91,7 @@ def settings(experiment: str) -> list[Setting]:
     """All settings of an experiment, those with as many trainers beside each other."""
     found: list[Setting] = []
     if experiment == "speed":
-        for trainers in numbers("trainers"):
+        for trainers in mode_runs.numbers("trainers"):
             found += [
                 never(trainers),
                 easgd(S_EASGD, "shadow", trainers),
@@ -104,18 +99,18 @@ def settings(experiment: str) -> list[Setting]:
                 foreground(5, trainers, sync_ps=2),
             ]
     if experiment == "easgd":
-        several = numbers("quality_trainers")
+        several = mode_runs.numbers("quality_trainers")
         for trainers in several:
             is_middle = trainers == several[len(several) // 2]
-            gaps = {5, 30} | (set(numbers("gaps")) if is_middle else set())
+            gaps = {5, 30} | (set(mode_runs.numbers("gaps")) if is_middle else set())
             found.append(easgd(S_EASGD, "shadow", trainers))
             found += [foreground(gap, trainers) for gap in sorted(gaps)]
     if experiment == "decentralized":
-        for trainers in numbers("quality_trainers"):
+        for trainers in mode_runs.numbers("quality_trainers"):
             found += decentralized(trainers)
     if experiment == "threads":
-        for trainers in numbers("thread_trainers"):
-            for threads in numbers("thread_counts"):
+        for trainers in mode_runs.numbers("thread_trainers"):
+            for threads in mode_runs.numbers("thread_counts"):
                 found.append(easgd(S_EASGD, "shadow", trainers, threads=threads))
     return found
 
@@ -320,11 +315,7 @@ def show(experiment: str, rows: list[Row]) -> None:
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    unknown = set(FLAGS.experiments) - set(EXPERIMENTS)
-    if unknown:
-        raise app.UsageError(f"--experiments: {sorted(unknown)} unknown; there are {EXPERIMENTS}")
+    mode_runs.check_experiments(argv, EXPERIMENTS)
     laboratory = Laboratory(servers=2 if "speed" in FLAGS.experiments else 1)
     found: list[Row] = []
     for experiment in FLAGS.experiments:

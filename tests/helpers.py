@@ -388,6 +388,25 @@ class AtBatch(keras.callbacks.Callback):
             action()
 
 
+class UntilAllGoOn(keras.callbacks.Callback):
+    """Ends training when each worker has done some steps more.
+
+    Args:
+        then: gets the steps that each had done, when it shall be waited for.
+    """
+
+    def __init__(self, then: list[int]):
+        super().__init__()
+        self._then = then
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._then:
+            done = self.model.distribute_strategy.worker_steps(self.model)
+            more = [now - before for now, before in zip(done, self._then, strict=True)]
+            if min(more) > 2:
+                self.model.stop_training = True
+
+
 def rated_by_users() -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """Inputs "user" and "x" of 60 examples, labels and weights."""
     rng = np.random.default_rng(1)

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import AtBatch
+from helpers import AtBatch, UntilAllGoOn
 from test_placement_of_operators import (
     BATCH,
     OPTIMIZERS,
@@ -313,16 +313,10 @@ def test_a_lost_server_gets_its_pieces_back(clusters):
         then.extend(strategy.worker_steps(model))
         cluster.restart("ps", 1)
 
-    class UntilBack(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            done = strategy.worker_steps(model)
-            if then and min(now - before for now, before in zip(done, then, strict=True)) > 2:
-                model.stop_training = True
-
     callbacks = [
         AtBatch(10, lambda: cluster.kill("ps", 1)),
         AtBatch(30, start),
-        UntilBack(),
+        UntilAllGoOn(then),
     ]
     model.fit(dataset(50).repeat(400), verbose=0, callbacks=callbacks)
     first, second = strategy.copies(model)

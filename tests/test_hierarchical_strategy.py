@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import AtBatch, compiled, mean_output, slope_model, wait_until
+from helpers import AtBatch, UntilAllGoOn, compiled, mean_output, slope_model, wait_until
 
 import tf_recsync as recsync
 from tf_recsync.strategies import server_threads
@@ -576,16 +576,10 @@ def test_a_group_comes_back_that_has_lost_a_server_and_a_trainer_at_once(cluster
 
     then: list[int] = []
 
-    class UntilBack(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            done = strategy.worker_steps(model)
-            if then and min(now - before for now, before in zip(done, then, strict=True)) > 2:
-                model.stop_training = True
-
     model.fit(
         clicks(50).repeat(400),
         verbose=0,
-        callbacks=[AtBatch(12, kill), AtBatch(40, start), UntilBack()],
+        callbacks=[AtBatch(12, kill), AtBatch(40, start), UntilAllGoOn(then)],
     )
     assert None not in strategy.copies(model)
 

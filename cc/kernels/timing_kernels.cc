@@ -78,18 +78,26 @@ void EndAfter(double seconds, const char* what, OpKernelContext* ctx,
   });
 }
 
+// Reads an input, one number.
+template <typename V>
+absl::Status ReadNumber(OpKernelContext* ctx, int index, const char* name,
+                        V* value) {
+  const Tensor& input = ctx->input(index);
+  if (input.NumElements() != 1) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, " must be a scalar, not ", input.shape().DebugString()));
+  }
+  *value = input.flat<V>()(0);
+  return absl::OkStatus();
+}
+
 class DelayOp : public AsyncOpKernel {
  public:
   using AsyncOpKernel::AsyncOpKernel;
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
-    const Tensor& input = ctx->input(0);
-    OP_REQUIRES_ASYNC(
-        ctx, input.NumElements() == 1,
-        absl::InvalidArgumentError(absl::StrCat(
-            "seconds must be a scalar, not ", input.shape().DebugString())),
-        done);
-    const float seconds = input.flat<float>()(0);
+    float seconds;
+    OP_REQUIRES_OK_ASYNC(ctx, ReadNumber(ctx, 0, "seconds", &seconds), done);
     OP_REQUIRES_ASYNC(
         ctx, seconds >= 0.0f && std::isfinite(seconds),
         absl::InvalidArgumentError(absl::StrCat(
@@ -153,13 +161,9 @@ class TransferOp : public AsyncOpKernel {
                           "a message passes its link when a step is run"),
                       done);
     const Tensor& message = ctx->input(0);
-    const Tensor& rate = ctx->input(1);
-    OP_REQUIRES_ASYNC(ctx, rate.NumElements() == 1,
-                      absl::InvalidArgumentError(absl::StrCat(
-                          "bytes_per_second must be a scalar, not ",
-                          rate.shape().DebugString())),
-                      done);
-    const double bytes_per_second = rate.flat<double>()(0);
+    double bytes_per_second;
+    OP_REQUIRES_OK_ASYNC(
+        ctx, ReadNumber(ctx, 1, "bytes_per_second", &bytes_per_second), done);
     OP_REQUIRES_ASYNC(
         ctx, bytes_per_second > 0.0,
         absl::InvalidArgumentError(absl::StrCat(
@@ -182,30 +186,25 @@ class ComputedOp : public AsyncOpKernel {
                           "is run"),
                       done);
     const int results = ctx->num_outputs();
-    double values[2];
-    const char* const names[] = {"flop", "flops_per_second"};
-    for (int i = 0; i < 2; ++i) {
-      const Tensor& input = ctx->input(results + i);
-      OP_REQUIRES_ASYNC(ctx, input.NumElements() == 1,
-                        absl::InvalidArgumentError(
-                            absl::StrCat(names[i], " must be a scalar, not ",
-                                         input.shape().DebugString())),
-                        done);
-      values[i] = input.flat<double>()(0);
-    }
+    double flop, flops_per_second;
+    OP_REQUIRES_OK_ASYNC(ctx, ReadNumber(ctx, results, "flop", &flop), done);
+    OP_REQUIRES_OK_ASYNC(
+        ctx,
+        ReadNumber(ctx, results + 1, "flops_per_second", &flops_per_second),
+        done);
     // More would be no integer of 64 bits.
     OP_REQUIRES_ASYNC(
-        ctx, values[0] >= 0.0 && values[0] < 9.2e18,
+        ctx, flop >= 0.0 && flop < 9.2e18,
         absl::InvalidArgumentError(absl::StrCat(
-            "flop must be at least 0 and below 9.2e18, not ", values[0])),
+            "flop must be at least 0 and below 9.2e18, not ", flop)),
         done);
     OP_REQUIRES_ASYNC(
-        ctx, values[1] > 0.0,
-        absl::InvalidArgumentError(
-            absl::StrCat("flops_per_second must be positive, not ", values[1])),
+        ctx, flops_per_second > 0.0,
+        absl::InvalidArgumentError(absl::StrCat(
+            "flops_per_second must be positive, not ", flops_per_second)),
         done);
     for (int i = 0; i < results; ++i) ctx->set_output(i, ctx->input(i));
-    EndWhenPassed(kProcessor, std::llround(values[0]), values[1],
+    EndWhenPassed(kProcessor, std::llround(flop), flops_per_second,
                   "the computing", ctx, std::move(done));
   }
 };

@@ -107,8 +107,8 @@ class Copies:
         pieces: Mapping[int, Pieces] | None = None,
     ):
         self.seen = list(variables)
-        one = {id(v): Pieces((v,), None) for v in variables}
-        self._pieces = [(pieces or {}).get(id(v), one[id(v)]) for v in variables]
+        known = pieces or {}
+        self._pieces = [known.get(id(v)) or Pieces((v,), None) for v in variables]
         self.variables = [v for some in self._pieces for v in some.variables]
         self.groups = list(groups)
         self._cluster = cluster

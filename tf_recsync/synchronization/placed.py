@@ -29,7 +29,7 @@ from tf_recsync._instead import instead
 from tf_recsync.compression import Compression
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import context, links, speeds
-from tf_recsync.synchronization.divided import DividedLayer, is_elementwise
+from tf_recsync.synchronization.divided import DividedLayer, DividedVariable, is_elementwise
 from tf_recsync.synchronization.encoded import Encoder, Kind, Message
 from tf_recsync.synchronization.placed_pieces import PlacedPieces
 from tf_recsync.synchronization.pulled import as_variable
@@ -56,10 +56,14 @@ class PlacedLayers:
     name: str = ""
 
     @property
+    def divided_variables(self) -> list[DividedVariable]:
+        """Those of the layers of which servers have pieces."""
+        return [variable for layer in self.divided for variable in layer.variables]
+
+    @property
     def divided_states(self) -> dict[int, tuple[base.VariableState, ...]]:
         """The states of the pieces of variables that are divided, by the ids of these."""
-        variables = [variable for layer in self.divided for variable in layer.variables]
-        return {id(variable.whole): variable.states for variable in variables}
+        return {id(variable.whole): variable.states for variable in self.divided_variables}
 
 
 NO_LAYERS = PlacedLayers()
@@ -111,9 +115,8 @@ class Placed:
         self._messages: dict[tuple[int, Kind], tuple[tf.Tensor, Message | None]] = {}
         self._worker = worker
         self._encoder = Encoder(layers.compression, batch, layers.name)
-        divided = [variable for layer in layers.divided for variable in layer.variables]
-        self.wholes = [variable.whole for variable in divided]
-        self._pieces = PlacedPieces(divided, self)
+        self.wholes = [variable.whole for variable in layers.divided_variables]
+        self._pieces = PlacedPieces(layers.divided_variables, self)
         self._arrived: list[tf.Tensor] = []  # What came in for the layer that runs.
         self._is_inside = False  # Whether one runs.
 

@@ -10,7 +10,7 @@ has.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
@@ -21,33 +21,8 @@ from tf_recsync.optimizers import base
 from tf_recsync.synchronization.divided import DividedLayer, DividedVariable, is_elementwise
 from tf_recsync.synchronization.pulled import as_variable
 
-
-class Servers(Protocol):
-    """What is needed of the placed layers of the same step."""
-
-    def device(self, variable: keras.Variable) -> str | None:
-        """The device of a variable on a server."""
-
-    def read_with(self, variable: keras.Variable, tensor: tf.Tensor) -> tf.Tensor:
-        """Its value there, read when a tensor has arrived."""
-
-    def where(self, tensor: tf.Tensor) -> str:
-        """The device of what was computed on a server."""
-
-    def run_on(
-        self,
-        device: str,
-        function: Callable,
-        inputs: Sequence[tf.Tensor],
-        weights: Sequence[tf.Tensor],
-    ) -> tf.Tensor:
-        """Runs a function of inputs and weights on a server, as one operation for the tapes."""
-
-    def lying(self, gradient: tf.Tensor, device: str) -> tf.Tensor:
-        """A gradient on a server."""
-
-    def beside(self, tensor: tf.Tensor):
-        """A context in which operations are where a tensor is."""
+if TYPE_CHECKING:
+    from tf_recsync.synchronization.placed import Placed
 
 
 class PlacedPieces:
@@ -58,7 +33,7 @@ class PlacedPieces:
         servers: the step's placed layers.
     """
 
-    def __init__(self, variables: Sequence[DividedVariable], servers: Servers):
+    def __init__(self, variables: Sequence[DividedVariable], servers: Placed):
         self.variables: Mapping[int, DividedVariable] = {id(v.whole): v for v in variables}
         self._servers = servers
         # What was put together of pieces, with these, by its id.

@@ -66,11 +66,11 @@ class Layout:
     @property
     def dense_variables(self) -> list[keras.Variable]:
         """The model's dense trainable variables, those included of which servers have pieces."""
-        divided = self.placed.divided_states
-        pieces = {id(state) for states in divided.values() for state in states}
+        divided = self.placed.divided_variables
+        pieces = {id(state) for variable in divided for state in variable.states}
         dense = [state for states in self.dense.values() for state in states]
-        wholes = [v.whole for layer in self.placed.divided for v in layer.variables]
-        return [*wholes, *(state.variable for state in dense if id(state) not in pieces)]
+        others = [state.variable for state in dense if id(state) not in pieces]
+        return [*(variable.whole for variable in divided), *others]
 
     def states_of(self, optimizer: base.Optimizer) -> list[base.VariableState]:
         """Of what one of the optimizers trains, or of its pieces."""

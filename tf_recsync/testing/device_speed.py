@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_recsync import ops
 from tf_recsync.strategies.fit_strategy import FitStrategy
-from tf_recsync.testing.limits import chosen_devices, device_name, set_limit
+from tf_recsync.testing.limits import chosen_devices, set_limit
 
 
 def set_device_speed(
@@ -100,11 +100,9 @@ def device_use(strategy: FitStrategy, job: str) -> list[Use]:
     print([b.compute_seconds - a.compute_seconds for a, b in zip(before, after)])
     ```
     """
-    chosen_devices(strategy, ("worker", "ps"), job, None)
-    number = strategy.cluster.workers if job == "worker" else strategy.cluster.ps
     found = []
-    for server in range(number):
-        with strategy._guard.watched(), tf.device(device_name(job, server)):
+    for device in chosen_devices(strategy, ("worker", "ps"), job, None):
+        with strategy._guard.watched(), tf.device(device):
             amounts, seconds = ops.reserved()
             (flop, bytes_), (computing, passing) = amounts.numpy(), seconds.numpy()
         found.append(Use(int(flop), float(computing), int(bytes_), float(passing)))

@@ -5,12 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from tf_recsync.cluster import device_of
 from tf_recsync.strategies.fit_strategy import FitStrategy
-
-
-def device_name(job: str, server: int) -> str:
-    """The device of a server, as graphs name it."""
-    return f"/job:{job}/replica:0/task:{server}/device:CPU:0"
 
 
 def chosen_devices(
@@ -33,7 +29,7 @@ def chosen_devices(
     for server in chosen:
         if not isinstance(server, int) or isinstance(server, bool) or not 0 <= server < number:
             raise ValueError(f"servers must be from 0 to {number - 1}, not {server!r}")
-    return [device_name(job, server) for server in chosen]
+    return [f"{device_of(job, server)}/device:CPU:0" for server in chosen]
 
 
 def set_limit(
