@@ -43,8 +43,10 @@ class Clusters:
             self._cluster = recsync.LocalCluster(**{"start_timeout": 200.0, **arguments})
             self._arguments = arguments
             self._cluster.connect(timeout=200.0)
-        elif self._cluster.log_dir is not None and _start_again(self._cluster):
-            self._strategy = None  # It has variables on the servers.
+        elif self._cluster.log_dir is not None:
+            if _start_again(self._cluster):
+                self._strategy = None  # It has variables on the servers.
+            self._cluster.connect(timeout=200.0)  # Waits until parameter servers can be used.
         return self._cluster
 
     def strategy(self, workers: int, ps: int) -> recsync.AsyncStrategy:

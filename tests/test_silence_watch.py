@@ -129,6 +129,51 @@ def test_what_was_expected_ends_by_itself(watch, played):
     assert wait_until(lambda: wait not in watch._waits, 20)
 
 
+def test_who_begins_anew_waits_until_all_have_given_up(watch, played):
+    begun, go_on, settled, gave_up = threading.Event(), threading.Event(), threading.Event(), []
+
+    def cuts_off(server, seconds):
+        begun.set()
+        assert go_on.wait(60)
+        gave_up.append(server)
+
+    def settle():
+        watch.settle()
+        settled.set()
+
+    played.is_silent = True
+    waits = [Wait(lambda: [PS], cuts_off, 0.1) for _ in range(2)]
+    for wait in waits:
+        watch.begin(wait)
+    assert begun.wait(60)
+    settling = threading.Thread(target=settle)
+    settling.start()
+    assert not settled.wait(0.2)
+    go_on.set()
+    settling.join(60)
+    assert settled.is_set()
+    assert gave_up
+    for wait in waits:
+        watch.end(wait)
+
+
+def test_who_has_ended_meanwhile_gives_up_nobody(watch, played):
+    ended = []
+
+    def end_the_other(server, seconds):
+        for wait in waits:
+            watch.end(wait)
+        ended.append(server)
+
+    played.is_silent = True
+    waits = [Wait(lambda: [PS], end_the_other, 0.1) for _ in range(2)]
+    for wait in waits:
+        watch.begin(wait)
+    assert wait_until(lambda: ended, 60)
+    time.sleep(0.2)
+    assert ended == [PS]
+
+
 def test_nobody_is_asked_when_nobody_waits(watch, played):
     wait = waiting(0.1, [])
     watch.begin(wait)

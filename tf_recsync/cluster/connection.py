@@ -259,6 +259,7 @@ class Cluster:
         After a connection has broken, gRPC lets calls fail for a second and more before it
         connects again.
         """
+        self.watch.settle()  # It may be cutting off one that was silent and answers by now.
         missing = range(self.ps)
         while True:
             probes = {index: self.probe("ps", index) for index in missing}

@@ -78,6 +78,7 @@ class SilenceWatch:
         # Guarded by _changed.
         self._waits: set[Wait] = set()
         self._thread: threading.Thread | None = None
+        self._giving_up = threading.Lock()  # Held while somebody is told of one that is silent.
         # The thread's own.
         self._probes: dict[Server, Probe] = {}
         self._silent: dict[Server, float] = {}  # For how long, in seconds.
@@ -101,6 +102,16 @@ class SilenceWatch:
         """Watches no longer for somebody."""
         with self._changed:
             self._waits.discard(wait)
+
+    def settle(self) -> None:
+        """Waits until nobody is being told of a server that has been silent.
+
+        Whoever waits for a server gives it up by itself, one after the other. The first error may
+        end what all of them did, and the last of them cuts connections when the server answers
+        again: who begins something new waits for that before.
+        """
+        with self._giving_up:
+            pass
 
     def _run(self) -> None:
         last = time.monotonic()
@@ -166,10 +177,14 @@ class SilenceWatch:
             self._probes[server] = self._probe(server)
         self._membership.suspected(server)
         self._silent[server] = silent = self._silent.get(server, 0.0) + passed
-        for wait in waits:
-            if silent - self._given_up.get((wait, server), 0.0) >= wait.limit:
-                self._given_up[wait, server] = silent
-                _or_logged(functools.partial(wait.give_up, server, silent))
+        with self._giving_up:
+            for wait in waits:
+                with self._changed:
+                    is_waiting = wait in self._waits
+                given_up = self._given_up.get((wait, server), 0.0)
+                if is_waiting and silent - given_up >= wait.limit:
+                    self._given_up[wait, server] = silent
+                    _or_logged(functools.partial(wait.give_up, server, silent))
 
 
 def _or_logged(action: Callable[[], Any]) -> Any:

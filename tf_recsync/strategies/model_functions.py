@@ -325,8 +325,6 @@ class Steps:
                 iterator = data.iterator(job, slot.number, slots, taken)
             private = private_values(slot)
             state = self._open(slot.index, iterator, private, slot.state, self._owner_of(slot))
-            # Once: if it could not be opened before, the state of earlier may still be read.
-            self._merger.keep(slot.number)
             slot.state = state  # From now on it is closed, whatever happens.
             # Has the servers build their parts of the graph, without taking a step, and shows
             # whether the worker has all functions.
@@ -570,8 +568,7 @@ class Steps:
                 values = state.read(self._reader, metrics, slot.device)
             except tf.errors.OpError:
                 continue  # Its thread finds out that the worker is lost.
-            if slot.state is state:  # Else its thread has kept them.
-                self._merger.update(slot.number, values)
+            self._merger.update(slot.number, state, values)
         self._merger.assign()
         self._logs = self._step_logs.results()
         self._refreshed = time.monotonic()

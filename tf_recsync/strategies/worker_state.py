@@ -181,21 +181,21 @@ class MetricsMerger:
     def __init__(self, variables: list[keras.Variable]):
         self._variables = variables
         self._initial = [np.asarray(v._value.read_value()) for v in variables]
-        self._current: dict[int, list[np.ndarray]] = {}
-        self._kept: list[list[np.ndarray]] = []
+        self._parts: dict[tuple[int, WorkerState], list[np.ndarray]] = {}
 
-    def update(self, worker: int, values: list[np.ndarray]) -> None:
-        """Sets what a worker has accumulated."""
-        self._current[worker] = values
+    def update(self, worker: int, state: WorkerState, values: list[np.ndarray]) -> None:
+        """Sets what a worker has accumulated in a state; in one of earlier it was something else.
 
-    def keep(self, worker: int) -> None:
-        """Keeps what was last known of a worker that starts anew."""
-        if worker in self._current:
-            self._kept.append(self._current.pop(worker))
+        Args:
+            worker: its number; that of a thread, if it has several.
+            state: where it accumulates since it started, or started anew.
+            values: what was read of the state, one for each variable.
+        """
+        self._parts[worker, state] = values
 
     def merged(self) -> list[np.ndarray]:
         """The merged values, one for each variable."""
-        parts = [*self._kept, *(self._current[w] for w in sorted(self._current))]
+        parts = [self._parts[key] for key in sorted(self._parts, key=lambda key: key[0])]
         merged = []
         for i, (variable, initial) in enumerate(zip(self._variables, self._initial, strict=True)):
             values = [part[i] for part in parts]
