@@ -1,13 +1,17 @@
 """Training begins with the workers that are up, and takes in each of the others when it is."""
 
+import contextlib
+import json
 import logging
 
 import keras
 import pytest
 import tensorflow as tf
 from helpers import AtBatch, compiled, mean_output, slope_model, wait_until
+from started_servers import Server
 
 import tf_recsync as recsync
+from tf_recsync.cluster import local_cluster
 
 WORKERS = 4
 
@@ -69,6 +73,46 @@ def test_workers_join_one_by_one(cluster, name, caplog):
     model.fit(ones(), steps_per_epoch=100_000, callbacks=then, verbose=0)
     assert strategy.losses(model).workers == 3
     assert "worker:3 is not up yet; the others begin without it" in caplog.text
+
+
+def test_those_of_tf_config_join_when_they_are_started(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "absl")
+    with contextlib.ExitStack() as stack:
+        worker0, worker1, ps0 = (
+            f"127.0.0.1:{stack.enter_context(local_cluster._reserve_port()).getsockname()[1]}"
+            for _ in range(3)
+        )
+        # A process has one address for good, that of its local clusters.
+        servers = {"chief": [local_cluster._reserve_chief_address()]}
+        servers |= {"worker": [worker0, worker1], "ps": [ps0]}
+
+        def start(job, index):
+            return stack.enter_context(Server(tmp_path, servers, job, index))
+
+        for server in (start("worker", 0), start("ps", 0)):
+            assert server.says("listening on")
+        task = {"type": "chief", "index": 0}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": servers, "task": task}))
+        with recsync.cluster_from_tf_config() as cluster:
+            with pytest.raises(RuntimeError, match=r"not up within timeout=0.1 s: worker:1"):
+                cluster.connect(0.1, min_workers=2)
+            cluster.connect(0.1, min_workers=1)
+            strategy = recsync.AsyncStrategy(cluster)
+            model = compiled(
+                strategy, slope_model, lambda: recsync.optimizers.SGD(1.0), mean_output
+            )
+            recsync.testing.set_compute_time(strategy, 0.02)
+
+            def join():
+                assert strategy.worker_steps(model)[1] == 0
+                start("worker", 1)
+                assert wait_until(lambda: strategy.worker_steps(model)[1], 120), caplog.text
+                model.stop_training = True
+
+            model.fit(ones(), steps_per_epoch=100_000, callbacks=[AtBatch(3, join)], verbose=0)
+            assert "worker:1 is back and takes part again" in caplog.text
+            # Each step of either worker takes 1 off the slope.
+            assert model.get_weights()[0] == -sum(strategy.worker_steps(model))
 
 
 def test_min_workers_is_a_number_of_workers_of_the_cluster(cluster):

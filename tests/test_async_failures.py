@@ -453,3 +453,35 @@ def test_training_fails_when_a_parameter_server_is_lost(clusters, mortal):
         long_fit(mortal, 200, 0.05, [AtBatch(10, kill)])
     assert time.monotonic() - killed[0] < 30
     clusters.close()
+
+
+# What a callback raises.
+
+STRATEGIES = {
+    "async": recsync.AsyncStrategy,
+    "GBA": lambda cluster: recsync.GBAStrategy(cluster, 2, 1),
+    "ShadowSync": lambda cluster: recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3)),
+    "Hop": lambda cluster: recsync.HopStrategy(cluster, recsync.topology.ring(2)),
+}
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_workers_stop_when_a_callback_raises_though_the_traceback_is_kept(clusters, kind):
+    strategy = STRATEGIES[kind](clusters.get(workers=2, ps=2))
+    model = compiled(strategy, slope_model, lambda: SGD(1.0), mean_output)
+
+    def fail():
+        raise KeyError("as of a user's mistake")
+
+    ones = np.ones((2048, 1))  # For 20 seconds, and longer on a busy machine.
+    with compute_time(strategy, 0.02), pytest.raises(KeyError) as kept:
+        model.fit(ones, ones, 1, callbacks=[AtBatch(5, fail)], verbose=0)
+
+    def at_work():
+        names = (thread.name for thread in threading.enumerate())
+        return [n for n in names if n.startswith(("recsync_worker_", "recsync_hop_"))]
+
+    # What synchronizes workers beside their steps, too.
+    assert wait_until(lambda: not at_work(), 60.0), at_work()
+    assert sum(strategy.worker_steps(model)) < 1000
+    assert kept.traceback  # As a notebook does.

@@ -33,7 +33,6 @@ from helpers import (
     state_of,
     steps_of,
     sums,
-    wait_until,
 )
 
 import tf_recsync as recsync
@@ -479,21 +478,6 @@ def test_the_training_report_puts_speed_and_staleness_into_logs_and_tensorboard(
     assert all(speed <= 2 / 0.02 for speed in history[speeds[0]])
     # Per epoch, each of the same number of updates; together the total.
     assert np.mean(history["staleness"]) == pytest.approx(two.staleness(model).dense.mean)
-
-
-def test_workers_stop_when_a_callback_raises_though_the_traceback_is_kept(two):
-    model = compiled(two, slope_model, lambda: SGD(1.0), mean_output)
-
-    def fail():
-        raise KeyError("as of a user's mistake")
-
-    ones = np.ones((2048, 1))  # For 20 seconds.
-    with compute_time(two, 0.02), pytest.raises(KeyError) as kept:
-        model.fit(ones, ones, 1, callbacks=[AtBatch(5, fail)], verbose=0)
-    run = model.train_function._run
-    assert wait_until(lambda: not run.is_open, 5.0)
-    assert steps_of(model) < 500
-    assert kept.traceback  # As a notebook does.
 
 
 def test_stopping_in_mid_epoch_ends_fit_soon_and_the_next_fit_works(two):

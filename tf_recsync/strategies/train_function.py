@@ -395,8 +395,9 @@ class TrainFunction(Steps):
 
     def _all_done(self, run: WorkerRun) -> None:
         """No thread of a worker is at work any more."""
-        # Keras calls nobody if it was stopped within an epoch.
-        if not self._should_stop() or run is not self._run or self._settings.cluster.is_closed:
+        # Keras calls nobody if it was stopped within an epoch, or a callback has raised an error.
+        is_left = self._should_stop() or (self.synchronizer is not None and run.is_left)
+        if not is_left or run is not self._run or self._settings.cluster.is_closed:
             return
         try:
             self._flush()

@@ -206,6 +206,12 @@ class WorkerRun:
             return self._live > 0
 
     @property
+    def is_left(self) -> bool:
+        """Whether it ends before its data, and not because of an error of its own."""
+        with self._changed:
+            return self._error is None and self._shall_end()
+
+    @property
     def completed(self) -> int:
         """Steps finished so far, as far as known."""
         with self._changed:
