@@ -202,40 +202,41 @@ void RendezvousMgr::Ask(const Rendezvous::ParsedKey& parsed,
     // Looking a name up may take long, which gRPC's threads must not.
     env_->env->SchedClosure(
         [this, worker, incarnation, address = call->tensor()] {
-          std::string problem = ConnectToAddress(incarnation, worker, address);
-          if (problem.empty()) return;
+          const Result begun = ConnectToAddress(incarnation, worker, address);
+          if (begun.ok()) return;
           LOG(WARNING) << "Tensors of " << worker
-                       << " go through gRPC: " << problem;
+                       << " go through gRPC: " << begun.error();
         });
   });
 }
 
-std::string RendezvousMgr::ConnectToAddress(uint64_t incarnation,
-                                            const std::string& worker,
-                                            const Tensor& address) {
+Result RendezvousMgr::ConnectToAddress(uint64_t incarnation,
+                                       const std::string& worker,
+                                       const Tensor& address) {
   // The version comes first in all versions.
   if (address.dtype() != tensorflow::DT_STRING || address.NumElements() < 1) {
-    return "what it tells is no address";
+    return Result::Error("what it tells is no address");
   }
   const auto parts = address.flat<tsl::tstring>();
   const std::string version(parts(0));
   if (version != std::to_string(kTransportVersion)) {
-    return "it has version \"" + absl::CHexEscape(version.substr(0, 32)) +
-           "\" of the transport, not " + std::to_string(kTransportVersion);
+    return Result::Error("it has version \"",
+                         absl::CHexEscape(version.substr(0, 32)),
+                         "\" of the transport, not ", kTransportVersion);
   }
   int port = 0;
   if (parts.size() != kAddressParts ||
       !absl::SimpleAtoi(absl::string_view(parts(2)), &port) || port < 1 ||
       port > 65535) {
-    return "what it tells is no address";
+    return Result::Error("what it tells is no address");
   }
   const std::string host(parts(1));
   std::string error;
   auto addresses = ResolveHost(host, &error);
-  if (addresses.empty()) return error;
+  if (addresses.empty()) return Result::Error(error);
   ConnectTo(incarnation, worker, std::move(addresses), port,
             std::string(parts(3)));
-  return "";
+  return Result::Ok();
 }
 
 void RendezvousMgr::Forget(uint64_t incarnation) {

@@ -20,6 +20,7 @@
 
 #include "cc/engine/message_loop.h"
 #include "cc/engine/mutex.h"
+#include "cc/engine/result.h"
 #include "cc/transport/tensor_client.h"
 #include "cc/transport/tensor_server.h"
 #include "tensorflow/core/distributed_runtime/base_rendezvous_mgr.h"
@@ -58,10 +59,10 @@ class RendezvousMgr : public tensorflow::BaseRendezvousMgr {
 
   void Ask(const tensorflow::Rendezvous::ParsedKey& parsed,
            const std::string& worker, tensorflow::WorkerSession* session);
-  // Returns what is wrong with what a server has told, empty if nothing is. May
-  // block.
-  std::string ConnectToAddress(uint64_t incarnation, const std::string& worker,
-                               const tensorflow::Tensor& address)
+  // Begins to connect to what a server has told, unless something is wrong with
+  // that. May block.
+  Result ConnectToAddress(uint64_t incarnation, const std::string& worker,
+                          const tensorflow::Tensor& address)
       ABSL_LOCKS_EXCLUDED(mu_);
   void Forget(uint64_t incarnation) ABSL_LOCKS_EXCLUDED(mu_);
   // Tries one of a server's addresses after the other, from the first on.
