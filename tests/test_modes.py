@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import compute_time
+from helpers import compiled, compute_time, mean_output, slope_model
 from mode_models import (
     LOCAL,
     Batches,
@@ -280,6 +280,20 @@ def test_what_does_not_fill_a_global_batch_can_be_left_out(one):
     check_is_one_process(ledger_model, lambda: Adagrad(0.1), batches, [whole] * 2, 3, weights)
     report = strategy.aggregation(model)
     assert (report.global_step, report.left_over) == (4, 2 * 2 * 2)  # On two servers.
+
+
+def test_a_last_batch_of_fewer_examples_counts_as_a_whole_one(one):
+    strategy = MODES["sync"](one, 3)
+    model = compiled(strategy, slope_model, lambda: SGD(0.5), mean_output)
+    inputs = np.random.default_rng(2).normal(size=(5 * LOCAL - 1, 1)).astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices((inputs, np.zeros_like(inputs))).batch(LOCAL)
+    model.fit(data, verbose=0)
+    # The gradient of each batch is the mean of its inputs, and a global batch has three.
+    means = [inputs[i : i + LOCAL].mean() for i in range(0, len(inputs), LOCAL)]
+    assert len(means) == 5
+    np.testing.assert_allclose(model.get_weights()[0], [[-0.5 * sum(means) / 3]], rtol=1e-5)
+    report = strategy.aggregation(model)
+    assert (report.global_step, report.left_over) == (2, 0)
 
 
 def test_another_fate_of_the_last_global_batch_is_refused():

@@ -147,7 +147,10 @@ class Sync(_GlobalBatches):
         local_batch_size: as in `ModeConfig`.
         last_global_batch: what becomes of the batches at the end of an epoch that do not fill a
             global batch. "weigh" (the default): they are applied at their share of it. "drop":
-            they are left out.
+            they are left out. The share is that of the batches, not of the examples: each
+            batch pushes the mean gradient of its own examples, and all pushes count alike, so
+            that a last batch of fewer examples counts as much as a whole one.
+            `dataset.batch(n, drop_remainder=True)` leaves it out.
 
     Raises:
         ValueError: if an argument is wrong, or the sizes do not fit together.
