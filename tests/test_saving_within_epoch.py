@@ -10,10 +10,16 @@ import tensorflow as tf
 
 import tf_recsync as recsync
 
-WORKERS, PS = 3, 2
+WORKERS, PS = 3, 4
 BATCH, BATCHES = 4, 36
 ROWS = 6
-ASYNC, COPIES = ["async", "bounded", "sync", "backup", "gba"], ["shadow", "all-reduce", "hop"]
+ASYNC = ["async", "bounded", "sync", "backup", "gba"]
+COPIES = ["shadow", "all-reduce", "hop", "groups"]
+# Of what is saved: all in each way that workers train in, and each other form of file once.
+SAVED = [
+    *((name, form) for name in ASYNC for form in ("weights.h5", "checkpoint")),
+    *(("gba", form) for form in ("keras", "ModelCheckpoint")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +45,9 @@ def make_strategy(name, cluster):
         ),
         "hop": lambda: recsync.HopStrategy(
             cluster, recsync.topology.ring(WORKERS), max_iteration_gap=2, check_invariants=True
+        ),
+        "groups": lambda: recsync.HierarchicalStrategy(
+            cluster, recsync.EASGD(0.3), groups=WORKERS, trainers_per_group=1, ps_per_group=1
         ),
     }
     return make[name]()
@@ -99,10 +108,10 @@ class Every(keras.callbacks.Callback):
             yield np.tile(np.arange(ROWS), (BATCH, 1)), np.zeros((BATCH, 1))
 
 
-def fit(model, strategy, look):
+def fit(model, strategy, look, *before):
     recsync.testing.set_compute_time(strategy, 0.03)
     callback = Every(look)
-    model.fit(callback.dataset(), verbose=0, callbacks=[callback])
+    model.fit(callback.dataset(), verbose=0, callbacks=[*before, callback])
     assert sum(strategy.worker_steps(model)) == BATCHES
 
 
@@ -119,32 +128,40 @@ def updates_of(model) -> set[tuple[int, bool]]:
     return found
 
 
-@pytest.mark.parametrize("form", ["weights", "checkpoint"])
-@pytest.mark.parametrize("name", ASYNC)
+@pytest.mark.parametrize(("name", "form"), SAVED)
 def test_all_in_a_file_is_of_as_many_updates(name, form, cluster, tmp_path):
     strategy = make_strategy(name, cluster)
     with strategy.scope():
         model = make_model(shards=2)
-    paths = []
+    paths, callbacks = [], []
 
     def save(model):
-        path = str(tmp_path / f"{len(paths)}.weights.h5")
-        if form == "weights":
-            model.save_weights(path)
-        else:
+        path = str(tmp_path / f"{len(paths)}.{form}")
+        if form == "checkpoint":
             tf.train.Checkpoint(model=model).write(path)
+        elif form == "weights.h5":
+            model.save_weights(path)
+        elif form == "keras":
+            model.save(path)
+        else:
+            path = str(tmp_path / f"{4 * len(paths) + 4}.weights.h5")
         paths.append(path)
 
-    fit(model, strategy, save)
+    if form == "ModelCheckpoint":
+        path = str(tmp_path / "{batch}.weights.h5")
+        callbacks.append(keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=4))
+    fit(model, strategy, save, *callbacks)
     restored = make_model()
     counts = []
     for path in paths:
-        if form == "weights":
-            restored.load_weights(path)
-        else:
+        if form == "checkpoint":
             tf.train.Checkpoint(model=restored).read(path).assert_consumed()
+        else:
+            restored.load_weights(path)
         ((count, is_consistent),) = updates_of(restored)
         assert is_consistent
+        # The global step, too, though a callback that only looks at it stops nobody.
+        assert count == int(restored.optimizer.iterations)
         counts.append(count)
     assert len(counts) == BATCHES // 4
     assert counts == sorted(counts)
@@ -155,7 +172,7 @@ def test_all_in_a_file_is_of_as_many_updates(name, form, cluster, tmp_path):
 def test_copies_stand_still_while_they_are_read_and_go_on_after(name, cluster):
     strategy = make_strategy(name, cluster)
     with strategy.scope():
-        model = make_model(shards=0 if name == "hop" else 1)
+        model = make_model(shards=0 if name in ("hop", "groups") else 1)
     seen = []
 
     def read_twice(model):
