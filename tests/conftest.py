@@ -25,7 +25,7 @@ _FIRST = (
     *("test_examples", "test_hop_examples", "test_readers", "test_data_wait", "test_cluster"),
     *("test_hierarchical_strategy", "test_placement_of_operators"),
     *("test_shadow_strategy", "test_preprocessing_layers", "test_saving_within_epoch"),
-    "test_shadow_failures",
+    *("test_copies", "test_shadow_failures"),
     *("test_modes", "test_mode_failures"),
     *("test_mode_inputs", "test_lost_between_epochs", "test_hop_failures"),
     *("test_hop_strategy", "test_hop_slow_workers", "test_hop_tables", "test_hop_retries"),

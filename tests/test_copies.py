@@ -1,10 +1,44 @@
 """Workers' copies of variables, and what users see of them."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
+from helpers import compiled, mean_output, slope_model
 
+import tf_recsync as recsync
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.copies import CopiedVariable, Copies
+from tf_recsync.synchronization.remote_values import at
+
+# What `Group.holders` is in each case: the workers, or the servers of their groups.
+STRATEGIES = {
+    "Hop": ("worker", lambda c: recsync.HopStrategy(c, recsync.topology.ring(3))),
+    "ShadowSync": ("worker", lambda c: recsync.ShadowSyncStrategy(c, recsync.EASGD(0.3))),
+    "groups": (
+        "ps",
+        lambda c: recsync.HierarchicalStrategy(
+            c, recsync.EASGD(0.3), groups=3, trainers_per_group=1, ps_per_group=1
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_copies_are_on_the_processors_of_those_who_hold_them(clusters, kind):
+    """Where a server has an accelerator, too: the ops that exchange them run nowhere else."""
+    cluster = clusters.get(workers=3, ps=4)
+    job, make = STRATEGIES[kind]
+    strategy = make(cluster)
+    model = compiled(strategy, slope_model, lambda: recsync.optimizers.SGD(0.1), mean_output)
+    ones = np.ones((6, 1), np.float32)
+    model.fit(ones, ones, 1, verbose=0)
+    copies = model.train_function.synchronizer.copies
+    for group in range(3):
+        device = f"/job:{job}/replica:0/task:{group}/device:CPU:0"
+        assert {handle.device for handle in copies.handles(group)} == {device}
+    # A server without an accelerator puts all on its processor: what is asked for is this.
+    with tf.Graph().as_default(), at(cluster, 2, job):
+        assert tf.no_op().device == f"/job:{job}/replica:0/task:2/device:CPU:0"
 
 
 def test_what_is_no_number_is_not_taken_for_an_assignment():
