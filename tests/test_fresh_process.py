@@ -31,6 +31,7 @@ def error_of(call, *arguments):
 
 
 made_before = tf.Variable(1.0, name="made_before")
+iterator_before = iter(tf.data.Dataset.range(3))
 print("names:", error_of(recsync.use_final_device_names), flush=True)
 
 
@@ -162,9 +163,9 @@ def test_connecting_ends_in_time_when_a_server_stands_still_and_can_be_done_agai
     assert "connecting succeeded" in done, done[-2000:]
 
 
-def test_variables_from_before_the_first_connection_are_named(done):
+def test_variables_and_iterators_from_before_the_first_connection_are_named(done):
     (line,) = [line for line in done.splitlines() if "can't be used from now on" in line]
-    assert "names: made_before. Make the strategy first" in line
+    assert "names: made_before and an iterator of a dataset. Make the strategy first" in line
 
 
 def test_a_closed_cluster_says_so_and_can_go_while_a_generator_still_makes_data(done):
