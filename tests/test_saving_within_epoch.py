@@ -15,6 +15,7 @@ BATCH, BATCHES = 4, 36
 ROWS = 6
 ASYNC = ["async", "bounded", "sync", "backup", "gba"]
 COPIES = ["shadow", "all-reduce", "hop", "groups"]
+SHARDS = {"hop": 0, "groups": 0}  # Where there is no server for collections' tables alone.
 # Of what is saved: all in each way that workers train in, and each other form of file once.
 SAVED = [
     *((name, form) for name in ASYNC for form in ("weights.h5", "checkpoint")),
@@ -47,7 +48,12 @@ def make_strategy(name, cluster):
             cluster, recsync.topology.ring(WORKERS), max_iteration_gap=2, check_invariants=True
         ),
         "groups": lambda: recsync.HierarchicalStrategy(
-            cluster, recsync.EASGD(0.3), groups=WORKERS, trainers_per_group=1, ps_per_group=1
+            cluster,
+            recsync.EASGD(0.3),
+            groups=WORKERS,
+            trainers_per_group=1,
+            ps_per_group=1,
+            output="mean",
         ),
     }
     return make[name]()
@@ -172,7 +178,7 @@ def test_all_in_a_file_is_of_as_many_updates(name, form, cluster, tmp_path):
 def test_copies_stand_still_while_they_are_read_and_go_on_after(name, cluster):
     strategy = make_strategy(name, cluster)
     with strategy.scope():
-        model = make_model(shards=0 if name in ("hop", "groups") else 1)
+        model = make_model(SHARDS.get(name, 1))
     seen = []
 
     def read_twice(model):
@@ -192,7 +198,7 @@ def test_copies_stand_still_while_they_are_read_and_go_on_after(name, cluster):
 def test_copies_are_read_as_they_are_in_each_epoch_of_a_pass(name, cluster):
     strategy = make_strategy(name, cluster)
     with strategy.scope():
-        model = make_model(shards=0 if name == "hop" else 1)
+        model = make_model(SHARDS.get(name, 1))
     seen = []
 
     class Read(keras.callbacks.Callback):
