@@ -83,7 +83,7 @@ def serve_local(
 
 
 def start_cluster(
-    rounds: common.Rounds, workers: int, ps: int, transport: str = "grpc"
+    rounds: common.Rounds, workers: int, ps: int, transport: str = "recsync"
 ) -> recsync.LocalCluster:
     """Starts a system's servers, whose processor time then counts as the system's."""
     cluster = recsync.LocalCluster(workers=workers, ps=ps, transport=transport)

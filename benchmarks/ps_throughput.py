@@ -148,7 +148,7 @@ def run_keras_3(rounds: common.Rounds) -> None:
     import keras
     import tensorflow as tf
 
-    strategy = stock_strategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps))
+    strategy = stock_strategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps, "grpc"))
     data = click_models.make_data(rounds.batch_size)
     with strategy.scope():
         model = click_models.build_stock(data.spec)
@@ -182,7 +182,7 @@ def run_legacy_keras(rounds: common.Rounds) -> None:
         ) from None
     import click_models
 
-    strategy = stock_strategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps))
+    strategy = stock_strategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps, "grpc"))
     data = click_models.make_data(rounds.batch_size)
     creator = tf_keras.utils.experimental.DatasetCreator(
         lambda context: click_models.in_memory(data.train(rounds.batch_size))
@@ -240,7 +240,7 @@ def run_expert(rounds: common.Rounds, pack_dense: bool = False) -> None:
     import click_models
     import tensorflow as tf
 
-    strategy = stock_strategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps))
+    strategy = stock_strategy(click_models.start_cluster(rounds, FLAGS.workers, FLAGS.ps, "grpc"))
     data = click_models.make_data(rounds.batch_size)
     model = click_models.MergedModel(
         data.spec,

@@ -63,8 +63,8 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_enum(
     "transport",
-    "grpc",
-    ["grpc", "recsync"],
+    "recsync",
+    ["recsync", "grpc"],
     "How servers of the local cluster fetch tensors from each other; see docs/cluster.md.",
 )
 flags.DEFINE_integer("batch_size", 128, "Examples per step of a worker.", lower_bound=1)

@@ -104,7 +104,7 @@ class LocalCluster(connection.Cluster):
             at the same time, and at least 1. Not for servers in this process.
           transport: How servers fetch tensors from each other: "recsync", over connections
             of this package, which cost less processor time, or "grpc", by TensorFlow's
-            calls; see docs/cluster.md. Default "grpc".
+            calls; see docs/cluster.md. Default "recsync".
           start_timeout: Seconds to wait for the servers to be ready; default 60.
           log_dir: Folder for the output of the servers' processes, a file `job-index.log`
             each, named after a process's first server; made if missing, and kept. Default

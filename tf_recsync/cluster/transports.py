@@ -8,7 +8,7 @@ import pathlib
 RECSYNC = "recsync"
 GRPC = "grpc"
 TRANSPORTS = (RECSYNC, GRPC)
-DEFAULT = GRPC
+DEFAULT = RECSYNC
 
 _LIBRARY = pathlib.Path(__file__).resolve().parent.parent / "_recsync_transport.so"
 _PROTOCOLS = {RECSYNC: "grpc+recsync", GRPC: "grpc"}

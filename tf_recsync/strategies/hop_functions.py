@@ -19,12 +19,12 @@ from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.strategies.worker_functions import Repeated
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.copies import Copies, is_copied
-from tf_recsync.synchronization.group_variables import OnCopies
 from tf_recsync.synchronization.hop import HopSynchronizer
 from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Layout, Step
+from tf_recsync.synchronization.remote_functions import RemoteFunction
 from tf_recsync.synchronization.remote_values import packed
 
 
@@ -166,7 +166,7 @@ def _trace(
 
     def of_state(concrete: Callable, before: int) -> Callable:
         """Takes an iterator, so many arguments besides, and the `inputs` of a worker's state."""
-        function = OnCopies(concrete, before + 5, replaced)
+        function = RemoteFunction(concrete, before + 5, replaced)
 
         def call(iterator, *arguments):
             own, (worker, began, count, _, *rest) = arguments[:before], arguments[before:]

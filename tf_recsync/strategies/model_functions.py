@@ -32,6 +32,7 @@ from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout, is_seed
+from tf_recsync.synchronization.remote_functions import RemoteFunction
 from tf_recsync.synchronization.remote_values import PackedReader
 
 _READS_PER_SECOND = 10  # Of workers' metrics, at most: each costs this process milliseconds.
@@ -544,14 +545,16 @@ class Steps:
         )
         specs = worker_functions.worker_specs(layout, element_spec)
         loop = worker_functions.trace_loop(body, specs, self.call_limit, self._teller_of(layout))
+        # The iterator and what `WorkerState.inputs` has, and before that, how often.
+        arguments, replaced = 5 + len(layout.private), self._replaced(layout)
         return worker_functions.Repeated(
-            self._on_copies(body, layout), self._on_copies(loop, layout, is_loop=True)
+            RemoteFunction(body, arguments, replaced), RemoteFunction(loop, 1 + arguments, replaced)
         )
 
-    def _on_copies(self, concrete: Callable, layout: Layout, is_loop: bool = False) -> Callable:
-        """A traced function as workers call it, with the copies that their states give it."""
-        del layout, is_loop
-        return concrete
+    def _replaced(self, layout: Layout) -> list[tf.Tensor]:
+        """The handles for which workers' states have others, after the inputs of all states."""
+        del layout
+        return []
 
     def _aggregation_of(self, layout: Layout) -> Aggregation | None:
         """What collects the pushes of the model's steps; None where nothing does."""

@@ -18,6 +18,7 @@ from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.pull_push import Layout
+from tf_recsync.synchronization.remote_functions import RemoteFunction
 
 
 class PredictFunction:
@@ -57,7 +58,8 @@ class PredictFunction:
         if key != self._key:
             layout = self._variables.layout()
             with links.limited(bandwidths):
-                function = worker_functions.trace_predict(self._model, layout, element_spec)
+                traced = worker_functions.trace_predict(self._model, layout, element_spec)
+            function = RemoteFunction(traced, 5 + len(layout.private))
             self._key, self._traced = key, (function, layout)
         return self._traced
 

@@ -27,7 +27,7 @@ from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.copies import Copies, is_copied
-from tf_recsync.synchronization.group_variables import GroupVariables, OnCopies
+from tf_recsync.synchronization.group_variables import GroupVariables
 from tf_recsync.synchronization.pull_push import Layout
 from tf_recsync.synchronization.synchronizer import Synchronizer
 
@@ -141,15 +141,15 @@ class TrainFunction(Steps):
             )
         return self.aggregations.get(group.index)
 
-    def _on_copies(self, concrete: Callable, layout: Layout, is_loop: bool = False) -> Callable:
+    def _replaced(self, layout: Layout) -> list[tf.Tensor]:
         copies = self._copies()
         if copies is None:
-            return concrete
-        # As `_State.inputs` has them, the iterator included.
+            return []
+        # As `_State.inputs` has them.
         replaced = [variable.handle for variable in copies.variables]
         if layout.group.index in self.aggregations:
             replaced += self.aggregations[layout.group.index].handles
-        return OnCopies(concrete, 5 + is_loop + len(layout.private), replaced)
+        return replaced
 
     def _lengths(self, iterator: DistributedIterator) -> set[int]:
         lengths = super()._lengths(iterator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.copies import Copies, device_for, is_copied
+from tf_recsync.synchronization.remote_functions import RemoteFunction
 
 
 class GroupVariables:
@@ -44,29 +45,6 @@ class GroupVariables:
         """Has a concrete function without arguments use the group's variables."""
         if self._copies is None:
             return concrete
-        function = OnCopies(concrete, 0, [variable.handle for variable in self._copies.variables])
+        replaced = [variable.handle for variable in self._copies.variables]
+        function = RemoteFunction(concrete, 0, replaced)
         return lambda: function(*self._copies.handles(self.group.index))
-
-
-class OnCopies:
-    """A function of variables and other resources, called with others in their place.
-
-    Args:
-        concrete: a concrete function of tensors or an iterator and tensors.
-        arguments: how many there are.
-        replaced: the handles whose replacements come after the arguments.
-    """
-
-    def __init__(self, concrete: Callable, arguments: int, replaced: Sequence[tf.Tensor]):
-        self._concrete = concrete
-        self._arguments = arguments
-        place = {id(handle): i for i, handle in enumerate(replaced)}
-        self._captures = [
-            (place.get(id(captured)), captured) for captured in concrete.captured_inputs
-        ]
-
-    def __call__(self, *all_arguments) -> Any:
-        arguments = all_arguments[: self._arguments]
-        replacements = all_arguments[self._arguments :]
-        captured = [c if i is None else replacements[i] for i, c in self._captures]
-        return self._concrete._call_flat(tf.nest.flatten(arguments, True), captured)

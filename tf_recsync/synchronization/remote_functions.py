@@ -1,0 +1,47 @@
+"""Functions that this process has servers run, again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
+
+
+class RemoteFunction:
+    """A function of variables and other resources, called with others in place of some.
+
+    It ends with the error by which data end as servers tell it. TensorFlow explains any error by
+    the lines of Python that made the operation. It looks for them in all that is known of the
+    function, with Python's lock held: hundredths of a second for each worker at the end of a pass.
+
+    Args:
+        concrete: a concrete function of tensors or an iterator and tensors; no tape watches it.
+        arguments: how many there are.
+        replaced: the handles whose replacements come after the arguments.
+    """
+
+    def __init__(self, concrete: Callable, arguments: int = 0, replaced: Sequence[tf.Tensor] = ()):
+        self._concrete = concrete
+        self._arguments = arguments
+        place = {id(handle): i for i, handle in enumerate(replaced)}
+        self._captures = [
+            (place.get(id(captured)), captured) for captured in concrete.captured_inputs
+        ]
+
+    def __call__(self, *all_arguments) -> Any:
+        arguments = all_arguments[: self._arguments]
+        replacements = all_arguments[self._arguments :]
+        captured = [c if i is None else replacements[i] for i, c in self._captures]
+        tensors = [*tf.nest.flatten(arguments, True), *captured]
+        function, kind = self._concrete.inference_fn, self._concrete.function_type
+        try:
+            found = context.context().call_function(function.name, tensors, len(kind.flat_outputs))
+        except tf.errors.OutOfRangeError:
+            raise
+        except tf.errors.OpError:
+            with InterpolateRuntimeError(function):
+                raise
+        return kind.pack_output(found)
