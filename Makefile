@@ -2,13 +2,13 @@
 #
 #   make demo PYTHON=python3.12          # the Python that .venv is made with
 #   make test PYTEST_FLAGS='-k staleness'
-#   make test TEST_PROCESSES=0           # all in one process; default: the files in four, side by side
+#   make test TEST_PROCESSES=0           # all in one process; default: the files in three, side by side
 #   make cc-test FULL=1                  # longer simulations; see scripts/cc_test.sh
 
 PYTHON ?= python3
 PYTEST_FLAGS ?=
-# More than cores: tests on servers wait, too.
-TEST_PROCESSES ?= 4
+# More than two cores: tests on servers wait, too. With more of them, all only take longer.
+TEST_PROCESSES ?= 3
 # Of make soak: how often it runs the tests that are about servers which fail.
 SOAK_ROUNDS ?= 10
 SOAK_FILES := $(wildcard $(addprefix tests/test_,$(addsuffix .py,*_failures lost_between_epochs \
