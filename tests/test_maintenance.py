@@ -52,7 +52,11 @@ def from_another_thread(window, *events):
 
 
 class Copies(keras.callbacks.Callback):
-    """Notes the parameters of a group, and what belongs to them, after each step."""
+    """Notes the parameters of a group, and what belongs to them, after each step.
+
+    Of a group without copies, what it will begin with when its trainers open it, if batches are
+    left.
+    """
 
     def __init__(self, group):
         super().__init__()
@@ -61,7 +65,7 @@ class Copies(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.model.trainable_variables[0].numpy()  # As of one moment.
-        self.noted.append(self.model.train_function.synchronizer.copies.values(self._group))
+        self.noted.append(self.model.train_function.synchronizer.copies.all_values()[self._group])
 
 
 class Kept(keras.callbacks.Callback):
@@ -80,7 +84,6 @@ class Kept(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if self._window.report and not self.compared.is_set():
-            # What it has, or will begin with when its trainers open it, if batches are left.
             copies = self.model.train_function.synchronizer.copies.all_values()[1]
             for kept, then in zip(copies, self._before.noted[-1], strict=True):
                 if self._is_same:

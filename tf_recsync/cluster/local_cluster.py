@@ -82,7 +82,7 @@ class LocalCluster(connection.Cluster):
         inter_op_threads: int | None = None,
         intra_op_threads: int | None = None,
         transport: str = transports.DEFAULT,
-        start_timeout: float = 60.0,
+        start_timeout: float = 180.0,
         log_dir: str | os.PathLike | None = None,
     ):
         """Starts the servers and waits until they are ready.
@@ -105,7 +105,8 @@ class LocalCluster(connection.Cluster):
           transport: How servers fetch tensors from each other: "recsync", over connections
             of this package, which cost less processor time, or "grpc", by TensorFlow's
             calls; see docs/cluster.md. Default "recsync".
-          start_timeout: Seconds to wait for the servers to be ready; default 60.
+          start_timeout: Seconds to wait for the servers to be ready, which takes long on a machine
+            that is busy; a process that ends is told at once. Default 180.
           log_dir: Folder for the output of the servers' processes, a file `job-index.log`
             each, named after a process's first server; made if missing, and kept. Default
             None: a temporary folder, removed by `close`.
