@@ -58,6 +58,14 @@ CAUSES = [
     ),
     (
         error(
+            tf.errors.InvalidArgumentError,
+            "Resource input tensor contains an invalid device. This might happen when the client "
+            "has connected to a different cluster, or some remote workers have been restarted.",
+        ),
+        Cause.TRANSIENT,
+    ),
+    (
+        error(
             tf.errors.NotFoundError,
             "'__inference_steps_5' is neither a type of a primitive operation nor a name of a "
             "function registered in binary",

@@ -90,10 +90,15 @@ def _is_unknown_function(error: Exception) -> bool:
 
 def _is_left_out(error: Exception) -> bool:
     """Whether a call needed a server that was out of the cluster just then, as a neighbor is that
-    has died while a worker comes back."""
-    return isinstance(error, tf.errors.InvalidArgumentError) and (
-        "Client for target" in error.message and "not found" in error.message
-    )
+    has died while a worker comes back; or what lay there before it was taken in again.
+
+    Its new life may not be known yet: whoever takes servers in tells it when all are.
+    """
+    if not isinstance(error, tf.errors.InvalidArgumentError):
+        return False
+    if "Resource input tensor contains an invalid device" in error.message:
+        return True
+    return "Client for target" in error.message and "not found" in error.message
 
 
 def _is_unknown_tensor(error: Exception) -> bool:
