@@ -183,8 +183,7 @@ def run_workers(workers: int) -> dict[str, float]:
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    common.check_arguments(argv)
     logging.set_verbosity(logging.WARNING)
     if unknown := set(FLAGS.systems) - set(SYSTEMS):
         raise app.UsageError(f"--systems must be among {SYSTEMS}, not {sorted(unknown)}")

@@ -121,8 +121,7 @@ def compare(runs: dict[str, Callable], calls: int) -> dict[str, list[float]]:
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    common.check_arguments(argv)
     with recsync.LocalCluster(workers=FLAGS.workers) as cluster:
         cluster.connect()
         devices = [f"/job:worker/replica:0/task:{i}/device:CPU:0" for i in range(FLAGS.workers)]

@@ -45,6 +45,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import common
 import continual
 import keras
 import mode_runs
@@ -287,11 +288,7 @@ def compare(
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    unknown = set(FLAGS.experiments) - set(EXPERIMENTS)
-    if unknown or not FLAGS.experiments:
-        raise app.UsageError(f"--experiments: {sorted(unknown)} unknown; there are {EXPERIMENTS}")
+    common.check_arguments(argv, needs_one=True, experiments=EXPERIMENTS)
     run = {
         "staleness": staleness,
         "weights": weights,

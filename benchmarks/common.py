@@ -480,13 +480,22 @@ def compare_variants(systems: Mapping[str, Callable[[Rounds], None]], batch_size
     return Results(batch_size, threads)
 
 
-def check_arguments(argv: Sequence[str], systems: Iterable[str]) -> None:
-    """Refuses command lines that would be ignored."""
+def check_arguments(
+    argv: Sequence[str], *, needs_one: bool = False, **choices: Iterable[str]
+) -> None:
+    """Refuses command lines that would be ignored.
+
+    Args:
+        argv: what is no flag, after the program's name.
+        needs_one: whether an empty list is refused, too.
+        **choices: what lists of flags may name, by the name of the flag.
+    """
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    unknown = set(FLAGS.systems) - set(systems)
-    if unknown:
-        raise app.UsageError(f"--systems: {sorted(unknown)} unknown; there are {list(systems)}")
+    for name, known in choices.items():
+        unknown = set(FLAGS[name].value) - set(known)
+        if unknown or (needs_one and not FLAGS[name].value):
+            raise app.UsageError(f"--{name}: {sorted(unknown)} unknown; there are {list(known)}")
 
 
 def batch_sizes(default: Sequence[int] = (512, 2048)) -> list[int]:

@@ -95,8 +95,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    common.check_arguments(argv)
     tf.config.threading.set_intra_op_parallelism_threads(FLAGS.threads)
     calls = systems()
     for call in calls.values():

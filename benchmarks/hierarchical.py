@@ -44,7 +44,7 @@ import statistics
 import sys
 from typing import Any
 
-import common  # noqa: F401  Finds the package and the examples.
+import common  # First: it finds the package and the examples.
 import continual
 import hierarchical_laboratory
 import hierarchical_pictures
@@ -286,7 +286,7 @@ def show(experiment: str, rows: list[Row]) -> None:
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    mode_runs.check_experiments(argv, EXPERIMENTS)
+    common.check_arguments(argv, experiments=EXPERIMENTS)
     for groups in mode_runs.numbers("easgd_groups"):
         if FLAGS.easgd_trainers % groups or FLAGS.easgd_ps % groups:
             raise app.UsageError(

@@ -36,7 +36,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-import common  # noqa: F401  Finds the package and the examples.
+import common  # First: it finds the package and the examples.
 import hop_schedule
 import keras
 import machine
@@ -344,7 +344,7 @@ def plot(runs: list[Run], path: pathlib.Path) -> None:
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    mode_runs.check_experiments(argv, EXPERIMENTS)
+    common.check_arguments(argv, experiments=EXPERIMENTS)
     if FLAGS.workers % 4:
         raise app.UsageError(f"--workers must be a multiple of 4, not {FLAGS.workers}")
     ps = 1 if "servers" in FLAGS.experiments else 0

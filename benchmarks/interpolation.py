@@ -110,8 +110,7 @@ def seconds(run: Callable[[], None]) -> float:
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    common.check_arguments(argv)
     tf.config.threading.set_intra_op_parallelism_threads(FLAGS.threads)
     runs = {
         common.OURS: ours(hogwild=True, answer=False),

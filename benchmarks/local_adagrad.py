@@ -144,8 +144,7 @@ def seconds_per_step(model: keras.Model, batches: tf.data.Dataset) -> tuple[floa
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    common.check_arguments(argv)
     losses = compare_losses()
     spec, batches = made_up_batches()
     systems = (common.OURS, STOCK, NO_UPDATE)

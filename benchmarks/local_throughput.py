@@ -133,7 +133,7 @@ WITH_TORCH = ("torch", "fbgemm")
 
 
 def main(argv: list[str]) -> None:
-    common.check_arguments(argv, SYSTEMS)
+    common.check_arguments(argv, systems=SYSTEMS)
     if common.is_system():
         common.be_system(SYSTEMS)
     for batch_size in common.batch_sizes():

@@ -69,7 +69,7 @@ def cost_percent(ratios: list[float]) -> float:
 
 
 def main(argv: list[str]) -> None:
-    common.check_arguments(argv, VARIANTS)
+    common.check_arguments(argv, systems=VARIANTS)
     logging.set_verbosity(logging.WARNING)
     for batch_size in common.batch_sizes():
         results = common.compare_variants(make_systems(batch_size), batch_size)

@@ -25,7 +25,7 @@ import keras
 import machine
 import numpy as np
 import tensorflow as tf
-from absl import app, flags
+from absl import flags
 from wide_deep_model import build_wide_deep
 
 import tf_recsync as recsync
@@ -53,15 +53,6 @@ def define_mode_flags() -> None:
     flags.DEFINE_integer("iota", None, "Of GBA. Default: chosen, see above.", lower_bound=0)
     flags.DEFINE_integer("backup_workers", None, "Default: as many as are slow.", lower_bound=0)
     flags.DEFINE_integer("staleness_bound", 2, "Of bounded staleness, in batches.", lower_bound=0)
-
-
-def check_experiments(argv: Sequence[str], known: Sequence[str]) -> None:
-    """Raises a UsageError if there are arguments beside flags, or unknown experiments."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    unknown = set(FLAGS.experiments) - set(known)
-    if unknown:
-        raise app.UsageError(f"--experiments: {sorted(unknown)} unknown; there are {known}")
 
 
 def numbers(name: str) -> list[int]:

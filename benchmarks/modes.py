@@ -47,7 +47,7 @@ import statistics
 import sys
 from typing import Any
 
-import common  # noqa: F401  Finds the package and the examples.
+import common  # First: it finds the package and the examples.
 import keras
 import mode_runs
 import numpy as np
@@ -334,19 +334,9 @@ def write(rows: list[dict[str, Any]], path: str | None) -> None:
             mode_runs.write_json(str(where), mine)
 
 
-def check_flags(argv: list[str]) -> None:
-    """Refuses command lines that would be ignored."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    for name, allowed in (("modes", mode_runs.MODES), ("clusters", CLUSTERS)):
-        unknown = set(FLAGS[name].value) - set(allowed)
-        if unknown or not FLAGS[name].value:
-            raise app.UsageError(f"--{name}: {sorted(unknown)} unknown; there are {list(allowed)}")
-
-
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    check_flags(argv)
+    common.check_arguments(argv, needs_one=True, modes=mode_runs.MODES, clusters=CLUSTERS)
     systems, batches = make_systems(FLAGS.modes)
     rows: list[dict[str, Any]] = []
     day: dict[str, list[mode_runs.Turn]] = {}

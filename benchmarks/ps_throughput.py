@@ -274,7 +274,7 @@ OPTIONAL = ("recsync_handed_out", "recsync_grpc", "c_packed")
 
 
 def main(argv: list[str]) -> None:
-    common.check_arguments(argv, SYSTEMS)
+    common.check_arguments(argv, systems=SYSTEMS)
     if common.is_system():
         common.be_system(SYSTEMS)
     for batch_size in common.batch_sizes():

@@ -135,7 +135,7 @@ def measure(workers: int, batch_size: int) -> dict[str, Any] | None:
 
 
 def main(argv: list[str]) -> None:
-    common.check_arguments(argv, SYSTEMS)
+    common.check_arguments(argv, systems=SYSTEMS)
     if common.is_system():
         common.be_system(SYSTEMS)
     numbers = sorted(int(number) for number in FLAGS.workers)

@@ -38,7 +38,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import common  # noqa: F401  Finds the package and the examples.
+import common  # First: it finds the package and the examples.
 import continual
 import mode_runs
 import numpy as np
@@ -315,7 +315,7 @@ def show(experiment: str, rows: list[Row]) -> None:
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    mode_runs.check_experiments(argv, EXPERIMENTS)
+    common.check_arguments(argv, experiments=EXPERIMENTS)
     laboratory = Laboratory(servers=2 if "speed" in FLAGS.experiments else 1)
     found: list[Row] = []
     for experiment in FLAGS.experiments:

@@ -274,11 +274,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {argv[1:]}")
-    unknown = set(FLAGS.modes) - set(mode_runs.MODES)
-    if unknown or not FLAGS.modes:
-        raise app.UsageError(f"--modes: {sorted(unknown)} unknown; there are {mode_runs.MODES}")
+    common.check_arguments(argv, needs_one=True, modes=mode_runs.MODES)
     with tempfile.TemporaryDirectory() as folder:
         experiment = Experiment(pathlib.Path(folder))
         seeds = [experiment.run(seed) for seed in range(FLAGS.seeds)]
