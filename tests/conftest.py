@@ -9,6 +9,12 @@ import pytest
 # Not TensorFlow: with several processes, the one that hands out the tests runs none.
 
 
+def pytest_sessionstart(session):
+    """Graphs are made of many objects that stay: looking for those that do not takes a twentieth of
+    the time, and each module ends with a collection."""
+    gc.set_threshold(50_000, 20, 20)
+
+
 # The files that go first. What takes long does, as none of several processes shall have to wait
 # long for another at the end; and a process that takes one file after the other finds the cluster
 # that it needs more often, if those that share one stand together.
@@ -45,9 +51,6 @@ def clusters():
     # What was imported lives as long as the process: collections need not look at it.
     gc.collect()
     gc.freeze()
-    # Graphs are made of many objects that stay: looking for those that do not takes a
-    # twentieth of the time, and each module ends with a collection.
-    gc.set_threshold(50_000, 20, 20)
     clusters = Clusters()
     yield clusters
     clusters.close()

@@ -15,11 +15,13 @@ def warn() -> None:
     """Warns of variables and iterators that there are; call it before the first connection."""
     if context.context()._context_handle is None:
         return  # TensorFlow has run nothing yet.
-    if not _variables() and not _iterators():
+    if not _here():
         return
     gc.collect()  # Models refer to themselves, and live on for a while when nobody needs them.
-    names = sorted({variable.name.partition(":")[0] for variable in _variables()})
-    iterators = len(_iterators())
+    found = _here()
+    variables = [o for o in found if isinstance(o, tf.Variable)]
+    iterators = len(found) - len(variables)
+    names = sorted({variable.name.partition(":")[0] for variable in variables})
     parts = names[:_NAMED]
     if len(names) > _NAMED:
         parts.append(f"{len(names) - _NAMED} more")
@@ -37,28 +39,17 @@ def warn() -> None:
     )
 
 
-def _variables() -> list[tf.Variable]:
-    return _here(tf.Variable, "handle")
-
-
-def _iterators() -> list[tf.data.Iterator]:
-    return _here(tf.data.Iterator, "_iterator_resource")
-
-
-def _here(kind: type, handle: str) -> list:
-    """The objects of a kind on this process's devices, which are about to be renamed.
-
-    Args:
-        kind: their class.
-        handle: the name of the attribute that tells the device.
-    """
+def _here() -> list[tf.Variable | tf.data.Iterator]:
+    """The variables and iterators on this process's devices, which are about to be renamed."""
     # Not isinstance, which asks objects that stand for others what they are.
-    found = [o for o in gc.get_objects() if issubclass(type(o), kind)]
-    return [o for o in found if "/job:localhost/" in (_device_of(o, handle) or "")]
+    found = [o for o in gc.get_objects() if issubclass(type(o), (tf.Variable, tf.data.Iterator))]
+    return [o for o in found if "/job:localhost/" in (_device_of(o) or "")]
 
 
-def _device_of(owner: object, handle: str) -> str | None:
+def _device_of(owner: tf.Variable | tf.data.Iterator) -> str | None:
     try:
-        return getattr(owner, handle).device
+        if isinstance(owner, tf.Variable):
+            return owner.handle.device
+        return owner._iterator_resource.device
     except (AttributeError, ValueError):  # Of a graph, or not made yet.
         return None

@@ -166,7 +166,7 @@ def _trace(
 
     def of_state(concrete: Callable, before: int) -> Callable:
         """Takes an iterator, so many arguments besides, and the `inputs` of a worker's state."""
-        function = RemoteFunction(concrete, before + 5, replaced)
+        function = RemoteFunction(concrete, replaced)
 
         def call(iterator, *arguments):
             own, (worker, began, count, _, *rest) = arguments[:before], arguments[before:]

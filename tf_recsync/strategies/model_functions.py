@@ -545,10 +545,9 @@ class Steps:
         )
         specs = worker_functions.worker_specs(layout, element_spec)
         loop = worker_functions.trace_loop(body, specs, self.call_limit, self._teller_of(layout))
-        # The iterator and what `WorkerState.inputs` has, and before that, how often.
-        arguments, replaced = 5 + len(layout.private), self._replaced(layout)
+        replaced = self._replaced(layout)
         return worker_functions.Repeated(
-            RemoteFunction(body, arguments, replaced), RemoteFunction(loop, 1 + arguments, replaced)
+            RemoteFunction(body, replaced), RemoteFunction(loop, replaced)
         )
 
     def _replaced(self, layout: Layout) -> list[tf.Tensor]:

@@ -59,7 +59,7 @@ class PredictFunction:
             layout = self._variables.layout()
             with links.limited(bandwidths):
                 traced = worker_functions.trace_predict(self._model, layout, element_spec)
-            function = RemoteFunction(traced, 5 + len(layout.private))
+            function = RemoteFunction(traced)
             self._key, self._traced = key, (function, layout)
         return self._traced
 

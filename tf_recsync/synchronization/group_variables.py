@@ -46,5 +46,5 @@ class GroupVariables:
         if self._copies is None:
             return concrete
         replaced = [variable.handle for variable in self._copies.variables]
-        function = RemoteFunction(concrete, 0, replaced)
+        function = RemoteFunction(concrete, replaced)
         return lambda: function(*self._copies.handles(self.group.index))

@@ -19,13 +19,12 @@ class RemoteFunction:
 
     Args:
         concrete: a concrete function of tensors or an iterator and tensors; no tape watches it.
-        arguments: how many there are.
-        replaced: the handles whose replacements come after the arguments.
+        replaced: the handles whose replacements come after its arguments.
     """
 
-    def __init__(self, concrete: Callable, arguments: int = 0, replaced: Sequence[tf.Tensor] = ()):
+    def __init__(self, concrete: Callable, replaced: Sequence[tf.Tensor] = ()):
         self._concrete = concrete
-        self._arguments = arguments
+        self._arguments = len(concrete.structured_input_signature[0])
         place = {id(handle): i for i, handle in enumerate(replaced)}
         self._captures = [
             (place.get(id(captured)), captured) for captured in concrete.captured_inputs
