@@ -34,10 +34,12 @@ CC_FILES := $(shell find cc -name '*.cc' -o -name '*.h')
 
 # A click log of 26 categorical columns, on two workers and two parameter
 # servers of this machine. SWAP's period is a fifth of the run's global steps.
+DEMO_CHECKPOINTS := build/demo_checkpoints
 DEMO := examples/wide_deep_ctr.py --dataset=synthetic --rows=300000 --batch_size=512 \
   --strategy=gba --global_batch_size=1024 --staleness_tolerance=4 --workers=2 --ps=2 \
   --optimizer=swap_adagrad --swap_period=60 \
-  --deep_learning_rate=0.05 --linear_learning_rate=0.05
+  --deep_learning_rate=0.05 --linear_learning_rate=0.05 \
+  --checkpoint=$(DEMO_CHECKPOINTS) --checkpoint_every_seconds=2
 
 # What makes a benchmark small; one without a line here runs with its defaults.
 # BENCH_FLAGS, if set, takes the place of these.
@@ -64,6 +66,7 @@ SMALL_scaling := --workers=1,4 --rounds=2 --round_seconds=2
 SMALL_shadowsync := --trainers=2,4 --quality_trainers=2,4 --gaps=10 --thread_trainers=2 \
   --thread_counts=1,2 --rounds=1 --seeds=1 --rows=4096 --speed_seconds=6 --compute_seconds=0.15 \
   --processes=4
+SMALL_tables := --gigabytes=0.2 --rounds=3 --save_seconds=2
 SMALL_switching := --workers=4 --processes=3 --seeds=2 --sync_days=2 --mode_days=1 \
   --return_days=1 --rows=8192
 
@@ -116,6 +119,7 @@ build: $(OPS)
 
 demo: build
 	@echo "== Training a Wide & Deep click model on 2 workers and 2 parameter servers"
+	@rm -rf $(DEMO_CHECKPOINTS)
 	@$(BIN)/python $(DEMO) $(DEMO_FLAGS)
 
 test: build

@@ -1,22 +1,29 @@
-"""What staleness does to Adam: a deep regression at a high learning rate.
+"""What staleness and lazy moments do to Adam, in a deep regression and in sequential retrieval.
 
-What is measured: the error of a network of two embeddings and four hidden layers on examples that
-it was not trained on, as a share of the variance of what it predicts: 0 is perfect, 1 is no better
-than the mean. Half of the rows are rare, and wait for tens of steps between two batches that name
-them. The systems:
+What is measured: the error of a model on examples that it was not trained on. `--model` says which:
+
+- `deep`, a network of two embeddings and four hidden layers. Its error is a share of the variance
+  of what it predicts: 0 is perfect, 1 is no better than the mean.
+- `gru`, a GRU that tells a user's next item from those of the batch. Its error is the loss.
+
+In both, half of the rows of a table are rare, and wait for tens of steps between two batches that
+name them. The systems:
 
 - `keras_adamw`: `keras.optimizers.AdamW` in one process, each gradient applied so many steps after
   it was computed (`delay`): staleness without anything else of asynchronous training;
 - `async`: `recsync.optimizers.Adam`, lazy and not, under `AsyncStrategy`, whose gradients are as
   stale as it has workers, on average;
 - `async_inverse_power`: the same with `staleness=InversePower(k=1)`: a weight of 1 / tau;
-- `sync`: the same under `SyncStrategy`, which divides `--batch_size` among the workers.
+- `sync`: the same under `SyncStrategy`, which divides `--batch_size` among the workers. With `gru`
+  each worker has a batch of that size, and so more examples are seen in as many steps: in half a
+  batch there would be half as many items to choose from, which is another loss.
 
-How: each system is trained on the same number of examples, with as many seeds as `--seeds`; `error`
+How: each system is trained on the same number of batches, with as many seeds as `--seeds`; `error`
 is the median, `errors` are all of them. A worker's step takes `--compute_seconds` at least, so that
 workers of one machine overlap.
 
     python benchmarks/adam_staleness.py --json=adam_staleness.json
+    python benchmarks/adam_staleness.py --model=gru --steps=1000 --batch_size=256
 """
 
 from __future__ import annotations
@@ -27,14 +34,15 @@ from collections.abc import Callable
 
 import common  # First: it has Python find this project.
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import app, flags, logging
+from adam_models import MODELS
 
 import tf_recsync as recsync
 
 FLAGS = flags.FLAGS
 SYSTEMS = ("keras_adamw", "async", "async_inverse_power", "sync")
+flags.DEFINE_enum("model", "deep", list(MODELS), "What is trained.")
 flags.DEFINE_integer("steps", 1500, "Batches that a system is trained on.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 64, "Examples of a batch.", lower_bound=1)
 flags.DEFINE_integer("seeds", 3, "Runs of each system.", lower_bound=1)
@@ -46,7 +54,7 @@ flags.DEFINE_list("beta_1", ["0.9"], "Decays of the first moment.")
 flags.DEFINE_float("compute_seconds", 0.005, "Artificial time of a worker's step.", lower_bound=0)
 flags.DEFINE_string("json", None, "Gets the printed lines.")
 
-IDS, FEATURES, TEST = 400, 2, 8192
+TEST = 8192
 
 
 class Delayed(keras.optimizers.AdamW):
@@ -77,46 +85,27 @@ class Delayed(keras.optimizers.AdamW):
         super().apply(grads, trainable_variables)
 
 
-def make_data(seed: int, examples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids, the later ones rarer and rarer, and a function of two numbers that each stands for."""
-    places = np.random.default_rng(0).uniform(-1, 1, (FEATURES, IDS, 2))
-    rng = np.random.default_rng(seed)
-    ids = (IDS * rng.random((examples, FEATURES)) ** 2).astype(np.int32)
-    a, b = (places[i, ids[:, i]] for i in range(FEATURES))
-    y = np.sin(3 * a[:, 0] + 2 * b[:, 0]) + np.cos(3 * a[:, 1] * b[:, 1]) * a[:, 0]
-    return ids, (y + 0.1 * rng.normal(size=examples))[:, None].astype(np.float32)
-
-
-def make_model(optimizer: keras.optimizers.Optimizer) -> keras.Model:
-    inputs = keras.Input((FEATURES,), dtype="int32")
-    shifted = inputs + np.arange(FEATURES, dtype=np.int32) * IDS
-    x = keras.layers.Flatten()(keras.layers.Embedding(FEATURES * IDS, 8)(shifted))
-    for _ in range(4):
-        x = keras.layers.Dense(64, "relu")(x)
-    model = keras.Model(inputs, keras.layers.Dense(1)(x))
-    model.compile(optimizer, "mse", jit_compile=False)
-    return model
-
-
-def error_of(model: keras.Model, seed: int, batch_size: int) -> float:
-    """Trains a model; its error on other examples."""
-    ids, labels = make_data(1000 + seed, FLAGS.steps * FLAGS.batch_size)
+def error_of(model: keras.Model, seed: int, batch_size: int, workers: int = 1) -> float:
+    """Trains a model with a batch for each of so many workers in a step; its error on others."""
+    task = MODELS[FLAGS.model]
+    ids, labels = task.data(1000 + seed, FLAGS.steps * batch_size * workers)
     model.fit(ids, labels, batch_size=batch_size, shuffle=False, verbose=0)
-    test, wanted = make_data(1, TEST)
-    found = model.predict(test, batch_size=1024, verbose=0)
-    return float(np.mean((found - wanted) ** 2) / np.var(wanted))
+    test, wanted = task.data(1, TEST)
+    found = model.predict(test, batch_size=FLAGS.batch_size, verbose=0)
+    return task.error(found, wanted)
 
 
 def error_under(
     strategy: tf.distribute.Strategy,
     make: Callable[[], keras.optimizers.Optimizer],
     batch_size: int,
+    workers: int,
     seed: int,
 ) -> float:
     """The same of a model that a strategy trains with a new optimizer."""
     with strategy.scope():
-        model = make_model(make())
-    return error_of(model, seed, batch_size)
+        model = MODELS[FLAGS.model].model(make())
+    return error_of(model, seed, batch_size, workers)
 
 
 def report(make: Callable[[int], float], **line) -> float:
@@ -143,7 +132,7 @@ def run_delayed() -> None:
         for delay in map(int, FLAGS.delays):
 
             def one(seed, setting=setting, delay=delay):
-                model = make_model(Delayed(**setting, delay=delay))
+                model = MODELS[FLAGS.model].model(Delayed(**setting, delay=delay))
                 return error_of(model, seed, FLAGS.batch_size)
 
             report(one, system="keras_adamw", delay=delay, **setting)
@@ -155,26 +144,26 @@ def run_workers(workers: int) -> dict[str, float]:
     weighed = recsync.staleness.InversePower(k=1)
     with recsync.LocalCluster(workers=workers, ps=1) as cluster:
         asynchronous = recsync.AsyncStrategy(cluster, local_batch_size=FLAGS.batch_size)
-        local = FLAGS.batch_size // workers
+        local = FLAGS.batch_size // (workers if MODELS[FLAGS.model].divides else 1)
         sync = recsync.SyncStrategy(
             cluster, global_batch_size=local * workers, local_batch_size=local
         )
         for strategy in (asynchronous, sync):
             recsync.testing.set_compute_time(strategy, FLAGS.compute_seconds)
         systems = {
-            "async": (asynchronous, FLAGS.batch_size, {}),
-            "async_inverse_power": (asynchronous, FLAGS.batch_size, {"staleness": weighed}),
-            "sync": (sync, local, {}),
+            "async": (asynchronous, FLAGS.batch_size, 1, {}),
+            "async_inverse_power": (asynchronous, FLAGS.batch_size, 1, {"staleness": weighed}),
+            "sync": (sync, local, workers, {}),
         }
         for setting in settings():
-            for name, (strategy, batch_size, options) in systems.items():
+            for name, (strategy, *sizes, options) in systems.items():
                 if name not in FLAGS.systems or (workers == 1 and name != "async"):
                     continue
                 for lazy in (True, False):
                     make = functools.partial(
                         recsync.optimizers.Adam, **setting, **options, lazy=lazy
                     )
-                    one = functools.partial(error_under, strategy, make, batch_size)
+                    one = functools.partial(error_under, strategy, make, *sizes)
                     line = {"system": name, "workers": workers, "lazy": lazy, **setting}
                     error = report(one, **line)
                     if setting == settings()[0] and name == "async":

@@ -183,7 +183,7 @@ class Run:
             self.iteration_seconds.append(_seconds_per_batch(curve.points) * FLAGS.workers)
             return
         recording.stop()
-        self.reports = self.strategy.workers(model)
+        self.reports = self.strategy.hop_report(model)
         self.iteration_seconds.append(_entered_seconds(recording.events()))
 
     def ideal_seconds(self) -> float | None:

@@ -46,7 +46,7 @@ flags.DEFINE_string("json", None, "Gets the printed lines.")
 
 STOCK = "tensorflow"
 SENDERS, FLOATS = 8, 16  # queue.
-PARCELS = hop_edges.PARCELS_PER_CALL  # transfer: of a turn.
+PARCELS = hop_edges.PARCELS_PER_TURN  # transfer: of a turn.
 _names = itertools.count()
 
 
@@ -211,10 +211,11 @@ def carried(cluster: recsync.Cluster) -> Callable[[], None]:
     carry = hop_edges.carry_function(update.dtype, False)
     ends = tf.constant(0, tf.int64), tf.constant(1, tf.int64)
     limit = tf.constant(hop_edges.NO_LIMIT, tf.float64)
+    one_turn = tf.constant(1, tf.int64)
 
     def run():
         with hop_edges.at(cluster, 0):
-            carry(source, ends[0], target, ends[1], limit, limit)
+            carry(source, ends[0], target, ends[1], limit, limit, one_turn)
 
     def prepare():
         with hop_edges.at(cluster, 1):

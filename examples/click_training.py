@@ -70,6 +70,14 @@ flags.DEFINE_float(
 )
 flags.DEFINE_integer("publish_keep", None, "publish: how many versions.", lower_bound=1)
 flags.DEFINE_string(
+    "checkpoint",
+    None,
+    "Gets checkpoints while the model trains; a run that finds some goes on from the latest.",
+)
+flags.DEFINE_float(
+    "checkpoint_every_seconds", 600.0, "checkpoint: from one to the next.", lower_bound=0.001
+)
+flags.DEFINE_string(
     "restore_from",
     None,
     "Weights and training state to go on from: the --output_dir of an earlier run, on whatever "
@@ -94,7 +102,12 @@ _APPLIES = {
     "swap_period": ("optimizer", ["swap_adagrad"]),
     "swap_decay": ("optimizer", ["swap_adagrad"]),
 }
-_OF_PUBLISH = ("publish_every_seconds", "publish_keep")
+# Flags that mean nothing without another one.
+_NEEDS = {
+    "publish_every_seconds": "publish",
+    "publish_keep": "publish",
+    "checkpoint_every_seconds": "checkpoint",
+}
 _WEIGHTS = "model.weights.h5"
 
 
@@ -104,9 +117,11 @@ def check_flags() -> None:
     if FLAGS.strategy == "hierarchical":
         by_version = ["hogwild", "async", "bounded_staleness"]
         strategy_flags.check_applies({"staleness": ("aggregation", by_version)})
-    for name in _OF_PUBLISH:
-        if FLAGS[name].present and not FLAGS.publish:
-            raise app.UsageError(f"--{name} applies only with --publish")
+    for name, needed in _NEEDS.items():
+        if FLAGS[name].present and not FLAGS[needed].value:
+            raise app.UsageError(f"--{name} applies only with --{needed}")
+    if FLAGS.checkpoint and FLAGS.restore_from:
+        raise app.UsageError("--restore_from can't be used with --checkpoint, which restores")
     is_without_ps = not FLAGS["ps"].present and "TF_CONFIG" not in os.environ
     if FLAGS.strategy == "hop" and FLAGS["staleness"].present and is_without_ps:
         raise app.UsageError("--staleness applies with --strategy=hop only to tables on --ps")
@@ -256,6 +271,12 @@ def train(title, model, data, strategy) -> None:
                 input_signature=data.spec.input_signature()[0],
             )
         )
+    saving = None
+    if FLAGS.checkpoint:
+        saving = recsync.callbacks.Checkpoint(
+            FLAGS.checkpoint, every_seconds=FLAGS.checkpoint_every_seconds
+        )
+        callbacks.append(saving)
     global_steps = count_steps(model.optimizer)
     start = time.monotonic()
     model.fit(
@@ -306,6 +327,12 @@ def train(title, model, data, strategy) -> None:
         figures.update(
             lost_workers=losses.workers, lost_steps=losses.steps, lost_batches=losses.batches
         )
+    if saving is not None:
+        figures.update(
+            checkpoints=len(saving.saved),
+            checkpoint_pause=max((s.pause_seconds for s in saving.saved), default=0.0),
+            recoveries=saving.recoveries,
+        )
     copied = is_hop or is_shadow
     pushes = strategy.aggregation(model) if strategy and not copied else None
     if pushes is not None:
@@ -319,7 +346,7 @@ def train(title, model, data, strategy) -> None:
             token_age_max=pushes.age_max,
         )
     if is_hop:
-        figures.update(strategy_flags.hop_figures(strategy.workers(model)))
+        figures.update(strategy_flags.hop_figures(strategy.hop_report(model)))
     if is_shadow:
         figures.update(strategy_flags.shadow_figures(strategy, model))
     report(title, figures, data)
@@ -367,6 +394,11 @@ def report(title: str, figures: dict, data: recsync.data.ClickData) -> None:
         print(
             f"  lost                     workers {figures['lost_workers']} times, with "
             f"{figures['lost_steps']:,} steps and {figures['lost_batches']:,} batches"
+        )
+    if "checkpoints" in figures:
+        print(
+            f"  checkpoints              {figures['checkpoints']} in {FLAGS.checkpoint}; training "
+            f"paused for {figures['checkpoint_pause']:.2f} s at most"
         )
     if "iterations" in figures:
         print(strategy_flags.describe_hop(figures))

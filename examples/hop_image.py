@@ -145,7 +145,7 @@ def main(argv: list[str]) -> None:
         print(f"  test accuracy            {figures['accuracy']:.4f}")
         print(f"  seconds                  {seconds:.1f}")
         if strategy is not None:
-            figures.update(strategy_flags.hop_figures(strategy.workers(model)))
+            figures.update(strategy_flags.hop_figures(strategy.hop_report(model)))
             print(strategy_flags.describe_hop(figures))
         if FLAGS.metrics_json:
             with open(FLAGS.metrics_json, "w") as file:

@@ -126,7 +126,7 @@ def main(argv: list[str]) -> None:
         if strategy is not None:
             figures["topology"] = strategy.topology.name
             figures["spectral_gap"] = strategy.topology.spectral_gap
-            figures.update(strategy_flags.hop_figures(strategy.workers(model)))
+            figures.update(strategy_flags.hop_figures(strategy.hop_report(model)))
         report(figures)
         if FLAGS.metrics_json:
             with open(FLAGS.metrics_json, "w") as file:

@@ -52,6 +52,7 @@ def _push_to_buffer(w: World) -> dict:
         "buffer": buffer,
         "token_index": w.small(),
         "token_value": w.small(0, 1),
+        "ticket": w.small(),
         "pulled_step": 0,
         "dense": w.floats(sum(w.sizes) if dense else 0),
         "dense_versions": np.zeros(len(w.sizes) if dense and versions else 0, np.int64),
@@ -127,6 +128,9 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     "push_to_buffer": _push_to_buffer,
     "flush_buffer": _of_buffer(),
     "buffer_applied": _of_buffer(ready=lambda w: w.chance(0.8), step=_ints(1, 2)),
+    "revoke_tickets": _of_buffer(
+        tickets=lambda w: np.array([w.small() for _ in range(w.small())], np.int64)
+    ),
     "gradient_buffer_step": _of_buffer(),
     "gradient_buffer_state": _of_buffer(),
     "restore_buffer": _of_buffer(step=_ints()),
@@ -175,7 +179,7 @@ RECIPES: dict[str, Callable[[World], dict]] = {
 FAMILIES = {
     "buffer": ["push_to_buffer"] * 6
     + ["flush_buffer", "buffer_applied", "gradient_buffer_step", "gradient_buffer_state"]
-    + ["restore_buffer", "gradient_buffer"],
+    + ["revoke_tickets", "restore_buffer", "gradient_buffer"],
     "feedback": ["compress_gradient"] * 4,
     "tokens": ["take_token"] * 4
     + ["lose_worker", "leave_tokens", "report_step", "report_step", "seek_tokens"]

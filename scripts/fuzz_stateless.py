@@ -61,11 +61,18 @@ def _update(rule: str, table: bool) -> Callable[[World], dict]:
                 arguments["lazy"] = w.chance(0.5)
         if rule == "ftrl":
             arguments |= {"learning_rate_power": -0.5, "l1": 0.1, "l2": 0.1, "beta": 0.0}
-        if rule in ("adagrad", "adam"):
+        if rule in ("adagrad", "rowwise_adagrad", "adam"):
             arguments["epsilon"] = 1e-7
-        accumulators = {"sgd": [], "adagrad": ["accumulators"], "adam": ["momentums", "velocities"]}
-        for name in accumulators.get(rule, ["accumulators", "linears"]):
-            arguments[name] = [w.variable(np.ones(s, np.float32)) for s in shapes]
+        accumulators = {
+            "sgd": [],
+            "adagrad": ["accumulators"],
+            "rowwise_adagrad": ["accumulators"],
+            "adam": ["momentums", "velocities"],
+            "ftrl": ["accumulators", "linears"],
+        }
+        for name in accumulators[rule]:
+            own_shapes = beside if rule == "rowwise_adagrad" else shapes
+            arguments[name] = [w.variable(np.ones(s, np.float32)) for s in own_shapes]
         if table:
             rows = packed_rows(w, w.tables)
             vectors = rows.pop("vectors")
@@ -105,6 +112,26 @@ def _gather_rows(w: World) -> dict:
     rows = packed_rows(w, w.tables)
     del rows["vectors"]
     return {"variables": tables, "versions": versions if w.chance(0.7) else [], **rows}
+
+
+def _copy_rows(w: World) -> dict:
+    rows, width = w.tables[0]
+    return {
+        "variables": [w.variable(w.floats(rows, width)), w.variable(np.zeros(rows, np.int64))],
+        "rows": w.rng.integers(0, max(rows, 1), w.small() if rows else 0).astype(np.int64),
+        "dtypes": [tf.float32, tf.int64],
+    }
+
+
+def _changed_rows(w: World) -> dict:
+    rows, _ = w.tables[0]
+    begin = w.small(0, rows)
+    return {
+        "versions": w.variable(w.rng.integers(0, 2, rows)),
+        "saved": w.variable(w.rng.integers(0, 2, rows)),
+        "begin": np.int64(begin),
+        "end": np.int64(w.small(begin, rows)),
+    }
 
 
 def dense_variables(w: World) -> list[tf.Tensor]:
@@ -289,10 +316,31 @@ def _assemble_grad(w: World) -> dict:
     }
 
 
+def _initial_rows(w: World) -> dict:
+    n = w.small()
+    counts = [w.small(1, 4) for _ in range(n)]
+    return {
+        "dtype": w.choose([tf.float32, tf.bfloat16]),
+        "dimension": w.small(0, 9),
+        "rows": [w.small(0, 300) for _ in range(n)],
+        "indices": [w.small(0, count - 1) for count in counts],
+        "counts": counts,
+        "distributions": [
+            w.choose(["constant", "uniform", "normal", "truncated_normal"]) for _ in range(n)
+        ],
+        "parameters": [0.0, 1.0] * n,
+        "seeds": [w.small() for _ in range(n)],
+    }
+
+
 RECIPES: dict[str, Callable[[World], dict]] = {
     **{f"{r}_dense": _update(r, False) for r in ("sgd", "adagrad", "adam", "ftrl")},
-    **{f"{r}_rows": _update(r, True) for r in ("sgd", "adagrad", "adam", "ftrl")},
+    **{
+        f"{r}_rows": _update(r, True) for r in ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
+    },
     "gather_rows": _gather_rows,
+    "copy_rows": _copy_rows,
+    "changed_rows": _changed_rows,
     "pull_dense": _pull_dense,
     "pull_table": _pull_table,
     "next_global_step": lambda w: {"global_step": w.variable(np.int64(1))},
@@ -311,6 +359,7 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     "route_ids": _route_ids,
     "assemble": _assemble,
     "assemble_grad": _assemble_grad,
+    "initial_rows": _initial_rows,
     "delay": lambda w: {"seconds": 0.001},
     "transfer": lambda w: {"message": w.floats(w.small()), "bytes_per_second": 1e6},
     "computed": lambda w: {
@@ -319,6 +368,7 @@ RECIPES: dict[str, Callable[[World], dict]] = {
         "flops_per_second": 1e6,
     },
     "reserved": lambda w: {},
+    "resident_memory": lambda w: {},
     "server_threads": lambda w: {"threads": w.small(1, 4)},
     "limit_parallelism": lambda w: {"limit": w.small(1, 4)},
 }

@@ -20,7 +20,8 @@ def pytest_sessionstart(session):
 # that it needs more often, if those that share one stand together.
 _FIRST = (
     *("test_examples", "test_hop_examples", "test_readers", "test_data_wait", "test_cluster"),
-    *("test_hierarchical_strategy", "test_placement_of_operators"),
+    *("test_hierarchical_strategy", "test_hop_between_groups", "test_scripted_groups"),
+    *("test_placement_of_operators",),
     *("test_shadow_strategy", "test_preprocessing_layers", "test_saving_within_epoch"),
     *("test_copies", "test_shadow_failures"),
     *("test_modes", "test_mode_failures"),
@@ -29,8 +30,8 @@ _FIRST = (
     *("test_hop_reports", "test_hop_invariants", "test_hop_bandwidth", "test_hop_arguments"),
     *("test_async_strategy", "test_async_failures", "test_silent_servers", "test_forgetting"),
     *("test_async_saving", "test_switching", "test_transport", "test_slowdown", "test_bandwidth"),
-    *("test_interactions_on_servers", "test_collection_saving", "test_embedding_collection"),
-    *("test_sequences", "test_serving"),
+    *("test_interactions_on_servers", "test_embedding_collection"),
+    *("test_collection_saving", "test_initial_values", "test_sequences", "test_serving"),
     *("test_prefetch", "test_messages", "test_profile", "test_worker_datasets"),
     *("test_broken_connections", "test_gradient_buffer", "test_token_list"),
     *("test_failure_schedule", "test_shadow_schedule"),

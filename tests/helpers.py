@@ -129,6 +129,11 @@ def missing(copies: Sequence[object]) -> list[int]:
     return [worker for worker, copy in enumerate(copies) if copy is None]
 
 
+def told_losses(text: str) -> int:
+    """How many losses of workers a log tells of: a busy machine may keep others silent, too."""
+    return len(re.findall(r"worker:\d+ was lost", text))
+
+
 def clicks(n: int = 320, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
     """Ids [n, IDS], repeated within a batch and even within an example, and labels [n, 1].
 

@@ -115,12 +115,14 @@ class Work:
         pulled: for each server the step, the version of the dense variable, and those of
             all rows.
         gradients: for each server.
+        ticket: its token's.
     """
 
     index: int
     value: int
     pulled: list[tuple[int, int, np.ndarray]]
     gradients: list[Gradient]
+    ticket: int = 0
 
 
 class SimulatedServer:
@@ -293,10 +295,9 @@ class Pieces:
         return found[0]
 
     def pull(self, worker: int, batch: Batch) -> Work:
-        index = value = -1
+        index = value = ticket = -1
         if self.aggregation is not None:
-            token = self.taken(worker)
-            index, value = int(token.index), int(token.value)
+            index, value, ticket = map(int, self.taken(worker))
         weights = [variable.numpy() for variable in self.variables]
         gradients = batch.gradients(weights, [table.numpy() for table in self.tables])
         pulled = []
@@ -304,7 +305,7 @@ class Pieces:
             buffer = self.buffer(number)
             step = int(buffer.buffer.step().applied) if buffer else 0
             pulled.append((step, int(dense.versions.numpy()), rows.versions.numpy()))
-        return Work(index, value, pulled, gradients)
+        return Work(index, value, pulled, gradients, ticket)
 
     def buffer(self, server: int):
         """That of one of the servers, if the mode has any."""
@@ -336,7 +337,8 @@ class Pieces:
             optimizer.apply_rows([table], values, rows, of_rows, rate, number)
             return None
         return self.buffer(server).buffer.push(
-            work.index, work.value, step, flat, versions, [table], values, rows, of_rows
+            *(work.index, work.value, step, flat, versions, [table], values, rows, of_rows),
+            ticket=work.ticket,
         )
 
     def check_parameters(self, weights: list, tables: list) -> None:

@@ -109,6 +109,10 @@ def test_options_of_models_that_can_not_work_are_refused(two):
         compiled(two, run_eagerly=True).fit(dataset(), verbose=0)
     with pytest.raises(ValueError, match="jit_compile=True can't be used.*XLA"):
         compiled(two, jit_compile=True).fit(dataset(), verbose=0)
+    later = compiled(two)
+    later.jit_compile = True
+    with pytest.raises(ValueError, match="jit_compile=True can't be used.*XLA"):
+        later.fit(dataset(), verbose=0)
     with pytest.raises(ValueError, match="float32.*table/embeddings.*float16"):
         compiled(two, lambda: functional(dtype="float16")).fit(dataset(), verbose=0)
 

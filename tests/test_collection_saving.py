@@ -13,6 +13,8 @@ from helpers import assert_close, steps_of
 from test_embedding_collection import ROWS, click_data, click_model, collection, tables_of
 
 import tf_recsync as recsync
+from tf_recsync.embedding import table_rows
+from tf_recsync.embedding.table_rows import TableRows
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
 
 TABLES = [TableConfig("films", 40, 4, "normal"), TableConfig("users", 25, 2, "normal")]
@@ -34,6 +36,8 @@ def _seeded():
         (lambda **k: recsync.optimizers.SGD(0.1, **k), 0, 8),
         (lambda **k: recsync.optimizers.Adagrad(0.1, **k), 1, 8),
         (lambda **k: recsync.optimizers.Adagrad(0.1, use_ema=True, **k), 2, 8),
+        (lambda **k: recsync.optimizers.Adagrad(0.1, rowwise=True, **k), 0, 12),
+        (lambda **k: recsync.optimizers.Adagrad(0.1, rowwise=True, use_ema=True, **k), 1, 12),
         (lambda **k: recsync.optimizers.Adam(0.1, swap=recsync.Swap(3, 0.5), **k), 2, 24),
         (
             lambda **k: recsync.optimizers.Ftrl(
@@ -317,6 +321,60 @@ def test_a_checkpoint_goes_from_two_servers_to_three_and_to_none(
     for model, _ in models:
         read(model, two / "two").assert_existing_objects_matched()
         assert_same(by_table(model, tmp_path), expected)
+
+
+def test_weights_are_written_to_a_file_and_read_from_it_in_blocks(
+    clusters, trained, tmp_path, monkeypatch
+):
+    """So that no process needs the memory of a whole table."""
+    folder, tables, expected, _ = trained["Adam"]
+    strategy = clusters.strategy(1, 2)
+    with strategy.scope():
+        # Divided otherwise: a block's rows lie on both servers.
+        model = compiled(collection("mean", 2, name="embed"), "Adam")
+        model.optimizer.build(model.trainable_variables)
+    monkeypatch.setattr(table_rows, "BLOCK_BYTES", 7 * 4 * 4)
+    passed = []  # The bytes of each block.
+    write, read = TableRows.write, TableRows._read
+
+    def counted_write(rows, begin, values):
+        passed.append(values.nbytes)
+        write(rows, begin, values)
+
+    def counted_read(rows, begin, end):
+        values = read(rows, begin, end)
+        passed.append(values.nbytes)
+        return values
+
+    monkeypatch.setattr(TableRows, "write", counted_write)
+    monkeypatch.setattr(TableRows, "_read", counted_read)
+    model.load_weights(folder / "last.weights.h5")
+    assert_same(by_table(model, tmp_path), expected)
+    assert 0 < max(passed) <= 7 * 4 * 4
+    assert_close(tables_of(model), tables)
+    # In memory it is whole: there is no need for blocks.
+    model.save(tmp_path / "whole.keras")
+    assert_close(tables_of(keras.saving.load_model(tmp_path / "whole.keras")), tables)
+
+
+@pytest.mark.parametrize("ending", ["weights.h5", "keras"])
+def test_the_name_of_a_table_may_have_a_slash(tmp_path, ending):
+    tables = [TableConfig("user/films", 9, 2, "normal"), TableConfig("users", 5, 2, "normal")]
+    features = [FeatureConfig(f"of_{i}", table.name) for i, table in enumerate(tables)]
+    ids = {feature.name: keras.Input((), dtype="int64", name=feature.name) for feature in features}
+    layer = EmbeddingCollection(tables, features, concatenate=True, name="embed")
+    model = keras.Model(ids, layer(ids))
+    path = tmp_path / f"slash.{ending}"
+    values = {table.name: layer.table_values(table.name) for table in tables}
+    if ending == "keras":
+        model.save(path)
+        layer = keras.saving.load_model(path).get_layer("embed")
+    else:
+        model.save_weights(path)
+        model.set_weights([np.zeros_like(v) for v in model.get_weights()])
+        model.load_weights(path)
+    for name, expected in values.items():
+        np.testing.assert_array_equal(layer.table_values(name), expected)
 
 
 def test_backup_and_restore_goes_on_with_more_servers(clusters, trained):

@@ -9,6 +9,7 @@ from helpers import AtBatch, compiled, mean_output, slope_model
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
+from tf_recsync.synchronization.hop import HopSynchronizer
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -114,3 +115,45 @@ def test_a_worker_that_stands_still_when_it_has_finished_holds_nobody(two, name)
     model.fit(ones(), epochs=2, callbacks=[pause], verbose=0)
     model.evaluate(ones(), verbose=0)
     assert time.monotonic() - began < 60
+
+
+def test_a_worker_that_stands_still_is_left_out_of_a_checkpoint_of_copies(two, tmp_path, caplog):
+    two.readmit()
+    strategy = STRATEGIES["ShadowSync"](two)
+    model = model_of(strategy)
+    two.pause("worker", 1)
+    began = time.monotonic()
+    checkpoint = tf.train.Checkpoint(workers=strategy.worker_states(model))
+    checkpoint.write(str(tmp_path / "copies"))
+    assert time.monotonic() - began < 60
+    assert "Worker 1 does not answer; its copies are left out." in caplog.text
+
+
+def test_a_worker_that_stands_still_when_it_has_finished_holds_no_neighbor(two, monkeypatch):
+    """Its neighbors tell it when they leave; by Hop."""
+    two.readmit()  # Worker 1 stood still in another test.
+    strategy = recsync.HopStrategy(two, recsync.topology.ring(2), silence_timeout=LIMIT)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    leave, told = HopSynchronizer.leave, []
+
+    def leave_when_the_other_stands_still(synchronizer, worker):
+        if worker == 0 and not told:
+            told.append(time.monotonic())
+            two.pause("worker", 1)
+        leave(synchronizer, worker)
+
+    monkeypatch.setattr(HopSynchronizer, "leave", leave_when_the_other_stands_still)
+
+    def dataset_fn(context):
+        return ones(10 if context.input_pipeline_id == 0 else 2)
+
+    try:
+        data = strategy.distribute_datasets_from_function(dataset_fn)
+        model.fit(data, verbose=0)
+        assert 0 < time.monotonic() - told[0] < 60
+    finally:
+        two.resume("worker", 1)
+    two.readmit()
+    model.fit(ones(), verbose=0)

@@ -1,5 +1,8 @@
 """Workers' copies of variables, and what users see of them."""
 
+import concurrent.futures
+import threading
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -53,3 +56,27 @@ def test_what_is_no_number_is_not_taken_for_an_assignment():
     variables[1].assign(tf.constant([6.0, 2.0], tf.bfloat16))
     copies.begin()
     assert copies.assigned == [True, True, False]
+
+
+def test_a_server_that_does_not_answer_a_reading_holds_up_nobody_else(monkeypatch):
+    """As when a callback looks at the learning rate within an epoch, and a worker stands still."""
+    variable = CopiedVariable([1.0, 2.0])
+    copies = Copies([variable], cluster=None, groups=[Group(0, trainers=(0,))], peeked=[variable])
+    copies._copies[0] = [variable]
+    asked, answered = threading.Event(), threading.Event()
+
+    def values(group):
+        asked.set()
+        assert answered.wait(60)
+        return [np.array([3.0, 4.0], np.float32)]
+
+    monkeypatch.setattr(copies, "values", values)
+    copies.touched()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        reading = pool.submit(variable.numpy)
+        assert asked.wait(60)
+        # What a worker needs for its next call.
+        handles = pool.submit(copies.handles, 0).result(timeout=60)
+        assert len(handles) == 1 and not reading.done()
+        answered.set()
+        np.testing.assert_array_equal(reading.result(timeout=60), [3.0, 4.0])

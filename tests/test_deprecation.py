@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tf_recsync as recsync
-from tf_recsync._deprecation import keywords_after, renamed, without_strategy
+from tf_recsync._deprecation import keywords_after, renamed, renamed_method, without_strategy
 
 
 class Thing:
@@ -26,6 +26,16 @@ def test_arguments_by_position_go_on_with_a_warning_that_names_them():
 def test_an_earlier_name_goes_on_with_a_warning_that_has_the_new_one():
     with pytest.warns(FutureWarning, match="Thing calls size length; what you wrote works for one"):
         assert Thing(1, size=7).values == (1, 2, 7)
+
+
+def test_an_earlier_name_of_a_method_goes_on_with_a_warning_that_has_the_new_one():
+    class Reporting:
+        @renamed_method("hop_report")
+        def workers(self, model):
+            return [model]
+
+    with pytest.warns(FutureWarning, match="Reporting calls workers hop_report; what you wrote"):
+        assert Reporting().workers("clicks") == ["clicks"]
 
 
 @pytest.mark.parametrize(

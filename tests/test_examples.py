@@ -115,6 +115,10 @@ def example():
         (["--restore_from=nowhere"], "--restore_from=nowhere has no model.weights.h5"),
         (["--publish_keep=2"], "--publish_keep applies only with --publish"),
         (
+            ["--checkpoint=x", "--restore_from=y"],
+            "--restore_from can't be used with --checkpoint, which restores",
+        ),
+        (
             ["--strategy=sync", "--global_batch_size=500", "--batch_size=128"],
             "global_batch_size must be a multiple of local_batch_size=128, not 500",
         ),
@@ -230,10 +234,15 @@ def test_it_trains_on_a_cluster_with_all_its_options_and_saves(tmp_path):
         f"--publish={tmp_path / 'published'}",
         "--publish_every_seconds=3600",
         "--publish_keep=2",
+        f"--checkpoint={tmp_path / 'checkpoints'}",
+        "--checkpoint_every_seconds=3600",
         *SMALL,
     )
     figures = figures_of(done, out)
     assert (tmp_path / "published" / "1" / "saved_model.pb").exists()
+    latest = recsync.checkpoint.open(recsync.checkpoint.latest(tmp_path / "checkpoints"))
+    assert (latest.global_step, latest.metadata) == (24, {"epoch": 2})
+    assert f"in {tmp_path / 'checkpoints'}; training paused for" in done.stdout
     assert (figures["strategy"], figures["workers"], figures["ps"]) == ("async", 2, 2)
     assert (figures["steps"], figures["examples"]) == (24, 24 * 200)
     assert 1 <= figures["staleness_mean"] <= figures["staleness_max"]

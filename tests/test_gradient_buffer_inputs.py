@@ -108,6 +108,7 @@ def ints(*values):
 GOOD = {
     "token_index": 1,
     "token_value": 0,
+    "ticket": 0,
     "pulled_step": 0,
     "dense": [1.0] * 8,
     "dense_versions": ints(0, 0),
@@ -128,6 +129,7 @@ GOOD = {
         ({"token_index": [0]}, "token_index must be a scalar, not .1."),
         ({"token_index": -1}, "token_index must be at least 0, not -1"),
         ({"token_value": -1}, "token_value must be at least 0, not -1"),
+        ({"ticket": -1}, "ticket must be at least 0, not -1"),
         ({"pulled_step": -1}, "pulled_step must be at least 0, not -1"),
         ({"pulled_step": 1}, r"pulled_step = 1 is not in \[0, 0\]"),
         ({"dense": [1.0]}, "dense must hold 8 elements or none, not 1"),
@@ -178,6 +180,8 @@ def test_other_bad_calls_are_refused_by_name():
         buffer.push(0, 1, 0)
     with pytest.raises(INVALID, match=r"step = 1 is not in \[1, 0\], the steps given out"):
         buffer_ops.buffer_applied(buffer.handle, True, 1)
+    with pytest.raises((INVALID, ValueError), match="tickets must be a vector|rank 1"):
+        buffer.revoke(3)
     with pytest.raises(INVALID, match="step must be from 0 to .*, not -1"):
         buffer.restore(-1)
     with pytest.raises(ValueError, match="tables must be tables of the buffer, not d0/kernel"):

@@ -1,284 +1,33 @@
 """HierarchicalStrategy with `model.fit`: two groups of two trainers, on servers of their own."""
 
-import threading
-import time
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import AtBatch, UntilAllGoOn, compiled, mean_output, slope_model, wait_until
+from groups import (
+    ALONE,
+    BATCH,
+    BETWEEN,
+    INSIDE,
+    RING_OF_3,
+    WIDE,
+    WORKERS,
+    cells,
+    click_model,
+    clicks,
+    hierarchical,
+    shards_of,
+)
+from helpers import AtBatch, UntilAllGoOn, told_losses
 
 import tf_recsync as recsync
-from tf_recsync.strategies import server_threads
-from tf_recsync.strategies.model_functions import Steps
-from tf_recsync.synchronization import hop_groups
-from tf_recsync.synchronization.hop_groups import GroupHopSynchronizer
-from tf_recsync.synchronization.shadow import ShadowSynchronizer
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
-
-ALPHA, RATE = 0.3, 0.1
-BATCH, ROUNDS, WORKERS = 4, 3, 4
-GLOBAL = {"global_batch_size": 2 * BATCH, "local_batch_size": BATCH}
-INSIDE = {
-    "hogwild": None,
-    "async": recsync.modes.Async(),
-    "GBA": recsync.modes.GBA(**GLOBAL),
-    "sync": recsync.modes.Sync(**GLOBAL),
-}
-BETWEEN = {
-    "EASGD": recsync.EASGD(ALPHA),
-    "MA": recsync.ModelAveraging(ALPHA),
-    "BMUF": recsync.BMUF(ALPHA, eta=0.8, momentum=0.5),
-    "Hop": recsync.Hop(recsync.topology.Topology([[1 - ALPHA, ALPHA], [ALPHA, 1 - ALPHA]])),
-}
-# With a backup worker groups go on without each other.
-ALONE = recsync.Hop(recsync.topology.ring(2), backup_workers=1)
-RING_OF_3 = recsync.Hop(recsync.topology.ring(3))
 
 
 @pytest.fixture
 def cluster(clusters):
     return clusters.get(workers=WORKERS, ps=6)
-
-
-def hierarchical(cluster, algorithm=BETWEEN["EASGD"], **options):
-    settings = {"groups": 2, "trainers_per_group": 2, "ps_per_group": 1}
-    return recsync.HierarchicalStrategy(cluster, algorithm, **{**settings, **options})
-
-
-def batches_of(worker: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    random = np.random.default_rng(worker)
-    x = random.normal(size=(ROUNDS, BATCH, 3)).astype(np.float32)
-    y = (x @ np.array([1.0, -2.0, 0.5], np.float32))[..., np.newaxis] + worker
-    return list(zip(x, y, strict=True))
-
-
-def line(strategy):
-    """A model of two weights, one of them of three elements."""
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.set_weights([np.full((3, 1), 0.5, np.float32), np.zeros(1, np.float32)])
-        model.compile(recsync.optimizers.SGD(RATE), "mse")
-    return model
-
-
-def datasets(strategy):
-    """Each worker has its own batches."""
-
-    def dataset_fn(context):
-        x, y = zip(*batches_of(context.input_pipeline_id), strict=True)
-        return tf.data.Dataset.from_tensor_slices((np.array(x), np.array(y)))
-
-    return strategy.distribute_datasets_from_function(dataset_fn)
-
-
-@pytest.fixture
-def in_turn(monkeypatch):
-    """Has workers take steps one after the other, each with the synchronization that follows.
-
-    Returns:
-        A list that gets, for each step, the iterations that Hop then has begun and completed.
-    """
-    changed, turn, there = threading.Condition(), [0], set()
-    run_steps, trained = Steps._run_steps, ShadowSynchronizer.trained
-    hop_trained, expected = GroupHopSynchronizer.trained, []
-
-    def next_turn():
-        with changed:
-            turn[0] += 1
-            changed.notify_all()
-
-    def wait_for_turn(function, slot, n):
-        with changed:
-            there.add(slot.number)  # Before the first one may have to meet with all others.
-            changed.notify_all()
-            assert changed.wait_for(
-                lambda: len(there) == WORKERS and turn[0] % WORKERS == slot.number, 60
-            )
-        return run_steps(function, slot, n)
-
-    def note_trained(group, thread, steps):
-        if group._is_central:  # Each group synchronizes by itself.
-            trained(group, thread, steps)
-            next_turn()
-        else:  # All meet.
-            next_turn()
-            trained(group, thread, steps)
-
-    def note_hop_trained(group, thread, steps):
-        hop_trained(group, thread, steps)
-
-        def counts():
-            begun = [servers[0].iteration + 1 for servers in group.server_reports()]
-            return begun, group.report().syncs
-
-        # The last of a worker's steps finds no batch.
-        due = expected[min(turn[0], len(expected) - 1)]
-        assert wait_until(lambda: counts() == due, 60), f"{counts()} instead of {due}"
-        next_turn()
-
-    monkeypatch.setattr(hop_groups, "_LEAVE_SECONDS", 600.0)  # However slow the machine is.
-    monkeypatch.setattr(Steps, "_run_steps", wait_for_turn)
-    monkeypatch.setattr(ShadowSynchronizer, "trained", note_trained)
-    monkeypatch.setattr(GroupHopSynchronizer, "trained", note_hop_trained)
-    return expected
-
-
-class Replay:
-    """The same in numpy: two groups, each with a vector of weights and bias."""
-
-    def __init__(self, aggregated: bool, name: str):
-        start = np.array([0.5, 0.5, 0.5, 0.0])
-        self.groups = [start.copy(), start.copy()]
-        self.center, self.update = start.copy(), np.zeros(4)
-        self._aggregated, self._name = aggregated, name
-        self._pending = [[], []]
-        # Of each group: the updates that it has applied and those when its iteration began, and
-        # what it has sent in each iteration, by Hop.
-        self._applied, self._began = [0, 0], [0, 0]
-        self._sent, self._completed = [[], []], [0, 0]
-        self.counts = []  # After each step: iterations begun and completed.
-
-    def run(self) -> None:
-        for number in range(ROUNDS):
-            for worker in range(WORKERS):
-                self._step(worker // 2, *batches_of(worker)[number])
-                if self._name == "EASGD":
-                    self._elastic(worker // 2)
-                if self._name == "Hop":
-                    while self._exchange(0) or self._exchange(1):
-                        pass
-                    self.counts.append(([len(s) for s in self._sent], list(self._completed)))
-            if self._name in ("MA", "BMUF"):
-                self._all_reduce()
-
-    def _step(self, group: int, x: np.ndarray, y: np.ndarray) -> None:
-        inputs = np.concatenate([x, np.ones((BATCH, 1))], 1)
-        gradient = 2 / BATCH * inputs.T @ (inputs @ self.groups[group] - y[:, 0])
-        self._pending[group].append(gradient)
-        if len(self._pending[group]) == (2 if self._aggregated else 1):
-            self.groups[group] -= RATE * np.mean(self._pending[group], 0)
-            self._pending[group].clear()
-            self._applied[group] += 1
-
-    def _exchange(self, group: int) -> bool:
-        """Hop with an update for each iteration; whether a group could go on."""
-        own, theirs, done = self._sent[group], self._sent[1 - group], self._completed[group]
-        if len(own) == done and self._applied[group] > self._began[group]:
-            self._began[group] = self._applied[group]
-            own.append(self.groups[group].copy())
-            return True
-        if len(own) > done and len(theirs) > done:
-            # What was learned since it sent stays.
-            self.groups[group] += ALPHA * (theirs[done] - own[done])
-            self._completed[group] += 1
-            return True
-        return False
-
-    def _elastic(self, group: int) -> None:
-        self.center += ALPHA * (self.groups[group] - self.center)
-        self.groups[group] += ALPHA * (self.center - self.groups[group])
-
-    def _all_reduce(self) -> None:
-        target = np.mean(self.groups, 0)
-        if self._name == "BMUF":
-            self.update = 0.5 * self.update + 0.8 * (target - self.center)
-            self.center = self.center + self.update
-            target = self.center
-        for weights in self.groups:
-            weights += ALPHA * (target - weights)
-
-
-@pytest.mark.parametrize("name", BETWEEN)
-@pytest.mark.parametrize("inside", INSIDE)
-def test_a_scripted_run_equals_numpy(cluster, in_turn, inside, name):
-    check_scripted_run(cluster, in_turn, inside, name)
-
-
-@pytest.mark.parametrize(
-    ("inside", "name"),
-    [("hogwild", "EASGD"), ("async", "BMUF"), ("GBA", "Hop"), ("sync", "MA")],
-)
-def test_a_scripted_run_of_placed_layers_equals_numpy(cluster, in_turn, inside, name):
-    check_scripted_run(cluster, in_turn, inside, name, placement="auto")
-
-
-def test_updates_count_that_are_applied_before_a_loop_has_begun_by_hop(
-    cluster, in_turn, monkeypatch
-):
-    run = GroupHopSynchronizer._run
-
-    def run_late(synchronizer, loop):
-        time.sleep(0.5)
-        run(synchronizer, loop)
-
-    monkeypatch.setattr(GroupHopSynchronizer, "_run", run_late)
-    check_scripted_run(cluster, in_turn, "async", "Hop")
-
-
-def check_scripted_run(cluster, in_turn, inside, name, placement="trainers"):
-    strategy = hierarchical(
-        cluster,
-        BETWEEN[name],
-        aggregation=INSIDE[inside],
-        mode="shadow" if name == "Hop" else recsync.Foreground(gap=1),
-        local_batch_size=None if INSIDE[inside] else BATCH,
-        placement=placement,
-    )
-    model = line(strategy)
-    replay = Replay(inside in ("GBA", "sync"), name)
-    replay.run()
-    in_turn.extend(replay.counts)
-    model.fit(datasets(strategy), verbose=0)
-    copies = [np.concatenate([np.ravel(v) for v in copy]) for copy in strategy.copies(model)]
-    np.testing.assert_allclose(copies, replay.groups, rtol=1e-5, atol=1e-6)
-    # What users see is the first group's.
-    np.testing.assert_array_equal(
-        np.concatenate([w.ravel() for w in model.get_weights()]), copies[0]
-    )
-
-
-WIDE = 16
-
-
-def click_model(strategy, metrics=(), steps_per_execution=1):
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        ids = keras.Input((), dtype="int64", name="id")
-        vector = recsync.layers.EmbeddingCollection(
-            [recsync.layers.TableConfig("table", 40, 8)],
-            [recsync.layers.FeatureConfig("id", table="table")],
-            concatenate=True,
-        )({"id": ids})
-        hidden = keras.layers.Dense(WIDE, "relu", name="hidden")(vector)
-        normal = keras.layers.BatchNormalization(name="normal")(hidden)
-        model = keras.Model({"id": ids}, keras.layers.Dense(1, "sigmoid", name="top")(normal))
-        model.compile(
-            recsync.optimizers.Adagrad(0.1),
-            "binary_crossentropy",
-            metrics=list(metrics),
-            steps_per_execution=steps_per_execution,
-        )
-    return model
-
-
-def clicks(batches: int) -> tf.data.Dataset:
-    ids = np.random.default_rng(1).integers(0, 40, batches * BATCH)
-    y = (ids % 2).astype(np.float32)[:, np.newaxis]
-    return tf.data.Dataset.from_tensor_slices(({"id": ids}, y)).batch(BATCH)
-
-
-def shards_of(strategy, model) -> dict[str, list[str]]:
-    """Where each group has its copy of each trainable variable that is copied."""
-    copies = model.train_function.synchronizer.copies
-    names = {id(v._value): v.path for v in model.trainable_variables}
-    return {
-        names[id(shown)]: [copies.of(group)[i].device.split("/")[-2] for group in copies.there]
-        for i, shown in enumerate(copies.variables)
-        if id(shown) in names
-    }
 
 
 @pytest.mark.parametrize("between", ["EASGD", "BMUF"])
@@ -359,15 +108,17 @@ def test_nets_of_a_trainer_train_side_by_side(cluster, between, placement):
 
     class UntilSynced(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            syncs = strategy.sync_report(model).syncs
-            self.model.stop_training = batch >= 100 and min(syncs) > 0
+            # Two trainers of two nets each share a copy: while one computes, the three others
+            # update it, and a busy machine has them do so one after the other now and then.
+            if batch >= 100 and batch % 20 == 0:
+                syncs = strategy.sync_report(model).syncs
+                stale = strategy.staleness(model).dense.max
+                self.model.stop_training = min(syncs) > 0 and stale >= 4
 
     model.fit(clicks(50).repeat(200), callbacks=[UntilSynced()], verbose=0)
+    assert model.stop_training  # Both have happened.
     threads = {slot.index: slot.number for slot in model.train_function._run.slots}
     assert threads == {0: 1, 1: 3, 2: 5, 3: 7}
-    # Two trainers of two nets each share a copy: while one computes, the others update it.
-    staleness = strategy.staleness(model).dense
-    assert staleness.mean > 2 and staleness.max >= 4
     model.fit(clicks(40), verbose=0)
     assert sum(strategy.worker_steps(model)) == 40
     assert np.isfinite(model.evaluate(clicks(8), verbose=0))
@@ -375,7 +126,7 @@ def test_nets_of_a_trainer_train_side_by_side(cluster, between, placement):
 
 @pytest.mark.parametrize(
     ("inside", "between", "placement"),
-    [("hogwild", "EASGD", "trainers"), ("sync", "Hop", "trainers"), ("sync", "EASGD", "auto")],
+    cells(("hogwild", "EASGD", "trainers"), ("sync", "Hop", "trainers"), ("sync", "EASGD", "auto")),
 )
 def test_a_killed_trainer_leaves_its_group_running_and_comes_back(
     cluster, inside, between, placement
@@ -416,12 +167,12 @@ def test_a_killed_trainer_leaves_its_group_running_and_comes_back(
 
 @pytest.mark.parametrize(
     ("inside", "between", "placement"),
-    [
+    cells(
         ("hogwild", "EASGD", "trainers"),
         ("sync", "MA", "trainers"),
         ("hogwild", "Hop", "trainers"),
         ("hogwild", "EASGD", "auto"),
-    ],
+    ),
 )
 def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
     cluster, caplog, inside, between, placement
@@ -469,11 +220,11 @@ def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
     assert strategy.losses(model).workers == 0
     assert caplog.text.count("ps:1 was lost in the middle of a pass") == 1
     if between == "Hop":
-        assert "Group 1 was lost; group 0 go on without it." in caplog.text
+        assert "Group 1 was lost; group 0 goes on without it." in caplog.text
         assert "with the mean parameters of group 0." in caplog.text
     else:
-        source = "sync PSs" if between == "EASGD" else "other trainers"
-        assert f"Group 1 goes on with the parameters of the {source}." in caplog.text
+        source = "sync PSs" if between == "EASGD" else "others"
+        assert f"Group 1 goes on with the parameters of the {source}, and the slots" in caplog.text
     assert None not in strategy.copies(model)
     model.fit(clicks(20), verbose=0)
     assert np.isfinite(model.evaluate(clicks(20), verbose=0))
@@ -513,7 +264,7 @@ def test_a_group_whose_server_stands_still_goes_on_where_it_was(cluster, caplog,
     finally:
         cluster.resume("ps", 1)
     assert then[0][2:] == then[1][2:]  # The group stood still, and the other did not.
-    assert strategy.losses(model).workers == 1
+    assert 1 <= strategy.losses(model).workers <= told_losses(caplog.text)
     # It has its own.
     assert "goes on with the parameters of" not in caplog.text
     assert ("with its own parameters." in caplog.text) == (between == "Hop")
@@ -556,7 +307,7 @@ def test_a_server_that_is_readmitted_between_two_fits_has_its_group_go_on(cluste
     recsync.testing.set_compute_time(strategy, 0.05)
     model.fit(clicks(24), verbose=0)
     assert min(strategy.worker_steps(model)) > 0
-    assert "Group 1 goes on with the parameters of the sync PSs." in caplog.text
+    assert "Group 1 goes on with the parameters of the sync PSs, and the slots" in caplog.text
     assert strategy.losses(model).workers == 0
 
 
@@ -593,175 +344,6 @@ def test_all_shards_are_synchronized_while_nobody_trains(cluster):
     model.fit(clicks(60), verbose=0)
     first, second = strategy.sync_report(model).syncs
     assert first == second > 0
-
-
-def numbers(batches: int) -> tf.data.Dataset:
-    """Batches for `line`."""
-    x = np.random.default_rng(1).normal(size=(batches * BATCH, 3)).astype(np.float32)
-    return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(BATCH)
-
-
-def threads_of_hop() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("recsync_hop")]
-
-
-def test_servers_exchange_their_shards_after_so_many_updates_by_hop(cluster, tmp_path):
-    between = recsync.Hop(
-        recsync.topology.ring(2), updates_per_iteration=3, check_invariants=True, staleness_bound=1
-    )
-    options = {"ps_per_group": 2, "output": "mean", "aggregation": INSIDE["GBA"]}
-    strategy = hierarchical(cluster, between, **options)
-    assert strategy.algorithm is between and strategy.sync_ps == ()
-    model = line(strategy)
-    assert strategy.hop_report(model) is None
-    recsync.testing.set_compute_time(strategy, 0.01)
-    history = model.fit(
-        numbers(80), epochs=2, verbose=0, callbacks=[recsync.callbacks.ShadowReport()]
-    ).history
-    assert not threads_of_hop()
-    first, second = strategy.copies(model)
-    for value, a, b in zip(model.get_weights(), first, second, strict=True):
-        np.testing.assert_allclose(value, (a + b) / 2, rtol=1e-5, atol=1e-6)
-    report, servers = strategy.sync_report(model), strategy.hop_report(model)
-    assert report.steps == 160 and report.elements == 4 and report.sync_ps_bytes == 0
-    # Two pushes are an update, and three updates an iteration at least.
-    assert sum(report.syncs) <= 160 / 6
-    for group in range(2):
-        assert report.syncs[group] > 4
-        # A kernel and a bias, each on a server, are exchanged by themselves.
-        assert len(servers[group]) == 2
-        assert all(server.updates_used > 0 for server in servers[group])
-        assert servers[group][0].iteration >= report.syncs[group] - 1
-    assert strategy.average_sync_gap(model) == report.steps / sum(report.syncs)
-    assert strategy.average_sync_gap(model, by="bytes") == float("inf")
-    assert history["average_sync_gap"][1] >= 6 and history["syncs_per_second"][1] > 0
-    with pytest.raises(ValueError, match="HopReport can't report on a HierarchicalStrategy; use"):
-        model.fit(numbers(4), verbose=0, callbacks=[recsync.callbacks.HopReport()])
-
-    # Groups go on from a checkpoint, with their iterations.
-    latest = max(server.iteration for of_group in servers for server in of_group)
-    checkpoint = tf.train.Checkpoint(model=model, groups=strategy.worker_states(model))
-    path = checkpoint.save(str(tmp_path / "line"))
-    other = hierarchical(cluster, between, **options)
-    restored = line(other)
-    states = other.worker_states(restored)
-    tf.train.Checkpoint(model=restored, groups=states).restore(path).assert_consumed()
-    for copy, saved in zip(other.copies(restored), (first, second), strict=True):
-        for a, b in zip(copy, saved, strict=True):
-            np.testing.assert_array_equal(a, b)
-    restored.fit(numbers(40), verbose=0)
-    assert other.hop_report(restored)[0][0].iteration > latest
-
-
-def test_hop_goes_on_from_a_checkpoint_of_another_algorithm(cluster, tmp_path):
-    easgd = hierarchical(cluster)
-    model = line(easgd)
-    model.fit(numbers(8), verbose=0)
-    checkpoint = tf.train.Checkpoint(model=model, groups=easgd.worker_states(model))
-    path = checkpoint.save(str(tmp_path / "line"))
-    strategy = hierarchical(cluster, BETWEEN["Hop"])
-    restored = line(strategy)
-    states = strategy.worker_states(restored)
-    tf.train.Checkpoint(model=restored, groups=states).restore(path).assert_consumed()
-    np.testing.assert_array_equal(strategy.copies(restored)[1][0], easgd.copies(model)[1][0])
-    restored.fit(numbers(8), verbose=0)
-    assert strategy.hop_report(restored)[1][0].iteration < 8  # They begin anew.
-
-
-def test_trainers_wait_for_no_neighbor_by_hop(cluster):
-    strategy = hierarchical(cluster, BETWEEN["Hop"])
-    recsync.testing.set_compute_time(strategy, 0.03, recsync.testing.SlowWorkers(20.0, [2, 3]))
-    model = line(strategy)
-    model.fit(numbers(150), verbose=0)
-    steps, syncs = strategy.worker_steps(model), strategy.sync_report(model).syncs
-    assert min(steps[:2]) > 4 * max(steps[2:])
-    assert 0 < syncs[0] <= syncs[1] + 1  # The fast group's servers do.
-
-
-def test_copies_stand_still_while_they_are_read_within_an_epoch_by_hop(cluster):
-    # An iteration for each update: without the pause, one of them is always under way.
-    strategy = hierarchical(cluster, BETWEEN["Hop"])
-    recsync.testing.set_compute_time(strategy, 0.005)
-    model, seen = line(strategy), []
-
-    class Reads(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch % 40 == 20:
-                before = strategy.copies(self.model)
-                time.sleep(0.2)
-                seen.append((before, strategy.copies(self.model)))
-
-    model.fit(numbers(200), verbose=0, callbacks=[Reads()])
-    assert len(seen) == 5
-    for before, after in seen:
-        for old, new in zip(before, after, strict=True):
-            for one, other in zip(old, new, strict=True):
-                np.testing.assert_array_equal(one, other)
-    assert min(strategy.sync_report(model).syncs) > 3  # And they go on.
-
-
-def test_an_optimizer_that_would_undo_the_average_is_refused_by_hop(cluster):
-    strategy = hierarchical(cluster, BETWEEN["Hop"])
-    model = compiled(strategy, slope_model, lambda: recsync.optimizers.Ftrl(0.1), mean_output)
-    with pytest.raises(ValueError, match="optimizer must not be Ftrl under Hop between groups"):
-        model.fit(numbers(4), verbose=0)
-
-
-def test_a_group_without_data_leaves_its_neighbor_going_on_by_hop(cluster, monkeypatch):
-    monkeypatch.setattr(hop_groups, "_LEAVE_SECONDS", 0.1)
-    strategy = hierarchical(cluster, recsync.Hop(recsync.topology.ring(2)))
-    recsync.testing.set_compute_time(strategy, 0.02)
-    model = line(strategy)
-
-    def dataset_fn(context):
-        return numbers(60 if context.input_pipeline_id < 2 else 3)
-
-    model.fit(strategy.distribute_datasets_from_function(dataset_fn), verbose=0)
-    first, second = strategy.sync_report(model).syncs
-    assert second <= 6 and first > second + 5
-    # All take part again in the next epoch.
-    model.fit(numbers(40), verbose=0)
-    assert strategy.sync_report(model).syncs[1] > second
-
-
-def test_a_killed_server_of_a_group_ends_training_if_neighbors_wait_for_it_by_hop(cluster):
-    strategy = hierarchical(cluster, BETWEEN["Hop"])
-    recsync.testing.set_compute_time(strategy, 0.05)
-    model = line(strategy)
-    message = "group 1 was lost, and group 0 can't go on without group 1: .* backup_workers=0"
-    with pytest.raises(RuntimeError, match=message):
-        model.fit(numbers(400), verbose=0, callbacks=[AtBatch(8, lambda: cluster.kill("ps", 1))])
-    assert wait_until(lambda: not threads_of_hop(), 20), threads_of_hop()
-
-
-@pytest.mark.parametrize("times", [2, 1000], ids=["twice", "always"])
-def test_an_iteration_that_fails_is_made_anew_by_hop(cluster, monkeypatch, caplog, times):
-    make, left = hop_groups._iteration, [times]
-
-    def failing(parameters):
-        if not left[0]:
-            return make(parameters)
-        left[0] -= 1
-        raise tf.errors.InternalError(None, None, "garbled")
-
-    monkeypatch.setattr(hop_groups, "_iteration", failing)
-    monkeypatch.setattr(hop_groups, "_RETRY_SECONDS", 0.01)
-    strategy = hierarchical(cluster, BETWEEN["Hop"])
-    recsync.testing.set_compute_time(strategy, 0.02)
-    model = line(strategy)
-    if times > 2:
-        with pytest.raises(tf.errors.InternalError, match="garbled"):
-            model.fit(numbers(400), verbose=0)
-    else:
-
-        def end_when_all_have_exchanged(batch, logs):
-            model.stop_training = min(strategy.sync_report(model).syncs) > 0
-
-        ends = keras.callbacks.LambdaCallback(on_train_batch_end=end_when_all_have_exchanged)
-        model.fit(numbers(4000), verbose=0, callbacks=[ends])
-        assert min(strategy.sync_report(model).syncs) > 0
-    assert "failed, and it takes part anew (1 of 4): garbled" in caplog.text
-    assert wait_until(lambda: not threads_of_hop(), 20), threads_of_hop()
 
 
 @pytest.mark.parametrize("ps", [2, 5], ids=["embedding PS", "sync PS"])
@@ -813,33 +395,6 @@ def test_a_killed_server_of_no_group_ends_training_with_an_error_that_names_it(c
 def test_what_does_not_fit_is_refused(cluster, wrong, message):
     with pytest.raises(ValueError, match=message):
         hierarchical(cluster, **wrong)
-
-
-def test_servers_need_threads_for_what_may_wait_on_them_by_hop(cluster, monkeypatch):
-    monkeypatch.setattr(server_threads.ops, "server_threads", lambda needed: 7)
-    message = "parameter server 0 has 7 threads, and up to 8 calls may wait in it for neighbors"
-    with pytest.raises(ValueError, match=message):
-        hierarchical(cluster, BETWEEN["Hop"])
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"topology": 2}, "topology must be from tf_recsync.topology, not 2"),
-        ({"updates_per_iteration": 0}, "updates_per_iteration must be an integer of at least 1"),
-        ({"max_iteration_gap": 0}, "max_iteration_gap must be an integer of at least 1"),
-        ({"backup_workers": 2}, "backup_workers must be less than the in-neighbors"),
-        ({"staleness_bound": -1}, "staleness_bound must be an integer of at least 0"),
-        ({"skip": 3}, "skip must be a Skip or None, not 3"),
-        ({"protocol": "gossip"}, 'protocol must be "token_queue" or "notify_ack"'),
-        ({"protocol": "notify_ack", "backup_workers": 1}, "notify_ack excludes backup workers"),
-        ({"check_invariants": 1}, "check_invariants must be a bool, not 1"),
-        ({"stall_seconds": 0}, "stall_seconds must be positive"),
-    ],
-)
-def test_what_hop_does_not_know_is_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        recsync.Hop(**{"topology": recsync.topology.ring(2), **wrong})
 
 
 def test_it_is_a_strategy_that_reports_nothing_before_it_trains(cluster):

@@ -135,7 +135,7 @@ def test_tables_are_one_for_all_workers_and_dense_parameters_are_exchanged(
     history = model.fit(
         tf.data.Dataset.from_tensor_slices((inputs, labels)),
         verbose=0,
-        callbacks=[recsync.callbacks.HopReport(), timeline],
+        callbacks=[recsync.callbacks.HopReport(), recsync.callbacks.TrainingReport(), timeline],
     ).history
     assert history["iterations_per_second"][0] > 0
 
@@ -149,6 +149,7 @@ def test_tables_are_one_for_all_workers_and_dense_parameters_are_exchanged(
     # Of each batch, a row counts once.
     named = sum(len(np.unique(ids)) for name in ROWS for ids in inputs[name])
     assert (report.rows.count, report.dense.count) == (named, 0)
+    assert history["staleness"] == [report.rows.mean]
 
     # What is copied is decentralized SGD, until the first worker ran out of data.
     copies = strategy.copies(model)
@@ -156,7 +157,7 @@ def test_tables_are_one_for_all_workers_and_dense_parameters_are_exchanged(
     noted = [model.at, model.batches, model.passed]
     at, numbers, passed = values_of(strategy._synchronizer(model).copies, model, noted)
     assert sum(at) == batches and min(at) >= 3
-    assert [report.iteration for report in strategy.workers(model)] == [a - 1 for a in at]
+    assert [report.iteration for report in strategy.hop_report(model)] == [a - 1 for a in at]
     parameters = np.broadcast_to(kernel.astype(np.float64), (WORKERS, WIDTH))
     for k in range(min(at)):
         found = np.array([own[k] for own in passed])
@@ -265,8 +266,8 @@ def test_what_is_saved_goes_on_with_tables_and_each_workers_copy(cluster, tmp_pa
     later, after, workers = made()
     tf.train.Checkpoint(model=after, workers=workers).restore(path).assert_consumed()
     assert_close(tables_of(after).values(), tables_of(model).values(), 0)
-    iterations = [report.iteration for report in strategy.workers(model)]
-    assert [report.iteration for report in later.workers(after)] == iterations
+    iterations = [report.iteration for report in strategy.hop_report(model)]
+    assert [report.iteration for report in later.hop_report(after)] == iterations
     copies = strategy.copies(model)
     assert not np.array_equal(copies[0][1], copies[1][1])
     for copy, saved in zip(later.copies(after), copies, strict=True):
@@ -275,7 +276,7 @@ def test_what_is_saved_goes_on_with_tables_and_each_workers_copy(cluster, tmp_pa
     assert rows.count == strategy.staleness(model).rows.count > 0
     after.fit(dataset(), verbose=0)
     assert later.staleness(after).rows.count == 2 * rows.count
-    assert min(r.iteration for r in later.workers(after)) > max(iterations)
+    assert min(r.iteration for r in later.hop_report(after)) > max(iterations)
 
     # In one process.
     alone = click_model()

@@ -60,7 +60,7 @@ class Watch(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self._calls += 1
         if self._calls % 8 == 0:
-            self.seen.append(self._strategy.workers(self.model))
+            self.seen.append(self._strategy.hop_report(self.model))
 
     def assert_nothing_went_back(self):
         for before, after in zip(self.seen[:-1], self.seen[1:], strict=True):
@@ -81,13 +81,13 @@ def test_with_backup_workers_the_others_go_on_when_a_worker_is_killed(cluster, c
     seen = {}
 
     def kill():
-        seen["killed at"] = strategy.workers(model)[3].iteration
+        seen["killed at"] = strategy.hop_report(model)[3].iteration
         cluster.kill("worker", 3)
 
     def finish():
         # The others go on, further than its neighbors could have with it.
         def slowest():
-            return min(report.iteration for report in strategy.workers(model)[:3])
+            return min(report.iteration for report in strategy.hop_report(model)[:3])
 
         assert wait_until(lambda: slowest() > seen["killed at"] + 10, SECONDS)
         model.stop_training = True
@@ -95,7 +95,7 @@ def test_with_backup_workers_the_others_go_on_when_a_worker_is_killed(cluster, c
     callbacks = [AtBatch(20, kill), AtBatch(24, finish)]
     history = model.fit(dataset(), verbose=0, callbacks=callbacks).history
     assert np.isfinite(history["loss"][0])
-    reports = strategy.workers(model)
+    reports = strategy.hop_report(model)
     assert min(report.iteration for report in reports[:3]) > seen["killed at"] + 10
     assert "Worker 3 was lost; workers 0, 1 and 2 go on without it" in caplog.text
     assert missing(strategy.copies(model)) == [3]
@@ -142,19 +142,19 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
 
     def kill():
         # The others can come this far without it.
-        wait_until(lambda: strategy.workers(model)[1].updates_used > 0, SECONDS)
-        seen["used"] = strategy.workers(model)[1].updates_used
+        wait_until(lambda: strategy.hop_report(model)[1].updates_used > 0, SECONDS)
+        seen["used"] = strategy.hop_report(model)[1].updates_used
         cluster.kill("worker", 1)
 
     def restart():
         cluster.restart("worker", 1)
         assert wait_until(lambda: "worker:1 is back and takes part again" in caplog.text, SECONDS)
-        seen["back at"] = max(report.iteration for report in strategy.workers(model))
+        seen["back at"] = max(report.iteration for report in strategy.hop_report(model))
 
     def finish():
         # All go on together, further than the others could with a worker that stands still.
         def slowest():
-            return min(report.iteration for report in strategy.workers(model))
+            return min(report.iteration for report in strategy.hop_report(model))
 
         assert wait_until(lambda: slowest() > seen["back at"] + 20, SECONDS)
         model.stop_training = True
@@ -163,7 +163,7 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
     callbacks = [watch, AtBatch(20, kill), AtBatch(80, restart), AtBatch(84, finish)]
     history = model.fit(dataset(), verbose=0, callbacks=callbacks).history
     assert np.isfinite(history["loss"][0])
-    watch.seen.append(strategy.workers(model))
+    watch.seen.append(strategy.hop_report(model))
     watch.assert_nothing_went_back()
     assert watch.seen[-1][1].updates_used > seen["used"] > 0
     iterations = [report.iteration for report in watch.seen[-1]]
@@ -173,7 +173,7 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
     assert len(chosen) > tellings_too_late
     # And do so in the next epoch.
     model.fit(dataset(60), verbose=0)
-    assert min(report.iteration for report in strategy.workers(model)) > max(iterations)
+    assert min(report.iteration for report in strategy.hop_report(model)) > max(iterations)
 
 
 def test_a_worker_comes_back_while_its_neighbor_dies(cluster, caplog, monkeypatch):
@@ -198,11 +198,11 @@ def test_a_worker_comes_back_while_its_neighbor_dies(cluster, caplog, monkeypatc
         assert wait_until(lambda: "Worker 1 was lost" in caplog.text, SECONDS)
 
     def finish():
-        before = max(report.iteration for report in strategy.workers(model))
+        before = max(report.iteration for report in strategy.hop_report(model))
         there = [0, 2, 3]
 
         def slowest():
-            reports = strategy.workers(model)
+            reports = strategy.hop_report(model)
             return min(reports[worker].iteration for worker in there)
 
         # Further than they could come if one of them waited for another.
@@ -263,17 +263,17 @@ def test_a_worker_whose_connection_breaks_comes_back_though_it_lived(
             cluster.cut_off("worker", 1)
             noticed.wait(0.1)
         assert wait_until(lambda: "worker:1 is back and takes part again" in caplog.text, SECONDS)
-        seen["back at"] = max(report.iteration for report in strategy.workers(model))
+        seen["back at"] = max(report.iteration for report in strategy.hop_report(model))
 
     def finish():
         assert wait_until(
-            lambda: strategy.workers(model)[1].iteration > seen["back at"] + 20, SECONDS
+            lambda: strategy.hop_report(model)[1].iteration > seen["back at"] + 20, SECONDS
         )
         model.stop_training = True
 
     model.fit(dataset(), verbose=0, callbacks=[AtBatch(20, cut), AtBatch(24, finish)])
     assert "Worker 1 was lost; workers 0 and 2 go on without it" in caplog.text
-    iterations = [report.iteration for report in strategy.workers(model)]
+    iterations = [report.iteration for report in strategy.hop_report(model)]
     assert min(iterations) > seen["back at"]
     assert max(iterations) - min(iterations) <= 4 * WORKERS // 2
     assert missing(strategy.copies(model)) == []
@@ -320,7 +320,7 @@ def test_a_worker_that_stands_still_is_named_with_what_is_awaited_of_it(cluster,
         return [line for line in lines if "worker 2 does not answer" in line and WAITS.search(line)]
 
     def pause():
-        stood_at.append(strategy.workers(model)[2].iteration)
+        stood_at.append(strategy.hop_report(model)[2].iteration)
         caplog.clear()
         cluster.pause("worker", 2)
         wait_until(stalls, SECONDS)

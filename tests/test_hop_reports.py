@@ -161,7 +161,7 @@ class AtEpochEnds(keras.callbacks.Callback):
         self.ends = []
 
     def on_epoch_end(self, epoch, logs=None):
-        self.ends.append(self._strategy.workers(self.model))
+        self.ends.append(self._strategy.hop_report(self.model))
 
 
 def test_history_and_tensorboard_have_what_each_worker_did_in_each_epoch(cluster, tmp_path):
@@ -261,11 +261,42 @@ def test_reports_of_a_worker_go_on_where_they_were_when_it_is_back():
     assert [report.iteration for report in reports.all()] == [1, 2, 3]
 
 
-def test_a_callback_that_can_not_report_on_a_strategy_says_which_one_can(cluster):
+def test_a_training_report_has_the_speed_of_all_workers_and_of_one(cluster):
     model = make_model(recsync.HopStrategy(cluster, topology.ring(WORKERS)))
-    for callback in (recsync.callbacks.TrainingReport, recsync.callbacks.ShadowReport):
-        with pytest.raises(ValueError, match="can't report on a HopStrategy; use HopReport"):
-            model.fit(dataset(), callbacks=[callback()], verbose=0)
+    report = recsync.callbacks.TrainingReport()
+    logs = model.fit(dataset(), epochs=2, callbacks=[report], verbose=0).history
+    for of_all, of_one in zip(
+        logs["batches_per_second"], logs["global_steps_per_second"], strict=True
+    ):
+        assert 0 <= of_one < of_all
+    # They share no parameters.
+    assert logs["staleness"] == logs["staleness_max"] == [0.0, 0.0]
+    assert logs["lost_steps"] == [0, 0] and all(0 <= share <= 1 for share in logs["data_wait"])
+
+
+def test_what_all_strategies_with_copies_report_is_reported_of_exchanges_too(cluster):
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
+    model = make_model(strategy)
+    assert strategy.sync_report(model).syncs == [0] * WORKERS
+    logs = model.fit(dataset(), callbacks=[recsync.callbacks.ShadowReport()], verbose=0).history
+    report = strategy.sync_report(model)
+    # Each step has an exchange of all parameters.
+    assert report.syncs == strategy.worker_steps(model)
+    assert report.elements == sum(w.size for w in model.get_weights()[:2])
+    assert logs["average_sync_gap"] == [1.0] == [strategy.average_sync_gap(model)]
+    waits = [r.waited_for_updates + r.waited_for_tokens for r in strategy.hop_report(model)]
+    assert report.seconds == waits
+    assert report.sync_ps_bytes == 0 and strategy.average_sync_gap(model, "bytes") == float("inf")
+
+
+def test_a_callback_that_can_not_report_on_a_strategy_says_which_one_can(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.ModelAveraging(0.5))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+        model.compile(recsync.optimizers.SGD(0.1), "mse")
+    message = "can't report on a ShadowSyncStrategy; use TrainingReport or ShadowReport"
+    with pytest.raises(ValueError, match=message):
+        model.fit(dataset(), callbacks=[recsync.callbacks.HopReport()], verbose=0)
     with tf.distribute.OneDeviceStrategy("/CPU:0").scope():
         other = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     for callback in (recsync.callbacks.HopReport, recsync.callbacks.TrainingReport):

@@ -12,7 +12,7 @@ from decentralized_sgd import RATE, WIDTH, Recording, recorded, regression, simu
 import tf_recsync as recsync
 from tf_recsync import topology
 from tf_recsync.ops import hop
-from tf_recsync.synchronization import hop_edges
+from tf_recsync.synchronization import hop_edges, loops
 
 WORKERS = 4
 GARBLED = tf.errors.InternalError(None, None, "Unable to parse request\nof some worker")
@@ -51,6 +51,8 @@ class Failing:
         self._edges = edges
         self._error = error
         self._lock = threading.Lock()
+        # Else an edge makes but one call, until it fails.
+        monkeypatch.setattr(hop_edges, "TURNS_PER_CALL", 1)
         make = hop_edges.carry_function
         monkeypatch.setattr(
             hop_edges, "carry_function", lambda *args: lambda *call: self._call(make(*args), *call)
@@ -114,13 +116,13 @@ def test_with_calls_that_fail_training_is_decentralized_sgd_step_by_step(
 ):
     # Three in a row, and one by one.
     places = ["collected", "delivered", "once", None, "ended", None, None, "delivered", None]
-    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(loops, "RETRY_SECONDS", 0.01)
     failing = Failing(monkeypatch, places)
     topo = topology.ring(WORKERS)
     strategy, model, x, y, start = trained(cluster, topo, **options)
     assert min(failing.failed[place] for place in places if place) >= WORKERS
     warning = (
-        "A call from worker:1 to worker:2 failed and is made again (3 of 3): "
+        "A call from worker:1 to worker:2 failed and is made again (3 of 4): "
         "Unable to parse request"
     )
     assert warning in [record.message for record in caplog.records]
@@ -135,7 +137,7 @@ def test_with_calls_that_fail_training_is_decentralized_sgd_step_by_step(
 
 
 def test_a_loop_that_fails_before_its_first_call_is_begun_again(cluster, monkeypatch):
-    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(loops, "RETRY_SECONDS", 0.01)
     begun, failed = hop_edges.Edges._begun, set()
 
     def failing_once(edges, sender, receiver):
@@ -154,7 +156,7 @@ def test_a_loop_that_fails_before_its_first_call_is_begun_again(cluster, monkeyp
 def test_a_call_that_was_given_up_and_waits_still_hinders_nobody(cluster, monkeypatch):
     # As when a connection breaks, and the worker does not hear of it. The call that is given up
     # has begun to wait when it is made again, and there is nothing to carry yet.
-    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(loops, "RETRY_SECONDS", 0.1)
     failing = Failing(monkeypatch, ["given up", None, None], cluster=cluster)
     topo = topology.ring(WORKERS)
     strategy, model, x, y, start = trained(cluster, topo, seconds=0.3)
@@ -170,7 +172,7 @@ def test_a_call_that_was_given_up_and_waits_still_hinders_nobody(cluster, monkey
 
 @pytest.mark.parametrize("options", [{"staleness_bound": 2}, {"backup_workers": 1}])
 def test_with_calls_that_fail_every_update_counts_once(cluster, monkeypatch, options):
-    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(loops, "RETRY_SECONDS", 0.01)
     places = ["delivered", "collected", "ended", None]
     failing = Failing(monkeypatch, places)
     strategy, model, *_ = trained(cluster, topology.ring(WORKERS), max_iteration_gap=4, **options)
@@ -190,12 +192,12 @@ def test_with_calls_that_fail_every_update_counts_once(cluster, monkeypatch, opt
 
 
 def test_a_call_that_fails_again_and_again_ends_training_with_its_error(cluster, monkeypatch):
-    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(loops, "RETRY_SECONDS", 0.01)
     _, model, *_ = trained(cluster, topology.ring(WORKERS), iterations=2)
     dataset = regression(WORKERS * 12)[2]
     for error, attempts in (
-        (GARBLED, 4),
-        (tf.errors.UnavailableError(None, None, "Connection reset"), 4),
+        (GARBLED, loops.ATTEMPTS),
+        (tf.errors.UnavailableError(None, None, "Connection reset"), loops.ATTEMPTS),
         (tf.errors.InvalidArgumentError(None, None, "It does not fit"), 1),
         (tf.errors.FailedPreconditionError(None, None, "Further apart than it may be"), 1),
         (tf.errors.ResourceExhaustedError(None, None, "Too many"), 1),
@@ -208,7 +210,7 @@ def test_a_call_that_fails_again_and_again_ends_training_with_its_error(cluster,
 
 
 def test_the_wait_for_the_next_attempt_ends_with_training(cluster, monkeypatch):
-    monkeypatch.setattr(hop_edges, "_RETRY_SECONDS", 600.0)
+    monkeypatch.setattr(loops, "RETRY_SECONDS", 600.0)
     # Without tokens nobody waits for what the receiver of an edge tells its sender.
     one_way = topology.from_edges(WORKERS, [(i, (i + 1) % WORKERS) for i in range(WORKERS)])
     failing = Failing(monkeypatch, ["once"], edges=[(1, 0)])

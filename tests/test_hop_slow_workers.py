@@ -102,7 +102,7 @@ def test_a_slow_worker_is_tolerated_as_the_mode_says(cluster, options, expected)
     with strategy.record_events(model) as recording:
         history = model.fit(dataset(12 * WORKERS), verbose=0).history
     assert np.isfinite(history["loss"][0])
-    reports = strategy.workers(model)
+    reports = strategy.hop_report(model)
     if "gap" in expected:
         # Further than in standard training, and not further than this mode allows.
         gaps = largest_gaps(recording)

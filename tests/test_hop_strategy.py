@@ -68,7 +68,7 @@ def test_standard_training_is_decentralized_sgd_step_by_step(cluster, topo, opti
         np.testing.assert_allclose(
             histories[worker][:steps], expected[:, worker], rtol=2e-5, atol=2e-5
         )
-    reports = strategy.workers(model)
+    reports = strategy.hop_report(model)
     assert [report.iteration for report in reports] == [a - 1 for a in at]
     mean = np.mean([copy[0] for copy in copies], axis=0)
     np.testing.assert_allclose(model.dense.kernel.numpy(), mean, rtol=1e-6)
@@ -95,13 +95,13 @@ def test_a_checkpoint_has_all_workers_go_on_as_they_were(cluster, tmp_path):
     model.fit(dataset, verbose=0)
     path = tf.train.Checkpoint(model=model, workers=workers).save(tmp_path / "c")
     copies = strategy.copies(model)
-    iterations = [report.iteration for report in strategy.workers(model)]
+    iterations = [report.iteration for report in strategy.hop_report(model)]
     at, _, _ = recorded(strategy, model)
 
     strategy, after, workers = recording(cluster, topo, sgd)
     tf.train.Checkpoint(model=after, workers=workers).restore(path).assert_consumed()
     np.testing.assert_array_equal(after.dense.kernel.numpy(), model.dense.kernel.numpy())
-    assert [report.iteration for report in strategy.workers(after)] == iterations
+    assert [report.iteration for report in strategy.hop_report(after)] == iterations
     after.fit(dataset, verbose=0)
     now, numbers, histories = recorded(strategy, after)
     steps = min(b - a for a, b in zip(at, now, strict=True))
@@ -113,7 +113,7 @@ def test_a_checkpoint_has_all_workers_go_on_as_they_were(cluster, tmp_path):
     for worker, a in enumerate(at):
         found = histories[worker][a : a + steps]
         np.testing.assert_allclose(found, expected[:, worker], rtol=2e-5, atol=2e-5)
-    begun = [report.iteration for report in strategy.workers(after)]
+    begun = [report.iteration for report in strategy.hop_report(after)]
     assert min(begun) >= max(iterations) + steps
 
     # Restored into what has trained already, optimizer and all.
@@ -283,7 +283,7 @@ def test_steps_per_epoch_splits_a_run_and_iterations_go_on(cluster):
     history = model.fit(dataset, epochs=3, steps_per_epoch=steps, verbose=0).history
     assert len(history["loss"]) == 3
     assert history["loss"][-1] < history["loss"][0]
-    reports = strategy.workers(model)
+    reports = strategy.hop_report(model)
     entered = sum(report.iteration + 1 for report in reports)
     # Epochs begin with everybody on the same iteration: some left out, none done twice.
     assert 3 * steps <= entered <= 3 * steps + 3 * WORKERS * 5
@@ -351,7 +351,7 @@ def test_a_queue_dies_with_its_strategy(cluster):
             return int(hop.state(handles[worker]).iteration)
 
     assert [iteration(worker) for worker in range(WORKERS)] == [
-        report.iteration for report in strategy.workers(model)
+        report.iteration for report in strategy.hop_report(model)
     ]
     del strategy, model, states
     keras.utils.clear_session()

@@ -19,6 +19,7 @@ from simulated_modes import (
 
 from tf_recsync import staleness
 from tf_recsync.optimizers import SGD, Adagrad
+from tf_recsync.synchronization.gradient_buffer import GradientBuffer
 from tf_recsync.synchronization.modes import Mode
 
 # No strategy makes it: buffers of one push, whose weight is that of BSP.
@@ -150,11 +151,27 @@ def test_gba_is_training_on_global_batches_if_every_pull_follows_the_apply_befor
     assert (report.global_step, report.included, report.age_max) == (12, 12 * 3 * 2, 0)
 
 
-def of_ones(index: int, value: int, dense=(1.0, 1.0, 1.0)) -> Work:
+def of_ones(index: int, value: int, dense=(1.0, 1.0, 1.0), ticket: int = 0) -> Work:
     """Work of gradients that are given, pulled at the beginning."""
     rows = np.zeros((0, WIDTH))
     pulled = (0, 0, np.zeros(ROWS_OF_TABLE, int))
-    return Work(index, value, [pulled], [Gradient(np.array(dense), np.zeros(0, int), rows)])
+    return Work(index, value, [pulled], [Gradient(np.array(dense), np.zeros(0, int), rows)], ticket)
+
+
+def with_a_token(pieces: Pieces, worker: int) -> Work:
+    """The same, with the token that a worker gets next."""
+    pieces.ask(worker)
+    index, value, ticket = map(int, pieces.taken(worker))
+    return of_ones(index, value, ticket=ticket)
+
+
+def given_out(pieces: Pieces):
+    """(worker, ticket, what its buffer gave out) of the push that completes the first step."""
+    for number in range(pieces.mode.capacity):
+        worker = number % WORKERS
+        work = with_a_token(pieces, worker)
+        aggregate = pieces.collect(work)
+    return worker, work.ticket, aggregate
 
 
 def test_a_flush_is_a_step_of_what_is_there_and_all_go_on_from_it():
@@ -180,14 +197,9 @@ def test_a_flush_is_a_step_of_what_is_there_and_all_go_on_from_it():
 
 @pytest.mark.parametrize("row", ["sync", "BSP"])
 def test_a_step_that_a_lost_worker_was_to_apply_does_not_stop_the_others(row):
-    mode = ROWS[row]
-    pieces = Pieces(mode)
+    pieces = Pieces(ROWS[row])
     buffer = pieces.buffer(0)
-    for number in range(mode.capacity):
-        worker = number % WORKERS
-        pieces.ask(worker)
-        token = pieces.taken(worker)
-        aggregate = pieces.collect(of_ones(int(token.index), int(token.value)))
+    worker, _, aggregate = given_out(pieces)
     assert bool(aggregate.ready)  # And nobody applies it.
     others = [w for w in range(WORKERS) if w != worker]
     pieces.ask(others[0])
@@ -196,7 +208,7 @@ def test_a_step_that_a_lost_worker_was_to_apply_does_not_stop_the_others(row):
     token = pieces.taken(others[0])
     if row == "sync":
         # It gets the lost worker's token, whose step is over on the server.
-        assert (int(token.index), int(token.value)) == (mode.capacity - 1, 0)
+        assert (int(token.index), int(token.value)) == (pieces.mode.capacity - 1, 0)
         pieces.collect(of_ones(int(token.index), 0))
         pieces.ask(others[0])
         token = pieces.taken(others[0])
@@ -206,6 +218,67 @@ def test_a_step_that_a_lost_worker_was_to_apply_does_not_stop_the_others(row):
     # If it is applied after all, that is no error.
     applied = buffer.apply(pieces.optimizers[0], aggregate, tf.constant(RATE))
     assert int(applied) == 1
+
+
+def test_a_server_that_does_not_answer_is_told_the_next_time_which_steps_are_lost(monkeypatch):
+    pieces = Pieces(ROWS["sync"])
+    buffer = pieces.buffer(0)
+    worker, ticket, aggregate = given_out(pieces)
+    assert bool(aggregate.ready)  # And nobody applies it.
+    revoke, asked = GradientBuffer.revoke, []
+
+    def fail_once(self, tickets):
+        asked.append(list(tickets))
+        if len(asked) == 1:
+            raise tf.errors.UnavailableError(None, None, "Socket closed")
+        return revoke(self, tickets)
+
+    monkeypatch.setattr(GradientBuffer, "revoke", fail_once)
+    with pytest.raises(tf.errors.UnavailableError):
+        pieces.aggregation.lose(worker)
+    assert buffer.state().applied == 0
+    pieces.aggregation.forget(worker)  # As when it is opened again: it holds nothing by now.
+    assert buffer.state().applied == 1
+    assert asked[0] == asked[-1] == [ticket]
+
+
+def test_what_a_lost_worker_has_pushed_and_arrives_late_is_dropped_and_pushed_by_another():
+    pieces = Pieces(ROWS["sync"])
+    buffer, work = pieces.buffer(0), {}
+    for worker in range(WORKERS):
+        work[worker] = with_a_token(pieces, worker)
+    lost = WORKERS - 1
+    pieces.aggregation.lose(lost)
+    for worker in range(WORKERS - 1):
+        assert not bool(pieces.collect(work[worker]).ready)
+    # It would complete the step, which nobody would apply.
+    assert not bool(pieces.collect(work[lost]).ready)
+    again = with_a_token(pieces, 0)
+    assert (again.index, again.value) == (work[lost].index, 0)
+    assert again.ticket != work[lost].ticket
+    pieces.push(again)
+    state = buffer.state()
+    assert (state.step, state.applied, state.late, state.included) == (1, 1, 1, WORKERS)
+
+
+@pytest.mark.parametrize("row", ["sync", "BSP"])
+def test_a_step_that_a_living_worker_applies_slowly_is_not_taken_for_lost_with_another(row):
+    pieces = Pieces(ROWS[row])
+    buffer = pieces.buffer(0)
+    worker, _, aggregate = given_out(pieces)
+    assert bool(aggregate.ready)  # Its server is still about to apply it.
+    pieces.aggregation.lose((worker + 1) % WORKERS)
+    state = buffer.state()
+    assert (state.step, state.applied) == (1, 0)
+    pieces.ask(worker)
+    if row == "sync":
+        pieces.taken(worker)  # The lost worker's, which had pushed; with the next one it waits.
+        pieces.ask(worker)
+        assert pieces.is_waiting(worker)
+    applied = buffer.apply(pieces.optimizers[0], aggregate, tf.constant(RATE))
+    pieces.aggregation.report_step(buffer, applied)
+    pieces.taken(worker)
+    assert buffer.state().applied == 1
 
 
 def test_tokens_of_a_lost_worker_are_pushed_by_others_and_count_once():

@@ -155,15 +155,35 @@ def quick_fit(strategy, batches, **kwargs):
     return model
 
 
+def fit_until(seen, strategy, batches, **kwargs):
+    """(model, how many times it was trained on the batches).
+
+    Which worker gets its gradient in when is up to the machine: on a busy one, a single fit may
+    not have what the test is about.
+
+    Args:
+        seen: of the model, whether its training has had that by now.
+    """
+    model, times = quick_fit(strategy, batches, **kwargs), 1
+    while not seen(model):
+        assert times < 20
+        model.fit(batches.dataset(), verbose=0, **kwargs)
+        times += 1
+    return model, times
+
+
 def test_gba_leaves_out_what_a_slow_worker_pushes_too_late(three):
     strategy = recsync.GBAStrategy(three, 3 * LOCAL, LOCAL, staleness_tolerance=1)
     slow(strategy)
-    model = quick_fit(strategy, Batches(60))
-    report = check_counts(strategy, model, 60, 20)
-    # Of the 12 steps of two others, who push as one in two of theirs.
-    assert report.excluded >= 2
+
+    def seen(model):
+        report = strategy.aggregation(model)
+        # What is pushed to one server is pushed to the other.
+        return report.excluded >= 2 and report.staleness.max > 2
+
+    model, times = fit_until(seen, strategy, Batches(60))
+    report = check_counts(strategy, model, 60 * times, 20 * times)
     assert report.age_max > 1
-    assert report.staleness.max > 2
     assert (report.late, report.duplicates) == (0, 0)
     assert 0 < report.age_mean < report.age_max
 
@@ -172,32 +192,38 @@ def test_gba_with_a_policy_decays_what_is_old(three):
     decay = recsync.staleness.InversePower(k=1, baseline=1)
     strategy = recsync.GBAStrategy(three, 3 * LOCAL, LOCAL, decay=decay)
     slow(strategy)
-    model = quick_fit(strategy, Batches(45))
-    report = check_counts(strategy, model, 45, 15)
-    assert report.decayed >= 2
+    model, times = fit_until(
+        lambda model: strategy.aggregation(model).decayed >= 2, strategy, Batches(45)
+    )
+    report = check_counts(strategy, model, 45 * times, 15 * times)
     assert report.excluded == 0
 
 
 def test_bsp_counts_what_is_stale_in_full(three):
     strategy = recsync.BSPStrategy(three, 3 * LOCAL, LOCAL)
     slow(strategy)
-    model = quick_fit(strategy, Batches(45))
-    report = check_counts(strategy, model, 45, 15)
+    model, times = fit_until(
+        lambda model: strategy.aggregation(model).staleness.max > 2, strategy, Batches(45)
+    )
+    report = check_counts(strategy, model, 45 * times, 15 * times)
     assert (report.excluded, report.decayed, report.late) == (0, 0, 0)
-    assert report.staleness.max > 2
 
 
 def test_backup_workers_drop_what_comes_late_and_nothing_is_stale(three):
     strategy = recsync.BackupWorkersStrategy(three, 1)
     slow(strategy)
-    model = quick_fit(strategy, Batches(60))
+    model, times = fit_until(
+        # Two or more pushes, on two servers.
+        lambda model: strategy.aggregation(model).late >= 4,
+        strategy,
+        Batches(60),
+    )
     steps = int(model.optimizer.iterations.numpy())
-    report = check_counts(strategy, model, 60, steps)
-    assert report.late >= 4  # Two or more pushes, on two servers.
+    report = check_counts(strategy, model, 60 * times, steps)
     assert (report.staleness.max, report.age_max, report.excluded) == (1, 0, 0)
-    # Two pushes a step; in the last one, perhaps, one.
-    assert steps * 4 - 2 <= report.included <= steps * 4
-    assert 20 <= steps <= 30
+    # Two pushes a step; in the last one of a fit, perhaps, one.
+    assert steps * 4 - 2 * times <= report.included <= steps * 4
+    assert 20 * times <= steps <= 30 * times
 
 
 def test_nobody_is_further_ahead_than_the_bound(three):
@@ -215,14 +241,16 @@ def test_nobody_is_further_ahead_than_the_bound(three):
             if live:  # All have left at the end.
                 gaps.append(max(live) - min(live))
 
-    model = quick_fit(strategy, Batches(40), callbacks=[Look()])
     # Who is at the bound may take one more token.
+    model, times = fit_until(
+        lambda model: max(gaps) > bound, strategy, Batches(40), callbacks=[Look()]
+    )
     assert max(gaps) == bound + 1
     staleness = strategy.staleness(model).dense
     # While a worker is in a step, each of the two others takes part from bound + 1 batches
     # behind it to bound + 1 ahead, and pushes the one that it had.
     assert 1 < staleness.max <= 1 + 2 * (2 * (bound + 1) + 1)
-    assert int(model.optimizer.iterations.numpy()) == 40
+    assert int(model.optimizer.iterations.numpy()) == 40 * times
     report = strategy.aggregation(model)
     assert (report.included, report.global_step, report.lost) == (0, 0, 0)
 

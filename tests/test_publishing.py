@@ -231,7 +231,7 @@ def test_writing_that_takes_too_long_ends_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(Inference, "write", lambda inference, folder: is_over.wait(60))
     publish = Publish(tmp_path, timeout=0.1)
     try:
-        with pytest.raises(RuntimeError, match="timeout=0.1; nothing was published before"):
+        with pytest.raises(RuntimeError, match="timeout=0.1; nothing was written before"):
             local_model().fit(ones(), callbacks=[publish], verbose=0)
     finally:
         is_over.set()

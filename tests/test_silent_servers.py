@@ -20,7 +20,7 @@ MAKERS = {
     "async": recsync.AsyncStrategy,
     "sync": recsync.SyncStrategy,
 }
-LIMIT = 2.0  # Seconds that a server may be silent.
+LIMIT = 3.0  # Seconds that a server may be silent; a busy machine answers within that.
 SERVERS = [("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1)]
 
 
@@ -69,6 +69,19 @@ def test_others_go_on_when_a_worker_stands_still_and_it_takes_part_again(two, mo
     assert "worker:1 has not answered for" in caplog.text
     assert "worker:0" not in caplog.text
     assert train(strategy, steps=6) == [-3.0 if mode != "async" else -6.0]
+
+
+def test_a_model_is_not_built_on_a_parameter_server_that_stands_still(two):
+    strategy = recsync.AsyncStrategy(two, silence_timeout=LIMIT)
+    two.pause("ps", 0)
+    with strategy.scope(), pytest.raises(RuntimeError, match="ps:0 has not answered for . s"):
+        slope_model()
+
+
+def test_a_strategy_is_made_although_a_worker_stands_still(two, caplog):
+    two.pause("worker", 1)
+    recsync.ShadowSyncStrategy(two, recsync.EASGD(0.3), silence_timeout=LIMIT)
+    assert "worker:1 does not answer, and whether it has threads enough is not known" in caplog.text
 
 
 def test_training_fails_when_all_workers_stand_still(two):

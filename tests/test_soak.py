@@ -46,6 +46,9 @@ MAKERS = {
     "groups, GBA and EASGD": lambda cluster: in_groups(
         cluster, recsync.EASGD(0.3), recsync.modes.GBA(global_batch_size=2, local_batch_size=1)
     ),
+    "groups, async and Hop": lambda cluster: in_groups(
+        cluster, recsync.Hop(recsync.topology.ring(2), backup_workers=1), recsync.modes.Async()
+    ),
 }
 
 
@@ -71,7 +74,9 @@ def stormy(clusters, request):
     workers = [("worker", worker) for worker in range(WORKERS)]
     if not request.getfixturevalue("mode").startswith("groups"):
         return clusters.get(WORKERS, PS), workers
-    return clusters.get(WORKERS, PS + 1), [*workers, ("ps", 0), ("ps", 1)]
+    # By Hop there are no parameters any more when all groups have lost theirs.
+    groups = [("ps", 0)] if "Hop" in request.getfixturevalue("mode") else [("ps", 0), ("ps", 1)]
+    return clusters.get(WORKERS, PS + 1), [*workers, *groups]
 
 
 def ones(batches: int) -> tf.data.Dataset:
@@ -86,10 +91,18 @@ class Storm(threading.Thread):
         cluster: whose servers.
         servers: those that may die, job and index.
         seed: of what is random.
+        calm: at most so many seconds from one that is started again to the next that dies.
     """
 
-    def __init__(self, cluster: recsync.LocalCluster, servers: list[tuple[str, int]], seed: int):
+    def __init__(
+        self,
+        cluster: recsync.LocalCluster,
+        servers: list[tuple[str, int]],
+        seed: int,
+        calm: float = 3.0,
+    ):
         super().__init__(name="storm", daemon=True)
+        self._calm = calm
         self._cluster = cluster
         self._servers = servers
         self._random = random.Random(seed)
@@ -98,7 +111,9 @@ class Storm(threading.Thread):
 
     def run(self) -> None:
         deadline = time.monotonic() + STORM_SECONDS
-        while time.monotonic() < deadline and not self._over.wait(self._random.uniform(0.0, 3.0)):
+        while time.monotonic() < deadline and not self._over.wait(
+            self._random.uniform(0.0, self._calm)
+        ):
             server = self._random.choice(self._servers)
             self._cluster.kill(*server)
             self.kills += 1
@@ -140,6 +155,36 @@ def test_every_batch_is_accounted_for_in_a_storm_of_kills(stormy, mode):
     before = losses.batches
     model.fit(ones(40), verbose=0)
     assert sum(strategy.worker_steps(model)) + strategy.losses(model).batches - before == 40
+
+
+@pytest.mark.parametrize("mode", ["async", "sync", "GBA", "ShadowSync"])
+def test_training_goes_on_in_a_storm_in_which_parameter_servers_die_too(cluster, tmp_path, mode):
+    seed = random.SystemRandom().randrange(1 << 32)
+    logging.warning("%s: the storm's seed is %d.", mode, seed)
+    strategy = MAKERS[mode](cluster)
+    recsync.testing.set_compute_time(strategy, 0.05)
+    with strategy.scope():
+        ids = keras.Input((1,))
+        table = keras.layers.Embedding(8, 4)(keras.layers.Lambda(lambda x: x % 8)(ids))
+        model = keras.Model(ids, keras.layers.Dense(1)(keras.layers.Flatten()(table)))
+        model.compile(recsync.optimizers.Adagrad(0.01), "mse")
+    batches, epochs = 1000, 2
+    servers = [*(("worker", i) for i in range(WORKERS)), *(("ps", i) for i in range(PS))]
+    storm = Storm(cluster, servers, seed, calm=12.0)
+    callback = recsync.callbacks.Checkpoint(tmp_path, every_seconds=3)
+    storm.start()
+    done = []
+    try:
+        for _ in range(epochs):
+            assert model.fit(ones(batches), verbose=0, callbacks=[callback]).epoch == [0]
+            done.append(sum(strategy.worker_steps(model)))
+    finally:
+        storm.end()
+    losses = strategy.losses(model)
+    logging.info("%s: %d kills, %d recoveries.", mode, storm.kills, callback.recoveries)
+    assert sum(done) + losses.batches == epochs * batches, (done, losses)
+    assert np.isfinite(model.predict(np.ones([4, 1]), verbose=0)).all()
+    recsync.checkpoint.open(recsync.checkpoint.latest(tmp_path)).verify()
 
 
 def resident_megabytes(cluster: recsync.LocalCluster) -> np.ndarray:

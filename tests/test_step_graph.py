@@ -119,6 +119,8 @@ def test_slots_are_those_of_the_optimizer():
     assert OperatorPlan.step_graph(model, BATCH)["top_1"].slots == 1
     model.compile(optimizers.Adam(1e-3), "mse")
     assert OperatorPlan.step_graph(model, BATCH)["top_1"].slots == 2
+    model.compile(optimizers.Adagrad(1e-3, rowwise=True), "mse")  # Of tables: layers are dense.
+    assert OperatorPlan.step_graph(model, BATCH)["top_1"].slots == 1
     assert OperatorPlan.step_graph(model, BATCH, slots=0)["top_1"].slots == 0
 
 

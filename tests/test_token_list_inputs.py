@@ -108,8 +108,9 @@ def test_shapes_are_known_in_a_graph():
     @tf.function(input_signature=[tf.TensorSpec([], tf.resource)])
     def shapes(handle):
         token, loss = ops.take_token(handle, 0), ops.lose_worker(handle, 0)
-        for scalar in (*token, *loss):
+        for scalar in (*token, loss.lost, loss.reissued):
             assert scalar.shape == []
+        assert loss.tickets.shape.as_list() == [None]
         raw = ops.token_list_state(handle)
         assert raw.position.shape == []
         assert raw.held.shape.as_list() == [None, 2]

@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 import tf_recsync as recsync
-from tf_recsync.strategies import worker_errors
+from tf_recsync.cluster import messages
 
-PACKAGE = worker_errors._PACKAGE
+PACKAGE = messages._PACKAGE
 FRAMES = f"""Graph execution error:
 
 Detected at node MatMul defined at (most recent call last):
@@ -33,7 +33,7 @@ AGAIN = (
 
 def said_by(message: str) -> str:
     error = tf.errors.InvalidArgumentError(None, None, message)
-    plain = worker_errors.plain(error, 3)
+    plain = messages.plain(error, 3)
     assert type(plain) is tf.errors.InvalidArgumentError
     return plain.message
 

@@ -5,7 +5,9 @@ from tf_recsync._compatibility import check_tensorflow
 check_tensorflow()
 
 from tf_recsync import (  # noqa: E402
+    _status_errors,
     callbacks,
+    checkpoint,
     data,
     layers,
     maintenance,
@@ -55,6 +57,8 @@ from tf_recsync.synchronization.shadow_algorithms import (  # noqa: E402
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow  # noqa: E402
 from tf_recsync.versions import latest_published  # noqa: E402
 
+_status_errors.register()
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -85,6 +89,7 @@ __all__ = [
     "SyncStrategy",
     "all_reduce_mean",
     "callbacks",
+    "checkpoint",
     "cluster_from_tf_config",
     "data",
     "export_model",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 
 
@@ -16,3 +18,10 @@ def check_seconds(name: str, value: float) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not value > 0:
         raise ValueError(f"{name} must be positive, in seconds, not {value!r}")
+
+
+def checked_path(path: str | os.PathLike, argument: str = "path") -> str:
+    """The path of a folder as a str; a ValueError that names the argument if it is none."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ValueError(f"{argument} must be the path of a folder, not {path!r}")
+    return os.fspath(path)

@@ -50,6 +50,20 @@ def renamed(old: str, new: str) -> Callable[[Callable], Callable]:
     return decorate
 
 
+def renamed_method(new: str) -> Callable[[Callable], Callable]:
+    """For a method that has another name now."""
+
+    def decorate(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def wrapped(self, *arguments: Any, **named: Any) -> Any:
+            _warn(f"{type(self).__name__} calls {method.__name__} {new}")
+            return method(self, *arguments, **named)
+
+        return wrapped
+
+    return decorate
+
+
 def without_strategy(init: Callable) -> Callable:
     """For a callback's constructor: it learns the strategy from the model."""
 

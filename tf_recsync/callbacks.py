@@ -15,6 +15,8 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync._deprecation import without_strategy
+from tf_recsync.checkpoint.callback import Checkpoint as Checkpoint
+from tf_recsync.checkpoint.callback import SavedCheckpoint as SavedCheckpoint
 from tf_recsync.cluster import Server
 from tf_recsync.cluster.membership import Order
 from tf_recsync.metrics.exact import group_auc
@@ -22,7 +24,7 @@ from tf_recsync.ops import hop
 from tf_recsync.optimizers.base import global_step_of
 from tf_recsync.publishing import Publication as Publication
 from tf_recsync.publishing import Publish as Publish
-from tf_recsync.staleness import Statistics
+from tf_recsync.staleness import Report, Statistics
 from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_reports import WorkerReport
 
@@ -30,7 +32,7 @@ from tf_recsync.synchronization.hop_reports import WorkerReport
 class _Report(keras.callbacks.Callback):
     """A callback that reports on the strategy that the model trains on."""
 
-    _needs = ""  # The method of the strategy that it reports from.
+    _needs = ""  # What of the strategy shows that it can report from it.
 
     def set_model(self, model):
         super().set_model(model)
@@ -59,8 +61,10 @@ class TrainingReport(_Report):
 
     To the progress bar and `History` it adds `batches_per_second` (local batches that all
     workers together have trained on), `global_steps_per_second` (of updates of the
-    parameters, each of as many batches as the mode applies together), `staleness` (the
-    mean over dense variables in this epoch), `staleness_p99`, `staleness_max`,
+    parameters, each of as many batches as the mode applies together; under a `HopStrategy`
+    those of one worker), `staleness` (the
+    mean over dense variables in this epoch; where none is pushed, as under a
+    `HopStrategy`, over rows of tables on servers), `staleness_p99`, `staleness_max`,
     `data_wait` (the share of the epoch that workers waited for batches, 0 to 1) and
     `lost_steps` (an int: the batches in flight when a worker was lost); with a `log_dir`,
     TensorBoard gets the same scalars and a histogram of the epoch's staleness. Put it
@@ -70,8 +74,8 @@ class TrainingReport(_Report):
         log_dir: a folder for TensorBoard, or None (the default).
 
     Raises:
-        ValueError: when training begins, if the strategy is of another kind; for a `HopStrategy`
-            there is `HopReport`.
+        ValueError: when training begins, if the strategy is of another kind. What the workers of
+            a `HopStrategy` wait for `HopReport` tells.
 
     Example:
 
@@ -82,18 +86,13 @@ class TrainingReport(_Report):
 
     _needs = "staleness"
 
-    @classmethod
-    def _fits(cls, strategy):
-        # Workers that exchange with neighbors have iterations of their own, and no global steps.
-        return super()._fits(strategy) and not HopReport._fits(strategy)
-
     @without_strategy
     def __init__(self, log_dir: str | None = None):
         super().__init__()
         self._writer = tf.summary.create_file_writer(log_dir) if log_dir else None
         self._started = 0.0
         self._ended: float | None = None
-        self._before: Statistics | None = None
+        self._before: Report | None = None
         self._global_step = 0
         self._lost_steps = 0
         self._data_wait = 0.0
@@ -101,7 +100,7 @@ class TrainingReport(_Report):
     def on_epoch_begin(self, epoch, logs=None):
         self._started = time.monotonic()
         self._lost_steps = self._strategy.losses(self.model).steps
-        self._before = self._strategy.staleness(self.model).dense
+        self._before = self._strategy.staleness(self.model)
         self._data_wait = _data_wait(self._strategy, self.model)
         self._global_step = global_step_of(self.model.optimizer)
         self._ended = None
@@ -113,7 +112,7 @@ class TrainingReport(_Report):
 
     def on_epoch_end(self, epoch, logs=None):
         seconds = (self._ended or time.monotonic()) - self._started
-        measured = self._strategy.staleness(self.model).dense.since(self._before)
+        measured = self._staleness()
         report = {
             "batches_per_second": self.model.train_function.epoch_steps / seconds,
             "staleness": measured.mean,
@@ -138,9 +137,17 @@ class TrainingReport(_Report):
         if self._writer is not None:
             self._writer.close()
 
+    def _staleness(self) -> Statistics:
+        """What was measured in the epoch."""
+        measured = self._strategy.staleness(self.model)
+        if measured.dense.count:
+            return measured.dense.since(self._before.dense)
+        return measured.rows.since(self._before.rows)
+
     def _more(self, seconds: float) -> dict[str, float]:
         """What else there is to report of an epoch of so many seconds."""
-        steps = global_step_of(self.model.optimizer) - self._global_step
+        # After a recovery the step may be that of a checkpoint.
+        steps = max(global_step_of(self.model.optimizer) - self._global_step, 0)
         return {"global_steps_per_second": steps / seconds}
 
 
@@ -150,7 +157,7 @@ class ShadowReport(TrainingReport):
     To the progress bar and `History`, and with a `log_dir` to TensorBoard, it adds what
     `TrainingReport` does, of all threads of all trainers, without the global steps, which each
     group of trainers has of its own; `staleness` is that inside a group. Under a
-    `ShadowSyncStrategy` each trainer is a group. It also adds
+    `ShadowSyncStrategy` or a `HopStrategy` each worker is a group. It also adds
     `examples_per_second` (EPS; of batches whose size is known),
     `syncs_per_second` (of all groups), `average_sync_gap` (the steps of a group from one
     synchronization to the next; infinite if there was none), `sync_seconds` (the mean duration
@@ -406,7 +413,7 @@ class HopReport(_Report):
     ```
     """
 
-    _needs = "workers"
+    _needs = "topology"
 
     @without_strategy
     def __init__(self, log_dir: str | None = None, per_worker: bool = False):
@@ -423,7 +430,7 @@ class HopReport(_Report):
     def on_epoch_begin(self, epoch, logs=None):
         self._started = time.monotonic()
         self._data_wait = _data_wait(self._strategy, self.model)
-        self._before = self._strategy.workers(self.model)
+        self._before = self._strategy.hop_report(self.model)
         self._ended = None
 
     def on_test_begin(self, logs=None):
@@ -433,7 +440,7 @@ class HopReport(_Report):
 
     def on_epoch_end(self, epoch, logs=None):
         seconds = (self._ended or time.monotonic()) - self._started
-        now = self._strategy.workers(self.model)
+        now = self._strategy.hop_report(self.model)
         done = [_gained(then, report) for then, report in zip(self._before, now, strict=True)]
 
         def total(name: str) -> float:

@@ -18,6 +18,7 @@ from tf_recsync.cluster import Cluster, LocalCluster, Server
 from tf_recsync.strategies import HopStrategy
 from tf_recsync.strategies.comebacks import Comebacks
 from tf_recsync.strategies.fit_strategy import FitStrategy
+from tf_recsync.synchronization.synchronizer import Crew
 
 _RETURN_SECONDS = 20.0  # For a server that is up again to be taken in.
 _RETRY_SECONDS = 0.2
@@ -290,7 +291,7 @@ def _done(cluster: Cluster, event: Restart | Drain) -> bool:
         raise RuntimeError(f"maintenance failed: {event}: {error}") from error
     if isinstance(event, Drain) or not cluster.is_up(*event.server):
         return False
-    comebacks, deadline = Comebacks(cluster, None, _wait), time.monotonic() + _RETURN_SECONDS
+    comebacks, deadline = Comebacks(cluster, Crew(), _wait), time.monotonic() + _RETURN_SECONDS
     # For a second after the old connection broke, calls to the new process fail, too.
     while not comebacks.is_back(event.server):
         if time.monotonic() >= deadline:

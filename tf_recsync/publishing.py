@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import threading
-import time
 from typing import Any
 
-import keras
-import tensorflow as tf
-from absl import logging
-
-from tf_recsync._checks import check_at_least, check_seconds
+from tf_recsync._checks import checked_path
 from tf_recsync.optimizers.base import global_step_of
 from tf_recsync.serving import Inference
 from tf_recsync.versions import Versions
-
-_LOG_SECONDS = 60.0  # Between two log entries about one who waits.
+from tf_recsync.writing_beside import Write, WritingBeside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +32,7 @@ class Publication:
     write_seconds: float
 
 
-class Publish(keras.callbacks.Callback):
+class Publish(WritingBeside):
     """Publishes the model for inference again and again while it is trained.
 
     Every so many seconds the parameters are read, at one moment: steps in flight end, and none
@@ -84,7 +76,9 @@ class Publish(keras.callbacks.Callback):
     Example:
 
     >>> import tempfile
+    >>> import keras
     >>> import numpy as np
+    >>> import tensorflow as tf
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
     >>> with tempfile.TemporaryDirectory() as target:
@@ -96,6 +90,8 @@ class Publish(keras.callbacks.Callback):
     (1, 1)
     """
 
+    _noun = "publication"
+
     def __init__(
         self,
         target: str | os.PathLike,
@@ -106,56 +102,27 @@ class Publish(keras.callbacks.Callback):
         timeout: float = 3600.0,
         input_signature: Any = None,
     ):
-        super().__init__()
-        if not isinstance(target, (str, os.PathLike)) or not os.fspath(target):
-            raise ValueError(f"target must be the path of a folder, not {target!r}")
-        check_seconds("every_seconds", every_seconds)
-        check_seconds("timeout", timeout)
-        if keep is not None:
-            check_at_least("keep", keep, 1)
-        if not isinstance(at_end, bool):
-            raise ValueError(f"at_end must be a bool, not {at_end!r}")
+        target = checked_path(target, "target")
+        super().__init__(
+            Versions(target),
+            ("target", target),
+            every_seconds,
+            None,
+            keep,
+            at_end,
+            timeout,
+        )
         self.publications: list[Publication] = []
-        self._target = os.fspath(target)
-        self._versions = Versions(target)
-        self._every, self._timeout = float(every_seconds), float(timeout)
-        self._keep, self._at_end, self._input_signature = keep, at_end, input_signature
+        self._input_signature = input_signature
         self._inference: Inference | None = None
-        self._due = 0.0  # When the next one is (time.monotonic).
-        self._is_new = False  # Whether there were steps since the parameters were read last.
-        # Of the thread that writes, which is the only one to use them as long as it runs.
-        self._thread: threading.Thread | None = None
-        self._began = 0.0
-        self._error: Exception | None = None
-
-    def on_train_begin(self, logs=None):
-        self._wait()  # For that of a call of `fit` that ended with an error.
-        try:
-            self._versions.prepare()
-        except (OSError, tf.errors.OpError) as error:
-            raise OSError(
-                f"target={self._target!r} can't be written: {_words(error)}; it must be a folder "
-                "that this process may make and write"
-            ) from error
-        self._inference = self._made_inference() if self.model.built else None
-        self._is_new = False
-        self._due = time.monotonic() + self._every
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self._inference is None:  # Some models the first step builds.
-            self._inference = self._made_inference()
-        self._is_new = True
-        self._publish_if_due()
-
-    def on_epoch_end(self, epoch, logs=None):
-        self._publish_if_due()
 
     def on_train_end(self, logs=None):
-        self._wait()
-        if self._at_end and self._is_new:
-            self._publish()
-            self._wait()
+        super().on_train_end(logs)
         self._inference = None
+
+    def _prepare(self) -> None:
+        # Some models the first step builds.
+        self._inference = self._made_inference() if self.model.built else None
 
     def _made_inference(self) -> Inference:
         inference = Inference(self.model, self._input_signature)
@@ -167,104 +134,18 @@ class Publish(keras.callbacks.Callback):
             )
         return inference
 
-    def _publish_if_due(self) -> None:
-        if self._thread is not None and not self._thread.is_alive():
-            self._wait()
-        if self._thread is not None:
-            self._check_time()
-        elif self._is_new and time.monotonic() >= self._due:
-            self._publish()
-
-    def _publish(self) -> None:
-        began = time.monotonic()
-        self._inference.read()
+    def _read(self) -> tuple[int, Write]:
+        inference = self._inference = self._inference or self._made_inference()
+        inference.read()
         # Read last: to read it alone would hold nobody.
         step = global_step_of(self.model.optimizer)
-        self._began = time.monotonic()
-        self._is_new = False
-        self._due = began + self._every
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(self._inference, step, self._began - began, _scope_of(self.model)),
-            name="recsync_publish",
-            daemon=True,
-        )
-        self._thread.start()
 
-    def _write(
-        self,
-        inference: Inference,
-        step: int,
-        pause: float,
-        scope: contextlib.AbstractContextManager,
-    ) -> None:
-        """Writes what was read; in the thread."""
-        try:
-            with scope:
-                number, folder = self._versions.begin()
-                try:
-                    inference.write(folder)
-                    self._versions.finish(number, {"global_step": step})
-                except Exception:
-                    self._forget(number)
-                    raise
-            path, seconds = self._versions.path(number), time.monotonic() - self._began
-            self.publications.append(Publication(number, path, step, pause, seconds))
-            logging.info(
-                "Published version %d of global step %d to %s: training paused for %.3f s, "
-                "writing took %.3f s.",
-                *(number, step, path, pause, seconds),
-            )
-            if self._keep is not None:
-                for old in self._versions.published()[: -self._keep]:
-                    self._versions.remove(old)
-        except Exception as error:  # Handed to the thread of `fit`.
-            self._error = error
+        def write(folder: str) -> dict[str, int]:
+            inference.write(folder)
+            return {"global_step": step}
 
-    def _forget(self, number: int) -> None:
-        """Makes room: what was written of a version can't be used."""
-        try:
-            self._versions.remove(number)
-        except (OSError, tf.errors.OpError) as error:
-            logging.warning("What is there of version %d could not be removed: %s", number, error)
+        return step, write
 
-    def _wait(self) -> None:
-        """Waits for the thread that writes, if there is one; raises what it has failed of."""
-        if self._thread is None:
-            return
-        while self._thread.is_alive():
-            self._thread.join(timeout=min(_LOG_SECONDS, self._timeout))
-            self._check_time()
-        self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise self._failed(_words(error)) from error
-
-    def _check_time(self) -> None:
-        seconds = time.monotonic() - self._began
-        if not self._thread.is_alive():
-            return
-        logging.log_every_n_seconds(
-            logging.INFO, "Writing to %s takes %.0f s so far.", _LOG_SECONDS, self._target, seconds
-        )
-        if seconds > self._timeout:
-            raise self._failed(f"writing has taken {seconds:.0f} s, timeout={self._timeout:g}")
-
-    def _failed(self, reason: str) -> RuntimeError:
-        last = self.publications[-1].path if self.publications else None
-        kept = "nothing was published before" if last is None else f"{last} is whole"
-        return RuntimeError(
-            f"the model could not be published to target={self._target!r}: {reason}; {kept}. The "
-            "folder must be one that can be written and has room; then call fit again, as the "
-            "model has all that it was trained on"
-        )
-
-
-def _scope_of(model: keras.Model) -> contextlib.AbstractContextManager:
-    """In which a thread's calls hinder no other one's."""
-    cluster = getattr(model.distribute_strategy, "cluster", None)
-    return contextlib.nullcontext() if cluster is None else cluster.dispatch_scope()
-
-
-def _words(error: Exception) -> str:
-    return getattr(error, "message", None) or str(error)
+    def _written(self, version: int, step: int, pause: float, seconds: float) -> None:
+        path = self._versions.path(version)
+        self.publications.append(Publication(version, path, step, pause, seconds))

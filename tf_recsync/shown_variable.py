@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
@@ -42,7 +44,7 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
         if not tf.executing_eagerly():
             yield
             return
-        with self._guarded():
+        with self.guarded():
             if self.before_read is not None:
                 self.before_read()
             yield
@@ -60,23 +62,46 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
 
     def assign(self, *args, **kwargs):
         """As TensorFlow's; does not wait for ever for a server that is silent."""
-        with self._guarded():
+        with self.guarded():
             return super().assign(*args, **kwargs)
 
     def assign_add(self, *args, **kwargs):
         """As TensorFlow's, likewise."""
-        with self._guarded():
+        with self.guarded():
             return super().assign_add(*args, **kwargs)
 
     def assign_sub(self, *args, **kwargs):
         """As TensorFlow's, likewise."""
-        with self._guarded():
+        with self.guarded():
             return super().assign_sub(*args, **kwargs)
 
-    def _guarded(self) -> contextlib.AbstractContextManager:
+    def guarded(self) -> contextlib.AbstractContextManager:
+        """Inside, calls to its server end if that is silent."""
         if self.guard is None or not tf.executing_eagerly():
             return contextlib.nullcontext()
         return self.guard.watched()
+
+    def make_anew(self) -> None:
+        """Makes it again on its server, whose process is another one; all its elements are 0.
+
+        Functions that were traced before refer to what was there, and can't be called any more.
+        """
+        name, unique = self._handle_name.removesuffix(":0"), self._unique_id
+        with self.guarded(), tf.device(self.device):
+            handle = resource_variable_ops.eager_safe_variable_handle(
+                initial_value=tf.zeros([], self.dtype),
+                shape=self.shape,
+                shared_name=None,
+                name=name,
+                graph_mode=False,
+            )
+            zeros = tf.zeros(self.shape, self.dtype)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=zeros)
+        # As the constructor does.
+        handle._parent_trackable = weakref.ref(self)
+        handle._name = self._handle_name
+        handle._unique_id = unique
+        self._handle = handle
 
     def _serialize_to_tensors(self):
         # What reads it is traced if a checkpoint's variables lie on several servers.
@@ -88,6 +113,50 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
 def shown(variable: tf.Variable) -> ShownVariable | None:
     """The variable itself; None if it is of another kind."""
     return variable if isinstance(variable, ShownVariable) else None
+
+
+def guarded(variable: tf.Variable) -> contextlib.AbstractContextManager:
+    """Inside, calls to a variable's server end if that is silent, whatever kind it is of."""
+    found = shown(variable)
+    return contextlib.nullcontext() if found is None else found.guarded()
+
+
+def read_rows(variable: tf.Variable, first: int, count: int) -> np.ndarray:
+    """Some rows of a variable that follow one another; the others stay where they are.
+
+    Args:
+        variable: any variable, on whatever server, whose owner has been told; does not wait for
+            ever for one that is silent.
+        first: the first of the rows.
+        count: how many they are.
+    """
+    # Arrays: tensors of Python's numbers are shared among threads, on servers as well.
+    bounds = [np.asarray(number, np.int64) for number in (first, first + count, 1)]
+    with guarded(variable):
+        with tf.device(variable.device):
+            indices = tf.range(*bounds)
+            rows = tf.raw_ops.ResourceGather(
+                resource=variable.handle, indices=indices, dtype=variable.dtype
+            )
+        return np.asarray(rows)
+
+
+def assign_rows(variable: tf.Variable, first: int, values: np.ndarray) -> None:
+    """Sets rows of a variable that follow one another, in place; the others stay as they are.
+
+    Args:
+        variable: any variable, on whatever server; does not wait for ever for one that is silent.
+        first: the first of the rows.
+        values: [rows, ...] of the variable's dtype.
+    """
+    with guarded(variable):
+        tf.raw_ops.ResourceStridedSliceAssign(
+            ref=variable.handle,
+            begin=[first],
+            end=[first + len(values)],
+            strides=[1],
+            value=values,
+        )
 
 
 def arguments_of(kwargs: dict) -> dict:

@@ -293,9 +293,10 @@ class Statistics:
     def since(self, before: Statistics) -> Statistics:
         """What was measured after `before`, an earlier reading of the same variables.
 
-        The maximum of the time between is known as precisely as the histogram.
+        The maximum of the time between is known as precisely as the histogram. If the variables
+        went back to a checkpoint meanwhile, it is what exceeds the earlier reading.
         """
-        counters = self._counters - before._counters
+        counters = np.maximum(self._counters - before._counters, 0)
         first = _engine.STALENESS_FIRST_BUCKET
         used = np.flatnonzero(counters[first : first + _engine.STALENESS_BUCKETS])
         counters[3] = self.max

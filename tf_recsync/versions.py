@@ -46,14 +46,16 @@ class Versions:
     renamed at the end, so that its number is there when it is whole. Elsewhere, as in object
     stores, where renaming is copying, it is written to `<number>`, and a file
     `.publishing-<number>` beside it says that it is not whole yet. In either case a version that
-    is whole has a file `published.json`, which is written last.
+    is whole has a file, `published.json` by default, which is written last.
 
     Args:
         target: the folder, a path that `tf.io.gfile` knows.
+        marker: the name of that file.
     """
 
-    def __init__(self, target: str | os.PathLike):
+    def __init__(self, target: str | os.PathLike, marker: str = MARKER):
         self._target = os.fspath(target)
+        self._marker_name = marker
         scheme, found, _ = self._target.partition("://")
         self._renames = (scheme if found else "") in _RENAME_AT_ONCE
 
@@ -103,7 +105,7 @@ class Versions:
             about: what its marker says of it, beside the number.
         """
         folder = self._note(number) if self._renames else self.path(number)
-        with tf.io.gfile.GFile(os.path.join(folder, MARKER), "w") as file:
+        with tf.io.gfile.GFile(os.path.join(folder, self._marker_name), "w") as file:
             file.write(json.dumps({"version": number, **about}) + "\n")
         if self._renames:
             tf.io.gfile.rename(folder, self.path(number))
@@ -140,7 +142,7 @@ class Versions:
         return os.path.join(self._target, f"{_UNFINISHED}{number}")
 
     def _marker(self, number: int) -> str:
-        return os.path.join(self.path(number), MARKER)
+        return os.path.join(self.path(number), self._marker_name)
 
     def _names(self) -> list[str]:
         if not tf.io.gfile.exists(self._target):

@@ -134,6 +134,10 @@ Result GradientBuffer::Push(const GradientPush& push,
     return Result::Error("pulled_step = ", push.pulled_step, " is not in [0, ",
                          step, "], the steps up to now");
   }
+  if (revoked_.count(push.ticket) > 0) {
+    ++state_.late;
+    return Result::Ok();
+  }
   if (options_.drop_late) {
     if (push.token_value > step) {
       return Result::Error(
@@ -167,6 +171,7 @@ Result GradientBuffer::Push(const GradientPush& push,
   StalenessCounters(state_.staleness.data()).Add(step - push.pulled_step + 1);
   if (++state_.pending == options_.capacity) {
     *aggregate = Drain();
+    if (push.ticket > 0) completed_by_[state_.step] = push.ticket;
   }
   return Result::Ok();
 }
@@ -184,9 +189,25 @@ Result GradientBuffer::Applied(int64_t step) {
                          "], the steps given out");
   }
   if (step <= state_.applied) return Result::Ok();
+  completed_by_.erase(step);
   done_.insert(step);
   while (done_.erase(state_.applied + 1) > 0) ++state_.applied;
   return Result::Ok();
+}
+
+std::vector<int64_t> GradientBuffer::Revoke(
+    const std::vector<int64_t>& tickets) {
+  const std::unordered_set<int64_t> wanted(tickets.begin(), tickets.end());
+  std::vector<int64_t> steps;
+  MutexLock lock(&mu_);
+  // Pushes without one are nobody's.
+  for (const int64_t ticket : tickets) {
+    if (ticket > 0) revoked_.insert(ticket);
+  }
+  for (const auto& [step, ticket] : completed_by_) {
+    if (wanted.count(ticket) > 0) steps.push_back(step);
+  }
+  return steps;
 }
 
 int64_t GradientBuffer::step() const {
@@ -209,6 +230,7 @@ void GradientBuffer::Restore(int64_t step) {
   (*sums_)->Clear();
   taken_.clear();
   done_.clear();
+  completed_by_.clear();
   state_.pending = 0;
   state_.step = state_.applied = step;
 }
@@ -217,6 +239,7 @@ Result GradientBuffer::Check(const GradientPush& push) const {
   for (const auto& [name, value] :
        {std::pair<const char*, int64_t>("token_index", push.token_index),
         {"token_value", push.token_value},
+        {"ticket", push.ticket},
         {"pulled_step", push.pulled_step}}) {
     if (value < 0)
       return Result::Error(name, " must be at least 0, not ", value);

@@ -22,8 +22,10 @@
 // too, as a duplicate: the token of a lost worker is given out again, and may
 // have reached some of the servers the first time.
 //
-// Only the running sums are kept, nothing per push. The oldest versions that
-// the included pushes were pulled at go along with the sums, so that the
+// Only the running sums are kept, nothing per push, but for the ticket of a
+// push that completed a step until that is applied: whoever pushed it applies
+// it, and if that one is gone, so is the step (Revoke). The oldest versions
+// that the included pushes were pulled at go along with the sums, so that the
 // optimizer can tell the staleness of what it applies.
 //
 // Thread safe: Push may be called by any number of threads. Sums are made under
@@ -35,6 +37,7 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -83,6 +86,7 @@ struct TableGradient {
 struct GradientPush {
   int64_t token_index = 0;  // of its list; no two batches have the same
   int64_t token_value = 0;
+  int64_t ticket = 0;            // of the token when it was taken; 0 for none
   int64_t pulled_step = 0;       // applied() when the parameters were pulled
   const float* dense = nullptr;  // [dense_size], or null for none
   const int64_t* dense_versions = nullptr;  // [dense_count]; null: fresh
@@ -179,6 +183,12 @@ class GradientBuffer {
   // for one who is gone. Returns an error for a step that was not given out.
   Result Applied(int64_t step) ABSL_LOCKS_EXCLUDED(mu_);
 
+  // Whoever took tokens with these tickets is gone: pushes with them that come
+  // from now on are dropped as late. Returns the steps that earlier ones have
+  // completed and that are not applied, rising.
+  std::vector<int64_t> Revoke(const std::vector<int64_t>& tickets)
+      ABSL_LOCKS_EXCLUDED(mu_);
+
   // Applications given out: the global step of this server.
   int64_t step() const ABSL_LOCKS_EXCLUDED(mu_);
   // The number up to which all applications are done.
@@ -210,6 +220,10 @@ class GradientBuffer {
   std::unordered_set<int64_t> taken_ ABSL_GUARDED_BY(mu_);
   // Applications that were done before one ahead of them.
   std::set<int64_t> done_ ABSL_GUARDED_BY(mu_);
+  // Of each application in progress: the ticket of the push that completed its
+  // step, if that had one.
+  std::map<int64_t, int64_t> completed_by_ ABSL_GUARDED_BY(mu_);
+  std::unordered_set<int64_t> revoked_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace recsync

@@ -156,6 +156,36 @@ TEST(GradientBufferTest, WhatIsAppliedAlreadyMayBeMarkedAgain) {
   EXPECT_EQ(buffer.applied(), 3);
 }
 
+TEST(GradientBufferTest, RevokedAreLaterPushesAndToldAreStepsInProgress) {
+  GradientBuffer buffer(Options(2));
+  const auto push = [&](int64_t ticket) {
+    GradientPush push;
+    const float one = 1;
+    push.dense = &one;
+    push.ticket = ticket;
+    std::unique_ptr<Aggregate> aggregate;
+    EXPECT_EQ(buffer.Push(push, &aggregate).error(), "");
+    return aggregate != nullptr;
+  };
+  // Step 1 by ticket 7, 2 by 9, 3 by 8, 4 by nobody's.
+  for (const int64_t ticket : {5, 7, 6, 9, 4, 8, 3, 0}) push(ticket);
+  EXPECT_EQ(buffer.step(), 4);
+  EXPECT_EQ(buffer.Revoke({8, 7}), (Ids{1, 3}));
+  EXPECT_EQ(buffer.Revoke({5, 0}), Ids{});
+  EXPECT_EQ(buffer.Revoke({}), Ids{});
+  // Not in turn: what is applied is not in progress, whoever waits for others.
+  EXPECT_EQ(buffer.Applied(3).error(), "");
+  EXPECT_EQ(buffer.Revoke({7, 8}), Ids{1});
+  // Those that come later have no effect, and others have theirs.
+  for (const int64_t ticket : {7, 8, 5}) EXPECT_FALSE(push(ticket));
+  EXPECT_EQ(buffer.state().late, 3);
+  EXPECT_EQ(buffer.state().pending, 0);
+  EXPECT_FALSE(push(0));
+  EXPECT_TRUE(push(10));
+  buffer.Restore(2);
+  EXPECT_EQ(buffer.Revoke({9, 10}), Ids{});
+}
+
 TEST(GradientBufferTest, RestoringSetsTheStepAndDropsWhatIsPending) {
   GradientBuffer buffer(Options(2));
   PushNumber(&buffer, 100, 0);

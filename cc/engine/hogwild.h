@@ -142,6 +142,7 @@ template <typename Rule>
 double UpdateHogwild(SpanUpdate<Rule> apply, const Rule& rule, float* w,
                      float* const* accumulators, const float* g, int64_t n,
                      float rho, float decay) {
+  static_assert(!Rule::kOnePerRow, "blocks are no rows");
   constexpr int slots = Rule::kAccumulators;
   float own[kHogwildBlock];
   std::array<std::array<float, kHogwildBlock>, slots> own_slots;

@@ -44,6 +44,14 @@ void* HugePagesOf(void* data, size_t bytes, size_t* size) {
   return reinterpret_cast<void*>(first);
 }
 
+void PreferHugePages(void* data, size_t bytes) {
+#ifdef __linux__
+  size_t size;
+  void* pages = HugePagesOf(data, bytes, &size);
+  if (size > 0) madvise(pages, size, MADV_HUGEPAGE);
+#endif
+}
+
 void AdviseHugePages(void* data, size_t bytes) {
 #ifdef __linux__
   size_t size;

@@ -16,6 +16,10 @@ namespace recsync {
 // time that it is called for a buffer at this place of this size.
 void AdviseHugePages(void* data, size_t bytes);
 
+// The same for a buffer that nobody has written to yet: its pages are huge from
+// the first, which is all that it takes.
+void PreferHugePages(void* data, size_t bytes);
+
 // The part of the buffer that consists of whole huge pages, as its start and
 // size; a size of 0 where it is too small to be worth it.
 void* HugePagesOf(void* data, size_t bytes, size_t* size);

@@ -30,6 +30,8 @@ TEST(HugePagesTest, ABufferKeepsItsContents) {
     AdviseHugePages(buffer.data(), buffer.size() * sizeof(int64_t));
   }
   AdviseHugePages(buffer.data(), 100);
+  PreferHugePages(buffer.data(), buffer.size() * sizeof(int64_t));
+  PreferHugePages(buffer.data(), 100);
   for (size_t i = 0; i < buffer.size(); ++i) {
     ASSERT_EQ(buffer[i], static_cast<int64_t>(3 * i + 1));
   }

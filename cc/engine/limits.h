@@ -14,6 +14,10 @@ namespace recsync {
 // GiB.
 inline constexpr int64_t kMostElements = std::numeric_limits<int32_t>::max();
 
+// Elements of a table that an argument says the size of: it may take most of a
+// server's memory, whose size is checked besides.
+inline constexpr int64_t kMostTableElements = int64_t{1} << 40;
+
 // Things that take memory each without a tensor's being there for it: workers,
 // servers, slots, iterations, updates that wait.
 inline constexpr int64_t kMostEntries = int64_t{1} << 20;

@@ -42,9 +42,10 @@ struct TableView {
   static constexpr int kMaxAccumulators = 2;
   float* values = nullptr;     // [rows, width], or
   BFloat16* narrow = nullptr;  // [rows, width], the other being null
-  std::array<float*, kMaxAccumulators> accumulators{};  // [rows, width]
-  int64_t* versions = nullptr;                          // [rows]
-  int64_t* counters = nullptr;                          // StalenessCounters
+  // [rows, width], or [rows] if the rule has one per row.
+  std::array<float*, kMaxAccumulators> accumulators{};
+  int64_t* versions = nullptr;      // [rows]
+  int64_t* counters = nullptr;      // StalenessCounters
   int64_t* last_periods = nullptr;  // [rows]; null without SWAP
   float* last_updates = nullptr;    // [rows]; null without update_sensitivity
   int64_t* last_steps = nullptr;    // [rows]; null if the rule keeps none
@@ -212,7 +213,7 @@ class RowUpdate {
       Prefetch(table_.narrow + start, 2 * table_.width);
     }
     for (int a = 0; a < Rule::kAccumulators; ++a) {
-      Prefetch(table_.accumulators[a] + start, 4 * table_.width);
+      Prefetch(SlotOf(a, row), 4 * SlotWidth());
     }
     Prefetch(table_.versions + row, 1);
     if (table_.last_periods != nullptr) {
@@ -259,10 +260,17 @@ class RowUpdate {
 
   using Slots = std::array<float*, TableView::kMaxAccumulators>;
 
+  // The elements of an accumulator that belong to a row.
+  int64_t SlotWidth() const { return Rule::kOnePerRow ? 1 : table_.width; }
+
+  float* SlotOf(int a, int64_t row) const {
+    return table_.accumulators[a] + row * SlotWidth();
+  }
+
   Slots SlotsOf(int64_t row) const {
     Slots slots{};
     for (int a = 0; a < Rule::kAccumulators; ++a) {
-      slots[a] = table_.accumulators[a] + row * table_.width;
+      slots[a] = SlotOf(a, row);
     }
     return slots;
   }

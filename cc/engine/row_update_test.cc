@@ -50,9 +50,11 @@ void Push(const Rule& rule, const UpdateOptions& options, int64_t step,
   update.Run(partitions, 0, partitions.count());
 }
 
-TEST(RowUpdateTest, BagsDuplicatesWeightsAndSwapAreThoseOfTheRuleInDoubles) {
+// Pushes at random to tables of many widths, and the same in doubles.
+template <typename Rule>
+void ExpectTheRuleInDoubles() {
   constexpr int64_t kRows = 50, kPositions = 3000, kBags = 700;
-  AdagradRule rule;
+  Rule rule;
   rule.learning_rate = 0.1f;
   rule.epsilon = 1e-7f;
   UpdateOptions options;
@@ -63,7 +65,8 @@ TEST(RowUpdateTest, BagsDuplicatesWeightsAndSwapAreThoseOfTheRuleInDoubles) {
   // Widths that are compiled in, and others.
   for (int64_t width : {1, 3, 8, 16, 17, 32, 64}) {
     Table table(kRows, width);
-    std::vector<double> w(kRows * width, 1.0), v(kRows * width, 0.1);
+    const int64_t slots = Rule::kOnePerRow ? 1 : width;
+    std::vector<double> w(kRows * width, 1.0), v(kRows * slots, 0.1);
     for (int64_t step = 1; step <= 7; ++step) {
       std::vector<int64_t> ids(kPositions), pulled(kPositions);
       std::vector<int32_t> bags(kPositions);
@@ -91,11 +94,15 @@ TEST(RowUpdateTest, BagsDuplicatesWeightsAndSwapAreThoseOfTheRuleInDoubles) {
       }
       for (const auto& [row, sum] : sums) {
         const double tau = table.versions[row] - oldest[row] + 1;
+        const double rho = 1.0 / (tau * tau);
+        double* const own = &v[row * slots];
         for (int64_t i = 0; i < width; ++i) {
-          const double g = sum[i] / (tau * tau);
-          double& slot = v[row * width + i];
-          slot += g * g;
-          w[row * width + i] -= 0.1 * g / std::sqrt(slot + 1e-7);
+          // Each of them alone, or the mean of all of them.
+          own[i % slots] += std::pow(rho * sum[i], 2) * slots / width;
+        }
+        for (int64_t i = 0; i < width; ++i) {
+          w[row * width + i] -=
+              0.1 * rho * sum[i] / std::sqrt(own[i % slots] + 1e-7);
         }
       }
       RowPush push;
@@ -107,9 +114,28 @@ TEST(RowUpdateTest, BagsDuplicatesWeightsAndSwapAreThoseOfTheRuleInDoubles) {
     for (int64_t i = 0; i < kRows * width; ++i) {
       ASSERT_NEAR(table.values[i], w[i], 1e-4) << "width " << width;
     }
+    v.resize(kRows * width, 0.1);  // what no row's accumulator is stays
+    for (int64_t i = 0; i < kRows * width; ++i) {
+      // The last row, which is not named, has not been decayed yet.
+      if (i / slots == kRows - 1) continue;
+      double expected = v[i];
+      if (i < kRows * slots) {
+        expected /= std::pow(0.5, 2 - table.last_periods[i / slots]);
+      }
+      ASSERT_NEAR(table.accumulator[i], expected, 1e-4 * expected + 1e-6)
+          << "width " << width;
+    }
     EXPECT_EQ(table.versions[0], 7);
     EXPECT_EQ(table.versions[kRows - 1], 0);
   }
+}
+
+TEST(RowUpdateTest, BagsDuplicatesWeightsAndSwapAreThoseOfTheRuleInDoubles) {
+  ExpectTheRuleInDoubles<AdagradRule>();
+}
+
+TEST(RowUpdateTest, OneAccumulatorOfARowIsThatOfTheRuleInDoublesToo) {
+  ExpectTheRuleInDoubles<RowwiseAdagradRule>();
 }
 
 TEST(RowUpdateTest, RowsThatAreNotFiniteAreSkippedOrFound) {

@@ -2,8 +2,8 @@
 // library must run on any x86-64, whose common part has vectors of four floats.
 //
 // All variants compute the same to the last bit: the wider ones hold no fused
-// multiply-add, and the rules' loops are elementwise. (A sum of squares is
-// taken in order by all of them.) Common row widths are compiled in.
+// multiply-add, and the rules' loops are elementwise. (Sums of squares are
+// taken in the same order by all of them.) Common row widths are compiled in.
 //
 // Thread safe.
 

@@ -7,7 +7,7 @@
 namespace recsync {
 namespace {
 
-constexpr TokenList::Token kNoToken = {-1, -1};
+constexpr TokenList::Token kNoToken = {-1, -1, -1};
 
 }  // namespace
 
@@ -66,10 +66,11 @@ TokenList::Loss TokenList::Lose(int worker) {
   Loss loss;
   {
     MutexLock lock(&mu_);
-    std::set<int64_t>& held = workers_[worker].held;
+    std::map<int64_t, Ticket>& held = workers_[worker].held;
+    for (const auto& [index, ticket] : held) loss.tickets.push_back(ticket);
     if (options_.gate == Gate::kStep) {
       loss.reissued = static_cast<int64_t>(held.size());
-      reissues_.insert(held.begin(), held.end());
+      for (const auto& [index, ticket] : held) reissues_.insert(index);
     } else {
       loss.lost = static_cast<int64_t>(held.size());
     }
@@ -176,17 +177,17 @@ bool TokenList::IsOpen(int worker) const {
   return true;
 }
 
-TokenList::Token TokenList::HandOut(int worker) {
+TokenList::Token TokenList::HandOut(int worker, Ticket ticket) {
   const int64_t index = NextIndex();
   if (reissues_.empty()) {
     ++position_;
   } else {
     reissues_.erase(reissues_.begin());
   }
-  workers_[worker].held.insert(index);
+  workers_[worker].held[index] = ticket;
   ++workers_[worker].clock;
   ++counts_.taken;
-  return {index, index / options_.repeats};
+  return {index, index / options_.repeats, ticket};
 }
 
 void TokenList::Serve(Replies* replies) {
@@ -197,8 +198,8 @@ void TokenList::Serve(Replies* replies) {
       ++call;
       continue;
     }
-    replies->push_back(
-        {std::move(call->second.done), Answer::kToken, HandOut(worker)});
+    replies->push_back({std::move(call->second.done), Answer::kToken,
+                        HandOut(worker, call->first)});
     calls_.erase(call);
     // The clock that moved may have opened the gate of one who came before.
     call = calls_.begin();

@@ -65,9 +65,11 @@ class TokenList {
   struct Token {
     int64_t index;
     int64_t value;
+    // Of the Take that got it: one that is handed out again has another.
+    int64_t ticket;
   };
 
-  // What became of a Take. Without a token, its Token is {-1, -1}.
+  // What became of a Take. Without a token, its Token is all -1.
   enum class Answer {
     kToken,
     kGone,    // The worker was lost or left while it waited.
@@ -81,12 +83,13 @@ class TokenList {
   struct Loss {
     int64_t lost = 0;
     int64_t reissued = 0;
+    std::vector<int64_t> tickets;  // of both, by their indices
   };
 
   struct Worker {
     bool live = true;
     int64_t clock = 0;
-    std::set<int64_t> held;  // indices
+    std::map<int64_t, Ticket> held;  // by index
   };
 
   struct Waiting {
@@ -177,7 +180,7 @@ class TokenList {
   int64_t SlowestClock() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   int64_t NextIndex() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool IsOpen(int worker) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  Token HandOut(int worker) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  Token HandOut(int worker, Ticket ticket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Answers whose gates are open, in the order they came.
   void Serve(Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The part that Lose and Leave share; what the worker holds stays.

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <memory>
-#include <set>
 #include <vector>
 
 #include "cc/engine/token_list_testing.h"
@@ -123,14 +123,18 @@ TEST(TokenListTest, ALostWorkersTokensAreReissuedFirstAndInOrder) {
   const TokenList::Loss loss = list.Lose(0);
   EXPECT_EQ(loss.reissued, 2);
   EXPECT_EQ(loss.lost, 0);
+  EXPECT_EQ(loss.tickets, (std::vector<int64_t>{1, 3}));
   EXPECT_EQ(list.GetState().reissues, (std::vector<int64_t>{0, 2}));
   EXPECT_EQ(list.Lose(0).reissued, 0);
+  EXPECT_TRUE(list.Lose(0).tickets.empty());
   for (const int64_t expected : {0, 2, 3}) {
     EXPECT_EQ(Index(&list, 1), expected);
   }
   EXPECT_EQ(Index(&list, 1), kWaits);
   EXPECT_EQ(list.GetState().counts.reissued, 2);
   EXPECT_EQ(list.GetState().counts.taken, 6);
+  // With other tickets than the lost worker had for them.
+  EXPECT_EQ(list.Lose(1).tickets, (std::vector<int64_t>{4, 2, 5, 6}));
 }
 
 TEST(TokenListTest, AReissuedTokenGoesToWhoWaitsFirst) {
@@ -167,7 +171,9 @@ TEST(TokenListTest, WithoutTheStepGateALostWorkersLastTokenIsLost) {
     TokenList list({2, gate, gate == Gate::kClock ? 9 : 0, 1, 2});
     EXPECT_EQ(Index(&list, 0), 0);
     EXPECT_EQ(Index(&list, 0), 1);
-    EXPECT_EQ(list.GetState().workers[0].held, (std::set<int64_t>{1}));
+    // The second token, which the second Take has got.
+    const std::map<int64_t, TokenList::Ticket> held = {{1, 2}};
+    EXPECT_EQ(list.GetState().workers[0].held, held);
     const TokenList::Loss loss = list.Lose(0);
     EXPECT_EQ(loss.lost, 1);
     EXPECT_EQ(loss.reissued, 0);

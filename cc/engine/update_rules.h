@@ -1,13 +1,15 @@
 // The arithmetic of the optimizers, on one span of contiguous floats: a dense
 // variable or a piece of one, or one row of a table. A rule is a class with
 //
-//   static constexpr int kAccumulators;  // float slots like the variable
+//   static constexpr int kAccumulators;  // float slots like the variable,
+//   static constexpr bool kOnePerRow;    // or of one float for each row
 //   template <bool kMeasure>
 //   double Apply(float* w, float* const* accumulators, const float* g,
 //                int64_t n, float rho, float decay) const;
 //
-// A rule with kKeepsSteps keeps the global step of the last touch beside a
-// variable or row, and is asked for the rule of this touch first:
+// A rule with kOnePerRow is for rows of tables only, and has each of them in
+// one span. A rule with kKeepsSteps keeps the global step of the last touch
+// beside a variable or row, and is asked for the rule of this touch first:
 //
 //   void Begin(int64_t global_step);                       // once a push
 //   Rule At(int64_t global_step, int64_t* last_step) const;
@@ -34,6 +36,7 @@ namespace recsync {
 // w <- w - lr g_hat
 struct SgdRule {
   static constexpr int kAccumulators = 0;
+  static constexpr bool kOnePerRow = false;
   static constexpr bool kKeepsSteps = false;
   float learning_rate = 0.0f;
 
@@ -56,6 +59,7 @@ struct SgdRule {
 // v <- decay v + g_hat^2;  w <- w - lr g_hat / sqrt(v + epsilon)
 struct AdagradRule {
   static constexpr int kAccumulators = 1;
+  static constexpr bool kOnePerRow = false;
   static constexpr bool kKeepsSteps = false;
   float learning_rate = 0.0f;
   float epsilon = 0.0f;
@@ -80,6 +84,58 @@ struct AdagradRule {
   }
 };
 
+// Adagrad with one accumulator for a row:
+//
+//   v <- decay v + mean(g_hat^2);  w <- w - lr g_hat / sqrt(v + epsilon)
+struct RowwiseAdagradRule {
+  static constexpr int kAccumulators = 1;
+  static constexpr bool kOnePerRow = true;
+  static constexpr bool kKeepsSteps = false;
+  float learning_rate = 0.0f;
+  float epsilon = 0.0f;
+
+  template <bool kMeasure>
+  RECSYNC_ALWAYS_INLINE double Apply(float* __restrict w,
+                                     float* const* accumulators,
+                                     const float* __restrict g, int64_t n,
+                                     float rho, float decay) const {
+    float& v = *accumulators[0];
+    v = decay * v + SumOfSquares(g, n, rho) / std::max<int64_t>(n, 1);
+    const float rate = learning_rate, root = std::sqrt(v + epsilon);
+    double squares = 0.0;
+    for (int64_t i = 0; i < n; ++i) {
+      const float update = rate * (rho * g[i]) / root;
+      w[i] -= update;
+      if (kMeasure) squares += static_cast<double>(update) * update;
+    }
+    return squares;
+  }
+
+ private:
+  // Of rho g, in the same order whatever the width of vectors: eight sums side
+  // by side, and these by halves.
+  RECSYNC_ALWAYS_INLINE static float SumOfSquares(const float* __restrict g,
+                                                  int64_t n, float rho) {
+    constexpr int kLanes = 8;
+    float sums[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      for (int k = 0; k < kLanes; ++k) {
+        const float weighted = rho * g[i + k];
+        sums[k] += weighted * weighted;
+      }
+    }
+    for (int k = 0; i + k < n; ++k) {
+      const float weighted = rho * g[i + k];
+      sums[k] += weighted * weighted;
+    }
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
+    }
+    return sums[0];
+  }
+};
+
 // Adam with moments that are decayed lazily: a variable or row that was touched
 // at global step s and is touched again at t > s has
 //
@@ -93,6 +149,7 @@ struct AdagradRule {
 // moments with the weight that it would have by now, beta^(s-t).
 struct AdamRule {
   static constexpr int kAccumulators = 2;  // m and v
+  static constexpr bool kOnePerRow = false;
   static constexpr bool kKeepsSteps = true;
   float learning_rate = 0.0f;
   double beta_1 = 0.9;
@@ -186,6 +243,7 @@ struct AdamRule {
 // leaves an unregularized w where it is, as it does in Adagrad.
 struct FtrlRule {
   static constexpr int kAccumulators = 2;  // n and z
+  static constexpr bool kOnePerRow = false;
   static constexpr bool kKeepsSteps = false;
   float learning_rate = 0.0f;
   float learning_rate_power = -0.5f;

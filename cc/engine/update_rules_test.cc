@@ -5,6 +5,7 @@
 #include <random>
 #include <vector>
 
+#include "cc/engine/span_update.h"
 #include "cc/engine/swap.h"
 #include "gtest/gtest.h"
 
@@ -209,6 +210,80 @@ TEST(AdagradRuleTest, LazySwapOverRowsEqualsTheEagerDenseRule) {
     v[i] *= std::pow(0.7f, kSteps / 50 - last_period[i / kWidth]);
     EXPECT_NEAR(w[i], eager_w[i], 1e-4);
     EXPECT_NEAR(v[i], eager_v[i], 1e-4 * eager_v[i]);
+  }
+}
+
+TEST(RowwiseAdagradRuleTest, EqualsTheRuleInDoublePrecisionOver100Steps) {
+  std::mt19937 random(19);
+  std::uniform_real_distribution<float> unit(0.0f, 1.0f);
+  RowwiseAdagradRule rule;
+  rule.learning_rate = 0.05f;
+  rule.epsilon = 1e-6f;
+  for (int64_t n : {1, 5, 8, 17, 64}) {
+    std::vector<float> w = RandomFloats(n, &random);
+    std::vector<double> expected_w(w.begin(), w.end());
+    std::vector<float> v = {7.0f, 0.1f, 7.0f};  // and its neighbors
+    double expected_v = v[1];
+    for (int step = 0; step < 100; ++step) {
+      const std::vector<float> g = RandomFloats(n, &random);
+      const double rho = unit(random);
+      const float decay = step % 10 == 9 ? 0.8f : 1.0f;
+      float* const accumulators[] = {&v[1]};
+      const double squares = rule.Apply<true>(
+          w.data(), accumulators, g.data(), n, static_cast<float>(rho), decay);
+      double mean = 0.0;
+      for (float one : g) mean += rho * one * rho * one / n;
+      expected_v = static_cast<double>(decay) * expected_v + mean;
+      double expected_squares = 0.0;
+      for (int64_t i = 0; i < n; ++i) {
+        const double update = 0.05 * rho * g[i] / std::sqrt(expected_v + 1e-6);
+        expected_w[i] -= update;
+        expected_squares += update * update;
+        ASSERT_NEAR(w[i], expected_w[i], 1e-5);
+      }
+      ASSERT_NEAR(v[1], expected_v, 1e-5 * expected_v);
+      ASSERT_NEAR(squares, expected_squares, 1e-4 * expected_squares);
+    }
+    EXPECT_EQ(v[0], 7.0f);
+    EXPECT_EQ(v[2], 7.0f);
+  }
+}
+
+TEST(RowwiseAdagradRuleTest, RowsOfEqualGradientsAreThoseOfAdagrad) {
+  AdagradRule whole;
+  RowwiseAdagradRule rowwise;
+  whole.learning_rate = rowwise.learning_rate = 0.25f;
+  whole.epsilon = rowwise.epsilon = 1e-6f;
+  std::vector<float> w(16, 1.0f), v(16, 0.5f), own_w = w;
+  float own_v = 0.5f;
+  float* const accumulators[] = {v.data()};
+  float* const own_accumulators[] = {&own_v};
+  for (float g : {1.0f, -0.5f, 2.0f}) {  // squares that add up exactly
+    const std::vector<float> gradient(16, g);
+    whole.Apply<false>(w.data(), accumulators, gradient.data(), 16, 0.5f, 1.0f);
+    rowwise.Apply<false>(own_w.data(), own_accumulators, gradient.data(), 16,
+                         0.5f, 1.0f);
+  }
+  EXPECT_EQ(own_w, w);
+  EXPECT_EQ(own_v, v[3]);
+}
+
+TEST(RowwiseAdagradRuleTest, VectorsOfAnyWidthGiveTheSameToTheLastBit) {
+  std::mt19937 random(20);
+  RowwiseAdagradRule rule;
+  rule.learning_rate = 0.1f;
+  rule.epsilon = 1e-7f;
+  for (int64_t n : {0, 1, 7, 8, 9, 16, 31, 32, 64, 100}) {
+    const std::vector<float> g = RandomFloats(n, &random);
+    std::vector<float> w = RandomFloats(n, &random), own_w = w;
+    float v = 0.1f, own_v = v;
+    float* const accumulators[] = {&v};
+    float* const own_accumulators[] = {&own_v};
+    rule.Apply<false>(w.data(), accumulators, g.data(), n, 0.3f, 0.9f);
+    const auto apply = ChooseSpanUpdate<RowwiseAdagradRule, false>();
+    apply(rule, own_w.data(), own_accumulators, g.data(), n, 0.3f, 0.9f);
+    EXPECT_EQ(own_w, w) << n;
+    EXPECT_EQ(own_v, v) << n;
   }
 }
 

@@ -2,12 +2,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "cc/engine/limits.h"
 
 namespace recsync {
 
 absl::Status MakeShape(std::initializer_list<NamedSize> sizes,
-                       tensorflow::TensorShape* shape) {
+                       tensorflow::TensorShape* shape, int64_t most) {
   int64_t elements = 1;
   bool is_empty = false;
   for (const NamedSize& size : sizes) {
@@ -20,8 +19,7 @@ absl::Status MakeShape(std::initializer_list<NamedSize> sizes,
   for (const NamedSize& size : sizes) {
     // Of an empty tensor each dimension by itself is bounded.
     const bool is_too_large =
-        size.size > kMostElements ||
-        (!is_empty && size.size > kMostElements / elements);
+        size.size > most || (!is_empty && size.size > most / elements);
     if (is_too_large) {
       const auto join = [&](const auto& format) {
         return absl::StrJoin(sizes, " x ", format);
@@ -30,7 +28,7 @@ absl::Status MakeShape(std::initializer_list<NamedSize> sizes,
           absl::StrCat(join([](std::string* out, const NamedSize& s) {
                          absl::StrAppend(out, s.name);
                        }),
-                       " must be at most ", kMostElements, " elements, not ",
+                       " must be at most ", most, " elements, not ",
                        join([](std::string* out, const NamedSize& s) {
                          absl::StrAppend(out, s.size);
                        })));

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "cc/engine/limits.h"
 #include "tensorflow/core/framework/tensor_shape.h"
 
 namespace recsync {
@@ -19,11 +20,12 @@ struct NamedSize {
 };
 
 // Makes a shape of these dimensions. InvalidArgument, naming the arguments,
-// where one is negative or there would be more than kMostElements elements:
+// where one is negative or there would be more than `most` elements:
 // TensorShape's own constructor ends the process then, and an allocation of
 // that size may, too.
 absl::Status MakeShape(std::initializer_list<NamedSize> sizes,
-                       tensorflow::TensorShape* shape);
+                       tensorflow::TensorShape* shape,
+                       int64_t most = kMostElements);
 
 }  // namespace recsync
 

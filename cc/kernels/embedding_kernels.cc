@@ -12,6 +12,7 @@
 #include "cc/engine/id_router.h"
 #include "cc/engine/limits.h"
 #include "cc/kernels/checked_shape.h"
+#include "cc/kernels/inputs.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
 
@@ -39,15 +40,6 @@ absl::Status Parse(const char* attribute, const std::string& value,
   }
   return absl::InvalidArgumentError(
       absl::StrCat(attribute, " can't be '", value, "'"));
-}
-
-template <typename V>
-absl::Status ReadList(OpKernelConstruction* ctx, const char* name,
-                      size_t expected, std::vector<V>* values) {
-  TF_RETURN_IF_ERROR(ctx->GetAttr(name, values));
-  if (values->size() == expected) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      name, " must have ", expected, " values, not ", values->size()));
 }
 
 absl::Status ReadFeatures(OpKernelConstruction* ctx, int tables,

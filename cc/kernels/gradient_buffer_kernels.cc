@@ -181,6 +181,7 @@ class PushOp : public BufferOp {
     GradientPush push;
     TF_RETURN_IF_ERROR(ReadScalar(ctx, "token_index", &push.token_index));
     TF_RETURN_IF_ERROR(ReadScalar(ctx, "token_value", &push.token_value));
+    TF_RETURN_IF_ERROR(ReadScalar(ctx, "ticket", &push.ticket));
     TF_RETURN_IF_ERROR(ReadScalar(ctx, "pulled_step", &push.pulled_step));
     TF_RETURN_IF_ERROR(ReadDense(ctx, buffer->options(), &push));
     TF_RETURN_IF_ERROR(ReadRows(ctx, buffer->options(), &push));
@@ -287,6 +288,22 @@ class StepOp : public BufferOp {
   }
 };
 
+class RevokeOp : public BufferOp {
+ public:
+  using BufferOp::BufferOp;
+
+ protected:
+  absl::Status ComputeOn(OpKernelContext* ctx,
+                         GradientBuffer* buffer) override {
+    const Tensor* tickets;
+    TF_RETURN_IF_ERROR(ReadVector(ctx, "tickets", &tickets));
+    const auto values = tickets->vec<int64_t>();
+    return WriteVector(
+        ctx, "steps",
+        buffer->Revoke({values.data(), values.data() + values.size()}));
+  }
+};
+
 class AppliedOp : public BufferOp {
  public:
   using BufferOp::BufferOp;
@@ -345,6 +362,7 @@ REGISTER_BUFFER("GradientBuffer", GradientBufferOp)
 REGISTER_BUFFER("GradientBufferStep", StepOp)
 REGISTER_BUFFER("PushToBuffer", PushOp)
 REGISTER_BUFFER("FlushBuffer", FlushOp)
+REGISTER_BUFFER("RevokeTickets", RevokeOp)
 REGISTER_BUFFER("BufferApplied", AppliedOp)
 REGISTER_BUFFER("GradientBufferState", StateOp)
 REGISTER_BUFFER("RestoreBuffer", RestoreOp)

@@ -1,10 +1,11 @@
-// Reads inputs, with errors that name the input, what it is and what it may be,
-// and writes small outputs.
+// Reads inputs and lists of attributes, with errors that name them, what they
+// are and what they may be, and writes small outputs.
 
 #ifndef TF_RECSYNC_CC_KERNELS_INPUTS_H_
 #define TF_RECSYNC_CC_KERNELS_INPUTS_H_
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -14,6 +15,16 @@
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace recsync {
+
+// Reads an attribute, a list of so many values.
+template <typename V>
+absl::Status ReadList(tensorflow::OpKernelConstruction* ctx, const char* name,
+                      size_t expected, std::vector<V>* values) {
+  TF_RETURN_IF_ERROR(ctx->GetAttr(name, values));
+  if (values->size() == expected) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      name, " must have ", expected, " values, not ", values->size()));
+}
 
 // Reads an input, a scalar.
 template <typename V>

@@ -170,8 +170,9 @@ class RowsUpdateOp : public UpdateOp<Rule> {
   // Lock: the target's, by a session.
   static absl::Status CheckTable(const Target& target, int64_t* width) {
     TF_RETURN_IF_ERROR(RowWidth(*target.variable, width));
-    return CheckBeside(target, tensorflow::TensorShape(
-                                   {target.variable->tensor()->dim_size(0)}));
+    const tensorflow::TensorShape& shape = target.variable->tensor()->shape();
+    const tensorflow::TensorShape per_row({shape.dim_size(0)});
+    return CheckBeside(target, Rule::kOnePerRow ? per_row : shape, per_row);
   }
 
   // Checks the row ids and the versions pulled. Lock: the target's, by a
@@ -275,6 +276,7 @@ class RowsUpdateOp : public UpdateOp<Rule> {
 
 REGISTER_RULE("Sgd", SgdRule)
 REGISTER_RULE("Adagrad", AdagradRule)
+REGISTER_RULE("RowwiseAdagrad", RowwiseAdagradRule)
 REGISTER_RULE("Adam", AdamRule)
 REGISTER_RULE("Ftrl", FtrlRule)
 

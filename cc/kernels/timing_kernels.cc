@@ -1,7 +1,7 @@
 // Kernels that wait: artificial compute time, artificial bandwidth and speed of
 // devices, and what was reserved of those. And the threads that kernels have:
 // the pool that the servers of this process share, and how many of a pool one
-// kernel uses.
+// kernel uses; and the memory of the process.
 
 #include <chrono>
 #include <cmath>
@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "cc/engine/limits.h"
 #include "cc/engine/link.h"
+#include "cc/engine/memory.h"
 #include "cc/engine/mutex.h"
 #include "cc/engine/timer.h"
 #include "cc/kernels/cancellable.h"
@@ -229,6 +230,17 @@ class ReservedOp : public OpKernel {
   }
 };
 
+class ResidentMemoryOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* ctx) override {
+    Tensor* output;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {}, &output));
+    output->scalar<int64_t>()() = ResidentMemory().value_or(-1);
+  }
+};
+
 class ServerThreadsOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
@@ -278,6 +290,9 @@ class LimitParallelismOp : public OpKernel {
 REGISTER_KERNEL_BUILDER(
     Name("RecsyncLimitParallelism").Device(tensorflow::DEVICE_CPU),
     LimitParallelismOp);
+REGISTER_KERNEL_BUILDER(
+    Name("RecsyncResidentMemory").Device(tensorflow::DEVICE_CPU),
+    ResidentMemoryOp);
 REGISTER_KERNEL_BUILDER(
     Name("RecsyncServerThreads").Device(tensorflow::DEVICE_CPU),
     ServerThreadsOp);

@@ -191,7 +191,8 @@ class TakeTokenOp : public AsyncOpKernel {
     switch (answer) {
       case TokenList::Answer::kToken:
         TF_RETURN_IF_ERROR(WriteScalar<int64_t>(ctx, 0, taken.index));
-        return WriteScalar<int64_t>(ctx, 1, taken.value);
+        TF_RETURN_IF_ERROR(WriteScalar<int64_t>(ctx, 1, taken.value));
+        return WriteScalar<int64_t>(ctx, 2, taken.ticket);
       case TokenList::Answer::kGone:
         return absl::CancelledError(
             absl::StrCat("worker ", worker,
@@ -215,6 +216,7 @@ class LoseWorkerOp : public OpKernel {
     const TokenList::Loss loss = resource->list()->Lose(worker);
     OP_REQUIRES_OK(ctx, WriteScalar<int64_t>(ctx, 0, loss.lost));
     OP_REQUIRES_OK(ctx, WriteScalar<int64_t>(ctx, 1, loss.reissued));
+    OP_REQUIRES_OK(ctx, WriteVector(ctx, "tickets", loss.tickets));
   }
 };
 
@@ -294,7 +296,7 @@ class TokenListStateOp : public OpKernel {
     for (int64_t w = 0; w < workers; ++w) {
       outputs[2]->flat<int64_t>()(w) = state.workers[w].clock;
       outputs[3]->flat<bool>()(w) = state.workers[w].live;
-      for (const int64_t index : state.workers[w].held) {
+      for (const auto& [index, ticket] : state.workers[w].held) {
         pairs(row, 0) = w;
         pairs(row++, 1) = index;
       }

@@ -45,6 +45,11 @@ absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx,
   return ReadPositive(ctx, "epsilon", &rule->epsilon);
 }
 
+absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx,
+                      RowwiseAdagradRule* rule) {
+  return ReadPositive(ctx, "epsilon", &rule->epsilon);
+}
+
 absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, AdamRule* rule) {
   TF_RETURN_IF_ERROR(ReadBeta(ctx, "beta_1", &rule->beta_1));
   TF_RETURN_IF_ERROR(ReadBeta(ctx, "beta_2", &rule->beta_2));

@@ -26,6 +26,9 @@ inline std::vector<const char*> AccumulatorInputs(const SgdRule&) { return {}; }
 inline std::vector<const char*> AccumulatorInputs(const AdagradRule&) {
   return {"accumulators"};
 }
+inline std::vector<const char*> AccumulatorInputs(const RowwiseAdagradRule&) {
+  return {"accumulators"};
+}
 inline std::vector<const char*> AccumulatorInputs(const AdamRule&) {
   return {"momentums", "velocities"};
 }
@@ -35,6 +38,8 @@ inline std::vector<const char*> AccumulatorInputs(const FtrlRule&) {
 
 absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, SgdRule* rule);
 absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, AdagradRule* rule);
+absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx,
+                      RowwiseAdagradRule* rule);
 absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, AdamRule* rule);
 absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, FtrlRule* rule);
 
@@ -73,11 +78,12 @@ inline absl::Status CheckShape(const char* name,
 }
 
 // Checks the types and shapes of what lives beside a variable, which has been
-// checked itself; `slots_shape` is what versions, last_periods and last_updates
-// look like. Lock: the target's, exclusive or by a session.
+// checked itself: accumulators look like `shape`, and versions, last_periods
+// and last_updates like `slots_shape`. Lock: the target's, exclusive or by a
+// session.
 inline absl::Status CheckBeside(const Target& target,
+                                const tensorflow::TensorShape& shape,
                                 const tensorflow::TensorShape& slots_shape) {
-  const tensorflow::TensorShape& shape = target.variable->tensor()->shape();
   for (tensorflow::Var* accumulator : target.accumulators) {
     TF_RETURN_IF_ERROR(
         CheckVariable(*accumulator, "accumulator", tensorflow::DT_FLOAT));
@@ -117,7 +123,8 @@ inline absl::Status CheckBeside(const Target& target,
 inline absl::Status CheckDense(const Target& target) {
   TF_RETURN_IF_ERROR(
       CheckVariable(*target.variable, "variable", tensorflow::DT_FLOAT));
-  return CheckBeside(target, tensorflow::TensorShape({}));
+  return CheckBeside(target, target.variable->tensor()->shape(),
+                     tensorflow::TensorShape({}));
 }
 
 template <typename V>

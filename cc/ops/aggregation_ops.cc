@@ -68,6 +68,7 @@ REGISTER_OP("RecsyncTakeToken")
     .Input("worker: int64")
     .Output("index: int64")
     .Output("value: int64")
+    .Output("ticket: int64")
     .SetIsStateful()
     .SetShapeFn(Scalars)
     .Doc(R"doc(
@@ -84,6 +85,7 @@ list: A scalar, the list.
 worker: A scalar, from 0 to workers - 1.
 index: A scalar, the token's place in the list.
 value: A scalar, floor(index / repeats).
+ticket: A scalar: whoever gets the same token later gets another one.
 )doc");
 
 REGISTER_OP("RecsyncLoseWorker")
@@ -91,8 +93,13 @@ REGISTER_OP("RecsyncLoseWorker")
     .Input("worker: int64")
     .Output("lost: int64")
     .Output("reissued: int64")
+    .Output("tickets: int64")
     .SetIsStateful()
-    .SetShapeFn(Scalars)
+    .SetShapeFn([](InferenceContext* c) {
+      TF_RETURN_IF_ERROR(Scalars(c));
+      c->set_output(2, c->UnknownShapeOfRank(1));
+      return absl::OkStatus();
+    })
     .Doc(R"doc(
 Takes a worker that is gone out of a list.
 
@@ -107,6 +114,7 @@ worker: A scalar, from 0 to workers - 1. One that is gone already changes
   nothing.
 lost: A scalar, how many tokens are gone for good.
 reissued: A scalar, how many are handed out again.
+tickets: Those of both.
 )doc");
 
 REGISTER_OP("RecsyncLeaveTokens")

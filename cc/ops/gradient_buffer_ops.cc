@@ -41,6 +41,7 @@ absl::Status AggregateShape(InferenceContext* c) {
 absl::Status PushShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(CheckRanks(c, {{"token_index", 0},
                                     {"token_value", 0},
+                                    {"ticket", 0},
                                     {"pulled_step", 0},
                                     {"dense", 1},
                                     {"dense_versions", 1},
@@ -148,6 +149,7 @@ REGISTER_OP("RecsyncPushToBuffer")
     .Input("buffer: resource")
     .Input("token_index: int64")
     .Input("token_value: int64")
+    .Input("ticket: int64")
     .Input("pulled_step: int64")
     .Input("dense: float")
     .Input("dense_versions: int64")
@@ -180,6 +182,7 @@ buffer: A gradient buffer.
 token_index: A scalar, the token's place in its list: no two batches have the
   same.
 token_value: A scalar, the global step that the batch is meant for.
+ticket: A scalar, the token's when it was taken; 0 for none.
 pulled_step: A scalar, how far the buffer had applied when the parameters were
   pulled.
 dense: [dense_size], the gradients of all dense variables, flattened, one after
@@ -221,6 +224,26 @@ full. Without pushes nothing is ready, and no step is counted.
 
 buffer: A gradient buffer.
 )doc" RECSYNC_AGGREGATE_DOC);
+
+REGISTER_OP("RecsyncRevokeTickets")
+    .Input("buffer: resource")
+    .Input("tickets: int64")
+    .Output("steps: int64")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      TF_RETURN_IF_ERROR(CheckRanks(c, {{"buffer", 0}, {"tickets", 1}}));
+      c->set_output(0, c->UnknownShapeOfRank(1));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Has a gradient buffer drop what comes from one who is gone.
+
+buffer: A gradient buffer.
+tickets: Those of the tokens that it had: pushes with them that come from now on
+  are dropped as late. 0 is nobody's.
+steps: The steps that earlier ones have completed, and that were given out and
+  are not applied, rising.
+)doc");
 
 REGISTER_OP("RecsyncBufferApplied")
     .Input("buffer: resource")

@@ -96,6 +96,61 @@ pulled_versions: [n], by index, to be sent back with the gradients; empty
   without versions.
 )doc");
 
+REGISTER_OP("RecsyncCopyRows")
+    .Input("variables: N * resource")
+    .Input("rows: int64")
+    .Output("values: dtypes")
+    .Attr("N: int >= 1")
+    .Attr("dtypes: list(type) >= 1")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle rows;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(c->num_inputs() - 1), 1, &rows));
+      for (int i = 0; i < c->num_outputs(); ++i) {
+        c->set_output(i, c->UnknownShape());
+      }
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Copies rows of a table together with what lies beside each of them, as to save
+them while they are trained.
+
+What is copied of a row is of one moment: an update of that row is in all of it,
+or in none.
+
+variables: A table, float or bfloat16 [rows, ...], and variables [rows, ...] of
+  any types but strings and such, which an update changes together with it.
+rows: [n], the rows; an error where one is out of range.
+dtypes: The variables' types.
+values: [n, ...] of each variable.
+)doc");
+
+REGISTER_OP("RecsyncChangedRows")
+    .Input("versions: resource")
+    .Input("saved: resource")
+    .Input("begin: int64")
+    .Input("end: int64")
+    .Output("rows: int64")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle scalar;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(2), 0, &scalar));
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(3), 0, &scalar));
+      c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Finds the rows of a table that were updated since they were saved. One that is
+updated meanwhile may be among them or not.
+
+versions: An int64 variable [rows] beside the table.
+saved: An int64 variable [rows], the versions of what was saved of each row.
+begin: The first row that is looked at, a scalar.
+end: The one after the last of them, a scalar of at most the table's rows.
+rows: [n], those from `begin` to `end` whose version is not the saved one, in
+  ascending order.
+)doc");
+
 REGISTER_OP("RecsyncPullTable")
     .Input("variable: resource")
     .Input("versions: resource")

@@ -23,6 +23,19 @@ Completes after a time, without using a processor meanwhile.
 seconds: A scalar, 0 or more.
 )doc");
 
+REGISTER_OP("RecsyncResidentMemory")
+    .Output("bytes: int64")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      c->set_output(0, c->Scalar());
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+The memory that the process of the op's server has at the moment.
+
+bytes: A scalar; -1 where the system does not say.
+)doc");
+
 REGISTER_OP("RecsyncServerThreads")
     .Input("threads: int32")
     .Output("size: int32")

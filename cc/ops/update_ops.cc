@@ -199,32 +199,46 @@ REGISTER_OP("RecsyncAdagradDense")
         "\naccumulators: float, shaped like the variables.\n"
         "epsilon: Added to the accumulator under the root." RECSYNC_COMMON_DOC);
 
-REGISTER_OP("RecsyncAdagradRows")
-    .Input("variables: N * resource")
-    .Input("accumulators: N * resource")
-    .Input("versions: N * resource")
-    .Input("counters: N * resource")
-    .Input("last_periods: num_swap * resource")
-    .Input("last_updates: num_measured * resource")
-    .Input("gradient: T")
-    .Input("indices: Tindices")
-    .Input("counts: int64")
-    .Input("bags: int32")
-    .Input("scales: float")
-    .Input("bag_counts: int64")
-    .Input("pulled_versions: int64")
-    .Input("learning_rate: float")
-    .Input("global_step: int64")
-    .Attr("N: int >= 1")
-    .Attr("Tindices: {int32, int64}")
-    .Attr("epsilon: float = 1e-7")
-    .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
-    .SetShapeFn(RowsUpdateShape)
+// The two differ only in the shape of the accumulators and in what is added.
+#define RECSYNC_ADAGRAD_ROWS(name)                    \
+  REGISTER_OP(name)                                   \
+      .Input("variables: N * resource")               \
+      .Input("accumulators: N * resource")            \
+      .Input("versions: N * resource")                \
+      .Input("counters: N * resource")                \
+      .Input("last_periods: num_swap * resource")     \
+      .Input("last_updates: num_measured * resource") \
+      .Input("gradient: T")                           \
+      .Input("indices: Tindices")                     \
+      .Input("counts: int64")                         \
+      .Input("bags: int32")                           \
+      .Input("scales: float")                         \
+      .Input("bag_counts: int64")                     \
+      .Input("pulled_versions: int64")                \
+      .Input("learning_rate: float")                  \
+      .Input("global_step: int64")                    \
+      .Attr("N: int >= 1")                            \
+      .Attr("Tindices: {int32, int64}")               \
+      .Attr("epsilon: float = 1e-7")                  \
+      .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()      \
+      .SetShapeFn(RowsUpdateShape)
+
+RECSYNC_ADAGRAD_ROWS("RecsyncAdagradRows")
     .Doc(
         "Applies staleness-weighted Adagrad, with SWAP, to rows of a "
         "table.\n" RECSYNC_ROWS_DOC
         "\naccumulators: float, shaped like the tables.\n"
         "epsilon: Added to the accumulator under the root." RECSYNC_COMMON_DOC);
+
+RECSYNC_ADAGRAD_ROWS("RecsyncRowwiseAdagradRows")
+    .Doc(
+        "Applies staleness-weighted Adagrad, with SWAP and one accumulator for "
+        "each row, to rows of a table.\n" RECSYNC_ROWS_DOC
+        "\naccumulators: float [rows], to which the mean of the squares of the "
+        "row's weighted gradient is added.\n"
+        "epsilon: Added to the accumulator under the root." RECSYNC_COMMON_DOC);
+
+#undef RECSYNC_ADAGRAD_ROWS
 
 REGISTER_OP("RecsyncAdamDense")
     .Input("variables: N * resource")

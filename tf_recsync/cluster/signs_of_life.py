@@ -42,6 +42,14 @@ def device_of(job: str, index: int) -> str:
     return f"/job:{job}/replica:0/task:{index}"
 
 
+def processor_of(job: str, index: int) -> str:
+    """The device name of a server's processor: the only device that this package's ops run on."""
+    return f"{device_of(job, index)}/device:CPU:0"
+
+
+CHIEF = processor_of("chief", 0)  # This process's.
+
+
 def is_reachable(device: str) -> bool:
     """Whether a server runs an op for us; one that was restarted does not, until readmitted.
 

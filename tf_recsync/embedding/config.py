@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from tf_recsync._checks import check_at_least
 
@@ -15,6 +18,7 @@ COMBINERS = ("sum", "mean", "sqrtn")
 OUT_OF_RANGE = ("error", "clip", "hash")
 _BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 _BYTES_PER_SLOT_ELEMENT = 4
+_MOST_DESCRIBED = 1 << 20  # Bytes of an array that is written into a configuration, in digits.
 
 
 @keras.saving.register_keras_serializable(package="tf_recsync")
@@ -23,7 +27,7 @@ class TableConfig:
     """One embedding table: its size, its first values and how its rows are combined.
 
     Two configurations are equal if they describe the same table; initializers are compared by
-    their configuration.
+    their configuration, arrays by identity.
 
     Reference: Zheng et al. 2020, "ShadowSync: Performing Synchronization in the Background for
     Highly Scalable Distributed Training", section 3.1 (shards of tables on embedding PSs).
@@ -32,14 +36,36 @@ class TableConfig:
         name: Name of the table, not empty; features refer to it.
         rows: Number of rows, at least 1.
         dimension: Elements per row, at least 1.
-        initializer: First values of the rows: whatever `keras.initializers.get` takes.
-            `"uniform"` by default.
+        initializer: First values of the rows, in one of three forms; see below. `"uniform"` by
+            default.
         combiner: What becomes of the rows of one sample: their `"sum"` (the default), their
             `"mean"`, or their sum divided by the square root of their number (`"sqrtn"`). With
             None they are not combined: the table's features give sequences of rows.
         shards: Number of parts the table is split into, each on another parameter server, from 1
             to `rows`. None (the default) leaves it to the placement plan.
         dtype: Type of the values, `"float32"` (the default) or `"bfloat16"`.
+
+    The rows get their first values where they lie, a block of rows at a time, so that nobody needs
+    memory for the whole table. Values are the same however the table is divided, and in one
+    process. `initializer` is
+
+    - one of Keras's Zeros, Ones, Constant, RandomUniform, RandomNormal, TruncatedNormal and
+      VarianceScaling with its family (GlorotUniform, HeNormal and others), as an object, a name or
+      a configuration. Servers draw the values, which depend on the initializer's seed, the table's
+      name, row and column: other numbers than Keras would draw, of the same distribution. Tables
+      of other names differ under the same seed, and `keras.utils.set_random_seed` decides where
+      none is given. Fans are those of the whole table, `rows` and `dimension`.
+    - a callable `f(rows, dtype)` that gives the values of some rows: `rows` is an int64 array of
+      their numbers, `dtype` the table's, and the result an array or a tensor of floats `[len(rows),
+      dimension]`. It is called in this process, for blocks of 16 MB in the table's order, each
+      row once.
+    - an array of floats `[rows, dimension]`, such as pretrained vectors: whatever has `shape` and
+      `dtype` and gives rows for a slice, as arrays and memory maps of NumPy and data sets of h5py
+      do. It is read in such blocks, too, which travel to the servers one by one.
+
+    Whatever else needs the whole table at once, or may, is refused by name when a layer is made of
+    the table: Orthogonal, Identity, an `Initializer` with a `__call__` of its own, and Keras's
+    functions `f(shape, dtype)`. Write such a one as `f(rows, dtype)`.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -50,6 +76,19 @@ class TableConfig:
         64000
         >>> TableConfig.from_config(table.get_config()) == table
         True
+
+        Each row begins with its number:
+
+        >>> import numpy as np
+        >>> from tf_recsync.layers import EmbeddingCollection
+        >>> numbered = TableConfig(
+        ...     "numbered", rows=4, dimension=2,
+        ...     initializer=lambda rows, dtype: np.repeat(rows[:, None], 2, axis=1).astype(dtype),
+        ... )
+        >>> layer = EmbeddingCollection([numbered], [FeatureConfig("number", "numbered")])
+        >>> layer.build()
+        >>> layer.table_values("numbered")[:, 0]
+        array([0., 1., 2., 3.], dtype=float32)
     """
 
     name: str
@@ -81,11 +120,30 @@ class TableConfig:
         return self.rows * row_bytes(self.dimension, self.dtype)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments as a dict that can be written as JSON."""
+        """Returns the arguments as a dict that can be written as JSON.
+
+        A callable is described as Keras describes functions: to read the description, it has to be
+        registered by `keras.saving.register_keras_serializable`.
+
+        Raises:
+            ValueError: If the initializer is an array of more than 1 MiB, which has no place
+                there.
+        """
+        if is_array(self.initializer) and _size(self.initializer) > _MOST_DESCRIBED:
+            raise ValueError(
+                f"table {self.name!r}: initializer is an array of {_size(self.initializer)} bytes, "
+                f"too large for a configuration, which may have {_MOST_DESCRIBED}. Give the table "
+                "a callable f(rows, dtype) registered by "
+                "keras.saving.register_keras_serializable that reads the array, or save the "
+                "weights alone."
+            )
+        return self._described(_serialized(self.initializer))
+
+    def _described(self, initializer: Any) -> dict[str, Any]:
+        """The arguments, with something in the initializer's place."""
         # Not dataclasses.asdict, which would copy an initializer object.
         config = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        config["initializer"] = _serialized(self.initializer)
-        return config
+        return {**config, "initializer": initializer}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> TableConfig:
@@ -110,6 +168,10 @@ class TableConfig:
         # from its own copy after it was saved.
         if not isinstance(other, TableConfig):
             return NotImplemented
+        if is_array(self.initializer) or is_array(other.initializer):
+            # Not by what is in them, which may be as large as a table.
+            same = self.initializer is other.initializer
+            return same and self._described(None) == other._described(None)
         return self.get_config() == other.get_config()
 
     def __hash__(self) -> int:
@@ -241,8 +303,20 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
     _check_unique("tables", [table.name for table in tables])
 
 
+def is_array(initializer: Any) -> bool:
+    """Whether a table's initializer has its rows, and does not make them."""
+    has = all(hasattr(initializer, name) for name in ("shape", "dtype", "__getitem__"))
+    return has and not callable(initializer)
+
+
+def _size(array: Any) -> int:
+    return math.prod(array.shape) * tf.as_dtype(array.dtype).size
+
+
 def _serialized(initializer: Any) -> Any:
     """The initializer as strings, numbers and dicts; equal for equal initializers."""
+    if is_array(initializer):
+        initializer = np.array(initializer[:])
     if isinstance(initializer, dict):
         # Keras takes abridged dicts too; only the object knows the full one.
         initializer = keras.initializers.deserialize(initializer)

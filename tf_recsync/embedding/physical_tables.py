@@ -7,13 +7,13 @@ single variable, a physical table, so that one lookup reads them all.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
-import numpy as np
-import tensorflow as tf
 
+from tf_recsync import ops
 from tf_recsync.embedding.config import TableConfig, row_bytes
+from tf_recsync.embedding.initial_values import DrawnRows, GivenRows
 from tf_recsync.embedding.placement import PlacementPlan
 
 
@@ -123,29 +123,46 @@ def check_memory(
 
 
 class PhysicalInitializer(keras.initializers.Initializer):
-    """The first values of a physical table, the same wherever its shards lie.
+    """The first values of a physical table, made in place where it lies.
+
+    Rows that are given, not drawn, are 0 until they are written.
 
     Args:
         physical: the physical table.
-        initializers: the initializer of each table, by its name.
-        tables: the tables, by name.
+        values: the first values of each table, by its name.
+        seeds: the seed of each table whose values are drawn, by its name.
     """
 
-    def __init__(self, physical: PhysicalTable, initializers: dict, tables: dict):
+    def __init__(
+        self,
+        physical: PhysicalTable,
+        values: Mapping[str, DrawnRows | GivenRows],
+        seeds: Mapping[str, int],
+    ):
         self._physical = physical
-        self._initializers = initializers
-        self._tables = tables
+        self._values = values
+        self._seeds = seeds
 
     def __call__(self, shape, dtype=None, **kwargs):
         del shape, kwargs
-        parts = []
-        for piece in self._physical.pieces:
-            config = self._tables[piece.table]
-            whole = self._initializers[piece.table](
-                (config.rows, config.dimension), dtype="float32"
-            )
-            parts.append(tf.cast(piece.take(tf.convert_to_tensor(whole)), dtype))
-        return tf.concat(parts, 0)
+        pieces = self._physical.pieces
+        drawn = [
+            _ZEROS if isinstance(values, GivenRows) else values
+            for values in (self._values[piece.table] for piece in pieces)
+        ]
+        return ops.initial_rows(
+            dtype=dtype,
+            dimension=self._physical.dimension,
+            rows=[piece.rows for piece in pieces],
+            indices=[piece.index for piece in pieces],
+            counts=[piece.count for piece in pieces],
+            distributions=[values.distribution for values in drawn],
+            parameters=[number for values in drawn for number in values.parameters],
+            seeds=[self._seeds.get(piece.table, 0) for piece in pieces],
+        )
+
+
+_ZEROS = DrawnRows("constant", (0.0, 0.0))
 
 
 def shards_of(tables: Sequence[PhysicalTable], variables: Sequence) -> dict[str, list]:
@@ -155,29 +172,3 @@ def shards_of(tables: Sequence[PhysicalTable], variables: Sequence) -> dict[str,
         for piece in table.pieces:
             shards.setdefault(piece.table, []).append((variable, piece))
     return shards
-
-
-def gather_logical(tables: Sequence[PhysicalTable], values: Sequence[np.ndarray]) -> dict:
-    """Puts what physical tables have per row together by table.
-
-    Args:
-        tables: physical tables.
-        values: for each of them an array [rows, ...].
-
-    Returns:
-        For each table, by name, an array with all its rows.
-    """
-    logical: dict[str, np.ndarray] = {}
-    for physical, value in zip(tables, values, strict=True):
-        for piece in physical.pieces:
-            if piece.table not in logical:
-                rows = sum(p.rows for t in tables for p in t.pieces if p.table == piece.table)
-                logical[piece.table] = np.zeros((rows, *value.shape[1:]), value.dtype)
-            own = value[piece.offset : piece.offset + piece.rows]
-            logical[piece.table][piece.index :: piece.count] = own
-    return logical
-
-
-def scatter_logical(table: PhysicalTable, logical) -> np.ndarray:
-    """The rows of one physical table, taken from the tables' own (see `gather_logical`)."""
-    return np.concatenate([piece.take(np.asarray(logical[piece.table])) for piece in table.pieces])

@@ -23,17 +23,17 @@ from tf_recsync.embedding.config import (
     check_configs,
     check_memory_arguments,
 )
+from tf_recsync.embedding.initial_values import DrawnRows, first_values
 from tf_recsync.embedding.interaction_lookups import ServerInteractions, server_of, tables_of
 from tf_recsync.embedding.interactions import Interaction, result_widths
 from tf_recsync.embedding.physical_tables import (
     PhysicalInitializer,
     check_memory,
-    gather_logical,
     physical_tables,
-    scatter_logical,
     shards_of,
 )
 from tf_recsync.embedding.placement import PlacementPlan
+from tf_recsync.embedding.table_rows import TableRows, saved_array
 from tf_recsync.ops.bags import Bags, PackedBags
 from tf_recsync.optimizers.plain_update import in_xla_context
 
@@ -163,8 +163,7 @@ class EmbeddingCollection(keras.layers.Layer):
         self._memory_limit = memory_limit
         self._row_memory = {"slots": slots, "bytes_per_row_overhead": bytes_per_row_overhead}
         self._concatenate = bool(concatenate)
-        # One for each table, so that tables differ and a table is the same however it is split.
-        self._initializers = {t.name: keras.initializers.get(t.initializer) for t in tables}
+        self._first_values = {table.name: first_values(table) for table in tables}
         self._physical: tuple = ()
         self._variables: list[keras.Variable] = []
         self._plan: PlacementPlan | None = None
@@ -213,9 +212,13 @@ class EmbeddingCollection(keras.layers.Layer):
         self._physical = physical_tables(self._table_configs, plan)
         if self._memory_limit is not None:
             check_memory(self.name, self._physical, self._memory_limit, *self._row_memory.values())
+        drawn = {n: v for n, v in self._first_values.items() if isinstance(v, DrawnRows)}
+        with _made_at_once():
+            seeds = {name: values.draw_seed(name) for name, values in drawn.items()}
         for physical in self._physical:
-            initializer = PhysicalInitializer(physical, self._initializers, self._by_name)
-            with _made_on(strategy, physical.ps) if on_servers else contextlib.nullcontext():
+            initializer = PhysicalInitializer(physical, self._first_values, seeds)
+            placed = strategy.placed_on(physical.ps) if on_servers else contextlib.nullcontext()
+            with _made_at_once(), placed:
                 variable = self.add_weight(
                     shape=(physical.rows, physical.dimension),
                     dtype=physical.dtype,
@@ -227,6 +230,11 @@ class EmbeddingCollection(keras.layers.Layer):
             variable.collection = self.path
             variable.memory_limit = self._memory_limit
             self._variables.append(variable)
+        shards = shards_of(self._physical, self._variables)
+        with _made_at_once():
+            for name, values in self._first_values.items():
+                if name not in drawn:
+                    values.write(TableRows(shards[name]))
         self._beside = [ServerInteractions(i, self._feature_configs) for i in by_server.values()]
         self._routes = feature_inputs.Routes(
             self._returned,
@@ -238,8 +246,8 @@ class EmbeddingCollection(keras.layers.Layer):
             feature_inputs.Routes([f], self._by_name, self._physical) for f in self._sequences
         ]
         self._saved_tables = {
-            f"table_{name}": SavedRows(f"table {name!r} of layer {self.name!r}", shards, "float32")
-            for name, shards in shards_of(self._physical, self._variables).items()
+            f"table_{name}": SavedRows(f"table {name!r} of layer {self.name!r}", own, "float32")
+            for name, own in shards.items()
         }
         for name, table in self._saved_tables.items():
             # Restores it, if a checkpoint was read before the layer was built.
@@ -339,22 +347,26 @@ class EmbeddingCollection(keras.layers.Layer):
 
     def save_own_variables(self, store):
         """Saves the tables by their names, so that they can be loaded on other servers."""
-        values = [np.asarray(variable.value, np.float32) for variable in self._variables]
-        for name, value in gather_logical(self._physical, values).items():
-            store[name] = value
+        for name, rows in self._rows().items():
+            rows.save(store, name)
 
     def load_own_variables(self, store):
-        for physical, variable in zip(self._physical, self._variables, strict=True):
-            for piece in physical.pieces:
-                config = self._by_name[piece.table]
-                expected = (config.rows, config.dimension)
-                if piece.table not in store or tuple(store[piece.table].shape) != expected:
-                    found = tuple(store[piece.table].shape) if piece.table in store else None
-                    raise ValueError(
-                        f"table {piece.table!r} of layer {self.name!r} has shape {expected}, "
-                        f"the saved one has {found}"
-                    )
-            variable.assign(scatter_logical(physical, store))
+        tables = self._rows()
+        saved = {name: saved_array(store, name) for name in tables if name in store}
+        for name, rows in tables.items():
+            found = tuple(saved[name].shape) if name in saved else None
+            if found != rows.shape:
+                raise ValueError(
+                    f"table {name!r} of layer {self.name!r} has shape {rows.shape}, "
+                    f"the saved one has {found}"
+                )
+        for name, rows in tables.items():
+            rows.load(saved[name])
+
+    def _rows(self) -> dict[str, TableRows]:
+        """The rows of each table, by its name, as they are saved."""
+        shards = shards_of(self._physical, self._variables)
+        return {name: TableRows(own, "float32") for name, own in shards.items()}
 
     def table_values(self, table: str) -> np.ndarray:
         """All rows of one table, wherever they are.
@@ -370,8 +382,7 @@ class EmbeddingCollection(keras.layers.Layer):
         """
         if table not in self._by_name:
             raise ValueError(f"table {table!r} is not among {list(self._by_name)}")
-        values = [np.asarray(variable.value, np.float32) for variable in self._variables]
-        return gather_logical(self._physical, values)[table]
+        return self._rows()[table].read()
 
     def compute_output_spec(self, inputs, weights=None, training=False):
         del training
@@ -420,15 +431,15 @@ class EmbeddingCollection(keras.layers.Layer):
 
 
 @contextlib.contextmanager
-def _made_on(strategy: tf.distribute.Strategy, ps: int) -> Iterator[None]:
-    """Inside, variables are made on one of a strategy's embedding PSs, and at once.
+def _made_at_once() -> Iterator[None]:
+    """Inside, variables are made and written at once.
 
     Keras builds a model that it has no graph of in a scope without state, and would make them
-    when this context is left.
+    when this context is left: in any scope then, and without what is written to them afterwards.
     """
     name = "stateless_scope"
     outer = global_state.get_global_attribute(name)
-    with tf.init_scope(), strategy.placed_on(ps):
+    with tf.init_scope():
         global_state.set_global_attribute(name, None)
         try:
             yield

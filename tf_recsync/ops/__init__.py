@@ -19,7 +19,10 @@ from tf_recsync.ops.bags import Bags, PackedBags
 
 # Ops that only read their resources: tf.function may run them side by side and
 # leave out the ones whose result nobody uses.
-for _name in ("RecsyncPullDense", "RecsyncGatherRows", "RecsyncPullTable", "RecsyncSnapshot"):
+for _name in (
+    *("RecsyncPullDense", "RecsyncGatherRows", "RecsyncCopyRows", "RecsyncChangedRows"),
+    *("RecsyncPullTable", "RecsyncSnapshot"),
+):
     if _name not in auto_control_deps_utils.RESOURCE_READ_OPS:
         auto_control_deps_utils.register_read_only_resource_op(_name)
 
@@ -31,6 +34,8 @@ pack = packing.pack
 unpack = packing.unpack
 pull_dense = packing.pull_dense
 pull_table = library.recsync_pull_table
+copy_rows = library.recsync_copy_rows
+changed_rows = library.recsync_changed_rows
 next_global_step = library.recsync_next_global_step
 snapshot = library.recsync_snapshot
 interpolate = library.recsync_interpolate
@@ -47,9 +52,11 @@ transfer = library.recsync_transfer
 computed = library.recsync_computed
 reserved = library.recsync_reserved
 server_threads = library.recsync_server_threads
+resident_memory = library.recsync_resident_memory
 limit_parallelism = library.recsync_limit_parallelism
 route_ids = library.recsync_route_ids
 assemble = library.recsync_assemble
+initial_rows = library.recsync_initial_rows
 
 
 def _unpooled(op: Callable) -> Callable:
@@ -75,12 +82,15 @@ _NO_COUNTS = np.zeros([0], np.int64)
 gather_rows = _unpooled(library.recsync_gather_rows)
 sgd_rows = _unpooled(library.recsync_sgd_rows)
 adagrad_rows = _unpooled(library.recsync_adagrad_rows)
+rowwise_adagrad_rows = _unpooled(library.recsync_rowwise_adagrad_rows)
 adam_rows = _unpooled(library.recsync_adam_rows)
 ftrl_rows = _unpooled(library.recsync_ftrl_rows)
 
 for _name in (
     "RecsyncPullDense",
     "RecsyncPullTable",
+    "RecsyncCopyRows",
+    "RecsyncChangedRows",
     "RecsyncNextGlobalStep",
     "RecsyncSnapshot",
     "RecsyncInterpolate",
@@ -88,6 +98,7 @@ for _name in (
     "RecsyncSgdRows",
     "RecsyncAdagradDense",
     "RecsyncAdagradRows",
+    "RecsyncRowwiseAdagradRows",
     "RecsyncAdamDense",
     "RecsyncAdamRows",
     "RecsyncFtrlDense",
@@ -101,6 +112,7 @@ for _name in (
     "RecsyncServerThreads",
     "RecsyncRouteIds",
     "RecsyncAssembleGrad",
+    "RecsyncInitialRows",
 ):
     tf.no_gradient(_name)
 

@@ -156,6 +156,7 @@ def push_to_buffer(
     values: tf.Tensor | None = None,
     rows: PackedBags | None = None,
     row_versions: tf.Tensor | None = None,
+    ticket: int | tf.Tensor = 0,
 ) -> Aggregate:
     """Pushes gradients; gives out the step that they complete, if they do.
 
@@ -174,6 +175,7 @@ def push_to_buffer(
             table after table; needed with `tables`.
         rows: what was looked up in `tables`; needed with them.
         row_versions: int64 [n], of `rows.ids`; None for fresh gradients.
+        ticket: int64 scalar, the token's; 0 for none.
 
     Raises:
         ValueError: if `tables` come without `values` or `rows`, or the other way
@@ -197,6 +199,7 @@ def push_to_buffer(
             buffer,
             token_index,
             token_value,
+            ticket,
             pulled_step,
             or_empty(dense, tf.float32),
             or_empty(dense_versions, tf.int64),
@@ -236,6 +239,20 @@ def buffer_applied(buffer: tf.Tensor, ready: tf.Tensor, step: tf.Tensor) -> tf.T
         tf.errors.InvalidArgumentError: if `step` was not given out.
     """
     return ops.library.recsync_buffer_applied(buffer, ready, step)
+
+
+def revoke_tickets(buffer: tf.Tensor, tickets: tf.Tensor) -> tf.Tensor:
+    """Has a buffer drop pushes that come from now on from one who is gone.
+
+    Args:
+        buffer: the handle.
+        tickets: int64 [n], of the tokens that it had.
+
+    Returns:
+        The steps that its earlier pushes have completed, and that are not applied yet, rising,
+        an int64 vector.
+    """
+    return ops.library.recsync_revoke_tickets(buffer, tickets)
 
 
 def gradient_buffer_state(buffer: tf.Tensor) -> tf.Tensor:

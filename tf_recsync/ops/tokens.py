@@ -33,10 +33,12 @@ class Token(NamedTuple):
     Attributes:
         index: int64 scalar, its place in the list.
         value: int64 scalar, the global step that its gradient is meant for.
+        ticket: int64 scalar; whoever gets the same token later gets another one. 0 for none.
     """
 
     index: tf.Tensor
     value: tf.Tensor
+    ticket: tf.Tensor
 
 
 class Loss(NamedTuple):
@@ -45,10 +47,12 @@ class Loss(NamedTuple):
     Attributes:
         lost: int64 scalar, how many are gone for good.
         reissued: int64 scalar, how many are handed out again.
+        tickets: int64 [lost + reissued], theirs.
     """
 
     lost: tf.Tensor
     reissued: tf.Tensor
+    tickets: tf.Tensor
 
 
 class RawState(NamedTuple):

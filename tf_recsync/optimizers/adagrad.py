@@ -21,14 +21,26 @@ class Adagrad(base.Optimizer):
     the rows that a batch touched. Versions, accumulators and staleness counters
     are optimizer variables beside their variable, so checkpoints carry them.
 
+    With `rowwise=True` a row of an embedding table has one accumulator, to which
+    the mean of the squares of its gradient is added: `v = lambda_t v + mean(g_hat^2)`.
+    That is the "rowwise Adagrad" of FBGEMM and TorchRec (which add epsilon to the
+    root, not under it). An accumulator then takes 4 bytes of a row, not as much as
+    the row itself in float32; all elements of a row have the same learning rate.
+    Dense variables keep an accumulator for each element.
+
     Reference: Liu and Zhao 2021, Eq. 8 and Algorithm 2; Duchi, Hazan and Singer
-    2011.
+    2011. For `rowwise`: Mudigere et al. 2022, "Software-Hardware Co-design for Fast
+    and Scalable Training of Deep Learning Recommendation Models"; FBGEMM's
+    `EXACT_ROWWISE_ADAGRAD`.
 
     Args:
         learning_rate: a float, a schedule or a callable. Defaults to 0.001.
         initial_accumulator_value: a float of at least 0. Defaults to 0.1, as in Keras, which is
             much where gradients are small: a row with few clicks then hardly moves. Try 1e-5.
         epsilon: a positive float, added under the root. Defaults to 1e-7.
+        rowwise: a bool, whether a row of a table has one accumulator instead of one
+            for each of its elements. Weights that were saved with the other choice can't
+            be loaded. Defaults to False.
         swap: a `tf_recsync.Swap`, or None (the default) for plain Adagrad.
         staleness: a policy of `tf_recsync.staleness`, or None (the default) for
             `Constant()`.
@@ -40,12 +52,24 @@ class Adagrad(base.Optimizer):
     Example:
 
     >>> import keras
+    >>> import tensorflow as tf
     >>> from tf_recsync import Swap, optimizers
     >>> optimizer = optimizers.Adagrad(0.1, swap=Swap(period=100, decay=0.8))
     >>> w = keras.Variable([1.0])
     >>> optimizer.apply([keras.ops.ones(1)], [w])
     >>> round(float(w.numpy()[0]), 4)
     0.9047
+
+    A row's accumulator begins at 0.1, and gets the mean of 0 and 1:
+
+    >>> table = keras.layers.Embedding(1000, 2)
+    >>> table.build()
+    >>> optimizer = optimizers.Adagrad(0.1, rowwise=True)
+    >>> optimizer.apply([tf.IndexedSlices([[0.0, 1.0]], [3], [1000, 2])], [table.embeddings])
+    >>> state = optimizer.state_of(table.embeddings)
+    >>> accumulators = state.accumulators[0].numpy()
+    >>> accumulators.shape, round(float(accumulators[3]), 4)
+    ((1000,), 0.6)
     """
 
     accumulator_names = ("accumulator",)
@@ -56,6 +80,7 @@ class Adagrad(base.Optimizer):
         *,
         initial_accumulator_value: float = 0.1,
         epsilon: float = 1e-7,
+        rowwise: bool = False,
         swap: Swap | None = None,
         staleness: staleness.Policy | None = None,
         tables: str = base.DEFAULT_TABLES,
@@ -71,26 +96,38 @@ class Adagrad(base.Optimizer):
             )
         if not epsilon > 0:
             raise ValueError(f"epsilon must be positive, not {epsilon!r}")
+        if not isinstance(rowwise, bool):
+            raise ValueError(f"rowwise must be True or False, not {rowwise!r}")
         self.initial_accumulator_value = initial_accumulator_value
         self.epsilon = epsilon
+        self.rowwise = rowwise
 
     def accumulator_initializer(self, name):
-        return keras.initializers.Constant(self.initial_accumulator_value)
+        return base.Filled(self.initial_accumulator_value)
 
     def dense_op(self, *, accumulators, **kwargs):
         return ops.adagrad_dense(accumulators=accumulators[0], epsilon=self.epsilon, **kwargs)
 
     def rows_op(self, *, accumulators, **kwargs):
-        return ops.adagrad_rows(accumulators=accumulators[0], epsilon=self.epsilon, **kwargs)
+        op = ops.rowwise_adagrad_rows if self.rowwise else ops.adagrad_rows
+        return op(accumulators=accumulators[0], epsilon=self.epsilon, **kwargs)
 
     def plain_rule(self, accumulators, gradient, learning_rate, decay, *, value, step, last_step):
-        accumulator = decay * accumulators[0] + tf.square(gradient)
+        squares = tf.square(gradient)
+        if self.rowwise:
+            # Over all that the accumulator has one number for: nothing, if the variable is dense.
+            sizes = zip(accumulators[0].shape, value.shape, strict=True)
+            axes = [axis for axis, (one, size) in enumerate(sizes) if one != size]
+            squares = tf.reduce_mean(squares, axes, keepdims=True)
+        accumulator = decay * accumulators[0] + squares
         return [accumulator], learning_rate * gradient * tf.math.rsqrt(accumulator + self.epsilon)
 
     def get_config(self):
         config = super().get_config()
         config.update(
-            initial_accumulator_value=self.initial_accumulator_value, epsilon=self.epsilon
+            initial_accumulator_value=self.initial_accumulator_value,
+            epsilon=self.epsilon,
+            rowwise=self.rowwise,
         )
         return config
 

@@ -21,6 +21,7 @@ from absl import logging
 from tf_recsync import ops
 from tf_recsync import staleness as staleness_lib
 from tf_recsync.embedding.physical_tables import check_memory
+from tf_recsync.embedding.table_rows import saved_array
 from tf_recsync.ops.bags import Bags, PackedBags
 from tf_recsync.optimizers import saving
 from tf_recsync.optimizers.global_step import CountsSteps
@@ -31,6 +32,13 @@ from tf_recsync.synchronization import context
 # Keras names the weight of an Embedding layer so.
 DEFAULT_TABLES = r"(.*/)?embeddings"
 NONFINITE = ("apply", "skip", "error")
+
+
+class Filled(keras.initializers.Constant):
+    """One number everywhere, in a single array: Keras's makes two, beside a table as large."""
+
+    def __call__(self, shape, dtype=None):
+        return tf.fill(shape, tf.cast(self.value, dtype))
 
 
 @dataclasses.dataclass
@@ -45,6 +53,7 @@ class VariableState:
     last_periods: list[keras.Variable]  # int64 like versions; empty without SWAP
     last_updates: list[keras.Variable]  # float32 like versions; mostly empty
     last_steps: list[keras.Variable]  # int64 like versions; empty but for Adam
+    rowwise: bool = False  # whether accumulators are like versions, not like the variable
 
     @property
     def beside(self) -> list[keras.Variable]:
@@ -86,6 +95,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
     accumulator_names: tuple[str, ...] = ()
     keeps_steps = False  # whether the ops take `last_steps`
     lazy = True  # whether rows that a step does not name stay where they are
+    rowwise = False  # whether accumulators of tables have one number for each row
 
     def __init__(
         self,
@@ -145,8 +155,9 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         """The rule in plain TensorFlow: (new accumulators, what to subtract).
 
         Args:
-            accumulators: tensors shaped like the variable.
-            gradient: a tensor like them.
+            accumulators: tensors shaped like the variable; of a table with `rowwise`
+                [rows, 1, ...].
+            gradient: a tensor like the variable.
             learning_rate: a scalar.
             decay: SWAP's factor, which broadcasts to the variable's shape.
             value: the variable's value.
@@ -195,11 +206,17 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                     shape=shape, dtype=dtype, initializer=initializer, name=f"{prefix}_{name}"
                 )
 
+        rowwise = is_table and self.rowwise
+        # Sums of small numbers, which narrow types would lose.
+        narrow = ("bfloat16", "float16") if rowwise else ("bfloat16",)
+        is_widened = is_table and variable.dtype in narrow
+
         def accumulator(name):
             initializer = self.accumulator_initializer(name)
-            if is_table and variable.dtype == "bfloat16":
-                # Sums of small numbers, which bfloat16 would lose.
-                return beside(name, tuple(variable.shape), "float32", initializer)
+            if rowwise or is_widened:
+                own_shape = shape if rowwise else tuple(variable.shape)
+                dtype = "float32" if is_widened else variable.dtype
+                return beside(name, own_shape, dtype, initializer)
             return self.add_variable_from_reference(variable, name=name, initializer=initializer)
 
         accumulators = [accumulator(name) for name in self.accumulator_names]
@@ -213,18 +230,25 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             last_periods=[beside("last_period", shape, "int64")] if self.swap else [],
             last_updates=[beside("last_update", shape, "float32")] if uses_last_update else [],
             last_steps=[beside("last_step", shape, "int64")] if self.keeps_steps else [],
+            rowwise=rowwise,
         )
 
     @property
     def slots(self) -> int:
         """float32 accumulators for each element of a table, for `plan_placement`."""
+        return int(bool(self.use_ema)) if self.rowwise else self.dense_slots
+
+    @property
+    def dense_slots(self) -> int:
+        """Accumulators for each element of a dense variable, for `OperatorPlan`."""
         return len(self.accumulator_names) + bool(self.use_ema)
 
     @property
     def bytes_per_row_overhead(self) -> int:
-        """Bytes for each row of a table beside the accumulators, for `plan_placement`."""
+        """Bytes for each row of a table beside those for its elements, for `plan_placement`."""
         last_update = 4 if self.staleness.uses_last_update else 0
-        return 8 + 8 * bool(self.swap) + last_update + 8 * self.keeps_steps
+        accumulators = 4 * len(self.accumulator_names) if self.rowwise else 0
+        return 8 + 8 * bool(self.swap) + last_update + 8 * self.keeps_steps + accumulators
 
     @property
     def states(self) -> tuple[VariableState, ...]:
@@ -246,11 +270,12 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
 
     def load_own_variables(self, store):
         """Loads saved variables; keeps them for `build` if that is still to come."""
-        saved = {name: store[name][()] for name in store.keys()}  # noqa: SIM118
+        saved = {name: saved_array(store, name) for name in store.keys()}  # noqa: SIM118
         if self.built:
             saving.load_variables(self, saved)
         else:
-            self._saved_variables = saved
+            # The store is closed by then.
+            self._saved_variables = {name: value[()] for name, value in saved.items()}
 
     def _trackable_children(self, save_type="checkpoint", **kwargs):
         children = super()._trackable_children(save_type, **kwargs)

@@ -91,7 +91,7 @@ class Ftrl(base.Optimizer):
 
     def accumulator_initializer(self, name):
         start = self.initial_accumulator_value if name == "accumulator" else 0.0
-        return keras.initializers.Constant(start)
+        return base.Filled(start)
 
     def _op_arguments(self, accumulators) -> dict:
         return {

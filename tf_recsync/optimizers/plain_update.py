@@ -90,8 +90,9 @@ def plain_update(
         )
     accumulators = [a.value for a in state.accumulators]
     last_step = state.last_steps[0].value.read_value() if state.last_steps else None
+    before = [wide(a) for a in accumulators] if state.rowwise else accumulators
     new_accumulators, update = optimizer.plain_rule(
-        accumulators,
+        before,
         gradient,
         tf.cast(learning_rate, dtype),
         decay,
@@ -102,8 +103,8 @@ def plain_update(
     for last_steps in state.last_steps:
         last_steps.value.assign(tf.where(moved, step, last_step))
     mask = wide(moved)
-    for accumulator, new in zip(accumulators, new_accumulators, strict=True):
-        accumulator.assign(tf.where(mask, new, accumulator))
+    for accumulator, old, new in zip(accumulators, before, new_accumulators, strict=True):
+        accumulator.assign(tf.reshape(tf.where(mask, new, old), accumulator.shape))
     # In the accumulators' type: a bfloat16 value is rounded once, at the end.
     new_value = tf.cast(tf.convert_to_tensor(variable), dtype) - update
     variable.assign(tf.where(mask, tf.cast(new_value, variable.dtype), variable))

@@ -19,11 +19,8 @@ from absl import logging
 
 from tf_recsync import staleness
 from tf_recsync.embedding.checkpoint import SavedCounters, SavedRows
-from tf_recsync.embedding.physical_tables import (
-    gather_logical,
-    scatter_logical,
-    shards_of,
-)
+from tf_recsync.embedding.physical_tables import shards_of
+from tf_recsync.embedding.table_rows import TableRows
 from tf_recsync.shown_variable import shown
 
 _COUNTERS = "staleness"
@@ -41,22 +38,21 @@ def save_variables(optimizer: Any, store: Any) -> None:
     """
     collections = _collections(optimizer)
     if optimizer.built:
-        store[_SIGNATURE] = np.frombuffer(json.dumps(_signature(optimizer)).encode(), np.uint8)
+        store[_SIGNATURE] = np.frombuffer(json.dumps(signature(optimizer)).encode(), np.uint8)
         store[_STEPS] = optimizer.step_state.array
     for i, variable in enumerate(_others(optimizer, collections)):
         store[str(i)] = np.asarray(variable._value.read_value())
     for name, states in collections.items():
         for slot, variables in _slots(states).items():
-            values = [np.asarray(v._value.read_value()) for v in variables]
             if slot == _COUNTERS:
+                values = [np.asarray(v._value.read_value()) for v in variables]
                 store[_key(name, slot)] = staleness.sum_counters(values)
                 continue
-            logical = gather_logical([s.variable.physical_table for s in states], values)
-            for table, value in logical.items():
-                store[_key(name, slot, table)] = value
+            for table, rows in _rows(states, variables).items():
+                rows.save(store, _key(name, slot, table))
 
 
-def load_variables(optimizer: Any, saved: Mapping[str, np.ndarray]) -> None:
+def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Sets an optimizer's variables to what `save_variables` wrote.
 
     What is counted in global steps is converted where another strategy saved it, if it is
@@ -64,15 +60,15 @@ def load_variables(optimizer: Any, saved: Mapping[str, np.ndarray]) -> None:
 
     Args:
         optimizer: a built optimizer of this package.
-        saved: the arrays of the store, by name.
+        saved: the arrays of the store, by name, or what gives them when it is sliced.
 
     Raises:
         ValueError: if they were saved for another model, by another optimizer, or with
             another swap or staleness policy. Nothing is changed then.
     """
     saved = dict(saved)
-    signature, steps = saved.pop(_SIGNATURE, None), saved.pop(_STEPS, None)
-    if signature is None and saved.keys() <= {"0", "1"}:
+    kept, steps = (_whole(saved.pop(key, None)) for key in (_SIGNATURE, _STEPS))
+    if kept is None and saved.keys() <= {"0", "1"}:
         logging.warning(
             "The checkpoint holds no state of %s, which stays as it is: it was saved by a model "
             "that was not compiled, or not trained.",
@@ -80,43 +76,32 @@ def load_variables(optimizer: Any, saved: Mapping[str, np.ndarray]) -> None:
         )
         return
     collections = _collections(optimizer)
-    if signature is not None:
-        kept = json.loads(bytes(signature).decode())
-        renamed = _renamed(kept["tables"], list(collections))
-        kept["tables"] = {
-            f"{renamed[name]}/{table}": value
-            for (name, table), value in ((_of_table(key), v) for key, v in kept["tables"].items())
-        }
-        _check_signature(optimizer, kept)
+    if kept is not None:
+        renamed = check_signature(optimizer, json.loads(bytes(kept).decode()))
         keys = {_key(old, ""): _key(new, "") for old, new in renamed.items()}
         saved = {_with_prefix(key, keys): value for key, value in saved.items()}
     others = _others(optimizer, collections)
     values: list[tuple[keras.Variable, np.ndarray]] = []
+    tables: dict[str, TableRows] = {}  # By their keys.
     expected = {str(i) for i in range(len(others))}
-    values += [(v, saved.get(str(i))) for i, v in enumerate(others)]
+    values += [(v, _whole(saved.get(str(i)))) for i, v in enumerate(others)]
     for name, states in collections.items():
         for slot, variables in _slots(states).items():
             if slot == _COUNTERS:
                 expected.add(_key(name, slot))
-                counters = saved.get(_key(name, slot))
+                counters = _whole(saved.get(_key(name, slot)))
                 # The sum is what counts; the first variable keeps it.
                 values += [
                     (v, counters if i == 0 or counters is None else np.zeros_like(counters))
                     for i, v in enumerate(variables)
                 ]
                 continue
-            tables = {p.table for s in states for p in s.variable.physical_table.pieces}
-            logical = {table: saved.get(_key(name, slot, table)) for table in tables}
-            expected |= {_key(name, slot, table) for table in tables}
-            if any(value is None for value in logical.values()):
-                values.append((variables[0], None))
-                continue
-            values += [
-                (v, scatter_logical(s.variable.physical_table, logical))
-                for s, v in zip(states, variables, strict=True)
-            ]
+            own = _rows(states, variables)
+            tables |= {_key(name, slot, table): rows for table, rows in own.items()}
+    expected |= tables.keys()
     wrong = sorted(expected.symmetric_difference(saved))
     wrong += [v.path for v, value in values if value is not None and value.shape != v.shape]
+    wrong += [key for key, rows in tables.items() if not _fits(rows, saved.get(key))]
     if wrong:
         raise ValueError(
             f"the saved {optimizer.name} has {len(saved)} variables, this one {len(expected)}: it "
@@ -125,8 +110,24 @@ def load_variables(optimizer: Any, saved: Mapping[str, np.ndarray]) -> None:
         )
     for variable, value in values:
         variable.assign(value)
+    for key, rows in tables.items():
+        rows.load(saved[key])
     if steps is not None:
         optimizer.load_steps(steps)
+
+
+def _rows(states: list, variables: list[keras.Variable]) -> dict[str, TableRows]:
+    """What is kept beside the rows of each table of a collection, by the table's name."""
+    tables = [state.variable.physical_table for state in states]
+    return {name: TableRows(own) for name, own in shards_of(tables, variables).items()}
+
+
+def _fits(rows: TableRows, saved: Any) -> bool:
+    return saved is None or tuple(saved.shape) == rows.shape
+
+
+def _whole(saved: Any) -> np.ndarray | None:
+    return None if saved is None else np.asarray(saved)
 
 
 def _of_table(key: str) -> tuple[str, str]:
@@ -153,8 +154,15 @@ def _with_prefix(key: str, prefixes: Mapping[str, str]) -> str:
     return key
 
 
-def _signature(optimizer: Any) -> dict:
-    """What the state of an optimizer is of, to tell what differs before it is loaded."""
+def signature(optimizer: Any) -> dict[str, Any]:
+    """What the state of a built optimizer is of, to tell what differs before it is loaded.
+
+    Args:
+        optimizer: one of this package, or any other of Keras.
+    """
+    if not hasattr(optimizer, "states"):
+        shapes = [list(variable.shape) for variable in optimizer.variables]
+        return {"optimizer": type(optimizer).__name__, "shapes": shapes}
     variables, tables = [], {}
     for state in optimizer.states:
         physical = getattr(state.variable, "physical_table", None)
@@ -170,7 +178,14 @@ def _signature(optimizer: Any) -> dict:
         "kept": _kept(optimizer),
         "variables": variables,
         "tables": tables,
+        # Only where it is so: else a signature is what it was before there was a choice.
+        **({"rowwise": True} if _is_rowwise(optimizer) else {}),
     }
+
+
+def _is_rowwise(optimizer: Any) -> bool:
+    """Whether accumulators of tables have one number for each row."""
+    return any(state.rowwise for state in optimizer.states)
 
 
 def _kept(optimizer: Any) -> list[str]:
@@ -181,15 +196,59 @@ def _kept(optimizer: Any) -> list[str]:
     return kept
 
 
-def _check_signature(optimizer: Any, saved: dict) -> None:
-    """Raises a ValueError that names what differs from what was saved."""
-    own = _signature(optimizer)
+def _kept_of(optimizer: Any, state: Any) -> list[str]:
+    """The same of one variable, in the order of `_slots`."""
+    names = optimizer.accumulator_names
+    # Others, or TensorFlow would restore accumulators of elements to them, before it is refused.
+    own = [f"row_{name}" for name in names] if state.rowwise else [*names]
+    return own + _kept(optimizer)[len(names) :]
+
+
+def check_signature(optimizer: Any, saved: dict[str, Any]) -> dict[str, str]:
+    """Compares what was saved with what an optimizer keeps.
+
+    Args:
+        optimizer: a built optimizer.
+        saved: the `signature` of the one that was saved.
+
+    Returns:
+        The names of its collections here, by those that they had.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    own, renamed = signature(optimizer), {}
+    if "tables" in saved and "tables" in own:
+        renamed = _renamed(saved["tables"], list(_collections(optimizer)))
+        keys = {key: _of_table(key) for key in saved["tables"]}
+        tables = {f"{renamed[n]}/{t}": saved["tables"][key] for key, (n, t) in keys.items()}
+        differences = _differences(own, {**saved, "tables": tables})
+    else:
+        differences = [] if own == saved else [f"{_words(saved)} is {_words(own)} here"]
+    if differences:
+        raise ValueError(
+            f"the checkpoint is of another model or optimizer than {optimizer.name}'s: "
+            f"{'; '.join(differences[:5])}"
+        )
+    return renamed
+
+
+def _words(kept: dict[str, Any]) -> str:
+    shapes = kept.get("shapes", [shape for _, shape in kept.get("variables", [])])
+    return f"{kept['optimizer']} of variables of the shapes {', '.join(map(str, shapes))}"
+
+
+def _differences(own: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    """What differs in what two optimizers of this package keep, in words."""
     differences = []
     if own["kept"] != saved["kept"]:
         differences.append(
             f"{saved['optimizer']} keeps {', '.join(saved['kept'])} of each variable, "
             f"{own['optimizer']} here {', '.join(own['kept'])}"
         )
+    old, new = saved.get("rowwise", False), own.get("rowwise", False)
+    if old != new:
+        differences.append(f"it was saved with rowwise={old}, {own['optimizer']} here has {new}")
     pairs = itertools.zip_longest(saved["variables"], own["variables"], fillvalue=("nothing", ""))
     for (there, old), (here, new) in pairs:
         if old != new:
@@ -198,11 +257,7 @@ def _check_signature(optimizer: Any, saved: dict) -> None:
         old, new = saved["tables"].get(name, "not there"), own["tables"].get(name, "not there")
         if old != new:
             differences.append(f"table {name} is {old} in the checkpoint, {new} here")
-    if differences:
-        raise ValueError(
-            f"the checkpoint is of another model or optimizer than {optimizer.name}'s: "
-            f"{'; '.join(differences[:5])}"
-        )
+    return differences
 
 
 def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -> None:
@@ -221,7 +276,9 @@ def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -
     slots = {
         id(variable): f"{slot}_{number}"
         for number, state in enumerate(filter(_is_saved_whole, optimizer.states))
-        for slot, variables in zip(_kept(optimizer), _slots([state]).values(), strict=True)
+        for slot, variables in zip(
+            _kept_of(optimizer, state), _slots([state]).values(), strict=True
+        )
         for variable in variables
     }
     for i, variable in enumerate(_others(optimizer, collections)):
@@ -260,6 +317,7 @@ class _SavedKept(tf.__internal__.tracking.Trackable):
         self._kept = (
             f"{', '.join(_kept(optimizer))} of variables of the shapes "
             f"{', '.join(str(list(shape)) for shape in shapes)}"
+            f"{', of tables with rowwise=True' if _is_rowwise(optimizer) else ''}"
         )
         self._step = optimizer.step_variable._value
 
@@ -309,8 +367,9 @@ def _others(optimizer: Any, collections: dict[str, list]) -> list[keras.Variable
 
 def _slots(states: list) -> dict[str, list[keras.Variable]]:
     """The variables beside the tables of a collection, by what they are."""
+    kind = "row_accumulator" if states[0].rowwise else "accumulator"
     slots = {
-        f"accumulator_{i}": [s.accumulators[i] for s in states]
+        f"{kind}_{i}": [s.accumulators[i] for s in states]
         for i in range(len(states[0].accumulators))
     }
     slots["version"] = [s.versions for s in states]

@@ -50,7 +50,7 @@ def slots_of(model: keras.Model, slots: int | None) -> int:
         check_at_least("slots", slots, 0)
         return int(slots)
     optimizer = getattr(model, "optimizer", None)
-    return optimizer.slots if isinstance(optimizer, Optimizer) else 1
+    return optimizer.dense_slots if isinstance(optimizer, Optimizer) else 1
 
 
 def _inputs_of(model: keras.Model) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster, Probe, Server
-from tf_recsync.strategies.slots import Crew
+from tf_recsync.synchronization.synchronizer import Crew
 
 _READMIT_SECONDS = 20.0  # For an attempt, once its server is up.
 _ASK_SECONDS = 0.1  # Between two looks at whether an answer has come.
@@ -22,11 +21,11 @@ class Comebacks:
 
     Args:
         cluster: the connected cluster.
-        crew: those whose calls among each other have to pause meanwhile; None if there are none.
+        crew: those whose calls among each other have to pause meanwhile.
         wait: `wait(seconds)` waits for so long; returns whether nobody needs the server any more.
     """
 
-    def __init__(self, cluster: Cluster, crew: Crew | None, wait: Callable[[float], bool]):
+    def __init__(self, cluster: Cluster, crew: Crew, wait: Callable[[float], bool]):
         self._cluster = cluster
         self._crew = crew
         self._wait = wait
@@ -55,8 +54,7 @@ class Comebacks:
         if not self._cluster.is_up(*server):
             return False
         # Others of the crew may be held for long, which shall not keep another pass from it.
-        pause = contextlib.nullcontext() if self._crew is None else self._crew.pause()
-        with pause:
+        with self._crew.pause():
             if not membership.readmitting(server):
                 return not membership.is_away(server)  # Another pass is at it, or was.
             is_there = False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Literal
+
 import keras
 import numpy as np
 
@@ -10,6 +13,7 @@ from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import is_copied
 from tf_recsync.synchronization.modes import Mode
+from tf_recsync.synchronization.sync_report import SyncCounts, SyncReport
 from tf_recsync.synchronization.synchronizer import Synchronizer
 from tf_recsync.synchronization.worker_states import WorkerStates
 
@@ -98,7 +102,58 @@ class CopiedStrategy(FitStrategy):
             return model.train_function.ensure_synchronizer()
 
         synchronizer()
-        return WorkerStates(synchronizer)
+        return WorkerStates(synchronizer, self._guard.watched)
+
+    def sync_report(self, model: keras.Model) -> SyncReport:
+        """What synchronization has done since the model began to train.
+
+        Under a `HopStrategy` each step of a worker has an exchange, which counts as one.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            Counts and times, all 0 before the model has trained.
+
+        Raises:
+            RuntimeError: if a sync PS is lost, or silent for `silence_timeout` seconds.
+        """
+        synchronizer = self._synchronizer(model)
+        if synchronizer is None:
+            return SyncCounts(len(self._arrangement.groups)).report(shards=1, elements=0)
+        batch = model.train_function.local_batch_size
+        with self._guard.watched():
+            return dataclasses.replace(synchronizer.report(), local_batch_size=batch)
+
+    def average_sync_gap(
+        self, model: keras.Model, by: Literal["counters", "bytes"] = "counters"
+    ) -> float:
+        """The steps that a group does from one synchronization to the next, on average.
+
+        Under a `ShadowSyncStrategy` or a `HopStrategy` each worker is a group.
+
+        Reference: Zheng et al. 2021, "ShadowSync", section 4.1.1, which measures it in both ways.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+            by: "counters" (the default): steps over synchronizations, as they were counted;
+                "bytes": steps over what the sync PSs have received and sent, in sizes of the
+                parameters, there and back.
+
+        Returns:
+            The gap in steps; infinite before the first synchronization, and by bytes where
+            there are no sync PSs.
+
+        Raises:
+            ValueError: if `by` is anything else.
+        """
+        if by not in ("counters", "bytes"):
+            raise ValueError(f'by must be "counters" or "bytes", not {by!r}')
+        report = self.sync_report(model)
+        syncs = sum(report.syncs)
+        if by == "bytes":
+            syncs = report.sync_ps_bytes / (8 * report.elements) if report.elements else 0
+        return report.steps / syncs if syncs else float("inf")
 
     def _synchronizer(self, model: keras.Model) -> Synchronizer | None:
         return getattr(model.train_function, "synchronizer", None)

@@ -350,11 +350,18 @@ class DistributedIterator:
 
     Keras hands it to the model's train, test or predict function, which puts
     the pass that the workers make into `run`.
+
+    Attributes:
+        run: as above; None before.
+        failed: a pass that has failed, and whose steps go on in another one; None: there is none.
+        job: the name of the pass in the data's service; None before.
     """
 
     def __init__(self, distributed: DistributedDataset):
         self.distributed = distributed
         self.run: WorkerRun | None = None
+        self.failed: WorkerRun | None = None
+        self.job: str | None = None
         self._local = None
 
     def __iter__(self) -> DistributedIterator:

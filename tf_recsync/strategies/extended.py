@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
+import types
 
 import tensorflow as tf
 
-from tf_recsync.cluster import Cluster, device_of
+from tf_recsync.cluster import CHIEF, Cluster, processor_of
 from tf_recsync.optimizers.base import DEFAULT_TABLES
 from tf_recsync.shown_variable import Guard, ShownVariable, arguments_of
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import CopiedVariable
-
-_CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
 class Extended(tf.distribute.StrategyExtended):
@@ -45,16 +44,14 @@ class Extended(tf.distribute.StrategyExtended):
         self._cluster_resolver = cluster.resolver  # `tf.distribute.Strategy` gives it to users.
         self._guard = guard
         self._has_copies = arrangement.has_copies
-        self._servers = [
-            device_of("ps", server) + "/device:CPU:0" for server in arrangement.embedding_ps
-        ]
+        self._servers = [processor_of("ps", server) for server in arrangement.embedding_ps]
         self._next = 0  # Of the servers, for what nobody has placed.
         self._copies_tables = copies_tables
         self._sizes = [0] * arrangement.shards  # Elements, of what is copied.
 
     def placed_on(self, number: int) -> contextlib.AbstractContextManager:
         """A context in which variables are made on one of the servers, counted from 0."""
-        return near(_On(self._servers[number]))
+        return near(types.SimpleNamespace(device=self._servers[number]))
 
     def _scope(self, strategy):
         self._cluster.check_open()
@@ -67,7 +64,7 @@ class Extended(tf.distribute.StrategyExtended):
             if device is None:
                 # Keras's metrics alone are read so.
                 is_metric = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
-                device = _CHIEF if is_metric else self._next_server()
+                device = CHIEF if is_metric else self._next_server()
             return self._create_on(device, next_creator, **kwargs)
         if device not in self._servers:
             device = None
@@ -77,7 +74,7 @@ class Extended(tf.distribute.StrategyExtended):
         if device is not None:
             return self._create_on(device, next_creator, **kwargs)
         arguments = arguments_of(kwargs)
-        with tf.device(_CHIEF):
+        with tf.device(CHIEF):
             copied = CopiedVariable(**arguments)
         # Beside what it belongs to, as versions beside their variable; else where there is least.
         least = self._sizes.index(min(self._sizes))
@@ -94,7 +91,8 @@ class Extended(tf.distribute.StrategyExtended):
             if not tf.executing_eagerly() or kwargs.get("initial_value") is None:
                 return next_creator(**{**kwargs, "colocate_with": None})
             strategy = kwargs.get("distribute_strategy")
-            variable = ShownVariable(**arguments_of(kwargs), distribute_strategy=strategy)
+            with self._guard.watched():  # Its first value is computed there.
+                variable = ShownVariable(**arguments_of(kwargs), distribute_strategy=strategy)
             variable.guard = self._guard
             return variable
 
@@ -138,7 +136,7 @@ class Extended(tf.distribute.StrategyExtended):
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        return (_CHIEF,)
+        return (CHIEF,)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -157,10 +155,3 @@ def near(what) -> contextlib.AbstractContextManager:
     return tf.variable_creator_scope(
         lambda create, **kwargs: create(**{**kwargs, "colocate_with": what})
     )
-
-
-class _On:
-    """Stands for whatever lies on a device."""
-
-    def __init__(self, device: str):
-        self.device = device

@@ -9,7 +9,6 @@ import sys
 import time
 import types
 from collections.abc import Callable, Mapping
-from numbers import Integral
 from typing import Any
 
 import keras
@@ -17,7 +16,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.data.experimental.ops import distribute
 
-from tf_recsync._checks import check_seconds
+from tf_recsync import staleness
 from tf_recsync.cluster import Cluster, Member
 from tf_recsync.cluster.silence_watch import silence_limit
 from tf_recsync.strategies import (
@@ -28,8 +27,10 @@ from tf_recsync.strategies import (
 )
 from tf_recsync.strategies.distributed_dataset import DistributedDataset
 from tf_recsync.strategies.extended import Extended
-from tf_recsync.strategies.model_variables import OnServers, optimizers_of
+from tf_recsync.strategies.measured_staleness import measured_staleness
+from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.predict_function import PredictFunction
+from tf_recsync.strategies.server_memory import ServerMemory, memory_of
 from tf_recsync.strategies.slots import Losses
 from tf_recsync.strategies.worker_datasets import DatasetFunction, WorkerDatasets
 from tf_recsync.synchronization.arrangement import Arrangement
@@ -56,6 +57,7 @@ class FitStrategy(tf.distribute.Strategy):
         prefetch_lookups: as above.
     """
 
+    pushes_gradients = False  # Whether workers' steps push, instead of applying an optimizer.
     linked_jobs: tuple[str, ...] = ("ps",)  # Whose links may be limited, those of steps first.
     computing_jobs: tuple[str, ...] = ("worker",)  # Whose servers may have artificial speeds.
     threads_per_worker = 1  # That train.
@@ -76,6 +78,8 @@ class FitStrategy(tf.distribute.Strategy):
         cluster.connect()
         limit = silence_limit(silence_timeout, worker_timeout)
         self._guard = watched_calls.CallGuard(cluster, limit)
+        with self._guard.watched():
+            self._check_servers(cluster, arrangement)
         super().__init__(Extended(self, self._guard, cluster, arrangement, self.copies_tables))
         self._cluster = cluster
         self._arrangement = arrangement
@@ -84,6 +88,7 @@ class FitStrategy(tf.distribute.Strategy):
         self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
         self._speeds: dict[str, float] = {}  # By the device, artificial.
         self._passes = reshuffling.Passes()
+        self.renewals = 0  # How often variables were made anew, whose old handles nobody may use.
         self._settings = model_functions.Settings(
             cluster=cluster,
             worker_timeout=worker_timeout,
@@ -95,6 +100,10 @@ class FitStrategy(tf.distribute.Strategy):
             mode=mode,
             prefetch_lookups=prefetch_lookups,
         )
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, calls of this process to a server that is silent end with an error."""
+        return self._guard.watched()
 
     @property
     def cluster(self) -> Cluster:
@@ -160,6 +169,8 @@ class FitStrategy(tf.distribute.Strategy):
         caller = _keras_caller()
         if caller.model is not None:
             self.attach(caller.model)
+            if caller.verb == "fit":
+                caller.model.train_function.recovery = None  # Of an earlier call's callbacks.
         apart = None
         if isinstance(dataset, WorkerDatasets):
             self._check_worker_datasets(dataset, caller)
@@ -305,11 +316,10 @@ class FitStrategy(tf.distribute.Strategy):
                 "compile it there"
             )
         self._check_optimizer(model)
-        compiled = getattr(model, "_compile_config", None)
-        if compiled is not None and compiled.config.get("jit_compile") is True:
+        if _is_jit_compiled(model):
             raise ValueError(
                 "jit_compile=True can't be used under this strategy, as XLA can't compile what a "
-                "worker's step pulls and pushes; leave it unset in compile"
+                "worker's step pulls and pushes; leave it unset"
             )
         if isinstance(model.train_function, model_functions.Steps):
             return
@@ -334,6 +344,56 @@ class FitStrategy(tf.distribute.Strategy):
         if not isinstance(model.train_function, model_functions.Steps):
             return [0] * self._cluster.workers
         return model.train_function.worker_steps()
+
+    def staleness(self, model: keras.Model) -> staleness.Report:
+        """The staleness measured since the model's optimizer was built.
+
+        Where servers collect pushes, that of dense variables is in global steps of the group, of
+        each push counted since the model began to train here; that of rows, and of single
+        variables, is of each application, for the oldest gradient in it. What a worker has a copy
+        of that it updates alone, as under a `HopStrategy`, is never stale, and not counted.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            Statistics of the dense variables, which is that inside a group, of the rows of
+            embedding tables, and of each variable.
+
+        Raises:
+            RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
+        """
+        with self._guard.watched():
+            return measured_staleness(model, self.mode, self.pushes_gradients)
+
+    def memory(self, model: keras.Model) -> list[ServerMemory]:
+        """The memory that a model takes on each server, and that of the servers' processes.
+
+        Before an `EmbeddingCollection` is built, `PlacementPlan.memory` tells the bytes of its
+        tables.
+
+        Args:
+            model: a built model that was compiled in this strategy's scope. What the optimizer
+                keeps counts from when it is built, at the latest by `fit`.
+
+        Returns:
+            For the parameter servers and then the workers, the bytes of tables, of what the
+            optimizer keeps beside them, of all else, and what the process was measured to have.
+
+        Raises:
+            ValueError: if the model is not built.
+
+        Example:
+
+        ```python
+        for server in strategy.memory(model):
+            print(server)  # "ps:0 96.0 MiB (tables 61.0, slots 30.5, ...), resident 471.2 MiB"
+        ```
+        """
+        if not model.built:
+            raise ValueError(f"model {model.name} must be built: call it, or give it an Input")
+        with self._guard.watched():
+            return memory_of(model, self._cluster, self._arrangement)
 
     def data_wait(self, model: keras.Model) -> list[float]:
         """How long workers have waited for data, to see whether it comes fast enough.
@@ -401,6 +461,9 @@ class FitStrategy(tf.distribute.Strategy):
         """
         return self._cluster.membership.members()
 
+    def _check_servers(self, cluster: Cluster, arrangement: Arrangement) -> None:
+        """Raises a ValueError if servers have not what the strategy needs; calls are watched."""
+
     def _put_functions(self, model: keras.Model) -> None:
         """Gives a model its train, test and predict functions."""
         raise NotImplementedError
@@ -420,55 +483,12 @@ class FitStrategy(tf.distribute.Strategy):
         raise NotImplementedError
 
 
-def check_is_cluster(cluster: Cluster) -> None:
-    """Raises a ValueError if an argument is no cluster."""
-    if not isinstance(cluster, Cluster):
-        raise ValueError(
-            f"cluster must be a LocalCluster or from cluster_from_tf_config, not {cluster!r}"
-        )
-
-
-def check_cluster(strategy: str, cluster: Cluster, workers: int = 1) -> None:
-    """Raises a ValueError if a strategy can't run on a cluster."""
-    check_is_cluster(cluster)
-    if cluster.workers < workers or cluster.ps < 1:
-        number = "one worker" if workers == 1 else f"{workers} workers"
-        raise ValueError(
-            f"{strategy} needs at least {number} and one ps, the cluster has "
-            f"workers={cluster.workers} and ps={cluster.ps}"
-        )
-
-
-def check_timeouts(worker_timeout: float, silence_timeout: float | None) -> None:
-    """Raises a ValueError if a limit that all strategies have is wrong."""
-    check_seconds("worker_timeout", worker_timeout)
-    if silence_timeout is not None:
-        check_seconds("silence_timeout", silence_timeout)
-
-
-def checked_output(output: str | int, groups: int) -> str | int:
-    """What users see of the groups' copies: "mean", or the number of a group.
-
-    Raises:
-        ValueError: if an argument does not say it.
-    """
-    if output == "first":
-        return 0
-    is_number = isinstance(output, Integral) and not isinstance(output, bool)
-    if output != "mean" and not (is_number and output in range(groups)):
-        raise ValueError(
-            f'output must be "first", "mean" or from 0 to {groups - 1}, not {output!r}'
-        )
-    return int(output) if is_number else output
-
-
-def check_optimizers(strategy: FitStrategy, model: keras.Model) -> None:
-    """Raises a ValueError if an optimizer is none of this package, or was not made in the scope."""
-    for optimizer in optimizers_of(model):
-        if optimizer._distribution_strategy is not strategy:
-            raise ValueError(
-                f"optimizer {optimizer.name} was not made inside this strategy's scope()"
-            )
+def _is_jit_compiled(model: keras.Model) -> bool:
+    """Whether a user asks for it, in compile or later; Keras does not under a strategy."""
+    compiled = getattr(model, "_compile_config", None)
+    if compiled is not None and compiled.config.get("jit_compile") is True:
+        return True
+    return bool(model.jit_compile)
 
 
 def _check_options(options) -> None:

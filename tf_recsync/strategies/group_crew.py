@@ -9,18 +9,20 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 from absl import logging
 
+from tf_recsync.cluster import Server
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Arrangement
-from tf_recsync.synchronization.synchronizer import Synchronizer
+from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
+from tf_recsync.synchronization.synchronizer import Crew, Synchronizer
 
 
-class GroupCrew:
-    """A `slots.Crew` of what groups take their tokens from, and of the synchronizer.
+class GroupCrew(Crew):
+    """What groups take their tokens from, and the synchronizer.
 
     Args:
         arrangement: the groups.
-        synchronizer: keeps their copies together; None if there is one group.
-        aggregations: of each group, by its number.
+        synchronizer: keeps their copies together.
+        aggregations: of each group that takes tokens, by its number.
         threads: of each worker.
         suspended: gets the workers that were suspended, and hold tokens that they may not push.
         opening: of each group, what is held by whoever makes what it shares.
@@ -29,29 +31,36 @@ class GroupCrew:
     def __init__(
         self,
         arrangement: Arrangement,
-        synchronizer: Synchronizer | None,
+        synchronizer: Synchronizer,
         aggregations: Mapping[int, Aggregation],
         threads: int,
         suspended: set[int],
         opening: Sequence[threading.Lock],
     ):
         self._arrangement = arrangement
-        self._between = [] if synchronizer is None else [synchronizer]
+        self._synchronizer = synchronizer
         self._aggregations = dict(aggregations)
         self._threads = threads
         self._suspended = suspended
         self._opening = opening
 
-    def _of(self, worker: int) -> Aggregation:
-        return self._aggregations[self._arrangement.group_of(worker).index]
+    @property
+    def has_waits(self) -> bool:
+        """Whether a worker may wait for another: for a token, or to synchronize."""
+        return bool(self._aggregations) or self._synchronizer.has_waits
+
+    def _of(self, worker: int) -> AtOnce:
+        return self._aggregations.get(self._arrangement.group_of(worker).index, AT_ONCE)
 
     def lose(self, worker: int) -> None:
         """A worker is gone, and its step with it."""
-        for synchronizer in self._between:
-            synchronizer.lose(worker)
+        self._synchronizer.lose(worker)
+        aggregation = self._of(worker)
+        if not aggregation.takes_tokens:
+            return  # Without waiting for whoever opens a worker of the group.
         with self._opening[self._arrangement.group_of(worker).index]:
             try:
-                self._of(worker).lose(worker)
+                aggregation.lose(worker)
                 self._suspended.discard(worker)
             except tf.errors.OpError as error:
                 if not self.holders_of(worker):
@@ -64,50 +73,42 @@ class GroupCrew:
     def suspend(self, worker: int) -> None:
         """A worker is there, but what it trains on is gone or silent, the tokens' list, too."""
         self._suspended.add(worker)
-        for synchronizer in self._between:
-            synchronizer.suspend(worker)
+        self._synchronizer.suspend(worker)
 
     def leave(self, thread: int) -> None:
         """A worker's thread has nothing to do at the moment."""
         worker = thread // self._threads
         self._of(worker).leave(worker)
-        for synchronizer in self._between:
-            synchronizer.leave(thread)
+        self._synchronizer.leave(thread)
 
     def resume(self, thread: int) -> None:
         """A worker's thread that may have left takes steps; with its next token it is one more."""
-        for synchronizer in self._between:
-            synchronizer.resume(thread)
+        self._synchronizer.resume(thread)
 
     def release(self) -> None:
         """Ends all waits of workers, with errors."""
-        for waited_for in [*self._between, *self._aggregations.values()]:
+        for waited_for in [self._synchronizer, *self._aggregations.values()]:
             try:
                 waited_for.release()
             except tf.errors.OpError as error:
                 # What keeps the list is gone, and with it all waits.
                 logging.debug("waits could not be ended: %s", error)
 
-    @contextlib.contextmanager
-    def pause(self):
+    def pause(self) -> contextlib.AbstractContextManager:
         """Inside, no group calls another; parameter servers, which workers call, stay there."""
-        with contextlib.ExitStack() as stack:
-            for synchronizer in self._between:
-                stack.enter_context(synchronizer.pause())
-            yield
+        return self._synchronizer.pause()
 
-    def holders_of(self, worker: int) -> Sequence[tuple[str, int]]:
+    def holders_of(self, worker: int) -> Sequence[Server]:
         """The servers that hold a worker's group's copy, if others go on without them."""
-        return [holder for one in self._between for holder in one.holders_of(worker)]
+        return self._synchronizer.holders_of(worker)
 
-    def waits_for(self, seconds: float) -> list[tuple[str, int]]:
+    def waits_for(self, seconds: float) -> list[Server]:
         """The servers, job and index, that calls besides the steps have waited for so long."""
-        return [server for one in self._between for server in one.waits_for(seconds)]
+        return self._synchronizer.waits_for(seconds)
 
     def describe(self) -> str:
         """Who waits for whom, in words."""
         of_groups = {n: aggregation.describe() for n, aggregation in self._aggregations.items()}
-        if len(of_groups) == 1:
-            return next(iter(of_groups.values()))
-        parts = [f"group {number}: {text}" for number, text in of_groups.items()]
-        return "; ".join([*parts, *(one.describe() for one in self._between)])
+        is_one = len(self._arrangement.groups) == 1
+        parts = [text if is_one else f"group {n}: {text}" for n, text in of_groups.items()]
+        return "; ".join(filter(None, [*parts, self._synchronizer.describe()]))

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import keras
 
-from tf_recsync import staleness
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import ModeConfig
-from tf_recsync.strategies.fit_strategy import (
-    FitStrategy,
-    check_cluster,
-    check_optimizers,
-    check_timeouts,
-)
-from tf_recsync.strategies.model_variables import OnServers, optimizers_of, read_staleness
+from tf_recsync.strategies.checks import check_cluster, check_optimizers, check_timeouts
+from tf_recsync.strategies.fit_strategy import FitStrategy
+from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.synchronization import aggregation
 from tf_recsync.synchronization.arrangement import one_group
@@ -66,32 +59,6 @@ class GroupStrategy(FitStrategy):
             mode.on(cluster.workers),
             prefetch_lookups,
         )
-
-    def staleness(self, model: keras.Model) -> staleness.Report:
-        """The staleness measured by the servers since the model's optimizer was built.
-
-        Where servers collect pushes, that of dense variables is in global steps, of each
-        push counted since the model began to train here; that of rows, and of single
-        variables, is of each application, for the oldest gradient in it.
-
-        Args:
-            model: a model that was compiled in this strategy's scope.
-
-        Returns:
-            Statistics of the dense variables, of the rows of embedding tables,
-            and of each variable.
-
-        Raises:
-            RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
-        """
-        states = [s for o in optimizers_of(model) for s in o.states]
-        with self._guard.watched():
-            report = read_staleness(states)
-        if self.mode.uses_buffers:
-            pushes = self.aggregation(model)
-            none = staleness.Statistics.from_counters([])
-            report = dataclasses.replace(report, dense=none if pushes is None else pushes.staleness)
-        return report
 
     def _put_functions(self, model: keras.Model) -> None:
         variables = OnServers(model)

@@ -9,30 +9,24 @@ import keras
 from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
 from tf_recsync.compression import Compression
-from tf_recsync.modes import Hogwild, ModeConfig
+from tf_recsync.modes import ModeConfig
 from tf_recsync.placement import OperatorPlan
-from tf_recsync.strategies.fit_strategy import check_is_cluster, check_timeouts
-from tf_recsync.strategies.hop_between_groups import Hop
-from tf_recsync.strategies.hop_checks import check_averaging, check_size
-from tf_recsync.strategies.model_variables import OnServers, optimizers_of
-from tf_recsync.strategies.operators import checked_operators
-from tf_recsync.strategies.server_threads import check_threads
-from tf_recsync.strategies.synchronized_strategy import (
-    SynchronizedStrategy,
-    checked_schedule,
+from tf_recsync.strategies.between_groups import (
+    checked_between_groups,
+    checked_inside_group,
     checked_sync_ps,
-    counters_among,
-    parameters_among,
 )
+from tf_recsync.strategies.checks import check_is_cluster, check_timeouts
+from tf_recsync.strategies.hop_between_groups import Hop
+from tf_recsync.strategies.model_variables import OnServers
+from tf_recsync.strategies.operators import checked_operators
+from tf_recsync.strategies.synchronized_strategy import SynchronizedStrategy
 from tf_recsync.synchronization import aggregation as aggregations
 from tf_recsync.synchronization.arrangement import hierarchical
-from tf_recsync.synchronization.copies import Copies
-from tf_recsync.synchronization.hop import threads_needed
 from tf_recsync.synchronization.hop_groups import GroupHopSynchronizer
 from tf_recsync.synchronization.hop_reports import WorkerReport
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
-from tf_recsync.synchronization.synchronizer import Synchronizer
 from tf_recsync.synchronization.units import Plan
 
 
@@ -160,67 +154,31 @@ class HierarchicalStrategy(SynchronizedStrategy):
         silence_timeout: float | None = None,
     ):
         check_is_cluster(cluster)
-        schedule = checked_schedule(mode)
-        if not isinstance(algorithm, (Algorithm, Hop)):
-            raise ValueError(
-                "algorithm must be EASGD, ModelAveraging, BMUF, another Algorithm or Hop, not "
-                f"{algorithm!r}"
-            )
-        if isinstance(algorithm, Hop) and schedule != Shadow():
-            raise ValueError(
-                f'mode must be "shadow" with Hop, which begins an exchange after '
-                f"updates_per_iteration updates, not {mode!r}"
-            )
+        between = checked_between_groups(algorithm, mode, groups)
         check_timeouts(worker_timeout, silence_timeout)
-        config = Hogwild(local_batch_size=local_batch_size) if aggregation is None else aggregation
-        if not isinstance(config, ModeConfig):
-            raise ValueError(f"aggregation must be one of tf_recsync.modes, not {aggregation!r}")
-        if local_batch_size not in (None, config.local_batch_size):
-            raise ValueError(
-                f"local_batch_size={local_batch_size} is not that of aggregation="
-                f"{aggregation!r}; give it there"
-            )
         check_at_least("nets_per_trainer", nets_per_trainer, 1)
         if sync_ps is not None:
             check_at_least("sync_ps", sync_ps, 0)
-        on_sync_ps = checked_sync_ps(sync_ps, algorithm, cluster.ps)
-        arrangement = hierarchical(
-            groups, trainers_per_group, ps_per_group, cluster.ps, len(on_sync_ps)
-        )
-        if arrangement.trainers != cluster.workers:
-            raise ValueError(
-                f"groups={groups} with trainers_per_group={trainers_per_group} need "
-                f"{arrangement.trainers} workers, the cluster has workers={cluster.workers}"
-            )
+        central = checked_sync_ps(sync_ps, algorithm, cluster.ps)
+        counts = groups, trainers_per_group, ps_per_group
+        arrangement = hierarchical(*counts, cluster.workers, cluster.ps, len(central))
         self._operators = checked_operators(
             placement, splits, compression, trainers_per_group, ps_per_group, nets_per_trainer
         )
-        if isinstance(algorithm, Hop):
-            check_size(algorithm.topology, groups, "there are groups")
-        row = config.on(trainers_per_group * nets_per_trainer)
-        if nets_per_trainer > 1 and row.uses_tokens:
-            raise ValueError(
-                f"nets_per_trainer={nets_per_trainer} goes with an aggregation that applies each "
-                f"push at once, modes.Hogwild or modes.Async, not with {aggregation!r}"
-            )
+        inside = checked_inside_group(
+            aggregation, local_batch_size, trainers_per_group, nets_per_trainer
+        )
         super().__init__(
             cluster,
             arrangement,
-            row,
-            algorithm,
-            schedule,
+            inside.on(trainers_per_group * nets_per_trainer),
+            between,
             nets_per_trainer,
             output,
-            config.local_batch_size,
+            inside.local_batch_size,
             worker_timeout,
             silence_timeout,
         )
-        if isinstance(algorithm, Hop):
-            # An exchange, and the steps of the group's trainers.
-            nets = trainers_per_group * nets_per_trainer
-            waiting = [threads_needed(algorithm.topology, i) + nets for i in range(groups)]
-            needed = [count for count in waiting for _ in range(ps_per_group)]
-            check_threads(cluster, needed, "for neighbors", job="ps")
 
     def aggregation(self, model: keras.Model) -> list[aggregations.Report] | None:
         """What became of the pushes of each group's trainers since the model began to train.
@@ -257,31 +215,5 @@ class HierarchicalStrategy(SynchronizedStrategy):
         with self._guard.watched():
             return synchronizer.server_reports()
 
-    def _check_optimizer(self, model: keras.Model) -> None:
-        if isinstance(self._algorithm, Hop):
-            check_averaging(getattr(model, "optimizer", None), "Hop between groups")
-        super()._check_optimizer(model)
-
     def _on_servers(self, model: keras.Model) -> OnServers:
         return OnServers(model, self._operators)
-
-    def _make_synchronizer(self, model: keras.Model, copies: Copies) -> Synchronizer:
-        if not isinstance(self._algorithm, Hop):
-            return super()._make_synchronizer(model, copies)
-        parameters = parameters_among(copies, model)
-        if not parameters:
-            raise ValueError("the model has no dense parameters that groups could exchange by Hop")
-        global_step = optimizers_of(model)[0].iterations._value
-        return GroupHopSynchronizer(
-            self._algorithm.exchange,
-            self._algorithm.updates_per_iteration,
-            self._cluster,
-            self._arrangement,
-            copies,
-            parameters,
-            counters_among(copies, model),
-            next(i for i, variable in enumerate(copies.variables) if variable is global_step),
-            float(self._algorithm.stall_seconds),
-            self._settings.bandwidths,
-            self.threads_per_worker,
-        )

@@ -14,8 +14,8 @@ from tf_recsync import optimizers
 from tf_recsync._checks import check_at_least
 from tf_recsync.layers import EmbeddingCollection
 from tf_recsync.optimizers import base
+from tf_recsync.strategies.checks import check_optimizers
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
-from tf_recsync.strategies.fit_strategy import check_optimizers
 from tf_recsync.strategies.model_variables import uses_servers
 from tf_recsync.synchronization.hop_protocol import Protocol, Skip
 from tf_recsync.topology import Topology
@@ -70,15 +70,11 @@ def _with_inner(optimizer: keras.optimizers.Optimizer | None) -> Iterator[Any]:
         yield from _with_inner(one)
 
 
-def check_topology(topology: Any) -> None:
-    """Raises a ValueError if it is no topology."""
+def check_topology(topology: Any, size: int | None = None, of: str = "") -> None:
+    """Raises a ValueError if it is no topology, or not one of so many; `of` says of what."""
     if not isinstance(topology, Topology):
         raise ValueError(f"topology must be from tf_recsync.topology, not {topology!r}")
-
-
-def check_size(topology: Topology, size: int, of: str) -> None:
-    """Raises a ValueError if a topology is not one of so many; `of` says of what."""
-    if topology.size != size:
+    if size not in (None, topology.size):
         raise ValueError(f"topology must have as many workers as {of}, {size}, not {topology.size}")
 
 

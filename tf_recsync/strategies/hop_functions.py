@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,15 +52,20 @@ def exchange_dtype(model: keras.Model) -> tf.DType:
     return tf.as_dtype(*dtypes)
 
 
+def exchanged_elements(model: keras.Model) -> int:
+    """How many elements these parameters have."""
+    copied = filter(is_copied, model.trainable_variables)
+    return sum(math.prod(variable.shape) for variable in copied)
+
+
 class HopTrainFunction(TrainFunction):
     """`model.train_function` under a `HopStrategy`.
 
     Args:
         model: a model that was built in the strategy's scope.
         settings: of the strategy.
-        make_synchronizer: makes it of what workers have copies of, the type of the parameters,
-            and what gets the events.
         protocol: how workers exchange.
+        stall_seconds: after which somebody's wait is logged.
         read: what users see of the copies, see `Copies`.
     """
 
@@ -69,15 +75,25 @@ class HopTrainFunction(TrainFunction):
         self,
         model: keras.Model,
         settings: Settings,
-        make_synchronizer: Callable[[Copies, tf.DType, EventLog], HopSynchronizer],
         protocol: Protocol,
+        stall_seconds: float,
         read: str | int,
     ):
         self.events = EventLog()
         self._protocol = protocol
 
         def make(copies: Copies) -> HopSynchronizer:
-            return make_synchronizer(copies, exchange_dtype(model), self.events)
+            return HopSynchronizer(
+                protocol,
+                settings.cluster,
+                settings.arrangement,
+                copies,
+                exchanged_elements(model),
+                exchange_dtype(model),
+                stall_seconds,
+                settings.bandwidths,
+                self.events,
+            )
 
         super().__init__(model, settings, OnWorkers(model), make, read)
 

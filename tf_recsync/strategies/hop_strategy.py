@@ -7,23 +7,17 @@ from typing import Literal
 
 import keras
 
-from tf_recsync import staleness
 from tf_recsync._checks import check_at_least, check_seconds
-from tf_recsync._deprecation import keywords_after, renamed
+from tf_recsync._deprecation import keywords_after, renamed, renamed_method
 from tf_recsync.cluster import Cluster
-from tf_recsync.optimizers import base
-from tf_recsync.strategies import hop_checks, hop_functions
+from tf_recsync.strategies import hop_checks
+from tf_recsync.strategies.checks import check_is_cluster, check_timeouts, checked_output
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
-from tf_recsync.strategies.fit_strategy import (
-    check_is_cluster,
-    check_timeouts,
-    checked_output,
-)
-from tf_recsync.strategies.model_variables import AsShown, read_staleness
+from tf_recsync.strategies.hop_functions import HopTrainFunction
+from tf_recsync.strategies.model_variables import AsShown
 from tf_recsync.strategies.server_threads import check_threads
-from tf_recsync.synchronization.arrangement import each_worker
-from tf_recsync.synchronization.copies import is_copied
-from tf_recsync.synchronization.hop import HopSynchronizer, threads_needed
+from tf_recsync.synchronization.arrangement import Arrangement, each_worker
+from tf_recsync.synchronization.hop import threads_needed
 from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_protocol import Skip
 from tf_recsync.synchronization.hop_reports import WorkerReport
@@ -107,7 +101,7 @@ class HopStrategy(CopiedStrategy):
         model = build_model()
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "binary_crossentropy")
     model.fit(dataset, epochs=3)
-    print(strategy.workers(model))
+    print(strategy.hop_report(model))
     ```
     """
 
@@ -133,25 +127,15 @@ class HopStrategy(CopiedStrategy):
         silence_timeout: float | None = None,
     ):
         check_is_cluster(cluster)
-        hop_checks.check_topology(topology)
-        hop_checks.check_size(topology, cluster.workers, "the cluster")
+        hop_checks.check_topology(topology, cluster.workers, "the cluster")
         read = checked_output(output, cluster.workers)
         check_seconds("stall_seconds", stall_seconds)
         check_timeouts(worker_timeout, silence_timeout)
+        ahead = max_iteration_gap, backup_workers, staleness_bound, skip
+        self._stall_seconds = stall_seconds
         self._protocol = hop_checks.checked_protocol(
-            topology,
-            max_iteration_gap,
-            backup_workers,
-            staleness_bound,
-            skip,
-            order,
-            protocol,
-            check_invariants,
+            topology, *ahead, order, protocol, check_invariants
         )
-        self._stall_seconds = float(stall_seconds)
-        cluster.connect()
-        needed = [threads_needed(topology, worker) for worker in range(topology.size)]
-        check_threads(cluster, needed, "for neighbors")
         super().__init__(
             cluster,
             each_worker(cluster.workers, embedding_ps=range(cluster.ps)),
@@ -174,7 +158,7 @@ class HopStrategy(CopiedStrategy):
         """Who sends to whom."""
         return self._protocol.topology
 
-    def workers(self, model: keras.Model) -> list[WorkerReport]:
+    def hop_report(self, model: keras.Model) -> list[WorkerReport]:
         """What each worker has done since the model began to train.
 
         Args:
@@ -189,24 +173,10 @@ class HopStrategy(CopiedStrategy):
         with self._guard.watched():
             return synchronizer.reports()
 
-    def staleness(self, model: keras.Model) -> staleness.Report:
-        """The staleness measured on the parameter servers since the model's optimizer was built.
-
-        Args:
-            model: a model that was compiled in this strategy's scope.
-
-        Returns:
-            Statistics of the rows of tables that lie there; empty if there are none. What
-            workers have copies of each of them updates alone, without any staleness, and it is
-            not counted.
-
-        Raises:
-            RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
-        """
-        parts = base.parts_of(model.optimizer)
-        states = [state for one in parts for state in getattr(one, "states", ())]
-        with self._guard.watched():
-            return read_staleness([state for state in states if not is_copied(state.variable)])
+    @renamed_method("hop_report")
+    def workers(self, model: keras.Model) -> list[WorkerReport]:
+        """The earlier name of `hop_report`."""
+        return self.hop_report(model)
 
     def record_events(
         self,
@@ -245,22 +215,13 @@ class HopStrategy(CopiedStrategy):
         function = model.train_function
         return function.events.record(limit, function.collect_events, failed)
 
+    def _check_servers(self, cluster: Cluster, arrangement: Arrangement) -> None:
+        needed = [threads_needed(self.topology, worker) for worker in range(self.topology.size)]
+        check_threads(cluster, needed, "for neighbors")
+
     def _put_functions(self, model: keras.Model) -> None:
-        model.train_function = hop_functions.HopTrainFunction(
-            model,
-            self._settings,
-            lambda copies, dtype, events: HopSynchronizer(
-                self._protocol,
-                self._cluster,
-                copies,
-                dtype,
-                self._stall_seconds,
-                self._settings.bandwidths,
-                events,
-            ),
-            self._protocol,
-            self._read,
-        )
+        exchange = self._protocol, self._stall_seconds
+        model.train_function = HopTrainFunction(model, self._settings, *exchange, self._read)
         self._put_reading_functions(model, AsShown(model))
 
     def _check_optimizer(self, model: keras.Model) -> None:

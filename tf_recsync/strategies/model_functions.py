@@ -22,18 +22,19 @@ from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.leases import call_limit, call_seconds
 from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.pass_iterator import PassIterator
-from tf_recsync.strategies.slots import Crew, Losses, Slot
+from tf_recsync.strategies.slots import Losses, Slot
 from tf_recsync.strategies.step_counts import COUNTS
 from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState
 from tf_recsync.synchronization import links, speeds
-from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Arrangement, Group
+from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.remote_functions import RemoteFunction
 from tf_recsync.synchronization.remote_values import PackedReader
+from tf_recsync.synchronization.synchronizer import Crew
 
 _READS_PER_SECOND = 10  # Of workers' metrics, at most: each costs this process milliseconds.
 # Of calls that are told to end: none goes on for longer if its coordinator has died.
@@ -109,6 +110,7 @@ class Steps:
         self._merger: MetricsMerger | None = None
         self._reader: PackedReader | None = None  # Of the workers' metrics, in this layout.
         self._read_layout: Layout | None = None
+        self._initial: list[np.ndarray] = []  # Of what workers keep for themselves, in a pass.
         self._run: WorkerRun | None = None  # The pass that runs, or ran last.
         self._target = 0.0  # Steps that Keras has asked for.
         self._epoch_began = 0  # Steps at its beginning.
@@ -136,9 +138,9 @@ class Steps:
             return self._advance(iterator)
         except StopIteration:
             raise
-        except BaseException:  # Ctrl-C, too, after which the caller may go on.
+        except BaseException as error:  # Ctrl-C, too, after which the caller may go on.
             if iterator.run is not None:
-                iterator.run.request_stop()
+                self._end_failed(iterator.run, error)
             raise
         finally:
             self._is_advancing = False
@@ -162,9 +164,7 @@ class Steps:
                 with self.watched(), contextlib.ExitStack() as held:
                     held.callback(run.go_on)
                     run.hold()
-                    crew = self._crew()
-                    if crew is not None:
-                        held.enter_context(crew.pause())
+                    held.enter_context(self._crew().pause())
                     self._held = held.pop_all()
             return True
 
@@ -181,8 +181,6 @@ class Steps:
         if run is None:
             with self.watched():
                 run = iterator.run = self._start(iterator)
-                for optimizer in self._variables.optimizers:
-                    optimizer.wait_for_steps = lambda: self._settle(run)
                 self._begin_epoch(iterator)
         elif not run.wait(0) and self._target >= self._epoch_end:
             # The next epoch on the same data (steps_per_epoch is set). A checkpoint may
@@ -190,10 +188,10 @@ class Steps:
             with self.watched():
                 self._continue(iterator)
                 self._begin_epoch(iterator)
-        self._target += steps
+        before, target = self._target, self._target + steps
         # The last time that Keras asks, all that there is left is done.
-        is_last = self._target >= self._expected
-        running = run.wait(self._epoch_end if is_last else min(self._target, self._epoch_end))
+        is_last = target >= self._expected
+        running = run.wait(self._epoch_end if is_last else min(target, self._epoch_end))
         done = run.completed
         finished = not running or done >= self._epoch_end
         if finished and not self._is_final:
@@ -207,9 +205,9 @@ class Steps:
                 self._unroll(run)
         # Workers may be done long before Keras has counted their steps.
         self._is_final = finished
+        self._target = target  # What comes after a call that has failed is the same one again.
         # The end of data of unknown length shows when a call has no step left.
         # Not where Keras stops by itself, though there may have been less than it expects.
-        before = self._target - steps
         ends = (self._epoch_end, self._expected)
         is_asked = any(before < end < float("inf") for end in ends)
         is_over = not running or before >= self._epoch_end  # As of a dataset without batches.
@@ -295,17 +293,21 @@ class Steps:
         run.grant(float("inf") if steps is None else steps)
 
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
-        data, is_over = iterator.distributed.shared(), iterator.distributed.is_over
+        after, is_over = iterator.failed, iterator.distributed.is_over
+        data = iterator.distributed.shared() if after is None else after.data
         steps_per_call = self._model.steps_per_execution
         layout = self._continue(iterator)
-        job = data.new_job()
+        job = iterator.job = iterator.job or data.new_job()
         slots = self._settings.cluster.workers * self.threads
         metrics = len(self._model.metrics_variables)
         if layout is not self._read_layout:
             variables = [v._value for v in self._model.metrics_variables]
             self._reader = PackedReader([COUNTS, *variables])
             self._read_layout = layout
-        initial = [np.asarray(v._value.read_value()) for v in layout.private]
+        if after is None:
+            self._initial = [np.asarray(v._value.read_value()) for v in layout.private]
+        # Metrics have what was merged by then, where a pass goes on.
+        initial = self._initial
 
         def private_values(slot):
             values = [np.array(value) for value in initial]
@@ -318,14 +320,20 @@ class Steps:
             taken = 0
             if slot.state is not None:
                 taken = slot.state.steps + slot.lost_steps
-            iterator = None
+            before, iterator = slot.state, None
             if slot.kept_data == self._settings.cluster.membership.life(slot.worker):
-                iterator = slot.state.hand_over()
-            slot.kept_data = None
+                iterator = before.hand_over()
+            kept = iterator
             if iterator is None:
+                slot.kept_data = None
                 iterator = data.iterator(job, slot.number, slots, taken)
             private = private_values(slot)
-            state = self._open(slot.index, iterator, private, slot.state, self._owner_of(slot))
+            try:
+                state = self._open(slot.index, iterator, private, before, self._owner_of(slot))
+            except BaseException:
+                if kept is not None:
+                    before.take_back(kept)
+                raise
             slot.state = state  # From now on it is closed, whatever happens.
             # Has the servers build their parts of the graph, without taking a step, and shows
             # whether the worker has all functions.
@@ -333,6 +341,7 @@ class Steps:
                 with contextlib.suppress(tf.errors.OutOfRangeError):
                     function(iterator.empty(), 1, state)
             state.read(self._reader, metrics, slot.device)
+            slot.kept_data = None
 
         def call(slot: Slot, n: int):
             state = slot.state
@@ -344,7 +353,8 @@ class Steps:
             done, ended = self._run_steps(slot, n)
             return done, ended, None
 
-        self._losses, self._waited = self.losses, self.data_wait()
+        if after is None:
+            self._losses, self._waited = self.losses, self.data_wait()
         self._run = WorkerRun(
             self._settings.cluster,
             open_worker,
@@ -363,9 +373,30 @@ class Steps:
             board=self._board(slots),
             teller_of=self._owner_of,
             note_steps=self._note_steps,
+            after=after,
+            keeps_data=self._can_recover,
         )
-        self._run.when_done(self._go_on)
-        return self._run
+        iterator.failed = None
+        run = self._run
+        run.when_done(self._go_on)
+        for optimizer in self._variables.optimizers:
+            optimizer.wait_for_steps = lambda: self._settle(run)
+        return run
+
+    def _end_failed(self, run: WorkerRun, error: BaseException) -> None:
+        """A call of Keras has failed: the pass ends."""
+        del error
+        run.request_stop()
+
+    def _can_recover(self) -> bool:
+        """Whether another pass takes over from one that fails, with the batches that workers
+        have."""
+        return False
+
+    def forget_traced(self) -> None:
+        """What functions refer to is made anew: they are traced again before they are used."""
+        self._functions, self._current, self._owners = {}, {}, {}
+        self._made_board = self._unrolled = None
 
     def _tell_observers(self) -> None:
         for observer in list(self.observers):
@@ -422,9 +453,9 @@ class Steps:
         """What a worker needs for a pass; made in its device scope."""
         return WorkerState(worker, iterator, private, before, owner)
 
-    def _crew(self) -> Crew | None:
+    def _crew(self) -> Crew:
         """Whom workers wait for; only those that train do."""
-        return None
+        return Crew()
 
     def _note_steps(self, slot: Slot, steps: int) -> None:
         """A worker's thread is known to have done so many more steps."""
@@ -555,9 +586,10 @@ class Steps:
         del layout
         return []
 
-    def _aggregation_of(self, layout: Layout) -> Aggregation | None:
-        """What collects the pushes of the model's steps; None where nothing does."""
-        return None
+    def _aggregation_of(self, layout: Layout) -> AtOnce:
+        """Where the model's steps take tokens, and what collects their pushes."""
+        del layout
+        return AT_ONCE
 
     def _refresh(self, run: WorkerRun) -> None:
         """Reads the workers' metrics and merges them into the model's."""

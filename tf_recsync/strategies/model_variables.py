@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import keras
-import numpy as np
 
-from tf_recsync import staleness
 from tf_recsync.optimizers import base
 from tf_recsync.strategies.operators import Operators
 from tf_recsync.synchronization.arrangement import Arrangement, Group
@@ -76,7 +74,7 @@ def copied_variables(model: keras.Model) -> list[CopiedVariable]:
     """
     apart = {id(v) for v in private_variables(model)}
     found = [*model.trainable_variables, *model.non_trainable_variables]
-    if model.optimizer is not None:
+    if getattr(model, "optimizer", None) is not None:
         found += model.optimizer.variables
     unique = {id(v): v for v in found if id(v) not in apart}
     return [v._value for v in unique.values() if isinstance(v._value, CopiedVariable)]
@@ -93,21 +91,6 @@ def private_variables(model: keras.Model) -> list[keras.Variable]:
 def uses_servers(model: keras.Model) -> bool:
     """Whether some of a built model's variables lie on servers, once for all workers."""
     return any("/job:ps/" in variable._value.device for variable in model.variables)
-
-
-def read_staleness(states: Sequence[base.VariableState]) -> staleness.Report:
-    """What servers have counted of the staleness of updates.
-
-    Args:
-        states: of variables that lie on servers, with their counters beside them.
-    """
-    counters = {s.variable.path: np.asarray(s.counters._value.read_value()) for s in states}
-    of = staleness.Statistics.from_counters
-    return staleness.Report(
-        dense=of(counters[s.variable.path] for s in states if not s.is_table),
-        rows=of(counters[s.variable.path] for s in states if s.is_table),
-        variables={path: of([values]) for path, values in counters.items()},
-    )
 
 
 class OnServers:
@@ -134,6 +117,11 @@ class OnServers:
     def optimizers(self) -> list[base.Optimizer]:
         """Those whose variables stand for what servers keep."""
         return optimizers_of(self._model)
+
+    @property
+    def is_placed_by_trainers(self) -> bool:
+        """Whether all layers run on the trainers."""
+        return self._operators.placement == "trainers"
 
     def place(self, servers: int) -> None:
         """Decides on which server of a group layers run and their variables are.
@@ -214,7 +202,8 @@ class OnServers:
             *others: what else they depend on.
         """
         states = tuple(o.traced_state for o in self.optimizers if o.built)
-        return (repr(element_spec), tuple(bandwidths.items()), states, *others)
+        renewals = self._model.distribute_strategy.renewals
+        return (repr(element_spec), tuple(bandwidths.items()), states, renewals, *others)
 
 
 class OnWorkers(OnServers):

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync.strategies import worker_functions
+from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.model_functions import Settings
 from tf_recsync.strategies.model_variables import OnServers
@@ -40,6 +40,10 @@ class PredictFunction:
         self._key: Hashable = None
         self._traced: tuple[Callable, Layout] | None = None
 
+    def forget_traced(self) -> None:
+        """What the function refers to is made anew: it is traced again before it is used."""
+        self._key = self._traced = None
+
     def __call__(self, batches: list[Any]) -> Any:
         outputs = [
             batch.outputs
@@ -65,10 +69,12 @@ class PredictFunction:
 
     def start(self, iterator: DistributedIterator) -> WorkerRun:
         """Starts the workers on a pass; called by the iterator."""
-        data, is_over = iterator.distributed.shared(), iterator.distributed.is_over
-        function, layout = self._function(data.element_spec)
-        job = data.new_job()
-        initial = [np.asarray(v._value.read_value()) for v in layout.private]
+        settings = self._settings
+        with watched_calls.watched(settings.cluster, settings.silence_timeout):
+            data, is_over = iterator.distributed.shared(), iterator.distributed.is_over
+            function, layout = self._function(data.element_spec)
+            job = data.new_job()
+            initial = [np.asarray(v._value.read_value()) for v in layout.private]
 
         def open_worker(slot: Slot):
             slot.state = WorkerState(slot.index, data.iterator(job), initial)

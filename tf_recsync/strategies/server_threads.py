@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync import ops
-from tf_recsync.cluster import Cluster, LocalCluster, device_of
+from tf_recsync.cluster import Cluster, LocalCluster, device_of, reason
 from tf_recsync.synchronization.hop_exchange import listed
 
 
@@ -42,7 +42,7 @@ def check_threads(
                 "%s:%d does not answer, and whether it has threads enough is not known: %s",
                 job,
                 servers[0],
-                error.message.partition("\n")[0],
+                reason(error),
             )
             continue
         if threads < together:

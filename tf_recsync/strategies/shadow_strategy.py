@@ -9,13 +9,9 @@ from tf_recsync._checks import check_at_least
 from tf_recsync._deprecation import keywords_after
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import Hogwild
-from tf_recsync.strategies.fit_strategy import check_is_cluster, check_timeouts
-from tf_recsync.strategies.synchronized_strategy import (
-    SynchronizedStrategy,
-    check_algorithm,
-    checked_schedule,
-    checked_sync_ps,
-)
+from tf_recsync.strategies.between_groups import checked_between_trainers, checked_sync_ps
+from tf_recsync.strategies.checks import check_is_cluster, check_timeouts
+from tf_recsync.strategies.synchronized_strategy import SynchronizedStrategy
 from tf_recsync.synchronization.arrangement import each_worker
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
@@ -92,8 +88,7 @@ class ShadowSyncStrategy(SynchronizedStrategy):
         silence_timeout: float | None = None,
     ):
         check_is_cluster(cluster)
-        check_algorithm(algorithm)
-        schedule = checked_schedule(mode)
+        between = checked_between_trainers(algorithm, mode)
         check_at_least("threads_per_trainer", threads_per_trainer, 1)
         config = Hogwild(local_batch_size=local_batch_size)
         check_timeouts(worker_timeout, silence_timeout)
@@ -107,8 +102,7 @@ class ShadowSyncStrategy(SynchronizedStrategy):
                 sync_ps=on_sync_ps,
             ),
             config.on(threads_per_trainer),
-            algorithm,
-            schedule,
+            between,
             threads_per_trainer,
             output,
             local_batch_size,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Protocol
 
 from tf_recsync.cluster import Server, device_of
@@ -82,6 +80,7 @@ class Slot:
         lost_steps: how many steps were lost in it.
         kept_data: the worker's life in which its thread goes on with its iterator, if what it
             trains on is made anew; None: it gets another one.
+        ended: whether it has seen the end of its data.
         call: the steps of its call in flight; 0 between calls.
         calls: counts the calls that had steps.
         called: when the last of them began (time.monotonic).
@@ -106,6 +105,7 @@ class Slot:
         self.breaks = 0
         self.lost_steps = 0
         self.kept_data: int | None = None
+        self.ended = False
         self.call = self.calls = self.progress = 0
         self.called = self.progressed = self.told = 0.0
         self.waits = False
@@ -132,6 +132,20 @@ class Slot:
         self.call = self.progress = 0
         return more
 
+    def go_on(self, other: Slot) -> tuple[int, int]:
+        """Takes over what a slot of the same number had, in a pass that has failed.
+
+        Returns:
+            Of its call in flight, the steps that are known to be done, and those that were lost.
+        """
+        self.state, self.lost_steps, self.kept_data = other.state, other.lost_steps, other.kept_data
+        self.ended = other.ended
+        if not other.call or other.state is None:
+            return 0, 0
+        done, lost = other.state.account_lost(other.call, other.progress, 0.0)
+        self.lost_steps += lost
+        return done, lost
+
     @property
     def known_steps(self) -> int:
         """The steps that its worker has done for it, as far as known; others may begin a call."""
@@ -143,35 +157,3 @@ class Slot:
         """Since when its call in flight has not been seen to go on; None if there is none."""
         since = self.busy_since  # Its thread sets it at any time.
         return since if since is None or not self.call else max(since, self.progressed)
-
-
-class Crew(Protocol):
-    """Workers that may wait for each other."""
-
-    def lose(self, worker: int) -> None:
-        """A worker is gone, and its step with it."""
-
-    def suspend(self, worker: int) -> None:
-        """A worker is there, but what it trains on is gone, and its step with it."""
-
-    def leave(self, thread: int) -> None:
-        """A worker's thread has nothing to do at the moment; its slot's number."""
-
-    def resume(self, thread: int) -> None:
-        """A thread that may have left is about to take steps, which others have given back."""
-
-    def release(self) -> None:
-        """Ends all waits of workers, with errors."""
-
-    def pause(self) -> contextlib.AbstractContextManager:
-        """Inside, no worker calls another."""
-
-    def holders_of(self, worker: int) -> Sequence[tuple[str, int]]:
-        """The parameter servers, job and index, that hold what a worker trains on, and without
-        which others go on; none if they can't."""
-
-    def waits_for(self, seconds: float) -> list[tuple[str, int]]:
-        """The servers, job and index, that calls besides the steps have waited for so long."""
-
-    def describe(self) -> str:
-        """Who waits for whom, in words."""

@@ -13,23 +13,25 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Server
-from tf_recsync.shown_variable import shown
+from tf_recsync.cluster import Server, reason
+from tf_recsync.shown_variable import ShownVariable, shown
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.group_crew import GroupCrew
 from tf_recsync.strategies.model_functions import Settings, Steps
 from tf_recsync.strategies.model_variables import OnServers, copied_variables, peeked_variables
 from tf_recsync.strategies.pass_iterator import PassIterator
-from tf_recsync.strategies.slots import Crew, Slot
+from tf_recsync.strategies.recovery import Recovery, find_lost, make_anew, recovered
+from tf_recsync.strategies.slots import Slot
 from tf_recsync.strategies.watched_calls import check_parameter_servers, lose_the_gone
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Group
+from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
 from tf_recsync.synchronization.copies import Copies, is_copied
 from tf_recsync.synchronization.group_variables import GroupVariables
 from tf_recsync.synchronization.pull_push import Layout
-from tf_recsync.synchronization.synchronizer import Synchronizer
+from tf_recsync.synchronization.synchronizer import Crew, Synchronizer
 
 
 class TrainFunction(Steps):
@@ -42,8 +44,8 @@ class TrainFunction(Steps):
         model: a model that was built in the strategy's scope.
         settings: of the strategy.
         variables: where its steps find the model's variables.
-        make_synchronizer: makes what keeps the groups' copies together; None where there is one
-            group, whose copy is the model's own variables.
+        make_synchronizer: makes what keeps the groups' copies together; by default nothing does,
+            as for one group, whose copy is the model's own variables.
         read: what users see of the copies, see `Copies`.
         threads: that call each worker.
     """
@@ -61,39 +63,146 @@ class TrainFunction(Steps):
     ):
         super().__init__(model, settings, variables)
         self.threads = threads
-        self.synchronizer: Synchronizer | None = None
+        self.synchronizer: Synchronizer | None = None  # From `ensure_synchronizer` on.
         self.aggregations: dict[int, Aggregation] = {}  # By group, in modes that use tokens.
         self.local_batch_size: int | None = None  # Of the data that were trained on last.
-        self._make_synchronizer = make_synchronizer
+        self._make_synchronizer = make_synchronizer or (
+            lambda copies: Synchronizer(settings.arrangement, copies, threads)
+        )
         self._arrangement = settings.arrangement
         self._read = read
         self._is_open = False  # Between an epoch's begin and its end.
         self._flushing = threading.RLock()
         # Of each group: one worker at a time makes what it shares with others.
         self._opening = [threading.Lock() for _ in settings.arrangement.groups]
+        self.recovery: Recovery | None = None  # From the loss of a parameter server; none without.
+        self._is_recovering = False
+        self.unrestored: set[Server] = set()  # That were lost.
+        self._before: Synchronizer | None = None  # That was used before a server was lost.
         self._suspended: set[int] = set()  # Workers whose tokens are not given back yet.
         # Keras drops it when it leaves a pass.
         self._iterator: weakref.ref[DistributedIterator] | None = None
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
+        while True:
+            try:
+                self._check_restored()
+                return super().__call__(iterator)
+            except StopIteration:
+                raise
+            except BaseException as error:
+                self._failed()
+                is_recovered = False
+                try:
+                    is_recovered = self._recovered(error, iterator)
+                finally:
+                    if not is_recovered:
+                        self._leave_kept(iterator)
+                if not is_recovered:
+                    raise
+
+    # After the loss of a parameter server; see recovery.py.
+
+    def _can_recover(self) -> bool:
+        # Layers that were divided can't be divided again.
+        return self.recovery is not None and self._variables.is_placed_by_trainers
+
+    def _check_restored(self) -> None:
+        """Raises a RuntimeError if variables of lost servers are not restored yet."""
+        if self.unrestored:
+            names = ", ".join(f"{job}:{index}" for job, index in sorted(self.unrestored))
+            raise RuntimeError(
+                f"parameter server {names} was lost, and its parameters with it, which could not "
+                "be restored; load a checkpoint into a new model"
+            )
+
+    def recovered_between(self, error: Exception) -> bool:
+        """Whether a parameter server was lost between two passes, and what it had is restored.
+
+        Args:
+            error: of a call of this process.
+        """
+        return self._recovered(error, None)
+
+    def has_lost_servers(self, error: Exception) -> bool:
+        """Whether an error comes from the loss of a parameter server without which nobody goes on.
+
+        Args:
+            error: of a call of this process.
+        """
+        with self.watched():
+            return bool(find_lost(self._settings.cluster, error, self.spared()))
+
+    def _recovered(self, error: BaseException, iterator: DistributedIterator | None) -> bool:
+        """Whether training has failed as a parameter server was lost, and goes on."""
+        cluster = self._settings.cluster
+        if not isinstance(error, Exception) or not self._can_recover() or cluster.is_closed:
+            return False
+        self._is_recovering = True
         try:
-            return super().__call__(iterator)
-        except StopIteration:
-            raise
-        except BaseException:
-            self._failed()
-            raise
+            return recovered(self, self.recovery, cluster, error, iterator)
+        finally:
+            self._is_recovering = False
+
+    def leave_pass(self, iterator: DistributedIterator | None) -> None:
+        """A pass has failed: all that was made for it ends, but for the data that workers have."""
+        run = None if iterator is None else iterator.run
+        if run is not None:
+            run.stop()
+            iterator.run, iterator.failed = None, run
+        synchronizer, self.synchronizer = self.synchronizer, None
+        self.aggregations.clear()
+        self._suspended.clear()
+        self._is_open = False
+        if synchronizer is None:
+            return
+        try:
+            with self.watched():
+                synchronizer.end()
+        except (tf.errors.OpError, RuntimeError) as error:
+            logging.debug("after the loss of a server: %s", error)
+        synchronizer.copies.let_go()
+        self._before = synchronizer
+
+    def make_anew(self, lost: set[Server]) -> list[ShownVariable]:
+        """Makes the variables anew that lost servers had, and has all functions traced again."""
+        made = make_anew(self._model, lost)
+        # Other models may share layers with this one.
+        self._model.distribute_strategy.renewals += 1
+        for function in (self, self._model.test_function, self._model.predict_function):
+            function.forget_traced()
+        return made
+
+    def go_on_with_pass(self, iterator: DistributedIterator | None) -> None:
+        """The steps of a pass that has failed go on."""
+        if iterator is None or iterator.failed is None:
+            return  # It had not begun.
+        iterator.run = self._start(iterator)
+
+    def _leave_kept(self, iterator: Any) -> None:
+        """Nobody goes on with a pass that has failed."""
+        for run in (getattr(iterator, "run", None), getattr(iterator, "failed", None)):
+            if run is not None:
+                with self.watched():
+                    run.close_kept()
+
+    def _end_failed(self, run: WorkerRun, error: BaseException) -> None:
+        # Workers that wait for steps keep their data only if the pass has failed.
+        if isinstance(error, Exception) and self._can_recover():
+            run.fail(error)
+        else:
+            super()._end_failed(run, error)
 
     def _failed(self) -> None:
         """Training has failed; the error is raised next."""
-        if self.synchronizer is not None:
+        if self.synchronizer is not None:  # As before the model was built.
             self.synchronizer.release()
 
     # The groups, and what keeps them together.
 
-    def ensure_synchronizer(self) -> Synchronizer | None:
-        """Made at the first call, when the model and its optimizer are built; None without."""
-        if self.synchronizer is None and self._make_synchronizer is not None:
+    def ensure_synchronizer(self) -> Synchronizer:
+        """Made at the first call, when the model and its optimizer are built."""
+        if self.synchronizer is None:
             self._variables.place(self._arrangement.shards)
             peeked = [variable._value for variable in peeked_variables(self._model)]
             copies = Copies(
@@ -107,14 +216,12 @@ class TrainFunction(Steps):
                 self._variables.pieces,
             )
             self.synchronizer = self._make_synchronizer(copies)
+            if self._before is not None:
+                self.synchronizer.count_on(self._before)
+                self._before = None
         return self.synchronizer
 
-    def _copies(self) -> Copies | None:
-        return None if self.synchronizer is None else self.synchronizer.copies
-
-    def _crew(self) -> Crew | None:
-        if not self.aggregations:
-            return self.synchronizer
+    def _crew(self) -> Crew:
         return GroupCrew(
             self._arrangement,
             self.synchronizer,
@@ -130,48 +237,42 @@ class TrainFunction(Steps):
     def _groups(self) -> Sequence[Group]:
         return self._arrangement.groups
 
-    def _aggregation_of(self, layout: Layout) -> Aggregation | None:
+    def _aggregation_of(self, layout: Layout) -> AtOnce:
         mode, group = self._settings.mode, layout.group
         if mode.uses_tokens and group.index not in self.aggregations:
-            variables = GroupVariables(group, self._copies())
-            can_come_back = bool(self._spared().intersection(group.holders))
+            variables = GroupVariables(group, self.synchronizer.copies)
+            can_come_back = bool(self.spared().intersection(group.holders))
             states = {o: layout.states_of(o) for o in layout.optimizers}
             self.aggregations[group.index] = Aggregation(
                 mode, states, variables, group.device(0), can_come_back
             )
-        return self.aggregations.get(group.index)
+        return self._shared_by(group.index)
+
+    def _shared_by(self, group: int) -> AtOnce:
+        """What the trainers of a group share."""
+        return self.aggregations.get(group, AT_ONCE)
 
     def _replaced(self, layout: Layout) -> list[tf.Tensor]:
-        copies = self._copies()
-        if copies is None:
-            return []
         # As `_State.inputs` has them.
-        replaced = [variable.handle for variable in copies.variables]
-        if layout.group.index in self.aggregations:
-            replaced += self.aggregations[layout.group.index].handles
-        return replaced
+        replaced = [variable.handle for variable in self.synchronizer.copies.variables]
+        return [*replaced, *self._shared_by(layout.group.index).handles]
 
     def _lengths(self, iterator: DistributedIterator) -> set[int]:
         lengths = super()._lengths(iterator)
         # A call ends where a synchronization is due.
-        counts = self.synchronizer is not None and self.synchronizer.counts_steps
-        return lengths | {1} if counts else lengths
+        return lengths | {1} if self.synchronizer.counts_steps else lengths
 
     def _teller_of(self, layout: Layout) -> str:
         synchronizer = self.synchronizer
-        ends_calls = synchronizer is not None and (
-            synchronizer.counts_steps or synchronizer.most_steps is not None
-        )
+        ends_calls = synchronizer.counts_steps or synchronizer.most_steps is not None
         return "" if ends_calls else layout.owner
 
     def _most_per_call(self) -> int | None:
-        most = None if self.synchronizer is None else self.synchronizer.most_steps
+        most = self.synchronizer.most_steps
         return None if most is None else max(most, self._model.steps_per_execution)
 
     def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
         synchronizer = self.synchronizer
-        if synchronizer is None:
-            return super()._run_steps(slot, n)
         if self._calls_are_told:
             with synchronizer.training(slot.number):
                 return super()._run_steps(slot, n)
@@ -188,7 +289,7 @@ class TrainFunction(Steps):
         return done, False
 
     def _note_steps(self, slot: Slot, steps: int) -> None:
-        if self.synchronizer is not None and self._calls_are_told:
+        if self._calls_are_told:
             self.synchronizer.trained(slot.number, steps)
 
     # A pass, and its epochs.
@@ -198,8 +299,7 @@ class TrainFunction(Steps):
 
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
         run = super()._start(iterator)
-        if self.synchronizer is not None:
-            self.synchronizer.fail = run.fail
+        self.synchronizer.fail = run.fail
         # The copies see to it themselves.
         apart = {id(variable) for variable in peeked_variables(self._model)}
         for variable in [*self._model.variables, *self._model.optimizer.variables]:
@@ -213,26 +313,20 @@ class TrainFunction(Steps):
         self, worker: int, iterator: PassIterator, private, before: WorkerState | None, owner: str
     ) -> WorkerState:
         group = self._group_of(worker)
-        aggregation = self.aggregations.get(group.index)
-        # What was lost may have been the connection, and the call have gone on for a while.
-        may_hold = before is not None and aggregation is not None
-        if self.synchronizer is None:
-            if may_hold:
-                aggregation.forget(worker)
-            return super()._open(worker, iterator, private, before, owner)
+        aggregation = self._shared_by(group.index)
+        away = self._settings.cluster.membership.is_away
         with self._opening[group.index]:
             self.synchronizer.open(worker)
-            if aggregation is not None:
-                self._renew(group.index, aggregation)
-                if may_hold:
-                    aggregation.forget(worker)
-                away = self._settings.cluster.membership.is_away
-                for other in self._suspended.intersection(group.trainers):
-                    # If the group's servers only fell silent, they have all tokens that they
-                    # had; what these workers were at is lost.
-                    if other == worker or away(("worker", other)):
-                        aggregation.lose(other)
-                        self._suspended.discard(other)
+            aggregation.ensure(self.synchronizer.copies.of(group.index))
+            if before is not None:
+                # What was lost may have been the connection, and the call have gone on for a while.
+                aggregation.forget(worker)
+            for other in self._suspended.intersection(group.trainers):
+                # If the group's servers only fell silent, they have all tokens that they
+                # had; what these workers were at is lost.
+                if other == worker or away(("worker", other)):
+                    aggregation.lose(other)
+                    self._suspended.discard(other)
         return _State(
             self.synchronizer, aggregation, worker, group.index, iterator, private, before, owner
         )
@@ -263,10 +357,9 @@ class TrainFunction(Steps):
             group: its number.
             restarted: the workers that end, too. Others of the group go on with their data.
         """
-        copies = self._copies()
-        if copies is not None and group in copies.there:
+        if self.synchronizer is not None and group in self.synchronizer.copies.there:
             with self.watched():
-                copies.put_aside(group)
+                self.synchronizer.copies.put_aside(group)
         if self._run is not None:
             self._run.keep_data(set(self._arrangement.groups[group].trainers) - set(restarted))
 
@@ -275,7 +368,7 @@ class TrainFunction(Steps):
         is_new = iterator.run is None
         if is_new and self._run is not None:
             self._run.stop()  # It may have been left early; its steps come to an end.
-            if self.synchronizer is not None:
+            if self._arrangement.has_copies:
                 self._flush()
         if self._settings.prefetch_lookups and self._model.steps_per_execution == 1:
             raise ValueError(
@@ -287,9 +380,8 @@ class TrainFunction(Steps):
             optimizer.count_steps_of(size and size * self._settings.mode.capacity)
         self.ensure_synchronizer()
         layout = super()._continue(iterator)
-        if self.synchronizer is not None:
-            for begin in (self.synchronizer.copies.begin, self.synchronizer.begin):
-                self._begin_without_the_gone(begin)
+        for begin in (self.synchronizer.copies.begin, self.synchronizer.begin):
+            self._begin_without_the_gone(begin)
         # Within a run, clocks go on.
         if is_new or self._settings.mode.uses_buffers:
             self._of_each_group(Aggregation.begin)
@@ -298,23 +390,17 @@ class TrainFunction(Steps):
 
     def _of_each_group(self, action: Callable[[Aggregation], None]) -> None:
         """Acts on the aggregations of all groups that have their copy."""
+        copies = self.synchronizer.copies
         for group, aggregation in self.aggregations.items():
             try:
                 with self._opening[group]:  # A worker may be about to make it anew.
-                    if self.synchronizer is None or group in self.synchronizer.copies.there:
-                        self._renew(group, aggregation)
+                    if group in copies.there:
+                        aggregation.ensure(copies.of(group))
                         action(aggregation)
             except tf.errors.OpError:
                 if not self._lose_the_gone():
                     raise
                 logging.warning("What group %d had collected of a step is lost.", group)
-
-    def _renew(self, group: int, aggregation: Aggregation) -> None:
-        """Makes an aggregation anew if the group's copies were; under `_opening`."""
-        copies = None if self.synchronizer is None else self.synchronizer.copies.of(group)
-        if aggregation.made_for is not None and aggregation.made_for is not copies:
-            aggregation.renew()
-        aggregation.made_for = copies  # Not earlier: if that fails, it is done again.
 
     def _begin_without_the_gone(self, begin: Callable[[], None]) -> None:
         """Begins an epoch with the workers that there are: nobody has called them since the last.
@@ -327,16 +413,14 @@ class TrainFunction(Steps):
             try:
                 return begin()
             except tf.errors.OpError as error:
-                check_parameter_servers(self._settings.cluster, error, self._spared())
+                check_parameter_servers(self._settings.cluster, error, self.spared())
                 if not self._lose_the_gone():
                     raise
 
     def _lose_the_gone(self) -> bool:
         """Finds groups whose copies are gone; whether there are any."""
-        if self.synchronizer is None:
-            return False
         cluster, limit = self._settings.cluster, self._settings.silence_timeout
-        copies, spared = self.synchronizer.copies, self._spared()
+        copies, spared = self.synchronizer.copies, self.spared()
         known = {*self.synchronizer.there, *copies.there}
         groups = [group for group in self._arrangement.groups if group.index in known]
 
@@ -361,7 +445,7 @@ class TrainFunction(Steps):
                 self.synchronizer.lose(group.trainers[0])
         return bool(gone)
 
-    def _spared(self) -> set[tuple[str, int]]:
+    def spared(self) -> set[tuple[str, int]]:
         """The parameter servers without which others go on."""
         if self.synchronizer is None:
             return set()
@@ -376,11 +460,12 @@ class TrainFunction(Steps):
                 return
             self._is_open = False
             self._of_each_group(Aggregation.flush)
-            if self.synchronizer is not None:
-                self.synchronizer.end()
-                self.synchronizer.copies.settled()
+            self.synchronizer.end()
+            self.synchronizer.copies.settled()
 
     def _hold(self) -> bool:
+        if self._is_recovering:
+            return False  # Nobody is at work.
         # If fit was stopped within an epoch, its steps have come to an end.
         if self._run is not None and self._should_stop():
             self._settle(self._run)
@@ -388,21 +473,20 @@ class TrainFunction(Steps):
         return super()._hold()
 
     def _go_on(self) -> None:
-        copies = self._copies()
-        if copies is not None:
-            copies.carried_on()
+        if self.synchronizer is not None:  # From the first call on.
+            self.synchronizer.copies.carried_on()
         super()._go_on()
 
     def _all_done(self, run: WorkerRun) -> None:
         """No thread of a worker is at work any more."""
         # Keras calls nobody if it was stopped within an epoch, or a callback has raised an error.
-        is_left = self._should_stop() or (self.synchronizer is not None and run.is_left)
+        is_left = self._should_stop() or (self._arrangement.has_copies and run.is_left)
         if not is_left or run is not self._run or self._settings.cluster.is_closed:
             return
         try:
             self._flush()
         except (tf.errors.OpError, RuntimeError) as error:
-            logging.warning("After a pass that was stopped: %s", error)
+            logging.warning("After a pass that was stopped: %s", reason(error))
 
 
 class _State(WorkerState):
@@ -411,7 +495,7 @@ class _State(WorkerState):
     def __init__(
         self,
         synchronizer: Synchronizer,
-        aggregation: Aggregation | None,
+        aggregation: AtOnce,
         worker: int,
         group: int,
         iterator,
@@ -428,8 +512,8 @@ class _State(WorkerState):
 
     @property
     def inputs(self) -> list[tf.Tensor]:
-        shared = [] if self._aggregation is None else self._aggregation.handles
-        return [*super().inputs, *self._synchronizer.handles(self._index), *shared]
+        copies = self._synchronizer.handles(self._index)
+        return [*super().inputs, *copies, *self._aggregation.handles]
 
     def begin(self, time: float) -> None:
         super().begin(time)

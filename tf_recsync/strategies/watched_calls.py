@@ -189,7 +189,7 @@ def check_parameter_servers(
 
 def lost_parameter_server(cluster: Cluster, server: Server) -> RuntimeError:
     """The error that says so, or that it is silent, if somebody has given it up by that."""
-    cluster.membership.lost(server, None, "in the middle of a pass; training ends")
+    cluster.membership.lost(server, None, "in the middle of a pass")
     silent = cluster.membership.silent_seconds(server)
     if silent:
         return silent_parameter_server(server[1], silent)

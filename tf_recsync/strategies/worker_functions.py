@@ -16,7 +16,7 @@ from tf_recsync.strategies.step_counts import DataWait, add_applied, add_step, r
 from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization import links
-from tf_recsync.synchronization.aggregation import Aggregation
+from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Ahead, Layout, Step
 
@@ -136,7 +136,7 @@ def trace_steps(
     element_spec: Any,
     unrolled: int,
     compute_time: ComputeTime | None,
-    aggregation: Aggregation | None = None,
+    aggregation: AtOnce = AT_ONCE,
     prefetch_lookups: bool = False,
     step_logs: StepLogs | None = None,
     hogwild: bool = False,
@@ -201,7 +201,7 @@ def trace_steps(
         for i in range(unrolled):
             step = None
             wait: DataWait | None = None
-            if following is not None and aggregation is None:
+            if following is not None and not aggregation.takes_tokens:
                 # The pull needs the batch, and says when the last step is done: the wait for the
                 # batch begins when the worker has computed. Of what servers compute it hears later.
                 wait = None if layout.placed.layers else DataWait(computed)
@@ -224,7 +224,7 @@ def trace_steps(
                 if step is None:
                     step = pull(batch, worker, handles, {})
                 following = None
-                if i + 1 < unrolled and (aggregation is None or prefetch_lookups):
+                if i + 1 < unrolled and (prefetch_lookups or not aggregation.takes_tokens):
                     following = BatchAhead(iterator, batch)
                 if following is not None and prefetch_lookups:
                     # Traced before this step's updates, so that it does not wait for them.

@@ -16,22 +16,23 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, MemberState, Server
+from tf_recsync.cluster import Cluster, MemberState, Server, messages
 from tf_recsync.cluster.diagnosis import Cause, Diagnosis, diagnose
 from tf_recsync.cluster.membership import Order
 from tf_recsync.cluster.silence_watch import Wait, suspicious_after
-from tf_recsync.strategies import data_errors, worker_errors
+from tf_recsync.strategies import data_errors
 from tf_recsync.strategies.call_board import CallBoard
 from tf_recsync.strategies.call_follower import CallFollower
 from tf_recsync.strategies.comebacks import Comebacks
 from tf_recsync.strategies.leases import Leases
-from tf_recsync.strategies.slots import Crew, Losses, Slot, State
+from tf_recsync.strategies.slots import Losses, Slot, State
 from tf_recsync.strategies.watched_calls import (
     give_up_silent,
     how_lost,
     lost_parameter_server,
     silent_parameter_server,
 )
+from tf_recsync.synchronization.synchronizer import Crew
 
 if TYPE_CHECKING:
     from tf_recsync.strategies.distributed_dataset import RegisteredDataset
@@ -66,8 +67,8 @@ class WorkerRun:
         worker_timeout: seconds without any worker after which the run fails.
         silence_timeout: seconds without a sign of life after which a server is given up.
         crew: is told which workers are lost or have nothing to do, so that the
-            others don't wait for them, and can say who waits for whom; None if no
-            worker ever waits for another.
+            others don't wait for them, and can say who waits for whom; by default
+            no worker ever waits for another.
         threads: how many threads call each worker, each with a slot of its own.
         spared: parameter servers that none of its steps needs, beside what the crew says.
         is_reading: whether its steps change nothing: if a connection breaks, nobody else has to
@@ -75,6 +76,9 @@ class WorkerRun:
         while_waiting: is called about twice a second by whoever waits for steps.
         data: as workers get at it. Readers may have parts of it: then the cluster knows the
             pass. None if it is the coordinator's in any case.
+        after: a pass over the same data that has failed, and whose steps go on in this one.
+        keeps_data: whether workers go on with the batches that they have if this one fails; then
+            `close_kept` or a pass `after` it follows.
     """
 
     def __init__(
@@ -96,11 +100,13 @@ class WorkerRun:
         board: CallBoard | None = None,
         teller_of: Callable[[Slot], str] = lambda slot: "",
         note_steps: Callable[[Slot, int], None] = lambda slot, steps: None,
+        after: WorkerRun | None = None,
+        keeps_data: Callable[[], bool] = lambda: False,
     ):
         self.data = data
         self._readers = 0 if data is None else data.readers
         self._cluster = cluster
-        self._crew = crew
+        self._crew = crew = Crew() if crew is None else crew
         self._open_worker = open_worker
         self._call = call
         self._should_stop = should_stop
@@ -119,11 +125,11 @@ class WorkerRun:
         self._gave_up_reader = self._gave_up_server = False
         workers = range(cluster.workers)
         # Of each worker: the servers that hold what it trains on, where others go on without them.
-        self._holders = [
-            [] if crew is None else list(crew.holders_of(worker)) for worker in workers
-        ]
+        self._holders = [list(crew.holders_of(worker)) for worker in workers]
         self._spared = {holder for of_one in self._holders for holder in of_one} | set(spared)
         self._is_reading = is_reading
+        self._is_after = after is not None
+        self._keeps_data = keeps_data
         self._while_waiting = while_waiting
         self._note_steps = note_steps
         self._followers: list[CallFollower] = []
@@ -146,6 +152,8 @@ class WorkerRun:
             )
             for slot in self.slots
         ]
+        if after is not None:
+            self._go_on(after)
         self._find_answering()
         cluster.tell_members()  # What happened before concerns this pass only by who is away.
         cluster.membership.listen(self, Order.TRAINING)
@@ -173,6 +181,22 @@ class WorkerRun:
                 for teller, told in tellers.items()
             ]
         cluster.add_pass(self)
+
+    def _go_on(self, other: WorkerRun) -> None:
+        """Takes over what a pass had that has failed, and whose threads have ended."""
+        pairs = zip(self.slots, other.slots, strict=True)
+        done, lost = (sum(n) for n in zip(*(own.go_on(o) for own, o in pairs), strict=True))
+        self._leases.go_on(other._leases, done)
+        self._losses = other.losses + Losses(steps=lost)
+
+    def close_kept(self) -> None:
+        """Nobody goes on with the batches that workers have, after it has failed."""
+        self._keeps_data = lambda: False  # A thread that ends later leaves none, either.
+        for slot in self.slots:
+            if slot.kept_data is not None and slot.state is not None:
+                slot.kept_data = None
+                with self._cluster.dispatch_scope(), tf.device(slot.device):
+                    self._close(slot, slot.state)
 
     def _find_answering(self) -> None:
         """A parameter server without which nobody goes on may be there, though it was given up."""
@@ -437,8 +461,7 @@ class WorkerRun:
                 parts.append(f"worker:{slot.index} is lost")
             elif since is not None:
                 parts.append(f"worker:{slot.index} is in a call for {now - since:.0f} s")
-        if self._crew is not None:
-            parts.append(self._crew.describe())
+        parts += filter(None, [self._crew.describe()])
         return ", ".join(parts) or "all workers are idle"
 
     # The watch's side.
@@ -457,8 +480,7 @@ class WorkerRun:
         if workers:
             servers += [("ps", i) for i in range(self._cluster.ps)]
             servers += [("reader", i) for i in range(self._readers)]
-        others = [] if self._crew is None else self._crew.waits_for(self._suspicious_after)
-        return [*workers, *servers, *others]
+        return [*workers, *servers, *self._crew.waits_for(self._suspicious_after)]
 
     def _give_up(self, server: Server, seconds: float) -> None:
         """Has the calls fail that wait for a server that does not answer."""
@@ -498,13 +520,14 @@ class WorkerRun:
             with self._cluster.dispatch_scope(), tf.device(slot.device):
                 try:
                     self._drive_in_scope(slot)
+                except Exception as error:
+                    self._set_error(error)
+                    raise
                 finally:
-                    self._close(slot, slot.state)
+                    self._leave_data(slot)
                     self._note(slot, MemberState.DONE)
-        except Exception as error:  # Handed to whoever waits.
-            with self._changed:
-                if self._error is None:
-                    self._error = error
+        except Exception as error:
+            self._set_error(error)
         finally:
             with self._changed:
                 self._live -= 1
@@ -520,10 +543,20 @@ class WorkerRun:
             for action in actions:
                 action()
 
+    def _set_error(self, error: Exception) -> None:
+        """The pass has failed; whoever waits gets the first error."""
+        with self._changed:
+            self._error = self._error or error
+
+    def _leave_data(self, slot: Slot) -> None:
+        """A worker's thread ends."""
+        if self._error is not None and not slot.lost and self._keeps_data():
+            slot.kept_data = self._cluster.membership.life(slot.worker)
+        else:
+            self._close(slot, slot.state)
+
     def _release(self) -> None:
         """Has workers that wait for one whose step has failed end, too."""
-        if self._crew is None:
-            return
         while True:
             with self._changed:
                 if self._live == 0:
@@ -534,10 +567,18 @@ class WorkerRun:
                 # What keeps the list is gone, and with it all waits.
                 logging.debug("waits could not be ended: %s", error)
                 return
+            if not self._crew.has_waits:
+                return
             with self._changed:
                 self._changed.wait_for(lambda: self._live == 0, timeout=_RETRY_SECONDS)
 
     def _drive_in_scope(self, slot: Slot) -> None:
+        if slot.ended:  # In the pass that this one goes on with.
+            with self._changed:
+                self._opened += 1
+                self._finished_parts += 1
+                self._changed.notify_all()
+            return
         opened = self._opened_at_once(slot)
         with self._changed:
             # All start together, so that the first to be ready does not run alone.
@@ -587,6 +628,7 @@ class WorkerRun:
             if ended:
                 self._leave(slot)
                 with self._changed:
+                    slot.ended = True
                     self._finished_parts += 1
                 return  # Its own part has ended; others may hold batches still.
 
@@ -608,8 +650,7 @@ class WorkerRun:
             logging.warning("%s:%d %s; %s without it.", job, index, there, others)
         if slot.worker in news:
             self._count_loss()
-            if self._crew is not None:
-                self._guarded(slot, lambda: self._tell_crew(slot.index))
+            self._guarded(slot, lambda: self._tell_crew(slot.index))
         self._lose_slot(slot)
         return False
 
@@ -641,7 +682,7 @@ class WorkerRun:
                 self._move(slot, MemberState.READY)
             except tf.errors.OpError:
                 # If somebody has told the crew meanwhile, this has undone it.
-                if self._crew is not None and not membership.are_current(slot.lives):
+                if not membership.are_current(slot.lives):
                     self._tell_crew(slot.index)
                 raise
         self._cluster.tell_members()  # It is back, if it was away.
@@ -665,8 +706,7 @@ class WorkerRun:
     def _resume(self, slot: Slot) -> None:
         """A thread that had left has steps again."""
         self._move(slot, MemberState.READY)
-        if self._crew is not None:
-            self._crew.resume(slot.number)
+        self._crew.resume(slot.number)
 
     def _close(self, slot: Slot, state: State | None) -> None:
         if state is None:
@@ -678,8 +718,7 @@ class WorkerRun:
             logging.debug("worker:%d is gone, and its iterator with it: %s", slot.index, error)
 
     def _leave(self, slot: Slot) -> None:
-        if self._crew is not None:
-            self._guarded(slot, lambda: self._crew.leave(slot.number))
+        self._guarded(slot, lambda: self._crew.leave(slot.number))
         # If its life is over, that shows when it is needed again.
         self._note(slot, MemberState.IDLE)
 
@@ -761,15 +800,16 @@ class WorkerRun:
         if self._readers:
             data_errors.check(error)
         if found.cause is Cause.USER:
-            raise worker_errors.plain(error, slot.index) from None
+            raise messages.plain(error, slot.index) from None
         if found.cause is not Cause.LOST_SERVER:
             if slot.breaks == _MOST_BREAKS:
-                raise worker_errors.plain(error, slot.index) from None
+                raise messages.plain(error, slot.index) from None
             slot.breaks += 1
-        reason = f"{type(error).__name__}: {error.message.partition(chr(10))[0]}"
+        reason = f"{type(error).__name__}: {messages.reason(error)}"
         # For a second a worker refuses to connect to a server of its group that is up again, too:
         # if nothing has begun there, the worker need not count as lost.
-        is_early = is_opening and bool(self._holders[slot.index]) and slot.breaks < _MOST_BREAKS
+        is_other = bool(self._holders[slot.index]) or self._is_after
+        is_early = is_opening and is_other and slot.breaks < _MOST_BREAKS
         if found.cause is Cause.TRANSIENT and (self._is_reading or is_early):
             logging.info("The connection to worker:%d broke (%s).", slot.index, reason)
         else:
@@ -815,8 +855,6 @@ class WorkerRun:
             return
         if job == "worker" and is_news:
             self._count_loss()
-        if self._crew is None:
-            return
         try:
             if job == "worker":
                 self._tell_crew(index)

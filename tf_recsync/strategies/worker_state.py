@@ -79,6 +79,10 @@ class WorkerState:
         iterator, self.iterator = self.iterator, None
         return iterator
 
+    def take_back(self, iterator: PassIterator) -> None:
+        """What it has handed over, and the state that was to take its place could not be made."""
+        self.iterator = iterator
+
     @property
     def inputs(self) -> list[tf.Tensor]:
         """What its functions take besides an iterator (see `worker_functions.trace_steps`)."""

@@ -15,9 +15,11 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync import staleness
+from tf_recsync.cluster import reason
 from tf_recsync.ops.gradient_buffer import Aggregate
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
+from tf_recsync.synchronization.at_once import AtOnce
 from tf_recsync.synchronization.gradient_buffer import GradientBuffer, State
 from tf_recsync.synchronization.group_variables import GroupVariables
 from tf_recsync.synchronization.modes import Mode
@@ -39,7 +41,7 @@ class Report:
         included: pushes applied with a weight above 0.
         decayed: those of them with a weight below 1.
         excluded: pushes that counted but whose weight was 0.
-        late: pushes dropped because their step was over.
+        late: pushes dropped because their step was over, or their worker had been lost.
         duplicates: pushes dropped because their token had been pushed by a worker
             that was lost.
         abandoned: pushes, counted above, that a pass that ended with an exception left
@@ -69,7 +71,7 @@ class Report:
     staleness: staleness.Statistics
 
 
-class Aggregation:
+class Aggregation(AtOnce):
     """The token list and the gradient buffers of one model, for one group of trainers.
 
     Args:
@@ -79,10 +81,9 @@ class Aggregation:
         home: the device that keeps the token list.
         can_come_back: whether training goes on when a server is lost that keeps some of this.
 
-    Attributes:
-        made_for: the group's copies, by which it is told whether all was made for them; None
-            before the first.
     """
+
+    takes_tokens = True
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Aggregation:
         can_come_back: bool = False,
     ):
         self.mode = mode
-        self.made_for: object | None = None
+        self._made_for: object | None = None  # The group's copies; None before the first.
         self._can_come_back = can_come_back
         # What buffers and the token list had counted when they were last asked, and what those
         # had that were lost.
@@ -127,6 +128,8 @@ class Aggregation:
             clock_bound=mode.clock_bound,
             device=self._home,
         )
+        # Tickets of tokens that were taken away, which not all servers know of.
+        self._revoked: set[int] = set()
         self._flushes: dict[str, Callable] = {}  # By what it was traced for, the latest.
 
     @property
@@ -134,40 +137,36 @@ class Aggregation:
         """Of all that steps use, in an order that stays when it is made anew."""
         return [self._tokens.handle, *(b.buffer.handle for b in self._buffers.values())]
 
-    def renew(self) -> None:
-        """Makes all anew, after a server was lost that kept some of it, and begins.
+    def ensure(self, copies: object | None) -> None:
+        """Makes all anew if the group's copies were made anew, as a server was lost that kept
+        some of both.
 
         What it had counted since it was last asked is gone with it.
         """
-        if self._known is not None:
-            self._counted_before.append(self._known)
-            self._known = None
-        self._make()
-        self.begin()
-        self.release()  # Nobody waits for one that has not taken a token yet.
+        if self._made_for is not None and self._made_for is not copies:
+            if self._known is not None:
+                self._counted_before.append(self._known)
+                self._known = None
+            self._make()
+            self.begin()
+            self.release()  # Nobody waits for one that has not taken a token yet.
+        self._made_for = copies  # Not earlier: if that fails, it is done again.
 
     # In the workers' steps.
 
     def start(self, worker: tf.Tensor, devices: Iterable[str]) -> dict[str, Token]:
-        """Takes a token, when the mode lets the worker start.
-
-        Args:
-            worker: the worker's index, an int64 scalar that exists when the worker
-                has its batch.
-            devices: the servers that the step pulls from or pushes to.
-
-        Returns:
-            The token on each of them. What the step pulls there must wait for it.
-        """
+        """Takes a token, when the mode lets the worker start; see `AtOnce.start`."""
         reached = {}
+        worker = tf.identity(worker)  # Only a worker that has a batch takes one.
         # The worker's index is all that the token waits for, and the token all that
         # the servers wait for.
         with tf.control_dependencies(None):
             with tf.device(self._tokens.device):
-                token = self._tokens.take(self._place(worker))
+                # As one tensor: each is a message to each server.
+                token = tf.stack(self._tokens.take(self._place(worker)))
             for device in devices:
                 with tf.device(device):
-                    reached[device] = Token(tf.identity(token.index), tf.identity(token.value))
+                    reached[device] = Token(*tf.unstack(tf.identity(token), len(Token._fields)))
         return reached
 
     def _place(self, worker: int | tf.Tensor) -> int | tf.Tensor:
@@ -276,18 +275,30 @@ class Aggregation:
         """Takes a worker that is gone out of the token list, so that nobody waits for it.
 
         Steps that it was to apply are lost with it, but counted as applied, as others
-        wait for them. It takes a second or more to see which those are.
+        wait for them. It takes half a second or more to see which those are.
         """
-        self.forget(worker)
-        self._settle()
+        held = self._take_away(worker)
+        if not self._buffers or not (held or self._has_taken(worker)):
+            return
+        time.sleep(_ECHO_SECONDS)
         # If it was the connection that was lost, its last call has gone on for a moment.
         self.forget(worker)
 
     def forget(self, worker: int) -> None:
-        """Takes a worker's tokens away; it is one of those that others wait for with its next."""
+        """Takes a worker's tokens away; it is one of those that others wait for with its next.
+
+        What it has pushed with them and has not arrived yet is dropped when it does.
+        """
+        self._take_away(worker)
+        self._settle()
+
+    def _take_away(self, worker: int) -> bool:
+        """Takes a worker's tokens away; whether it had any."""
         # The thread that finds out may be in the device scope of the lost worker.
         with tf.device(self._tokens.device):
             loss = self._tokens.lose(self._place(worker))
+        # Until all servers know: if one does not answer, they are told the next time.
+        self._revoked.update(loss.tickets.numpy().tolist())
         if int(loss.lost) or int(loss.reissued):
             logging.warning(
                 "worker:%d took %d tokens with it; %d tokens are handed out again.",
@@ -295,27 +306,42 @@ class Aggregation:
                 int(loss.lost),
                 int(loss.reissued),
             )
+        return bool(int(loss.lost) or int(loss.reissued))
+
+    def _has_taken(self, worker: int) -> bool:
+        """Whether a worker has taken a token since all began."""
+        with tf.device(self._tokens.device):
+            return self._tokens.state().clocks[self._place(worker)] > 0
 
     def _settle(self) -> None:
-        """Marks steps as applied that a lost worker's function was to apply.
+        """Revokes the tickets of tokens that were taken away on all servers, and marks steps as
+        applied that pushes with them have completed, and that who pushed was to apply.
 
-        Nobody knows which these are: steps that stay unapplied for longer than it takes.
+        All others are applied by workers that are there, however long it takes them.
         """
-        if not self._buffers:
+        tickets, buffers = sorted(self._revoked), list(self._buffers.values())
+        if not tickets or not buffers:
             return
-        time.sleep(_ECHO_SECONDS)
-        buffers = self._buffers.values()
-        given_out = {buffer.number: buffer.state().step for buffer in buffers}
         deadline = time.monotonic() + _APPLY_SECONDS
-        while time.monotonic() < deadline:
-            if all(b.state().applied >= given_out[b.number] for b in buffers):
+        while True:
+            steps = [(buffer, step) for buffer in buffers for step in buffer.revoke(tickets)]
+            if not steps or time.monotonic() >= deadline:
                 break
-            time.sleep(_ECHO_SECONDS / 5)
-        for buffer in buffers:
-            applied = buffer.settle(given_out[buffer.number])
-            if self.mode.gate == "step":
+            time.sleep(_ECHO_SECONDS / 5)  # Servers may be about to.
+        for buffer, step in steps:
+            buffer.buffer.mark_applied(step)
+            logging.warning(
+                "%s: step %d was given out and not applied: it is lost with a worker.",
+                buffer.device,
+                step,
+            )
+        if self.mode.gate == "step":
+            for buffer in buffers:
+                # The worker may not have come to say so of what is applied, either.
+                applied = buffer.state().applied
                 with tf.device(self._tokens.device):
                     self._tokens.report_step(buffer.number, applied)
+        self._revoked.difference_update(tickets)
 
     def release(self) -> None:
         """Ends the waits of all workers for tokens, with errors: after a pass that has failed."""
@@ -338,7 +364,7 @@ class Aggregation:
         try:
             return self._tokens.state().describe()
         except tf.errors.OpError as error:
-            return f"the token list on {self._tokens.device} does not answer: {error.message}"
+            return f"the token list on {self._tokens.device} does not answer: {reason(error)}"
 
     def report(self) -> Report:
         """What became of the pushes so far; while a server is away, as far as it was known.
@@ -479,18 +505,8 @@ class _Buffer:
         # Whole tables are read and written, so only where there is a step.
         return [_only_if(aggregate.ready, decay)]
 
-    def settle(self, step: int) -> int:
-        """Marks all steps up to `step` as applied; returns up to which one all are."""
-        state = self.buffer.state()
-        if state.applied >= step:
-            return state.applied
-        logging.warning(
-            "%s: steps %d to %d were given out, but not all of them were applied before a worker "
-            "was lost; they are lost with it.",
-            self.device,
-            state.applied + 1,
-            step,
-        )
-        for missing in range(state.applied + 1, step + 1):
-            applied = self.buffer.mark_applied(missing)
-        return int(applied)
+    def revoke(self, tickets: Sequence[int]) -> list[int]:
+        """Drops pushes with these tickets that come from now on; see `GradientBuffer.revoke`."""
+        # As above: whoever asks may be in the scope of a device that is gone.
+        with tf.device(self.device):
+            return self.buffer.revoke(np.array(tickets, np.int64)).numpy().tolist()

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 
 from tf_recsync._checks import check_at_least
-from tf_recsync.cluster import Server, device_of
+from tf_recsync.cluster import Server, processor_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Group:
 
     def device(self, shard: int) -> str:
         """The device of a shard, as its trainers' steps name it: "" is where a step runs."""
-        return f"{device_of('ps', self.servers[shard])}/device:CPU:0" if self.servers else ""
+        return processor_of("ps", self.servers[shard]) if self.servers else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,9 @@ def each_worker(
     return Arrangement(groups, tuple(embedding_ps), tuple(sync_ps))
 
 
-def hierarchical(groups: int, trainers: int, servers: int, ps: int, sync_ps: int) -> Arrangement:
+def hierarchical(
+    groups: int, trainers: int, servers: int, workers: int, ps: int, sync_ps: int
+) -> Arrangement:
     """Groups of some trainers and some parameter servers each.
 
     Worker w is in group w // trainers. Of the parameter servers, those of the groups come first,
@@ -142,11 +144,12 @@ def hierarchical(groups: int, trainers: int, servers: int, ps: int, sync_ps: int
         groups: how many there are, at least 1.
         trainers: of each group, at least 1.
         servers: of each group, at least 1.
+        workers: all workers of the cluster.
         ps: all parameter servers of the cluster.
         sync_ps: how many of them are sync PSs.
 
     Raises:
-        ValueError: if there are too few servers.
+        ValueError: if there are too few servers, or not as many workers as trainers.
     """
     check_at_least("groups", groups, 1)
     check_at_least("trainers_per_group", trainers, 1)
@@ -157,6 +160,11 @@ def hierarchical(groups: int, trainers: int, servers: int, ps: int, sync_ps: int
         raise ValueError(
             f"groups={groups} with ps_per_group={servers} and sync_ps={sync_ps} need "
             f"{needed} parameter servers, the cluster has ps={ps}"
+        )
+    if groups * trainers != workers:
+        raise ValueError(
+            f"groups={groups} with trainers_per_group={trainers} need {groups * trainers} "
+            f"workers, the cluster has workers={workers}"
         )
     made = tuple(
         Group(

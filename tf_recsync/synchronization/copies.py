@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, device_of
+from tf_recsync.cluster import Cluster, ask, device_of, reason
 from tf_recsync.shown_variable import ShownVariable
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.remote_values import PackedReader, at, on_worker
@@ -117,7 +117,8 @@ class Copies:
         self._peeked = {id(variable) for variable in peeked}
         self._watched = watched
         self._is_held = False  # And users see them as they are.
-        self._lock = threading.RLock()
+        self._reading = threading.RLock()  # Taken before the other one.
+        self._lock = threading.RLock()  # Under it, nobody reads: a server may be silent.
         self._copies: dict[int, list[tf.Variable]] = {}  # By group.
         # Those of its holders when they were made.
         self._lives: dict[int, list[tuple[int, int]]] = {}
@@ -194,7 +195,18 @@ class Copies:
             made_in = self._lives.get(group)
         return made_in is not None and made_in != self._lives_of(group)
 
+    def answers(self, group: int) -> bool:
+        """Whether a group's holders give signs of life soon, and of the life of its copies."""
+        return not self.is_of_earlier_life(group) and self.are_reachable(group)
+
+    def are_reachable(self, group: int) -> bool:
+        """Whether all that hold a group's copies give signs of life soon."""
+        asked = ask(self._cluster, self.groups[group].holders)
+        return all(probe.reachable for probe in asked)
+
     def _lives_of(self, group: int) -> list[tuple[int, int]]:
+        if not self.variables:
+            return []  # Nothing is lost with a holder.
         return [self._cluster.life(job, index) for job, index in self.groups[group].holders]
 
     def make(self, group: int, values: Sequence[np.ndarray]) -> None:
@@ -284,7 +296,7 @@ class Copies:
     def begin(self) -> None:
         """Has the copies take over what users have assigned; nobody may train them."""
         shown = self._current()
-        with self._lock:
+        with self._reading, self._lock:
             self.assigned = [False] * len(shown)
             if self._copies or self._loaded:
                 assigned = [
@@ -305,7 +317,7 @@ class Copies:
 
         One that does not answer gets them when it is opened the next time.
         """
-        with self._lock:
+        with self._reading, self._lock:
             for group, copies in values.items():
                 self._loaded[group] = list(copies)
                 if group not in self._copies:
@@ -314,7 +326,7 @@ class Copies:
                     self._assign(group, copies)
                     del self._loaded[group]
                 except tf.errors.OpError as error:
-                    logging.warning("%s: %s", self._silent(group), error)
+                    logging.warning("%s: %s", self._silent(group), reason(error))
                     self.drop(group)
             shown = [values[self._read]] if self._read in values else list(values.values())
             self._show(self.mean(shown))
@@ -360,6 +372,12 @@ class Copies:
         for variable in self.seen:
             variable.before_read = None
 
+    def let_go(self) -> None:
+        """Others take its place: what users see stays as it is."""
+        self._stale = False
+        for variable in self.seen:
+            variable.before_read = None
+
     def refresh(self, force: bool = False) -> None:
         """Writes what the copies come to into what users see."""
         if not (self._stale or force) or _refreshing.active:
@@ -376,10 +394,11 @@ class Copies:
         """Writes what the copies come to, which may be trained meanwhile, into what users see."""
         if _refreshing.active:
             return
-        with self._lock, _refreshing, self._watched():
+        with self._reading, _refreshing, self._watched():
             found = self._combined()
             if found is not None:
-                self._show(found)
+                with self._lock:
+                    self._show(found)
 
     def _show(self, values: list[np.ndarray]) -> None:
         for variable, value in zip(self.seen, self.whole(values), strict=True):

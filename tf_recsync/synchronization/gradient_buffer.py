@@ -58,7 +58,7 @@ class State:
         included: pushes of a weight above 0.
         decayed: pushes of a weight above 0 and below 1.
         excluded: pushes of weight 0, which were counted and added nothing.
-        late: pushes dropped because their step was over.
+        late: pushes dropped because their step was over, or their worker had been lost.
         duplicates: pushes dropped because their token was taken already.
         applications: steps given out since it was made.
         staleness: of the pushes counted: the step minus that of the parameters
@@ -183,6 +183,7 @@ class GradientBuffer:
         values: tf.Tensor | None = None,
         rows: PackedBags | None = None,
         row_versions: tf.Tensor | None = None,
+        ticket: int | tf.Tensor = 0,
     ) -> buffer_ops.Aggregate:
         """Pushes the gradients of one batch; gives out the step that they complete.
 
@@ -200,6 +201,8 @@ class GradientBuffer:
             rows: what was looked up in `tables`; needed with them.
             row_versions: int64 [n], of `rows.ids`; None for fresh gradients. All
                 pushes of a step must do alike.
+            ticket: int64 scalar, the token's, by which `revoke` knows the push; 0 (the default)
+                for none.
 
         Returns:
             An `Aggregate`: hand it to the optimizer's `apply_dense` and
@@ -226,6 +229,7 @@ class GradientBuffer:
                     values,
                     rows,
                     row_versions,
+                    ticket,
                 )
             )
 
@@ -258,6 +262,19 @@ class GradientBuffer:
         """
         with tf.device(self._device):
             return buffer_ops.buffer_applied(self._handle, True, step)
+
+    def revoke(self, tickets: Sequence[int] | tf.Tensor) -> tf.Tensor:
+        """Drops pushes with these tickets that come from now on: who took the tokens is gone.
+
+        Args:
+            tickets: int64 [n], as pushed.
+
+        Returns:
+            The steps that earlier pushes with them have completed, and that are not applied yet,
+            rising, an int64 vector.
+        """
+        with tf.device(self._device):
+            return buffer_ops.revoke_tickets(self._handle, tickets)
 
     def restore(self, step: int | tf.Tensor) -> tf.Operation:
         """Sets the step, all of it applied, and drops what is pending.

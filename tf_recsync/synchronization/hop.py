@@ -7,6 +7,7 @@ copies are made, lost and made again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -15,51 +16,57 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster
+from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.hop_exchange import Exchange, listed
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import WorkerReport
+from tf_recsync.synchronization.sync_report import SyncReport
+from tf_recsync.synchronization.synchronizer import Synchronizer
 from tf_recsync.topology import Topology
 
 
-class HopSynchronizer:
-    """The workers of a model in decentralized training, while it trains.
-
-    A `Synchronizer` in which each worker is a group: the threads that drive the workers tell it
-    who is lost or has left.
+class ExchangeSynchronizer(Synchronizer):
+    """Groups that exchange parameters with their neighbors, while they train; the common base.
 
     Args:
         protocol: how they exchange.
         cluster: the connected cluster.
+        arrangement: the groups.
         copies: their parameters and what belongs to them.
+        elements: of the parameters.
         dtype: of the parameters.
         stall_seconds: after which somebody's wait is logged.
         bandwidths: returns artificial bandwidths, in bytes per second by holder's device.
         events: gets what workers did.
         shards: the numbers of the shards that are exchanged, each by itself.
+        threads: that train for each trainer.
 
     Attributes:
         exchanges: of each of these shards.
     """
 
-    counts_steps = False
-    most_steps = None
+    has_waits = True
 
     def __init__(
         self,
         protocol: Protocol,
         cluster: Cluster,
+        arrangement: Arrangement,
         copies: Copies,
+        elements: int,
         dtype: tf.DType,
         stall_seconds: float,
         bandwidths: Callable[[], dict[str, float]],
         events: EventLog,
         shards: Sequence[int] = (0,),
+        threads: int = 1,
     ):
-        self.copies = copies
-        self.fail: Callable[[Exception], None] = _raise  # Ends the pass with an error.
+        super().__init__(arrangement, copies, threads)
         self._protocol = protocol
+        self._cluster = cluster
+        self._elements = elements
         self._topology = protocol.topology
         self._noun = "group" if copies.groups[0].servers else "worker"
         self._restored: int | None = None  # The latest iteration of a checkpoint.
@@ -81,14 +88,6 @@ class HopSynchronizer:
             for shard in shards
         ]
 
-    def handle(self, worker: int) -> tf.Tensor:
-        """The handle of what a worker keeps beside its parameters."""
-        return self.exchanges[0].handle(worker)
-
-    def handles(self, worker: int) -> list[tf.Tensor]:
-        """What a worker's steps take: what it keeps beside its parameters, and these."""
-        return [self.handle(worker), *self.copies.handles(worker)]
-
     @property
     def there(self) -> list[int]:
         """The groups that are not lost, as far as known."""
@@ -101,12 +100,7 @@ class HopSynchronizer:
 
     # A group's life. The threads that drive the workers call these.
 
-    def open(self, worker: int) -> None:
-        """Makes what a worker needs, in its device scope: at the start, or when it is back."""
-        self._open_group(worker)
-
     def _open_group(self, group: int) -> None:
-        """Makes what a group needs: at the start, or when it is back."""
         has_copy = group in self.copies.there
         if has_copy and all(exchange.has(group) for exchange in self.exchanges):
             return
@@ -124,18 +118,6 @@ class HopSynchronizer:
             for exchange in self.exchanges:
                 exchange.make(group)
 
-    def holders_of(self, worker: int) -> Sequence[tuple[str, int]]:
-        """None: each worker holds its copy itself."""
-        return ()
-
-    def suspend(self, worker: int) -> None:
-        """A worker that has lost its copy, which it holds itself, is lost."""
-        self.lose(worker)
-
-    def lose(self, worker: int) -> None:
-        """A worker is gone, and its group, which it is; see `lose_group`."""
-        self.lose_group(worker)
-
     def lose_group(self, group: int) -> None:
         """The copy of a group is gone.
 
@@ -150,11 +132,24 @@ class HopSynchronizer:
         is_news = not self.exchanges[0].is_lost(group)
         for exchange in self.exchanges:
             exchange.lose(group)
-        is_lost, noun = self.exchanges[0].is_lost, self._noun
-        receivers = self._topology.out_neighbors(group)
-        for receiver in receivers:
+        self._check_neighbors_of(group)
+        if is_news:
+            receivers = self._topology.out_neighbors(group)
+            logging.warning(
+                "%s %d was lost; %s %s on without it.",
+                self._noun.capitalize(),
+                group,
+                listed(receivers, self._noun),
+                "goes" if len(receivers) == 1 else "go",
+            )
+
+    def _check_neighbors_of(self, group: int) -> None:
+        """Raises a RuntimeError if a neighbor of a lost group can't go on without it."""
+        is_lost, has_left, noun = self.exchanges[0].is_lost, self.exchanges[0].has_left, self._noun
+        for receiver in self._topology.out_neighbors(group):
             senders = self._topology.in_neighbors(receiver)
-            gone = [sender for sender in senders if is_lost(sender)]
+            # Nobody waits for one that had done its part of the epoch.
+            gone = [sender for sender in senders if is_lost(sender) and not has_left(sender)]
             backups = self._protocol.backup_workers[receiver]
             if not is_lost(receiver) and len(gone) > backups:
                 raise RuntimeError(
@@ -162,26 +157,6 @@ class HopSynchronizer:
                     f"{listed(gone, noun)}: its in-neighbors are {listed(senders, noun)}, and it "
                     f"has backup_workers={backups}"
                 )
-        if is_news:
-            logging.warning(
-                "%s %d was lost; %s go on without it.",
-                noun.capitalize(),
-                group,
-                listed(receivers, noun),
-            )
-
-    def leave(self, worker: int) -> None:
-        """A worker has nothing to do at the moment: its neighbors don't wait for it."""
-        for exchange in self.exchanges:
-            exchange.leave(worker)
-
-    def resume(self, worker: int) -> None:
-        """A worker that has left in this epoch takes steps again: its neighbors count on it.
-
-        It had batches ahead when no steps were left, and others found no batches for theirs.
-        """
-        for exchange in self.exchanges:
-            exchange.resume(worker)
 
     def release(self) -> None:
         """Ends all waits, with errors."""
@@ -197,9 +172,12 @@ class HopSynchronizer:
             yield
 
     def waits_for(self, seconds: float) -> list[tuple[str, int]]:
-        """None: who stands still shows in the steps of its neighbors."""
-        del seconds
-        return []
+        """The servers, job and index, that calls about who takes part have waited for so long.
+
+        Who stands still otherwise shows in the steps of its neighbors.
+        """
+        late = [server for exchange in self.exchanges for server in exchange.waits_for(seconds)]
+        return list(dict.fromkeys(late))
 
     def describe(self) -> str:
         """Who waits for whom, in words."""
@@ -209,13 +187,22 @@ class HopSynchronizer:
 
     def begin(self) -> None:
         """Starts all groups on the same iteration; nobody may be at work."""
+        super().begin()
         with self._joining:
             for exchange in self.exchanges:
                 exchange.begin(self._restored)
             self._restored = None  # Not earlier: if one is gone, all begin again.
+        # One lost when it had done its part is needed now; one that is back is opened soon.
+        is_away = self._cluster.membership.is_away
+        for group in range(self.size):
+            holders = self.copies.groups[group].holders
+            if self.exchanges[0].is_lost(group) and any(map(is_away, holders)):
+                self._check_neighbors_of(group)
 
     def carry_on(self) -> None:
         """Starts the loops of the edges, if they do not run."""
+        if not self.exchanges[0].is_ending:
+            super().carry_on()
         for exchange in self.exchanges:
             exchange.carry_on()
 
@@ -223,16 +210,7 @@ class HopSynchronizer:
         """Ends the loops of the edges when all is told; the workers are done."""
         for exchange in self.exchanges:
             exchange.end()
-
-    def steps_until_sync(self, thread: int) -> int | None:
-        """None: the synchronizations are not the threads' to do, but a part of steps or beside."""
-
-    def training(self, thread: int) -> contextlib.AbstractContextManager:
-        """Nothing has to be done about it."""
-        return contextlib.nullcontext()
-
-    def trained(self, thread: int, steps: int) -> None:
-        """Does nothing: the steps have synchronized."""
+        super().end()
 
     def extras(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps besides the copies: the iterations, of all shards the latest."""
@@ -252,26 +230,17 @@ class HopSynchronizer:
         """
         count = max(values) + 1 if values else self.size
         iterations = np.asarray(extras.get("iterations", [-1] * count)).tolist()
-        if len(iterations) != self.size:
-            logging.warning(
-                "The checkpoint holds the parameters of %d %ss, and there are %d: all of them "
-                "begin with the mean.",
-                len(iterations),
-                self._noun,
-                self.size,
-            )
-            mean = self.copies.mean(list(values.values()))
-            values = {group: mean for group in range(self.size)}
-            iterations = [max(iterations)] * self.size
         if values:
-            self.copies.load(values)
+            self.copies.load(self._fitted(values, len(iterations)))
+        if len(iterations) != self.size:
+            iterations = [max(iterations)] * self.size
         self._restored = max(iterations)
         for exchange in self.exchanges:
             exchange.restore(iterations)
 
-    def reports(self) -> list[WorkerReport]:
-        """What each worker has done; of one that is lost, as far as it was known."""
-        return self.exchanges[0].reports()
+    def report(self) -> SyncReport:
+        """What the exchanges have done: the syncs of a group are iterations that it completed."""
+        return self._counts.report(len(self.exchanges), self._elements)
 
     # Inside.
 
@@ -324,6 +293,57 @@ class HopSynchronizer:
         self.copies.make(group, values)
 
 
+class HopSynchronizer(ExchangeSynchronizer):
+    """The workers of a model in decentralized training: groups that exchange in their steps.
+
+    Args:
+        protocol: see `ExchangeSynchronizer`, like the others.
+        cluster: as above.
+        arrangement: as above.
+        copies: as above.
+        elements: as above.
+        dtype: as above.
+        stall_seconds: as above.
+        bandwidths: as above.
+        events: as above.
+    """
+
+    def handle(self, worker: int) -> tf.Tensor:
+        """The handle of what a worker keeps beside its parameters."""
+        return self.exchanges[0].handle(worker)
+
+    def handles(self, worker: int) -> list[tf.Tensor]:
+        """What a worker's steps take: what it keeps beside its parameters, and these."""
+        return [self.handle(worker), *super().handles(worker)]
+
+    def leave(self, worker: int) -> None:
+        """A worker has nothing to do at the moment: its neighbors don't wait for it."""
+        for exchange in self.exchanges:
+            exchange.leave(worker)
+
+    def resume(self, worker: int) -> None:
+        """A worker that has left in this epoch takes steps again: its neighbors count on it.
+
+        It had batches ahead when no steps were left, and others found no batches for theirs.
+        """
+        for exchange in self.exchanges:
+            exchange.resume(worker)
+
+    def trained(self, thread: int, steps: int) -> None:
+        """A worker has done so many steps, each with its exchange."""
+        super().trained(thread, steps)
+        self._counts.count_sync([thread], 0.0, steps)
+
+    def reports(self) -> list[WorkerReport]:
+        """What each worker has done; of one that is lost, as far as it was known."""
+        return self.exchanges[0].reports()
+
+    def report(self) -> SyncReport:
+        """What the exchanges have done; their time is what workers have waited in them."""
+        waits = [r.waited_for_updates + r.waited_for_tokens for r in self.reports()]
+        return dataclasses.replace(super().report(), seconds=waits)
+
+
 def threads_needed(topology: Topology, worker: int) -> int:
     """How many threads of a worker calls can hold that wait for its neighbors.
 
@@ -332,7 +352,3 @@ def threads_needed(topology: Topology, worker: int) -> int:
     """
     neighbors = {*topology.in_neighbors(worker), *topology.out_neighbors(worker)}
     return 2 * len(neighbors) + 4
-
-
-def _raise(error: Exception) -> None:
-    raise error

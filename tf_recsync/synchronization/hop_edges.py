@@ -1,9 +1,9 @@
 """Carries what workers of decentralized training tell their neighbors (Hop).
 
-Every edge has a loop of its own, in a thread of this process, that calls for a parcel at one
-worker and has it delivered at the other; the parcels go from worker to worker. A call that fails
-is made again: the worker gives out the same parcel until it hears that it was carried, and the
-other one takes it once.
+Every edge has a loop of its own on the sender, which has one parcel after the other delivered at
+the receiver; the parcels go from worker to worker. Calls of this process (loops.py) have it go on
+for some turns, and again when it has failed: the worker gives out the same parcel until it hears
+that it was carried, and the other one takes it once.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
-from absl import logging
 from tensorflow.python.framework import ops as framework_ops
 
 from tf_recsync import ops
-from tf_recsync.cluster import Cluster, Server, device_of
+from tf_recsync.cluster import Cluster, Server, processor_of
 from tf_recsync.ops import hop
+from tf_recsync.synchronization.loops import ATTEMPTS, PAUSE_SECONDS, Loops
 from tf_recsync.synchronization.remote_values import at
 
-PARCELS_PER_CALL = 3
+PARCELS_PER_TURN = 3  # Unrolled: each turn of the loop costs a message to the receiver.
+TURNS_PER_CALL = 20  # Then this process knows that they went well.
 NO_LIMIT = 1e15  # Bytes per second.
-_PAUSE_SECONDS = 10.0  # How long calls that are under way may take to end.
-_ATTEMPTS = 4  # At a call, the first one included.
-_RETRY_SECONDS = 0.5  # Between two of them.
 
 # What the network, or TensorFlow's own calls from worker to worker, may fail with once. All
 # others would come again.
@@ -71,46 +69,36 @@ class Edges:
         self._dtype = dtype
         self._living = living
         self._answers = answers
-        self._fail = fail
         self._limits: dict[str, float] = {}  # Bytes per second, by device.
-        self._ending = False
-        self._threads: dict[tuple[int, int], threading.Thread] = {}
+        self._loops = Loops("recsync_hop", cluster, fail)  # By sender and receiver.
         self._pausing = threading.Lock()  # One pause at a time.
-        self._changed = threading.Condition()
-        # Guarded by _changed.
-        self._is_paused = False
-        self._under_way = 0  # Calls between workers.
 
     def begin(self, limits: Mapping[str, float]) -> None:
         """Makes ready for an epoch, with artificial bandwidths by device."""
         self._limits = dict(limits)
-        self._ending = False
+        # Here, and not by the loops: TensorFlow sends what is traced to all servers, and meanwhile
+        # one of them may be taken into the cluster again.
+        self._carry = carry_function(self._dtype, bool(limits))
+        self._loops.begin()
 
     def start(self, sender: int, receiver: int) -> None:
-        """Starts the loop from one worker to another, unless it runs; one thread at a time."""
-        thread = self._threads.get((sender, receiver))
-        if self._ending or (thread is not None and thread.is_alive()):
-            return
-        self._threads[sender, receiver] = threading.Thread(
-            target=self._run,
-            args=(sender, receiver),
-            name=f"recsync_hop_{self._holders[sender][1]}_{self._holders[receiver][1]}",
-            daemon=True,
-        )
-        self._threads[sender, receiver].start()
+        """Starts the loop from one worker to another, unless it runs."""
+        self._loops.start((sender, receiver), lambda: self._run(sender, receiver))
 
     def end(self) -> None:
         """Has the loops end when all is told, or something fails."""
-        self._ending = True
-        with self._changed:
-            self._changed.notify_all()
+        self._loops.end()
         self.everywhere(hop.close_outboxes)
 
     def join(self, deadline: float) -> None:
-        """Waits for the ends of the loops, until a time (time.monotonic())."""
-        for thread in list(self._threads.values()):
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self._threads.clear()
+        """Waits for the ends of the loops, until a time (time.monotonic()).
+
+        But for those from and to who is lost: a worker's call to one that stands still may never
+        end, and nothing has to be told there.
+        """
+        living = self._living().keys()
+        self._loops.drop(lambda pair: not living >= set(pair))
+        self._loops.join(deadline)
 
     def leave(self, worker: int, handle: tf.Tensor) -> None:
         """Destroys what a lost worker kept, if it lives and only the connection broke.
@@ -138,8 +126,7 @@ class Edges:
         by then it must not be one of the living with what it kept.
         """
         with self.pause():
-            for pair in [pair for pair in self._threads if worker in pair]:
-                del self._threads[pair]
+            self._loops.drop(lambda pair: worker in pair)
             yield
 
     @contextlib.contextmanager
@@ -149,27 +136,14 @@ class Edges:
         While TensorFlow takes a server into the cluster again, servers refuse each other's
         calls now and then.
         """
-        with self._pausing:
+        with self._pausing, self._loops.closed():
             try:
-                with self._changed:
-                    self._is_paused = True
                 self.everywhere(lambda handle: hop.hold(handle, True))
-                with self._changed:
-                    # At the end loops call again and again until all is told.
-                    idle = self._changed.wait_for(
-                        lambda: self._under_way == 0 or self._ending, _PAUSE_SECONDS
-                    )
-                if not idle:
-                    logging.warning(
-                        "Workers did not finish their calls to each other within %g s.",
-                        _PAUSE_SECONDS,
-                    )
+                # At the end they call again and again until all is told.
+                self._loops.become_quiet(or_ending=True)
                 yield
             finally:
                 self.everywhere(lambda handle: hop.hold(handle, False))
-                with self._changed:
-                    self._is_paused = False
-                    self._changed.notify_all()
 
     def everywhere(self, action: Callable[[tf.Tensor], None]) -> None:
         """Calls on all workers at once, and waits, with a limit for those that stand still."""
@@ -184,7 +158,7 @@ class Edges:
         ]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + _PAUSE_SECONDS
+        deadline = time.monotonic() + PAUSE_SECONDS
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -192,19 +166,6 @@ class Edges:
         """Inside, this thread calls on a worker's holder."""
         job, index = self._holders[worker]
         return at(self._cluster, index, job)
-
-    @contextlib.contextmanager
-    def _travel(self) -> Iterator[None]:
-        """A call between workers, which a pause waits for."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_paused or self._ending)
-            self._under_way += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._under_way -= 1
-                self._changed.notify_all()
 
     def _run(self, sender: int, receiver: int) -> None:
         """Carries what a worker has to tell a neighbor, until it is closed or one is gone."""
@@ -237,57 +198,50 @@ class Edges:
         """
         source_index = tf.constant(sender, tf.int64)
         takers = {taker: tf.constant(taker, tf.int64) for taker in (receiver, -1)}
-        carry = carry_function(self._dtype, bool(self._limits))
         ends = self._holders[sender], self._holders[receiver]
-        devices = [device_of(*holder) + "/device:CPU:0" for holder in ends]
+        devices = [processor_of(*holder) for holder in ends]
+        turns = tf.constant(TURNS_PER_CALL, tf.int64)
         limits = [tf.constant(self._limits.get(d, NO_LIMIT), tf.float64) for d in devices]
 
         def call(taker: int) -> bool:
-            with self._travel():
+            with self._loops.call(ends, (sender, receiver)):
                 living = self._living()
                 if not self._is_in_charge(sender, receiver, living):
                     return False
                 source, target = living[sender], living[receiver]
-                return bool(carry(source, source_index, target, takers[taker], *limits))
+                return bool(
+                    self._carry(source, source_index, target, takers[taker], *limits, turns)
+                )
 
         return call
 
     def _is_in_charge(self, sender: int, receiver: int, living: Mapping[int, tf.Tensor]) -> bool:
         """Whether this thread is the edge's loop still, and both its ends are there."""
-        loop = self._threads.get((sender, receiver))
-        return loop is threading.current_thread() and {sender, receiver} <= living.keys()
+        is_loop = self._loops.is_in_charge((sender, receiver))
+        return is_loop and {sender, receiver} <= living.keys()
 
     def _may_try_again(
         self, sender: int, receiver: int, error: tf.errors.OpError, failures: int
     ) -> bool:
         """Whether a call that failed, for so many times in a row, is to be made again, now."""
-        if self._ending or not self._is_in_charge(sender, receiver, self._living()):
+        if self._loops.is_ending or not self._is_in_charge(sender, receiver, self._living()):
             return False
         # One that is gone is found out by the thread that drives it.
         if not all(self._answers(worker) for worker in (sender, receiver)):
             return False
-        if failures >= _ATTEMPTS or not isinstance(error, _PASSING):
-            self._fail(error)
-            return False
-        logging.warning(
-            "A call from %s:%d to %s:%d failed and is made again (%d of %d): %s",
-            *self._holders[sender],
-            *self._holders[receiver],
-            failures,
-            _ATTEMPTS - 1,
-            error.message.partition("\n")[0],
-        )
-        with self._changed:
-            self._changed.wait_for(lambda: self._ending, _RETRY_SECONDS)
-        return not self._ending
+        source, target = (":".join(map(str, self._holders[w])) for w in (sender, receiver))
+        what = f"A call from {source} to {target} failed and is made again"
+        # What would come again, at once.
+        is_passing = isinstance(error, _PASSING)
+        return self._loops.may_try_again(what, error, failures if is_passing else ATTEMPTS)
 
 
 @functools.cache
 def carry_function(dtype: tf.DType, is_limited: bool) -> Callable:
-    """What carries some parcels along an edge, and tells whether there will be more.
+    """What carries parcels along an edge for so many turns, and tells whether there will be more.
 
-    It is the same for all models: the servers build their parts of it for each edge, which
-    takes a tenth of a second.
+    It is called on the sender, and ends when that is held. It is the same for all models: the
+    servers build their parts of it for each edge, which takes a tenth of a second.
     """
 
     def passed(update, place, bandwidth):
@@ -296,28 +250,42 @@ def carry_function(dtype: tf.DType, is_limited: bool) -> Callable:
         with framework_ops.colocate_with(place):
             return ops.transfer(update, bandwidth)
 
-    def carry(source, sender, target, receiver, sending, receiving):
-        for _ in range(PARCELS_PER_CALL):
-            parcel = hop.collect(source, receiver, dtype)
-            with tf.control_dependencies([parcel.iteration]):
-                began = tf.cast(tf.timestamp() * 1e6, tf.int64)
-            wanted = hop.ask(target, sender, parcel.number, parcel.progress, parcel.iteration)
-            delivered = tf.cond(
-                wanted,
-                lambda p=parcel: hop.deliver(
-                    target,
-                    sender,
-                    p.number,
-                    p.iteration,
-                    passed(passed(p.update, source, sending), target, receiving),
-                ),
-                lambda: tf.constant(-1, tf.int64),
-            )
-            hop.carried(source, receiver, parcel.number, delivered, began)
-        return parcel.open
+    def carry_one(source, sender, target, receiver, sending, receiving):
+        parcel = hop.collect(source, receiver, dtype)
+        with tf.control_dependencies([parcel.iteration]):
+            began = tf.cast(tf.timestamp() * 1e6, tf.int64)
+        wanted = hop.ask(target, sender, parcel.number, parcel.progress, parcel.iteration)
+        delivered = tf.cond(
+            wanted,
+            lambda: hop.deliver(
+                target,
+                sender,
+                parcel.number,
+                parcel.iteration,
+                passed(passed(parcel.update, source, sending), target, receiving),
+            ),
+            lambda: tf.constant(-1, tf.int64),
+        )
+        hop.carried(source, receiver, parcel.number, delivered, began)
+        return parcel
+
+    def carry(source, sender, target, receiver, sending, receiving, turns):
+        def turn(left, goes_on, is_open):
+            del goes_on, is_open
+            for _ in range(PARCELS_PER_TURN):
+                parcel = carry_one(source, sender, target, receiver, sending, receiving)
+            # There is none while the worker is held.
+            return left - 1, parcel.open & (parcel.number > 0), parcel.open
+
+        def goes_on(left, goes_on, is_open):
+            del is_open
+            return goes_on & (left > 0)
+
+        begun = turns, tf.constant(True), tf.constant(True)
+        return tf.while_loop(goes_on, turn, begun, parallel_iterations=1)[-1]
 
     handle, number = tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)
     bandwidth = tf.TensorSpec([], tf.float64)
     return tf.function(carry, autograph=False).get_concrete_function(
-        handle, number, handle, number, bandwidth, bandwidth
+        handle, number, handle, number, bandwidth, bandwidth, number
     )

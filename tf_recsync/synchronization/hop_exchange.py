@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -23,10 +23,10 @@ from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.hop_invariants import Invariants
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport, look, parse
+from tf_recsync.synchronization.loops import JOIN_SECONDS
 from tf_recsync.synchronization.remote_values import at
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 
-_JOIN_SECONDS = 60.0
 _ANSWER_SECONDS = 2.0
 _WATCH_SECONDS = 1.0  # Between two looks at all workers.
 _CHECK_SECONDS = 0.05  # When the bounds are checked, at least.
@@ -97,6 +97,8 @@ class Exchange:
         self._events = events
         workers = range(protocol.topology.size)
         self._reports = Reports([protocol.topology.in_neighbors(worker) for worker in workers])
+        # Since when (time.monotonic()) calls are under way, and to which servers.
+        self._calls: dict[object, tuple[float, Server]] = {}
         self._asking = threading.Lock()
         # The latest question to each worker, and the handle that it was about.
         self._asked: dict[int, tuple[tf.Tensor, threading.Thread]] = {}
@@ -112,6 +114,11 @@ class Exchange:
         """The workers that are not lost, as far as known."""
         return [worker for worker, _ in self._living()]
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether no epoch is under way, or its end."""
+        return self._ending
+
     def has(self, worker: int) -> bool:
         """Whether a worker has what it needs, and is not lost."""
         with self._lock:
@@ -121,6 +128,11 @@ class Exchange:
         """Whether a worker is lost, as far as known."""
         with self._lock:
             return worker in self._lost
+
+    def has_left(self, worker: int) -> bool:
+        """Whether a worker had nothing to do any more in this epoch, when it was last heard of."""
+        with self._lock:
+            return worker in self._left
 
     # A worker's life. The threads that drive the workers call these.
 
@@ -273,9 +285,9 @@ class Exchange:
 
     def _begin(self, restored: int | None) -> None:
         known = [state.iteration for state in self._states().values()]
+        self._edges.begin(self._bandwidths())
         with self._lock:
             self._ending = False
-            self._edges.begin(self._bandwidths())
             self._left.clear()
             self._all_there = not self._lost
             if restored is not None:
@@ -312,7 +324,7 @@ class Exchange:
         self._ending = True
         self._stop_monitor.set()
         self._edges.end()
-        deadline = time.monotonic() + _JOIN_SECONDS
+        deadline = time.monotonic() + JOIN_SECONDS
         self._edges.join(deadline)
         if self._monitor is not None:
             self._monitor.join(max(0.0, deadline - time.monotonic()))
@@ -330,10 +342,22 @@ class Exchange:
 
     # Inside.
 
-    def _at(self, worker: int) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def _at(self, worker: int) -> Iterator[None]:
         """Inside, this thread calls on a worker's holder."""
         job, index = self._holders[worker]
-        return at(self._cluster, index, job)
+        call = object()
+        with at(self._cluster, index, job):
+            self._calls[call] = time.monotonic(), self._holders[worker]
+            try:
+                yield
+            finally:
+                del self._calls[call]
+
+    def waits_for(self, seconds: float) -> list[Server]:
+        """The servers that calls have waited for so long, but for those of steps and edges."""
+        since = time.monotonic() - seconds
+        return [server for began, server in list(self._calls.values()) if began < since]
 
     def _name(self, worker: int) -> str:
         """A worker's, at the beginning of a sentence."""
@@ -456,8 +480,9 @@ class Exchange:
         found: dict[int, State] = {}
 
         def ask(worker: int, handle: tf.Tensor) -> None:
+            job, index = self._holders[worker]
             try:
-                with self._at(worker):
+                with at(self._cluster, index, job):
                     state, events = parse(np.asarray(look()(handle)))
             except tf.errors.OpError:
                 return  # It is lost, which its own thread finds out.

@@ -10,34 +10,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from tf_recsync import ops
-from tf_recsync.cluster import Cluster, Server, ask
+from tf_recsync.cluster import Cluster, Server
 from tf_recsync.ops import hop
-from tf_recsync.synchronization.arrangement import Arrangement, Group
+from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import Copies
-from tf_recsync.synchronization.hop import HopSynchronizer
+from tf_recsync.synchronization.hop import ExchangeSynchronizer
 from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.hop_exchange import Exchange
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import WorkerReport
+from tf_recsync.synchronization.loops import JOIN_SECONDS, Loops
 from tf_recsync.synchronization.remote_values import at
 from tf_recsync.synchronization.staleness_counts import StalenessCounts
-from tf_recsync.synchronization.sync_report import SyncCounts, SyncReport
 
 _LEAVE_SECONDS = 1.0  # After which neighbors don't wait for a group that has nothing to do.
-_ATTEMPTS = 5  # At an iteration that fails though everybody is there.
-_RETRY_SECONDS = 0.5  # Between two of them.
-_JOIN_SECONDS = 60.0
 _RELEASE_SECONDS = 5.0
-_INTERRUPT_SECONDS = 0.1  # Between two attempts to end what a loop waits for.
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,30 +40,31 @@ class _Loop:
 
     Attributes:
         group: the group's number.
-        exchange: that of the server's shard.
+        shard: the server's.
+        exchange: that of the shard.
         holder: the server, job and index.
         copy: the group's, of which the shard is a part.
         parameters: the handles of the shard's.
-        thread: its own.
         least: the steps of the group's trainers before which it need not look whether an iteration
             is due.
-        busy_since: when the call began that it is in (time.monotonic()), or None.
-        called: whom that call waits for.
     """
 
     group: int
+    shard: int
     exchange: Exchange
     holder: Server
     copy: list[tf.Variable]
     parameters: list[tf.Tensor]
-    thread: threading.Thread | None = None
     least: int = 0
-    busy_since: float | None = None
-    called: tuple[Server, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What its thread is known by."""
+        return self.group, self.shard
 
 
-class GroupHopSynchronizer(HopSynchronizer):
-    """The groups of trainers of a model, whose servers exchange parameters; a `Synchronizer`.
+class GroupHopSynchronizer(ExchangeSynchronizer):
+    """The groups of trainers of a model, whose servers exchange parameters.
 
     An iteration of a server begins when its group has applied so many updates since it began the
     one before. It sends the parameters as they are then, waits for its neighbors' by Hop's rules,
@@ -113,64 +108,46 @@ class GroupHopSynchronizer(HopSynchronizer):
         super().__init__(
             protocol,
             cluster,
+            arrangement,
             copies,
+            sum(v.shape.num_elements() for v in copies.variables[:parameters]),
             tf.float32,
             stall_seconds,
             bandwidths,
             EventLog(),
             list(self._parameters),
+            threads,
         )
         self._updates = updates
         # An iteration is due after some steps, which calls report when they end.
-        self._threads = threads
         nets = len(arrangement.groups[0].trainers) * threads
         self.most_steps = max(1, updates // (2 * nets))
-        self._cluster = cluster
-        self._arrangement = arrangement
         self._global_step = global_step
         self._staleness = StalenessCounts(copies, counters)
-        self._counts = SyncCounts(len(arrangement.groups))
-        self._elements = sum(v.shape.num_elements() for v in copies.variables[:parameters])
-        self._lock = threading.Lock()
-        # Of each group: a step of one wakes no loop of the others.
-        self._changed = [threading.Condition(self._lock) for _ in arrangement.groups]
+        # A step of one group wakes no loop of the others.
+        self._loops = Loops(
+            "recsync_hop_loop", cluster, lambda error: self.fail(error), len(arrangement.groups)
+        )
+        self._lock = self._loops.lock
         # Guarded by _lock.
-        self._ending = True
-        self._pauses = 0  # In how many of them everything stands still.
         # Trainers' threads that have nothing to do: lost, or not begun with the epoch.
         self._away: set[int] = set()
         self._steps = [0] * len(arrangement.groups)  # That trainers have reported.
         # Updates that each group had applied when the epoch began, if it has been there since.
         self._applied_before: dict[int, int] = {}
-        self._loops: dict[tuple[int, int], _Loop] = {}  # By group and shard.
+        self._driven: dict[tuple[int, int], _Loop] = {}  # By group and shard.
 
     # A trainer's life. The threads that drive the workers call these.
-
-    def open(self, worker: int) -> None:
-        """Makes what a trainer's group needs: at the start, or when it is back."""
-        group = self._arrangement.group_of(worker).index
-        if self.copies.is_of_earlier_life(group):
-            self.lose_group(group)
-        self._open_group(group)
 
     def holders_of(self, worker: int) -> Sequence[Server]:
         """The servers that hold the copy of a trainer's group, if there are other groups."""
         is_alone = len(self._arrangement.groups) == 1
         return () if is_alone else self._arrangement.group_of(worker).holders
 
-    def handles(self, worker: int) -> list[tf.Tensor]:
-        """What a trainer's steps take: its group's copies."""
-        return self.copies.handles(self._arrangement.group_of(worker).index)
-
-    def lose(self, worker: int) -> None:
-        """A trainer is gone; the others of its group go on."""
-        for thread in self._threads_of(worker):
-            self.leave(thread)
-
     def suspend(self, worker: int) -> None:
         """A trainer is there, but its group's server is gone or silent; see `open`."""
         self.lose(worker)
-        self._go_on_without(self._arrangement.group_of(worker).index)
+        self._go_on_without(self._number_of(worker))
 
     def lose_group(self, group: int) -> None:
         """The copy of a group is gone."""
@@ -186,143 +163,107 @@ class GroupHopSynchronizer(HopSynchronizer):
         finally:
             with self._lock:
                 self._applied_before.pop(group, None)
-                for key in [key for key in self._loops if key[0] == group]:
-                    del self._loops[key]
-                self._changed[group].notify_all()
+                self._loops.drop(lambda key: key[0] == group)
+                for key in [key for key in self._driven if key[0] == group]:
+                    del self._driven[key]
 
     def leave(self, thread: int) -> None:
         """A trainer's thread has nothing to do at the moment; if none of its group has, neighbors
         don't wait for it after a while."""
         with self._lock:
             self._away.add(thread)
-            self._changed[self._group_of(thread)].notify_all()
-
-    def _threads_of(self, worker: int) -> range:
-        return range(worker * self._threads, (worker + 1) * self._threads)
+            self._loops.notify(self._group_of(thread))
 
     def _group_of(self, thread: int) -> int:
-        return self._arrangement.group_of(thread // self._threads).index
-
-    def resume(self, thread: int) -> None:
-        """Does nothing: see `training`."""
+        return self._number_of(thread // self._threads)
 
     def release(self) -> None:
         """Ends all waits."""
-        self._note_end()
+        self._loops.end()
         super().release()
-        self._end_loops(_RELEASE_SECONDS)
+        self._join(_RELEASE_SECONDS)
 
     def waits_for(self, seconds: float) -> list[Server]:
         """The servers, job and index, that loops have waited for so long; most of these wait for
         neighbors themselves."""
-        with self._lock:
-            since = time.monotonic() - seconds
-            busy = [(loop.called, loop.busy_since) for loop in self._loops.values()]
-        found = [called for called, began in busy if began is not None and began < since]
-        return list(dict.fromkeys(server for called in found for server in called))
+        return list(dict.fromkeys([*self._loops.waits_for(seconds), *super().waits_for(seconds)]))
 
     # An epoch.
 
     def begin(self) -> None:
         """Starts all groups on the same iteration; nobody may be at work."""
-        for group in self._arrangement.groups:
-            self._open_held(group)
         super().begin()
         # Read here: when a loop begins, its group may have applied updates already.
         copies = {group: self.copies.of(group) for group in self.there}
         applied = {g: self._read_applied(g, copy) for g, copy in copies.items() if copy is not None}
+        self._loops.begin()
         with self._lock:
-            self._ending = False
             self._applied_before = applied
             # Some may have seen the end of their data in an epoch before.
             self._away.update(range(self._arrangement.trainers * self._threads))
 
-    def _open_held(self, group: Group) -> None:
-        """Makes what a group needs on its servers, if they are there."""
-        worker = group.trainers[0]
-        can_wait = group.index not in self.copies.there and self.holders_of(worker)
-        # Asked before they are called: one that stands still would hold all others.
-        if can_wait and not self._are_reachable(group.index):
-            logging.warning("Group %d begins when its servers are back.", group.index)
-            if not self.exchanges[0].is_lost(group.index):
-                self.lose_group(group.index)
-            return
-        self.open(worker)
+    def _begin_without(self, group: int) -> None:
+        if not self.exchanges[0].is_lost(group):
+            self.lose_group(group)
 
     def carry_on(self) -> None:
         """Starts the loops, if they do not run."""
+        if self._loops.is_ending:
+            return
         super().carry_on()
         copies = {group: self.copies.of(group) for group in self.there}
         with self._lock:
-            if self._ending:
+            if self._loops.is_ending:
                 return
-            self._counts.begin()
             for group, copy in copies.items():
                 if copy is None:
                     continue
                 for shard, exchange in zip(self._parameters, self.exchanges, strict=True):
-                    loop = self._loops.get((group, shard))
-                    if loop is None or not loop.thread.is_alive() or loop.copy is not copy:
-                        self._start(group, shard, exchange, copy)
+                    self._start(group, shard, exchange, copy)
 
     def _start(self, group: int, shard: int, exchange: Exchange, copy: list[tf.Variable]) -> None:
+        before = self._driven.get((group, shard))
+        if before is not None and before.copy is not copy:
+            self._loops.drop(lambda key: key == before.key)
         holder = self._arrangement.groups[group].holders[shard]
         parameters = [copy[i].handle for i in self._parameters[shard]]
-        loop = _Loop(group, exchange, holder, copy, parameters)
-        name = f"recsync_hop_loop_{holder[1]}"
-        loop.thread = threading.Thread(target=self._run, args=(loop,), name=name, daemon=True)
-        self._loops[group, shard] = loop
-        loop.thread.start()
+        loop = _Loop(group, shard, exchange, holder, copy, parameters)
+        if self._loops.start(loop.key, lambda: self._iterate(loop)):
+            self._driven[loop.key] = loop
 
     def end(self) -> None:
         """Ends the loops, those of the edges, too; the steps are done."""
-        self._note_end()
-        self._end_loops(_JOIN_SECONDS)
+        self._loops.end()
+        self._join(JOIN_SECONDS)
+        with self._lock:
+            self._driven.clear()
         super().end()
-        self._counts.end()
 
-    def _note_end(self) -> None:
-        with self._lock:
-            self._ending = True
-            for changed in self._changed:
-                changed.notify_all()
-
-    def _end_loops(self, seconds: float) -> None:
+    def _join(self, seconds: float) -> None:
         """Ends what loops wait for, and waits for their ends, with a limit."""
-        deadline = time.monotonic() + seconds
-        with self._lock:
-            loops = list(self._loops.values())
-        while time.monotonic() < deadline:
-            for loop in loops:
-                loop.thread.join(_INTERRUPT_SECONDS)
-            loops = [loop for loop in loops if loop.thread.is_alive()]
-            if not loops:
-                return
-            # Again and again, as one of them may just begin to wait.
-            for exchange in self.exchanges:
-                exchange.interrupt()
+        self._loops.join(time.monotonic() + seconds, self._interrupt)
+
+    def _interrupt(self) -> None:
+        for exchange in self.exchanges:
+            exchange.interrupt()
 
     def training(self, thread: int) -> contextlib.AbstractContextManager:
         """Inside, a trainer trains, and its group takes part."""
         with self._lock:
             if thread in self._away:
                 self._away.discard(thread)
-                self._changed[self._group_of(thread)].notify_all()
+                self._loops.notify(self._group_of(thread))
         return contextlib.nullcontext()
 
     def trained(self, thread: int, steps: int) -> None:
         """A trainer has done so many steps: its group's loops look whether it is time."""
-        self._counts.count_steps(steps)
+        super().trained(thread, steps)
         group = self._group_of(thread)
         with self._lock:
             self._steps[group] += steps
-            own = [loop for (number, _), loop in self._loops.items() if number == group]
-            if any(self._steps[group] >= loop.least for loop in own):
-                self._changed[group].notify_all()
-
-    def report(self) -> SyncReport:
-        """What the exchanges have done: the syncs of a group are iterations that it completed."""
-        return self._counts.report(len(self.exchanges), self._elements)
+            own = [loop for (number, _), loop in self._driven.items() if number == group]
+            if any(self._is_near(loop) for loop in own):
+                self._loops.notify(group)
 
     def server_reports(self) -> list[list[WorkerReport]]:
         """What each group's servers have done, those that hold parameters."""
@@ -339,15 +280,8 @@ class GroupHopSynchronizer(HopSynchronizer):
         self._staleness.begin(values)
         super()._make_copy(group, values)
 
-    def _run(self, loop: _Loop) -> None:
-        """Takes a server from one iteration to the next."""
-        try:
-            with self._cluster.dispatch_scope():
-                self._iterate(loop)
-        except Exception as error:
-            self.fail(error)
-
     def _iterate(self, loop: _Loop) -> None:
+        """Takes a server from one iteration to the next."""
         with self._lock:  # When the iteration before began.
             applied = self._applied_before.get(loop.group)
         is_broken, failures = False, 0  # The latter in a row, with everybody there.
@@ -369,51 +303,32 @@ class GroupHopSynchronizer(HopSynchronizer):
                 if not self._goes_on(loop):
                     return
                 is_broken = True
-                if self._is_paused(loop):
+                if self._loops.is_paused:
                     continue  # What it waited for was ended.
                 # Of one that is gone the trainers find out.
-                if self._answers(loop) and self._goes_on(loop):
-                    failures += 1
-                    if failures == _ATTEMPTS:
-                        raise
-                    logging.warning(
-                        "An iteration of %s:%d failed, and it takes part anew (%d of %d): %s",
-                        *loop.holder,
-                        failures,
-                        _ATTEMPTS - 1,
-                        error.message.partition("\n")[0],
-                    )
-                self._wait(loop, lambda: False, _RETRY_SECONDS)
+                if not self.copies.answers(loop.group):
+                    self._loops.rest()
+                    continue
+                if not self._goes_on(loop):
+                    return
+                failures += 1
+                what = "An iteration of {}:{} failed, and it takes part anew".format(*loop.holder)
+                if not self._loops.may_try_again(what, error, failures):
+                    return
 
     def _goes_on(self, loop: _Loop) -> bool:
-        with self._lock:
-            return self._is_in_charge(loop)
+        return self._loops.goes_on(loop.key)
 
     def _wait(
         self, loop: _Loop, condition: Callable[[], bool], seconds: float | None = None
     ) -> bool:
         """Waits until a condition holds, or a loop is to end; whether that is so, in time."""
-        with self._lock:
-            return self._changed[loop.group].wait_for(
-                lambda: condition() or not self._is_in_charge(loop), seconds
-            )
-
-    def _is_in_charge(self, loop: _Loop) -> bool:
-        """Whether a loop is to go on; under _lock."""
-        return not self._ending and any(loop is other for other in self._loops.values())
+        return self._loops.wait(lambda: condition() or not self._goes_on(loop), seconds, loop.group)
 
     def _is_idle(self, loop: _Loop) -> bool:
         """Whether no trainer of a loop's group has anything to do; under _lock."""
         trainers = self._arrangement.groups[loop.group].trainers
         return all(self._away.issuperset(self._threads_of(trainer)) for trainer in trainers)
-
-    def _answers(self, loop: _Loop) -> bool:
-        """Whether a loop's group gives signs of life soon, and of the life of its copy."""
-        return not self.copies.is_of_earlier_life(loop.group) and self._are_reachable(loop.group)
-
-    def _are_reachable(self, group: int) -> bool:
-        holders = self._arrangement.groups[group].holders
-        return all(probe.reachable for probe in ask(self._cluster, holders))
 
     def _wait_for_updates(self, loop: _Loop, due: int) -> int | None:
         """Waits until a loop's group has applied updates up to a number, and neighbors count on it.
@@ -479,36 +394,9 @@ class GroupHopSynchronizer(HopSynchronizer):
         number = self._arrangement.groups[loop.group].holders.index(loop.holder)
         return [group.holders[number] for group in self._arrangement.groups]
 
-    @contextlib.contextmanager
-    def _call(self, loop: _Loop, *called: Server) -> Iterator[None]:
+    def _call(self, loop: _Loop, *called: Server) -> contextlib.AbstractContextManager:
         """Inside, a loop calls servers, and may wait for them; not in a pause."""
-        with self._lock:
-            self._wait_out_pauses(loop)
-            loop.called, loop.busy_since = called, time.monotonic()
-        try:
-            yield
-        finally:
-            loop.busy_since = None
-
-    def _is_paused(self, loop: _Loop) -> bool:
-        """Whether there is a pause; if so, waits for its end."""
-        with self._lock:
-            is_paused = self._pauses > 0
-            self._wait_out_pauses(loop)
-            return is_paused
-
-    def _wait_out_pauses(self, loop: _Loop) -> None:
-        """Waits until there is no pause, or a loop is to end; under _lock."""
-        self._changed[loop.group].wait_for(lambda: not self._pauses or not self._is_in_charge(loop))
-
-    def _becomes_quiet(self) -> bool:
-        """Whether no loop calls a server, or will not soon."""
-        deadline = time.monotonic() + _INTERRUPT_SECONDS
-        while any(loop.busy_since is not None for loop in list(self._loops.values())):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_INTERRUPT_SECONDS / 10)
-        return True
+        return self._loops.call(called, loop.key)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -516,20 +404,10 @@ class GroupHopSynchronizer(HopSynchronizer):
 
         Iterations under way are cut off if they don't end soon, as they may wait for neighbors.
         """
-        with self._lock:
-            self._pauses += 1
-        try:
-            deadline = time.monotonic() + _RELEASE_SECONDS
-            while not self._becomes_quiet() and time.monotonic() < deadline:
-                for exchange in self.exchanges:
-                    exchange.interrupt()
+        with self._loops.closed():
+            self._loops.become_quiet(_RELEASE_SECONDS, self._interrupt)
             with super().pause():
                 yield
-        finally:
-            with self._lock:
-                self._pauses -= 1
-                for changed in self._changed:
-                    changed.notify_all()
 
 
 @functools.cache

@@ -20,8 +20,8 @@ from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.placement import flops
 from tf_recsync.synchronization import context, speeds
-from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Group
+from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
 from tf_recsync.synchronization.copies import device_for
 from tf_recsync.synchronization.lookups import Lookups
 from tf_recsync.synchronization.placed import NO_LAYERS, Placed, PlacedLayers
@@ -163,8 +163,8 @@ class Step:
         lookups: the lookups to pull at the start.
         batch: the step's batch.
         worker: the worker's index, an int64 scalar on the worker.
-        aggregation: where the step gets its token, and what collects its pushes;
-            None if the servers apply each push at once.
+        aggregation: where the step gets its token, and what collects its pushes; by default
+            the servers apply each push at once.
         ahead: the step's lookups if they were pulled already, else None.
         before: what must have happened on a server before the step pulls from it, by
             the server's device.
@@ -184,7 +184,7 @@ class Step:
         lookups: Lookups,
         batch: Any,
         worker: tf.Tensor,
-        aggregation: Aggregation | None = None,
+        aggregation: AtOnce = AT_ONCE,
         ahead: Ahead | None = None,
         before: Mapping[str, Sequence[tf.Operation]] | None = None,
         hogwild: bool = False,
@@ -258,8 +258,7 @@ class Step:
             where = self._layout.device(variable)
             plans.setdefault(where, PullPlan()).unversioned.append(variable)
         values: dict[int, tf.Tensor] = {}
-        if self._aggregation is not None:
-            self._start(self._aggregation, plans)
+        self._start(plans)
         for device, plan in plans.items():
             after = [*self._after(device), *self._before.get(device, [])]
             if ahead is not None and device in ahead.pulls:
@@ -276,12 +275,11 @@ class Step:
         pulls = {device: pull.arrived for device, pull in self._pulls.items()}
         return {device: tensor for device, tensor in pulls.items() if tensor is not None}
 
-    def _start(self, aggregation: Aggregation, devices: Iterable[str]) -> None:
+    def _start(self, devices: Iterable[str]) -> None:
         """Takes the step's token, and notes how far the servers are before it pulls."""
-        # Only a worker that has a batch takes a token.
-        worker = tf.identity(self.worker)
+        aggregation = self._aggregation
         tables = [self._layout.device(state.variable) for state in self._layout.tables]
-        self._reached = aggregation.start(worker, {*devices, *tables, *aggregation.devices})
+        self._reached = aggregation.start(self.worker, {*devices, *tables, *aggregation.devices})
         for device, token in self._reached.items():
             with tf.control_dependencies(None), tf.control_dependencies([token.value]):
                 for buffer in aggregation.buffers_of(device):
@@ -501,7 +499,7 @@ class Step:
                     plan.add_rows(state, *table.resolve(gradient))
         for plan in plans.values():
             plan.pack(learning_rate)
-        if self._aggregation is not None and any(o is optimizer for o, _ in self._pushes):
+        if self._aggregation.takes_tokens and any(o is optimizer for o, _ in self._pushes):
             raise ValueError(
                 f"train_step applied gradients of {optimizer.name} more than once; under "
                 f"{self._aggregation.mode.name} training a step is one push"

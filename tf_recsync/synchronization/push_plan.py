@@ -173,6 +173,7 @@ class PushPlan:
                 rows=PackedBags.join(bags),
                 row_versions=tf.concat(versions, 0) if len(versions) > 1 else versions[0],
             )
+        arguments["ticket"] = start.ticket
         return buffer.push(start.index, start.value, pulled_step, **arguments)
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync.cluster import Cluster, device_of
+from tf_recsync.cluster import CHIEF, Cluster, processor_of
 
 
 class PackedReader:
@@ -67,7 +67,7 @@ def on_worker(value: np.ndarray) -> tf.Tensor:
     A tf.constant there would hold Python's lock while it waits for the worker,
     and with it the threads that drive the other workers.
     """
-    with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
+    with tf.device(CHIEF):
         # Tensors of Python's numbers TensorFlow caches, np.float64 among them: two threads that
         # send the same one to a worker would share one copy there, which one of them may use
         # before the other has sent it.
@@ -81,5 +81,5 @@ def at(cluster: Cluster, index: int, job: str = "worker") -> Iterator[None]:
 
     What it makes there, the ops of this package can use: they run on no other device.
     """
-    with cluster.dispatch_scope(), tf.device(device_of(job, index) + "/device:CPU:0"):
+    with cluster.dispatch_scope(), tf.device(processor_of(job, index)):
         yield

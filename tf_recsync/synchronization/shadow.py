@@ -9,36 +9,32 @@ that is gone.
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
-from tf_recsync.cluster import Cluster, ask, device_of
-from tf_recsync.synchronization.arrangement import Arrangement, Group
+from tf_recsync.cluster import CHIEF, Cluster, Server, ask, device_of
+from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.loops import JOIN_SECONDS, Loops
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Gate, Shadow
 from tf_recsync.synchronization.shadow_trainers import Trainers
-from tf_recsync.synchronization.sync_report import SyncCounts, SyncReport
+from tf_recsync.synchronization.sync_report import SyncReport
+from tf_recsync.synchronization.synchronizer import Synchronizer
 
-_ATTEMPTS = 5  # At a synchronization that fails though everybody is there.
-_RETRY_SECONDS = 0.2
 _LEAST_TRAINING = 0.1  # Between synchronizations of all, as a part of the time of one.
-_JOIN_SECONDS = 60.0
-_PAUSE_SECONDS = 10.0
 _ASK_AGAIN_SECONDS = 5.0  # Between two questions to one that gave none.
-_CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 _ALL = -1  # In the place of a group: all that are there, at once.
 
 _Key = tuple[int, int]  # A group, or all, and a shard.
 
 
-class ShadowSynchronizer:
-    """The groups of trainers of a model, while it trains; a `Synchronizer`.
+class ShadowSynchronizer(Synchronizer):
+    """The groups of trainers of a model, while it trains.
 
     Args:
         algorithm: how copies are synchronized.
@@ -52,6 +48,8 @@ class ShadowSynchronizer:
         bandwidths: returns artificial bandwidths, in bytes per second by server's device.
     """
 
+    has_waits = True
+
     def __init__(
         self,
         algorithm: Algorithm,
@@ -64,8 +62,7 @@ class ShadowSynchronizer:
         threads: int,
         bandwidths: Callable[[], dict[str, float]],
     ):
-        self.copies = copies
-        self.fail: Callable[[Exception], None] = _raise
+        super().__init__(arrangement, copies, threads)
         self._sync_ps = arrangement.sync_ps
         self._trainers = Trainers(
             algorithm, cluster, copies, parameters, counters, self._sync_ps, bandwidths
@@ -76,24 +73,15 @@ class ShadowSynchronizer:
         self._is_central = algorithm.is_central
         self._schedule = schedule
         self._cluster = cluster
-        self._arrangement = arrangement
-        self._threads = threads
         # Groups that are there and gave no sign of life, and when they were last asked for one.
         self._absent: dict[int, float] = {}
         self._gate = Gate()
         self._since: dict[int, int] = {}  # Iterations since the last synchronization, by thread.
         self._due: dict[_Key, float] = {}  # When the next synchronization is due.
-        self._pausing = threading.Lock()  # One pause at a time.
-        self._changed = threading.Condition()
-        # Guarded by _changed.
-        self._ending = True
+        self._loops = Loops("recsync_shadow", cluster, lambda error: self.fail(error))
+        # Guarded by the loops' lock.
         self._away: set[int] = set()  # Threads that have nothing to do.
         self._lost: set[int] = set()  # Workers.
-        self._is_paused = False
-        # When each synchronization under way began, and of which groups; by its thread.
-        self._calls: dict[int, tuple[float, tuple[int, ...]]] = {}
-        self._loops: dict[_Key, threading.Thread] = {}
-        self._counts = SyncCounts(len(arrangement.groups))
 
     @property
     def there(self) -> list[int]:
@@ -104,13 +92,13 @@ class ShadowSynchronizer:
 
     def open(self, worker: int) -> None:
         """Makes what a trainer's group needs: at the start, or when it is back."""
-        group = self._arrangement.group_of(worker).index
-        if self.copies.is_of_earlier_life(group):
-            self.lose_group(group)
+        super().open(worker)
+        with self._loops.lock:
+            self._lost.discard(worker)
+
+    def _open_group(self, group: int) -> None:
         if self._trainers.open(group):
             self._absent.pop(group, None)
-        with self._changed:
-            self._lost.discard(worker)
 
     def holders_of(self, worker: int) -> Sequence[tuple[str, int]]:
         """The servers that hold the copy of a trainer's group, if others have what it needs."""
@@ -118,23 +106,11 @@ class ShadowSynchronizer:
         is_alone = len(self._arrangement.groups) == 1 and not self._is_central
         return group.holders if group.servers and not is_alone else ()
 
-    def handles(self, worker: int) -> list[tf.Tensor]:
-        """What a trainer's steps take: its group's copies."""
-        return self.copies.handles(self._arrangement.group_of(worker).index)
-
     def lose(self, worker: int) -> None:
         """A trainer is gone, and what it held; the others go on."""
-        group = self._arrangement.group_of(worker)
-        with self._changed:
+        with self._loops.lock:
             self._lost.add(worker)
-        if not group.servers:
-            self.lose_group(group.index)
-        for thread in range(worker * self._threads, (worker + 1) * self._threads):
-            self.leave(thread)
-
-    def suspend(self, worker: int) -> None:
-        """A trainer is there, but its group's copy is gone; the other groups go on."""
-        self.lose(worker)
+        super().lose(worker)
 
     def lose_group(self, group: int) -> None:
         """The copy of a group is gone."""
@@ -144,50 +120,22 @@ class ShadowSynchronizer:
     def leave(self, thread: int) -> None:
         """A thread has nothing to do at the moment; loops end with the last one."""
         self._gate.leave(thread)
-        with self._changed:
+        with self._loops.lock:
             self._away.add(thread)
-            self._changed.notify_all()
-
-    def resume(self, thread: int) -> None:
-        """Does nothing: see `training`."""
+            self._loops.notify()
 
     def release(self) -> None:
         """Ends all waits."""
-        with self._changed:
-            self._ending = True
-            self._changed.notify_all()
+        self._loops.end()
         self._gate.end()
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> contextlib.AbstractContextManager:
         """Inside, no trainer calls another server to synchronize."""
-        with self._pausing:
-            with self._changed:
-                self._is_paused = True
-                if not self._changed.wait_for(lambda: not self._calls, _PAUSE_SECONDS):
-                    logging.warning(
-                        "Synchronizations did not end within %g s.",
-                        _PAUSE_SECONDS,
-                    )
-            try:
-                yield
-            finally:
-                with self._changed:
-                    self._is_paused = False
-                    self._changed.notify_all()
+        return self._loops.pause()
 
-    def waits_for(self, seconds: float) -> list[tuple[str, int]]:
+    def waits_for(self, seconds: float) -> list[Server]:
         """The servers, job and index, that synchronizations have waited for so long."""
-        with self._changed:
-            since = time.monotonic() - seconds
-            late = [members for began, members in self._calls.values() if began < since]
-        servers = [("ps", ps) for ps in self._sync_ps] if late else []
-        groups = {group for members in late for group in members}
-        return [*servers, *(h for group in groups for h in self._holders(group))]
-
-    def _holders(self, group: int) -> tuple[tuple[str, int], ...]:
-        """The servers, job and index, that hold a group's copy."""
-        return self._arrangement.groups[group].holders
+        return self._loops.waits_for(seconds)
 
     def describe(self) -> str:
         """Who waits for whom, in words."""
@@ -202,59 +150,35 @@ class ShadowSynchronizer:
     def begin(self) -> None:
         """Makes ready for an epoch; nobody may be at work."""
         self._trainers.begin()
-        for group in self._arrangement.groups:
-            if group.servers:  # Trainers that hold a copy get it when they are opened.
-                self._open_held(group)
+        super().begin()
         self._gate.begin()
-        with self._changed:
-            self._ending = False
+        with self._loops.lock:
             self._away.clear()
-
-    def _open_held(self, group: Group) -> None:
-        """Makes what a group needs on its servers, if they are there."""
-        can_wait = self.holders_of(group.trainers[0])
-        # Asked before they are called: one that stands still would hold all others.
-        if can_wait and not self._are_reachable(group.index):
-            logging.warning("Group %d begins when its servers are back.", group.index)
-            return
-        self._trainers.open(group.index)
+        self._loops.begin()
 
     def carry_on(self) -> None:
         """Starts the loops, if they do not run."""
-        with self._changed:
-            if self._ending:
-                return
-            self._counts.begin()
-            if not self._trainers.elements:
-                return
-            if isinstance(self._schedule, Foreground) and (
-                self._is_central or self._schedule.gap is not None
-            ):
-                return  # The trainers' threads see to it.
-            groups = self._trainers.there if self._is_central else [_ALL]
-            shards = self._trainers.shards
-            if isinstance(self._schedule, Foreground):
-                shards = shards[:1]  # One loop sees to all, while nobody trains.
-            for key in ((group, shard) for group in groups for shard in shards):
-                loop = self._loops.get(key)
-                if loop is None or not loop.is_alive():
-                    name = f"recsync_shadow_{key[0]}_{key[1]}"
-                    self._loops[key] = threading.Thread(
-                        target=self._loop, args=key, name=name, daemon=True
-                    )
-                    self._loops[key].start()
+        if self._loops.is_ending:
+            return
+        super().carry_on()
+        if not self._trainers.elements:
+            return
+        if isinstance(self._schedule, Foreground) and (
+            self._is_central or self._schedule.gap is not None
+        ):
+            return  # The trainers' threads see to it.
+        groups = self._trainers.there if self._is_central else [_ALL]
+        shards = self._trainers.shards
+        if isinstance(self._schedule, Foreground):
+            shards = shards[:1]  # One loop sees to all, while nobody trains.
+        for key in ((group, shard) for group in groups for shard in shards):
+            self._loops.start(key, functools.partial(self._loop, key))
 
     def end(self) -> None:
         """Ends the loops, and synchronizations in flight; the steps are done."""
         self.release()
-        deadline = time.monotonic() + _JOIN_SECONDS
-        for loop in list(self._loops.values()):
-            loop.join(max(0.0, deadline - time.monotonic()))
-        self._loops.clear()
-        with self._changed:
-            # Of trainers' threads, which may be at one although their steps are done.
-            self._changed.wait_for(lambda: not self._calls, max(0.0, deadline - time.monotonic()))
-        self._counts.end()
+        self._loops.join(time.monotonic() + JOIN_SECONDS)
+        super().end()
 
     def report(self) -> SyncReport:
         """What synchronization has done."""
@@ -275,7 +199,14 @@ class ShadowSynchronizer:
         self, values: Mapping[int, Sequence[np.ndarray]], extras: Mapping[str, np.ndarray]
     ) -> None:
         """Groups go on with these copies, and this center; see `Trainers.restore`."""
-        self._trainers.restore(values, extras)
+        merged = None
+        if values:
+            count = max(values) + 1
+            fitted = self._fitted(values, count)
+            if count != len(self._arrangement.groups):
+                merged = [list(copy) for copy in values.values()], list(fitted[0])
+            self.copies.load(fitted)
+        self._trainers.restore(extras, merged)
 
     # In the foreground: the trainers' threads call these.
 
@@ -287,7 +218,7 @@ class ShadowSynchronizer:
     @contextlib.contextmanager
     def training(self, thread: int) -> Iterator[None]:
         """Inside, a thread trains."""
-        with self._changed:
+        with self._loops.lock:
             self._away.discard(thread)
         if isinstance(self._schedule, Shadow) or self._is_central:
             yield
@@ -303,10 +234,10 @@ class ShadowSynchronizer:
 
     def trained(self, thread: int, steps: int) -> None:
         """A thread has done so many iterations: synchronizes if it is time."""
-        self._counts.count_steps(steps)
+        super().trained(thread, steps)
         if isinstance(self._schedule, Shadow) or not self._trainers.elements:
             return
-        group = self._arrangement.group_of(thread // self._threads).index
+        group = self._number_of(thread // self._threads)
         if self._schedule.gap is not None:
             self._since[thread] = self._since.get(thread, 0) + steps
             if self._since[thread] < self._schedule.gap:
@@ -328,7 +259,7 @@ class ShadowSynchronizer:
         """Whether a group has to synchronize now; then it is some thread's turn, once."""
         now = time.monotonic()
         key = group, 0
-        with self._changed:
+        with self._loops.lock:
             due = self._due.setdefault(key, now + self._schedule.interval)
             if now < due:
                 return False
@@ -339,42 +270,34 @@ class ShadowSynchronizer:
 
     # Inside.
 
-    def _loop(self, group: int, shard: int) -> None:
+    def _loop(self, key: _Key) -> None:
         """Synchronizes a shard of one group, or of all, again and again."""
+        group, shard = key
         interval = (
             self._schedule.min_interval
             if isinstance(self._schedule, Shadow)
             else self._schedule.interval
         )
-        key = group, shard
-        with self._cluster.dispatch_scope():
-            is_foreground = isinstance(self._schedule, Foreground)
-            if key not in self._due:
-                self._due[key] = time.monotonic() + (interval if is_foreground else 0.0)
-            try:
-                while self._wait_until_due(key):
-                    began = time.monotonic()
-                    self._due[key] = began + interval
-                    if group != _ALL and group not in self._trainers.there:
-                        return
-                    if is_foreground:
-                        self._gate.close_for(lambda: self._sync_shards(group))
-                        # Between those that take longer than the interval, too, threads train.
-                        ended = time.monotonic()
-                        rest = _LEAST_TRAINING * (ended - began)
-                        self._due[key] = max(self._due[key], ended + rest)
-                    elif group == _ALL or self._trains(group):
-                        self._sync_surely(group, shard)
-            except tf.errors.OpError as error:
-                # Said, or the trainer's own threads find out.
-                logging.debug("A loop of synchronizations ends: %s", error)
-            except Exception as error:
-                # As of an algorithm that can't be traced.
-                self.fail(error)
+        is_foreground = isinstance(self._schedule, Foreground)
+        if key not in self._due:
+            self._due[key] = time.monotonic() + (interval if is_foreground else 0.0)
+        while self._wait_until_due(key):
+            began = time.monotonic()
+            self._due[key] = began + interval
+            if group != _ALL and group not in self._trainers.there:
+                return
+            if is_foreground:
+                self._gate.close_for(lambda: self._sync_shards(group))
+                # Between those that take longer than the interval, too, threads train.
+                ended = time.monotonic()
+                rest = _LEAST_TRAINING * (ended - began)
+                self._due[key] = max(self._due[key], ended + rest)
+            elif group == _ALL or self._trains(group):
+                self._sync_surely(group, shard)
 
     def _trains(self, group: int) -> bool:
         """Whether a group has trainers left; if not, its copy would hold the others back."""
-        with self._changed:
+        with self._loops.lock:
             return not self._lost.issuperset(self._arrangement.groups[group].trainers)
 
     def _wait_until_due(self, key: _Key) -> bool:
@@ -382,16 +305,13 @@ class ShadowSynchronizer:
 
         def is_over() -> bool:
             everybody = self._arrangement.trainers * self._threads
-            return self._ending or len(self._away) == everybody
+            return not self._loops.goes_on(key) or len(self._away) == everybody
 
-        with self._changed:
-            rest = max(0.0, self._due[key] - time.monotonic())
-            self._changed.wait_for(is_over, min(rest, threading.TIMEOUT_MAX))
-            return not is_over()
+        return not self._loops.wait(is_over, self._due[key] - time.monotonic())
 
     def _may_try_again(self, group: int, error: tf.errors.OpError, failures: int) -> bool:
         """Whether a synchronization that failed, for so many times in a row, is made again."""
-        if self._ending:
+        if self._loops.is_ending:
             return False
         asked = ask(self._cluster, [("ps", ps) for ps in self._sync_ps])
         for ps, probe in zip(self._sync_ps, asked, strict=True):
@@ -405,42 +325,22 @@ class ShadowSynchronizer:
                 )
                 return False
         members = self._members() if group == _ALL else [group]
-        gone = [member for member in members if not self._answers(member)]
+        gone = [member for member in members if not self.copies.answers(member)]
         if gone and group != _ALL:
             return False  # The trainers' own threads find out.
         # With all-reduce they may wait for this very synchronization: the others go on without.
         self._absent.update(dict.fromkeys(gone, time.monotonic()))
         if not gone:
-            if failures >= _ATTEMPTS:
-                self.fail(error)
-                return False
-            logging.warning(
-                "A synchronization failed and is made again (%d of %d): %s",
-                failures,
-                _ATTEMPTS - 1,
-                error.message.partition("\n")[0],
-            )
-        self._rest()
-        return not self._ending
-
-    def _rest(self) -> None:
-        """Waits for a moment."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ending, _RETRY_SECONDS)
-
-    def _answers(self, group: int) -> bool:
-        """Whether a group gives signs of life soon, and of the life that its copies are of."""
-        return not self.copies.is_of_earlier_life(group) and self._are_reachable(group)
-
-    def _are_reachable(self, group: int) -> bool:
-        """Whether all that hold a group's copy give signs of life soon."""
-        return all(probe.reachable for probe in ask(self._cluster, self._holders(group)))
+            what = "A synchronization failed and is made again"
+            return self._loops.may_try_again(what, error, failures)
+        self._loops.rest()
+        return not self._loops.is_ending
 
     def _members(self) -> list[int]:
         """The groups that train and give signs of life."""
         for group, asked in list(self._absent.items()):
             if time.monotonic() - asked > _ASK_AGAIN_SECONDS:
-                if self._answers(group):
+                if self.copies.answers(group):
                     self._absent.pop(group, None)
                 else:
                     self._absent[group] = time.monotonic()
@@ -451,9 +351,9 @@ class ShadowSynchronizer:
         members = self._members()
         if members:
             # Called here, for a call ends when the connection to any of the members does.
-            self._sync(members, shard, _CHIEF)
+            self._sync(members, shard, CHIEF)
         else:
-            self._rest()  # Until one is back.
+            self._loops.rest()  # Until one is back.
 
     def _sync_surely(self, group: int, shard: int) -> None:
         """Synchronizes a shard of one group, or of all that are left, if need be again."""
@@ -463,7 +363,8 @@ class ShadowSynchronizer:
                 if group == _ALL:
                     self._sync_all(shard)
                 else:
-                    self._sync([group], shard, device_of(*self._holders(group)[shard]))
+                    holder = self._arrangement.groups[group].holders[shard]
+                    self._sync([group], shard, device_of(*holder))
                 return
             except tf.errors.OpError as error:
                 absent = len(self._absent)
@@ -475,22 +376,12 @@ class ShadowSynchronizer:
 
     def _sync(self, members: Sequence[int], shard: int, device: str) -> None:
         """Synchronizes a shard once, from this thread, by a call on this device."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_paused or self._ending)
-            if self._ending:
+        holders = [holder for i in members for holder in self._arrangement.groups[i].holders]
+        with self._loops.call([*(("ps", ps) for ps in self._sync_ps), *holders]):
+            if self._loops.is_ending:
                 return
             began = time.monotonic()
-            self._calls[threading.get_ident()] = began, tuple(members)
-        try:
             with tf.device(device):
-                if not self._trainers.sync(members, shard):
-                    return
-            self._counts.count_sync(members, time.monotonic() - began)
-        finally:
-            with self._changed:
-                del self._calls[threading.get_ident()]
-                self._changed.notify_all()
-
-
-def _raise(error: Exception) -> None:
-    raise error
+                is_done = self._trainers.sync(members, shard)
+            if is_done:
+                self._counts.count_sync(members, time.monotonic() - began)

@@ -17,7 +17,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tf_recsync.cluster import Cluster, device_of
+from tf_recsync.cluster import Cluster, processor_of
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.remote_values import at, on_worker
@@ -227,28 +227,19 @@ class Trainers:
         return kept
 
     def restore(
-        self, values: Mapping[int, Sequence[np.ndarray]], extras: Mapping[str, np.ndarray]
+        self,
+        extras: Mapping[str, np.ndarray],
+        merged: tuple[list[list[np.ndarray]], list[np.ndarray]] | None,
     ) -> None:
-        """Groups go on with these copies, and this center; nobody may be at work.
+        """Groups, which have their copies, go on with this center; nobody may be at work.
 
         Args:
-            values: by group. If there were more or fewer, all begin with the mean.
             extras: as above; those of another algorithm are left out.
+            merged: the copies of a checkpoint of more or fewer groups, and their mean, with which
+                all begin; None if there were as many.
         """
-        groups = range(len(self.copies.groups))
-        if values and set(values) != set(groups):
-            logging.warning(
-                "The checkpoint holds the parameters of %d trainers, and there are %d: all of "
-                "them begin with the mean.",
-                len(values),
-                len(groups),
-            )
-            mean = self.copies.mean(list(values.values()))
-            self._merged = [list(copy) for copy in values.values()], mean
-            values = dict.fromkeys(groups, mean)
-        if values:
-            self.copies.load(values)
         with self._lock:
+            self._merged = merged or self._merged
             self._restored = {
                 name: value
                 for name, value in extras.items()
@@ -276,7 +267,7 @@ class Trainers:
         count = len(shard.parameters)
         each = count + len(names)
         holders = [self.copies.groups[group].holders[shard.number] for group in key]
-        devices = [f"{device_of(*holder)}/device:CPU:0" for holder in holders] or [""]
+        devices = [processor_of(*holder) for holder in holders] or [""]
 
         def sync(*handles):
             trainers = []
@@ -374,7 +365,7 @@ class Trainers:
             if not shard.parts and self._algorithm.is_central:
                 ranges = shard.ranges(len(self._sync_ps))
                 for ps, (first, last) in zip(self._sync_ps, ranges, strict=True):
-                    with tf.device(device_of("ps", ps) + "/device:CPU:0"):
+                    with tf.device(processor_of("ps", ps)):
                         # Not a variable of the strategy, in whose scope this may be.
                         shard.parts.append(ResourceVariable(start[first:last], trainable=False))
                         shard.traffic.append(ResourceVariable(np.int64(0), trainable=False))
@@ -433,8 +424,10 @@ class Trainers:
         self.staleness.begin(values)
         self.copies.make(group, values)
         job, index = self.copies.groups[group].holders[0]
+        source = "the others" if taken else "the last reading"
         logging.warning(
-            "%s goes on with the parameters of %s.",
+            "%s goes on with the parameters of %s, and the slots and moving averages of %s.",
             f"Worker {index}" if job == "worker" else f"Group {group}",
-            "the sync PSs" if has_center else "the other trainers",
+            "the sync PSs" if has_center else source,
+            source,
         )

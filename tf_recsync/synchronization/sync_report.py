@@ -15,7 +15,8 @@ class SyncReport:
     Attributes:
         syncs: of each group of trainers, those that it took part in. Of a group on several
             servers, which are synchronized by themselves, their mean, rounded down.
-        seconds: of each group, the time that they took.
+        seconds: of each group, the time that they took; under a `HopStrategy`, where they are a
+            part of steps, what workers have waited in them.
         steps: of all threads of all trainers, those that they have finished.
         trained_seconds: the seconds that trainers trained: the length of all epochs.
         elements: the parameters that are synchronized.
@@ -79,11 +80,11 @@ class SyncCounts:
         with self._lock:
             self._steps += steps
 
-    def count_sync(self, groups: Iterable[int], seconds: float) -> None:
-        """A shard of these groups was synchronized, in so many seconds."""
+    def count_sync(self, groups: Iterable[int], seconds: float, times: int = 1) -> None:
+        """A shard of these groups was synchronized so often, in so many seconds."""
         with self._lock:
             for group in groups:
-                self._syncs[group] += 1
+                self._syncs[group] += times
                 self._seconds[group] += seconds
 
     def report(self, shards: int, elements: int, sync_ps_bytes: int = 0) -> SyncReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable
 
@@ -18,16 +19,23 @@ class WorkerStates(tf.train.experimental.PythonState):
 
     Args:
         synchronizer: gives what keeps the copies together.
+        watched: returns a context in which calls to a server that is silent end.
     """
 
-    def __init__(self, synchronizer: Callable[[], Synchronizer]):
+    def __init__(
+        self,
+        synchronizer: Callable[[], Synchronizer],
+        watched: Callable[[], contextlib.AbstractContextManager],
+    ):
         self._synchronizer = synchronizer
+        self._watched = watched
 
     def serialize(self) -> bytes:
         """All copies, and what belongs to them; `tf.train.Checkpoint` calls this."""
         synchronizer = self._synchronizer()
-        values = synchronizer.copies.all_values()  # First: within an epoch, it lets steps end.
-        extras = synchronizer.extras()
+        with self._watched():
+            values = synchronizer.copies.all_values()  # First: within an epoch, it lets steps end.
+            extras = synchronizer.extras()
         arrays = {
             "format": np.int64(_FORMAT),
             "workers": np.array(sorted(values), np.int64),
@@ -68,7 +76,8 @@ class WorkerStates(tf.train.experimental.PythonState):
             for worker in workers:
                 copies = [_read(arrays[f"{worker}/{i}"], v) for i, v in enumerate(variables)]
                 values[worker] = synchronizer.copies.divided(copies)
-        synchronizer.restore(values, extras)
+        with self._watched():
+            synchronizer.restore(values, extras)
 
 
 def _read(serialized: np.ndarray, variable: tf.Variable) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from tf_recsync.cluster import device_of
+from tf_recsync.cluster import processor_of
 from tf_recsync.strategies.fit_strategy import FitStrategy
 
 
@@ -29,7 +29,7 @@ def chosen_devices(
     for server in chosen:
         if not isinstance(server, int) or isinstance(server, bool) or not 0 <= server < number:
             raise ValueError(f"servers must be from 0 to {number - 1}, not {server!r}")
-    return [f"{device_of(job, server)}/device:CPU:0" for server in chosen]
+    return [processor_of(job, server) for server in chosen]
 
 
 def set_limit(

@@ -1,4 +1,4 @@
-"""What a worker's call says that failed by the user's own doing, as a user can read it."""
+"""What TensorFlow's errors say, without what they tell besides."""
 
 from __future__ import annotations
 
@@ -43,6 +43,12 @@ def plain(error: tf.errors.OpError, worker: int) -> tf.errors.OpError:
     said, made_at = _read(error.message)
     where = f"\nThe operation was made at: {made_at}" if made_at else ""
     return type(error)(None, None, f"On worker:{worker}: {said}{where}")
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in one line."""
+    message = error.message if isinstance(error, tf.errors.OpError) else str(error)
+    return _read(message)[0].partition("\n")[0]
 
 
 def _read(message: str) -> tuple[str, str]:

@@ -1,0 +1,213 @@
+"""HierarchicalStrategy with Hop between the groups."""
+
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from groups import BETWEEN, INSIDE, WORKERS, hierarchical, line, numbers
+from helpers import AtBatch, compiled, mean_output, slope_model, wait_until
+
+import tf_recsync as recsync
+from tf_recsync.strategies import server_threads
+from tf_recsync.synchronization import hop_groups, loops
+
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
+
+
+@pytest.fixture
+def cluster(clusters):
+    return clusters.get(workers=WORKERS, ps=6)
+
+
+def threads_of_hop() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("recsync_hop")]
+
+
+def test_servers_exchange_their_shards_after_so_many_updates_by_hop(cluster, tmp_path):
+    between = recsync.Hop(
+        recsync.topology.ring(2), updates_per_iteration=3, check_invariants=True, staleness_bound=1
+    )
+    options = {"ps_per_group": 2, "output": "mean", "aggregation": INSIDE["GBA"]}
+    strategy = hierarchical(cluster, between, **options)
+    assert strategy.algorithm is between and strategy.sync_ps == ()
+    model = line(strategy)
+    assert strategy.hop_report(model) is None
+    recsync.testing.set_compute_time(strategy, 0.01)
+    history = model.fit(
+        numbers(80), epochs=2, verbose=0, callbacks=[recsync.callbacks.ShadowReport()]
+    ).history
+    assert not threads_of_hop()
+    first, second = strategy.copies(model)
+    for value, a, b in zip(model.get_weights(), first, second, strict=True):
+        np.testing.assert_allclose(value, (a + b) / 2, rtol=1e-5, atol=1e-6)
+    report, servers = strategy.sync_report(model), strategy.hop_report(model)
+    assert report.steps == 160 and report.elements == 4 and report.sync_ps_bytes == 0
+    # Two pushes are an update, and three updates an iteration at least.
+    assert sum(report.syncs) <= 160 / 6
+    for group in range(2):
+        assert report.syncs[group] > 4
+        # A kernel and a bias, each on a server, are exchanged by themselves.
+        assert len(servers[group]) == 2
+        assert all(server.updates_used > 0 for server in servers[group])
+        iterations = [server.iteration for server in servers[group]]
+        assert sum(iterations) / 2 >= report.syncs[group] - 1
+    assert strategy.average_sync_gap(model) == report.steps / sum(report.syncs)
+    assert strategy.average_sync_gap(model, by="bytes") == float("inf")
+    assert history["average_sync_gap"][1] >= 6 and history["syncs_per_second"][1] > 0
+    with pytest.raises(ValueError, match="HopReport can't report on a HierarchicalStrategy; use"):
+        model.fit(numbers(4), verbose=0, callbacks=[recsync.callbacks.HopReport()])
+
+    # Groups go on from a checkpoint, with their iterations.
+    latest = max(server.iteration for of_group in servers for server in of_group)
+    checkpoint = tf.train.Checkpoint(model=model, groups=strategy.worker_states(model))
+    path = checkpoint.save(str(tmp_path / "line"))
+    other = hierarchical(cluster, between, **options)
+    restored = line(other)
+    states = other.worker_states(restored)
+    tf.train.Checkpoint(model=restored, groups=states).restore(path).assert_consumed()
+    for copy, saved in zip(other.copies(restored), (first, second), strict=True):
+        for a, b in zip(copy, saved, strict=True):
+            np.testing.assert_array_equal(a, b)
+    restored.fit(numbers(40), verbose=0)
+    assert other.hop_report(restored)[0][0].iteration > latest
+
+
+def test_hop_goes_on_from_a_checkpoint_of_another_algorithm(cluster, tmp_path):
+    easgd = hierarchical(cluster)
+    model = line(easgd)
+    model.fit(numbers(8), verbose=0)
+    checkpoint = tf.train.Checkpoint(model=model, groups=easgd.worker_states(model))
+    path = checkpoint.save(str(tmp_path / "line"))
+    strategy = hierarchical(cluster, BETWEEN["Hop"])
+    restored = line(strategy)
+    states = strategy.worker_states(restored)
+    tf.train.Checkpoint(model=restored, groups=states).restore(path).assert_consumed()
+    np.testing.assert_array_equal(strategy.copies(restored)[1][0], easgd.copies(model)[1][0])
+    restored.fit(numbers(8), verbose=0)
+    assert strategy.hop_report(restored)[1][0].iteration < 8  # They begin anew.
+
+
+def test_trainers_wait_for_no_neighbor_by_hop(cluster):
+    strategy = hierarchical(cluster, BETWEEN["Hop"])
+    recsync.testing.set_compute_time(strategy, 0.03, recsync.testing.SlowWorkers(20.0, [2, 3]))
+    model = line(strategy)
+    model.fit(numbers(150), verbose=0)
+    steps, syncs = strategy.worker_steps(model), strategy.sync_report(model).syncs
+    assert min(steps[:2]) > 4 * max(steps[2:])
+    assert 0 < syncs[0] <= syncs[1] + 1  # The fast group's servers do.
+
+
+def test_copies_stand_still_while_they_are_read_within_an_epoch_by_hop(cluster):
+    # An iteration for each update: without the pause, one of them is always under way.
+    strategy = hierarchical(cluster, BETWEEN["Hop"])
+    recsync.testing.set_compute_time(strategy, 0.005)
+    model, seen = line(strategy), []
+
+    class Reads(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch % 40 == 20:
+                before = strategy.copies(self.model)
+                time.sleep(0.2)
+                seen.append((before, strategy.copies(self.model)))
+
+    model.fit(numbers(200), verbose=0, callbacks=[Reads()])
+    assert len(seen) == 5
+    for before, after in seen:
+        for old, new in zip(before, after, strict=True):
+            for one, other in zip(old, new, strict=True):
+                np.testing.assert_array_equal(one, other)
+    assert min(strategy.sync_report(model).syncs) > 3  # And they go on.
+
+
+def test_an_optimizer_that_would_undo_the_average_is_refused_by_hop(cluster):
+    strategy = hierarchical(cluster, BETWEEN["Hop"])
+    model = compiled(strategy, slope_model, lambda: recsync.optimizers.Ftrl(0.1), mean_output)
+    with pytest.raises(ValueError, match="optimizer must not be Ftrl under Hop between groups"):
+        model.fit(numbers(4), verbose=0)
+
+
+def test_a_group_without_data_leaves_its_neighbor_going_on_by_hop(cluster, monkeypatch):
+    monkeypatch.setattr(hop_groups, "_LEAVE_SECONDS", 0.1)
+    strategy = hierarchical(cluster, recsync.Hop(recsync.topology.ring(2)))
+    recsync.testing.set_compute_time(strategy, 0.02)
+    model = line(strategy)
+
+    def dataset_fn(context):
+        return numbers(60 if context.input_pipeline_id < 2 else 3)
+
+    model.fit(strategy.distribute_datasets_from_function(dataset_fn), verbose=0)
+    first, second = strategy.sync_report(model).syncs
+    assert second <= 6 and first > second + 5
+    # All take part again in the next epoch.
+    model.fit(numbers(40), verbose=0)
+    assert strategy.sync_report(model).syncs[1] > second
+
+
+def test_a_killed_server_of_a_group_ends_training_if_neighbors_wait_for_it_by_hop(cluster):
+    strategy = hierarchical(cluster, BETWEEN["Hop"])
+    recsync.testing.set_compute_time(strategy, 0.05)
+    model = line(strategy)
+    message = "group 1 was lost, and group 0 can't go on without group 1: .* backup_workers=0"
+    with pytest.raises(RuntimeError, match=message):
+        model.fit(numbers(400), verbose=0, callbacks=[AtBatch(8, lambda: cluster.kill("ps", 1))])
+    assert wait_until(lambda: not threads_of_hop(), 20), threads_of_hop()
+
+
+@pytest.mark.parametrize("times", [2, 1000], ids=["twice", "always"])
+def test_an_iteration_that_fails_is_made_anew_by_hop(cluster, monkeypatch, caplog, times):
+    make, left = hop_groups._iteration, [times]
+
+    def failing(parameters):
+        if not left[0]:
+            return make(parameters)
+        left[0] -= 1
+        raise tf.errors.InternalError(None, None, "garbled")
+
+    monkeypatch.setattr(hop_groups, "_iteration", failing)
+    monkeypatch.setattr(loops, "RETRY_SECONDS", 0.01)
+    strategy = hierarchical(cluster, BETWEEN["Hop"])
+    recsync.testing.set_compute_time(strategy, 0.02)
+    model = line(strategy)
+    if times > 2:
+        with pytest.raises(tf.errors.InternalError, match="garbled"):
+            model.fit(numbers(400), verbose=0)
+    else:
+
+        def end_when_all_have_exchanged(batch, logs):
+            model.stop_training = min(strategy.sync_report(model).syncs) > 0
+
+        ends = keras.callbacks.LambdaCallback(on_train_batch_end=end_when_all_have_exchanged)
+        model.fit(numbers(4000), verbose=0, callbacks=[ends])
+        assert min(strategy.sync_report(model).syncs) > 0
+    assert "failed, and it takes part anew (1 of 4): garbled" in caplog.text
+    assert wait_until(lambda: not threads_of_hop(), 20), threads_of_hop()
+
+
+def test_servers_need_threads_for_what_may_wait_on_them_by_hop(cluster, monkeypatch):
+    monkeypatch.setattr(server_threads.ops, "server_threads", lambda needed: 7)
+    message = "parameter server 0 has 7 threads, and up to 8 calls may wait in it for neighbors"
+    with pytest.raises(ValueError, match=message):
+        hierarchical(cluster, BETWEEN["Hop"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"topology": 2}, "topology must be from tf_recsync.topology, not 2"),
+        ({"updates_per_iteration": 0}, "updates_per_iteration must be an integer of at least 1"),
+        ({"max_iteration_gap": 0}, "max_iteration_gap must be an integer of at least 1"),
+        ({"backup_workers": 2}, "backup_workers must be less than the in-neighbors"),
+        ({"staleness_bound": -1}, "staleness_bound must be an integer of at least 0"),
+        ({"skip": 3}, "skip must be a Skip or None, not 3"),
+        ({"protocol": "gossip"}, 'protocol must be "token_queue" or "notify_ack"'),
+        ({"protocol": "notify_ack", "backup_workers": 1}, "notify_ack excludes backup workers"),
+        ({"check_invariants": 1}, "check_invariants must be a bool, not 1"),
+        ({"stall_seconds": 0}, "stall_seconds must be positive"),
+    ],
+)
+def test_what_hop_does_not_know_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        recsync.Hop(**{"topology": recsync.topology.ring(2), **wrong})

@@ -1,0 +1,339 @@
+"""Parameter servers that die while a model trains with a Checkpoint: training goes on."""
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from groups import BETWEEN, hierarchical
+from helpers import AtBatch
+from test_checkpoint_callback import NAME, check_rows, dataset, make_model
+
+import tf_recsync as recsync
+from tf_recsync import checkpoint
+from tf_recsync.callbacks import Checkpoint
+from tf_recsync.strategies import train_function
+
+pytestmark = [
+    pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off"),
+    pytest.mark.timeout(180),
+]
+
+ROWS, STEPS = 6, 300
+NEVER = recsync.Foreground(gap=1_000_000)
+MODES = {
+    "async": lambda c: recsync.AsyncStrategy(c),
+    "GBA": lambda c: recsync.GBAStrategy(c, 4, 2, staleness_tolerance=100),
+    "sync": lambda c: recsync.SyncStrategy(c, global_batch_size=4, local_batch_size=2),
+    "EASGD": lambda c: recsync.ShadowSyncStrategy(c, recsync.EASGD(0.3), sync_ps=[3]),
+}
+
+
+@pytest.fixture
+def cluster(clusters):
+    return clusters.get(workers=4, ps=4)
+
+
+class KillInTurn(keras.callbacks.Callback):
+    """Kills servers, each some steps after the one before is back, and starts them again."""
+
+    def __init__(self, cluster, checkpoint, servers, steps=12, seconds=0.2):
+        super().__init__()
+        self.left = list(servers)
+        self._cluster, self._checkpoint, self._seconds = cluster, checkpoint, seconds
+        self._steps = self._wait = steps
+        self._killed = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        if not self.left or self._checkpoint.recoveries < self._killed:
+            return
+        self._wait -= 1
+        if self._wait <= 0:
+            self._wait = self._steps
+            self._killed += 1
+            server = self.left.pop(0)
+            self._cluster.kill("ps", server)
+            restart = threading.Timer(self._seconds, self._cluster.restart, ["ps", server])
+            restart.start()
+
+
+def slowly(strategy):
+    recsync.testing.set_compute_time(strategy, 0.01)
+    return strategy
+
+
+def every_server(mode):
+    """Each of a strategy's servers, twice."""
+    return pytest.param(mode, 2, marks=pytest.mark.soak, id=f"{mode}, twice")
+
+
+@pytest.mark.parametrize(
+    ("mode", "times"),
+    [*((mode, 1) for mode in MODES if mode != "GBA"), *map(every_server, MODES)],
+)
+def test_servers_may_die_in_turn(cluster, tmp_path, mode, times, caplog):
+    strategy = slowly(MODES[mode](cluster))
+    # Each step of a global batch changes each row; the others one.
+    rows = ROWS if mode in ("async", "EASGD") else 1
+    model = make_model(strategy, rows, shards=min(rows, 2), units=4)
+    callback = Checkpoint(tmp_path, every_steps=10, keep=None)
+    servers = servers_of(model) + [3] * (mode == "EASGD")
+    few = -2 if mode == "async" else -1
+    servers = servers[few:] if times == 1 else servers * times
+    kills = KillInTurn(cluster, callback, servers)
+    epochs = model.fit(
+        dataset(STEPS * times, rows), epochs=2, verbose=0, callbacks=[callback, kills]
+    )
+    assert epochs.epoch == [0, 1]
+    assert np.isfinite(epochs.history["loss"]).all()
+    assert callback.recoveries == len(servers) > 0
+    assert not kills.left
+    for server in servers:
+        assert f"Training pauses, as ps:{server} was lost; the last checkpoint is" in caplog.text
+        assert f"Training goes on: ps:{server} is back after" in caplog.text
+    for saved in callback.saved:
+        if rows > 1:
+            check_rows(saved.path)
+        else:  # A global batch may have been applied with a push of a worker missing.
+            checkpoint.open(saved.path).verify()
+    x = {"ids": np.zeros((2, 1), np.int64)}
+    assert np.isfinite(model.predict(x, verbose=0)).all()
+    # Another call of fit is as any other.
+    assert model.fit(dataset(8), verbose=0, callbacks=[callback]).epoch == [0]
+
+
+def servers_of(model):
+    """Those that have variables of a model or its optimizer."""
+    with model.distribute_strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+    devices = {v._value.device for v in [*model.variables, *model.optimizer.variables]}
+    specs = map(tf.DeviceSpec.from_string, devices)
+    return sorted(spec.task for spec in specs if spec.job == "ps")
+
+
+def shards_of(model):
+    """The servers of the table's shards, in their order."""
+    (layer,) = (own for own in model.layers if own.name == NAME)
+    places = {}
+    for variable in layer.variables:
+        for piece in variable.physical_table.pieces:
+            places[piece.index] = tf.DeviceSpec.from_string(variable._value.device).task
+    return [places[index] for index in sorted(places)]
+
+
+@pytest.mark.parametrize("recovery", ["partial", "all"])
+def test_what_goes_back_is_what_was_lost_or_everything(cluster, tmp_path, recovery):
+    strategy = slowly(recsync.AsyncStrategy(cluster))
+    model = make_model(strategy, ROWS, shards=2)
+    kept, lost = shards_of(model)
+    # The one that training begins with, and the last one.
+    callback = Checkpoint(tmp_path, every_seconds=1e9, keep=None, recovery=recovery)
+    kills = KillInTurn(cluster, callback, [lost], steps=60)
+    model.fit(
+        dataset(STEPS, ROWS).repeat(),
+        steps_per_epoch=STEPS,
+        verbose=0,
+        callbacks=[callback, kills],
+    )
+    assert callback.recoveries == 1
+    assert [saved.global_step for saved in callback.saved][0] == 0
+    check_rows(callback.saved[-1].path)
+    updates = checkpoint.open(callback.saved[-1].path).rows(f"{NAME}/ones/version")
+    # Each step names one row, three of six on each server. All steps were done, as often as that
+    # takes; those whose push had reached one server only count as well.
+    assert sum(strategy.worker_steps(model)) == STEPS
+    named = np.array([np.sum(updates[index::2]) for index in (0, 1)])
+    if recovery == "partial":
+        assert abs(named[0] - STEPS / 2) < STEPS / 6
+    else:
+        assert named[0] < STEPS / 2 - 10
+    assert 30 < named[1] < STEPS / 2 - 10
+    del kept
+
+
+@pytest.mark.parametrize("second", ["the same", "another"])
+def test_one_that_dies_while_another_is_restored_is_restored_as_well(
+    cluster, tmp_path, monkeypatch, caplog, second
+):
+    strategy = slowly(recsync.AsyncStrategy(cluster))
+    model = make_model(strategy, ROWS, shards=2)
+    kept, lost = shards_of(model)
+    then = lost if second == "the same" else kept
+    callback = Checkpoint(tmp_path, every_steps=10, keep=None)
+    make_anew, times = train_function.make_anew, []
+
+    def and_die(model, servers):
+        made = make_anew(model, servers)
+        times.append(servers)
+        if len(times) == 1:
+            cluster.kill("ps", then)
+            threading.Timer(0.3, cluster.restart, ["ps", then]).start()
+        return made
+
+    monkeypatch.setattr(train_function, "make_anew", and_die)
+    kills = KillInTurn(cluster, callback, [lost])
+    model.fit(dataset(STEPS, ROWS), verbose=0, callbacks=[callback, kills])
+    assert callback.recoveries == 1
+    assert times == [{("ps", lost)}, {("ps", lost), ("ps", then)}]
+    assert "Recovery begins again" in caplog.text
+    for saved in callback.saved:  # And none has zeros.
+        check_rows(saved.path)
+
+
+def test_copies_and_metrics_are_those_of_the_checkpoint_and_of_all_steps(cluster, tmp_path):
+    strategy = slowly(recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), mode=NEVER))
+    with strategy.scope():
+        ids = keras.Input((1,))
+        table = keras.layers.Embedding(4, 2)(keras.layers.Lambda(lambda x: x % 4)(ids))
+        model = keras.Model(ids, keras.layers.Dense(1)(keras.layers.Flatten()(table)))
+        mean = keras.metrics.MeanMetricWrapper(lambda y, p: tf.ones_like(y), name="one")
+        model.compile(recsync.optimizers.Adagrad(0.1), "mse", metrics=[mean])
+    data = tf.data.Dataset.from_tensors((np.ones((2, 1)), np.ones((2, 1))))
+    callback = Checkpoint(tmp_path, every_seconds=1e9)
+    model.fit(data.repeat(40), verbose=0)
+    model.optimizer.learning_rate = 0.0
+    saved, then = strategy.copies(model), []
+
+    class Compare(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if callback.recoveries and not then:
+                then.append(strategy.copies(model))
+            elif batch == 15:
+                model.optimizer.learning_rate = 0.1  # That goes back, too.
+
+    server = [tf.DeviceSpec.from_string(v._value.device).task for v in model.variables[:1]]
+    kills = KillInTurn(cluster, callback, server, steps=30)
+    logs = model.fit(data.repeat(200), verbose=0, callbacks=[callback, kills, Compare()])
+    assert callback.recoveries == 1
+    assert len({copy[0].tobytes() for copy in saved}) > 1
+    for copy, before in zip(then[0], saved, strict=True):
+        np.testing.assert_array_equal(copy[0], before[0])
+    assert logs.history["one"] == [1.0]
+    # Those of both calls, but for what was in flight.
+    assert strategy.sync_report(model).steps > 200
+
+
+def test_a_loss_between_epochs_does_not_set_the_data_back(cluster, tmp_path):
+    strategy = slowly(recsync.AsyncStrategy(cluster))
+    model = make_model(strategy, STEPS, shards=2)
+    lost = shards_of(model)[1]
+    callback = Checkpoint(tmp_path, every_seconds=1e9, recovery="partial")
+
+    class Kill(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                cluster.kill("ps", lost)
+                cluster.restart("ps", lost)
+
+    # Each row once: what is named in the second epoch was not in the first one.
+    ids = np.arange(STEPS).repeat(2)[:, np.newaxis]
+    data = tf.data.Dataset.from_tensor_slices(({"ids": ids}, np.zeros((2 * STEPS, 1)))).batch(2)
+    model.fit(
+        data.repeat(),
+        steps_per_epoch=STEPS // 3,
+        epochs=2,
+        verbose=0,
+        callbacks=[Kill(), callback],
+    )
+    assert callback.recoveries == 1
+    updates = checkpoint.open(callback.saved[-1].path).rows(f"{NAME}/ones/version")
+    kept = updates[::2]
+    assert kept.max() == 1
+    # A push of a step that is done again may have reached this server.
+    assert abs(kept.sum() - 2 * STEPS // 6) <= 20
+
+
+def test_a_loss_after_the_last_step_does_not_cost_the_last_checkpoint(cluster, tmp_path):
+    model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
+    lost = shards_of(model)[1]
+    callback = Checkpoint(tmp_path, every_seconds=1e9)
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            cluster.kill("ps", lost)
+            threading.Timer(0.3, cluster.restart, ["ps", lost]).start()
+
+    model.fit(dataset(40, ROWS), verbose=0, callbacks=[Kill(), callback])
+    assert callback.recoveries == 1
+    assert len(callback.saved) == 2
+    check_rows(callback.saved[-1].path)
+
+
+def test_who_trains_without_the_callback_is_told_of_a_loss(cluster, tmp_path):
+    model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
+    lost = shards_of(model)[1]
+    model.fit(dataset(8, ROWS), verbose=0, callbacks=[Checkpoint(tmp_path)])
+    with pytest.raises(RuntimeError, match=f"server ps:{lost} was lost, and its parameters"):
+        model.fit(
+            dataset(10_000, ROWS),
+            verbose=0,
+            callbacks=[AtBatch(20, lambda: cluster.kill("ps", lost))],
+        )
+
+
+def test_workers_that_make_their_data_go_on_where_they_were(cluster, tmp_path):
+    strategy = slowly(recsync.AsyncStrategy(cluster))
+    model = make_model(strategy, ROWS, shards=2)
+    made = strategy.distribute_datasets_from_function(lambda context: dataset(60, ROWS))
+    callback = Checkpoint(tmp_path, every_steps=10)
+    kills = KillInTurn(cluster, callback, shards_of(model))
+    model.fit(made, verbose=0, callbacks=[callback, kills])
+    assert callback.recoveries == 2
+    # Nothing twice; what was in their hands is lost.
+    assert 4 * 60 - 2 * 4 * 12 <= sum(strategy.worker_steps(model)) <= 4 * 60
+
+
+def test_one_that_does_not_come_back_ends_training_with_the_last_checkpoint(cluster, tmp_path):
+    model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
+    callback = Checkpoint(tmp_path, every_steps=10, ps_timeout=1.0)
+    with pytest.raises(
+        RuntimeError, match=r"ps:1 was lost, and is not back after ps_timeout=1 s; the last check"
+    ):
+        model.fit(
+            dataset(10_000, ROWS),
+            verbose=0,
+            callbacks=[callback, AtBatch(20, lambda: cluster.kill("ps", 1))],
+        )
+    check_rows(checkpoint.latest(tmp_path))
+    cluster.restart("ps", 1)
+    # As the program would that is started again.
+    again = make_model(recsync.AsyncStrategy(cluster), ROWS, shards=2)
+    callback = Checkpoint(tmp_path)
+    again.fit(dataset(8, ROWS), epochs=2, verbose=0, callbacks=[callback])
+    assert callback.restored
+
+
+@pytest.mark.parametrize("kind", ["raise", "divided layers"])
+def test_training_ends_where_it_can_not_or_shall_not_go_on(cluster, tmp_path, kind):
+    if kind == "raise":
+        strategy, options = recsync.AsyncStrategy(cluster), {"on_ps_lost": "raise"}
+        model = make_model(slowly(strategy), ROWS, shards=2)
+        data = dataset(10_000, ROWS)
+    else:
+        strategy = hierarchical(cluster, BETWEEN["MA"], placement="auto")
+        options, data = {}, dataset(10_000, ROWS)
+        model = make_model(slowly(strategy), ROWS, units=8)
+    server = shards_of(model)[-1]
+    with pytest.raises(RuntimeError, match=f"server ps:{server} was lost, and its parameters"):
+        model.fit(
+            data,
+            verbose=0,
+            callbacks=[
+                Checkpoint(tmp_path, **options),
+                AtBatch(20, lambda: cluster.kill("ps", server)),
+            ],
+        )
+
+
+def test_wrong_arguments_are_refused(cluster, tmp_path):
+    for wrong, message in (
+        ({"on_ps_lost": "wait"}, 'on_ps_lost must be "recover" or "raise", not \'wait\''),
+        ({"recovery": "half"}, 'recovery must be "all", "partial" or None, not \'half\''),
+        ({"ps_timeout": 0}, "ps_timeout must be positive"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Checkpoint(tmp_path, **wrong)
+    model = make_model(recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3)))
+    with pytest.raises(ValueError, match='recovery="partial" can\'t be under a ShadowSyncStrat'):
+        model.fit(dataset(1), verbose=0, callbacks=[Checkpoint(tmp_path, recovery="partial")])

@@ -1,0 +1,364 @@
+"""Checkpoints that are saved again and again while training goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync._checks import check_at_least, check_seconds, checked_path
+from tf_recsync.checkpoint.deltas import Chain
+from tf_recsync.checkpoint.index import INDEX, Base, Index, parsed
+from tf_recsync.checkpoint.restoring import restore, restore_lost
+from tf_recsync.checkpoint.saving import Writer, check_metadata
+from tf_recsync.strategies.copied_strategy import CopiedStrategy
+from tf_recsync.strategies.fit_strategy import FitStrategy
+from tf_recsync.strategies.recovery import Recovery
+from tf_recsync.strategies.train_function import TrainFunction
+from tf_recsync.versions import Versions
+from tf_recsync.writing_beside import Write, WritingBeside
+
+_EPOCH = "epoch"
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that was saved.
+
+    Attributes:
+        path: its folder.
+        global_step: the updates of the parameters that are in it.
+        pause_seconds: for how long training stood still while what is of one moment was read.
+        write_seconds: how long it took to write it then, while training went on.
+        rows: how many rows of tables were written.
+        is_delta: whether these are only those that had changed since the checkpoint before.
+    """
+
+    path: str
+    global_step: int
+    pause_seconds: float
+    write_seconds: float
+    rows: int
+    is_delta: bool
+
+
+class Checkpoint(WritingBeside):
+    """Saves the model, its optimizer and what the strategy needs while it is trained, and goes on.
+
+    Every so many seconds or steps, steps in flight end, and none begins until this process has
+    read what is of one moment: dense parameters with all that belongs to them, the copies of
+    workers or groups, the global step. Training goes on then, and servers write the rows of
+    embedding tables that they hold: each row together with what the optimizer keeps beside it, as
+    they are at some moment after that. So a file may have updates of rows that came after the
+    global step, and no row by halves.
+
+    Checkpoints are the folders `<folder>/<number>`, whose numbers rise, in the form of
+    `tf_recsync.checkpoint.save`. One that could not be saved as a whole is removed, and `fit`
+    raises an error after the next step; the one before stays. `fit` ends when the last one is
+    written.
+
+    With `full_every`, most checkpoints are deltas: of embedding tables they have only the rows that
+    were updated since the checkpoint before, full or delta, with all that lies beside these, while
+    all that is dense is whole. Each is restored as any other, together with those that it is based
+    on, whose folders must stay beside its own. For that, servers note the version of each row that
+    they write, in 8 bytes for each row of the tables, which they keep as long as `fit` runs.
+    Updates take no longer. The first checkpoint of each call of `fit` is full, and so is the one
+    after one that could not be saved, or after the loss of a parameter server. Tables whose rows
+    change in other ways than by updates that name them are whole in each checkpoint: with
+    `weight_decay`, `use_ema`, a constraint, or `lazy=False`, with Keras's optimizers, and where
+    each worker has a copy of them. What else changes rows while `fit` runs, such as a callback that
+    sets weights, is in the next full one.
+
+    If this process dies, the same program goes on: at its first `fit` the latest checkpoint is
+    restored, whatever the strategy and the number of servers then, and the epoch in which it was
+    saved begins anew.
+
+    If a parameter server is lost, training pauses until it is up again, at the same address: its
+    variables are made anew and read from the latest checkpoint, and the workers go on with the
+    batches that they have. A server of a group of several, whose copy others have, is no such case.
+
+    Args:
+        folder: where checkpoints are saved, made if it is missing; a path that `tf.io.gfile`
+            knows, and that all parameter servers see. One program at a time may save there.
+        every_seconds: seconds from one checkpoint to the next; None (the default, if `every_steps`
+            is given) for no such limit. Without either of them 600.
+        every_steps: steps that Keras counts from one to the next; None (the default) for none.
+        keep: how many checkpoints are kept, at least 1; older ones are removed. Default 2; None
+            keeps all. Those that a kept one is based on are kept as well.
+        full_every: how many checkpoints there are from one full one to the next, at least 1; those
+            between are deltas. Default 1: all are full.
+        at_end: whether one is saved when training ends, too. Default True.
+        resume: whether the first `fit` restores the latest checkpoint, if there is one. Default
+            True. What was saved at the end of `fit` has no epoch left, so that the same `fit` ends
+            at once.
+        metadata: what is to be known of each checkpoint later, of types that JSON has.
+        timeout: seconds that writing may take at most; default 3600. Then `fit` fails.
+        on_ps_lost: "recover" (the default), as above, or "raise": `fit` ends with an error. If it
+            shall recover, and there is no checkpoint, one is saved when training begins. A loss
+            during `evaluate`, also as a part of `fit`, ends that with an error.
+        recovery: what goes back to the latest checkpoint: "partial", only what was lost, so that
+            updates since then are missing there; or "all", so that everything is of the same
+            moment again. None (the default): "partial" where each push is applied at once, "all"
+            in the other modes, and where workers or groups have copies, which can't be "partial".
+            In either case, what was trained on since then is not trained on again.
+        ps_timeout: seconds that a lost server is waited for; default 600. Then `fit` fails.
+
+    Attributes:
+        saved: a `SavedCheckpoint` for each one that was saved, in their order.
+        restored: the path of the one that was restored; None if none was.
+        recoveries: how often training went on after the loss of a parameter server.
+
+    Raises:
+        ValueError: if an argument is wrong; by `fit`, if the latest checkpoint is of another model
+            or damaged, or the model is not built.
+        OSError: by `fit`, before training begins, if the folder can't be written, by this process
+            or by a server.
+        RuntimeError: by `fit`, if a checkpoint could not be saved.
+
+    Example:
+
+    >>> import tempfile
+    >>> import keras
+    >>> import numpy as np
+    >>> import tf_recsync as recsync
+    >>> def train(folder, epochs):
+    ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    ...     model.compile(recsync.optimizers.Adagrad(0.1), "mse")
+    ...     checkpoint = recsync.callbacks.Checkpoint(folder, every_seconds=600)
+    ...     x = y = np.ones([4, 1])
+    ...     history = model.fit(x, y, epochs=epochs, callbacks=[checkpoint], verbose=0)
+    ...     return history.epoch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     print(train(folder, epochs=2), train(folder, epochs=3))
+    [0, 1] [2]
+    """
+
+    _noun = "checkpoint"
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        *,
+        every_seconds: float | None = None,
+        every_steps: int | None = None,
+        keep: int | None = 2,
+        full_every: int = 1,
+        at_end: bool = True,
+        resume: bool = True,
+        metadata: Mapping[str, Any] | None = None,
+        timeout: float = 3600.0,
+        on_ps_lost: str = "recover",
+        recovery: str | None = None,
+        ps_timeout: float = 600.0,
+    ):
+        folder = checked_path(folder, "folder")
+        check_metadata(metadata)
+        if _EPOCH in (metadata or {}):
+            raise ValueError(f"metadata can't have {_EPOCH!r}, which the callback sets itself")
+        if not isinstance(resume, bool):
+            raise ValueError(f"resume must be a bool, not {resume!r}")
+        if on_ps_lost not in ("recover", "raise"):
+            raise ValueError(f'on_ps_lost must be "recover" or "raise", not {on_ps_lost!r}')
+        if recovery not in (None, "all", "partial"):
+            raise ValueError(f'recovery must be "all", "partial" or None, not {recovery!r}')
+        check_seconds("ps_timeout", ps_timeout)
+        check_at_least("full_every", full_every, 1)
+        if every_seconds is None and every_steps is None:
+            every_seconds = 600.0
+        versions = Versions(folder, INDEX)
+        super().__init__(
+            versions, ("folder", folder), every_seconds, every_steps, keep, at_end, timeout
+        )
+        self.saved: list[SavedCheckpoint] = []
+        self.restored: str | None = None
+        self.recoveries = 0
+        # How often a server was lost, by now, and when what is written was read.
+        self._pauses = self._pauses_at_read = 0
+        self._recovers, self._recovery = on_ps_lost == "recover", recovery
+        self._ps_timeout = float(ps_timeout)
+        self._resume = resume
+        self._metadata = dict(metadata or {})
+        self._full_every = full_every
+        self._chain = Chain(full_every)
+        self._last_written: tuple[Chain, Index] | None = None
+        self._running = 0  # The epoch that runs, or ran last.
+        self._epoch = 0  # The one to begin with after this moment.
+
+    def on_train_end(self, logs=None):
+        super().on_train_end(logs)
+        self.model._initial_epoch = None
+        self._chain = Chain(self._full_every)  # Servers need not keep what the other one has.
+
+    def on_epoch_begin(self, epoch, logs=None):
+        super().on_epoch_begin(epoch, logs)
+        self.model._initial_epoch = None  # A further call of `fit` begins with its own.
+        self._epoch = self._running = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch + 1 >= (self.params.get("steps") or sys.maxsize):
+            self._epoch = self._running + 1  # All of it is in what is saved now.
+        super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._epoch = epoch + 1
+        super().on_epoch_end(epoch, logs)
+
+    def _prepare(self) -> None:
+        if not self.model.built:
+            raise ValueError(
+                f"the model {self.model.name!r} must be built before it is trained with a "
+                "Checkpoint, as by keras.Input: else nothing could be restored"
+            )
+        folder = self._argument[1]
+        if self._resume:
+            self._resume = False  # Later calls of `fit` go on with what the model has.
+            latest = latest_checkpoint(folder)
+            if latest is not None:
+                metadata = restore(latest, self.model)
+                self.restored = latest
+                self._epoch = int(metadata.get(_EPOCH, 0))
+                # As Keras's BackupAndRestore does.
+                self.model._initial_epoch = self._epoch
+                logging.warning("Training goes on from %s, with epoch %d.", latest, self._epoch + 1)
+        Writer(self.model).check_folder(folder)
+        self._chain = Chain(self._full_every)
+        function = self.model.train_function
+        if self._recovers and isinstance(function, TrainFunction):
+            strategy = self.model.distribute_strategy
+            is_partial = self._is_partial(strategy)
+            function.recovery = Recovery(
+                self._pause,
+                functools.partial(self._recover, is_partial=is_partial),
+                self._ps_timeout,
+                self._describe_last,
+            )
+            if latest_checkpoint(folder) is None:
+                self._begin()
+                self._wait()
+
+    def _is_partial(self, strategy: FitStrategy) -> bool:
+        """Whether only what was lost goes back to a checkpoint.
+
+        Raises:
+            ValueError: if that can't be.
+        """
+        is_copied = isinstance(strategy, CopiedStrategy)
+        if is_copied and self._recovery == "partial":
+            raise ValueError(
+                f'recovery="partial" can\'t be under a {type(strategy).__name__}, whose workers or '
+                'groups have copies: use "all" or None'
+            )
+        is_at_once = not is_copied and not strategy.mode.uses_buffers
+        return self._recovery == "partial" or (self._recovery is None and is_at_once)
+
+    def _pause(self) -> None:
+        # What is being written has what a server that was lost had, or what it has by then.
+        self._pauses += 1
+        # Rows get other versions than servers have noted, or nobody has these any more.
+        self._chain = Chain(self._full_every)
+
+    def _recover(self, lost: Sequence[tf.Variable], *, is_partial: bool) -> None:
+        """Restores what a model has lost; see `Recovery`."""
+        path = latest_checkpoint(self._argument[1])
+        if path is None:
+            raise ValueError(f"folder={self._argument[1]!r} has no checkpoint any more")
+        if is_partial:
+            restore_lost(path, self.model, lost)
+        else:
+            restore(path, self.model)
+        self.recoveries += 1
+
+    def _describe_last(self) -> str:
+        path = latest_checkpoint(self._argument[1])
+        return "there is no checkpoint" if path is None else f"the last checkpoint is {path}"
+
+    def _is_excused(self, error: Exception) -> bool:
+        if self._pauses != self._pauses_at_read:
+            self._pauses_at_read = self._pauses
+            return True
+        return super()._is_excused(error)
+
+    def _write_last(self) -> None:
+        try:
+            super()._write_last()
+        except (tf.errors.OpError, RuntimeError) as error:
+            function = self.model.train_function
+            # After the last step nobody else finds out.
+            if not self._recovers or not isinstance(function, TrainFunction):
+                raise
+            if not function.recovered_between(error):
+                raise
+            super()._write_last()
+
+    def _read(self) -> tuple[int, Write]:
+        writer = Writer(self.model, {**self._metadata, _EPOCH: self._epoch})
+        read = writer.read()
+        chain, pauses = self._chain, self._pauses
+        self._pauses_at_read = pauses
+
+        def write(path: str) -> dict[str, Any]:
+            index = writer.write(path, read, chain.versions, chain.begin(read.rows))
+            if pauses != self._pauses:
+                raise RuntimeError("a parameter server was lost while it was written")
+            self._last_written = chain, index
+            return index.as_json()
+
+        return read.global_step, write
+
+    def _written(self, version: int, step: int, pause: float, seconds: float) -> None:
+        path, (chain, index) = self._versions.path(version), self._last_written
+        is_delta = index.base is not None
+        chain.end(Base(str(version), index.id), index.rows)
+        self.saved.append(SavedCheckpoint(path, step, pause, seconds, index.written, is_delta))
+
+    def _about(self) -> str:
+        _, index = self._last_written
+        kind = "" if index.base is None else f", a delta of {index.base.folder}"
+        return f"{kind}, with {index.written} rows of tables"
+
+    def _unneeded(self, versions: list[int], keep: int) -> list[int]:
+        needed: set[int] = set()
+        for kept in versions[-keep:]:
+            version: int | None = kept
+            while version is not None and version not in needed:
+                needed.add(version)
+                version = self._base_of(version)
+        return [version for version in versions if version not in needed]
+
+    def _base_of(self, version: int) -> int | None:
+        """What a version is based on; None if that is nothing, or is not to be known."""
+        try:
+            base = parsed(self._versions.path(version)).base
+            return None if base is None else int(base.folder)
+        except (FileNotFoundError, ValueError):
+            return None  # It can't be restored, whatever is kept.
+
+
+def latest_checkpoint(folder: str | os.PathLike) -> str | None:
+    """The checkpoint that `callbacks.Checkpoint` saved last.
+
+    Args:
+        folder: where it saves them.
+
+    Returns:
+        The path of the checkpoint; None if there is none.
+
+    Raises:
+        ValueError: if `folder` is no path.
+
+    Example:
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     print(latest_checkpoint(folder))
+    None
+    """
+    versions = Versions(checked_path(folder, "folder"), INDEX)
+    published = versions.published()
+    return versions.path(published[-1]) if published else None

@@ -1,0 +1,201 @@
+"""Checkpoints that servers read."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync._checks import checked_path
+from tf_recsync.checkpoint.blocks import HERE, BlockReader, moves_of
+from tf_recsync.checkpoint.index import WEIGHTS, WORKERS, Index, chain_of, content_of
+from tf_recsync.checkpoint.saving import (
+    on_servers,
+    optimizers_of,
+    owners_of,
+    tables_of,
+    weights_of,
+)
+from tf_recsync.checkpoint.weights import load_weights
+from tf_recsync.embedding.table_rows import RowsApart, TableRows
+from tf_recsync.optimizers.saving import check_signature
+from tf_recsync.strategies.copied_strategy import CopiedStrategy
+
+
+def restore(path: str | os.PathLike, model: keras.Model, *, verify: bool = True) -> dict[str, Any]:
+    """Sets a model, its optimizer and what a strategy needs to what `save` wrote.
+
+    The strategy may be another one, the number of parameter servers as well, and tables may be
+    split and placed otherwise: servers read the blocks of files side by side, and send each other
+    the rows that belong elsewhere. The copies of workers or groups are taken over where the
+    strategy has copies; on another number of them, all begin with the mean. Of a delta, which
+    `callbacks.Checkpoint` has saved with `full_every`, the full checkpoint that it is based on is
+    restored first, then all deltas up to it in their order.
+
+    Nothing is changed if the checkpoint is of another model or optimizer, or if a file is missing
+    or cut off, or, with `verify`, changed; nor if that is so of one that it is based on.
+
+    Args:
+        path: the folder of a checkpoint that `save` or `callbacks.Checkpoint` wrote.
+        model: a built model like the saved one; if it is not compiled, its weights alone are
+            restored.
+        verify: whether all files are read first, to compare their checksums, before anything is
+            changed. Default True; False restores in half the time, and an error may leave rows of
+            tables half restored.
+
+    Returns:
+        The `metadata` that the checkpoint was saved with.
+
+    Raises:
+        FileNotFoundError: if there is no whole checkpoint at `path`.
+        ValueError: if an argument is wrong, the checkpoint is of another model, or a file is not
+            whole, or one that a delta is based on is missing; the error names it.
+        RuntimeError: if a parameter server is lost or silent.
+
+    Example: see `save`.
+    """
+    return _restored(checked_path(path), model, verify)
+
+
+def restore_lost(path: str, model: keras.Model, lost: Collection[tf.Variable]) -> None:
+    """Sets what a model lost with a server to what a checkpoint has; all else stays as it is.
+
+    Args:
+        path: see `restore`, like the other one.
+        model: as above.
+        lost: the variables of the model and its optimizer that were lost.
+    """
+    _restored(path, model, verify=True, lost={id(variable) for variable in lost})
+
+
+def _restored(
+    path: str, model: keras.Model, verify: bool, lost: Collection[int] | None = None
+) -> dict[str, Any]:
+    if not isinstance(model, keras.Model) or not model.built:
+        raise ValueError(f"model={model!r}: must be a keras.Model that has been built")
+    chain = chain_of(path)
+    _, index = chain[-1]
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        with model.distribute_strategy.scope():
+            optimizer.build(model.trainable_variables)
+    _check_model(path, index, model)
+    contents: dict[str, bytes] = {}
+    for folder, own in chain:
+        contents = {name: content_of(folder, name, about) for name, about in own.files.items()}
+    _check_blocks(chain, model, verify)
+    # From here on, things change. Where rows belong, Keras finds out as it loads all else.
+    rows = RowsApart({number: own.shape for number, own in enumerate(index.rows)})
+    kept = [] if lost is None else _kept(model, lost)
+    load_weights(model, contents[WEIGHTS], rows)
+    for variable, value in kept:
+        variable.assign(value)
+    targets = rows.loaded if lost is None else _only(rows.loaded, lost)
+    for folder, own in chain:
+        _restore_rows(folder, own, model, targets)
+    strategy = model.distribute_strategy
+    if WORKERS in contents and isinstance(strategy, CopiedStrategy) and optimizer is not None:
+        strategy.worker_states(model).deserialize(contents[WORKERS])
+    logging.info("Restored global step %d from %s.", index.global_step, path)
+    return dict(index.metadata)
+
+
+def _kept(model: keras.Model, lost: Collection[int]) -> list[tuple[tf.Variable, np.ndarray]]:
+    """The variables of no collection's table that were not lost, and their values."""
+    # The rows of tables, and what lies beside them, are restored by themselves.
+    beside = {n for n, table in owners_of(model).items() if hasattr(table, "physical_table")}
+    found = {id(v._value): v for v in [*model.variables, *model.optimizer.variables]}
+    return [
+        (v._value, v._value.numpy())
+        for number, v in found.items()
+        if number not in lost and id(v) not in beside and not hasattr(v, "physical_table")
+    ]
+
+
+def _only(targets: Mapping[int, TableRows], lost: Collection[int]) -> dict[int, TableRows]:
+    """The shards of these that were lost."""
+    shards = {
+        number: [(v, piece) for v, piece in rows.shards if id(v._value) in lost]
+        for number, rows in targets.items()
+    }
+    return {number: TableRows(own) for number, own in shards.items() if own}
+
+
+def _check_model(path: str, index: Index, model: keras.Model) -> None:
+    """Raises a ValueError if a checkpoint is of another model or optimizer."""
+    own, saved = weights_of(model), index.weights
+    for there, here in itertools.zip_longest(saved, own):
+        # Names are the process's own.
+        if there is None or here is None or there[1:] != here[1:]:
+            raise ValueError(
+                f"the checkpoint {path} is of another model than {model.name!r}: {_words(there)} "
+                f"of the checkpoint is {_words(here)} here"
+            )
+    tables = tables_of(model)
+    saved_tables = sorted((rows.table, rows.shape) for rows in index.rows if rows.is_values)
+    if tables != saved_tables:
+        (name, _), *_ = sorted(set(tables) ^ set(saved_tables)) or tables
+        there, here = ([shape for n, shape in t if n == name] for t in (saved_tables, tables))
+        raise ValueError(
+            f"the checkpoint {path} is of another model than {model.name!r}: the shapes of tables "
+            f"named {name!r} are {there} in the checkpoint, {here} here"
+        )
+    parts = [part for part in optimizers_of(model) if part.built]
+    if parts and index.optimizers:
+        if len(parts) != len(index.optimizers):
+            raise ValueError(
+                f"the checkpoint {path} has {len(index.optimizers)} optimizers, the model "
+                f"{model.name!r} {len(parts)}"
+            )
+        for part, saved_part in zip(parts, index.optimizers, strict=True):
+            check_signature(part, dict(saved_part))
+
+
+def _words(weight: tuple[str, tuple[int, ...], str] | None) -> str:
+    return "nothing" if weight is None else f"{weight[0]}, {weight[2]} {list(weight[1])},"
+
+
+def _check_blocks(chain: list[tuple[str, Index]], model: keras.Model, verify: bool) -> None:
+    """Raises a ValueError if a file of a part is not whole."""
+    devices = _devices(model)
+    work: dict[str, list] = {}
+    for path, index in chain:
+        for number, part in enumerate(index.parts):
+            device = devices[number % len(devices)]
+            reader = BlockReader(path, number, part, device)
+            check = reader.check if verify else reader.check_size
+            work.setdefault(device, []).extend(
+                functools.partial(check, block) for block in part.blocks
+            )
+    on_servers(work, model)
+
+
+def _restore_rows(
+    path: str, index: Index, model: keras.Model, targets: dict[int, TableRows]
+) -> None:
+    """Puts saved rows where they belong."""
+    work: dict[str, list] = {}
+    moves = moves_of(index.rows, targets, len(index.parts))
+    for number, (part, own) in enumerate(zip(index.parts, moves, strict=True)):
+        if not own:
+            continue
+        # A server that needs some of it reads it; of those of a table another one for each part.
+        device = own[number % len(own)].variable._value.device
+        reader = BlockReader(path, number, part, device)
+        work.setdefault(device, []).extend(
+            functools.partial(reader.restore, block, own) for block in part.blocks
+        )
+    on_servers(work, model)
+
+
+def _devices(model: keras.Model) -> list[str]:
+    """Those of the servers that hold tables; this process's, if none does."""
+    found = {v._value.device for v in model.variables if hasattr(v, "physical_table")}
+    return sorted(found) or [HERE]

@@ -1,0 +1,209 @@
+"""What all shards of a table have per row, read and written a block of rows at a time.
+
+So that the process that saves or loads a table needs memory for a block of it only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
+
+from tf_recsync.shown_variable import assign_rows, read_rows, shown
+
+if TYPE_CHECKING:
+    from tf_recsync.embedding.physical_tables import Piece
+
+BLOCK_BYTES = 16 << 20  # Of values that pass through this process.
+_MARK = b"rows apart "  # What a store has in place of rows begins with it.
+
+
+class RowsApart:
+    """The rows of a model's tables, which are kept apart from its other weights.
+
+    While weights are saved inside of `apart`, this notes in place of each table's rows which they
+    are. While they are loaded again it learns where these belong now.
+
+    Args:
+        shapes: those of the saved rows, by their numbers; empty when they are saved.
+
+    Attributes:
+        saved: the rows that were saved; their places are their numbers.
+        loaded: the rows that saved ones belong to, by the numbers of these.
+    """
+
+    def __init__(self, shapes: Mapping[int, tuple[int, ...]] | None = None):
+        self._shapes = dict(shapes or {})
+        self.saved: list[TableRows] = []
+        self.loaded: dict[int, TableRows] = {}
+
+    def note(self, rows: TableRows) -> np.ndarray:
+        """What stands in a store in place of rows."""
+        self.saved.append(rows)
+        return np.frombuffer(_MARK + str(len(self.saved) - 1).encode(), np.uint8)
+
+    def found(self, saved: Any) -> Any:
+        """The rows that what a store has stands for; or what it has, if that is none of them."""
+        if getattr(saved, "dtype", None) != np.uint8 or len(getattr(saved, "shape", ())) != 1:
+            return saved
+        content = np.asarray(saved).tobytes()
+        if not content.startswith(_MARK):
+            return saved
+        number = int(content[len(_MARK) :])
+        return _SavedApart(number, self._shapes[number], self.loaded)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SavedApart:
+    """Stands for saved rows where they are loaded; see `RowsApart`."""
+
+    number: int
+    shape: tuple[int, ...]
+    loaded: dict[int, TableRows]
+
+    def __array__(self, dtype=None, copy=None):
+        raise ValueError(f"the rows number {self.number} of the checkpoint are no single array")
+
+
+_apart: contextvars.ContextVar[RowsApart | None] = contextvars.ContextVar("apart", default=None)
+
+
+@contextlib.contextmanager
+def apart(rows: RowsApart) -> Iterator[None]:
+    """Inside, this thread saves or loads weights without the rows of tables, which go to `rows`."""
+    token = _apart.set(rows)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+
+
+class TableRows:
+    """The rows of a table, or what an optimizer keeps beside each of them.
+
+    Args:
+        shards: for each shard, the variable that holds it, and where in it (`shards_of`).
+        dtype: in which rows are read; None for that of the variables.
+
+    Attributes:
+        shards: as above.
+        shape: [rows, ...].
+        dtype: as above.
+    """
+
+    def __init__(self, shards: Sequence[tuple[keras.Variable, Piece]], dtype: str | None = None):
+        self.shards = tuple(shards)
+        first = self.shards[0][0]
+        rows = sum(piece.rows for _, piece in self.shards)
+        self.shape = (rows, *first.shape[1:])
+        self.dtype = tf.as_dtype(dtype or first.dtype).as_numpy_dtype
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """The first row of each block, and the one after its last."""
+        rows = rows_of_block(math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize)
+        for begin in range(0, self.shape[0], rows):
+            yield begin, min(begin + rows, self.shape[0])
+
+    def read(self) -> np.ndarray:
+        """All rows."""
+        values = np.empty(self.shape, self.dtype)
+        with self.told():
+            for begin, end in self.blocks():
+                values[begin:end] = self._read(begin, end)
+        return values
+
+    def write(self, begin: int, values: np.ndarray) -> None:
+        """Sets rows from one on, in place."""
+        for variable, first, own in self._places(begin, begin + len(values)):
+            dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+            assign_rows(variable._value, first, np.ascontiguousarray(values[own], dtype))
+
+    def save(self, store: Any, name: str) -> None:
+        """Writes all rows into a Keras store: block by block, if it is a file.
+
+        The weights in a `.keras` archive Keras has in memory, and so are those of other stores.
+        """
+        rows_apart = _apart.get()
+        if rows_apart is not None:
+            store[name] = rows_apart.note(self)
+            return
+        group = _group_of(store, name)
+        if group is None:
+            store[name] = self.read()
+            return
+        dataset = group.create_dataset(name, self.shape, self.dtype)
+        with self.told():
+            for begin, end in self.blocks():
+                dataset[begin:end] = self._read(begin, end)
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Inside, those who train the rows know that they are read."""
+        # It ends what had begun, too, if one of them raises an error.
+        with contextlib.ExitStack() as told:
+            for variable in {id(v): v for v, _ in self.shards}.values():
+                found = shown(variable._value)
+                if found is not None:
+                    told.enter_context(found.told())
+            yield
+
+    def _read(self, begin: int, end: int) -> np.ndarray:
+        values = np.empty((end - begin, *self.shape[1:]), self.dtype)
+        for variable, first, own in self._places(begin, end):
+            count = len(range(*own.indices(end - begin)))
+            values[own] = read_rows(variable._value, first, count)
+        return values
+
+    def load(self, saved: Any) -> None:
+        """Sets all rows to those of an array, or of a data set in a file, of the same shape."""
+        if isinstance(saved, _SavedApart):
+            saved.loaded[saved.number] = self
+            return
+        for begin, end in self.blocks():
+            self.write(begin, np.asarray(saved[begin:end]))
+
+    def _places(self, begin: int, end: int) -> Iterator[tuple[keras.Variable, int, slice]]:
+        """Where rows are: a variable, the first of its rows, and which ones of these they are."""
+        for variable, piece in self.shards:
+            skipped = (piece.index - begin) % piece.count
+            if begin + skipped < end:
+                first = piece.offset + (begin + skipped) // piece.count
+                yield variable, first, slice(skipped, None, piece.count)
+
+
+def rows_of_block(row_bytes: int, block_bytes: int | None = None) -> int:
+    """How many rows of so many bytes are a block; without another size, one for this process."""
+    return max(1, (block_bytes or BLOCK_BYTES) // max(1, row_bytes))
+
+
+def saved_array(store: Any, name: str) -> Any:
+    """What a Keras store has by a name; of a file a data set, which is read where it is sliced.
+
+    That can be read as long as the store is open.
+    """
+    rows_apart = _apart.get()
+    if rows_apart is not None:
+        return rows_apart.found(store[name])
+    if type(store) is not H5IOStore:
+        return store[name]
+    saved = safe_get_h5_dataset(store._h5_entry_group, name)
+    # Types that HDF5 does not know the store converts.
+    return store[name] if "dtype" in getattr(saved, "attrs", ()) else saved
+
+
+def _group_of(store: Any, name: str) -> Any:
+    """The group of a file that a store writes to next; None if it is another one, or in memory."""
+    if type(store) is not H5IOStore or store.archive is not None:
+        return None
+    # The store makes it when something is written.
+    store[name] = np.zeros(0)
+    del store[name]
+    return store._h5_entry_group

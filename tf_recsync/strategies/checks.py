@@ -1,0 +1,63 @@
+"""Checks of what strategies are given."""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+import keras
+import tensorflow as tf
+
+from tf_recsync._checks import check_seconds
+from tf_recsync.cluster import Cluster
+from tf_recsync.strategies.model_variables import optimizers_of
+
+
+def check_is_cluster(cluster: Cluster) -> None:
+    """Raises a ValueError if an argument is no cluster."""
+    if not isinstance(cluster, Cluster):
+        raise ValueError(
+            f"cluster must be a LocalCluster or from cluster_from_tf_config, not {cluster!r}"
+        )
+
+
+def check_cluster(strategy: str, cluster: Cluster, workers: int = 1) -> None:
+    """Raises a ValueError if a strategy can't run on a cluster."""
+    check_is_cluster(cluster)
+    if cluster.workers < workers or cluster.ps < 1:
+        number = "one worker" if workers == 1 else f"{workers} workers"
+        raise ValueError(
+            f"{strategy} needs at least {number} and one ps, the cluster has "
+            f"workers={cluster.workers} and ps={cluster.ps}"
+        )
+
+
+def check_timeouts(worker_timeout: float, silence_timeout: float | None) -> None:
+    """Raises a ValueError if a limit that all strategies have is wrong."""
+    check_seconds("worker_timeout", worker_timeout)
+    if silence_timeout is not None:
+        check_seconds("silence_timeout", silence_timeout)
+
+
+def checked_output(output: str | int, groups: int) -> str | int:
+    """What users see of the groups' copies: "mean", or the number of a group.
+
+    Raises:
+        ValueError: if an argument does not say it.
+    """
+    if output == "first":
+        return 0
+    is_number = isinstance(output, Integral) and not isinstance(output, bool)
+    if output != "mean" and not (is_number and output in range(groups)):
+        raise ValueError(
+            f'output must be "first", "mean" or from 0 to {groups - 1}, not {output!r}'
+        )
+    return int(output) if is_number else output
+
+
+def check_optimizers(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Raises a ValueError if an optimizer is none of this package, or was not made in the scope."""
+    for optimizer in optimizers_of(model):
+        if optimizer._distribution_strategy is not strategy:
+            raise ValueError(
+                f"optimizer {optimizer.name} was not made inside this strategy's scope()"
+            )

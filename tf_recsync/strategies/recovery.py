@@ -1,0 +1,208 @@
+"""Training that goes on after a parameter server was lost, without a new program."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync.cluster import Cluster, Server, reason
+from tf_recsync.shown_variable import ShownVariable, shown
+from tf_recsync.strategies.comebacks import Comebacks
+from tf_recsync.strategies.distributed_dataset import DistributedIterator
+from tf_recsync.strategies.watched_calls import check_parameter_servers
+from tf_recsync.synchronization.synchronizer import Crew
+
+_RETRY_SECONDS = 0.5  # Between two looks at whether a server is back.
+# For a second after an old connection broke, gRPC refuses the calls of one server to another.
+_SETTLE_SECONDS = 1.5
+_LOG_SECONDS = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovery:
+    """How training goes on after a parameter server was lost.
+
+    Attributes:
+        begin: is called when training pauses, before anything is made anew.
+        restore: `restore(variables)` restores those that were on lost servers, and have been made
+            anew; it may set others, too.
+        timeout: for how many seconds a server is waited for.
+        last: what can be restored, in words, for errors.
+    """
+
+    begin: Callable[[], None]
+    restore: Callable[[Sequence[ShownVariable]], None]
+    timeout: float
+    last: Callable[[], str]
+
+
+def lost_servers(cluster: Cluster, spared: Iterable[Server]) -> set[Server]:
+    """The parameter servers that are known to be lost, and without which nobody goes on."""
+    members = cluster.membership.members("ps")
+    return {(m.job, m.index) for m in members if not m.is_there} - set(spared)
+
+
+def find_lost(cluster: Cluster, error: Exception, spared: Iterable[Server]) -> set[Server]:
+    """The parameter servers whose loss has led to an error; asks them, so calls are to be watched.
+
+    Args:
+        cluster: the connected cluster.
+        error: that training has ended with.
+        spared: those without which others go on.
+    """
+    spared = set(spared)
+    found = lost_servers(cluster, spared)
+    if not found and isinstance(error, (tf.errors.OpError, RuntimeError)):
+        try:
+            check_parameter_servers(cluster, error, spared)
+        except RuntimeError:
+            found = lost_servers(cluster, spared)
+    return found
+
+
+class Recoverable(Protocol):
+    """What trains, and can go on; see `TrainFunction`.
+
+    Attributes:
+        unrestored: the servers that were lost, and whose variables are not restored yet.
+    """
+
+    unrestored: set[Server]
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, calls to a silent server end."""
+
+    def spared(self) -> set[Server]:
+        """The parameter servers without which others go on."""
+
+    def leave_pass(self, iterator: DistributedIterator | None) -> None:
+        """What was made for a pass that has failed ends."""
+
+    def make_anew(self, lost: set[Server]) -> list[ShownVariable]:
+        """Makes the variables anew that lost servers had."""
+
+    def go_on_with_pass(self, iterator: DistributedIterator | None) -> None:
+        """The steps of the pass go on."""
+
+
+def recovered(
+    function: Recoverable,
+    recovery: Recovery,
+    cluster: Cluster,
+    error: Exception,
+    iterator: DistributedIterator | None,
+) -> bool:
+    """Has training go on that has failed as a parameter server was lost.
+
+    Args:
+        function: what trains.
+        recovery: how it goes on.
+        cluster: the connected cluster.
+        error: that it has failed with.
+        iterator: of the pass; None between two passes.
+
+    Returns:
+        False if it has failed for another reason.
+
+    Raises:
+        RuntimeError: if a server does not come back in time.
+        tf.errors.OpError: if something else goes wrong meanwhile.
+    """
+    deadline = time.monotonic() + recovery.timeout
+    while True:
+        with function.watched():
+            # Of those that are back and not restored, there is nothing but zeros.
+            found = find_lost(cluster, error, function.spared())
+            function.unrestored = function.unrestored | found
+        if not function.unrestored:
+            return False
+        try:
+            _recover(function, recovery, cluster, iterator, deadline)
+            function.unrestored = set()
+            return True
+        except Exception as failure:  # Keras wraps those of servers into its own.
+            # Another one may have been lost meanwhile, or the same one again.
+            if time.monotonic() > deadline or not lost_servers(cluster, function.spared()):
+                raise
+            logging.warning("Recovery begins again: %s", reason(failure))
+            error = failure
+
+
+def _recover(
+    function: Recoverable,
+    recovery: Recovery,
+    cluster: Cluster,
+    iterator: DistributedIterator | None,
+    deadline: float,
+) -> None:
+    lost = function.unrestored
+    names = ", ".join(f"{job}:{index}" for job, index in sorted(lost))
+    began = time.monotonic()
+    logging.warning("Training pauses, as %s was lost; %s.", names, recovery.last())
+    recovery.begin()
+    function.leave_pass(iterator)
+    with cluster.dispatch_scope():
+        _wait_for(cluster, lost, recovery, deadline)
+    with function.watched():
+        recovery.restore(function.make_anew(lost))
+        function.go_on_with_pass(iterator)
+    logging.warning("Training goes on: %s is back after %.1f s.", names, time.monotonic() - began)
+
+
+def _wait_for(
+    cluster: Cluster, servers: Iterable[Server], recovery: Recovery, deadline: float
+) -> None:
+    """Waits until lost servers are up again, and takes them into the cluster.
+
+    Args:
+        cluster: the connected cluster.
+        servers: the lost ones.
+        recovery: how training goes on.
+        deadline: until when (time.monotonic).
+
+    Raises:
+        RuntimeError: if that takes too long.
+    """
+
+    def is_late(seconds: float) -> bool:
+        time.sleep(seconds)
+        return time.monotonic() > deadline
+
+    comebacks = Comebacks(cluster, Crew(), is_late)
+    waiting = sorted(servers)
+    while waiting:
+        waiting = [server for server in waiting if not comebacks.is_back(server)]
+        if not waiting:
+            break
+        names = ", ".join(f"{job}:{index}" for job, index in waiting)
+        words = "Training waits for %s, which must be started again."
+        logging.log_every_n_seconds(logging.WARNING, words, _LOG_SECONDS, names)
+        if is_late(_RETRY_SECONDS):
+            raise RuntimeError(
+                f"parameter server {names} was lost, and is not back after ps_timeout="
+                f"{recovery.timeout:g} s; {recovery.last()}: start it again, then the program"
+            )
+    time.sleep(_SETTLE_SECONDS)
+
+
+def make_anew(model: keras.Model, servers: Iterable[Server]) -> list[ShownVariable]:
+    """Makes the variables of a model and its optimizer anew that were on lost servers.
+
+    All their elements are 0.
+    """
+    lost = set(servers)
+    found = {id(v._value): v._value for v in [*model.variables, *model.optimizer.variables]}
+    made = []
+    for variable in found.values():
+        spec = tf.DeviceSpec.from_string(variable.device)
+        if (spec.job, spec.task) in lost and shown(variable) is not None:
+            variable.make_anew()
+            made.append(variable)
+    return made
