@@ -209,6 +209,7 @@ def test_copies_and_metrics_are_those_of_the_checkpoint_and_of_all_steps(cluster
     assert len({copy[0].tobytes() for copy in saved}) > 1
     for copy, before in zip(then[0], saved, strict=True):
         np.testing.assert_array_equal(copy[0], before[0])
+    assert float(model.optimizer.learning_rate.numpy()) == 0.0
     assert logs.history["one"] == [1.0]
     # Those of both calls, but for what was in flight.
     assert strategy.sync_report(model).steps > 200

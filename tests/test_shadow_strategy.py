@@ -508,6 +508,36 @@ def test_a_checkpoint_of_a_model_that_has_not_trained_can_be_restored(cluster, t
     np.testing.assert_allclose(strategy.copies(model)[2][-2], start, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [recsync.EASGD(0.3), recsync.BMUF(0.3, 1.0, momentum=0.5)],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+def test_a_checkpoint_has_what_was_assigned_since_the_last_training(cluster, tmp_path, algorithm):
+    strategy = recsync.ShadowSyncStrategy(cluster, algorithm, mode=recsync.Foreground(gap=4))
+    model = click_model(strategy, lambda: recsync.optimizers.SGD(0.1))
+    model.fit(dataset(24), verbose=0)
+    assigned = [np.full(v.shape, 0.25, np.float32) for v in dense_of(model)]
+    for variable, value in zip(dense_of(model), assigned, strict=True):
+        variable.assign(value)
+    model.optimizer.learning_rate = 0.0
+    path = str(tmp_path / "clicks")
+    recsync.checkpoint.save(path, model)
+
+    model.optimizer.learning_rate = 0.1
+    model.fit(dataset(24), verbose=0)
+    recsync.checkpoint.restore(path, model)
+    assert float(model.optimizer.learning_rate.numpy()) == 0.0
+    model.fit(dataset(24), verbose=0)  # It learns nothing; all synchronize.
+    copies = strategy.copies(model)
+    for copy in copies:
+        for value, expected in zip(copy, assigned, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for name, vector in model.train_function.synchronizer.extras().items():
+        expected = 0.0 if name == "state_update" else 0.25
+        np.testing.assert_allclose(vector, expected, rtol=1e-6, err_msg=name)
+
+
 def test_what_was_restored_can_be_saved_again_before_training(cluster, tmp_path):
     found = []
     for _ in range(2):

@@ -252,7 +252,7 @@ class Copies:
         return found
 
     def all_values(self) -> dict[int, list[np.ndarray]]:
-        """The copies by group, of those that have some or will begin with some.
+        """The copies by group, of those that have some or will begin with some: as they go on.
 
         Those of one that does not answer are left out. Workers are held first, as before
         users read a variable.
@@ -263,7 +263,7 @@ class Copies:
         if self._stale and not _refreshing.active:
             self._hold()
         with self._lock:
-            found = dict(self._loaded)
+            found = {group: list(values) for group, values in self._loaded.items()}
         failed: tf.errors.OpError | None = None
         for group in self.there:
             try:
@@ -273,7 +273,25 @@ class Copies:
                 failed = error
         if failed is not None and not found:
             raise failed
+        for i, value in enumerate(self.assigned_since()):
+            if value is not None:
+                for values in found.values():
+                    values[i] = value
         return found
+
+    def current(self) -> list[np.ndarray]:
+        """The values of `variables` that users see at the moment."""
+        with _refreshing:
+            return self.divided([np.asarray(variable.read_value()) for variable in self.seen])
+
+    def assigned_since(self) -> list[np.ndarray | None]:
+        """What users have assigned and copies take over when they are trained again, by variable.
+
+        Empty while they are trained, or if there are none.
+        """
+        if self._stale or not self.has_any:
+            return []
+        return self._assigned(self.current())
 
     def _silent(self, group: int) -> str:
         """Who does not answer, in words."""
@@ -295,15 +313,11 @@ class Copies:
 
     def begin(self) -> None:
         """Has the copies take over what users have assigned; nobody may train them."""
-        shown = self._current()
+        shown = self.current()
         with self._reading, self._lock:
             self.assigned = [False] * len(shown)
             if self._copies or self._loaded:
-                assigned = [
-                    # What is no number is the same as itself here: nobody assigned it.
-                    None if np.array_equal(new, old, equal_nan=variable.dtype.is_floating) else new
-                    for variable, new, old in zip(self.variables, shown, self._shown, strict=True)
-                ]
+                assigned = self._assigned(shown)
                 self.assigned = [value is not None for value in assigned]
                 for group in self._copies:
                     self._assign(group, assigned)
@@ -311,6 +325,18 @@ class Copies:
                     for i, value in enumerate(assigned):
                         values[i] = values[i] if value is None else value
             self._shown = shown
+
+    def _assigned(self, shown: Sequence[np.ndarray]) -> list[np.ndarray | None]:
+        """What users have assigned since they saw the copies last, by variable.
+
+        Args:
+            shown: what users see now.
+        """
+        return [
+            # What is no number is the same as itself here: nobody assigned it.
+            None if np.array_equal(new, old, equal_nan=variable.dtype.is_floating) else new
+            for variable, new, old in zip(self.variables, shown, self._shown, strict=True)
+        ]
 
     def load(self, values: Mapping[int, Sequence[np.ndarray]]) -> None:
         """Gives groups copies of these values; nobody may train them.
@@ -453,10 +479,6 @@ class Copies:
                 for i in shard:
                     if values[i] is not None:
                         copies[i].assign(on_worker(values[i]), read_value=False)
-
-    def _current(self) -> list[np.ndarray]:
-        with _refreshing:
-            return self.divided([np.asarray(variable.read_value()) for variable in self.seen])
 
 
 class _Refreshing(threading.local):

@@ -220,10 +220,19 @@ class Trainers:
         """
         if self._restored is not None:
             return dict(self._restored)  # Nobody has trained since.
-        vectors = [self._current_vectors(shard) for shard in self._shards]
+        assigned = self.copies.assigned_since()[: self._parameters]
+        is_assigned = any(value is not None for value in assigned)
+        if is_assigned:
+            # As `begin` does before anybody trains again.
+            shown = self.copies.current()
+            starts = [shard.pack(shown) for shard in self._shards]
+            vectors = [self._checked_vectors(start) for start in starts]
+        else:
+            vectors = [self._current_vectors(shard) for shard in self._shards]
         kept = {f"state_{name}": self._joined([v[name] for v in vectors]) for name in vectors[0]}
         if self._algorithm.is_central and self._has_begun:
-            kept["center"] = self._joined([self._center(shard) for shard in self._shards])
+            centers = starts if is_assigned else [self._center(shard) for shard in self._shards]
+            kept["center"] = self._joined(centers)
         return kept
 
     def restore(
