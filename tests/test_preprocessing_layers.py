@@ -82,13 +82,17 @@ STRATEGIES = {
     "GBA": lambda cluster: recsync.GBAStrategy(cluster, staleness_tolerance=3, **GLOBAL),
     "BackupWorkers": lambda cluster: recsync.BackupWorkersStrategy(cluster, 1),
     "Hop": lambda cluster: recsync.HopStrategy(cluster, topology.ring(WORKERS)),
-    "ShadowSync": lambda cluster: recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3)),
+    # The mean, as the first one need not have a batch.
+    "ShadowSync": lambda cluster: recsync.ShadowSyncStrategy(
+        cluster, recsync.EASGD(0.3), output="mean"
+    ),
     "Hierarchical": lambda cluster: recsync.HierarchicalStrategy(
         cluster,
         recsync.Hop(topology.ring(WORKERS)),
         groups=WORKERS,
         trainers_per_group=1,
         ps_per_group=1,
+        output="mean",
     ),
 }
 # Strategies of one kind trace a step alike: one of each has all layers, the others have these.

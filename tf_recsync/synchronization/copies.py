@@ -125,6 +125,8 @@ class Copies:
         # What groups begin with that have none yet, if it is not what users see.
         self._loaded: dict[int, list[np.ndarray]] = {}
         self._shown: list[np.ndarray] = []  # What users see, as far as is known.
+        # The copies of a checkpoint of other groups, whose mean is loaded.
+        self._merged: list[Sequence[np.ndarray]] = []
         # Of each variable, whether users had assigned it when copies last took that over.
         self.assigned: list[bool] = []
         self._stale = False
@@ -319,6 +321,11 @@ class Copies:
             if self._copies or self._loaded:
                 assigned = self._assigned(shown)
                 self.assigned = [value is not None for value in assigned]
+                if self._merged:
+                    pairs = zip(assigned, self._shown, strict=True)
+                    shown = [old if new is None else new for new, old in pairs]
+                    self._show(shown)
+                    self._merged = []
                 for group in self._copies:
                     self._assign(group, assigned)
                 for values in self._loaded.values():
@@ -332,18 +339,32 @@ class Copies:
         Args:
             shown: what users see now.
         """
-        return [
-            # What is no number is the same as itself here: nobody assigned it.
-            None if np.array_equal(new, old, equal_nan=variable.dtype.is_floating) else new
-            for variable, new, old in zip(self.variables, shown, self._shown, strict=True)
-        ]
+        # The checkpoint of a model has the output of its groups, which may be one's copy, and may
+        # be restored after their states.
+        known = [self._shown, *self._merged]
 
-    def load(self, values: Mapping[int, Sequence[np.ndarray]]) -> None:
+        def is_known(i: int) -> bool:
+            # What is no number is the same as itself here: nobody assigned it.
+            equal_nan = self.variables[i].dtype.is_floating
+            return any(np.array_equal(shown[i], old[i], equal_nan=equal_nan) for old in known)
+
+        return [None if is_known(i) else value for i, value in enumerate(shown)]
+
+    def load(
+        self,
+        values: Mapping[int, Sequence[np.ndarray]],
+        merged: Iterable[Sequence[np.ndarray]] = (),
+    ) -> None:
         """Gives groups copies of these values; nobody may train them.
 
         One that does not answer gets them when it is opened the next time.
+
+        Args:
+            values: by group.
+            merged: the copies that they are the mean of, if a checkpoint has those of other groups.
         """
         with self._reading, self._lock:
+            self._merged = list(merged)
             for group, copies in values.items():
                 self._loaded[group] = list(copies)
                 if group not in self._copies:

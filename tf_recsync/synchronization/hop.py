@@ -231,7 +231,7 @@ class ExchangeSynchronizer(Synchronizer):
         count = max(values) + 1 if values else self.size
         iterations = np.asarray(extras.get("iterations", [-1] * count)).tolist()
         if values:
-            self.copies.load(self._fitted(values, len(iterations)))
+            self._load(values, len(iterations))
         if len(iterations) != self.size:
             iterations = [max(iterations)] * self.size
         self._restored = max(iterations)

@@ -199,14 +199,8 @@ class ShadowSynchronizer(Synchronizer):
         self, values: Mapping[int, Sequence[np.ndarray]], extras: Mapping[str, np.ndarray]
     ) -> None:
         """Groups go on with these copies, and this center; see `Trainers.restore`."""
-        merged = None
-        if values:
-            count = max(values) + 1
-            fitted = self._fitted(values, count)
-            if count != len(self._arrangement.groups):
-                merged = [list(copy) for copy in values.values()], list(fitted[0])
-            self.copies.load(fitted)
-        self._trainers.restore(extras, merged)
+        super().restore(values, extras)
+        self._trainers.restore(extras)
 
     # In the foreground: the trainers' threads call these.
 

@@ -122,8 +122,6 @@ class Trainers:
         self._all_gone = False
         self._has_begun = False
         self._restored: dict[str, np.ndarray] | None = None  # The extras of a checkpoint.
-        # The copies of a checkpoint of other groups, and their mean.
-        self._merged: tuple[list[list[np.ndarray]], list[np.ndarray]] | None = None
         self._limits: dict[str, float] = {}
 
     @property
@@ -235,20 +233,13 @@ class Trainers:
             kept["center"] = self._joined(centers)
         return kept
 
-    def restore(
-        self,
-        extras: Mapping[str, np.ndarray],
-        merged: tuple[list[list[np.ndarray]], list[np.ndarray]] | None,
-    ) -> None:
+    def restore(self, extras: Mapping[str, np.ndarray]) -> None:
         """Groups, which have their copies, go on with this center; nobody may be at work.
 
         Args:
             extras: as above; those of another algorithm are left out.
-            merged: the copies of a checkpoint of more or fewer groups, and their mean, with which
-                all begin; None if there were as many.
         """
         with self._lock:
-            self._merged = merged or self._merged
             self._restored = {
                 name: value
                 for name, value in extras.items()
@@ -300,8 +291,6 @@ class Trainers:
         """
         if not self._parameters:
             return
-        if self._merged is not None:
-            self._begin_with_merged()
         self._follow_assignments()
         if self._restored is None:
             return
@@ -316,20 +305,6 @@ class Trainers:
             center = restored["center"][number] if "center" in restored else start
             self._set(shard, center, vectors)
         self._restored = None  # Not earlier: if a server is lost, all of this is done again.
-
-    def _begin_with_merged(self) -> None:
-        """All groups begin with the mean of a checkpoint's.
-
-        What users see is that of one of its groups, perhaps: the checkpoint of the model
-        writes that after the trainers' states were read. What they have assigned themselves
-        stays.
-        """
-        (copies, mean), self._merged = self._merged, None
-        values = []
-        for i, shown in enumerate(self.copies.shown):
-            is_of_checkpoint = any(np.array_equal(shown, copy[i]) for copy in copies)
-            values.append(mean[i] if is_of_checkpoint else shown)
-        self.copies.load(dict.fromkeys(range(len(self.copies.groups)), values))
 
     def _joined(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
         """One vector, in the order of the parameters that users see, of one for each shard."""

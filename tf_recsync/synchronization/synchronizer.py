@@ -205,21 +205,21 @@ class Synchronizer(Crew):
         """Groups go on with these copies, by group, and extras; nobody may be at work."""
         del extras
         if values:
-            self.copies.load(self._fitted(values, max(values) + 1))
+            self._load(values, max(values) + 1)
 
-    def _fitted(
-        self, values: Mapping[int, Sequence[np.ndarray]], count: int
-    ) -> Mapping[int, Sequence[np.ndarray]]:
-        """The copies of a checkpoint of so many groups; if there are more or fewer, their mean.
+    def _load(self, values: Mapping[int, Sequence[np.ndarray]], count: int) -> None:
+        """Loads the copies of a checkpoint of so many groups; if there are more or fewer, the mean.
 
         A group whose copy the checkpoint lacks, as its holder did not answer, gets the mean, too.
         """
         groups = range(len(self._arrangement.groups))
         if set(values) == set(groups):
-            return values
+            self.copies.load(values)
+            return
         mean = self.copies.mean(list(values.values()))
         if count == len(groups):
-            return {group: values.get(group, mean) for group in groups}
+            self.copies.load({group: values.get(group, mean) for group in groups})
+            return
         noun = "group" if self._arrangement.groups[0].servers else "worker"
         logging.warning(
             "The checkpoint holds the parameters of %d %ss, and there are %d: all of them begin "
@@ -228,7 +228,7 @@ class Synchronizer(Crew):
             noun,
             len(groups),
         )
-        return dict.fromkeys(groups, mean)
+        self.copies.load(dict.fromkeys(groups, mean), merged=values.values())
 
 
 def _raise(error: Exception) -> None:
