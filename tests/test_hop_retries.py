@@ -13,6 +13,7 @@ import tf_recsync as recsync
 from tf_recsync import topology
 from tf_recsync.ops import hop
 from tf_recsync.synchronization import hop_edges, loops
+from tf_recsync.synchronization.hop_exchange import Exchange
 
 WORKERS = 4
 GARBLED = tf.errors.InternalError(None, None, "Unable to parse request\nof some worker")
@@ -150,6 +151,32 @@ def test_a_loop_that_fails_before_its_first_call_is_begun_again(cluster, monkeyp
     topo = topology.ring(WORKERS)
     strategy, model, x, *_ = trained(cluster, topo)
     assert failed == set(topo.edges)
+    assert sum(strategy.worker_steps(model)) == len(x)
+
+
+def test_a_loop_goes_on_when_somebody_did_not_answer_for_a_while(cluster, monkeypatch):
+    # Nobody else might begin it again: the others may have no steps left.
+    monkeypatch.setattr(loops, "RETRY_SECONDS", 0.01)
+    answers, silent = Exchange._answers, collections.Counter()
+
+    def then_answers(exchange, worker):
+        silent[worker] += 1
+        return silent[worker] > 3 and answers(exchange, worker)
+
+    begun = collections.Counter()
+    start = hop_edges.Edges._run
+
+    def counted(edges, sender, receiver):
+        begun[sender, receiver] += 1
+        start(edges, sender, receiver)
+
+    monkeypatch.setattr(Exchange, "_answers", then_answers)
+    monkeypatch.setattr(hop_edges.Edges, "_run", counted)
+    failing = Failing(monkeypatch, ["once", "once", "once", None, None, None])
+    topo = topology.ring(WORKERS)
+    strategy, model, x, *_ = trained(cluster, topo)
+    assert failing.failed["once"] >= WORKERS and min(silent.values()) > 3
+    assert begun == dict.fromkeys(topo.edges, 1)
     assert sum(strategy.worker_steps(model)) == len(x)
 
 

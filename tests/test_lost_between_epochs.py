@@ -165,6 +165,30 @@ def test_one_that_comes_back_while_the_next_epoch_begins_holds_nobody(cluster, m
     assert sum(strategy.worker_steps(model)) == STEPS
 
 
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("is_readmitted", [False, True], ids=["", "readmitted"])
+def test_one_that_comes_back_while_others_are_told_of_its_loss_holds_nobody(
+    cluster, monkeypatch, is_readmitted
+):
+    lose, come_back = HopSynchronizer.lose_group, HopSynchronizer._come_back
+    is_back = threading.Event()
+
+    def lose_slowly(group, number):
+        lose(group, number)
+        is_back.wait(2.0)  # It comes back now, if it may.
+
+    def come_back_then_tell(group, number):
+        come_back(group, number)
+        is_back.set()
+
+    monkeypatch.setattr(HopSynchronizer, "lose_group", lose_slowly)
+    monkeypatch.setattr(HopSynchronizer, "_come_back", come_back_then_tell)
+    strategy = make_strategy("Hop", cluster)
+    model = make_model(strategy)
+    train_until_back_with_a_renewed_worker(cluster, strategy, model, STEPS, is_readmitted)
+    assert is_back.is_set()
+
+
 @pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])
 @pytest.mark.parametrize("kind", ["Async", "Sync"])
 def test_one_that_was_readmitted_before_its_threads_noticed_takes_part_again(cluster, kind, steps):

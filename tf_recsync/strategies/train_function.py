@@ -438,12 +438,18 @@ class TrainFunction(Steps):
         gone = [group for group in groups if is_gone(group)]
         cluster.tell_members()  # If a pass goes on, it tells the synchronizer.
         for group in gone:
+            # A worker's own thread may have opened it anew meanwhile.
+            with self._opening[group.index]:
+                self._lose_group(group, is_gone)
+        return bool(gone)
+
+    def _lose_group(self, group: Group, is_gone: Callable[[Group], bool]) -> None:
+        if is_gone(group):
             if group.servers:
                 logging.warning("The copy of group %d is gone with its server.", group.index)
                 self.synchronizer.lose_group(group.index)
             elif group.index in self.synchronizer.there:
                 self.synchronizer.lose(group.trainers[0])
-        return bool(gone)
 
     def spared(self) -> set[tuple[str, int]]:
         """The parameter servers without which others go on."""

@@ -667,9 +667,10 @@ class WorkerRun:
         # to a worker, one would use it there before the other has sent it.
         with self._opening[slot.index]:
             before = slot.state
-            # Nobody takes part of whom somebody does not know yet that it was lost.
-            self._cluster.tell_members()
+            # Nobody takes part of whom somebody does not know yet that it was lost: in this order,
+            # as one that is lost meanwhile has another life.
             slot.lives = {server: membership.life(server) for server in self._needs(slot)}
+            self._cluster.tell_members()
             if membership.join(slot.worker, slot.thread) != slot.lives[slot.worker]:
                 raise _over(slot)
             try:

@@ -316,6 +316,10 @@ class HopSynchronizer(ExchangeSynchronizer):
         """What a worker's steps take: what it keeps beside its parameters, and these."""
         return [self.handle(worker), *super().handles(worker)]
 
+    def lose(self, worker: int) -> None:
+        """A worker is gone, and its copy with it; its neighbors go on."""
+        self.lose_group(worker)
+
     def leave(self, worker: int) -> None:
         """A worker has nothing to do at the moment: its neighbors don't wait for it."""
         for exchange in self.exchanges:

@@ -185,6 +185,15 @@ class Edges:
                         return
                     failures = 0
                 except tf.errors.OpError as error:
+                    is_in_charge = self._is_in_charge(sender, receiver, self._living())
+                    if self._loops.is_ending or not is_in_charge:
+                        return
+                    # One that is gone is found out by the thread that drives it, and is none of the
+                    # living then. One that does not answer at the moment goes on: perhaps nobody
+                    # else would begin this loop again.
+                    if not all(self._answers(worker) for worker in (sender, receiver)):
+                        self._loops.rest()
+                        continue
                     failures += 1
                     if not self._may_try_again(sender, receiver, error, failures):
                         return
@@ -224,11 +233,6 @@ class Edges:
         self, sender: int, receiver: int, error: tf.errors.OpError, failures: int
     ) -> bool:
         """Whether a call that failed, for so many times in a row, is to be made again, now."""
-        if self._loops.is_ending or not self._is_in_charge(sender, receiver, self._living()):
-            return False
-        # One that is gone is found out by the thread that drives it.
-        if not all(self._answers(worker) for worker in (sender, receiver)):
-            return False
         source, target = (":".join(map(str, self._holders[w])) for w in (sender, receiver))
         what = f"A call from {source} to {target} failed and is made again"
         # What would come again, at once.
