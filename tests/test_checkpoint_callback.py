@@ -255,7 +255,8 @@ def write_and_wait(*args):
 
 
 blocks.Source.write = write_and_wait
-model.fit(tests.dataset(100), verbose=0, callbacks=[callback])
+# Until it is killed: however slow it is, and however quick steps are.
+model.fit(tests.dataset(100), epochs=100_000, verbose=0, callbacks=[callback])
 """
 
 
