@@ -143,8 +143,11 @@ class WritingBeside(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         # The last of those of an execution, which may be beyond the epoch's end.
         batch = min(batch, (self.params.get("steps") or sys.maxsize) - 1)
+        # What an earlier process has done, Keras counts again.
+        skipped = getattr(self.model.train_function, "skipped_batches", 0)
+        self._last_batch = max(self._last_batch, skipped - 1)
         self._steps += max(batch - self._last_batch, 0)
-        self._last_batch = batch
+        self._last_batch = max(self._last_batch, batch)
         self._write_if_due()
 
     def on_epoch_end(self, epoch, logs=None):

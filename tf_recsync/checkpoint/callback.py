@@ -18,13 +18,14 @@ from tf_recsync.checkpoint.index import INDEX, Base, Index, parsed
 from tf_recsync.checkpoint.restoring import restore, restore_lost
 from tf_recsync.checkpoint.saving import Writer, check_metadata
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
+from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.strategies.recovery import Recovery
 from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.versions import Versions
 from tf_recsync.writing_beside import Write, WritingBeside
 
-_EPOCH = "epoch"
+_EPOCH, _DATA = "epoch", "data"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +160,8 @@ class Checkpoint(WritingBeside):
     ):
         folder = checked_path(folder, "folder")
         check_metadata(metadata)
-        if _EPOCH in (metadata or {}):
-            raise ValueError(f"metadata can't have {_EPOCH!r}, which the callback sets itself")
+        for name in {_EPOCH, _DATA}.intersection(metadata or ()):
+            raise ValueError(f"metadata can't have {name!r}, which the callback sets itself")
         if not isinstance(resume, bool):
             raise ValueError(f"resume must be a bool, not {resume!r}")
         if on_ps_lost not in ("recover", "raise"):
@@ -189,6 +190,7 @@ class Checkpoint(WritingBeside):
         self._last_written: tuple[Chain, Index] | None = None
         self._running = 0  # The epoch that runs, or ran last.
         self._epoch = 0  # The one to begin with after this moment.
+        self._has_begun = False  # Whether the first epoch of `fit` has.
 
     def on_train_end(self, logs=None):
         super().on_train_end(logs)
@@ -197,6 +199,7 @@ class Checkpoint(WritingBeside):
 
     def on_epoch_begin(self, epoch, logs=None):
         super().on_epoch_begin(epoch, logs)
+        self._has_begun = True
         self.model._initial_epoch = None  # A further call of `fit` begins with its own.
         self._epoch = self._running = epoch
 
@@ -210,6 +213,7 @@ class Checkpoint(WritingBeside):
         super().on_epoch_end(epoch, logs)
 
     def _prepare(self) -> None:
+        self._has_begun = False
         if not self.model.built:
             raise ValueError(
                 f"the model {self.model.name!r} must be built before it is trained with a "
@@ -226,6 +230,8 @@ class Checkpoint(WritingBeside):
                 # As Keras's BackupAndRestore does.
                 self.model._initial_epoch = self._epoch
                 logging.warning("Training goes on from %s, with epoch %d.", latest, self._epoch + 1)
+                if _DATA in metadata and isinstance(self.model.train_function, TrainFunction):
+                    self.model.train_function.go_on_at(DataPosition.parsed(metadata[_DATA]))
         Writer(self.model).check_folder(folder)
         self._chain = Chain(self._full_every)
         function = self.model.train_function
@@ -297,8 +303,14 @@ class Checkpoint(WritingBeside):
             super()._write_last()
 
     def _read(self) -> tuple[int, Write]:
-        writer = Writer(self.model, {**self._metadata, _EPOCH: self._epoch})
-        read = writer.read()
+        read = Writer(self.model).read()
+        metadata = {**self._metadata, _EPOCH: self._epoch}
+        function = self.model.train_function
+        if self._has_begun and isinstance(function, TrainFunction):
+            # Read now, when workers stand still.
+            is_over = self._epoch > self._running
+            metadata[_DATA] = function.position(is_over).as_json()
+        writer = Writer(self.model, metadata)
         chain, pauses = self._chain, self._pauses
         self._pauses_at_read = pauses
 

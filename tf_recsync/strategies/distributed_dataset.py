@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 from tensorflow.python.data.experimental.ops import cardinality, data_service_ops
 from tensorflow.python.data.experimental.service import _pywrap_server_lib
 from tensorflow.python.data.ops import dataset_ops, prefetch_op
@@ -21,6 +22,7 @@ from tensorflow.python.data.ops import dataset_ops, prefetch_op
 from tf_recsync.cluster import Cluster
 from tf_recsync.cluster.data_service import DataService
 from tf_recsync.strategies import data_errors, reshuffling
+from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.pass_iterator import PassIterator, empty_batch
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
@@ -277,6 +279,15 @@ class DistributedDataset:
         return batches if batches >= 0 else None
 
     @property
+    def pass_batches(self) -> float:
+        """The batches of a pass of several epochs, infinite if their number is not known; 0 if each
+        epoch is a pass."""
+        if self.steps_per_epoch is None:
+            return 0.0
+        count = self._apart.cardinality if self._apart is not None else self.dataset.cardinality()
+        return float(count) if int(count) >= 0 else float("inf")
+
+    @property
     def length(self) -> int | None:
         """The steps of an epoch, or None if only its end will tell."""
         # Each reader may end with a batch that is not full, and what a worker makes may
@@ -295,26 +306,75 @@ class DistributedDataset:
         if self._seen is None:
             self._seen = steps
 
-    def shared(self) -> RegisteredDataset | WorkerDatasets:
-        """The data as workers get at it, for a pass that begins."""
+    def reachable(self, position: DataPosition, slots: int) -> DataPosition:
+        """Where a pass can begin, to go on from a position as well as it can.
+
+        Args:
+            position: of an earlier process.
+            slots: how many threads call workers.
+        """
+        if position == DataPosition(position.passes, batch_size=position.batch_size):
+            return position  # The beginning of a pass.
+        why = ""
+        if position.batch_size != self.batch_size:
+            why = f"batches had {position.batch_size} examples, and have {self.batch_size}"
+        elif self._apart is None and position.pipelines:
+            why = "workers made their own datasets, and there is one for all of them"
+        elif self._apart is not None and len(position.pipelines) != slots:
+            count = len(position.pipelines)
+            why = f"batches came from {count} input pipelines, and now from {slots}"
+        elif self.readers > 1:
+            why = "of several readers each reads what nobody else has begun"
+        if why:
+            logging.warning("The epoch begins anew, with all of its data: %s.", why)
+            return DataPosition(position.passes)
+        is_other = reshuffling.has_any_order(self.dataset)
+        if self._apart is not None and position.passes:
+            # Workers count the passes of the pipelines that they have.
+            is_other = is_other or reshuffling.is_reshuffled(self.dataset)
+        if is_other:
+            logging.warning(
+                "%d batches are skipped that were trained on, but the dataset's order is another "
+                "one each time: give shuffle a seed, or call keras.utils.set_random_seed.",
+                position.batches,
+            )
+        return position
+
+    def shared(
+        self, position: DataPosition | None = None
+    ) -> tuple[RegisteredDataset | WorkerDatasets, int]:
+        """The data as workers get at it, for a pass that begins; and its number, from 0.
+
+        Args:
+            position: where it begins, if that is not the beginning; see `reachable`.
+        """
+        position = position or DataPosition()
+        number = self._passes.next(self.dataset, position.passes)
         if self._apart is not None:
-            return self._apart
+            return self._apart, number
         if self.readers:
             end_forgotten_passes(self._cluster, self._reader_timeout)
         is_reshuffled = reshuffling.is_reshuffled(self.dataset)
-        if self._registered is None or is_reshuffled:
-            dataset = self.dataset
+        is_new = self._registered is None or is_reshuffled
+        if not is_new and not position.batches:
+            return self._registered, number
+        dataset = self.dataset
+        # The servers' names mean nothing to the service: pin nothing.
+        with tf.device("/CPU:0"):
             if is_reshuffled:
-                # The servers' names mean nothing to the service: pin nothing.
-                with tf.device("/CPU:0"):
-                    dataset = reshuffling.in_pass(dataset, self._passes.next(dataset))
-            if self.start_predict is not None:
-                # Predictions go back into the order of the data by their numbers.
-                dataset = dataset.enumerate()
-            self._registered = register(
-                self._cluster, dataset, self.readers, self._reader_timeout, is_reshuffled
-            )
-        return self._registered
+                dataset = reshuffling.in_pass(dataset, number)
+            if position.batches:
+                dataset = dataset.skip(position.batches)
+        if self.start_predict is not None:
+            # Predictions go back into the order of the data by their numbers.
+            dataset = dataset.enumerate()
+        for_one_pass = is_reshuffled or position.batches > 0
+        registered = register(
+            self._cluster, dataset, self.readers, self._reader_timeout, for_one_pass
+        )
+        if not position.batches:
+            self._registered = registered
+        return registered, number
 
     def local_batches(self) -> Iterator[Any]:
         """Batches in this process, for Keras to see what they look like; at least one."""
@@ -355,6 +415,7 @@ class DistributedIterator:
         run: as above; None before.
         failed: a pass that has failed, and whose steps go on in another one; None: there is none.
         job: the name of the pass in the data's service; None before.
+        skipped: the steps of the first epoch that an earlier process has done.
     """
 
     def __init__(self, distributed: DistributedDataset):
@@ -362,6 +423,7 @@ class DistributedIterator:
         self.run: WorkerRun | None = None
         self.failed: WorkerRun | None = None
         self.job: str | None = None
+        self.skipped = 0
         self._local = None
 
     def __iter__(self) -> DistributedIterator:

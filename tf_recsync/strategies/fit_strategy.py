@@ -170,7 +170,9 @@ class FitStrategy(tf.distribute.Strategy):
         if caller.model is not None:
             self.attach(caller.model)
             if caller.verb == "fit":
-                caller.model.train_function.recovery = None  # Of an earlier call's callbacks.
+                # Of an earlier call's callbacks.
+                caller.model.train_function.recovery = None
+                caller.model.train_function.go_on_at(None)
         apart = None
         if isinstance(dataset, WorkerDatasets):
             self._check_worker_datasets(dataset, caller)

@@ -38,6 +38,7 @@ class Leases:
         threads: how many there are.
         can_end: whether a call can be told to end. Then those of short steps have as many as there
             are, which others get if they have none: default False.
+        completed: how many steps count as done already; default 0.
 
     Attributes:
         completed: how many steps are done.
@@ -46,8 +47,10 @@ class Leases:
         limit: see `call_limit`.
     """
 
-    def __init__(self, unit: int, most: int | None, threads: int, can_end: bool = False):
-        self.completed = 0
+    def __init__(
+        self, unit: int, most: int | None, threads: int, can_end: bool = False, completed: int = 0
+    ):
+        self.completed = completed
         self.is_held = False
         self.seconds = call_seconds(threads)
         self.limit = call_limit(threads)
@@ -56,8 +59,8 @@ class Leases:
         self._most = sys.maxsize if most is None else most
         self._shares = [unit] * threads  # The steps of each one's next call, unless few are left.
         self._are_short = [False] * threads  # Whether each one's steps are.
-        self._granted: float = 0.0
-        self._taken = 0
+        self._granted: float = completed
+        self._taken = completed
 
     def go_on(self, other: Leases, more: int) -> None:
         """Takes over what another pass over the same data had granted and done.

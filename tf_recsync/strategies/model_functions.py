@@ -18,6 +18,7 @@ from absl import logging
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.call_board import CallBoard
+from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.leases import call_limit, call_seconds
 from tf_recsync.strategies.model_variables import OnServers
@@ -117,6 +118,11 @@ class Steps:
         self._epoch_end = float("inf")  # Steps at the end of the epoch, if known.
         self._expected = float("inf")  # Steps at its end, as Keras expects.
         self._batches = float("inf")  # Of an epoch, if known; of several readers, at least.
+        self._position: DataPosition | None = None  # Where the next pass begins, if not anew.
+        # Of the pass that runs, or ran last: the passes over its data before, and what was skipped.
+        self._passes_before = 0
+        self._skipped = DataPosition()
+        self._pass_batches = 0.0  # See `DistributedDataset`.
         self._losses = Losses()  # Of earlier passes, and of batches.
         self._waited = [0.0] * settings.cluster.workers  # For batches, in earlier passes.
         self._is_advancing = False  # Whether Keras waits for steps.
@@ -244,7 +250,10 @@ class Steps:
     @property
     def epoch_steps(self) -> int:
         """The steps of the epoch that runs, or ran last, that workers have finished."""
-        return 0 if self._run is None else self._run.completed - self._epoch_began
+        if self._run is None:
+            return 0
+        skipped = self._skipped.epoch_batches if self._epoch_began == 0 else 0
+        return self._run.completed - self._epoch_began - skipped
 
     def data_wait(self) -> list[float]:
         """The seconds that each worker has waited for batches in all passes."""
@@ -276,7 +285,9 @@ class Steps:
     def _begin_epoch(self, iterator: DistributedIterator) -> None:
         run = iterator.run
         steps = iterator.distributed.steps_per_epoch
-        done = run.completed
+        skipped, iterator.skipped = iterator.skipped, 0
+        # Keras asks for what was skipped, too, and gets it at once.
+        done = run.completed - skipped
         self._is_final = False
         self._refreshed = 0.0  # The first call shows nothing of the epoch before.
         self._target = done
@@ -290,15 +301,25 @@ class Steps:
         for slot in run.slots:
             if slot.state is not None:
                 slot.state.reset_metrics = True
-        run.grant(float("inf") if steps is None else steps)
+        run.grant(float("inf") if steps is None else steps - skipped)
 
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
         after, is_over = iterator.failed, iterator.distributed.is_over
-        data = iterator.distributed.shared() if after is None else after.data
+        slots = self._settings.cluster.workers * self.threads
+        if after is None:
+            begin, self._position = self._position, None
+            if begin is not None:
+                begin = iterator.distributed.reachable(begin, slots)
+            data, self._passes_before = iterator.distributed.shared(begin)
+            self._skipped = begin or DataPosition()
+            iterator.skipped = self._skipped.epoch_batches
+            self._pass_batches = iterator.distributed.pass_batches
+        else:
+            data = after.data
+        skipped = self._skipped.pipelines
         steps_per_call = self._model.steps_per_execution
         layout = self._continue(iterator)
         job = iterator.job = iterator.job or data.new_job()
-        slots = self._settings.cluster.workers * self.threads
         metrics = len(self._model.metrics_variables)
         if layout is not self._read_layout:
             variables = [v._value for v in self._model.metrics_variables]
@@ -317,9 +338,7 @@ class Steps:
             return values
 
         def open_worker(slot: Slot):
-            taken = 0
-            if slot.state is not None:
-                taken = slot.state.steps + slot.lost_steps
+            taken = slot.taken + (skipped[slot.number] if skipped else 0)
             before, iterator = slot.state, None
             if slot.kept_data == self._settings.cluster.membership.life(slot.worker):
                 iterator = before.hand_over()
@@ -375,6 +394,7 @@ class Steps:
             note_steps=self._note_steps,
             after=after,
             keeps_data=self._can_recover,
+            completed=iterator.skipped if after is None else 0,
         )
         iterator.failed = None
         run = self._run

@@ -71,7 +71,7 @@ class PredictFunction:
         """Starts the workers on a pass; called by the iterator."""
         settings = self._settings
         with watched_calls.watched(settings.cluster, settings.silence_timeout):
-            data, is_over = iterator.distributed.shared(), iterator.distributed.is_over
+            data, is_over = iterator.distributed.shared()[0], iterator.distributed.is_over
             function, layout = self._function(data.element_spec)
             job = data.new_job()
             initial = [np.asarray(v._value.read_value()) for v in layout.private]

@@ -30,9 +30,14 @@ class Passes:
     def __init__(self):
         self._counts: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
 
-    def next(self, dataset: tf.data.Dataset) -> int:
-        """How many passes over a dataset there were before this one."""
-        count = self._counts.get(dataset, 0)
+    def next(self, dataset: tf.data.Dataset, at_least: int = 0) -> int:
+        """How many passes over a dataset there were before this one.
+
+        Args:
+            dataset: the dataset.
+            at_least: how many there were in a process with which this one goes on.
+        """
+        count = max(self._counts.get(dataset, 0), at_least)
         self._counts[dataset] = count + 1
         return count
 
@@ -49,6 +54,23 @@ def is_reshuffled(dataset: tf.data.Dataset) -> bool:
         # Two zeros: another order each time it is built.
         if is_anew and any(int(seed) for seed in (found._seed, found._seed2)):
             return True
+        pending += found._inputs()
+    return False
+
+
+def has_any_order(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset's order depends on random numbers without seeds."""
+    pending = [dataset]
+    while pending:
+        found = pending.pop()
+        kinds = (shuffle_op._ShuffleDataset, random_op._RandomDataset)
+        if isinstance(found, kinds) and not any(int(s) for s in (found._seed, found._seed2)):
+            return True
+        for function in found._functions():
+            for op in function.function.graph.get_operations():
+                seeds = [op.node_def.attr[name].i for name in ("seed", "seed2")]
+                if "seed2" in op.node_def.attr and not any(seeds):
+                    return True
         pending += found._inputs()
     return False
 

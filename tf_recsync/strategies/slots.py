@@ -147,6 +147,11 @@ class Slot:
         return done, lost
 
     @property
+    def taken(self) -> int:
+        """The batches that it has had in the pass: trained on, or lost with it."""
+        return self.lost_steps + (0 if self.state is None else self.state.steps)
+
+    @property
     def known_steps(self) -> int:
         """The steps that its worker has done for it, as far as known; others may begin a call."""
         before = self.state.steps_at_call  # Not after the progress, which may be of the next call.

@@ -15,6 +15,7 @@ from absl import logging
 
 from tf_recsync.cluster import Server, reason
 from tf_recsync.shown_variable import ShownVariable, shown
+from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.group_crew import GroupCrew
 from tf_recsync.strategies.model_functions import Settings, Steps
@@ -23,6 +24,7 @@ from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.recovery import Recovery, find_lost, make_anew, recovered
 from tf_recsync.strategies.slots import Slot
 from tf_recsync.strategies.watched_calls import check_parameter_servers, lose_the_gone
+from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization.aggregation import Aggregation
@@ -100,6 +102,49 @@ class TrainFunction(Steps):
                         self._leave_kept(iterator)
                 if not is_recovered:
                     raise
+
+    # Where it is in the data.
+
+    def go_on_at(self, position: DataPosition | None) -> None:
+        """The next pass goes on in the data where an earlier process was.
+
+        Keras asks for all steps of its first epoch; those that were done then it gets at once.
+
+        Args:
+            position: of that process; None: the pass begins anew.
+        """
+        self._position = position
+
+    @property
+    def skipped_batches(self) -> int:
+        """The steps of the epoch to come, or that runs, that an earlier process has done."""
+        if self._position is not None:
+            return self._position.epoch_batches
+        return self._skipped.epoch_batches if self._epoch_began == 0 else 0
+
+    def position(self, is_epoch_over: bool) -> DataPosition:
+        """Where another process goes on; no worker may be in a step.
+
+        Args:
+            is_epoch_over: whether it begins with the next epoch.
+        """
+        run, before = self._run, self._skipped
+        if self._position is not None or run is None:
+            return self._position or DataPosition()  # Nothing of the pass was trained on.
+        batches = before.batches - before.epoch_batches + run.completed
+        if is_epoch_over and (batches >= self._pass_batches or not run.is_open):
+            return DataPosition(self._passes_before + 1, batch_size=self.local_batch_size)
+        pipelines = ()
+        if isinstance(run.data, WorkerDatasets):
+            taken = before.pipelines or [0] * len(run.slots)
+            pipelines = tuple(n + s.taken for n, s in zip(taken, run.slots, strict=True))
+        return DataPosition(
+            self._passes_before,
+            batches,
+            0 if is_epoch_over else int(run.completed - self._epoch_began),
+            pipelines,
+            self.local_batch_size,
+        )
 
     # After the loss of a parameter server; see recovery.py.
 

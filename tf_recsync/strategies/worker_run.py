@@ -79,6 +79,7 @@ class WorkerRun:
         after: a pass over the same data that has failed, and whose steps go on in this one.
         keeps_data: whether workers go on with the batches that they have if this one fails; then
             `close_kept` or a pass `after` it follows.
+        completed: how many steps count as done when it begins.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class WorkerRun:
         note_steps: Callable[[Slot, int], None] = lambda slot, steps: None,
         after: WorkerRun | None = None,
         keeps_data: Callable[[], bool] = lambda: False,
+        completed: int = 0,
     ):
         self.data = data
         self._readers = 0 if data is None else data.readers
@@ -116,7 +118,7 @@ class WorkerRun:
         self._changed = threading.Condition()
         # All below is guarded by _changed.
         self._leases = Leases(
-            steps_per_call, most_per_call, cluster.workers * threads, can_end=board is not None
+            steps_per_call, most_per_call, cluster.workers * threads, board is not None, completed
         )
         self._progressed = time.monotonic()  # When a step was done.
         self._longest_call = 0.0  # In seconds, of those that ended.

@@ -1,0 +1,154 @@
+"""Programs that go on where an earlier one was in its data."""
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_recsync as recsync
+from tf_recsync import checkpoint
+from tf_recsync.callbacks import Checkpoint
+from tf_recsync.strategies.data_position import DataPosition
+
+BATCHES, EPOCHS = 60, 3
+
+
+@pytest.fixture
+def cluster(clusters):
+    return clusters.get(workers=2, ps=2)
+
+
+class Stop(keras.callbacks.Callback):
+    """As if the program died at a batch of an epoch."""
+
+    def __init__(self, epoch, batch):
+        super().__init__()
+        self._when = epoch, batch
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self._epoch, batch) >= self._when:
+            raise KeyboardInterrupt
+
+
+def make_model(strategy):
+    """Its table counts how often each id was trained on."""
+    with strategy.scope():
+        ids = keras.Input((1,), dtype="int64")
+        rows = keras.layers.Embedding(BATCHES, 1, "zeros")(ids)
+        model = keras.Model(ids, keras.layers.Flatten()(rows))
+        model.compile(recsync.optimizers.SGD(1.0), loss=lambda _, output: -output)
+    return model
+
+
+def counts_of(model):
+    return np.asarray(model.get_weights()[0]).ravel()
+
+
+def batches(shuffled=False, parts=1, part=0):
+    ids = np.arange(part, BATCHES, parts)
+    data = tf.data.Dataset.from_tensor_slices((ids[:, np.newaxis], np.zeros((len(ids), 1))))
+    return (data.shuffle(BATCHES, seed=3) if shuffled else data).batch(1)
+
+
+def trained(cluster, folder, make, steps=None, stop=None, epochs=EPOCHS):
+    """A model after a program that ends at `stop`, or that goes on after one."""
+    strategy = recsync.AsyncStrategy(cluster)
+    recsync.testing.set_compute_time(strategy, 0.005)
+    model = make_model(strategy)
+    callback = Checkpoint(folder, every_steps=10, keep=None, at_end=stop is None)
+    callbacks = [callback, *([] if stop is None else [Stop(*stop)])]
+
+    def fit():
+        return model.fit(
+            make(strategy), epochs=epochs, steps_per_epoch=steps, verbose=0, callbacks=callbacks
+        )
+
+    if stop is None:
+        return model, callback, fit()
+    with pytest.raises(KeyboardInterrupt):
+        fit()
+    for thread in threading.enumerate():
+        if thread.name == "recsync_writing":
+            thread.join()
+    return model, callback, None
+
+
+KINDS = ["in order", "shuffled", "by steps", "of unknown length", "by workers"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_epoch_has_each_batch_once_but_for_those_that_workers_had_ahead(
+    cluster, tmp_path, kind
+):
+    steps = 25 if kind == "by steps" else None
+
+    def make(strategy):
+        if kind == "by workers":
+            return strategy.distribute_datasets_from_function(
+                lambda context: batches(False, 2, context.input_pipeline_id)
+            )
+        data = batches(kind == "shuffled")
+        if kind == "of unknown length":
+            return data.filter(lambda ids, _: tf.reduce_all(ids >= 0))
+        return data if steps is None else data.repeat()
+
+    trained(cluster, tmp_path, make, steps, stop=(1, 17))
+    model, callback, history = trained(cluster, tmp_path, make, steps)
+    saved = checkpoint.open(callback.restored)
+    assert saved.metadata["data"]["batches"] > 0
+    assert history.epoch == list(range(saved.metadata["epoch"], EPOCHS))
+    counts = counts_of(model)
+    total = EPOCHS * (steps or BATCHES)
+    assert counts.sum() == total
+    # Two workers had up to four batches each in their hands when they stood still.
+    expected = np.bincount(np.arange(total) % BATCHES) if steps else np.full(BATCHES, EPOCHS)
+    assert np.abs(counts - expected).max() <= 1
+    assert np.abs(counts - expected).sum() <= 2 * 8
+    # Steps of Keras that were done before are neither trained nor saved once more.
+    steps_left = total - saved.global_step
+    assert len(callback.saved) <= steps_left / 10 + 1
+
+
+@pytest.mark.parametrize("change", ["batch size", "workers", "order"])
+def test_what_can_not_be_gone_on_with_is_said(cluster, clusters, tmp_path, caplog, change):
+    def make(strategy):
+        if change == "workers":
+            return strategy.distribute_datasets_from_function(
+                lambda context: batches(
+                    False, context.num_input_pipelines, context.input_pipeline_id
+                )
+            )
+        return batches() if change == "batch size" else batches().shuffle(BATCHES)
+
+    def other(strategy):
+        return batches().unbatch().batch(2) if change == "batch size" else make(strategy)
+
+    trained(cluster, tmp_path, make, stop=(0, 30), epochs=1)
+    second = clusters.get(workers=4, ps=2) if change == "workers" else cluster
+    model, callback, _ = trained(second, tmp_path, other, epochs=1)
+    begun = checkpoint.open(callback.restored).metadata["data"]["epoch_batches"]
+    words = {
+        "batch size": "The epoch begins anew, with all of its data: batches had 1 examples, and",
+        "workers": "The epoch begins anew, with all of its data: batches came from 2 input pipel",
+        "order": f"{begun} batches are skipped that were trained on, but the dataset's order is",
+    }
+    assert words[change] in caplog.text
+    rest = {"batch size": BATCHES / 2, "workers": BATCHES, "order": BATCHES - begun}
+    assert counts_of(model).sum() == begun + rest[change]
+
+
+def test_a_position_of_something_else_is_refused(cluster, tmp_path):
+    model = make_model(recsync.AsyncStrategy(cluster))
+    model.fit(batches().take(2), verbose=0)
+    for wrong in (3, {"passes": 0}, {**DataPosition().as_json(), "batches": -1}):
+        path = str(tmp_path / "1")
+        checkpoint.save(path, model, metadata={"epoch": 0, "data": wrong})
+        with pytest.raises(ValueError, match="a position in data must"):
+            model.fit(batches().take(2), verbose=0, callbacks=[Checkpoint(tmp_path)])
+        tf.io.gfile.rmtree(path)
