@@ -152,10 +152,10 @@ def test_a_file_that_was_truncated_after_its_lines_were_counted_is_named(cluster
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         list(dataset)
     with clusters.strategy(1, 1).scope():
-        model = keras.Sequential([keras.Input((0,), name="numeric"), keras.layers.Dense(1)])
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile(SGD(), "mse")
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-        model.fit(dataset.map(lambda features, label: (features["numeric"], label)), verbose=0)
+        model.fit(dataset.map(lambda _, label: (tf.reshape(label, [-1, 1]), label)), verbose=0)
 
 
 def test_names_of_folders_are_columns(tmp_path):
