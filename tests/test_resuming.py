@@ -152,3 +152,38 @@ def test_a_position_of_something_else_is_refused(cluster, tmp_path):
         with pytest.raises(ValueError, match="a position in data must"):
             model.fit(batches().take(2), verbose=0, callbacks=[Checkpoint(tmp_path)])
         tf.io.gfile.rmtree(path)
+
+
+@pytest.mark.parametrize("kind", ["passes", "steps", "by workers"])
+def test_with_everything_the_data_go_back_to_the_checkpoint(cluster, tmp_path, kind):
+    strategy = recsync.AsyncStrategy(cluster)
+    recsync.testing.set_compute_time(strategy, 0.01)
+    model = make_model(strategy)
+    callback = Checkpoint(tmp_path, every_steps=20, recovery="all")
+    lost = tf.DeviceSpec.from_string(model.variables[0]._value.device).task
+
+    class Kill(keras.callbacks.Callback):
+        kills = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            is_due = len(callback.saved) >= 2 + 4 * self.kills
+            if is_due and callback.recoveries == self.kills < 2:
+                self.kills += 1
+                cluster.kill("ps", lost)
+                cluster.restart("ps", lost)
+
+    data, steps, epochs = batches(True).repeat(6), None, 2
+    if kind == "steps":
+        data, steps, epochs = data.repeat(), 2 * BATCHES, 6
+    elif kind == "by workers":
+        data = strategy.distribute_datasets_from_function(
+            lambda context: batches(False, 2, context.input_pipeline_id).repeat(6)
+        )
+    logs = model.fit(
+        data, steps_per_epoch=steps, epochs=epochs, verbose=0, callbacks=[callback, Kill()]
+    )
+    assert logs.epoch == list(range(epochs))
+    assert callback.recoveries == 2
+    counts = counts_of(model)
+    assert counts.sum() == 12 * BATCHES == checkpoint.open(callback.saved[-1].path).global_step
+    assert np.abs(counts - 12).max() <= 2 and np.abs(counts - 12).sum() <= 2 * 2 * 8

@@ -269,16 +269,22 @@ class Checkpoint(WritingBeside):
         # Rows get other versions than servers have noted, or nobody has these any more.
         self._chain = Chain(self._full_every)
 
-    def _recover(self, lost: Sequence[tf.Variable], *, is_partial: bool) -> None:
+    def _recover(self, lost: Sequence[tf.Variable], *, is_partial: bool) -> DataPosition | None:
         """Restores what a model has lost; see `Recovery`."""
+        position = None
         path = latest_checkpoint(self._argument[1])
         if path is None:
             raise ValueError(f"folder={self._argument[1]!r} has no checkpoint any more")
         if is_partial:
             restore_lost(path, self.model, lost)
         else:
-            restore(path, self.model)
+            metadata = restore(path, self.model)
+            # The first one is of the beginning of the first pass.
+            position = self.model.train_function.beginning
+            if _DATA in metadata:
+                position = DataPosition.parsed(metadata[_DATA])
         self.recoveries += 1
+        return position
 
     def _describe_last(self) -> str:
         path = latest_checkpoint(self._argument[1])

@@ -348,8 +348,8 @@ class DistributedDataset:
         Args:
             position: where it begins, if that is not the beginning; see `reachable`.
         """
+        number = self._passes.next(self.dataset, None if position is None else position.passes)
         position = position or DataPosition()
-        number = self._passes.next(self.dataset, position.passes)
         if self._apart is not None:
             return self._apart, number
         if self.readers:

@@ -42,6 +42,7 @@ class Leases:
 
     Attributes:
         completed: how many steps are done.
+        granted: how many are to be done; infinite: all that there are.
         is_held: whether nobody gets any.
         seconds: how long a call lasts, if one step does not take longer.
         limit: see `call_limit`.
@@ -59,7 +60,7 @@ class Leases:
         self._most = sys.maxsize if most is None else most
         self._shares = [unit] * threads  # The steps of each one's next call, unless few are left.
         self._are_short = [False] * threads  # Whether each one's steps are.
-        self._granted: float = completed
+        self.granted: float = completed
         self._taken = completed
 
     def go_on(self, other: Leases, more: int) -> None:
@@ -70,7 +71,7 @@ class Leases:
             more: how many steps it had done besides, in calls that did not end.
         """
         self.completed = self._taken = other.completed + more
-        self._granted = other._granted
+        self.granted = other.granted
 
     @property
     def is_settled(self) -> bool:
@@ -80,7 +81,7 @@ class Leases:
     @property
     def is_done(self) -> bool:
         """Whether all steps that were granted are done."""
-        return self.completed >= self._granted and self.is_settled
+        return self.completed >= self.granted and self.is_settled
 
     def share(self, thread: int) -> int:
         """How many steps a thread's next call has, unless few are left; if calls can be told to
@@ -90,15 +91,15 @@ class Leases:
     @property
     def are_taken(self) -> bool:
         """Whether somebody is at all steps that are not done."""
-        return self._taken >= self._granted and not self.is_settled
+        return self._taken >= self.granted and not self.is_settled
 
     def grant(self, steps: float) -> None:
         """So many more steps are to be done; float("inf"): all that there are."""
-        self._granted += steps
+        self.granted += steps
 
     def take(self, thread: int) -> int:
         """The steps of a thread's next call; 0 if there are none at the moment."""
-        free = self._granted - self._taken
+        free = self.granted - self._taken
         if free <= 0 or self.is_held:
             return 0
         steps: float = self._shares[thread]

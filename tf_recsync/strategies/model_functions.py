@@ -119,9 +119,12 @@ class Steps:
         self._expected = float("inf")  # Steps at its end, as Keras expects.
         self._batches = float("inf")  # Of an epoch, if known; of several readers, at least.
         self._position: DataPosition | None = None  # Where the next pass begins, if not anew.
-        # Of the pass that runs, or ran last: the passes over its data before, and what was skipped.
-        self._passes_before = 0
-        self._skipped = DataPosition()
+        # Of the pass that runs, or ran last: the passes over its data before it, the batches of it
+        # that the run does not count, those of the first epoch that an earlier process has done,
+        # and what of each pipeline was skipped.
+        self._passes_before = self._uncounted = self._skipped = 0
+        self._pipelines: tuple[int, ...] = ()
+        self.beginning: DataPosition | None = None  # Where the first pass of `fit` began.
         self._pass_batches = 0.0  # See `DistributedDataset`.
         self._losses = Losses()  # Of earlier passes, and of batches.
         self._waited = [0.0] * settings.cluster.workers  # For batches, in earlier passes.
@@ -252,8 +255,14 @@ class Steps:
         """The steps of the epoch that runs, or ran last, that workers have finished."""
         if self._run is None:
             return 0
-        skipped = self._skipped.epoch_batches if self._epoch_began == 0 else 0
-        return self._run.completed - self._epoch_began - skipped
+        return self._run.completed - self._epoch_began - self.skipped_batches
+
+    @property
+    def skipped_batches(self) -> int:
+        """The steps of the epoch to come, or that runs, that an earlier process has done."""
+        if self._position is not None:
+            return self._position.epoch_batches
+        return self._skipped if self._epoch_began == 0 else 0
 
     def data_wait(self) -> list[float]:
         """The seconds that each worker has waited for batches in all passes."""
@@ -306,17 +315,25 @@ class Steps:
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
         after, is_over = iterator.failed, iterator.distributed.is_over
         slots = self._settings.cluster.workers * self.threads
-        if after is None:
-            begin, self._position = self._position, None
-            if begin is not None:
-                begin = iterator.distributed.reachable(begin, slots)
-            data, self._passes_before = iterator.distributed.shared(begin)
-            self._skipped = begin or DataPosition()
-            iterator.skipped = self._skipped.epoch_batches
-            self._pass_batches = iterator.distributed.pass_batches
+        position, self._position = self._position, None
+        is_anew, completed = after is None, 0
+        if is_anew or position is not None:
+            if position is not None:
+                position = iterator.distributed.reachable(position, slots)
+            data, self._passes_before = iterator.distributed.shared(position)
+            position = position or DataPosition()
+            if is_anew:
+                completed = iterator.skipped = self._skipped = position.epoch_batches
+                self._uncounted = position.batches - completed
+                self._pass_batches = iterator.distributed.pass_batches
+                self.beginning = self.beginning or DataPosition(self._passes_before)
+            else:
+                completed = position.batches - self._uncounted
+                iterator.job = after = None
+            self._pipelines = position.pipelines
         else:
             data = after.data
-        skipped = self._skipped.pipelines
+        pipelines = self._pipelines
         steps_per_call = self._model.steps_per_execution
         layout = self._continue(iterator)
         job = iterator.job = iterator.job or data.new_job()
@@ -325,7 +342,7 @@ class Steps:
             variables = [v._value for v in self._model.metrics_variables]
             self._reader = PackedReader([COUNTS, *variables])
             self._read_layout = layout
-        if after is None:
+        if is_anew:
             self._initial = [np.asarray(v._value.read_value()) for v in layout.private]
         # Metrics have what was merged by then, where a pass goes on.
         initial = self._initial
@@ -338,7 +355,7 @@ class Steps:
             return values
 
         def open_worker(slot: Slot):
-            taken = slot.taken + (skipped[slot.number] if skipped else 0)
+            taken = slot.taken + (pipelines[slot.number] if pipelines else 0)
             before, iterator = slot.state, None
             if slot.kept_data == self._settings.cluster.membership.life(slot.worker):
                 iterator = before.hand_over()
@@ -394,7 +411,8 @@ class Steps:
             note_steps=self._note_steps,
             after=after,
             keeps_data=self._can_recover,
-            completed=iterator.skipped if after is None else 0,
+            completed=completed,
+            is_another=not is_anew,
         )
         iterator.failed = None
         run = self._run

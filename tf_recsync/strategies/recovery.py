@@ -15,6 +15,7 @@ from absl import logging
 from tf_recsync.cluster import Cluster, Server, reason
 from tf_recsync.shown_variable import ShownVariable, shown
 from tf_recsync.strategies.comebacks import Comebacks
+from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.watched_calls import check_parameter_servers
 from tf_recsync.synchronization.synchronizer import Crew
@@ -32,13 +33,14 @@ class Recovery:
     Attributes:
         begin: is called when training pauses, before anything is made anew.
         restore: `restore(variables)` restores those that were on lost servers, and have been made
-            anew; it may set others, too.
+            anew; it may set others, too. It returns where in the data training was then, to go back
+            there; None: it goes on with what it has.
         timeout: for how many seconds a server is waited for.
         last: what can be restored, in words, for errors.
     """
 
     begin: Callable[[], None]
-    restore: Callable[[Sequence[ShownVariable]], None]
+    restore: Callable[[Sequence[ShownVariable]], DataPosition | None]
     timeout: float
     last: Callable[[], str]
 
@@ -88,8 +90,10 @@ class Recoverable(Protocol):
     def make_anew(self, lost: set[Server]) -> list[ShownVariable]:
         """Makes the variables anew that lost servers had."""
 
-    def go_on_with_pass(self, iterator: DistributedIterator | None) -> None:
-        """The steps of the pass go on."""
+    def go_on_with_pass(
+        self, iterator: DistributedIterator | None, position: DataPosition | None
+    ) -> None:
+        """The steps of the pass go on, from a position if that is none of another pass."""
 
 
 def recovered(
@@ -151,8 +155,8 @@ def _recover(
     with cluster.dispatch_scope():
         _wait_for(cluster, lost, recovery, deadline)
     with function.watched():
-        recovery.restore(function.make_anew(lost))
-        function.go_on_with_pass(iterator)
+        position = recovery.restore(function.make_anew(lost))
+        function.go_on_with_pass(iterator, position)
     logging.warning("Training goes on: %s is back after %.1f s.", names, time.monotonic() - began)
 
 

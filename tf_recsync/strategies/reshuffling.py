@@ -30,16 +30,17 @@ class Passes:
     def __init__(self):
         self._counts: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
 
-    def next(self, dataset: tf.data.Dataset, at_least: int = 0) -> int:
+    def next(self, dataset: tf.data.Dataset, number: int | None = None) -> int:
         """How many passes over a dataset there were before this one.
 
         Args:
             dataset: the dataset.
-            at_least: how many there were in a process with which this one goes on.
+            number: how many there were, if this one goes on with one of them; None: it is new.
         """
-        count = max(self._counts.get(dataset, 0), at_least)
-        self._counts[dataset] = count + 1
-        return count
+        if number is None:
+            number = self._counts.get(dataset, 0)
+        self._counts[dataset] = number + 1
+        return number
 
 
 def is_reshuffled(dataset: tf.data.Dataset) -> bool:

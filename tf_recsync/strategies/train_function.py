@@ -111,16 +111,9 @@ class TrainFunction(Steps):
         Keras asks for all steps of its first epoch; those that were done then it gets at once.
 
         Args:
-            position: of that process; None: the pass begins anew.
+            position: of that process; None: the pass begins anew, and a call of `fit`.
         """
-        self._position = position
-
-    @property
-    def skipped_batches(self) -> int:
-        """The steps of the epoch to come, or that runs, that an earlier process has done."""
-        if self._position is not None:
-            return self._position.epoch_batches
-        return self._skipped.epoch_batches if self._epoch_began == 0 else 0
+        self._position, self.beginning = position, None
 
     def position(self, is_epoch_over: bool) -> DataPosition:
         """Where another process goes on; no worker may be in a step.
@@ -128,15 +121,15 @@ class TrainFunction(Steps):
         Args:
             is_epoch_over: whether it begins with the next epoch.
         """
-        run, before = self._run, self._skipped
+        run = self._run
         if self._position is not None or run is None:
             return self._position or DataPosition()  # Nothing of the pass was trained on.
-        batches = before.batches - before.epoch_batches + run.completed
+        batches = self._uncounted + run.completed
         if is_epoch_over and (batches >= self._pass_batches or not run.is_open):
             return DataPosition(self._passes_before + 1, batch_size=self.local_batch_size)
         pipelines = ()
         if isinstance(run.data, WorkerDatasets):
-            taken = before.pipelines or [0] * len(run.slots)
+            taken = self._pipelines or [0] * len(run.slots)
             pipelines = tuple(n + s.taken for n, s in zip(taken, run.slots, strict=True))
         return DataPosition(
             self._passes_before,
@@ -218,11 +211,31 @@ class TrainFunction(Steps):
             function.forget_traced()
         return made
 
-    def go_on_with_pass(self, iterator: DistributedIterator | None) -> None:
-        """The steps of a pass that has failed go on."""
+    def go_on_with_pass(
+        self, iterator: DistributedIterator | None, position: DataPosition | None
+    ) -> None:
+        """The steps of a pass that has failed go on, or begin once more where it was."""
         if iterator is None or iterator.failed is None:
             return  # It had not begun.
+        failed = iterator.failed
+        if position is not None and not self._is_of_pass(position):
+            logging.warning(
+                "What was trained on in earlier epochs since the checkpoint is not trained on again"
+            )
+            position = None
+        elif position is not None and iterator.distributed.readers > 1:
+            position = None  # Nobody knows which batches these were.
+        if position is not None:
+            failed.close_kept()
+        self._position = position
         iterator.run = self._start(iterator)
+        if position is not None:
+            iterator.run.grant(failed.granted - iterator.run.completed)
+
+    def _is_of_pass(self, position: DataPosition) -> bool:
+        """Whether it is in the pass that runs, and no further than that."""
+        steps = position.batches - self._uncounted
+        return position.passes == self._passes_before and 0 <= steps <= self._run.completed
 
     def _leave_kept(self, iterator: Any) -> None:
         """Nobody goes on with a pass that has failed."""

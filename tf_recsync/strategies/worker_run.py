@@ -80,6 +80,8 @@ class WorkerRun:
         keeps_data: whether workers go on with the batches that they have if this one fails; then
             `close_kept` or a pass `after` it follows.
         completed: how many steps count as done when it begins.
+        is_another: whether it takes the place of one that has failed: for a second servers may
+            refuse connections still.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class WorkerRun:
         after: WorkerRun | None = None,
         keeps_data: Callable[[], bool] = lambda: False,
         completed: int = 0,
+        is_another: bool = False,
     ):
         self.data = data
         self._readers = 0 if data is None else data.readers
@@ -130,7 +133,7 @@ class WorkerRun:
         self._holders = [list(crew.holders_of(worker)) for worker in workers]
         self._spared = {holder for of_one in self._holders for holder in of_one} | set(spared)
         self._is_reading = is_reading
-        self._is_after = after is not None
+        self._is_another = is_another
         self._keeps_data = keeps_data
         self._while_waiting = while_waiting
         self._note_steps = note_steps
@@ -236,6 +239,12 @@ class WorkerRun:
         """Whether it ends before its data, and not because of an error of its own."""
         with self._changed:
             return self._error is None and self._shall_end()
+
+    @property
+    def granted(self) -> float:
+        """Steps that were granted so far."""
+        with self._changed:
+            return self._leases.granted
 
     @property
     def completed(self) -> int:
@@ -811,7 +820,7 @@ class WorkerRun:
         reason = f"{type(error).__name__}: {messages.reason(error)}"
         # For a second a worker refuses to connect to a server of its group that is up again, too:
         # if nothing has begun there, the worker need not count as lost.
-        is_other = bool(self._holders[slot.index]) or self._is_after
+        is_other = bool(self._holders[slot.index]) or self._is_another
         is_early = is_opening and is_other and slot.breaks < _MOST_BREAKS
         if found.cause is Cause.TRANSIENT and (self._is_reading or is_early):
             logging.info("The connection to worker:%d broke (%s).", slot.index, reason)
