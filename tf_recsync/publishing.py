@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from tf_recsync._checks import checked_path
+from tf_recsync.checkpoint.saving import check_folder, described_rows, write_parts
+from tf_recsync.checkpoint.writing_rows import WritingRows
 from tf_recsync.optimizers.base import global_step_of
+from tf_recsync.published import TABLES, TablesIndex, collections_of, parsed_tables
 from tf_recsync.serving import Inference
 from tf_recsync.versions import Versions
-from tf_recsync.writing_beside import Write, WritingBeside
+from tf_recsync.writing_beside import Write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Publication:
         global_step: the updates of the parameters that are in it.
         pause_seconds: for how long training stood still while its parameters were read.
         write_seconds: how long it took to write it then, while training went on.
+        rows: how many rows of tables were written apart from the model; 0 if they are inside.
+        is_delta: whether these are only those that had changed since the version before.
     """
 
     version: int
@@ -30,9 +37,11 @@ class Publication:
     global_step: int
     pause_seconds: float
     write_seconds: float
+    rows: int = 0
+    is_delta: bool = False
 
 
-class Publish(WritingBeside):
+class Publish(WritingRows):
     """Publishes the model for inference again and again while it is trained.
 
     Every so many seconds the parameters are read, at one moment: steps in flight end, and none
@@ -46,6 +55,16 @@ class Publish(WritingBeside):
     version before stays. `fit` ends when the last publication has ended. What is due while
     the one before is still being written is published when that is done.
 
+    With `tables="apart"`, nothing large passes through this process: the model takes the looked-up
+    vectors of features in place of their ids, and parameter servers write the rows of the tables
+    of `EmbeddingCollection`s, without what the optimizer keeps, while training goes on. What is
+    dense is of one moment, and so is each row; rows may have updates that came after the version's
+    global step. `recsync.serving.TableReader` serves them, and says what the model's inputs are:
+    those that it computes with beside the lookups, and one for each feature. With `full_every`,
+    most versions are deltas, which have all that is dense, and only the rows that were updated
+    since the version before, which must stay beside theirs; see `callbacks.Checkpoint`, which says
+    the same of its own ones, and of which tables are whole in each.
+
     It works under every strategy and without one.
 
     Reference: Huang et al. 2021, "Hierarchical Training: Scaling Deep Recommendation Models on
@@ -58,11 +77,15 @@ class Publish(WritingBeside):
             `published.json`.
         every_seconds: seconds from one publication to the next; default 7200, two hours.
         keep: how many versions are kept, at least 1; older ones that were published are removed.
-            None (the default) keeps all.
+            None (the default) keeps all. Those that a kept one is based on are kept as well.
         at_end: whether the model is published when training ends, too, if Keras has counted a step
             since it was last. Default True.
         timeout: seconds that writing may take at most; default 3600. Then `fit` fails.
         input_signature: see `export_model`.
+        tables: where the tables of `EmbeddingCollection`s are: "inside" of the model, as all other
+            parameters (the default), or "apart".
+        full_every: with tables="apart", how many versions there are from one full one to the next,
+            at least 1; those between are deltas. Default 1: all are full.
 
     Attributes:
         publications: a `Publication` for each version that was published, in their order.
@@ -70,7 +93,8 @@ class Publish(WritingBeside):
     Raises:
         ValueError: if an argument is wrong; by `fit`, before training begins if the model is built,
             if it can't be exported.
-        OSError: by `fit`, before training begins, if the target can't be written.
+        OSError: by `fit`, before training begins, if the target can't be written, with
+            tables="apart" by this process or by a server.
         RuntimeError: by `fit`, if a version could not be written.
 
     Example:
@@ -101,8 +125,12 @@ class Publish(WritingBeside):
         at_end: bool = True,
         timeout: float = 3600.0,
         input_signature: Any = None,
+        tables: str = "inside",
+        full_every: int = 1,
     ):
         target = checked_path(target, "target")
+        if tables not in ("inside", "apart"):
+            raise ValueError(f'tables must be "inside" or "apart", not {tables!r}')
         super().__init__(
             Versions(target),
             ("target", target),
@@ -111,9 +139,16 @@ class Publish(WritingBeside):
             keep,
             at_end,
             timeout,
+            full_every,
         )
+        if tables == "inside" and full_every > 1:
+            raise ValueError(
+                f'full_every={full_every}: must be 1 with tables="inside", as deltas are of rows '
+                "that are apart"
+            )
         self.publications: list[Publication] = []
         self._input_signature = input_signature
+        self._is_apart = tables == "apart"
         self._inference: Inference | None = None
 
     def on_train_end(self, logs=None):
@@ -121,22 +156,28 @@ class Publish(WritingBeside):
         self._inference = None
 
     def _prepare(self) -> None:
+        super()._prepare()
         # Some models the first step builds.
         self._inference = self._made_inference() if self.model.built else None
 
     def _made_inference(self) -> Inference:
-        inference = Inference(self.model, self._input_signature)
+        inference = Inference(self.model, self._input_signature, tables_apart=self._is_apart)
         if inference.others:
             names = sorted(variable.name for variable in inference.others)
             raise ValueError(
                 f"the model {self.model.name!r} computes with {names}, which are variables of no "
                 "layer: they must be made by add_weight, to be read with the others"
             )
+        if self._is_apart:
+            check_folder(self._argument[1], self.model)
         return inference
 
     def _read(self) -> tuple[int, Write]:
         inference = self._inference = self._inference or self._made_inference()
         inference.read()
+        if self._is_apart:
+            return self._read_apart(inference)
+        self._begin_chain()
         # Read last: to read it alone would hold nobody.
         step = global_step_of(self.model.optimizer)
 
@@ -146,6 +187,36 @@ class Publish(WritingBeside):
 
         return step, write
 
+    def _read_apart(self, inference: Inference) -> tuple[int, Write]:
+        collections = collections_of(self.model, inference.given)
+        layers = [layer for layer, _ in collections]
+        saved = [rows for layer in layers for rows in layer.table_rows().values()]
+        sources, described = described_rows(saved, self.model)
+        chain, step = self._begin_chain(), global_step_of(self.model.optimizer)
+
+        def write(folder: str) -> Mapping[str, Any]:
+            base = chain.begin(described)
+            inference.write(folder)
+            path = os.path.join(folder, TABLES)
+            parts = write_parts(path, sources, self.model, chain.versions, base is not None)
+            own = tuple(collection for _, collection in collections)
+            index = TablesIndex(secrets.token_hex(16), base, step, parts, described, own)
+            return self._end_rows(index)
+
+        return step, write
+
+    def _parse(self, path: str) -> TablesIndex:
+        return parsed_tables(path)
+
     def _written(self, version: int, step: int, pause: float, seconds: float) -> None:
-        path = self._versions.path(version)
-        self.publications.append(Publication(version, path, step, pause, seconds))
+        written = self._versions.path(version), step, pause, seconds
+        if not self._is_apart:
+            self.publications.append(Publication(version, *written))
+            return
+        super()._written(version, step, pause, seconds)
+        index = self._last_index
+        is_delta = index.base is not None
+        self.publications.append(Publication(version, *written, index.written, is_delta))
+
+    def _about(self) -> str:
+        return super()._about() if self._is_apart else ""

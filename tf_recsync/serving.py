@@ -1,7 +1,8 @@
-"""Exporting models whose inputs are ragged or sparse."""
+"""Exporting models whose inputs are ragged or sparse, and reading tables that are apart."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
+
+from tf_recsync.input_parts import InputParts, name_of
+from tf_recsync.table_reader import TableReader as TableReader
+from tf_recsync.table_reader import TableVersion as TableVersion
+from tf_recsync.tables_apart import GivenInput, TablesApart
 
 
 def export_model(
@@ -79,12 +85,20 @@ class Inference:
     Args:
         model: see `export_model`, like the other one.
         input_signature: as above.
+        tables_apart: whether its collections' tables are elsewhere, and it takes looked-up vectors
+            in place of ids; see `TablesApart`. Default False.
+
+    Attributes:
+        given: the inputs that stand for lookups; empty if tables are inside.
+        others: variables that it computes with and that are of no layer.
 
     Raises:
-        ValueError: see `export_model`.
+        ValueError: see `export_model` and `TablesApart`.
     """
 
-    def __init__(self, model: keras.Model, input_signature: Any = None):
+    def __init__(
+        self, model: keras.Model, input_signature: Any = None, *, tables_apart: bool = False
+    ):
         if not isinstance(model, keras.Model) or not model.built:
             raise ValueError(f"model={model!r}: must be a keras.Model that has been built.")
         if input_signature is None:
@@ -102,11 +116,17 @@ class Inference:
                 for v in self._read_from
             ]
         scope = _OwnVariables(zip(self._read_from, self._variables, strict=True))
+        call = functools.partial(model, training=False)
+        self.given: tuple[GivenInput, ...] = ()
+        if tables_apart:
+            apart = TablesApart(model, input_signature, scope)
+            input_signature, call, self.given = apart.signature, apart.call, apart.given
+            specs = keras.tree.flatten_with_path(input_signature)
 
         @tf.function(input_signature=[input_signature], autograph=False)
         def serve(inputs):
             with scope:
-                return model(inputs, training=False)
+                return call(inputs)
 
         self._archive = keras.export.ExportArchive()
         for layer in _layers(model):
@@ -114,7 +134,7 @@ class Inference:
                 self._archive.track(table)
         traced = [serve.get_concrete_function()]
         self._archive.add_endpoint("serve", serve)
-        parts = [_Parts(_name(path, spec), spec) for path, spec in specs]
+        parts = [InputParts(name_of(path, spec), spec) for path, spec in specs]
         if any(not isinstance(part.spec, tf.TensorSpec) for part in parts):
 
             @tf.function(input_signature=[[spec for part in parts for spec in part.specs]])
@@ -122,12 +142,12 @@ class Inference:
                 left = iter(tensors)
                 inputs = [part.join([next(left) for _ in part.specs]) for part in parts]
                 with scope:
-                    return model(tf.nest.pack_sequence_as(input_signature, inputs), training=False)
+                    return call(tf.nest.pack_sequence_as(input_signature, inputs))
 
             traced.append(serve_parts.get_concrete_function())
             self._archive.add_endpoint("serving_default", serve_parts)
         own = {id(variable) for variable in self._variables}
-        # TensorFlow's own, that a layer holds without Keras's knowledge.
+        # TensorFlow's own, which a layer holds without Keras's knowledge.
         self.others = list(
             {id(v): v for f in traced for v in f.variables if id(v) not in own}.values()
         )
@@ -170,43 +190,6 @@ class _OwnVariables(keras.StatelessScope):
         """As of the seeds of layers that are random in inference, too."""
         variable, value = update
         self.state_mapping[id(variable)].assign(value)
-
-
-class _Parts:
-    """The dense tensors that an input consists of.
-
-    Args:
-        name: the input's name.
-        spec: its type.
-
-    Attributes:
-        spec: as above.
-        specs: those of the tensors, which have names.
-    """
-
-    def __init__(self, name: str, spec: tf.TypeSpec):
-        self.spec = spec
-        if isinstance(spec, tf.RaggedTensorSpec):
-            values = [None, *spec.shape[spec.ragged_rank + 1 :]]
-            self.specs = [
-                tf.TensorSpec(values, spec.dtype, name),
-                tf.TensorSpec([None], spec.row_splits_dtype, f"{name}_row_splits"),
-            ]
-        elif isinstance(spec, tf.SparseTensorSpec):
-            rank = spec.shape.rank
-            self.specs = [
-                tf.TensorSpec([None, rank], tf.int64, f"{name}_indices"),
-                tf.TensorSpec([None], spec.dtype, name),
-                tf.TensorSpec([rank], tf.int64, f"{name}_dense_shape"),
-            ]
-        else:
-            self.specs = [tf.TensorSpec(spec.shape, spec.dtype, name)]
-
-    def join(self, tensors: list[tf.Tensor]) -> Any:
-        """The input that tensors make."""
-        if isinstance(self.spec, tf.RaggedTensorSpec):
-            return tf.RaggedTensor.from_row_splits(*tensors)
-        return tf.SparseTensor(*tensors) if len(tensors) == 3 else tensors[0]
 
 
 def _inputs_of(model: keras.Model) -> Any:
@@ -261,10 +244,3 @@ def _check_spec(path: tuple, spec: Any) -> None:
         f"input_signature: has {spec!r} at {path}, must be a tf.TensorSpec, a tf.RaggedTensorSpec "
         "of ragged rank 1 or a tf.SparseTensorSpec."
     )
-
-
-def _name(path: tuple, spec: tf.TypeSpec) -> str:
-    if path and isinstance(path[-1], str):
-        return path[-1]
-    name = getattr(spec, "name", None)
-    return name or "_".join(["input", *map(str, path)])

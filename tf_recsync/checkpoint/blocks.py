@@ -45,15 +45,16 @@ class Source:
     """Variables of one server that have something for each row of the same physical table.
 
     Attributes:
-        variables: the table first.
-        versions: which of them has another value after each change of a row; None if none has.
+        variables: those that are written, the table first.
+        versions: one of them, or another one beside them, that has another value after each change
+            of a row; None if none has.
         saved: int64 [rows], beside them, what that one had in each row when it was written last;
             None if nobody needs it.
         is_partial: whether only rows are written in which these two differ.
     """
 
     variables: tuple[keras.Variable, ...]
-    versions: int | None = None
+    versions: keras.Variable | None = None
     saved: tf.Variable | None = None
     is_partial: bool = False
 
@@ -85,7 +86,7 @@ class Source:
             count = rows.shape[0]
             if not count:
                 return None
-            values = _copied(self.variables, rows)
+            values, versions = self._copied(rows)
             tensors = {field_name(i): value for i, value in enumerate(values)}
             if self.is_partial:
                 tensors[ROWS] = rows
@@ -98,14 +99,25 @@ class Source:
             if self.saved is not None:
                 # Not as they are by now: what has changed since is written the next time.
                 tf.raw_ops.ResourceScatterUpdate(
-                    resource=self.saved.handle, indices=rows, updates=values[self.versions]
+                    resource=self.saved.handle, indices=rows, updates=versions
                 )
         # By this process, which shows whether it sees the same files.
         return Block(block, count, tf.io.gfile.stat(data_file(prefix)).length)
 
+    def _copied(self, rows: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+        """Values of rows, and their versions of the same moment, if these are noted."""
+        if self.saved is None:
+            return _copied(self.variables, rows), None
+        for number, variable in enumerate(self.variables):
+            if variable is self.versions:
+                values = _copied(self.variables, rows)
+                return values, values[number]
+        *values, versions = _copied((*self.variables, self.versions), rows)
+        return values, versions
+
     def _changed(self, begin: int, end: int) -> tf.Tensor:
         """The rows from one to another that have changed since they were written."""
-        versions = self.variables[self.versions]._value.handle
+        versions = self.versions._value.handle
         if _is_trained_alone(self.device):
             rows = _range(begin, end)
             now, saved = (
@@ -179,10 +191,7 @@ def sources_of(
         return places.setdefault(id(variable), (part, field))
 
     shards = [tuple(Shard(*place(v), piece) for v, piece in rows.shards) for rows in saved]
-    sources = []
-    for table, own in fields.items():
-        counted = (i for i, v in enumerate(own) if v is versions.get(table))
-        sources.append(Source(tuple(own), next(counted, None)))
+    sources = [Source(tuple(own), versions.get(table)) for table, own in fields.items()]
     return sources, shards
 
 

@@ -12,18 +12,18 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync._checks import check_at_least, check_seconds, checked_path
-from tf_recsync.checkpoint.deltas import Chain
-from tf_recsync.checkpoint.index import INDEX, Base, Index, parsed
+from tf_recsync._checks import check_seconds, checked_path
+from tf_recsync.checkpoint.index import INDEX, Index, parsed
 from tf_recsync.checkpoint.restoring import restore, restore_lost
-from tf_recsync.checkpoint.saving import Writer, check_metadata
+from tf_recsync.checkpoint.saving import Writer, check_folder, check_metadata
+from tf_recsync.checkpoint.writing_rows import WritingRows
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.strategies.recovery import Recovery
 from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.versions import Versions
-from tf_recsync.writing_beside import Write, WritingBeside
+from tf_recsync.writing_beside import Write
 
 _EPOCH, _DATA = "epoch", "data"
 
@@ -49,7 +49,7 @@ class SavedCheckpoint:
     is_delta: bool
 
 
-class Checkpoint(WritingBeside):
+class Checkpoint(WritingRows):
     """Saves the model, its optimizer and what the strategy needs while it is trained, and goes on.
 
     Every so many seconds or steps, steps in flight end, and none begins until this process has
@@ -169,25 +169,26 @@ class Checkpoint(WritingBeside):
         if recovery not in (None, "all", "partial"):
             raise ValueError(f'recovery must be "all", "partial" or None, not {recovery!r}')
         check_seconds("ps_timeout", ps_timeout)
-        check_at_least("full_every", full_every, 1)
         if every_seconds is None and every_steps is None:
             every_seconds = 600.0
         versions = Versions(folder, INDEX)
         super().__init__(
-            versions, ("folder", folder), every_seconds, every_steps, keep, at_end, timeout
+            versions,
+            ("folder", folder),
+            every_seconds,
+            every_steps,
+            keep,
+            at_end,
+            timeout,
+            full_every,
         )
         self.saved: list[SavedCheckpoint] = []
         self.restored: str | None = None
         self.recoveries = 0
-        # How often a server was lost, by now, and when what is written was read.
-        self._pauses = self._pauses_at_read = 0
         self._recovers, self._recovery = on_ps_lost == "recover", recovery
         self._ps_timeout = float(ps_timeout)
         self._resume = resume
         self._metadata = dict(metadata or {})
-        self._full_every = full_every
-        self._chain = Chain(full_every)
-        self._last_written: tuple[Chain, Index] | None = None
         self._running = 0  # The epoch that runs, or ran last.
         self._epoch = 0  # The one to begin with after this moment.
         self._has_begun = False  # Whether the first epoch of `fit` has.
@@ -195,7 +196,6 @@ class Checkpoint(WritingBeside):
     def on_train_end(self, logs=None):
         super().on_train_end(logs)
         self.model._initial_epoch = None
-        self._chain = Chain(self._full_every)  # Servers need not keep what the other one has.
 
     def on_epoch_begin(self, epoch, logs=None):
         super().on_epoch_begin(epoch, logs)
@@ -214,6 +214,7 @@ class Checkpoint(WritingBeside):
 
     def _prepare(self) -> None:
         self._has_begun = False
+        super()._prepare()
         if not self.model.built:
             raise ValueError(
                 f"the model {self.model.name!r} must be built before it is trained with a "
@@ -232,14 +233,12 @@ class Checkpoint(WritingBeside):
                 logging.warning("Training goes on from %s, with epoch %d.", latest, self._epoch + 1)
                 if _DATA in metadata and isinstance(self.model.train_function, TrainFunction):
                     self.model.train_function.go_on_at(DataPosition.parsed(metadata[_DATA]))
-        Writer(self.model).check_folder(folder)
-        self._chain = Chain(self._full_every)
+        check_folder(folder, self.model)
         function = self.model.train_function
         if self._recovers and isinstance(function, TrainFunction):
             strategy = self.model.distribute_strategy
             is_partial = self._is_partial(strategy)
             function.recovery = Recovery(
-                self._pause,
                 functools.partial(self._recover, is_partial=is_partial),
                 self._ps_timeout,
                 self._describe_last,
@@ -263,12 +262,6 @@ class Checkpoint(WritingBeside):
         is_at_once = not is_copied and not strategy.mode.uses_buffers
         return self._recovery == "partial" or (self._recovery is None and is_at_once)
 
-    def _pause(self) -> None:
-        # What is being written has what a server that was lost had, or what it has by then.
-        self._pauses += 1
-        # Rows get other versions than servers have noted, or nobody has these any more.
-        self._chain = Chain(self._full_every)
-
     def _recover(self, lost: Sequence[tf.Variable], *, is_partial: bool) -> DataPosition | None:
         """Restores what a model has lost; see `Recovery`."""
         position = None
@@ -289,12 +282,6 @@ class Checkpoint(WritingBeside):
     def _describe_last(self) -> str:
         path = latest_checkpoint(self._argument[1])
         return "there is no checkpoint" if path is None else f"the last checkpoint is {path}"
-
-    def _is_excused(self, error: Exception) -> bool:
-        if self._pauses != self._pauses_at_read:
-            self._pauses_at_read = self._pauses
-            return True
-        return super()._is_excused(error)
 
     def _write_last(self) -> None:
         try:
@@ -317,45 +304,22 @@ class Checkpoint(WritingBeside):
             is_over = self._epoch > self._running
             metadata[_DATA] = function.position(is_over).as_json()
         writer = Writer(self.model, metadata)
-        chain, pauses = self._chain, self._pauses
-        self._pauses_at_read = pauses
+        chain = self._begin_chain()
 
-        def write(path: str) -> dict[str, Any]:
+        def write(path: str) -> Mapping[str, Any]:
             index = writer.write(path, read, chain.versions, chain.begin(read.rows))
-            if pauses != self._pauses:
-                raise RuntimeError("a parameter server was lost while it was written")
-            self._last_written = chain, index
-            return index.as_json()
+            return self._end_rows(index)
 
         return read.global_step, write
 
+    def _parse(self, path: str) -> Index:
+        return parsed(path)
+
     def _written(self, version: int, step: int, pause: float, seconds: float) -> None:
-        path, (chain, index) = self._versions.path(version), self._last_written
+        super()._written(version, step, pause, seconds)
+        path, index = self._versions.path(version), self._last_index
         is_delta = index.base is not None
-        chain.end(Base(str(version), index.id), index.rows)
         self.saved.append(SavedCheckpoint(path, step, pause, seconds, index.written, is_delta))
-
-    def _about(self) -> str:
-        _, index = self._last_written
-        kind = "" if index.base is None else f", a delta of {index.base.folder}"
-        return f"{kind}, with {index.written} rows of tables"
-
-    def _unneeded(self, versions: list[int], keep: int) -> list[int]:
-        needed: set[int] = set()
-        for kept in versions[-keep:]:
-            version: int | None = kept
-            while version is not None and version not in needed:
-                needed.add(version)
-                version = self._base_of(version)
-        return [version for version in versions if version not in needed]
-
-    def _base_of(self, version: int) -> int | None:
-        """What a version is based on; None if that is nothing, or is not to be known."""
-        try:
-            base = parsed(self._versions.path(version)).base
-            return None if base is None else int(base.folder)
-        except (FileNotFoundError, ValueError):
-            return None  # It can't be restored, whatever is kept.
 
 
 def latest_checkpoint(folder: str | os.PathLike) -> str | None:

@@ -33,7 +33,7 @@ class SavedVersions:
         """
         if source.versions is None:
             return source
-        versions = source.variables[source.versions]
+        versions = source.versions
         is_new = id(versions) not in self._variables
         if is_new:
             with tf.device(source.device):

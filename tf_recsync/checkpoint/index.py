@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -134,30 +135,22 @@ class Base:
 
 
 @dataclasses.dataclass(frozen=True)
-class Index:
-    """All that is known of a checkpoint beside its files.
+class RowsIndex:
+    """What is known of rows that servers have written, all of them or those that have changed.
 
     Attributes:
         id: tells it from all others.
         base: what has the rows that it lacks; None if it is full, and lacks none.
         global_step: the updates of the parameters that the model had had.
-        weights: path, shape and dtype of each weight that belongs to no collection's table.
-        optimizers: what each part of the optimizer kept; see `optimizers.saving.signature`.
-        files: bytes and SHA-256 of each file that is none of a part.
         parts: the parts.
-        rows: by their numbers in the weights' file.
-        metadata: what whoever saved it wanted to be known.
+        rows: what they have, and where.
     """
 
     id: str
     base: Base | None
     global_step: int
-    weights: tuple[tuple[str, tuple[int, ...], str], ...]
-    optimizers: tuple[Mapping[str, Any], ...]
-    files: Mapping[str, tuple[int, str]]
     parts: tuple[Part, ...]
     rows: tuple[Rows, ...]
-    metadata: Mapping[str, Any]
 
     @property
     def written(self) -> int:
@@ -167,6 +160,28 @@ class Index:
     def as_json(self) -> dict[str, Any]:
         """What the file has, as Python's `json` takes it."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
+
+
+AnyIndex = TypeVar("AnyIndex", bound=RowsIndex)
+
+
+@dataclasses.dataclass(frozen=True)
+class Index(RowsIndex):
+    """All that is known of a checkpoint beside its files.
+
+    What `rows` has are numbered as in the weights' file.
+
+    Attributes:
+        weights: path, shape and dtype of each weight that belongs to no collection's table.
+        optimizers: what each part of the optimizer kept; see `optimizers.saving.signature`.
+        files: bytes and SHA-256 of each file that is none of a part.
+        metadata: what whoever saved it wanted to be known.
+    """
+
+    weights: tuple[tuple[str, tuple[int, ...], str], ...]
+    optimizers: tuple[Mapping[str, Any], ...]
+    files: Mapping[str, tuple[int, str]]
+    metadata: Mapping[str, Any]
 
 
 def parsed(path: str) -> Index:
@@ -179,31 +194,54 @@ def parsed(path: str) -> Index:
         FileNotFoundError: if there is no whole checkpoint.
         ValueError: if the index is none.
     """
-    name = os.path.join(path, INDEX)
-    if not tf.io.gfile.exists(name):
+    if not tf.io.gfile.exists(os.path.join(path, INDEX)):
         raise FileNotFoundError(
             f"path={path!r} is no checkpoint: it has no {INDEX}, which is written last; if it was "
             "being saved, that did not come to its end"
         )
-    with tf.io.gfile.GFile(name) as file:
-        content = file.read()
+    with reading(path, INDEX, "index of a checkpoint") as found:
+        return Index(
+            **rows_index(found),
+            weights=tuple((path, tuple(shape), dtype) for path, shape, dtype in found["weights"]),
+            optimizers=tuple(found["optimizers"]),
+            files={name: tuple(about) for name, about in found["files"].items()},
+            metadata=found["metadata"],
+        )
+
+
+@contextlib.contextmanager
+def reading(path: str, name: str, noun: str) -> Iterator[dict[str, Any]]:
+    """Gives what the file of an index has, to be read inside.
+
+    Args:
+        path: the folder.
+        name: the file's name.
+        noun: what it should be.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    file = os.path.join(path, name)
+    with tf.io.gfile.GFile(file) as opened:
+        content = opened.read()
     try:
         found = json.loads(content)
         if found["format"] != FORMAT:
-            raise ValueError(f"{name} has the format {found['format']!r}, not {FORMAT}")
-        return Index(
-            found["id"],
-            None if found["base"] is None else Base(**found["base"]),
-            found["global_step"],
-            tuple((path, tuple(shape), dtype) for path, shape, dtype in found["weights"]),
-            tuple(found["optimizers"]),
-            {name: tuple(about) for name, about in found["files"].items()},
-            tuple(map(_part, found["parts"])),
-            tuple(map(_rows, found["rows"])),
-            found["metadata"],
-        )
+            raise ValueError(f"{file} has the format {found['format']!r}, not {FORMAT}")
+        yield found
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{name} is no index of a checkpoint: {error!r}") from error
+        raise ValueError(f"{file} is no {noun}: {error!r}") from error
+
+
+def rows_index(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `RowsIndex`, of what a file has of them."""
+    return {
+        "id": found["id"],
+        "base": None if found["base"] is None else Base(**found["base"]),
+        "global_step": found["global_step"],
+        "parts": tuple(map(_part, found["parts"])),
+        "rows": tuple(map(_rows, found["rows"])),
+    }
 
 
 def _part(found: dict) -> Part:
@@ -217,11 +255,15 @@ def _rows(found: dict) -> Rows:
     return Rows(found["name"], tuple(found["shape"]), shards)
 
 
-def chain_of(path: str) -> list[tuple[str, Index]]:
+def chain_of(
+    path: str, parse: Callable[[str], AnyIndex] = parsed, name: str = INDEX
+) -> list[tuple[str, AnyIndex]]:
     """A checkpoint and all that it is based on: the full one first, then deltas in their order.
 
     Args:
         path: the checkpoint's folder.
+        parse: reads the index of one, see `parsed`; another one for what is no checkpoint.
+        name: that of the index's file.
 
     Returns:
         The folder and the index of each; the last is the checkpoint itself.
@@ -230,15 +272,15 @@ def chain_of(path: str) -> list[tuple[str, Index]]:
         FileNotFoundError: if there is no whole checkpoint at `path`.
         ValueError: if one of them is missing, is not the one that was there, or does not fit.
     """
-    found = [(path, parsed(path))]
+    found = [(path, parse(path))]
     while (base := found[0][1].base) is not None:
         folder = base_folder(found[0][0], base)
         try:
-            before = parsed(folder)
+            before = parse(folder)
         except FileNotFoundError as error:
             raise ValueError(
                 f"{path} is a delta whose full save is missing: {found[0][0]} is based on "
-                f"{folder}, where there is no {INDEX}"
+                f"{folder}, where there is no {name}"
             ) from error
         # None is its own base.
         if before.id != base.id or before.id in {index.id for _, index in found}:

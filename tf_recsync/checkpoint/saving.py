@@ -88,7 +88,7 @@ def save(
     with writable(path):
         tf.io.gfile.makedirs(path)
     try:
-        writer.check_folder(path)
+        check_folder(path, model)
         about = writer.write(path, writer.read()).as_json()
         with writable(path), tf.io.gfile.GFile(os.path.join(path, INDEX), "w") as file:
             file.write(json.dumps(about) + "\n")
@@ -163,45 +163,16 @@ class Writer:
         self._model = model
         self._metadata = dict(metadata or {})
 
-    def check_folder(self, path: str) -> None:
-        """Has all servers that will write show that they see the folder.
-
-        Raises:
-            OSError: if one does not, or may not write there.
-            RuntimeError: if one is lost.
-        """
-        for device in sorted({s.device for s in self._sources()}):
-            token = secrets.token_hex(16)
-            name = os.path.join(path, f".probe_{token}")
-            with calls_of(self._model), writable(path), tf.device(device):
-                tf.raw_ops.WriteFile(
-                    filename=np.asarray(name.encode()), contents=np.asarray(token.encode())
-                )
-            if not tf.io.gfile.exists(name):
-                raise OSError(
-                    f"path={path!r}: what {_server(device)} writes there this process does not "
-                    "see; it must be a folder that all of them share"
-                )
-            tf.io.gfile.remove(name)
-
     def read(self) -> _Read:
         """Reads what is of one moment: workers stand still from then on until `fit` goes on."""
         rows = RowsApart()
         weights = saved_weights(self._model, rows)
-        for saved in rows.saved:
-            with saved.told():
-                pass
+        sources, described = described_rows(rows.saved, self._model)
         strategy = self._model.distribute_strategy
         workers = None
         optimizer = getattr(self._model, "optimizer", None)
         if isinstance(strategy, CopiedStrategy) and optimizer is not None:
             workers = strategy.worker_states(self._model).serialize()
-        sources, shards = sources_of(rows.saved, owners_of(self._model), versions_of(self._model))
-        names = _names(self._model)
-        described = tuple(
-            Rows(_name(saved, names), saved.shape, own)
-            for saved, own in zip(rows.saved, shards, strict=True)
-        )
         # Read last: to read it alone would hold nobody.
         step = 0 if optimizer is None else global_step_of(optimizer)
         return _Read(weights, workers, step, sources, described)
@@ -234,51 +205,113 @@ class Writer:
                 with writable(path), tf.io.gfile.GFile(file, "wb") as out:
                     out.write(content)
                 files[name] = len(content), hashlib.sha256(content).hexdigest()
-        sources = read.sources
-        if versions is not None:
-            with calls_of(self._model):
-                sources = [versions.beside(source, base is not None) for source in sources]
-        parts = self._write_parts(path, sources)
         return Index(
-            secrets.token_hex(16),
-            base,
-            read.global_step,
-            weights_of(self._model),
-            signatures_of(self._model),
-            files,
-            parts,
-            read.rows,
-            self._metadata,
+            id=secrets.token_hex(16),
+            base=base,
+            global_step=read.global_step,
+            parts=write_parts(path, read.sources, self._model, versions, base is not None),
+            rows=read.rows,
+            weights=weights_of(self._model),
+            optimizers=signatures_of(self._model),
+            files=files,
+            metadata=self._metadata,
         )
 
-    def _write_parts(self, path: str, sources: list[Source]) -> tuple[Part, ...]:
-        parts = [source.part() for source in sources]
-        blocks: list[list[Block]] = [[] for _ in parts]
-        work: dict[str, list[Callable[[], None]]] = {}
 
-        def write(source: Source, number: int, block: int) -> None:
-            with writable(path):
-                written = source.write(path, number, block)
-            if written is not None:
-                blocks[number].append(written)
+def check_folder(path: str, model: keras.Model) -> None:
+    """Has all servers that hold rows of a model's tables show that they see a folder.
 
-        for number, (source, part) in enumerate(zip(sources, parts, strict=True)):
-            with writable(path):
-                tf.io.gfile.makedirs(os.path.dirname(block_prefix(path, number, 0)))
-            work.setdefault(source.device, []).extend(
-                functools.partial(write, source, number, block) for block in range(part.count)
+    Args:
+        path: the folder.
+        model: a built model.
+
+    Raises:
+        OSError: if one does not, or may not write there.
+        RuntimeError: if one is lost.
+    """
+    tables = [v for v in model.variables if hasattr(v, "physical_table")]
+    for device in sorted({v._value.device for v in tables}):
+        token = secrets.token_hex(16)
+        name = os.path.join(path, f".probe_{token}")
+        with calls_of(model), writable(path), tf.device(device):
+            tf.raw_ops.WriteFile(
+                filename=np.asarray(name.encode()), contents=np.asarray(token.encode())
             )
-        on_servers(work, self._model)
-        pairs = zip(parts, blocks, strict=True)
-        return tuple(dataclasses.replace(part, blocks=tuple(own)) for part, own in pairs)
+        if not tf.io.gfile.exists(name):
+            raise OSError(
+                f"path={path!r}: what {_server(device)} writes there this process does not "
+                "see; it must be a folder that all of them share"
+            )
+        tf.io.gfile.remove(name)
 
-    def _sources(self) -> list[Source]:
-        rows = [
-            TableRows([(v, piece) for piece in v.physical_table.pieces])
-            for v in self._model.variables
-            if hasattr(v, "physical_table")
-        ]
-        return sources_of(rows, {}, {})[0]
+
+def described_rows(
+    saved: Sequence[TableRows], model: keras.Model
+) -> tuple[list[Source], tuple[Rows, ...]]:
+    """What writes rows of a model's tables, and where each of `saved` will be in it.
+
+    Those who train the rows are told that they are read.
+
+    Args:
+        saved: rows of tables, and what lies beside them.
+        model: the model.
+    """
+    for rows in saved:
+        with rows.told():
+            pass
+    sources, shards = sources_of(saved, owners_of(model), versions_of(model))
+    names = _names(model)
+    described = (
+        Rows(_name(rows, names), rows.shape, own) for rows, own in zip(saved, shards, strict=True)
+    )
+    return sources, tuple(described)
+
+
+def write_parts(
+    path: str,
+    sources: Sequence[Source],
+    model: keras.Model,
+    versions: SavedVersions | None = None,
+    is_delta: bool = False,
+) -> tuple[Part, ...]:
+    """Has servers write rows that they hold, while they are trained.
+
+    Args:
+        path: the folder that gets a folder for each part.
+        sources: what `described_rows` has given.
+        model: the model.
+        versions: what keeps the versions of rows that are written; None: nothing does.
+        is_delta: whether only rows are written whose versions are other ones than those.
+
+    Returns:
+        What was written, source by source.
+
+    Raises:
+        OSError: if files can't be written.
+        RuntimeError: if a parameter server is lost or silent.
+    """
+    if versions is not None:
+        with calls_of(model):
+            sources = [versions.beside(source, is_delta) for source in sources]
+    parts = [source.part() for source in sources]
+    blocks: list[list[Block]] = [[] for _ in parts]
+    work: dict[str, list[Callable[[], None]]] = {}
+
+    def write(source: Source, number: int, block: int) -> None:
+        with writable(path):
+            written = source.write(path, number, block)
+        if written is not None:
+            blocks[number].append(written)
+
+    for number, (source, part) in enumerate(zip(sources, parts, strict=True)):
+        with writable(path):
+            tf.io.gfile.makedirs(os.path.dirname(block_prefix(path, number, 0)))
+        work.setdefault(source.device, []).extend(
+            functools.partial(write, source, number, block) for block in range(part.count)
+        )
+    on_servers(work, model)
+    pairs = zip(parts, blocks, strict=True)
+    return tuple(dataclasses.replace(part, blocks=tuple(own)) for part, own in pairs)
 
 
 @contextlib.contextmanager

@@ -356,7 +356,7 @@ class Routes:
 
         def pooled(feature):
             data, table = inputs[feature.name], self._tables[feature.table]
-            return _pool(data, table, self._rows(feature, data, values))
+            return pool(data, table, self._rows(feature, data, values))
 
         vectors = [pooled(feature) for feature in self._features]
         alone = [
@@ -368,7 +368,7 @@ class Routes:
     def _rows(self, feature: FeatureConfig, data: FeatureInput, values: Sequence[Any]) -> tf.Tensor:
         """The rows that a feature's ids name, in stock ops: [ids, dimension]."""
         table, shards = self._tables[feature.table], self._shards[feature.table]
-        ids = _in_range(tf.cast(data.ids, tf.int64), feature, table)
+        ids = in_range(tf.cast(data.ids, tf.int64), feature, table)
         rows = tf.zeros([], tf.float32)
         for index, (number, offset) in enumerate(shards):
             local = offset + ids // len(shards)
@@ -381,7 +381,7 @@ class Routes:
         return rows
 
 
-def _in_range(ids: tf.Tensor, feature: FeatureConfig, table: TableConfig) -> tf.Tensor:
+def in_range(ids: tf.Tensor, feature: FeatureConfig, table: TableConfig) -> tf.Tensor:
     """The rows of the table that ids name, in stock ops."""
     if feature.out_of_range == "clip":
         return tf.clip_by_value(ids, 0, table.rows - 1)
@@ -412,7 +412,7 @@ def _out_of_range(feature: FeatureConfig, table: TableConfig) -> str:
     )
 
 
-def _pool(data: FeatureInput, table: TableConfig, rows: tf.Tensor) -> tf.Tensor:
+def pool(data: FeatureInput, table: TableConfig, rows: tf.Tensor) -> tf.Tensor:
     """Pools looked-up rows in stock ops: [batch, dimension]."""
     if data.is_single:
         return rows

@@ -23,6 +23,7 @@ from tf_recsync.embedding.config import (
     check_configs,
     check_memory_arguments,
 )
+from tf_recsync.embedding.given_vectors import GivenVectors, LayerVectors, given_vectors
 from tf_recsync.embedding.initial_values import DrawnRows, first_values
 from tf_recsync.embedding.interaction_lookups import ServerInteractions, server_of, tables_of
 from tf_recsync.embedding.interactions import Interaction, result_widths
@@ -265,12 +266,16 @@ class EmbeddingCollection(keras.layers.Layer):
     def call(self, inputs, weights=None, training=False):
         read = feature_inputs.read(self._feature_configs, self._by_name, inputs, weights)
         features = {f.name: own for f, own in zip(self._feature_configs, read, strict=True)}
+        given = given_vectors()
+        if given is not None:
+            return self._of_given(features, given)
         values = [variable.value for variable in self._variables]
         # In a worker's step a stand-in is there for the table on its server.
         pulled = all(hasattr(value, "look_up") for value in values)
         # Stock ops alone: an exported model serves without this package.
         plain = not pulled and (in_xla_context() or not training)
-        found = self._side_by_side(features, values, plain, pulled)
+        parts = self._parts(features, values, plain, pulled)
+        found = self._side_by_side(features, parts)
         if self._concatenate:
             return found
         for feature, routes in zip(self._sequences, self._sequence_routes, strict=True):
@@ -283,6 +288,19 @@ class EmbeddingCollection(keras.layers.Layer):
             found[feature.name] = tf.cast(sequences.arrange(vectors, own), self.compute_dtype)
         return {name: found[name] for name, _ in self._outputs()}
 
+    def _of_given(self, features, given: GivenVectors):
+        """What the layer returns, of vectors that were looked up elsewhere."""
+        dimensions = {f.name: self._by_name[f.table].dimension for f in self._feature_configs}
+        vectors = LayerVectors(given, self, dimensions, features)
+        parts = [vectors.pooled(feature) for feature in self._returned]
+        parts += [vectors.interactions(beside) for beside in self._beside]
+        found = self._side_by_side(features, parts)
+        if self._concatenate:
+            return found
+        for feature in self._sequences:
+            found[feature.name] = tf.cast(vectors.sequence(feature), self.compute_dtype)
+        return {name: found[name] for name, _ in self._outputs()}
+
     def compute_mask(self, inputs, previous_mask=None):
         """Masks of the sequences, where they are shorter than others or have padding."""
         del previous_mask
@@ -291,19 +309,24 @@ class EmbeddingCollection(keras.layers.Layer):
         masks = {f.name: sequences.SequenceMask(f)(inputs[f.name]) for f in self._sequences}
         return {name: masks.get(name) for name, _ in self._outputs()}
 
-    def _side_by_side(self, features, values, plain: bool, pulled: bool):
-        """Pooled vectors and results: by name, or with `concatenate` side by side."""
+    def _parts(self, features, values, plain: bool, pulled: bool) -> list[tf.Tensor]:
+        """Pooled vectors of the returned features, and results of each server's interactions."""
         if not self._returned and not self._beside:
+            return []
+        if not plain:
+            return self._looked_up(features, values, pulled)
+        vectors, alone = self._routes.plain(features, values)
+        parts = [] if vectors is None else [vectors]
+        for beside in self._beside:
+            own, alone = alone[: len(beside.looked_up)], alone[len(beside.looked_up) :]
+            parts.append(beside.compute(features, own))
+        return parts
+
+    def _side_by_side(self, features, parts: list[tf.Tensor]):
+        """Pooled vectors and results: by name, or with `concatenate` side by side."""
+        if not parts:
             return {}
         batch = next(iter(features.values())).batch
-        if plain:
-            vectors, alone = self._routes.plain(features, values)
-            parts = [] if vectors is None else [vectors]
-            for beside in self._beside:
-                own, alone = alone[: len(beside.looked_up)], alone[len(beside.looked_up) :]
-                parts.append(beside.compute(features, own))
-        else:
-            parts = self._looked_up(features, values, pulled)
         parts = [tf.ensure_shape(part, [batch, part.shape[1]]) for part in parts]
         vectors = tf.cast(tf.concat(parts, 1), self.compute_dtype)
         columns = [(f.name, self._by_name[f.table].dimension) for f in self._returned]
@@ -347,11 +370,11 @@ class EmbeddingCollection(keras.layers.Layer):
 
     def save_own_variables(self, store):
         """Saves the tables by their names, so that they can be loaded on other servers."""
-        for name, rows in self._rows().items():
+        for name, rows in self.table_rows("float32").items():
             rows.save(store, name)
 
     def load_own_variables(self, store):
-        tables = self._rows()
+        tables = self.table_rows("float32")
         saved = {name: saved_array(store, name) for name in tables if name in store}
         for name, rows in tables.items():
             found = tuple(saved[name].shape) if name in saved else None
@@ -363,10 +386,24 @@ class EmbeddingCollection(keras.layers.Layer):
         for name, rows in tables.items():
             rows.load(saved[name])
 
-    def _rows(self) -> dict[str, TableRows]:
-        """The rows of each table, by its name, as they are saved."""
+    def table_rows(self, dtype: str | None = None) -> dict[str, TableRows]:
+        """The rows of each table, by its name.
+
+        Args:
+            dtype: in which rows are read; None (the default) for that of the table.
+        """
         shards = shards_of(self._physical, self._variables)
-        return {name: TableRows(own, "float32") for name, own in shards.items()}
+        return {name: TableRows(own, dtype) for name, own in shards.items()}
+
+    @property
+    def table_configs(self) -> tuple[TableConfig, ...]:
+        """The tables, as they were given."""
+        return self._table_configs
+
+    @property
+    def feature_configs(self) -> tuple[FeatureConfig, ...]:
+        """The features, as they were given."""
+        return self._feature_configs
 
     def table_values(self, table: str) -> np.ndarray:
         """All rows of one table, wherever they are.
@@ -382,7 +419,7 @@ class EmbeddingCollection(keras.layers.Layer):
         """
         if table not in self._by_name:
             raise ValueError(f"table {table!r} is not among {list(self._by_name)}")
-        return self._rows()[table].read()
+        return self.table_rows("float32")[table].read()
 
     def compute_output_spec(self, inputs, weights=None, training=False):
         del training

@@ -31,7 +31,6 @@ class Recovery:
     """How training goes on after a parameter server was lost.
 
     Attributes:
-        begin: is called when training pauses, before anything is made anew.
         restore: `restore(variables)` restores those that were on lost servers, and have been made
             anew; it may set others, too. It returns where in the data training was then, to go back
             there; None: it goes on with what it has.
@@ -39,7 +38,6 @@ class Recovery:
         last: what can be restored, in words, for errors.
     """
 
-    begin: Callable[[], None]
     restore: Callable[[Sequence[ShownVariable]], DataPosition | None]
     timeout: float
     last: Callable[[], str]
@@ -150,7 +148,6 @@ def _recover(
     names = ", ".join(f"{job}:{index}" for job, index in sorted(lost))
     began = time.monotonic()
     logging.warning("Training pauses, as %s was lost; %s.", names, recovery.last())
-    recovery.begin()
     function.leave_pass(iterator)
     with cluster.dispatch_scope():
         _wait_for(cluster, lost, recovery, deadline)

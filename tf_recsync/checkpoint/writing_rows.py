@@ -1,0 +1,131 @@
+"""Versions of something that has rows of tables, which servers write in full or as deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tf_recsync._checks import check_at_least
+from tf_recsync.checkpoint.deltas import Chain
+from tf_recsync.checkpoint.index import Base, RowsIndex
+from tf_recsync.strategies.fit_strategy import FitStrategy
+from tf_recsync.versions import Versions
+from tf_recsync.writing_beside import WritingBeside
+
+
+class WritingRows(WritingBeside):
+    """Writes versions of which every n-th is full; those between are deltas of the one before.
+
+    A call of `fit` begins with a full one. One that was not written is followed by a full one, and
+    so is the loss of a parameter server: then rows get other versions than servers have noted.
+
+    Args:
+        versions: see `WritingBeside`, like the others.
+        argument: as above.
+        every_seconds: as above.
+        every_steps: as above.
+        keep: as above; those that a kept one is based on are kept, too.
+        at_end: as above.
+        timeout: as above.
+        full_every: how many there are from one full one to the next.
+
+    Raises:
+        ValueError: if an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        versions: Versions,
+        argument: tuple[str, str],
+        every_seconds: float | None,
+        every_steps: int | None,
+        keep: int | None,
+        at_end: bool,
+        timeout: float,
+        full_every: int,
+    ):
+        check_at_least("full_every", full_every, 1)
+        super().__init__(versions, argument, every_seconds, every_steps, keep, at_end, timeout)
+        self._full_every = full_every
+        self._chain = Chain(full_every)
+        # How often variables had been made anew when what is written was read.
+        self._renewals_at_read = 0
+        self._last_index: RowsIndex | None = None
+
+    # What a subclass provides, and uses.
+
+    def _parse(self, path: str) -> RowsIndex:
+        """The index of a version; raises FileNotFoundError or ValueError if there is none."""
+        raise NotImplementedError
+
+    def _begin_chain(self) -> Chain:
+        """To be called when something is read: the chain that it will be a part of."""
+        renewals = self._renewals()
+        if renewals != self._renewals_at_read:
+            # Rows get other versions than servers have noted, or nobody has these any more.
+            self._chain = Chain(self._full_every)
+        self._renewals_at_read = renewals
+        return self._chain
+
+    def _end_rows(self, index: RowsIndex) -> Mapping[str, Any]:
+        """To be called when all is written but the marker; returns what the marker says.
+
+        Args:
+            index: what was written.
+
+        Raises:
+            RuntimeError: if what was written is of no use.
+        """
+        if self._renewals_at_read != self._renewals():
+            raise RuntimeError("a parameter server was lost while it was written")
+        self._last_index = index
+        return index.as_json()
+
+    def _renewals(self) -> int:
+        """How often variables were made anew, after the loss of a parameter server."""
+        strategy = self.model.distribute_strategy
+        return strategy.renewals if isinstance(strategy, FitStrategy) else 0
+
+    # What `WritingBeside` asks for.
+
+    def on_train_end(self, logs=None):
+        super().on_train_end(logs)
+        self._chain = Chain(self._full_every)  # Servers need not keep what the other one has.
+
+    def _prepare(self) -> None:
+        self._chain = Chain(self._full_every)
+        self._renewals_at_read = self._renewals()
+
+    def _is_excused(self, error: Exception) -> bool:
+        renewals = self._renewals()
+        if renewals != self._renewals_at_read:
+            self._chain = Chain(self._full_every)
+            self._renewals_at_read = renewals
+            return True
+        return super()._is_excused(error)
+
+    def _written(self, version: int, step: int, pause: float, seconds: float) -> None:
+        index = self._last_index
+        self._chain.end(Base(str(version), index.id), index.rows)
+
+    def _about(self) -> str:
+        index = self._last_index
+        kind = "" if index.base is None else f", a delta of {index.base.folder}"
+        return f"{kind}, with {index.written} rows of tables"
+
+    def _unneeded(self, versions: list[int], keep: int) -> list[int]:
+        needed: set[int] = set()
+        for kept in versions[-keep:]:
+            version: int | None = kept
+            while version is not None and version not in needed:
+                needed.add(version)
+                version = self._base_of(version)
+        return [version for version in versions if version not in needed]
+
+    def _base_of(self, version: int) -> int | None:
+        """What a version is based on; None if that is nothing, or is not to be known."""
+        try:
+            base = self._parse(self._versions.path(version)).base
+            return None if base is None else int(base.folder)
+        except (FileNotFoundError, ValueError):
+            return None  # It can't be used, whatever is kept.
