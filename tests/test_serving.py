@@ -34,7 +34,7 @@ def run_without_the_package(program: str, folder: pathlib.Path) -> str:
 
 def test_the_recipe_of_the_documentation_works(tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    train, load, by_name, sequences = blocks
+    train, load, by_name, sequences, publish, serve = blocks
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(compile(train, str(DOCUMENT), "exec"), names)
@@ -45,6 +45,9 @@ def test_the_recipe_of_the_documentation_works(tmp_path, monkeypatch):
     names["ragged_film_ids"] = keras.Input((None,), dtype="int64", ragged=True)
     exec(compile(sequences, str(DOCUMENT), "exec"), names)
     assert names["taste"].shape == (None, 1, 8)
+    exec(compile(publish, str(DOCUMENT), "exec"), names)
+    exec(compile(serve, str(DOCUMENT), "exec"), names)
+    assert (names["clicks"].shape, names["rows"].shape) == ((2, 1), (3, 8))
 
 
 def click_model() -> keras.Model:

@@ -376,6 +376,10 @@ def rows_beyond(folder):
     change(folder, 4, lambda i: i["rows"][0]["shards"][0]["piece"].update(offset=1))
 
 
+def have_words(folder):
+    change(folder, 4, lambda index: index["parts"][0].update(rows="sixty"))
+
+
 def lack_a_block(folder):
     change(folder, 4, lambda index: index["parts"][0]["blocks"].pop())
 
@@ -399,6 +403,7 @@ def lack_a_block(folder):
             rows_beyond,
             f"4/{MARKER} is no marker .*: table 'rows/ones' has 60 rows of part 0 from 1",
         ),
+        (have_words, f"4/{MARKER} is no marker of a version that was published with .*TypeError"),
         (lack_a_block, f"4/{MARKER} is no marker of a version with tables: part 0 has the blocks"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -580,6 +585,14 @@ def test_models_whose_tables_can_not_be_apart_are_refused_before_training(tmp_pa
         with pytest.raises(ValueError, match=message):
             model.fit(np.zeros([1, 1]), callbacks=[Publish(tmp_path, tables="apart")], verbose=0)
         assert int(model.optimizer.iterations.numpy()) == 0
+
+
+def test_a_target_that_servers_do_not_see_is_an_error_before_training(cluster):
+    model = ones_model(recsync.AsyncStrategy(cluster))
+    publish = Publish("ram://of_this_process/clicks", tables="apart")
+    with pytest.raises(OSError, match="what ps:0 writes there this process does not see"):
+        model.fit(one_rows(1), verbose=0, callbacks=[publish])
+    assert int(model.optimizer.iterations.numpy()) == 0
 
 
 def test_the_log_says_what_a_version_has(tmp_path, caplog):

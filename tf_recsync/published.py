@@ -24,6 +24,7 @@ from tf_recsync.layers.embedding_collection import EmbeddingCollection
 from tf_recsync.tables_apart import GivenInput
 from tf_recsync.versions import MARKER
 
+_DTYPES = ("float32", "bfloat16")
 TABLES = "tables"  # The folder of the parts, in that of a version.
 
 
@@ -106,8 +107,8 @@ def parsed_tables(path: str) -> TablesIndex:
         index = TablesIndex(
             **rows_index(found), collections=tuple(map(_collection, found["collections"]))
         )
-    _check(file, index)
-    return index
+        _check(file, index)
+        return index
 
 
 def collections_of(
@@ -156,8 +157,10 @@ def _check(file: str, index: TablesIndex) -> None:
 
     for number, part in enumerate(index.parts):
         check(
-            part.rows > 0 and part.block > 0 and len(part.fields) == 1,
-            f"part {number} has {part.rows} rows in blocks of {part.block}, not one field",
+            part.rows > 0
+            and part.block > 0
+            and [f.dtype in _DTYPES for f in part.fields] == [True],
+            f"part {number} has {part.rows} rows in blocks of {part.block} with {part.fields}",
         )
         numbers = [block.number for block in part.blocks]
         for block in part.blocks:
