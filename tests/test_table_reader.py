@@ -11,10 +11,11 @@ import pytest
 import tensorflow as tf
 from absl import logging
 from helpers import assert_close
+from tensorflow.core.protobuf import saved_model_pb2
 from test_checkpoint_callback import dataset as one_rows
 from test_checkpoint_callback import make_model as ones_model
 from test_recovery import KillInTurn, shards_of, slowly
-from test_serving import click_inputs, click_model, run_without_the_package
+from test_serving import click_inputs, click_model
 
 import tf_recsync as recsync
 from tf_recsync.callbacks import Checkpoint, Publish
@@ -213,20 +214,32 @@ def test_deltas_have_the_rows_that_have_changed_and_no_state_of_the_optimizer(tm
     assert [own.rows for own in publish.publications] == [200] + [len(own) for own in named[1:]]
 
 
+def test_a_delta_has_all_rows_of_a_table_whose_versions_do_not_tell_what_changes(tmp_path):
+    model = ones_model(rows=60)
+    model.compile(keras.optimizers.SGD(0.1), loss=lambda y, p: p, jit_compile=False)
+    publish = Waiting(tmp_path, full_every=9, at_end=False)
+    model.fit(one_rows(2, 60), verbose=0, callbacks=[publish])
+    assert [(own.is_delta, own.rows) for own in publish.publications] == [(False, 60), (True, 60)]
+    (layer,) = collections(model)
+    refreshed = reader_at(tmp_path, 1)
+    copy_versions(tmp_path, tmp_path / "until_1", [2])
+    assert refreshed.refresh()
+    for reader in (refreshed, TableReader(tmp_path)):
+        np.testing.assert_array_equal(reader.lookup("ones", range(60)), layer.table_values("ones"))
+
+
 def files_bytes(path):
     found = tf.io.gfile.glob(f"{path}/{TABLES}/*/*.data*")
     return sum(os.path.getsize(file) for file in found)
 
 
-PROGRAM = """
-import numpy as np
-import tensorflow as tf
-
-served = tf.saved_model.load("1")
-with np.load("inputs.npz") as file:
-    found = served.signatures["serving_default"](**{n: tf.constant(file[n]) for n in file})
-np.save("served.npy", *found.values())
-"""
+def operations_of(path):
+    """The kinds of operations that a SavedModel consists of."""
+    saved = saved_model_pb2.SavedModel.FromString((path / "saved_model.pb").read_bytes())
+    graphs = [meta.graph_def for meta in saved.meta_graphs]
+    nodes = [node for graph in graphs for node in graph.node]
+    nodes += [n for graph in graphs for f in graph.library.function for n in f.node_def]
+    return {node.op for node in nodes}
 
 
 def test_all_forms_of_input_become_vectors(tmp_path):
@@ -247,7 +260,7 @@ def test_all_forms_of_input_become_vectors(tmp_path):
         "tags_vectors": (3, 4),
         "words_vectors": (3, 3, 4),
     }
-    expected = model.predict(examples, verbose=0)
+    expected = model(x, training=False)
     # The mask of a sequence is made of its ids.
     assert_close([now.model.serve({**vectors, "words": x["words"]})], [expected], 1e-5)
     parts = {name: own for name, own in vectors.items() if isinstance(own, tf.Tensor)}
@@ -256,9 +269,11 @@ def test_all_forms_of_input_become_vectors(tmp_path):
     words = x["words"]
     parts |= {"words": words.values, "words_indices": words.indices}
     parts["words_dense_shape"] = words.dense_shape
-    np.savez(tmp_path / "inputs.npz", **{name: own.numpy() for name, own in parts.items()})
-    run_without_the_package(PROGRAM, tmp_path)
-    assert_close([np.load(tmp_path / "served.npy")], [expected], 1e-5)
+    by_name = now.model.signatures["serving_default"](**parts)
+    assert_close([by_name["output_0"]], [expected], 1e-5)
+    operations = operations_of(tmp_path / "1")
+    assert "MatMul" in operations
+    assert not [name for name in operations if "Recsync" in name]
 
 
 @pytest.fixture(scope="module")

@@ -59,11 +59,10 @@ class Publish(WritingRows):
     vectors of features in place of their ids, and parameter servers write the rows of the tables
     of `EmbeddingCollection`s, without what the optimizer keeps, while training goes on. What is
     dense is of one moment, and so is each row; rows may have updates that came after the version's
-    global step. `recsync.serving.TableReader` serves them, and says what the model's inputs are:
-    those that it computes with beside the lookups, and one for each feature. With `full_every`,
-    most versions are deltas, which have all that is dense, and only the rows that were updated
-    since the version before, which must stay beside theirs; see `callbacks.Checkpoint`, which says
-    the same of its own ones, and of which tables are whole in each.
+    global step. `recsync.serving.TableReader` serves such versions. With `full_every`, most of
+    them are deltas: they have all that is dense, but only the rows that were updated since the
+    version before, whose folder must stay beside theirs. When the next one is full, and which
+    tables are whole in each, is as in `callbacks.Checkpoint`.
 
     It works under every strategy and without one.
 
