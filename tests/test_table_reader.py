@@ -171,6 +171,10 @@ def test_each_version_of_a_chain_is_that_of_its_moment(tmp_path):
         np.testing.assert_allclose(served(reader.current), moments[number - 1], rtol=1e-5)
     assert not reader.refresh()
     assert reader.lookup("wide/users", [3]).dtype == np.float32
+    # Whoever operates it may take back a version.
+    shutil.rmtree(tmp_path / "until_1" / "4")
+    assert reader.refresh()
+    np.testing.assert_allclose(served(reader.current), moments[2], rtol=1e-5)
 
 
 def copy_versions(source, target, numbers):
@@ -395,6 +399,10 @@ def have_words(folder):
     change(folder, 4, lambda index: index["parts"][0].update(rows="sixty"))
 
 
+def have_bytes(folder):
+    (folder / "clicks" / "5" / MARKER).write_bytes(b"\xff\xfe")
+
+
 def lack_a_block(folder):
     change(folder, 4, lambda index: index["parts"][0]["blocks"].pop())
 
@@ -419,6 +427,7 @@ def lack_a_block(folder):
             f"4/{MARKER} is no marker .*: table 'rows/ones' has 60 rows of part 0 from 1",
         ),
         (have_words, f"4/{MARKER} is no marker of a version that was published with .*TypeError"),
+        (have_bytes, f"5/{MARKER} is no marker of a version .*UnicodeDecodeError"),
         (lack_a_block, f"4/{MARKER} is no marker of a version with tables: part 0 has the blocks"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

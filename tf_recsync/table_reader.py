@@ -263,8 +263,10 @@ class TableReader:
     def refresh(self) -> bool:
         """Takes over the latest version; after an error the one before is served on.
 
+        If the one that is served was removed, and was the latest, that is the one before it.
+
         Returns:
-            Whether there was a later one.
+            Whether it was another one.
 
         Raises:
             ValueError: see `TableReader`.
@@ -272,7 +274,7 @@ class TableReader:
         """
         with self._refreshing:
             latest = self._latest()
-            if latest is None or latest <= self._current.version:
+            if latest is None or latest == self._current.version:
                 return False
             self._current = self._opened(latest, self._current)
             return True

@@ -222,14 +222,13 @@ def reading(path: str, name: str, noun: str) -> Iterator[dict[str, Any]]:
         ValueError: if it is none.
     """
     file = os.path.join(path, name)
-    with tf.io.gfile.GFile(file) as opened:
-        content = opened.read()
     try:
-        found = json.loads(content)
+        with tf.io.gfile.GFile(file) as opened:
+            found = json.loads(opened.read())
         if found["format"] != FORMAT:
             raise ValueError(f"{file} has the format {found['format']!r}, not {FORMAT}")
         yield found
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeError) as error:
         raise ValueError(f"{file} is no {noun}: {error!r}") from error
 
 
