@@ -78,7 +78,9 @@ class Checkpoint(WritingRows):
 
     If this process dies, the same program goes on: at its first `fit` the latest checkpoint is
     restored, whatever the strategy and the number of servers then, and the epoch in which it was
-    saved begins anew.
+    saved goes on. As many batches of the dataset are skipped as were trained on in it; its order
+    must be the same in both programs, as with a seed of `shuffle`. With several readers, with
+    another batch size, or without a strategy of this package the epoch begins anew.
 
     If a parameter server is lost, training pauses until it is up again, at the same address: its
     variables are made anew and read from the latest checkpoint, and the workers go on with the
@@ -98,7 +100,8 @@ class Checkpoint(WritingRows):
         resume: whether the first `fit` restores the latest checkpoint, if there is one. Default
             True. What was saved at the end of `fit` has no epoch left, so that the same `fit` ends
             at once.
-        metadata: what is to be known of each checkpoint later, of types that JSON has.
+        metadata: what is to be known of each checkpoint later, of types that JSON has, beside what
+            the callback sets itself, "epoch" and "data".
         timeout: seconds that writing may take at most; default 3600. Then `fit` fails.
         on_ps_lost: "recover" (the default), as above, or "raise": `fit` ends with an error. If it
             shall recover, and there is no checkpoint, one is saved when training begins. A loss
@@ -107,7 +110,8 @@ class Checkpoint(WritingRows):
             updates since then are missing there; or "all", so that everything is of the same
             moment again. None (the default): "partial" where each push is applied at once, "all"
             in the other modes, and where workers or groups have copies, which can't be "partial".
-            In either case, what was trained on since then is not trained on again.
+            With "all", the data go back, too, to what had been trained on then in the same pass
+            over them; with "partial", what was trained on since is not trained on again.
         ps_timeout: seconds that a lost server is waited for; default 600. Then `fit` fails.
 
     Attributes:
