@@ -78,7 +78,7 @@ def _update(rule: str, table: bool) -> Callable[[World], dict]:
             vectors = rows.pop("vectors")
             size = sum(c * v for (_, c), v in zip(w.tables, vectors, strict=True))
             pulled = len(rows["indices"])
-            arguments |= rows
+            arguments |= rows | log_decays(w, w.tables)
         else:
             size, pulled = sum(w.sizes), n
             arguments["hogwild"] = w.chance(0.4)
@@ -88,6 +88,29 @@ def _update(rule: str, table: bool) -> Callable[[World], dict]:
         return arguments
 
     return recipe
+
+
+def log_decays(w: World, tables: list[tuple[int, int]]) -> dict:
+    decayed = [number for number in range(len(tables)) if w.chance(0.3)]
+    sizes = [tables[number][0] + 2 for number in decayed]
+    return {"log_decays": [w.variable(-w.rng.random(n)) for n in sizes], "decayed": decayed}
+
+
+def _decay_weights(w: World) -> dict:
+    return {
+        "variables": dense_variables(w) if w.chance(0.5) else [],
+        "log_decays": log_decays(w, w.tables)["log_decays"],
+        "learning_rate": 0.1,
+        "weight_decay": float(w.small(0, 11)),
+    }
+
+
+def _settle_decay(w: World) -> dict:
+    dtype = w.choose([tf.float32, tf.bfloat16])
+    return {
+        "variables": [w.variable(tf.cast(w.floats(*shape), dtype)) for shape in w.tables],
+        "log_decays": [w.variable(-w.rng.random(rows + 2)) for rows, _ in w.tables],
+    }
 
 
 def packed_rows(w: World, tables: list[tuple[int, int]], dtype=None) -> dict:
@@ -111,6 +134,7 @@ def _gather_rows(w: World) -> dict:
     versions = [w.variable(np.zeros(rows, np.int64)) for rows, _ in w.tables]
     rows = packed_rows(w, w.tables)
     del rows["vectors"]
+    rows |= log_decays(w, w.tables)
     return {"variables": tables, "versions": versions if w.chance(0.7) else [], **rows}
 
 
@@ -120,6 +144,7 @@ def _copy_rows(w: World) -> dict:
         "variables": [w.variable(w.floats(rows, width)), w.variable(np.zeros(rows, np.int64))],
         "rows": w.rng.integers(0, max(rows, 1), w.small() if rows else 0).astype(np.int64),
         "dtypes": [tf.float32, tf.int64],
+        **log_decays(w, w.tables[:1]),
     }
 
 
@@ -152,6 +177,7 @@ def _pull_table(w: World) -> dict:
         "variable": w.variable(w.floats(rows, width)),
         "versions": w.variable(np.zeros(rows, np.int64)),
         "shape": [rows, width],
+        **log_decays(w, w.tables[:1]),
     }
 
 
@@ -343,6 +369,8 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     "changed_rows": _changed_rows,
     "pull_dense": _pull_dense,
     "pull_table": _pull_table,
+    "decay_weights": _decay_weights,
+    "settle_decay": _settle_decay,
     "next_global_step": lambda w: {"global_step": w.variable(np.int64(1))},
     "snapshot": lambda w: {"variables": dense_variables(w)},
     "interpolate": _interpolate,

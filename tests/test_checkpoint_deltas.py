@@ -190,6 +190,30 @@ def test_a_chain_is_restored_as_what_is_saved_as_a_whole(request, tmp_path, monk
     check_is_restored(callback.saved[-1].path, model, *divided, make_model(optimizer=optimizer))
 
 
+def test_rows_that_decay_are_as_of_the_last_of_a_chain(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "MOST_BYTES", 1600)
+
+    def decaying():
+        return recsync.optimizers.Adagrad(0.1, weight_decay=0.5)
+
+    model = make_model(recsync.AsyncStrategy(cluster), 4, decaying)
+    callback = Waiting(tmp_path, every_steps=STEPS, full_every=3, keep=None)
+    x, y = data()
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, epochs=2, callbacks=[callback])
+    assert [saved.is_delta for saved in callback.saved] == [False, True, True]
+    # Not those that no push has named since, though all have decayed.
+    assert all(0 < saved.rows < 101 + 13 for saved in callback.saved[1:])
+    saved, (tables, _, _) = checkpoint.open(callback.saved[-1].path), state_of(model)
+    local = make_model(optimizer=decaying)
+    for restored in (local, model):
+        checkpoint.restore(saved.path, restored)
+        for name, values in state_of(restored)[0].items():
+            np.testing.assert_allclose(values, tables[name], 1e-6, err_msg=name)
+    for name in saved.shapes:
+        expected = tables[name.partition("/")[2]]
+        np.testing.assert_allclose(saved.rows(name), expected, 1e-6, err_msg=name)
+
+
 UNTOLD = {
     "all rows decay": lambda: recsync.optimizers.Adagrad(0.1, weight_decay=0.01),
     "steps move all rows": lambda: recsync.optimizers.Adam(0.1, lazy=False),

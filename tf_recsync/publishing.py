@@ -190,7 +190,7 @@ class Publish(WritingRows):
         collections = collections_of(self.model, inference.given)
         layers = [layer for layer, _ in collections]
         saved = [rows for layer in layers for rows in layer.table_rows().values()]
-        sources, described = described_rows(saved, self.model)
+        sources, described = described_rows(saved, self.model, scales=False)
         chain, step = self._begin_chain(), global_step_of(self.model.optimizer)
 
         def write(folder: str) -> Mapping[str, Any]:

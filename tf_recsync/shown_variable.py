@@ -32,21 +32,30 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
     Attributes:
         before_read: is called before an eager read, and before it is written to a checkpoint;
             None: there is nobody to tell.
+        settle: brings it up to date, where steps leave some of what they do for later; it is
+            called before this process reads or assigns the variable.
         guard: sees to it that no call to the variable's server waits for ever; None: nobody does.
     """
 
     before_read: Callable[[], None] | None = None
     guard: Guard | None = None
+    settle: Callable[[], None] = staticmethod(lambda: None)
 
     @contextlib.contextmanager
-    def told(self):
-        """Inside, the owner knows that the variable is read."""
+    def told(self, settled: bool = True):
+        """Inside, the owner knows that the variable is read.
+
+        Args:
+            settled: whether it is brought up to date for that.
+        """
         if not tf.executing_eagerly():
             yield
             return
         with self.guarded():
             if self.before_read is not None:
                 self.before_read()
+            if settled:
+                self.settle()
             yield
 
     def tell(self) -> None:
@@ -60,19 +69,26 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
         with self.told():
             return super()._read_variable_op(no_copy)
 
+    def _settle(self) -> None:
+        if tf.executing_eagerly():
+            self.settle()
+
     def assign(self, *args, **kwargs):
         """As TensorFlow's; does not wait for ever for a server that is silent."""
         with self.guarded():
+            self._settle()
             return super().assign(*args, **kwargs)
 
     def assign_add(self, *args, **kwargs):
         """As TensorFlow's, likewise."""
         with self.guarded():
+            self._settle()
             return super().assign_add(*args, **kwargs)
 
     def assign_sub(self, *args, **kwargs):
         """As TensorFlow's, likewise."""
         with self.guarded():
+            self._settle()
             return super().assign_sub(*args, **kwargs)
 
     def guarded(self) -> contextlib.AbstractContextManager:
@@ -108,6 +124,11 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
         with tf.init_scope():
             self.tell()
         return super()._serialize_to_tensors()
+
+    def _restore_from_tensors(self, restored_tensors):
+        with tf.init_scope(), self.guarded():
+            self.settle()
+        return super()._restore_from_tensors(restored_tensors)
 
 
 def shown(variable: tf.Variable) -> ShownVariable | None:

@@ -1,4 +1,5 @@
-// Reads rows of a table with their versions and pools them into bags.
+// Reads rows of a table, decayed up to now, with their versions and pools them
+// into bags.
 
 #ifndef TF_RECSYNC_CC_ENGINE_ROW_GATHER_H_
 #define TF_RECSYNC_CC_ENGINE_ROW_GATHER_H_
@@ -10,6 +11,7 @@
 #include "cc/engine/bags.h"
 #include "cc/engine/bfloat16.h"
 #include "cc/engine/prefetch.h"
+#include "cc/engine/row_decay.h"
 #include "cc/engine/row_locks.h"
 
 namespace recsync {
@@ -19,6 +21,7 @@ struct RowReader {
   const float* values = nullptr;      // [rows, width], or
   const BFloat16* narrow = nullptr;   // [rows, width], the other being null
   const int64_t* versions = nullptr;  // [rows], or null: not asked for
+  RowDecay decay;                     // not enabled without weight decay
   int64_t rows = 0;
   int64_t width = 0;
   bool locks = false;  // whether rows may be written meanwhile
@@ -33,6 +36,7 @@ struct RowReader {
       Prefetch(narrow + row * width, 2 * width);
     }
     if (versions != nullptr) Prefetch(versions + row, 1);
+    decay.Fetch(row);
   }
 
   // Reads a row into `to`, or adds `scale` times it; returns its version, or 0
@@ -47,10 +51,12 @@ struct RowReader {
 
  private:
   int64_t ReadUnlocked(int64_t row, bool add, float scale, float* to) const {
-    if (values != nullptr && !add) {
+    const double factor = decay.enabled() ? decay.Factor(row) : 1.0;
+    if (values != nullptr && !add && factor == 1.0) {
       std::memcpy(to, values + row * width, 4 * width);
     } else {
       if (!add) std::fill_n(to, width, 0.0f);
+      scale = static_cast<float>(scale * factor);
       if (values != nullptr) {
         AddScaled(values + row * width, scale, width, to);
       } else {

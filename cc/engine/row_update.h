@@ -14,6 +14,9 @@
 // sees a row's value with its version. Rows are fetched into the cache a few
 // ahead of their update: a table is much larger than the cache, and a push
 // names rows anywhere in it.
+//
+// A row of a table whose weights decay is decayed up to now before its update,
+// as if each push had decayed all rows.
 
 #ifndef TF_RECSYNC_CC_ENGINE_ROW_UPDATE_H_
 #define TF_RECSYNC_CC_ENGINE_ROW_UPDATE_H_
@@ -27,6 +30,7 @@
 #include "cc/engine/bags.h"
 #include "cc/engine/bfloat16.h"
 #include "cc/engine/prefetch.h"
+#include "cc/engine/row_decay.h"
 #include "cc/engine/row_groups.h"
 #include "cc/engine/row_locks.h"
 #include "cc/engine/row_partitions.h"
@@ -49,6 +53,7 @@ struct TableView {
   int64_t* last_periods = nullptr;  // [rows]; null without SWAP
   float* last_updates = nullptr;    // [rows]; null without update_sensitivity
   int64_t* last_steps = nullptr;    // [rows]; null if the rule keeps none
+  RowDecay decay;                   // not enabled without weight decay
   int64_t rows = 0;
   int64_t width = 0;
 
@@ -113,6 +118,9 @@ class RowUpdate {
         push_(push),
         measures_(options.weight.uses_last_update()),
         moves_all_(MovesAll(rule)),
+        least_decay_(Rule::kReplaces           ? 0.0
+                     : table.values == nullptr ? RowDecay::kLeastOfNarrowUpdate
+                                               : RowDecay::kLeastOfUpdate),
         zeros_(moves_all_ ? table.width : 0, 0.0f),
         apply_(measures_ ? ChooseSpanUpdate<Rule, true>()
                          : ChooseSpanUpdate<Rule, false>()) {
@@ -150,6 +158,7 @@ class RowUpdate {
       if (table_.last_steps[row] >= global_step_) continue;
       const auto slots = SlotsOf(row);
       float* w = Widened(row, &scratch);
+      Decay(row, w);
       CatchUp(row, global_step_, w, slots.data(), SwapDecay(row));
       Narrow(row, w);
     }
@@ -216,6 +225,7 @@ class RowUpdate {
       Prefetch(SlotOf(a, row), 4 * SlotWidth());
     }
     Prefetch(table_.versions + row, 1);
+    table_.decay.Fetch(row);
     if (table_.last_periods != nullptr) {
       Prefetch(table_.last_periods + row, 1);
     }
@@ -239,6 +249,7 @@ class RowUpdate {
     const float rho = Weight(tau, row, weights);
     float decay = SwapDecay(row);
     float* w = Widened(row, scratch);
+    Decay(row, w);
     double squares;
     if constexpr (Rule::kKeepsSteps) {
       if (moves_all_) {
@@ -281,6 +292,12 @@ class RowUpdate {
                ? options_.swap.DecaySince(&table_.last_periods[row],
                                           global_step_)
                : 1.0f;
+  }
+
+  // The weight decay of a row that is given as floats.
+  void Decay(int64_t row, float* w) const {
+    if (!table_.decay.enabled()) return;
+    table_.decay.BringUpToDate(row, least_decay_, w, table_.width);
   }
 
   // The row as floats: itself, or a copy in `scratch`.
@@ -344,6 +361,7 @@ class RowUpdate {
   const RowPush push_;
   const bool measures_;
   const bool moves_all_;
+  const double least_decay_;        // that is not left pending
   const std::vector<float> zeros_;  // a gradient
   const SpanUpdate<Rule> apply_;
   double mean_ = 0.0;

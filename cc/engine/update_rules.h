@@ -8,7 +8,8 @@
 //                int64_t n, float rho, float decay) const;
 //
 // A rule with kOnePerRow is for rows of tables only, and has each of them in
-// one span. A rule with kKeepsSteps keeps the global step of the last touch
+// one span. One with kReplaces makes the value anew of its accumulators. A rule
+// with kKeepsSteps keeps the global step of the last touch
 // beside a variable or row, and is asked for the rule of this touch first:
 //
 //   void Begin(int64_t global_step);                       // once a push
@@ -38,6 +39,7 @@ struct SgdRule {
   static constexpr int kAccumulators = 0;
   static constexpr bool kOnePerRow = false;
   static constexpr bool kKeepsSteps = false;
+  static constexpr bool kReplaces = false;
   float learning_rate = 0.0f;
 
   template <bool kMeasure>
@@ -61,6 +63,7 @@ struct AdagradRule {
   static constexpr int kAccumulators = 1;
   static constexpr bool kOnePerRow = false;
   static constexpr bool kKeepsSteps = false;
+  static constexpr bool kReplaces = false;
   float learning_rate = 0.0f;
   float epsilon = 0.0f;
 
@@ -91,6 +94,7 @@ struct RowwiseAdagradRule {
   static constexpr int kAccumulators = 1;
   static constexpr bool kOnePerRow = true;
   static constexpr bool kKeepsSteps = false;
+  static constexpr bool kReplaces = false;
   float learning_rate = 0.0f;
   float epsilon = 0.0f;
 
@@ -151,6 +155,7 @@ struct AdamRule {
   static constexpr int kAccumulators = 2;  // m and v
   static constexpr bool kOnePerRow = false;
   static constexpr bool kKeepsSteps = true;
+  static constexpr bool kReplaces = false;
   float learning_rate = 0.0f;
   double beta_1 = 0.9;
   double beta_2 = 0.999;
@@ -245,6 +250,7 @@ struct FtrlRule {
   static constexpr int kAccumulators = 2;  // n and z
   static constexpr bool kOnePerRow = false;
   static constexpr bool kKeepsSteps = false;
+  static constexpr bool kReplaces = true;
   float learning_rate = 0.0f;
   float learning_rate_power = -0.5f;
   float l1 = 0.0f;

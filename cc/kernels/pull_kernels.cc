@@ -10,6 +10,7 @@
 #include "cc/engine/hogwild.h"
 #include "cc/engine/row_gather.h"
 #include "cc/engine/row_locks.h"
+#include "cc/kernels/log_decays.h"
 #include "cc/kernels/message_pieces.h"
 #include "cc/kernels/packed_rows.h"
 #include "cc/kernels/parallel_for.h"
@@ -100,7 +101,9 @@ class PullDenseOp : public OpKernel {
 template <typename Index>
 class GatherRowsOp : public OpKernel {
  public:
-  using OpKernel::OpKernel;
+  explicit GatherRowsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ReadDecayed(ctx, &decayed_));
+  }
 
   void Compute(OpKernelContext* ctx) override {
     std::vector<VariablePtr> tables;
@@ -114,6 +117,8 @@ class GatherRowsOp : public OpKernel {
                 absl::InvalidArgumentError(absl::StrCat(
                     "versions must be one for each of the ", n,
                     " variables, or none, not ", versions.size())));
+    std::vector<VariablePtr> log_decays;
+    OP_REQUIRES_OK(ctx, LookupLogDecays(ctx, decayed_, n, &log_decays));
     OP_REQUIRES_OK(ctx, ReadPackedRows(ctx, n, &rows));
     std::vector<int64_t> widths(n);
     for (int64_t i = 0; i < n; ++i) {
@@ -153,9 +158,9 @@ class GatherRowsOp : public OpKernel {
       if (versioned) {
         gathered.to_versions = pulled->flat<int64_t>().data() + rows.offsets[i];
       }
-      OP_REQUIRES_OK(
-          ctx, GatherTable(ctx, *tables[i],
-                           versioned ? versions[i].get() : nullptr, gathered));
+      OP_REQUIRES_OK(ctx, GatherTable(ctx, *tables[i],
+                                      versioned ? versions[i].get() : nullptr,
+                                      log_decays[i].get(), gathered));
     }
   }
 
@@ -172,10 +177,11 @@ class GatherRowsOp : public OpKernel {
   };
 
   static absl::Status GatherTable(OpKernelContext* ctx, Var& table,
-                                  Var* table_versions,
+                                  Var* table_versions, Var* log_decays,
                                   const Gathered& gathered) {
     std::vector<Var*> read = {&table};
     if (table_versions != nullptr) read.push_back(table_versions);
+    if (log_decays != nullptr) read.push_back(log_decays);
     const ReadSession session(read);
     int64_t width;
     TF_RETURN_IF_ERROR(RowWidth(table, &width));
@@ -196,6 +202,7 @@ class GatherRowsOp : public OpKernel {
       }
       reader.versions = version.template flat<int64_t>().data();
     }
+    TF_RETURN_IF_ERROR(RowDecayOf(log_decays, rows, &reader.decay));
     const void* values = table.tensor()->data();
     if (table.tensor()->dtype() == tensorflow::DT_BFLOAT16) {
       reader.narrow = static_cast<const BFloat16*>(values);
@@ -218,12 +225,15 @@ class GatherRowsOp : public OpKernel {
     if (bad >= 0) return NotARow(bad, gathered.ids[bad], rows);
     return absl::OkStatus();
   }
+
+  std::vector<int64_t> decayed_;  // the tables that have log-decays
 };
 
 class PullTableOp : public OpKernel {
  public:
   explicit PullTableOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("shape", &shape_));
+    OP_REQUIRES_OK(ctx, ReadDecayed(ctx, &decayed_));
   }
 
   void Compute(OpKernelContext* ctx) override {
@@ -231,8 +241,12 @@ class PullTableOp : public OpKernel {
     std::vector<VariablePtr> versions;
     OP_REQUIRES_OK(ctx, LookupVariables(ctx, "variable", &variable));
     OP_REQUIRES_OK(ctx, LookupVariables(ctx, "versions", &versions));
-    OP_REQUIRES_OK(ctx, CheckDistinct({variable[0].get(), versions[0].get()}));
-    const SharedLocks locks({variable[0].get(), versions[0].get()});
+    std::vector<VariablePtr> log_decays;
+    OP_REQUIRES_OK(ctx, LookupLogDecays(ctx, decayed_, 1, &log_decays));
+    std::vector<Var*> read = {variable[0].get(), versions[0].get()};
+    if (log_decays[0] != nullptr) read.push_back(log_decays[0].get());
+    OP_REQUIRES_OK(ctx, CheckDistinct(read));
+    const SharedLocks locks(read);
     OP_REQUIRES_OK(
         ctx, CheckVariable(*variable[0], "variable", tensorflow::DT_FLOAT));
     OP_REQUIRES_OK(
@@ -248,18 +262,29 @@ class PullTableOp : public OpKernel {
                 absl::InvalidArgumentError(absl::StrCat(
                     "versions must have shape [", table.dim_size(0), "], not ",
                     version.shape().DebugString())));
+    RowDecay decay;
+    OP_REQUIRES_OK(ctx,
+                   RowDecayOf(log_decays[0].get(), table.dim_size(0), &decay));
     Tensor* values;
     Tensor* pulled;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, table.shape(), &values));
     OP_REQUIRES_OK(ctx, ctx->allocate_output(1, version.shape(), &pulled));
     std::copy_n(table.flat<float>().data(), table.NumElements(),
                 values->flat<float>().data());
+    if (decay.enabled() && table.NumElements() > 0) {
+      const int64_t width = table.NumElements() / table.dim_size(0);
+      float* row = values->flat<float>().data();
+      for (int64_t i = 0; i < table.dim_size(0); ++i, row += width) {
+        Scale(decay.Factor(i), width, row);
+      }
+    }
     std::copy_n(version.flat<int64_t>().data(), version.NumElements(),
                 pulled->flat<int64_t>().data());
   }
 
  private:
   PartialTensorShape shape_;
+  std::vector<int64_t> decayed_;  // 0, if the table has log-decays
 };
 
 class NextGlobalStepOp : public OpKernel {

@@ -10,6 +10,7 @@
 #include "cc/engine/row_copy.h"
 #include "cc/kernels/checked_shape.h"
 #include "cc/kernels/inputs.h"
+#include "cc/kernels/log_decays.h"
 #include "cc/kernels/packed_rows.h"
 #include "cc/kernels/page_allocator.h"
 #include "cc/kernels/parallel_for.h"
@@ -37,6 +38,7 @@ class CopyRowsOp : public OpKernel {
                 absl::InvalidArgumentError(
                     absl::StrCat("dtypes must be one for each of the ", n,
                                  " variables, not ", dtypes_.size())));
+    OP_REQUIRES_OK(ctx, ReadDecayed(ctx, &decayed_));
     for (const tensorflow::DataType dtype : dtypes_) {
       OP_REQUIRES(ctx, tensorflow::DataTypeCanUseMemcpy(dtype),
                   absl::InvalidArgumentError(absl::StrCat(
@@ -53,8 +55,12 @@ class CopyRowsOp : public OpKernel {
     for (const VariablePtr& variable : held) {
       variables.push_back(variable.get());
     }
-    OP_REQUIRES_OK(ctx, CheckDistinct(variables));
-    const ReadSession session(variables);
+    std::vector<VariablePtr> log_decays;
+    OP_REQUIRES_OK(ctx, LookupLogDecays(ctx, decayed_, 1, &log_decays));
+    std::vector<Var*> read = variables;
+    if (log_decays[0] != nullptr) read.push_back(log_decays[0].get());
+    OP_REQUIRES_OK(ctx, CheckDistinct(read));
+    const ReadSession session(read);
     std::vector<RowField> fields(variables.size());
     const int64_t n = rows->NumElements();
     int64_t count = 0;  // rows that there are
@@ -90,16 +96,26 @@ class CopyRowsOp : public OpKernel {
     const int64_t* ids = rows->flat<int64_t>().data();
     const int64_t bad = FirstNotARow(ids, n, count);
     OP_REQUIRES(ctx, bad < 0, NotARow(bad, ids[bad], count));
+    CopiedDecay decayed;
+    if (log_decays[0] != nullptr) {
+      OP_REQUIRES_OK(ctx, RowWidth(*variables[0], &decayed.width));
+      OP_REQUIRES_OK(ctx,
+                     RowDecayOf(log_decays[0].get(), count, &decayed.decay));
+      decayed.total = decayed.decay.total();
+      decayed.is_narrow = dtypes_[0] == tensorflow::DT_BFLOAT16;
+    }
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "log_decay", decayed.total));
     // The locks of the table's rows are those by its values, as for updates.
     const void* const table =
         session.needs_row_locks() ? variables[0]->tensor()->data() : nullptr;
     ParallelFor(ctx, n, 20 + bytes, [&](int64_t begin, int64_t end) {
-      CopyRows(fields, ids, begin, end, table);
+      CopyRows(fields, ids, begin, end, table, decayed);
     });
   }
 
  private:
   std::vector<tensorflow::DataType> dtypes_;
+  std::vector<int64_t> decayed_;  // 0, if the first one has log-decays
 };
 
 class ChangedRowsOp : public OpKernel {

@@ -13,6 +13,7 @@
 #include "cc/engine/row_partitions.h"
 #include "cc/engine/row_update.h"
 #include "cc/engine/update_rules.h"
+#include "cc/kernels/log_decays.h"
 #include "cc/kernels/packed_rows.h"
 #include "cc/kernels/parallel_for.h"
 #include "cc/kernels/update_op.h"
@@ -41,12 +42,17 @@ const To* Converted(const Tensor& tensor, std::vector<To>* buffer) {
 template <typename Rule>
 class RowsUpdateOp : public UpdateOp<Rule> {
  public:
-  using UpdateOp<Rule>::UpdateOp;
+  explicit RowsUpdateOp(tensorflow::OpKernelConstruction* ctx)
+      : UpdateOp<Rule>(ctx) {
+    if (!ctx->status().ok()) return;
+    OP_REQUIRES_OK(ctx, ReadDecayed(ctx, &decayed_));
+  }
 
   void Compute(OpKernelContext* ctx) override {
     std::vector<VariablePtr> held;
     std::vector<Target> targets;
     OP_REQUIRES_OK(ctx, this->LookupTargets(ctx, &held, &targets));
+    OP_REQUIRES_OK(ctx, LookupDecays(ctx, &held, &targets));
     Rule rule;
     int64_t global_step;
     OP_REQUIRES_OK(ctx, this->ReadRuleInputs(ctx, &rule, &global_step));
@@ -125,6 +131,20 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     std::vector<TablePush> pushes;
   };
 
+  // Looks up the log-decays of the tables that have some.
+  absl::Status LookupDecays(OpKernelContext* ctx,
+                            std::vector<VariablePtr>* held,
+                            std::vector<Target>* targets) const {
+    std::vector<VariablePtr> log_decays;
+    TF_RETURN_IF_ERROR(
+        LookupLogDecays(ctx, decayed_, targets->size(), &log_decays));
+    for (const int64_t table : decayed_) {
+      (*targets)[table].log_decays = log_decays[table].get();
+      held->push_back(std::move(log_decays[table]));
+    }
+    return decayed_.empty() ? absl::OkStatus() : this->CheckTargets(*targets);
+  }
+
   static bool IsEmpty(OpKernelContext* ctx, const char* name) {
     const Tensor* input;
     return ctx->input(name, &input).ok() && input->NumElements() == 0;
@@ -172,6 +192,9 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     TF_RETURN_IF_ERROR(RowWidth(*target.variable, width));
     const tensorflow::TensorShape& shape = target.variable->tensor()->shape();
     const tensorflow::TensorShape per_row({shape.dim_size(0)});
+    RowDecay decay;
+    TF_RETURN_IF_ERROR(
+        RowDecayOf(target.log_decays, shape.dim_size(0), &decay));
     return CheckBeside(target, Rule::kOnePerRow ? per_row : shape, per_row);
   }
 
@@ -261,11 +284,14 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     view.last_periods = Data<int64_t>(target.last_periods);
     view.last_updates = Data<float>(target.last_updates);
     view.last_steps = Data<int64_t>(target.last_steps);
+    // It was checked with the table.
+    RowDecayOf(target.log_decays, rows, &view.decay).IgnoreError();
     view.rows = rows;
     view.width = width;
     return view;
   }
 
+  std::vector<int64_t> decayed_;  // the tables that have log-decays
   FreeList<Scratch> scratch_;
 };
 

@@ -53,6 +53,7 @@ struct Target {
   tensorflow::Var* last_periods = nullptr;  // null without SWAP
   tensorflow::Var* last_updates = nullptr;  // null without update_sensitivity
   tensorflow::Var* last_steps = nullptr;    // null unless the rule keeps them
+  tensorflow::Var* log_decays = nullptr;    // null unless a table's decay
 
   std::vector<tensorflow::Var*> All() const {
     std::vector<tensorflow::Var*> all = {variable};
@@ -62,6 +63,7 @@ struct Target {
     if (last_periods != nullptr) all.push_back(last_periods);
     if (last_updates != nullptr) all.push_back(last_updates);
     if (last_steps != nullptr) all.push_back(last_steps);
+    if (log_decays != nullptr) all.push_back(log_decays);
     return all;
   }
 };
@@ -179,8 +181,12 @@ class UpdateOp : public tensorflow::OpKernel {
       TF_RETURN_IF_ERROR(LookupVariables(ctx, "last_steps", &found));
       place([](Target& t, tensorflow::Var* v) { t.last_steps = v; });
     }
+    return CheckTargets(*targets);
+  }
+
+  static absl::Status CheckTargets(const std::vector<Target>& targets) {
     std::vector<tensorflow::Var*> all;
-    for (const Target& target : *targets) {
+    for (const Target& target : targets) {
       for (tensorflow::Var* variable : target.All()) all.push_back(variable);
     }
     return CheckDistinct(all);

@@ -48,10 +48,13 @@ REGISTER_OP("RecsyncGatherRows")
     .Input("bags: int32")
     .Input("scales: float")
     .Input("bag_counts: int64")
+    .Input("log_decays: num_decayed * resource")
     .Output("packed: float")
     .Output("pulled_versions: int64")
     .Attr("N: int >= 1")
     .Attr("V: int >= 0")
+    .Attr("num_decayed: int >= 0 = 0")
+    .Attr("decayed: list(int) = []")
     .Attr("Tindices: {int32, int64}")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
@@ -89,6 +92,9 @@ bags: [n], or empty without bag_counts: the bag of its table that each index
 scales: [n], or empty for 1: the weight of each index in its bag.
 bag_counts: [N], the number of bags of each table, or empty: every index is a
   bag of its own.
+log_decays: double variables [rows + 2] of tables whose weights decay, see
+  RecsyncDecayWeights: their rows are read as if they were decayed.
+decayed: The numbers of those tables, rising.
 packed: A vector: for each table [bags, width], flattened, one after the other;
   a bag is the sum of its rows times their scales, zero if it has none. It has
   at most 2^31 - 1 elements.
@@ -99,16 +105,23 @@ pulled_versions: [n], by index, to be sent back with the gradients; empty
 REGISTER_OP("RecsyncCopyRows")
     .Input("variables: N * resource")
     .Input("rows: int64")
+    .Input("log_decays: num_decayed * resource")
     .Output("values: dtypes")
+    .Output("log_decay: double")
     .Attr("N: int >= 1")
+    .Attr("num_decayed: int >= 0 = 0")
+    .Attr("decayed: list(int) = []")
     .Attr("dtypes: list(type) >= 1")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
+      int n;
+      TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
       ShapeHandle rows;
-      TF_RETURN_IF_ERROR(c->WithRank(c->input(c->num_inputs() - 1), 1, &rows));
-      for (int i = 0; i < c->num_outputs(); ++i) {
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(n), 1, &rows));
+      for (int i = 0; i + 1 < c->num_outputs(); ++i) {
         c->set_output(i, c->UnknownShape());
       }
+      c->set_output(c->num_outputs() - 1, c->Scalar());
       return absl::OkStatus();
     })
     .Doc(R"doc(
@@ -121,8 +134,13 @@ or in none.
 variables: A table, float or bfloat16 [rows, ...], and variables [rows, ...] of
   any types but strings and such, which an update changes together with it.
 rows: [n], the rows; an error where one is out of range.
+log_decays: If the table's weights decay, a double variable [rows + 2], see
+  RecsyncDecayWeights.
+decayed: [0] with log_decays, else empty.
 dtypes: The variables' types.
-values: [n, ...] of each variable.
+values: [n, ...] of each variable; the table's rows as they would be if all of
+  them had decayed by log_decay.
+log_decay: The table's log-decay, a scalar; 0 without log_decays.
 )doc");
 
 REGISTER_OP("RecsyncChangedRows")
@@ -154,9 +172,12 @@ rows: [n], those from `begin` to `end` whose version is not the saved one, in
 REGISTER_OP("RecsyncPullTable")
     .Input("variable: resource")
     .Input("versions: resource")
+    .Input("log_decays: num_decayed * resource")
     .Output("values: float")
     .Output("pulled_versions: int64")
     .Attr("shape: shape")
+    .Attr("num_decayed: int >= 0 = 0")
+    .Attr("decayed: list(int) = []")
     .SetShapeFn([](InferenceContext* c) {
       tensorflow::PartialTensorShape attribute;
       TF_RETURN_IF_ERROR(c->GetAttr("shape", &attribute));
@@ -175,6 +196,9 @@ the table's shape drops it.
 
 variable: A float variable [rows, ...].
 versions: An int64 variable [rows].
+log_decays: If its weights decay, a double variable [rows + 2], see
+  RecsyncDecayWeights: its rows are read as if they were decayed.
+decayed: [0] with log_decays, else empty.
 shape: The table's shape.
 values: The table.
 pulled_versions: [rows], to be sent back with the gradients.

@@ -63,6 +63,12 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
       .Attr("nonfinite: string = 'apply'")           \
       .Attr("names: list(string) = []")
 
+// And those of updates of rows.
+#define RECSYNC_ROWS_ATTRIBUTES        \
+  Attr("num_decayed: int >= 0 = 0")    \
+      .Attr("decayed: list(int) = []") \
+      .RECSYNC_UPDATE_ATTRIBUTES
+
 #define RECSYNC_COMMON_DOC                                                     \
   "\nlearning_rate: A scalar.\n"                                               \
   "global_step: A scalar, counted from 1: what SWAP's period refers to.\n"     \
@@ -124,6 +130,9 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "SWAP.\n"                                                                   \
   "last_updates: float [rows], the length of the last update; none without "  \
   "update_sensitivity.\n"                                                     \
+  "log_decays: double [rows + 2] of tables whose weights decay, see "         \
+  "RecsyncDecayWeights: a row is decayed before it is updated.\n"             \
+  "decayed: The numbers of those tables, rising.\n"                           \
   "gradient: A vector: for each table the gradients [bags, width] of its "    \
   "bags, flattened, one after the other.\n"                                   \
   "indices: [n], row ids; an error where one is out of its table's range.\n"  \
@@ -161,6 +170,7 @@ REGISTER_OP("RecsyncSgdRows")
     .Input("counters: N * resource")
     .Input("last_periods: num_swap * resource")
     .Input("last_updates: num_measured * resource")
+    .Input("log_decays: num_decayed * resource")
     .Input("gradient: T")
     .Input("indices: Tindices")
     .Input("counts: int64")
@@ -172,7 +182,7 @@ REGISTER_OP("RecsyncSgdRows")
     .Input("global_step: int64")
     .Attr("N: int >= 1")
     .Attr("Tindices: {int32, int64}")
-    .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
+    .RECSYNC_ROWS_ATTRIBUTES.SetIsStateful()
     .SetShapeFn(RowsUpdateShape)
     .Doc("Applies staleness-weighted SGD to rows of tables.\n" RECSYNC_ROWS_DOC
              RECSYNC_COMMON_DOC);
@@ -208,6 +218,7 @@ REGISTER_OP("RecsyncAdagradDense")
       .Input("counters: N * resource")                \
       .Input("last_periods: num_swap * resource")     \
       .Input("last_updates: num_measured * resource") \
+      .Input("log_decays: num_decayed * resource")    \
       .Input("gradient: T")                           \
       .Input("indices: Tindices")                     \
       .Input("counts: int64")                         \
@@ -220,7 +231,7 @@ REGISTER_OP("RecsyncAdagradDense")
       .Attr("N: int >= 1")                            \
       .Attr("Tindices: {int32, int64}")               \
       .Attr("epsilon: float = 1e-7")                  \
-      .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()      \
+      .RECSYNC_ROWS_ATTRIBUTES.SetIsStateful()        \
       .SetShapeFn(RowsUpdateShape)
 
 RECSYNC_ADAGRAD_ROWS("RecsyncAdagradRows")
@@ -280,6 +291,7 @@ REGISTER_OP("RecsyncAdamRows")
     .Input("last_periods: num_swap * resource")
     .Input("last_updates: num_measured * resource")
     .Input("last_steps: N * resource")
+    .Input("log_decays: num_decayed * resource")
     .Input("gradient: T")
     .Input("indices: Tindices")
     .Input("counts: int64")
@@ -295,7 +307,7 @@ REGISTER_OP("RecsyncAdamRows")
     .Attr("beta_2: float = 0.999")
     .Attr("epsilon: float = 1e-7")
     .Attr("lazy: bool = true")
-    .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
+    .RECSYNC_ROWS_ATTRIBUTES.SetIsStateful()
     .SetShapeFn(RowsUpdateShape)
     .Doc(
         "Applies staleness-weighted Adam, with SWAP, to rows of "
@@ -349,6 +361,7 @@ REGISTER_OP("RecsyncFtrlRows")
     .Input("counters: N * resource")
     .Input("last_periods: num_swap * resource")
     .Input("last_updates: num_measured * resource")
+    .Input("log_decays: num_decayed * resource")
     .Input("gradient: T")
     .Input("indices: Tindices")
     .Input("counts: int64")
@@ -364,7 +377,7 @@ REGISTER_OP("RecsyncFtrlRows")
     .Attr("l1: float = 0.0")
     .Attr("l2: float = 0.0")
     .Attr("beta: float = 0.0")
-    .RECSYNC_UPDATE_ATTRIBUTES.SetIsStateful()
+    .RECSYNC_ROWS_ATTRIBUTES.SetIsStateful()
     .SetShapeFn(RowsUpdateShape)
     .Doc(
         "Applies staleness-weighted FTRL-Proximal, with SWAP, to rows of "

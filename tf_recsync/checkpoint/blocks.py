@@ -33,6 +33,7 @@ from tf_recsync.checkpoint.index import (
 )
 from tf_recsync.embedding.physical_tables import Piece
 from tf_recsync.embedding.table_rows import TableRows, rows_of_block
+from tf_recsync.shown_variable import read_rows
 
 HERE = "/CPU:0"  # The device of this process.
 # Bytes of a block, of a part that is as large as 64 of them: a server needs memory for a few blocks
@@ -51,12 +52,17 @@ class Source:
         saved: int64 [rows], beside them, what that one had in each row when it was written last;
             None if nobody needs it.
         is_partial: whether only rows are written in which these two differ.
+        log_decays: up to what the table's rows are decayed (cc/engine/row_decay.h), which is not
+            written: rows are copied as if they were decayed; None if they don't decay so.
+        log_decay: the table's by then, in `noted`.
     """
 
     variables: tuple[keras.Variable, ...]
     versions: keras.Variable | None = None
     saved: tf.Variable | None = None
     is_partial: bool = False
+    log_decays: keras.Variable | None = None
+    log_decay: float = 0.0
 
     @property
     def device(self) -> str:
@@ -69,7 +75,15 @@ class Source:
         row_bytes = sum(math.prod(f.shape) * tf.as_dtype(f.dtype).size for f in fields)
         rows = self.variables[0].shape[0]
         block_bytes = min(max(rows * row_bytes // BLOCKS, LEAST_BYTES), MOST_BYTES)
-        return Part(rows, rows_of_block(row_bytes, block_bytes), fields, self.is_partial)
+        block = rows_of_block(row_bytes, block_bytes)
+        return Part(rows, block, fields, self.is_partial, log_decay=self.log_decay)
+
+    def noted(self) -> Source:
+        """The same, with what its table has decayed by now: all rows are saved as of this."""
+        if self.log_decays is None:
+            return self
+        total = read_rows(self.log_decays._value, self.variables[0].shape[0], 1)
+        return dataclasses.replace(self, log_decay=float(total[0]))
 
     def write(self, path: str, number: int, block: int) -> Block | None:
         """Writes a block while the rows are trained; None if none of its rows is to be written.
@@ -86,7 +100,7 @@ class Source:
             count = rows.shape[0]
             if not count:
                 return None
-            values, versions = self._copied(rows)
+            values, versions, log_decay = self._copied(rows)
             tensors = {field_name(i): value for i, value in enumerate(values)}
             if self.is_partial:
                 tensors[ROWS] = rows
@@ -102,18 +116,7 @@ class Source:
                     resource=self.saved.handle, indices=rows, updates=versions
                 )
         # By this process, which shows whether it sees the same files.
-        return Block(block, count, tf.io.gfile.stat(data_file(prefix)).length)
-
-    def _copied(self, rows: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-        """Values of rows, and their versions of the same moment, if these are noted."""
-        if self.saved is None:
-            return _copied(self.variables, rows), None
-        for number, variable in enumerate(self.variables):
-            if variable is self.versions:
-                values = _copied(self.variables, rows)
-                return values, values[number]
-        *values, versions = _copied((*self.variables, self.versions), rows)
-        return values, versions
+        return Block(block, count, tf.io.gfile.stat(data_file(prefix)).length, log_decay)
 
     def _changed(self, begin: int, end: int) -> tf.Tensor:
         """The rows from one to another that have changed since they were written."""
@@ -127,20 +130,39 @@ class Source:
             return _gathered(rows, _places_of(now != saved))
         return ops.changed_rows(versions, self.saved.handle, _number(begin), _number(end))
 
+    def _copied(self, rows: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor | None, float]:
+        """What there is of rows, their versions of the same moment if these are noted, and the
+        log-decay that the table's have."""
+        variables = list(self.variables)
+        noted = 0
+        if self.saved is not None:
+            own = (i for i, variable in enumerate(variables) if variable is self.versions)
+            noted = next(own, len(variables))
+            if noted == len(variables):
+                variables.append(self.versions)
+        values, log_decay = self._copied_at_once(variables, rows)
+        versions = None if self.saved is None else values[noted]
+        return values[: len(self.variables)], versions, log_decay
+
+    def _copied_at_once(
+        self, variables: Sequence[keras.Variable], rows: tf.Tensor
+    ) -> tuple[list[tf.Tensor], float]:
+        handles = [v._value.handle for v in variables]
+        dtypes = [tf.as_dtype(v.dtype) for v in variables]
+        if _is_trained_alone(self.device):
+            gather = tf.raw_ops.ResourceGather
+            pairs = zip(handles, dtypes, strict=True)
+            return [gather(resource=h, indices=rows, dtype=dtype) for h, dtype in pairs], 0.0
+        if self.log_decays is None:
+            return list(ops.copy_rows(handles, rows, dtypes=dtypes).values), 0.0
+        logs = [self.log_decays._value.handle]
+        copied = ops.copy_rows(handles, rows, dtypes=dtypes, log_decays=logs, decayed=[0])
+        return list(copied.values), float(copied.log_decay)
+
 
 def _is_trained_alone(device: str) -> bool:
     """Whether nobody trains beside, as in one process; there are none of this package's ops."""
     return "GPU" in device
-
-
-def _copied(variables: Sequence[keras.Variable], rows: tf.Tensor) -> list[tf.Tensor]:
-    handles = [v._value.handle for v in variables]
-    dtypes = [tf.as_dtype(v.dtype) for v in variables]
-    if _is_trained_alone(variables[0]._value.device):
-        gather = tf.raw_ops.ResourceGather
-        pairs = zip(handles, dtypes, strict=True)
-        return [gather(resource=h, indices=rows, dtype=dtype) for h, dtype in pairs]
-    return ops.copy_rows(handles, rows, dtypes=dtypes)
 
 
 def _number(number: int) -> np.ndarray:
@@ -166,6 +188,7 @@ def sources_of(
     saved: Iterable[TableRows],
     owners: Mapping[int, keras.Variable],
     versions: Mapping[int, keras.Variable],
+    log_decays: Mapping[int, keras.Variable],
 ) -> tuple[list[Source], list[tuple[Shard, ...]]]:
     """Sorts what is to be saved by the physical table that it belongs to.
 
@@ -173,6 +196,7 @@ def sources_of(
         saved: rows of tables, and what lies beside them.
         owners: the tables' variables by the ids of those that lie beside them.
         versions: those that change with each change of a row, by the ids of the tables' variables.
+        log_decays: what is pending of the decay of rows, by the same ids.
 
     Returns:
         The sources, whose places are their parts' numbers, and where the shards of each of `saved`
@@ -191,7 +215,10 @@ def sources_of(
         return places.setdefault(id(variable), (part, field))
 
     shards = [tuple(Shard(*place(v), piece) for v, piece in rows.shards) for rows in saved]
-    sources = [Source(tuple(own), versions.get(table)) for table, own in fields.items()]
+    sources = [
+        Source(tuple(own), versions.get(table), log_decays=log_decays.get(table))
+        for table, own in fields.items()
+    ]
     return sources, shards
 
 
@@ -290,10 +317,15 @@ class BlockReader:
         number: that of the part.
         part: what was written.
         device: the server's.
+        log_decay: with which a table's rows are read; by default that of the part itself. Of
+            what a delta is based on, it is that of the delta.
     """
 
-    def __init__(self, path: str, number: int, part: Part, device: str):
+    def __init__(
+        self, path: str, number: int, part: Part, device: str, log_decay: float | None = None
+    ):
         self._path, self._number, self._part, self._device = path, number, part, device
+        self._log_decay = part.log_decay if log_decay is None else log_decay
 
     def check_size(self, block: Block) -> None:
         """Raises a ValueError if a block's file is missing or cut off."""
@@ -375,6 +407,14 @@ class BlockReader:
                     f"{data_file(prefix)} has {name} of the shape {tuple(value.shape)}, not "
                     f"{(block.rows, *kind.shape)}: it belongs to another checkpoint"
                 )
+        factor = math.exp(self._log_decay - block.log_decay)
+        if factor != 1.0:
+            with tf.device(self._device):
+                # The table's own rows are the first field.
+                values = [
+                    _scaled(value, factor) if name == field_name(0) else value
+                    for name, value in zip(names, values, strict=True)
+                ]
         if not self._part.is_partial:
             return None, values
         rows = values.pop()
@@ -419,6 +459,11 @@ def _read_tensors(prefix: str, names: Sequence[str], dtypes: Sequence[tf.DType])
         tf.errors.InvalidArgumentError,
     ) as error:
         raise ValueError(f"{data_file(prefix)} is not whole: {error.message}") from error
+
+
+def _scaled(values: tf.Tensor, factor: float) -> tf.Tensor:
+    wide = tf.cast(values, tf.float32)
+    return tf.cast(tf.raw_ops.Mul(x=wide, y=np.asarray(factor, np.float32)), values.dtype)
 
 
 def _taken(values: tf.Tensor, own: slice) -> tf.Tensor:

@@ -72,9 +72,9 @@ class Checkpoint(WritingRows):
     Updates take no longer. The first checkpoint of each call of `fit` is full, and so is the one
     after one that could not be saved, or after the loss of a parameter server. Tables whose rows
     change in other ways than by updates that name them are whole in each checkpoint: with
-    `weight_decay`, `use_ema`, a constraint, or `lazy=False`, with Keras's optimizers, and where
-    each worker has a copy of them. What else changes rows while `fit` runs, such as a callback that
-    sets weights, is in the next full one.
+    `use_ema`, a constraint, or `lazy=False`, with Keras's optimizers, with `weight_decay` where
+    they lie on no parameter server, and where each worker has a copy of them. What else changes
+    rows while `fit` runs, such as a callback that sets weights, is in the next full one.
 
     If this process dies, the same program goes on: at its first `fit` the latest checkpoint is
     restored, whatever the strategy and the number of servers then, and the epoch in which it was

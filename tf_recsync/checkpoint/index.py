@@ -42,11 +42,14 @@ class Block:
         number: which of the part's blocks it is.
         rows: how many rows are in it.
         bytes: the size of the file.
+        log_decay: that of the table when the rows were copied: they are as if all of them had
+            decayed by so much; 0 for a table that is saved as it is.
     """
 
     number: int
     rows: int
     bytes: int
+    log_decay: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Part:
             a further tensor, int64 [rows of the block] in ascending order. One in which none had
             is not there.
         blocks: those that are there, in their order.
+        log_decay: that of the table when all else was read: rows of blocks that have another one,
+            here or in what this is based on, are multiplied by exp of the difference.
     """
 
     rows: int
@@ -69,6 +74,7 @@ class Part:
     fields: tuple[Field, ...]
     is_partial: bool
     blocks: tuple[Block, ...] = ()
+    log_decay: float = 0.0
 
     @property
     def count(self) -> int:
@@ -159,7 +165,12 @@ class RowsIndex:
 
     def as_json(self) -> dict[str, Any]:
         """What the file has, as Python's `json` takes it."""
-        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+        def present(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            # Without one, files are what they were before tables had log-decays.
+            return {key: value for key, value in pairs if key != "log_decay" or value}
+
+        return {"format": FORMAT, **dataclasses.asdict(self, dict_factory=present)}
 
 
 AnyIndex = TypeVar("AnyIndex", bound=RowsIndex)
@@ -246,7 +257,8 @@ def rows_index(found: Mapping[str, Any]) -> dict[str, Any]:
 def _part(found: dict) -> Part:
     fields = tuple(Field(f["dtype"], tuple(f["shape"])) for f in found["fields"])
     blocks = tuple(Block(**block) for block in found["blocks"])
-    return Part(found["rows"], found["block"], fields, found["is_partial"], blocks)
+    log_decay = found.get("log_decay", 0.0)
+    return Part(found["rows"], found["block"], fields, found["is_partial"], blocks, log_decay)
 
 
 def _rows(found: dict) -> Rows:

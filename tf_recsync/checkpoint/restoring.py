@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,6 +17,7 @@ from tf_recsync._checks import checked_path
 from tf_recsync.checkpoint.blocks import HERE, BlockReader, moves_of
 from tf_recsync.checkpoint.index import WEIGHTS, WORKERS, Index, chain_of, content_of
 from tf_recsync.checkpoint.saving import (
+    log_decays_of,
     on_servers,
     optimizers_of,
     owners_of,
@@ -98,8 +99,11 @@ def _restored(
     for variable, value in kept:
         variable.assign(value)
     targets = rows.loaded if lost is None else _only(rows.loaded, lost)
+    for own_rows in targets.values():
+        own_rows.settle()
+    log_decays = [part.log_decay for part in index.parts]
     for folder, own in chain:
-        _restore_rows(folder, own, model, targets)
+        _restore_rows(folder, own, model, targets, log_decays)
     strategy = model.distribute_strategy
     if WORKERS in contents and isinstance(strategy, CopiedStrategy) and optimizer is not None:
         strategy.worker_states(model).deserialize(contents[WORKERS])
@@ -111,6 +115,7 @@ def _kept(model: keras.Model, lost: Collection[int]) -> list[tuple[tf.Variable, 
     """The variables of no collection's table that were not lost, and their values."""
     # The rows of tables, and what lies beside them, are restored by themselves.
     beside = {n for n, table in owners_of(model).items() if hasattr(table, "physical_table")}
+    beside |= {id(log_decays) for log_decays in log_decays_of(model).values()}
     found = {id(v._value): v for v in [*model.variables, *model.optimizer.variables]}
     return [
         (v._value, v._value.numpy())
@@ -178,9 +183,13 @@ def _check_blocks(chain: list[tuple[str, Index]], model: keras.Model, verify: bo
 
 
 def _restore_rows(
-    path: str, index: Index, model: keras.Model, targets: dict[int, TableRows]
+    path: str,
+    index: Index,
+    model: keras.Model,
+    targets: dict[int, TableRows],
+    log_decays: Sequence[float],
 ) -> None:
-    """Puts saved rows where they belong."""
+    """Puts saved rows where they belong, decayed by as much as those of the last of a chain."""
     work: dict[str, list] = {}
     moves = moves_of(index.rows, targets, len(index.parts))
     for number, (part, own) in enumerate(zip(index.parts, moves, strict=True)):
@@ -188,7 +197,7 @@ def _restore_rows(
             continue
         # A server that needs some of it reads it; of those of a table another one for each part.
         device = own[number % len(own)].variable._value.device
-        reader = BlockReader(path, number, part, device)
+        reader = BlockReader(path, number, part, device, log_decays[number])
         work.setdefault(device, []).extend(
             functools.partial(reader.restore, block, own) for block in part.blocks
         )

@@ -76,7 +76,8 @@ class Saved:
         """Reads what one of the chain has of a shard's rows into those from `begin` on."""
         path, index = self._chain[number]
         part, piece = index.parts[shard.part], shard.piece
-        reader = BlockReader(path, shard.part, part, HERE)
+        log_decay = self._index.parts[shard.part].log_decay
+        reader = BlockReader(path, shard.part, part, HERE, log_decay)
         # The shard's rows that are wanted.
         first = -(-(begin - piece.index) // piece.count)
         last = -(-(begin + len(values) - piece.index) // piece.count)

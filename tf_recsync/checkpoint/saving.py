@@ -246,7 +246,7 @@ def check_folder(path: str, model: keras.Model) -> None:
 
 
 def described_rows(
-    saved: Sequence[TableRows], model: keras.Model
+    saved: Sequence[TableRows], model: keras.Model, scales: bool = True
 ) -> tuple[list[Source], tuple[Rows, ...]]:
     """What writes rows of a model's tables, and where each of `saved` will be in it.
 
@@ -255,11 +255,18 @@ def described_rows(
     Args:
         saved: rows of tables, and what lies beside them.
         model: the model.
+        scales: whether those who read a delta multiply the rows that it lacks of a table that
+            decays; else such tables are never written as deltas. Default True.
     """
     for rows in saved:
-        with rows.told():
+        # They are copied as they are decayed by then.
+        with rows.told(settled=False):
             pass
-    sources, shards = sources_of(saved, owners_of(model), versions_of(model))
+    log_decays, versions = log_decays_of(model), versions_of(model)
+    if not scales:
+        versions = {table: own for table, own in versions.items() if table not in log_decays}
+    sources, shards = sources_of(saved, owners_of(model), versions, log_decays)
+    sources = [source.noted() for source in sources]
     names = _names(model)
     described = (
         Rows(_name(rows, names), rows.shape, own) for rows, own in zip(saved, shards, strict=True)
@@ -398,15 +405,23 @@ def versions_of(model: keras.Model) -> dict[int, keras.Variable]:
         for state in getattr(part, "states", ()):
             table = state.variable
             moves_others = (
-                not part.lazy
-                or part.use_ema
-                or table.constraint is not None
-                or (part.weight_decay is not None and part._use_weight_decay(table))
-                or is_copied(table)
+                not part.lazy or part.use_ema or table.constraint is not None or is_copied(table)
             )
-            if not moves_others:
+            # What decays when it is needed is saved with its table's log-decay.
+            decays = part.weight_decay is not None and part._use_weight_decay(table)
+            if not moves_others and (state.log_decays or not decays):
                 versions[id(table)] = state.versions
     return versions
+
+
+def log_decays_of(model: keras.Model) -> dict[int, keras.Variable]:
+    """What is pending of the decay of tables' rows, by the ids of the tables' variables."""
+    return {
+        id(state.variable): log_decays
+        for part in optimizers_of(model)
+        for state in getattr(part, "states", ())
+        for log_decays in state.log_decays
+    }
 
 
 def _names(model: keras.Model) -> dict[int, tuple[keras.Variable, str]]:

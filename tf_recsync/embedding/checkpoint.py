@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.checkpoint import tensor_callable
 
 from tf_recsync.embedding.physical_tables import Piece
+from tf_recsync.embedding.table_rows import TableRows
 from tf_recsync.shown_variable import shown
 
 _KEY = "values"
@@ -59,6 +60,8 @@ class SavedRows(tf.__internal__.tracking.Trackable):
             tf.constant(self._shape),
             f"{self._label} has shape {list(self._shape)}, the saved one another",
         )
+        with tf.init_scope():
+            TableRows(self._shards).settle()
         operations = []
         for variable, piece in self._shards:
             part = tf.cast(piece.take(values), variable.dtype)

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
 
-from tf_recsync.shown_variable import assign_rows, read_rows, shown
+from tf_recsync.shown_variable import ShownVariable, assign_rows, read_rows, shown
 
 if TYPE_CHECKING:
     from tf_recsync.embedding.physical_tables import Piece
@@ -145,15 +145,27 @@ class TableRows:
                 dataset[begin:end] = self._read(begin, end)
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Inside, those who train the rows know that they are read."""
+    def told(self, settled: bool = True) -> Iterator[None]:
+        """Inside, those who train the rows know that they are read.
+
+        Args:
+            settled: whether they are brought up to date for that.
+        """
         # It ends what had begun, too, if one of them raises an error.
         with contextlib.ExitStack() as told:
-            for variable in {id(v): v for v, _ in self.shards}.values():
-                found = shown(variable._value)
-                if found is not None:
-                    told.enter_context(found.told())
+            for found in self._shown():
+                told.enter_context(found.told(settled))
             yield
+
+    def settle(self) -> None:
+        """Brings the rows up to date, before they are set."""
+        for found in self._shown():
+            with found.guarded():
+                found.settle()
+
+    def _shown(self) -> list[ShownVariable]:
+        values = {id(v): shown(v._value) for v, _ in self.shards}.values()
+        return [value for value in values if value is not None]
 
     def _read(self, begin: int, end: int) -> np.ndarray:
         values = np.empty((end - begin, *self.shape[1:]), self.dtype)
@@ -167,6 +179,7 @@ class TableRows:
         if isinstance(saved, _SavedApart):
             saved.loaded[saved.number] = self
             return
+        self.settle()
         for begin, end in self.blocks():
             self.write(begin, np.asarray(saved[begin:end]))
 

@@ -33,9 +33,9 @@ restore_gradient = compression.restore_gradient
 pack = packing.pack
 unpack = packing.unpack
 pull_dense = packing.pull_dense
-pull_table = library.recsync_pull_table
-copy_rows = library.recsync_copy_rows
 changed_rows = library.recsync_changed_rows
+decay_weights = library.recsync_decay_weights
+settle_decay = library.recsync_settle_decay
 next_global_step = library.recsync_next_global_step
 snapshot = library.recsync_snapshot
 interpolate = library.recsync_interpolate
@@ -59,8 +59,19 @@ assemble = library.recsync_assemble
 initial_rows = library.recsync_initial_rows
 
 
+def _undecayed(op: Callable) -> Callable:
+    """An op on rows of tables whose weights do not decay by default."""
+
+    @functools.wraps(op)
+    def call(*args, log_decays=(), decayed=(), **kwargs):
+        return op(*args, log_decays=list(log_decays), decayed=list(decayed), **kwargs)
+
+    return call
+
+
 def _unpooled(op: Callable) -> Callable:
-    """An op on packed rows, in which every index is a bag of its own by default."""
+    """The same, in which every index is a bag of its own by default."""
+    op = _undecayed(op)
 
     @functools.wraps(op)
     def call(*args, bags=None, scales=None, bag_counts=None, **kwargs):
@@ -79,6 +90,8 @@ _NO_BAGS = np.zeros([0], np.int32)
 _NO_SCALES = np.zeros([0], np.float32)
 _NO_COUNTS = np.zeros([0], np.int64)
 
+pull_table = _undecayed(library.recsync_pull_table)
+copy_rows = _undecayed(library.recsync_copy_rows)
 gather_rows = _unpooled(library.recsync_gather_rows)
 sgd_rows = _unpooled(library.recsync_sgd_rows)
 adagrad_rows = _unpooled(library.recsync_adagrad_rows)
@@ -91,6 +104,8 @@ for _name in (
     "RecsyncPullTable",
     "RecsyncCopyRows",
     "RecsyncChangedRows",
+    "RecsyncDecayWeights",
+    "RecsyncSettleDecay",
     "RecsyncNextGlobalStep",
     "RecsyncSnapshot",
     "RecsyncInterpolate",
@@ -131,8 +146,8 @@ def _gather_rows_gradient(op, packed, _):
 
     Each carries the gradient of the pooled vectors, too, from which it was computed (`lookup_of`).
     """
-    n = op.get_attr("N")
-    indices, counts, bags, scales, bag_counts = op.inputs[n + op.get_attr("V") :]
+    n, first = op.get_attr("N"), op.get_attr("N") + op.get_attr("V")
+    indices, counts, bags, scales, bag_counts = op.inputs[first : first + 5]
     scales = None if scales.shape[0] == 0 else scales
     given = PackedBags(counts, indices, scales=scales)
     if bag_counts.shape[0] != 0:
@@ -147,7 +162,7 @@ def _gather_rows_gradient(op, packed, _):
         # An attribute, as whatever changes the gradient makes another object, without it.
         one.lookup = gradient, own
         slices.append(one)
-    return [*slices, *[None] * (op.get_attr("V") + 5)]
+    return [*slices, *[None] * (len(op.inputs) - n)]
 
 
 def lookup_of(gradient: tf.IndexedSlices) -> tuple[tf.Tensor, Bags] | None:

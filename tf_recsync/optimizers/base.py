@@ -26,6 +26,7 @@ from tf_recsync.ops.bags import Bags, PackedBags
 from tf_recsync.optimizers import saving
 from tf_recsync.optimizers.global_step import CountsSteps
 from tf_recsync.optimizers.plain_update import as_rows, has_ops, in_xla_context, plain_update
+from tf_recsync.shown_variable import shown
 from tf_recsync.swap import Swap
 from tf_recsync.synchronization import context
 
@@ -53,18 +54,29 @@ class VariableState:
     last_periods: list[keras.Variable]  # int64 like versions; empty without SWAP
     last_updates: list[keras.Variable]  # float32 like versions; mostly empty
     last_steps: list[keras.Variable]  # int64 like versions; empty but for Adam
+    # float64 [rows + 2], see cc/engine/row_decay.h; empty unless a table's weights decay lazily
+    log_decays: list[keras.Variable] = dataclasses.field(default_factory=list)
     rowwise: bool = False  # whether accumulators are like versions, not like the variable
 
     @property
     def beside(self) -> list[keras.Variable]:
         """All that the optimizer keeps beside the variable."""
         lists = (self.accumulators, self.last_periods, self.last_updates, self.last_steps)
-        return [self.versions, self.counters, *(v for variables in lists for v in variables)]
+        own = [self.versions, self.counters, *(v for variables in lists for v in variables)]
+        return [*own, *self.log_decays]
 
 
 def handles(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     """The resource handles of variables, whatever scope Keras is in."""
     return [variable._value.handle for variable in variables]
+
+
+def log_decays_of(states: Sequence[VariableState]) -> dict[str, list]:
+    """What ops on rows of these tables are told of their decay."""
+    return {
+        "log_decays": handles([v for state in states for v in state.log_decays]),
+        "decayed": [number for number, state in enumerate(states) if state.log_decays],
+    }
 
 
 class Optimizer(CountsSteps, keras.optimizers.Optimizer):
@@ -128,6 +140,8 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                 f"swap must be None for {type(self).__name__}, which has no accumulator to decay, "
                 f"not {swap!r}"
             )
+        if self.weight_decay is not None and not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay must be None or at least 0, not {self.weight_decay!r}")
         self.staleness = staleness or staleness_lib.Constant()
         self.swap = swap
         self.nonfinite = nonfinite
@@ -230,8 +244,27 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             last_periods=[beside("last_period", shape, "int64")] if self.swap else [],
             last_updates=[beside("last_update", shape, "float32")] if uses_last_update else [],
             last_steps=[beside("last_step", shape, "int64")] if self.keeps_steps else [],
+            log_decays=self._make_log_decays(variable, beside) if is_table else [],
             rowwise=rowwise,
         )
+
+    def _make_log_decays(self, variable, beside) -> list[keras.Variable]:
+        """What lets the rows of a table on a parameter server decay when they are needed."""
+        table = shown(variable._value)
+        if table is None or "/job:ps/" not in table.device:
+            return []
+        if self.weight_decay is None or not self._use_weight_decay(variable):
+            return []
+        table.settle()  # What another optimizer has left.
+        logs = beside("log_decay", (variable.shape[0] + 2,), "float64")
+
+        def settle() -> None:
+            with tf.device(table.device):
+                ops.settle_decay([table.handle], [logs._value.handle])
+
+        # Whoever reads or assigns the table as a whole finds all rows as they are by now.
+        table.settle = settle
+        return [logs]
 
     @property
     def slots(self) -> int:
@@ -248,7 +281,9 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         """Bytes for each row of a table beside those for its elements, for `plan_placement`."""
         last_update = 4 if self.staleness.uses_last_update else 0
         accumulators = 4 * len(self.accumulator_names) if self.rowwise else 0
-        return 8 + 8 * bool(self.swap) + last_update + 8 * self.keeps_steps + accumulators
+        log_decay = 8 if self.weight_decay is not None else 0
+        per_step = 8 * bool(self.swap) + 8 * self.keeps_steps
+        return 8 + per_step + last_update + accumulators + log_decay
 
     @property
     def states(self) -> tuple[VariableState, ...]:
@@ -325,8 +360,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         if push is None:
             super()._apply_weight_decay(variables)
         elif self.weight_decay is not None:
-            decayed = [v for v in variables if self._use_weight_decay(v)]
-            push.decay_weights(decayed, self.weight_decay * self.learning_rate)
+            push.decay_weights([v for v in variables if self._use_weight_decay(v)])
 
     @property
     def _clips(self) -> bool:
@@ -369,6 +403,31 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         else:
             gradient = tf.reshape(tf.convert_to_tensor(gradient), [-1])
             self.apply_dense([state], gradient, no_versions(), learning_rate, step)
+
+    def decay_weights(
+        self, states: Sequence[VariableState], learning_rate: tf.Tensor
+    ) -> list[tf.Operation]:
+        """Decays weights once, as an update does before its gradient is applied.
+
+        Tables on parameter servers decay row by row, when rows are needed.
+
+        Args:
+            states: the `VariableState`s of what decays, all on one device.
+            learning_rate: a float32 scalar; 0 where there is no update.
+
+        Returns:
+            The operations, none if there is nothing to decay.
+        """
+        if self.weight_decay is None or not states:
+            return []
+        whole = [state.variable for state in states if not state.log_decays]
+        decay = ops.decay_weights(
+            variables=handles(whole),
+            log_decays=handles([v for s in states for v in s.log_decays]),
+            learning_rate=learning_rate,
+            weight_decay=float(self.weight_decay),
+        )
+        return [decay]
 
     def apply_dense(
         self,
@@ -438,6 +497,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             "indices": rows.ids,
             "counts": rows.counts,
             **rows.inputs(),
+            **log_decays_of(states),
             **self._arguments(states, pulled_versions, learning_rate, global_step, weighted),
         }
 

@@ -362,6 +362,8 @@ def _others(optimizer: Any, collections: dict[str, list]) -> list[keras.Variable
         for variable in variables
     }
     own.add(id(optimizer.step_variable))
+    # Rows are saved as they are decayed by then.
+    own.update(id(variable) for state in optimizer.states for variable in state.log_decays)
     return [variable for variable in optimizer.variables if id(variable) not in own]
 
 

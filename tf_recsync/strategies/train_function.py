@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Server, reason
+from tf_recsync.optimizers.base import parts_of
 from tf_recsync.shown_variable import ShownVariable, shown
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
@@ -525,7 +527,27 @@ class TrainFunction(Steps):
             self._is_open = False
             self._of_each_group(Aggregation.flush)
             self.synchronizer.end()
+            self._settle_tables()
             self.synchronizer.copies.settled()
+
+    def _settle_tables(self) -> None:
+        """Brings tables up to date whose rows decay when they are needed: others may read them."""
+        settled: dict[str, list[ShownVariable]] = {}
+        for optimizer in parts_of(self._model.optimizer):
+            for state in getattr(optimizer, "states", ()):
+                if state.log_decays:
+                    table = shown(state.variable._value)
+                    settled.setdefault(table.device, []).append(table)
+
+        def settle(tables: list[ShownVariable]) -> None:
+            with self._settings.cluster.dispatch_scope():
+                for table in tables:
+                    table.settle()
+
+        if settled:
+            # All servers side by side.
+            with futures.ThreadPoolExecutor(len(settled), "recsync_settle") as threads:
+                list(threads.map(settle, settled.values()))
 
     def _hold(self) -> bool:
         if self._is_recovering:

@@ -492,18 +492,8 @@ class _Buffer:
         if optimizer.weight_decay is None:
             return []
         states = [*self.dense, *self.tables]
-        values = [s.variable._value for s in states if optimizer._use_weight_decay(s.variable)]
-
-        def decay():
-            share = optimizer.weight_decay * rate
-            operations = [
-                value.assign_sub(tf.cast(share, value.dtype) * value.read_value(), read_value=False)
-                for value in values
-            ]
-            return tf.group(*operations)
-
-        # Whole tables are read and written, so only where there is a step.
-        return [_only_if(aggregate.ready, decay)]
+        decayed = [state for state in states if optimizer._use_weight_decay(state.variable)]
+        return optimizer.decay_weights(decayed, tf.where(aggregate.ready, rate, 0.0))
 
     def revoke(self, tickets: Sequence[int]) -> list[int]:
         """Drops pushes with these tickets that come from now on; see `GradientBuffer.revoke`."""

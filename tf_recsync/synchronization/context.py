@@ -27,8 +27,8 @@ class Push(Protocol):
     def push(self, optimizer: Any, grads: Any, variables: Any, learning_rate: Any) -> None:
         """Sends gradients, with the versions that they were computed on."""
 
-    def decay_weights(self, variables: Any, rate: Any) -> None:
-        """Multiplies variables by 1 - rate."""
+    def decay_weights(self, variables: Any) -> None:
+        """Has variables' weights decay with the push that follows."""
 
 
 _local = threading.local()

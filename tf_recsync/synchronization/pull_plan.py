@@ -195,6 +195,7 @@ class PullPlan:
                 pull.rows.ids,
                 pull.rows.counts,
                 **pull.rows.inputs(),
+                **base.log_decays_of(states),
             )
             floats, kept, results = [gathered], {}, {}
             if computations:

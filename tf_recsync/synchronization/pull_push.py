@@ -201,7 +201,7 @@ class Step:
         self.private = list(private)
         self._pulls: dict[str, ServerPull] = {}
         self._pushes: list[tuple[base.Optimizer, dict[str, PushPlan]]] = []
-        self._decays: list[tuple[keras.Variable, tf.Tensor]] = []
+        self._decayed: set[int] = set()  # Ids of variables whose weights decay with a push.
         # Versions of tables whose gradients have every row once (for clipping).
         self._summed: dict[int, tf.Tensor] = {}
         self._tables = {
@@ -353,11 +353,7 @@ class Step:
                     update = variable._value.assign_add(new, read_value=False)
             operations.append(update)
         if self._pulled_steps:
-            self._check_pushes()  # Weights decay when a step is applied.
-        else:
-            for variable, rate in self._decays:
-                with tf.device(self._layout.device(variable)):
-                    operations.append(_decay(variable, rate))
+            self._check_pushes()
         # Servers wait for what they are sent, and need not be told of the batch besides.
         with tf.control_dependencies(None):
             for optimizer, plans in self._pushes:
@@ -407,7 +403,7 @@ class Step:
             with tf.device(device):
                 # Where nobody asks for it, nobody waits for its owner.
                 number = step if optimizer.uses_global_step else tf.ones([], tf.int64)
-                operations += plan.apply(optimizer, number, hogwild=self._hogwild)
+                operations += plan.apply(optimizer, number, self._decayed, hogwild=self._hogwild)
         return operations
 
     def _check_pushes(self) -> None:
@@ -506,13 +502,12 @@ class Step:
             )
         self._pushes.append((optimizer, plans))
 
-    def decay_weights(self, variables, rate) -> None:
-        if self._pulled_steps:
-            return  # Buffers decay weights when they apply a step.
-        divided, rate = self._layout.placed.divided_states, tf.convert_to_tensor(rate)
+    def decay_weights(self, variables) -> None:
+        # Where buffers collect pushes, these decay weights when they apply a step.
+        divided = self._layout.placed.divided_states
         for variable in variables:
-            pieces = [state.variable for state in divided.get(id(variable), [])]
-            self._decays += [(piece, rate) for piece in pieces or [variable]]
+            pieces = [id(state.variable) for state in divided.get(id(variable), [])]
+            self._decayed.update(pieces or [id(variable)])
 
 
 def _read_where_used(
@@ -525,13 +520,6 @@ def _read_where_used(
             with tf.control_dependencies(None), tf.device(layout.device(variable)):
                 values.append((variable, variable._value.read_value()))
     return values
-
-
-def _decay(variable: keras.Variable, rate: tf.Tensor) -> tf.Operation:
-    """Multiplies a variable by 1 - rate; call it under its server's device scope."""
-    value = variable._value
-    decay = tf.cast(rate, value.dtype) * value.read_value()
-    return value.assign_sub(decay, read_value=False)
 
 
 def schedule_variables(optimizer: base.Optimizer) -> list[keras.Variable]:

@@ -18,7 +18,7 @@ from tensorflow.python.eager import record, tape
 
 from tf_recsync import ops
 from tf_recsync.ops.bags import Bags, Request, merge
-from tf_recsync.optimizers.base import VariableState
+from tf_recsync.optimizers.base import VariableState, log_decays_of
 
 
 class _Watched:
@@ -261,7 +261,12 @@ class PulledTable(TableStandIn):
             tf.control_dependencies(self._after(self._device)),
             tf.device(self._device),
         ):
-            values, pulled = ops.pull_table(variable.handle, versions.handle, shape=self.shape)
+            values, pulled = ops.pull_table(
+                variable.handle,
+                versions.handle,
+                shape=self.shape,
+                **log_decays_of([self._state]),
+            )
         bags = Bags(tf.range(self.shape[0], dtype=tf.int64))
         lookup = PulledLookup(bags, values, lambda: tf.identity(pulled))
         values = _differentiable([self], PulledRequest([lookup]))

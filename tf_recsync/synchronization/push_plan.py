@@ -6,6 +6,7 @@ they come along only for gradients that are not those of whole lookups.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
@@ -117,16 +118,24 @@ class PushPlan:
             self._sent = self._split(floats)
         return floats
 
-    def apply(self, optimizer: base.Optimizer, step, hogwild: bool) -> list[tf.Operation]:
+    def apply(
+        self, optimizer: base.Optimizer, step, decayed: Collection[int], hogwild: bool
+    ) -> list[tf.Operation]:
         """Applies what was sent; call it under the server's device scope.
 
         Args:
             optimizer: whose rule it is.
             step: the global step.
+            decayed: the ids of the variables whose weights decay.
             hogwild: whether dense variables are updated without locks.
         """
-        learning_rate, operations = self.learning_rate, []
+        learning_rate = self.learning_rate
         _, dense, rows, pooled = self._sent
+        tables = [self._pull.tables[table] for table, _ in self._pooled]
+        states = [*self._added, *tables, *(state for state, _, _, _ in self._rows)]
+        operations = optimizer.decay_weights(
+            [state for state in states if id(state.variable) in decayed], learning_rate
+        )
         updates: list[tuple[list[base.VariableState], tf.Tensor, tf.Tensor]] = []
         if self._placed and optimizer.nonfinite == "error":
             # All of them or none.
