@@ -1,7 +1,9 @@
 """Fixtures of more than one test module."""
 
+import faulthandler
 import gc
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -42,6 +44,21 @@ def pytest_collection_modifyitems(items):
     """Sorts the files, and leaves the order within them as it is."""
     order = {name: number for number, name in enumerate(_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Ends the process, whose other tests another one takes over, if a test does not end.
+
+    What pytest-timeout raises, a thread that waits inside of TensorFlow never gets to see.
+    """
+    marker = item.get_closest_marker("timeout")
+    seconds = marker.args[0] if marker and marker.args else float(item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(seconds + 60.0, exit=True, file=sys.__stderr__)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")
