@@ -39,7 +39,6 @@ from tf_recsync.optimizers.base import global_step_of, parts_of
 from tf_recsync.optimizers.saving import signature
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.fit_strategy import FitStrategy
-from tf_recsync.strategies.watched_calls import check_parameter_servers
 from tf_recsync.synchronization.copies import is_copied
 
 
@@ -328,12 +327,8 @@ def calls_of(model: keras.Model) -> Iterator[None]:
     if not isinstance(strategy, FitStrategy):
         yield
         return
-    with strategy.watched():
-        try:
-            yield
-        except tf.errors.OpError as error:
-            check_parameter_servers(strategy.cluster, error)
-            raise
+    with strategy.watched(model):
+        yield
 
 
 def on_servers(work: Mapping[str, Sequence[Callable[[], None]]], model: keras.Model) -> None:

@@ -53,7 +53,7 @@ def diagnose(
         cluster: the connected cluster.
         error: as the call raised it.
         lives: those of the servers that it needed when it began, the worker's last.
-        spared: the parameter servers without which others go on.
+        spared: the parameter servers that nobody needs, or without which others go on.
     """
     for ps in range(cluster.ps):
         server = ("ps", ps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import tensorflow as tf
 from absl import logging
@@ -23,12 +23,20 @@ class Comebacks:
         cluster: the connected cluster.
         crew: those whose calls among each other have to pause meanwhile.
         wait: `wait(seconds)` waits for so long; returns whether nobody needs the server any more.
+        unneeded: servers that need not be there: nobody may have found out that one is not.
     """
 
-    def __init__(self, cluster: Cluster, crew: Crew, wait: Callable[[float], bool]):
+    def __init__(
+        self,
+        cluster: Cluster,
+        crew: Crew,
+        wait: Callable[[float], bool],
+        unneeded: Collection[Server] = (),
+    ):
         self._cluster = cluster
         self._crew = crew
         self._wait = wait
+        self._unneeded = frozenset(unneeded)
         members = cluster.membership.members()
         self._returning = {(m.job, m.index): threading.Lock() for m in members}
 
@@ -70,11 +78,11 @@ class Comebacks:
     def _take_in(self, server: Server) -> bool:
         """Readmits a server, without others that are away; whether that was possible."""
         membership = self._cluster.membership
-        members = membership.members()
-        away = [(m.job, m.index) for m in members if m.job != "reader" and not m.is_there]
+        members = [m for m in membership.members() if m.job != "reader"]
+        away = {(m.job, m.index) for m in members if not m.is_there} | self._unneeded
         anew = [server] if membership.is_forgetful(server) else []
         try:
-            without = [s for s in away if s != server and not self._cluster.is_up(*s)]
+            without = [s for s in sorted(away - {server}) if not self._cluster.is_up(*s)]
             self._cluster.readmit(_READMIT_SECONDS, anew, without)
         except (RuntimeError, tf.errors.OpError) as error:
             logging.log_every_n_seconds(

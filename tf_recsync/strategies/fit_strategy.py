@@ -101,9 +101,16 @@ class FitStrategy(tf.distribute.Strategy):
             prefetch_lookups=prefetch_lookups,
         )
 
-    def watched(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, calls of this process to a server that is silent end with an error."""
-        return self._guard.watched()
+    def watched(self, model: keras.Model | None = None) -> contextlib.AbstractContextManager[None]:
+        """Inside, calls of this process to a server that is silent end with an error.
+
+        Args:
+            model: the model that calls are for: only servers that it needs count. None (the
+                default): all servers do.
+        """
+        function = getattr(model, "train_function", None)
+        is_known = isinstance(function, model_functions.Steps)
+        return self._guard.watched(function.unneeded() if is_known else ())
 
     @property
     def cluster(self) -> Cluster:

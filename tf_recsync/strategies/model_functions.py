@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster
+from tf_recsync.cluster import Cluster, Server
 from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.call_board import CallBoard
 from tf_recsync.strategies.data_position import DataPosition
@@ -235,7 +235,18 @@ class Steps:
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Inside, this process calls servers: it shall not wait forever for one."""
         settings = self._settings
-        return watched_calls.watched(settings.cluster, settings.silence_timeout)
+        return watched_calls.watched(settings.cluster, settings.silence_timeout, self.unneeded())
+
+    def unneeded(self) -> set[Server]:
+        """The parameter servers on which there is nothing of the model, nor of what runs it.
+
+        If one is lost, that is not why something else has failed.
+        """
+        return self._variables.unneeded(self._settings.cluster.ps, self._own_servers())
+
+    def _own_servers(self) -> Iterable[Server]:
+        """The parameter servers that steps need for something else than the model's variables."""
+        return ()
 
     def _flush(self) -> None:
         """All steps are done."""
@@ -402,7 +413,7 @@ class Steps:
             self._crew(),
             self.threads,
             data,
-            self._variables.spared(self._settings.arrangement),
+            self.unneeded(),
             is_reading=self.method != "train_step",
             while_waiting=self._tell_observers,
             most_per_call=self._most_per_call(),

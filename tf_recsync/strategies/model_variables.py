@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tf_recsync.cluster import Server
 from tf_recsync.optimizers import base
 from tf_recsync.strategies.operators import Operators
-from tf_recsync.synchronization.arrangement import Arrangement, Group
+from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.copies import CopiedVariable, Pieces, is_copied
 from tf_recsync.synchronization.divided import DividedLayer, divided_layer
 from tf_recsync.synchronization.placed import NO_LAYERS, PlacedLayers
@@ -86,6 +88,22 @@ def private_variables(model: keras.Model) -> list[keras.Variable]:
     known = {id(variable) for variable in metrics}
     seeds = [v for v in model.variables if is_seed(v) and id(v) not in known]
     return metrics + seeds
+
+
+def variables_of(model: keras.Model) -> list[tf.Variable]:
+    """Those of a model and its optimizer, each once."""
+    optimizer = getattr(model, "optimizer", None)
+    found = [*model.variables, *([] if optimizer is None else optimizer.variables)]
+    return list({id(variable._value): variable._value for variable in found}.values())
+
+
+def servers_of(model: keras.Model) -> set[Server]:
+    """The parameter servers that have variables of a model or its optimizer.
+
+    Not those that only have a group's copies.
+    """
+    specs = map(tf.DeviceSpec.from_string, {v.device for v in variables_of(model)})
+    return {(spec.job, spec.task) for spec in specs if spec.job == "ps"}
 
 
 def uses_servers(model: keras.Model) -> bool:
@@ -187,9 +205,20 @@ class OnServers:
         """In which variables are made as the model's were."""
         return self._model.distribute_strategy.scope()
 
-    def spared(self, arrangement: Arrangement) -> list[tuple[str, int]]:
-        """The parameter servers, job and index, of groups that steps don't need."""
-        return []
+    def unneeded(self, ps: int, others: Iterable[Server] = ()) -> set[Server]:
+        """The parameter servers on which there is nothing that steps need.
+
+        Args:
+            ps: how many there are.
+            others: those that are needed for something else than variables of the model.
+
+        Returns:
+            None as long as the model or its optimizer is not built.
+        """
+        optimizer = getattr(self._model, "optimizer", None)
+        if not self._model.built or not getattr(optimizer, "built", True):
+            return set()
+        return {("ps", index) for index in range(ps)} - servers_of(self._model) - set(others)
 
     def trace_key(
         self, element_spec: Any, bandwidths: dict[str, float], *others: Hashable
@@ -230,10 +259,6 @@ class AsShown(OnServers):
 
     Tables on parameter servers stay there.
     """
-
-    def spared(self, arrangement: Arrangement) -> list[tuple[str, int]]:
-        """All that hold copies."""
-        return [("ps", server) for group in arrangement.groups for server in group.servers]
 
     @property
     def optimizers(self) -> list[base.Optimizer]:

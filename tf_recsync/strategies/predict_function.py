@@ -70,7 +70,8 @@ class PredictFunction:
     def start(self, iterator: DistributedIterator) -> WorkerRun:
         """Starts the workers on a pass; called by the iterator."""
         settings = self._settings
-        with watched_calls.watched(settings.cluster, settings.silence_timeout):
+        cluster, unneeded = settings.cluster, self._variables.unneeded(settings.cluster.ps)
+        with watched_calls.watched(cluster, settings.silence_timeout, unneeded):
             data, is_over = iterator.distributed.shared()[0], iterator.distributed.is_over
             function, layout = self._function(data.element_spec)
             job = data.new_job()
@@ -89,14 +90,14 @@ class PredictFunction:
             return 1, False, (int(number), Predicted(outputs))
 
         run = WorkerRun(
-            self._settings.cluster,
+            cluster,
             open_worker,
             call,
             1,
             lambda: bool(getattr(self._model, "stop_predicting", False)) or is_over(),
-            self._settings.worker_timeout,
-            self._settings.silence_timeout,
-            spared=self._variables.spared(self._settings.arrangement),
+            settings.worker_timeout,
+            settings.silence_timeout,
+            unneeded=unneeded,
             is_reading=True,
             most_per_call=1,
         )

@@ -17,6 +17,7 @@ from tf_recsync.shown_variable import ShownVariable, shown
 from tf_recsync.strategies.comebacks import Comebacks
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
+from tf_recsync.strategies.model_variables import variables_of
 from tf_recsync.strategies.watched_calls import check_parameter_servers
 from tf_recsync.synchronization.synchronizer import Crew
 
@@ -44,7 +45,7 @@ class Recovery:
 
 
 def lost_servers(cluster: Cluster, spared: Iterable[Server]) -> set[Server]:
-    """The parameter servers that are known to be lost, and without which nobody goes on."""
+    """The parameter servers that are known to be lost, but for those that are spared."""
     members = cluster.membership.members("ps")
     return {(m.job, m.index) for m in members if not m.is_there} - set(spared)
 
@@ -55,7 +56,7 @@ def find_lost(cluster: Cluster, error: Exception, spared: Iterable[Server]) -> s
     Args:
         cluster: the connected cluster.
         error: that training has ended with.
-        spared: those without which others go on.
+        spared: those that nobody needs, or without which others go on.
     """
     spared = set(spared)
     found = lost_servers(cluster, spared)
@@ -80,7 +81,7 @@ class Recoverable(Protocol):
         """Inside, calls to a silent server end."""
 
     def spared(self) -> set[Server]:
-        """The parameter servers without which others go on."""
+        """The parameter servers that nobody needs, or without which others go on."""
 
     def leave_pass(self, iterator: DistributedIterator | None) -> None:
         """What was made for a pass that has failed ends."""
@@ -199,9 +200,8 @@ def make_anew(model: keras.Model, servers: Iterable[Server]) -> list[ShownVariab
     All their elements are 0.
     """
     lost = set(servers)
-    found = {id(v._value): v._value for v in [*model.variables, *model.optimizer.variables]}
     made = []
-    for variable in found.values():
+    for variable in variables_of(model):
         spec = tf.DeviceSpec.from_string(variable.device)
         if (spec.job, spec.task) in lost and shown(variable) is not None:
             variable.make_anew()

@@ -511,12 +511,24 @@ class TrainFunction(Steps):
             elif group.index in self.synchronizer.there:
                 self.synchronizer.lose(group.trainers[0])
 
-    def spared(self) -> set[tuple[str, int]]:
-        """The parameter servers without which others go on."""
+    def spared(self) -> set[Server]:
+        """The parameter servers that nobody needs, or without which others go on."""
+        unneeded = self.unneeded()
         if self.synchronizer is None:
-            return set()
+            return unneeded
         workers = range(self._settings.cluster.workers)
-        return {holder for w in workers for holder in self.synchronizer.holders_of(w)}
+        return unneeded.union(*map(self.synchronizer.holders_of, workers))
+
+    def _own_servers(self) -> list[Server]:
+        # Copies, the central one, and the list of a group whose workers take tokens.
+        arrangement = self._arrangement
+        found = [("ps", server) for server in arrangement.sync_ps]
+        for group in arrangement.groups:
+            if arrangement.has_copies:
+                found += [holder for holder in group.holders if holder[0] == "ps"]
+            elif self._settings.mode.uses_tokens:
+                found.append(group.holders[0])
+        return found
 
     def _flush(self) -> None:
         """All steps are done: what servers hold back of them is applied, and copies are shown."""

@@ -18,12 +18,15 @@ _EXPECTED_SECONDS = 600.0  # For which calls are watched whose end nobody tells.
 
 
 @contextlib.contextmanager
-def watched(cluster: Cluster, silence_timeout: float) -> Iterator[None]:
+def watched(
+    cluster: Cluster, silence_timeout: float, unneeded: Collection[Server] = ()
+) -> Iterator[None]:
     """Inside, calls to a server that does not answer fail when it has been silent for too long.
 
     Args:
         cluster: the connected cluster.
         silence_timeout: for how many seconds a server may be silent.
+        unneeded: the parameter servers that are not called.
 
     Yields:
         None.
@@ -39,7 +42,8 @@ def watched(cluster: Cluster, silence_timeout: float) -> Iterator[None]:
         if time.monotonic() - began < suspicious_after(silence_timeout):
             return []
         workers = [("worker", index) for index in range(cluster.workers)]
-        return [*workers, *(("ps", index) for index in range(cluster.ps))]
+        servers = [("ps", index) for index in range(cluster.ps)]
+        return [*workers, *(server for server in servers if server not in unneeded)]
 
     def give_up(server: Server, seconds: float) -> None:
         given_up[server] = seconds
@@ -52,14 +56,17 @@ def watched(cluster: Cluster, silence_timeout: float) -> Iterator[None]:
     except tf.errors.OpError as error:
         # Those who are to be told are told elsewhere: locks may be held here that they take.
         for member in cluster.membership.members("ps"):
+            server = member.job, member.index
+            if server in unneeded:
+                continue
             # Somebody else may have given it up.
-            silent = given_up.get((member.job, member.index), 0.0)
+            silent = given_up.get(server, 0.0)
             if not member.is_there and member.seconds < time.monotonic() - began:
-                silent = silent or cluster.membership.silent_seconds((member.job, member.index))
+                silent = silent or cluster.membership.silent_seconds(server)
             if silent:
                 raise silent_parameter_server(member.index, silent) from error
         if not cluster.is_closed:
-            check_parameter_servers(cluster, error)
+            check_parameter_servers(cluster, error, unneeded)
         raise
     finally:
         cluster.watch.end(wait)
@@ -83,14 +90,17 @@ class CallGuard:
             silence_timeout,
         )
 
-    def watched(self) -> contextlib.AbstractContextManager[None]:
+    def watched(self, unneeded: Collection[Server] = ()) -> contextlib.AbstractContextManager[None]:
         """Inside, calls to a server that is silent end; see `watched`.
+
+        Args:
+            unneeded: the parameter servers that are not called.
 
         Raises:
             RuntimeError: if the cluster is closed.
         """
         self._cluster.check_open()
-        return watched(self._cluster, self._limit)
+        return watched(self._cluster, self._limit, unneeded)
 
     def expect_calls(self) -> None:
         """TensorFlow calls parameter servers next, as to write a checkpoint: they are watched for
@@ -180,7 +190,7 @@ def check_parameter_servers(
     Args:
         cluster: the connected cluster.
         error: what made one ask.
-        spared: those without which others go on.
+        spared: those that nobody needs, or without which others go on.
     """
     found = diagnose(cluster, error, {}, spared)
     if found.cause is Cause.LOST_PS:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -70,7 +70,7 @@ class WorkerRun:
             others don't wait for them, and can say who waits for whom; by default
             no worker ever waits for another.
         threads: how many threads call each worker, each with a slot of its own.
-        spared: parameter servers that none of its steps needs, beside what the crew says.
+        unneeded: parameter servers that none of its steps needs.
         is_reading: whether its steps change nothing: if a connection breaks, nobody else has to
             know.
         while_waiting: is called about twice a second by whoever waits for steps.
@@ -96,7 +96,7 @@ class WorkerRun:
         crew: Crew | None = None,
         threads: int = 1,
         data: RegisteredDataset | WorkerDatasets | None = None,
-        spared: Iterable[Server] = (),
+        unneeded: Collection[Server] = (),
         is_reading: bool = False,
         while_waiting: Callable[[], None] = lambda: None,
         most_per_call: int | None = None,
@@ -131,14 +131,15 @@ class WorkerRun:
         workers = range(cluster.workers)
         # Of each worker: the servers that hold what it trains on, where others go on without them.
         self._holders = [list(crew.holders_of(worker)) for worker in workers]
-        self._spared = {holder for of_one in self._holders for holder in of_one} | set(spared)
+        self._spared = {holder for of_one in self._holders for holder in of_one}
+        self._spared.update(unneeded)
         self._is_reading = is_reading
         self._is_another = is_another
         self._keeps_data = keeps_data
         self._while_waiting = while_waiting
         self._note_steps = note_steps
         self._followers: list[CallFollower] = []
-        self._comebacks = Comebacks(cluster, crew, self._wait_for_answers)
+        self._comebacks = Comebacks(cluster, crew, self._wait_for_answers, unneeded)
         self._opened = 0
         self._began: float | None = None  # When all were open.
         self._finished_parts = 0  # Threads that have seen the end of the dataset.
