@@ -104,8 +104,10 @@ class Checkpoint(WritingRows):
             the callback sets itself, "epoch" and "data".
         timeout: seconds that writing may take at most; default 3600. Then `fit` fails.
         on_ps_lost: "recover" (the default), as above, or "raise": `fit` ends with an error. If it
-            shall recover, and there is no checkpoint, one is saved when training begins. A loss
-            during `evaluate`, also as a part of `fit`, ends that with an error.
+            shall recover, and there is no checkpoint, one is saved when training begins. If a
+            server is lost while `fit` evaluates on `validation_data`, that begins anew, so that
+            metrics are of each batch once. Other calls of `evaluate` and `predict` end with an
+            error.
         recovery: what goes back to the latest checkpoint: "partial", only what was lost, so that
             updates since then are missing there; or "all", so that everything is of the same
             moment again. None (the default): "partial" where each push is applied at once, "all"
@@ -198,7 +200,12 @@ class Checkpoint(WritingRows):
         self._has_begun = False  # Whether the first epoch of `fit` has.
 
     def on_train_end(self, logs=None):
-        super().on_train_end(logs)
+        try:
+            super().on_train_end(logs)
+        finally:
+            function = self.model.train_function
+            if isinstance(function, TrainFunction):
+                function.end_recovery()
         self.model._initial_epoch = None
 
     def on_epoch_begin(self, epoch, logs=None):

@@ -233,6 +233,7 @@ class DistributedDataset:
             there is one for all.
         passes: counts the passes over datasets that are shuffled anew in each.
         is_over: whether the call that it was made for has ended.
+        is_validation: whether `fit` evaluates on it.
     """
 
     def __init__(
@@ -248,8 +249,10 @@ class DistributedDataset:
         apart: WorkerDatasets | None = None,
         passes: reshuffling.Passes | None = None,
         is_over: Callable[[], bool] = lambda: False,
+        is_validation: bool = False,
     ):
         self.is_over = is_over
+        self.is_validation = is_validation
         self._passes = passes or reshuffling.Passes()
         self._reader_timeout = reader_timeout
         is_here = in_order or start_predict is not None
@@ -416,6 +419,7 @@ class DistributedIterator:
         failed: a pass that has failed, and whose steps go on in another one; None: there is none.
         job: the name of the pass in the data's service; None before.
         skipped: the steps of the first epoch that an earlier process has done.
+        asked: the steps that Keras has asked for already, of an epoch that begins anew; else 0.
     """
 
     def __init__(self, distributed: DistributedDataset):
@@ -424,6 +428,7 @@ class DistributedIterator:
         self.failed: WorkerRun | None = None
         self.job: str | None = None
         self.skipped = 0
+        self.asked = 0
         self._local = None
 
     def __iter__(self) -> DistributedIterator:

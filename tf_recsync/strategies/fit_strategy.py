@@ -203,6 +203,7 @@ class FitStrategy(tf.distribute.Strategy):
             apart,
             self._passes,
             caller.is_over,
+            caller.verb == "validate",
         )
 
     def distribute_datasets_from_function(

@@ -310,7 +310,7 @@ class Steps:
         done = run.completed - skipped
         self._is_final = False
         self._refreshed = 0.0  # The first call shows nothing of the epoch before.
-        self._target = done
+        self._target, iterator.asked = done + iterator.asked, 0
         length = iterator.distributed.length
         self._epoch_began = done
         self._epoch_end = done + length if length is not None else float("inf")
@@ -661,6 +661,34 @@ class TestFunction(Steps):
     """`model.test_function` under a parameter-server strategy."""
 
     method = "test_step"
+
+    def __call__(self, iterator: Any) -> dict[str, Any]:
+        while True:
+            try:
+                return super().__call__(iterator)
+            except StopIteration:
+                raise
+            except Exception as error:
+                if not self._begins_anew(error, iterator):
+                    raise
+
+    def _begins_anew(self, error: Exception, iterator: Any) -> bool:
+        """Whether a validation has failed as `fit` lost a parameter server, and begins anew.
+
+        What was lost is restored. No batch counts twice: all that was done counts no more.
+        """
+        if not isinstance(iterator, DistributedIterator) or not iterator.distributed.is_validation:
+            return False
+        run = iterator.run
+        if run is not None:
+            run.stop()
+        if not self._model.train_function.recovered_between(error):
+            return False
+        if run is not None:  # Else it had not begun, or not for the second time.
+            iterator.asked = int(self._target - self._epoch_began)
+            iterator.run = iterator.job = None
+        self._model.reset_metrics()  # As Keras does when it begins.
+        return True
 
     def _should_stop(self) -> bool:
         return bool(getattr(self._model, "stop_evaluating", False))

@@ -157,12 +157,34 @@ class TrainFunction(Steps):
             )
 
     def recovered_between(self, error: Exception) -> bool:
-        """Whether a parameter server was lost between two passes, and what it had is restored.
+        """Whether a parameter server was lost between two epochs, and what it had is restored.
+
+        The next epoch goes on with the batches that workers have.
 
         Args:
-            error: of a call of this process.
+            error: of a call of this process, or of a pass that is no training.
         """
-        return self._recovered(error, None)
+        if not self._can_recover():
+            return False
+        iterator = None if self._iterator is None else self._iterator()
+        if iterator is not None and iterator.run is not None and iterator.run.is_open:
+            # Its workers wait for steps, and keep their data if it has failed.
+            self._end_failed(iterator.run, error)
+            _leave_run(iterator)
+        is_recovered = False
+        try:
+            is_recovered = self._recovered(error, None)
+        finally:
+            if not is_recovered:
+                self._leave_kept(iterator)
+        return is_recovered
+
+    def end_recovery(self) -> None:
+        """`fit` ends: from now on nobody goes on after the loss of a parameter server."""
+        self.recovery = None
+        if self._run is not None:
+            with self.watched():
+                self._run.close_kept()
 
     def has_lost_servers(self, error: Exception) -> bool:
         """Whether an error comes from the loss of a parameter server without which nobody goes on.
@@ -186,10 +208,8 @@ class TrainFunction(Steps):
 
     def leave_pass(self, iterator: DistributedIterator | None) -> None:
         """A pass has failed: all that was made for it ends, but for the data that workers have."""
-        run = None if iterator is None else iterator.run
-        if run is not None:
-            run.stop()
-            iterator.run, iterator.failed = None, run
+        if iterator is not None:
+            _leave_run(iterator)
         synchronizer, self.synchronizer = self.synchronizer, None
         self.aggregations.clear()
         self._suspended.clear()
@@ -428,6 +448,8 @@ class TrainFunction(Steps):
         is_new = iterator.run is None
         if is_new and self._run is not None:
             self._run.stop()  # It may have been left early; its steps come to an end.
+            if self._run is not iterator.failed:
+                self._run.close_kept()
             if self._arrangement.has_copies:
                 self._flush()
         if self._settings.prefetch_lookups and self._model.steps_per_execution == 1:
@@ -562,7 +584,7 @@ class TrainFunction(Steps):
                 list(threads.map(settle, settled.values()))
 
     def _hold(self) -> bool:
-        if self._is_recovering:
+        if self._is_recovering or self.synchronizer is None:
             return False  # Nobody is at work.
         # If fit was stopped within an epoch, its steps have come to an end.
         if self._run is not None and self._should_stop():
@@ -585,6 +607,13 @@ class TrainFunction(Steps):
             self._flush()
         except (tf.errors.OpError, RuntimeError) as error:
             logging.warning("After a pass that was stopped: %s", reason(error))
+
+
+def _leave_run(iterator: DistributedIterator) -> None:
+    """The pass of an iterator has failed: it ends, and another one may go on with its steps."""
+    if iterator.run is not None:
+        iterator.run.stop()
+        iterator.run, iterator.failed = None, iterator.run
 
 
 class _State(WorkerState):
