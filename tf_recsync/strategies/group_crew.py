@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
@@ -14,6 +15,8 @@ from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
 from tf_recsync.synchronization.synchronizer import Crew, Synchronizer
+
+_ATTEMPTS, _RETRY_SECONDS = 5, 0.5  # To call a server that is there.
 
 
 class GroupCrew(Crew):
@@ -59,16 +62,37 @@ class GroupCrew(Crew):
         if not aggregation.takes_tokens:
             return  # Without waiting for whoever opens a worker of the group.
         with self._opening[self._arrangement.group_of(worker).index]:
+            if self._gives_back(aggregation, worker):
+                self._suspended.discard(worker)
+            else:
+                self._suspended.add(worker)
+
+    def _gives_back(self, aggregation: AtOnce, worker: int) -> bool:
+        """Whether the tokens of a worker that is gone are given back, for which others wait.
+
+        Else the group's server is gone, too, and whoever begins with the next one does it.
+
+        Raises:
+            tf.errors.OpError: it can't be done, though the server is there; or nobody goes on
+                without that.
+        """
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(_RETRY_SECONDS)
             try:
                 aggregation.lose(worker)
-                self._suspended.discard(worker)
+                return True
             except tf.errors.OpError as error:
                 if not self.holders_of(worker):
                     raise
-                # The group's server is gone, too. Whoever begins with the next one gives the
-                # worker's tokens back.
-                logging.debug("worker:%d keeps its tokens: %s", worker, error)
-                self._suspended.add(worker)
+                group = self._arrangement.group_of(worker).index
+                if not self._synchronizer.copies.answers(group):
+                    logging.debug("worker:%d keeps its tokens: %s", worker, error)
+                    return False
+                # As when the connection broke: for a second after that gRPC refuses calls.
+                logging.info("The tokens of worker:%d are not given back yet: %s", worker, error)
+                failed = error
+        raise failed
 
     def suspend(self, worker: int) -> None:
         """A worker is there, but what it trains on is gone or silent, the tokens' list, too."""
