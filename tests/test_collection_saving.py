@@ -323,6 +323,55 @@ def test_a_checkpoint_goes_from_two_servers_to_three_and_to_none(
         assert_same(by_table(model, tmp_path), expected)
 
 
+def test_a_checkpoint_of_whole_tables_is_read_by_several_servers(clusters, tmp_path):
+    """As this process writes it, and as earlier versions did for servers."""
+    strategy = clusters.strategy(1, 3)
+    here = compiled(collection("mean", name="embed"))
+    here.optimizer.build(here.trainable_variables)
+    write(here, tmp_path / "here")
+    with strategy.scope():
+        there = compiled(collection("mean", 3, name="embed"))
+        there.optimizer.build(there.trainable_variables)
+    read(there, tmp_path / "here").assert_existing_objects_matched()
+    assert_same(by_table(there, tmp_path), by_table(here, tmp_path))
+    # Tensors have the same names and shapes, however they were written.
+    write(there, tmp_path / "there")
+    saved = [tf.train.load_checkpoint(str(tmp_path / name)) for name in ("here", "there")]
+    shapes = [reader.get_variable_to_shape_map() for reader in saved]
+    names = [name for name in shapes[0] if name.endswith("/values")]
+    assert len(names) >= 4
+    for name in names:
+        assert shapes[0][name] == shapes[1][name]
+        first, second = (reader.get_tensor(name) for reader in saved)
+        np.testing.assert_array_equal(first, second, err_msg=name)
+
+
+def test_rows_in_a_checkpoint_do_not_pass_through_this_process(clusters, tmp_path):
+    strategy = clusters.strategy(1, 3)
+    with strategy.scope():
+        layer = EmbeddingCollection(
+            [TableConfig("t", 1_500_001, 16, "uniform", shards=3)], [FeatureConfig("id", "t")]
+        )
+        layer.build()
+    checkpoint = tf.train.Checkpoint(layer=layer)
+    own = pathlib.Path("/proc/self")
+
+    def memory(name):
+        return int((own / "status").read_text().partition(f"{name}:")[2].split()[0]) / 1024
+
+    some = [layer.table_values("t")[::99_999]]
+    (own / "clear_refs").write_text("5")  # The peak is what is there now.
+    before = memory("VmRSS")
+    checkpoint.write(str(tmp_path / "c"))
+    for value in (variable._value for variable in layer.variables):
+        with tf.device(value.device):
+            value.assign(tf.zeros(value.shape, value.dtype))
+    checkpoint.read(str(tmp_path / "c")).assert_existing_objects_matched()
+    assert memory("VmHWM") < before + 45  # MB, of 92.
+    some.append(layer.table_values("t")[::99_999])
+    np.testing.assert_array_equal(*some)
+
+
 def test_weights_are_written_to_a_file_and_read_from_it_in_blocks(
     clusters, trained, tmp_path, monkeypatch
 ):

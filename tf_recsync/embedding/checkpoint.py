@@ -7,11 +7,13 @@ of all its shards together when it is saved, and takes them apart when it is res
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import keras
 import tensorflow as tf
 from tensorflow.python.checkpoint import tensor_callable
+from tensorflow.python.training.saving import saveable_object
 
 from tf_recsync.embedding.physical_tables import Piece
 from tf_recsync.embedding.table_rows import TableRows
@@ -23,6 +25,11 @@ _KEY = "values"
 class SavedRows(tf.__internal__.tracking.Trackable):
     """What all shards of a table have per row, as one tensor [rows, ...] of a checkpoint.
 
+    Each server that has a shard writes and reads as many rows that follow each other, as a slice
+    of that tensor; they come from all servers that have some of them, and go there. None passes
+    through this process, unless the table is in it. A checkpoint fits any number of servers, as
+    TensorFlow reads other slices than were written, too.
+
     Args:
         label: what it is, for errors.
         shards: for each shard, the variable that holds it, and where in it.
@@ -33,52 +40,108 @@ class SavedRows(tf.__internal__.tracking.Trackable):
         self, label: str, shards: Sequence[tuple[keras.Variable, Piece]], dtype: str
     ) -> None:
         self._label = label
-        self._shards = tuple(shards)
-        self._dtype = tf.as_dtype(dtype)
-        rows = sum(piece.rows for _, piece in self._shards)
-        self._shape = (rows, *self._shards[0][0].shape[1:])
+        self._rows = TableRows(shards, dtype)
 
-    def read(self) -> tf.Tensor:
-        """The rows of the whole table."""
+    def _read(self, begin: int, end: int, device: str) -> tf.Tensor:
+        """Rows that follow each other, on a device."""
         parts, places = [], []
-        for variable, piece in self._shards:
+        for variable, first, own in self._rows.places(begin, end):
+            places.append(range(*own.indices(end - begin)))
             # Not a read of the variable, which would copy all tables that lie in it.
             with tf.device(variable._value.device):
                 part = tf.raw_ops.ResourceGather(
                     resource=variable._value.handle,
-                    indices=_rows(piece),
+                    indices=_rows(first, len(places[-1])),
                     dtype=tf.as_dtype(variable.dtype),
                 )
-            parts.append(tf.cast(part, self._dtype))
-            places.append(tf.range(piece.index, self._shape[0], piece.count))
-        return tf.dynamic_stitch(places, parts)
+                parts.append(tf.cast(part, self._rows.dtype))
+        with tf.device(device):
+            if len(parts) == 1:
+                return tf.identity(parts[0])
+            return tf.dynamic_stitch([tf.range(p.start, p.stop, p.step) for p in places], parts)
 
-    def write(self, values: tf.Tensor) -> list[tf.Operation]:
-        """Sets the rows of the whole table."""
+    def write(self, begin: int, end: int, values: tf.Tensor, device: str) -> list[tf.Operation]:
+        """Sets rows that follow each other to values that are on a device."""
+        shape = (end - begin, *self._rows.shape[1:])
         tf.debugging.assert_equal(
             tf.shape(values),
-            tf.constant(self._shape),
-            f"{self._label} has shape {list(self._shape)}, the saved one another",
+            tf.constant(shape),
+            f"{self._label} has shape {list(shape)}, the saved one another",
         )
         with tf.init_scope():
             TableRows(self._shards).settle()
         operations = []
-        for variable, piece in self._shards:
-            part = tf.cast(piece.take(values), variable.dtype)
+        for variable, first, own in self._rows.places(begin, end):
+            with tf.device(device):
+                part = tf.cast(values[own], variable.dtype)
             with tf.device(variable._value.device):
+                indices = _rows(first, len(range(*own.indices(end - begin))))
                 operations.append(
                     tf.raw_ops.ResourceScatterUpdate(
-                        resource=variable._value.handle, indices=_rows(piece), updates=part
+                        resource=variable._value.handle, indices=indices, updates=part
                     )
                 )
         return operations
 
-    def _serialize_to_tensors(self):
-        _tell(variable for variable, _ in self._shards)
-        return _saved(self.read, self._dtype)
+    def _slices(self) -> dict[str, tuple[int, int, str]]:
+        """What is written apart, by how TensorFlow calls it: first row, end, and who does it."""
+        shape = self._rows.shape
+        devices = list(dict.fromkeys(variable._value.device for variable, _ in self._rows.shards))
+        if len(devices) == 1:
+            return {"": (0, shape[0], devices[0])}
+        bounds = [shape[0] * i // len(devices) for i in range(len(devices) + 1)]
+        slices = {}
+        for begin, end, device in zip(bounds, bounds[1:], devices, strict=False):
+            ranges = ":".join([f"{begin},{end - begin}", *("-" for _ in shape[1:])])
+            if begin < end:
+                slices[f"{' '.join(map(str, shape))} {ranges}"] = begin, end, device
+        return slices
 
-    def _restore_from_tensors(self, restored_tensors):
-        return self.write(restored_tensors[_KEY])
+    def _gather_saveables_for_checkpoint(self):
+        # Of the newer way, `_serialize_to_tensors`, TensorFlow restores the last slice only.
+        return {_KEY: self._saveable}
+
+    def _saveable(self, name: str) -> saveable_object.SaveableObject:
+        """What TensorFlow saves and restores by a name."""
+        _tell(variable for variable, _ in self._rows.shards)
+        slices = self._slices()
+        dtype = tf.as_dtype(self._rows.dtype)
+        specs = [
+            saveable_object.SaveSpec(
+                functools.partial(self._read, *which), part, name, dtype, device=which[-1]
+            )
+            for part, which in slices.items()
+        ]
+        return _Saveable(self, specs, name, [*slices.values()])
+
+
+class _Saveable(saveable_object.SaveableObject):
+    """Slices of a table's rows, for TensorFlow.
+
+    Args:
+        rows: the table's.
+        specs: what TensorFlow knows of each slice.
+        name: of the tensor in the checkpoint.
+        slices: of each, its first row, its end, and the device that reads it.
+    """
+
+    def __init__(
+        self,
+        rows: SavedRows,
+        specs: Sequence[saveable_object.SaveSpec],
+        name: str,
+        slices: Sequence[tuple[int, int, str]],
+    ):
+        super().__init__(rows, specs, name)
+        self._slices = slices
+
+    def restore(self, restored_tensors, restored_shapes):
+        """Sets the rows to those of all slices."""
+        del restored_shapes
+        operations = []
+        for values, (begin, end, device) in zip(restored_tensors, self._slices, strict=True):
+            operations += self.op.write(begin, end, values, device)
+        return tf.group(*filter(None, operations))
 
 
 class SavedCounters(tf.__internal__.tracking.Trackable):
@@ -130,5 +193,5 @@ def _saved(read, dtype: tf.DType) -> dict:
     return {_KEY: tensor_callable.Callable(read_here, dtype=dtype, device=here)}
 
 
-def _rows(piece: Piece) -> tf.Tensor:
-    return tf.range(piece.offset, piece.offset + piece.rows, dtype=tf.int64)
+def _rows(first: int, count: int) -> tf.Tensor:
+    return tf.range(first, first + count, dtype=tf.int64)

@@ -122,7 +122,7 @@ class TableRows:
 
     def write(self, begin: int, values: np.ndarray) -> None:
         """Sets rows from one on, in place."""
-        for variable, first, own in self._places(begin, begin + len(values)):
+        for variable, first, own in self.places(begin, begin + len(values)):
             dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
             assign_rows(variable._value, first, np.ascontiguousarray(values[own], dtype))
 
@@ -169,7 +169,7 @@ class TableRows:
 
     def _read(self, begin: int, end: int) -> np.ndarray:
         values = np.empty((end - begin, *self.shape[1:]), self.dtype)
-        for variable, first, own in self._places(begin, end):
+        for variable, first, own in self.places(begin, end):
             count = len(range(*own.indices(end - begin)))
             values[own] = read_rows(variable._value, first, count)
         return values
@@ -183,7 +183,7 @@ class TableRows:
         for begin, end in self.blocks():
             self.write(begin, np.asarray(saved[begin:end]))
 
-    def _places(self, begin: int, end: int) -> Iterator[tuple[keras.Variable, int, slice]]:
+    def places(self, begin: int, end: int) -> Iterator[tuple[keras.Variable, int, slice]]:
         """Where rows are: a variable, the first of its rows, and which ones of these they are."""
         for variable, piece in self.shards:
             skipped = (piece.index - begin) % piece.count
