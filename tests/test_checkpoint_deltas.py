@@ -273,16 +273,16 @@ def test_what_is_pushed_while_a_delta_is_written_is_in_the_next_one(tmp_path, mo
 
     assert save(1) == list(range(9))
     push(model, 3, 5)
-    copied_as_it_is = blocks._copied
+    copied_as_it_is = blocks.Source._copied
 
     def copy(*args):
         push(model, 3, 7)  # 3 was found, and is copied as it is by now; 7 was not.
-        values = copied_as_it_is(*args)
+        copied = copied_as_it_is(*args)
         push(model, 5)
-        return values
+        return copied
 
     with monkeypatch.context() as patch:
-        patch.setattr(blocks, "_copied", copy)
+        patch.setattr(blocks.Source, "_copied", copy)
         assert save(2) == [3, 5]
     assert save(3) == [5, 7]
     assert save(4) == []

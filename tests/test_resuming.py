@@ -79,19 +79,29 @@ def trained(cluster, folder, make, steps=None, stop=None, epochs=EPOCHS):
     return model, callback, None
 
 
-KINDS = ["in order", "shuffled", "by steps", "of unknown length", "by workers"]
+KINDS = [
+    "in order",
+    "shuffled",
+    "by steps",
+    "of unknown length",
+    "by workers",
+    "by workers, endless",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_epoch_has_each_batch_once_but_for_those_that_workers_had_ahead(
     cluster, tmp_path, kind
 ):
-    steps = 25 if kind == "by steps" else None
+    is_endless = kind == "by workers, endless"
+    steps = 25 if kind == "by steps" or is_endless else None
 
     def make(strategy):
-        if kind == "by workers":
+        if "by workers" in kind:
             return strategy.distribute_datasets_from_function(
-                lambda context: batches(False, 2, context.input_pipeline_id)
+                lambda context: batches(False, 2, context.input_pipeline_id).repeat(
+                    None if is_endless else 1
+                )
             )
         data = batches(kind == "shuffled")
         if kind == "of unknown length":
@@ -106,6 +116,11 @@ def test_each_epoch_has_each_batch_once_but_for_those_that_workers_had_ahead(
     counts = counts_of(model)
     total = EPOCHS * (steps or BATCHES)
     assert counts.sum() == total
+    if is_endless:
+        # Each goes through its half of the ids, as far as it comes.
+        for own in (counts[::2], counts[1::2]):
+            assert np.all(np.diff(own) <= 0) and own[0] - own[-1] <= 1
+        return
     # Two workers had up to four batches each in their hands when they stood still.
     expected = np.bincount(np.arange(total) % BATCHES) if steps else np.full(BATCHES, EPOCHS)
     assert np.abs(counts - expected).max() <= 1
@@ -115,7 +130,7 @@ def test_each_epoch_has_each_batch_once_but_for_those_that_workers_had_ahead(
     assert len(callback.saved) <= steps_left / 10 + 1
 
 
-@pytest.mark.parametrize("change", ["batch size", "workers", "order"])
+@pytest.mark.parametrize("change", ["batch size", "workers", "order", "steps", "an end"])
 def test_what_can_not_be_gone_on_with_is_said(cluster, clusters, tmp_path, caplog, change):
     def make(strategy):
         if change == "workers":
@@ -124,22 +139,34 @@ def test_what_can_not_be_gone_on_with_is_said(cluster, clusters, tmp_path, caplo
                     False, context.num_input_pipelines, context.input_pipeline_id
                 )
             )
-        return batches() if change == "batch size" else batches().shuffle(BATCHES)
+        if change == "order":
+            return batches().shuffle(BATCHES)
+        return batches().repeat() if change == "steps" else batches()
 
     def other(strategy):
         return batches().unbatch().batch(2) if change == "batch size" else make(strategy)
 
-    trained(cluster, tmp_path, make, stop=(0, 30), epochs=1)
+    steps = {"steps": 50, "an end": 50}.get(change)
+    trained(cluster, tmp_path, make, steps, stop=(0, 30), epochs=1)
     second = clusters.get(workers=4, ps=2) if change == "workers" else cluster
-    model, callback, _ = trained(second, tmp_path, other, epochs=1)
+    steps = 10 if change == "steps" else steps
+    model, callback, _ = trained(second, tmp_path, other, steps, epochs=1)
     begun = checkpoint.open(callback.restored).metadata["data"]["epoch_batches"]
     words = {
         "batch size": "The epoch begins anew, with all of its data: batches had 1 examples, and",
         "workers": "The epoch begins anew, with all of its data: batches came from 2 input pipel",
+        "steps": f"{begun} of its steps were done, and now it has fewer",
+        "an end": "with steps_per_epoch, Keras begins a dataset anew when it has asked for",
         "order": f"{begun} batches are skipped that were trained on, but the dataset's order is",
     }
     assert words[change] in caplog.text
-    rest = {"batch size": BATCHES / 2, "workers": BATCHES, "order": BATCHES - begun}
+    rest = {
+        "batch size": BATCHES / 2,
+        "workers": BATCHES,
+        "order": BATCHES - begun,
+        "steps": 10,
+        "an end": 50,
+    }
     assert counts_of(model).sum() == begun + rest[change]
 
 
@@ -187,3 +214,103 @@ def test_with_everything_the_data_go_back_to_the_checkpoint(cluster, tmp_path, k
     counts = counts_of(model)
     assert counts.sum() == 12 * BATCHES == checkpoint.open(callback.saved[-1].path).global_step
     assert np.abs(counts - 12).max() <= 2 and np.abs(counts - 12).sum() <= 2 * 2 * 8
+
+
+class KillOnce(keras.callbacks.Callback):
+    """Kills and restarts a parameter server when an epoch begins or ends."""
+
+    def __init__(self, cluster, model, epoch, at_end):
+        super().__init__()
+        self._lost = tf.DeviceSpec.from_string(model.variables[0]._value.device).task
+        self._cluster, self._epoch, self._at_end = cluster, epoch, at_end
+
+    def _kill(self, epoch, at_end):
+        if (epoch, at_end) == (self._epoch, self._at_end):
+            self._cluster.kill("ps", self._lost)
+            self._cluster.restart("ps", self._lost)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._kill(epoch, False)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._kill(epoch, True)
+
+
+def sync_model(cluster):
+    strategy = recsync.SyncStrategy(cluster, global_batch_size=2, local_batch_size=1)
+    return make_model(strategy)
+
+
+def test_a_loss_between_epochs_of_steps_leaves_the_next_ones_as_they_are(cluster, tmp_path, caplog):
+    model = sync_model(cluster)
+    callback = Checkpoint(tmp_path, every_steps=14, keep=None, at_end=False)
+    updates = []
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: updates.append(int(model.optimizer.iterations.numpy()))
+    )
+    history = model.fit(
+        batches().repeat(),
+        steps_per_epoch=20,
+        epochs=4,
+        verbose=0,
+        callbacks=[callback, note, KillOnce(cluster, model, 0, at_end=True)],
+    )
+    assert history.epoch == [0, 1, 2, 3]
+    assert callback.recoveries == 1
+    assert "What was trained on since the checkpoint is not trained on again." in caplog.text
+    assert updates[0] == 10 and np.diff(updates[1:]).tolist() == [10, 10]
+    assert 10 <= updates[1] <= 20
+
+
+def test_a_loss_before_the_first_step_of_a_resumed_program_keeps_its_place(cluster, tmp_path):
+    model = sync_model(cluster)
+    first = Checkpoint(tmp_path, every_steps=10, keep=None, at_end=False)
+    recsync.testing.set_compute_time(model.distribute_strategy, 0.005)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(batches(True), verbose=0, callbacks=[first, Stop(0, 30)])
+    first._wait()
+
+    model = sync_model(cluster)
+    second = Checkpoint(tmp_path, every_seconds=1e9)
+    epoch = checkpoint.open(checkpoint.latest(tmp_path)).metadata["epoch"]
+    model.fit(
+        batches(True),
+        epochs=2,
+        verbose=0,
+        callbacks=[second, KillOnce(cluster, model, epoch, at_end=False)],
+    )
+    assert second.recoveries == 1
+    counts = counts_of(model)
+    # Of a global batch of two, each has half its weight. A push that was not applied yet, as it
+    # had to wait for another one, is in no file.
+    assert 2 * BATCHES - 1 <= 2 * counts.sum() <= 2 * BATCHES
+    assert np.abs(2 * counts - 2).sum() <= 2 * 8 + 1
+
+
+@pytest.mark.parametrize("recovery", ["partial", "all"])
+def test_a_loss_after_the_last_step_is_said_or_mended(cluster, tmp_path, caplog, recovery):
+    model = make_model(recsync.AsyncStrategy(cluster))
+    callback = Checkpoint(tmp_path, every_seconds=1e9, recovery=recovery)
+    model.fit(batches(), verbose=0, callbacks=[callback, KillOnce(cluster, model, 0, at_end=True)])
+    assert callback.recoveries == 1
+    about = checkpoint.open(checkpoint.latest(tmp_path)).metadata
+    if recovery == "partial":
+        assert about["epoch"] == 1
+        return
+    # It is not said to have more than it has.
+    assert about["epoch"] == 0
+    assert "start the program again to train on what came after that" in caplog.text
+    model, again, history = trained(cluster, tmp_path, lambda strategy: batches(), epochs=1)
+    assert history.epoch == [0]
+    assert counts_of(model).sum() == BATCHES
+
+
+def test_what_another_program_left_is_not_what_a_model_goes_back_to(cluster, tmp_path):
+    trained(cluster, tmp_path, lambda strategy: batches(), epochs=1)
+    model = make_model(recsync.AsyncStrategy(cluster))
+    recsync.testing.set_compute_time(model.distribute_strategy, 0.005)
+    callback = Checkpoint(tmp_path, every_seconds=1e9, resume=False, recovery="all")
+    kill = KillOnce(cluster, model, 1, at_end=False)
+    model.fit(batches(), epochs=2, verbose=0, callbacks=[callback, kill])
+    assert callback.recoveries == 1
+    assert counts_of(model).max() <= 2

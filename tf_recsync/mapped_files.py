@@ -52,7 +52,9 @@ def mapped(path: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         error = ctypes.get_errno()
         raise OSError(error, f"can't be mapped into memory: {os.strerror(error)}", path)
     region = (ctypes.c_ubyte * size).from_address(address)
-    weakref.finalize(region, _libc.munmap, address, size)
+    finalizer = weakref.finalize(region, _libc.munmap, address, size)
+    # When the process ends, other threads may read it still.
+    finalizer.atexit = False
     values = np.frombuffer(region, np.uint8).view(dtype).reshape(shape)
     values.flags.writeable = False
     return values

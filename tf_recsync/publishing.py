@@ -194,7 +194,7 @@ class Publish(WritingRows):
         chain, step = self._begin_chain(), global_step_of(self.model.optimizer)
 
         def write(folder: str) -> Mapping[str, Any]:
-            base = chain.begin(described)
+            base = chain.begin(described, self._is_there)
             inference.write(folder)
             path = os.path.join(folder, TABLES)
             parts = write_parts(path, sources, self.model, chain.versions, base is not None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -225,10 +226,11 @@ class TableReader:
             raise ValueError(f"verify must be a bool, not {verify!r}")
         self._verify = verify
         self._refreshing = threading.Lock()
-        latest = self._latest()
-        if latest is None:
-            raise FileNotFoundError(f"target={self._target!r} has no published version")
-        self._current = self._opened(latest, None)
+        with _reading(self._target):
+            latest = self._latest()
+            if latest is None:
+                raise FileNotFoundError(f"target={self._target!r} has no published version")
+            self._current = self._opened(latest, None)
 
     @property
     def current(self) -> TableVersion:
@@ -272,12 +274,16 @@ class TableReader:
             ValueError: see `TableReader`.
             OSError: as above.
         """
-        with self._refreshing:
+        with self._refreshing, _reading(self._target):
             latest = self._latest()
-            if latest is None or latest == self._current.version:
+            if latest is None or (latest == self._current.version and self._is_current(latest)):
                 return False
             self._current = self._opened(latest, self._current)
             return True
+
+    def _is_current(self, version: int) -> bool:
+        """Whether a version is the one that is served, and no other one of the same number."""
+        return parsed_tables(Versions(self._target).path(version)).id == self._current._ids[-1]
 
     def _latest(self) -> int | None:
         published = Versions(self._target).published()
@@ -287,16 +293,24 @@ class TableReader:
         """Opens a version; what is in the one before is not opened again."""
         path = Versions(self._target).path(version)
         chain = chain_of(path, parsed_tables, MARKER)
-        ids, tables = [index.id for _, index in chain], {}
+        ids, tables, (_, index) = [own.id for _, own in chain], {}, chain[-1]
         if before is not None and before._ids == tuple(ids[: len(before._ids)]):
             tables, chain = before._tables, chain[len(before._ids) :]
-        for folder, index in chain:
-            tables = _changed_tables(folder, index, tables, self._verify)
-        _, index = chain[-1]
+        for folder, own in chain:
+            tables = _changed_tables(folder, own, tables, self._verify)
         return TableVersion(version, path, ids, index, tables, tf.saved_model.load(path))
 
     def __repr__(self) -> str:
         return f"TableReader(target={self._target!r}, version={self.version})"
+
+
+@contextlib.contextmanager
+def _reading(target: str) -> Iterator[None]:
+    """Inside, versions are read, which somebody may remove: raises an OSError."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        raise OSError(f"target={target!r} can't be read: {error.message}") from error
 
 
 @dataclasses.dataclass(frozen=True)

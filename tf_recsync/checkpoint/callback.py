@@ -198,6 +198,7 @@ class Checkpoint(WritingRows):
         self._running = 0  # The epoch that runs, or ran last.
         self._epoch = 0  # The one to begin with after this moment.
         self._has_begun = False  # Whether the first epoch of `fit` has.
+        self._own: set[str] = set()  # The checkpoints that are of this call of `fit`.
 
     def on_train_end(self, logs=None):
         try:
@@ -225,6 +226,7 @@ class Checkpoint(WritingRows):
 
     def _prepare(self) -> None:
         self._has_begun = False
+        self._own.clear()
         super()._prepare()
         if not self.model.built:
             raise ValueError(
@@ -238,6 +240,7 @@ class Checkpoint(WritingRows):
             if latest is not None:
                 metadata = restore(latest, self.model)
                 self.restored = latest
+                self._own.add(latest)
                 self._epoch = int(metadata.get(_EPOCH, 0))
                 # As Keras's BackupAndRestore does.
                 self.model._initial_epoch = self._epoch
@@ -254,7 +257,9 @@ class Checkpoint(WritingRows):
                 self._ps_timeout,
                 self._describe_last,
             )
-            if latest_checkpoint(folder) is None:
+            # That of another program may have other values than the model.
+            latest, last = latest_checkpoint(folder), self.saved[-1].path if self.saved else None
+            if latest is None or latest not in (*self._own, last):
                 self._begin()
                 self._wait()
 
@@ -283,9 +288,9 @@ class Checkpoint(WritingRows):
             restore_lost(path, self.model, lost)
         else:
             metadata = restore(path, self.model)
-            # The first one is of the beginning of the first pass.
+            # One that is not of this call of `fit` is of its beginning.
             position = self.model.train_function.beginning
-            if _DATA in metadata:
+            if _DATA in metadata and path in self._own:
                 position = DataPosition.parsed(metadata[_DATA])
         self.recoveries += 1
         return position
@@ -304,21 +309,30 @@ class Checkpoint(WritingRows):
                 raise
             if not function.recovered_between(error):
                 raise
-            super()._write_last()
+            if self._is_partial(self.model.distribute_strategy):
+                super()._write_last()
+                return
+            logging.warning(
+                "The model is what it was in %s, as a server was lost after the last step: start "
+                "the program again to train on what came after that.",
+                latest_checkpoint(self._argument[1]),
+            )
 
     def _read(self) -> tuple[int, Write]:
         read = Writer(self.model).read()
-        metadata = {**self._metadata, _EPOCH: self._epoch}
-        function = self.model.train_function
+        epoch, function = self._epoch, self.model.train_function
+        metadata = dict(self._metadata)
         if self._has_begun and isinstance(function, TrainFunction):
-            # Read now, when workers stand still.
-            is_over = self._epoch > self._running
-            metadata[_DATA] = function.position(is_over).as_json()
+            # Read now, when workers stand still; they may be ahead of Keras.
+            if function.is_epoch_done:
+                epoch = self._running + 1
+            metadata[_DATA] = function.position(epoch > self._running).as_json()
+        metadata[_EPOCH] = epoch
         writer = Writer(self.model, metadata)
         chain = self._begin_chain()
 
         def write(path: str) -> Mapping[str, Any]:
-            index = writer.write(path, read, chain.versions, chain.begin(read.rows))
+            index = writer.write(path, read, chain.versions, chain.begin(read.rows, self._is_there))
             return self._end_rows(index)
 
         return read.global_step, write
@@ -329,6 +343,7 @@ class Checkpoint(WritingRows):
     def _written(self, version: int, step: int, pause: float, seconds: float) -> None:
         super()._written(version, step, pause, seconds)
         path, index = self._versions.path(version), self._last_index
+        self._own.add(path)
         is_delta = index.base is not None
         self.saved.append(SavedCheckpoint(path, step, pause, seconds, index.written, is_delta))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -62,14 +62,19 @@ class Chain:
         self._rows: list[tuple[str, tuple[int, ...]]] = []  # What there was of which shape.
         self._count = 0  # Those from the last full one on.
 
-    def begin(self, rows: Sequence[Rows]) -> Base | None:
+    def begin(
+        self, rows: Sequence[Rows], is_there: Callable[[Base], bool] = lambda base: True
+    ) -> Base | None:
         """Begins a checkpoint; returns what it is based on, None if it is to be full.
 
         Args:
             rows: what is to be saved; when the optimizer has been built, there is more of it.
+            is_there: whether one that was saved is there still.
         """
         is_alike = shapes_of(rows) == self._rows
         base = self._last if is_alike and self._count < self._full_every else None
+        if base is not None and not is_there(base):
+            base = None
         if base is None:
             self._count = 0
         self._last = None

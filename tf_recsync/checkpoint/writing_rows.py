@@ -67,6 +67,13 @@ class WritingRows(WritingBeside):
         self._renewals_at_read = renewals
         return self._chain
 
+    def _is_there(self, base: Base) -> bool:
+        """Whether a version that was written is there still: somebody may have removed it."""
+        try:
+            return self._parse(self._versions.path(int(base.folder))).id == base.id
+        except (FileNotFoundError, ValueError):
+            return False
+
     def _end_rows(self, index: RowsIndex) -> Mapping[str, Any]:
         """To be called when all is written but the marker; returns what the marker says.
 

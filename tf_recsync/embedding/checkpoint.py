@@ -69,7 +69,7 @@ class SavedRows(tf.__internal__.tracking.Trackable):
             f"{self._label} has shape {list(shape)}, the saved one another",
         )
         with tf.init_scope():
-            TableRows(self._shards).settle()
+            self._rows.settle()
         operations = []
         for variable, first, own in self._rows.places(begin, end):
             with tf.device(device):

@@ -7,6 +7,7 @@ takes more.
 
 from __future__ import annotations
 
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -185,7 +186,9 @@ class RegisteredDataset:
             return False
         return True
 
-    def iterator(self, job: str, part: int = 0, parts: int = 1, taken: int = 0) -> PassIterator:
+    def iterator(
+        self, job: str, part: int = 0, parts: int = 1, taken: int = 0, skipped: int = 0
+    ) -> PassIterator:
         """Joins a pass; call it under the worker's device scope.
 
         Args:
@@ -193,8 +196,9 @@ class RegisteredDataset:
             part: of no meaning here: who joins takes what nobody has had.
             parts: as above.
             taken: as above.
+            skipped: as above.
         """
-        del part, parts, taken
+        del part, parts, taken, skipped
         # The public from_dataset_id lacks the refresh interval, and with its
         # second every pass would end a second late.
         policy = tf.data.experimental.service.ShardingPolicy
@@ -328,6 +332,13 @@ class DistributedDataset:
             why = f"batches came from {count} input pipelines, and now from {slots}"
         elif self.readers > 1:
             why = "of several readers each reads what nobody else has begun"
+        elif 0 < self.pass_batches < float("inf"):
+            why = (
+                "with steps_per_epoch, Keras begins a dataset anew when it has asked for as many "
+                "batches as that has; use repeat"
+            )
+        elif position.epoch_batches > (self.steps_per_epoch or self.batches or sys.maxsize):
+            why = f"{position.epoch_batches} of its steps were done, and now it has fewer"
         if why:
             logging.warning("The epoch begins anew, with all of its data: %s.", why)
             return DataPosition(position.passes)
@@ -419,6 +430,9 @@ class DistributedIterator:
         failed: a pass that has failed, and whose steps go on in another one; None: there is none.
         job: the name of the pass in the data's service; None before.
         skipped: the steps of the first epoch that an earlier process has done.
+        data: as workers get at it; None before.
+        begin: where in the pass they begin.
+        passes_before: how many passes over the dataset there were before.
         asked: the steps that Keras has asked for already, of an epoch that begins anew; else 0.
     """
 
@@ -428,6 +442,9 @@ class DistributedIterator:
         self.failed: WorkerRun | None = None
         self.job: str | None = None
         self.skipped = 0
+        self.data: RegisteredDataset | WorkerDatasets | None = None
+        self.begin = DataPosition()
+        self.passes_before = 0
         self.asked = 0
         self._local = None
 

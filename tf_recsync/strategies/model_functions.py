@@ -326,25 +326,19 @@ class Steps:
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
         after, is_over = iterator.failed, iterator.distributed.is_over
         slots = self._settings.cluster.workers * self.threads
-        position, self._position = self._position, None
-        is_anew, completed = after is None, 0
-        if is_anew or position is not None:
-            if position is not None:
+        is_anew = after is None
+        goes_back = not is_anew and self._position is not None
+        # Once, though a start that fails is made again.
+        if iterator.data is None or goes_back:
+            position = self._position
+            if position is not None and is_anew:
                 position = iterator.distributed.reachable(position, slots)
-            data, self._passes_before = iterator.distributed.shared(position)
-            position = position or DataPosition()
-            if is_anew:
-                completed = iterator.skipped = self._skipped = position.epoch_batches
-                self._uncounted = position.batches - completed
-                self._pass_batches = iterator.distributed.pass_batches
-                self.beginning = self.beginning or DataPosition(self._passes_before)
-            else:
-                completed = position.batches - self._uncounted
-                iterator.job = after = None
-            self._pipelines = position.pipelines
-        else:
-            data = after.data
-        pipelines = self._pipelines
+            iterator.data, iterator.passes_before = iterator.distributed.shared(position)
+            iterator.begin, iterator.job = position or DataPosition(), None
+        data, begin = iterator.data, iterator.begin
+        completed = begin.epoch_batches
+        if goes_back:
+            completed, after = begin.batches - self._uncounted, None
         steps_per_call = self._model.steps_per_execution
         layout = self._continue(iterator)
         job = iterator.job = iterator.job or data.new_job()
@@ -366,14 +360,14 @@ class Steps:
             return values
 
         def open_worker(slot: Slot):
-            taken = slot.taken + (pipelines[slot.number] if pipelines else 0)
+            skipped = begin.pipelines[slot.number] if begin.pipelines else 0
             before, iterator = slot.state, None
             if slot.kept_data == self._settings.cluster.membership.life(slot.worker):
                 iterator = before.hand_over()
             kept = iterator
             if iterator is None:
                 slot.kept_data = None
-                iterator = data.iterator(job, slot.number, slots, taken)
+                iterator = data.iterator(job, slot.number, slots, slot.taken, skipped)
             private = private_values(slot)
             try:
                 state = self._open(slot.index, iterator, private, before, self._owner_of(slot))
@@ -425,7 +419,14 @@ class Steps:
             completed=completed,
             is_another=not is_anew,
         )
-        iterator.failed = None
+        if is_anew:
+            iterator.skipped = self._skipped = completed
+            self._passes_before = iterator.passes_before
+            self._uncounted = begin.batches - completed
+            self._pass_batches = iterator.distributed.pass_batches
+            self.beginning = self.beginning or DataPosition(self._passes_before)
+        self._pipelines = begin.pipelines
+        self._position = iterator.failed = None
         run = self._run
         run.when_done(self._go_on)
         for optimizer in self._variables.optimizers:

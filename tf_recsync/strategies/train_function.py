@@ -238,21 +238,37 @@ class TrainFunction(Steps):
     ) -> None:
         """The steps of a pass that has failed go on, or begin once more where it was."""
         if iterator is None or iterator.failed is None:
+            self._tell_of_loss(position)
             return  # It had not begun.
         failed = iterator.failed
-        if position is not None and not self._is_of_pass(position):
-            logging.warning(
-                "What was trained on in earlier epochs since the checkpoint is not trained on again"
-            )
+        # Keras can't be told to begin an epoch again that is over; and of several readers nobody
+        # knows which batches were trained on.
+        is_over = self._target >= self._epoch_end or iterator.distributed.readers > 1
+        if position is not None and (is_over or not self._is_of_pass(position)):
+            self._tell_of_loss(position)
             position = None
-        elif position is not None and iterator.distributed.readers > 1:
-            position = None  # Nobody knows which batches these were.
         if position is not None:
             failed.close_kept()
         self._position = position
         iterator.run = self._start(iterator)
         if position is not None:
             iterator.run.grant(failed.granted - iterator.run.completed)
+
+    def _tell_of_loss(self, position: DataPosition | None) -> None:
+        """The model is as it was at a position, and the data are further on."""
+        if position is None or self._run is None:
+            return
+        batches = self._uncounted + self._run.completed
+        of_pass = position.batches if position.passes == self._passes_before else -1
+        is_next = position.passes == self._passes_before + 1 and position.batches == 0
+        if of_pass < batches and not is_next:
+            logging.warning("What was trained on since the checkpoint is not trained on again.")
+
+    @property
+    def is_epoch_done(self) -> bool:
+        """Whether workers have done all steps of the epoch, though Keras may not know yet."""
+        run = self._run
+        return run is not None and (run.completed >= self._epoch_end or not run.is_open)
 
     def _is_of_pass(self, position: DataPosition) -> bool:
         """Whether it is in the pass that runs, and no further than that."""

@@ -85,7 +85,9 @@ class WorkerDatasets(DataAdapter):
         """The name of a new pass."""
         return ""  # Nobody shares anything that would need one.
 
-    def iterator(self, job: str, part: int, parts: int, taken: int) -> PassIterator:
+    def iterator(
+        self, job: str, part: int, parts: int, taken: int, skipped: int = 0
+    ) -> PassIterator:
         """Begins a pass over a worker's pipelines; call it under the worker's device scope.
 
         Args:
@@ -93,23 +95,26 @@ class WorkerDatasets(DataAdapter):
             part: the number of a worker's thread.
             parts: how many threads there are, at most one for each pipeline.
             taken: the batches that the thread had in this pass before it was lost.
+            skipped: those before the pass began that are not to be trained on again.
         """
         del job
         of_part = self.pipelines // parts
         numbers = range(part * of_part, (part + 1) * of_part)
         try:
-            return self._iterator(numbers, taken)
+            return self._iterator(numbers, taken, skipped)
         except tf.errors.OpError:
             # They are gone if the worker was started again since they were made. All are dropped.
             if not any([self._made.pop(number, None) for number in numbers]):
                 raise
-        return self._iterator(numbers, taken)
+        return self._iterator(numbers, taken, skipped)
 
-    def _iterator(self, numbers: range, taken: int) -> PassIterator:
+    def _iterator(self, numbers: range, taken: int, skipped: int) -> PassIterator:
         dataset = self._chained(numbers)
         # Where there is an end, each batch has its turn once.
-        if taken and self.cardinality != tf.data.INFINITE_CARDINALITY:
-            dataset = dataset.skip(taken)
+        if self.cardinality != tf.data.INFINITE_CARDINALITY:
+            skipped += taken
+        if skipped:
+            dataset = dataset.skip(skipped)
         return PassIterator(dataset)
 
     def _chained(self, numbers: range) -> tf.data.Dataset:

@@ -812,6 +812,11 @@ class WorkerRun:
             raise lost_parameter_server(self._cluster, found.server) from error
         if self._readers:
             data_errors.check(error)
+        if found.cause is Cause.USER and self._is_cut_off(slot, error):
+            logging.info("worker:%d joins its data anew: %s", slot.index, messages.reason(error))
+            slot.breaks += 1
+            self._lose_slot(slot)
+            return
         if found.cause is Cause.USER:
             raise messages.plain(error, slot.index) from None
         if found.cause is not Cause.LOST_SERVER:
@@ -834,6 +839,14 @@ class WorkerRun:
             )
         self._cluster.tell_members()
         self._lose_slot(slot)
+
+    def _is_cut_off(self, slot: Slot, error: tf.errors.OpError) -> bool:
+        """Whether it is the worker's iterator that ended with a call of the pass before.
+
+        One that waits for a batch when its call is cancelled gives none any more.
+        """
+        is_cancelled = isinstance(error, tf.errors.CancelledError)
+        return is_cancelled and self._is_another and slot.breaks < _MOST_BREAKS
 
     def _second_look(self, slot: Slot, error: tf.errors.OpError, found: Diagnosis) -> Diagnosis:
         """Whether a worker that can't be reached is gone: others may have what is lost with it.

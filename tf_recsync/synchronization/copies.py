@@ -321,16 +321,16 @@ class Copies:
             if self._copies or self._loaded:
                 assigned = self._assigned(shown)
                 self.assigned = [value is not None for value in assigned]
-                if self._merged:
-                    pairs = zip(assigned, self._shown, strict=True)
-                    shown = [old if new is None else new for new, old in pairs]
-                    self._show(shown)
-                    self._merged = []
                 for group in self._copies:
                     self._assign(group, assigned)
                 for values in self._loaded.values():
                     for i, value in enumerate(assigned):
                         values[i] = values[i] if value is None else value
+                if self._merged:  # Not earlier: it may fail, and is called again then.
+                    pairs = zip(assigned, self._shown, strict=True)
+                    shown = [old if new is None else new for new, old in pairs]
+                    self._show(shown)
+                    self._merged = []
             self._shown = shown
 
     def _assigned(self, shown: Sequence[np.ndarray]) -> list[np.ndarray | None]:
