@@ -105,7 +105,7 @@ def test_each_row_is_of_one_moment_in_what_is_saved_while_workers_push(cluster, 
         assert count >= (0 if mode in COPIED else saved.global_step)
     # The last one: training has ended.
     restored = make_model(MODES[mode](cluster), rows)
-    assert checkpoint.restore(checkpoint.latest(tmp_path), restored) == {"epoch": 1}
+    assert checkpoint.restore(checkpoint.latest(tmp_path), restored)["epoch"] == 1
     np.testing.assert_array_equal(restored.get_weights()[0], model.get_weights()[0])
 
 
