@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 
 import keras
@@ -18,6 +20,7 @@ from test_recovery import KillInTurn, shards_of, slowly
 from test_serving import click_inputs, click_model
 
 import tf_recsync as recsync
+from tf_recsync import table_reader
 from tf_recsync.callbacks import Checkpoint, Publish
 from tf_recsync.checkpoint import blocks
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
@@ -517,6 +520,74 @@ def test_what_a_kept_version_is_based_on_is_kept(tmp_path):
     publish = Waiting(tmp_path, full_every=3, keep=1)
     ones_model(rows=5).fit(one_rows(7, 5), verbose=0, callbacks=[publish, Look()])
     assert found == [[1], [1, 2], [1, 2, 3], [4], [4, 5], [4, 5, 6], [7]]
+
+
+def test_a_version_that_is_taken_back_while_others_follow_is_no_base(tmp_path):
+    readers, changed = [], []
+
+    class TakeBack(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                readers.append(TableReader(tmp_path))
+                shutil.rmtree(tmp_path / "3")
+            elif batch == 3:  # It has the number of the one that was taken back.
+                changed.append((readers[0].version, readers[0].refresh(), readers[0].refresh()))
+
+    publish = Waiting(tmp_path, full_every=99, at_end=False)
+    model = ones_model(rows=5)
+    model.fit(one_rows(6, 5), verbose=0, callbacks=[publish, TakeBack()])
+    assert [own.version for own in publish.publications] == [1, 2, 3, 3, 4, 5]
+    deltas = [own.is_delta for own in publish.publications]
+    assert deltas == [False, True, True, False, True, True]
+    assert changed == [(3, True, False)]
+    (layer,) = collections(model)
+    for reader in (readers[0], TableReader(tmp_path)):
+        reader.refresh()
+        for name, rows in layer.table_rows().items():
+            np.testing.assert_array_equal(reader.lookup(name, np.arange(5)), rows.read())
+
+
+def test_a_copied_version_is_served_as_the_one_that_it_is_a_copy_of(chain, tmp_path):
+    reader = reader_at(chain / "clicks", 3)
+    target = chain / "clicks" / "until_3"
+    before = reader.lookup("ones", [1, 2])
+    shutil.copytree(target / "3", target / "9")
+    assert reader.refresh() and reader.version == 9
+    np.testing.assert_array_equal(reader.lookup("ones", [1, 2]), before)
+
+
+def test_a_version_that_is_removed_while_it_is_read_is_an_os_error(chain, monkeypatch):
+    reader = reader_at(chain / "clicks", 2)
+    copy_versions(chain / "clicks", chain / "clicks" / "until_2", [3])
+
+    def gone(*args):
+        raise tf.errors.NotFoundError(None, None, "no such file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table_reader, "chain_of", gone)
+        with pytest.raises(OSError, match="can't be read: no such file"):
+            reader.refresh()
+    assert reader.version == 2
+    assert reader.refresh() and reader.version == 3
+
+
+def test_a_process_may_end_while_a_thread_looks_up(chain):
+    program = """
+import sys, threading
+from tf_recsync.serving import TableReader
+reader = TableReader(sys.argv[1], verify=False)
+begun = threading.Event()
+
+def look_up():
+    while True:
+        reader.lookup("ones", [1, 2, 3])
+        begun.set()
+
+threading.Thread(target=look_up, daemon=True).start()
+begun.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(chain / "clicks")], timeout=120)
+    assert done.returncode == 0
 
 
 def test_after_the_loss_of_a_server_the_next_version_is_full(cluster, tmp_path):
