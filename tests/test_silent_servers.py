@@ -13,6 +13,7 @@ from tf_recsync.cluster import signs_of_life
 from tf_recsync.cluster.signs_of_life import cut_connections, peers_of
 from tf_recsync.optimizers import SGD
 from tf_recsync.strategies import worker_run
+from tf_recsync.strategies.watched_calls import watched
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -76,6 +77,15 @@ def test_a_model_is_not_built_on_a_parameter_server_that_stands_still(two):
     two.pause("ps", 0)
     with strategy.scope(), pytest.raises(RuntimeError, match="ps:0 has not answered for . s"):
         slope_model()
+
+
+def test_a_call_that_waits_elsewhere_ends_when_a_parameter_server_is_gone(two):
+    """As one of which TensorFlow has forgotten that a part has failed."""
+    with tf.device("/job:worker/task:0"):
+        queue = tf.queue.FIFOQueue(1, tf.float32)
+    two.kill("ps", 0)
+    with pytest.raises(RuntimeError, match="ps:0 has not answered"), watched(two, LIMIT):
+        queue.dequeue()
 
 
 def test_a_strategy_is_made_although_a_worker_stands_still(two, caplog):
