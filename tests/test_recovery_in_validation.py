@@ -148,6 +148,9 @@ def test_what_evaluates_otherwise_is_told_of_the_loss(cluster, tmp_path):
     options = {"validation_data": validation.data, "callbacks": [callback, validation]}
     model.fit(dataset(40, ROWS).repeat(), steps_per_epoch=20, verbose=0, **options)
     assert callback.recoveries == 1
+    # The data have no end, so another program goes on with the next of their batches.
+    position = checkpoint.open(checkpoint.latest(tmp_path)).metadata["data"]
+    assert (position["passes"], position["batches"]) == (0, 20)
     # Nobody has gone on with the batches that workers had: they have left the data.
     assert all(slot.kept_data is None for slot in model.train_function._run.slots)
     validation = Validation(lambda: cluster.kill("ps", lost))

@@ -329,3 +329,27 @@ def test_tables_that_train_decay_as_in_one_process(clusters):
         weights.append(model.get_weights())
     for one, other in zip(*weights, strict=True):
         np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+
+
+def test_what_one_optimizer_left_pending_another_one_finds_applied(clusters):
+    strategy = clusters.strategy(workers=2, ps=2)
+    model = model_of_ones(strategy)
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    first = model.optimizer
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(batches(10), verbose=0, callbacks=[Stop()])
+    with strategy.scope():
+        model.compile(SGD(0.1), no_gradient)  # Without decay.
+    model.fit(batches(10), verbose=0)
+    decayed = float(np.ravel(model.get_weights()[0])[0])
+    assert decayed < 1.0
+    check_all(model, decayed)
+    # The first one again: what it decays is not decayed twice.
+    with strategy.scope():
+        model.compile(first, no_gradient)
+    model.fit(batches(10), verbose=0)
+    check_all(model, decayed * 0.99**10)

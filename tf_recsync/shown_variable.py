@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -34,9 +34,11 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
             None: there is nobody to tell.
         settle: brings it up to date, where steps leave some of what they do for later; it is
             called before this process reads or assigns the variable.
+        log_decays: a variable beside it with what `settle` applies; None: there is none.
         guard: sees to it that no call to the variable's server waits for ever; None: nobody does.
     """
 
+    log_decays: Any = None
     before_read: Callable[[], None] | None = None
     guard: Guard | None = None
     settle: Callable[[], None] = staticmethod(lambda: None)

@@ -198,7 +198,8 @@ class Checkpoint(WritingRows):
         self._running = 0  # The epoch that runs, or ran last.
         self._epoch = 0  # The one to begin with after this moment.
         self._has_begun = False  # Whether the first epoch of `fit` has.
-        self._own: set[str] = set()  # The checkpoints that are of this call of `fit`.
+        self._own: set[str] = set()  # The checkpoints that this call of `fit` has saved.
+        self._resumed: str | None = None  # The one that it was restored from.
 
     def on_train_end(self, logs=None):
         try:
@@ -226,6 +227,7 @@ class Checkpoint(WritingRows):
 
     def _prepare(self) -> None:
         self._has_begun = False
+        self._epoch, self._resumed = 0, None
         self._own.clear()
         super()._prepare()
         if not self.model.built:
@@ -239,8 +241,7 @@ class Checkpoint(WritingRows):
             latest = latest_checkpoint(folder)
             if latest is not None:
                 metadata = restore(latest, self.model)
-                self.restored = latest
-                self._own.add(latest)
+                self.restored = self._resumed = latest
                 self._epoch = int(metadata.get(_EPOCH, 0))
                 # As Keras's BackupAndRestore does.
                 self.model._initial_epoch = self._epoch
@@ -257,9 +258,8 @@ class Checkpoint(WritingRows):
                 self._ps_timeout,
                 self._describe_last,
             )
-            # That of another program may have other values than the model.
-            latest, last = latest_checkpoint(folder), self.saved[-1].path if self.saved else None
-            if latest is None or latest not in (*self._own, last):
+            # One of before may have other values than the model has by now.
+            if latest_checkpoint(folder) != self._resumed or self._resumed is None:
                 self._begin()
                 self._wait()
 
@@ -288,7 +288,7 @@ class Checkpoint(WritingRows):
             restore_lost(path, self.model, lost)
         else:
             metadata = restore(path, self.model)
-            # One that is not of this call of `fit` is of its beginning.
+            # The one that it was restored from is of its beginning.
             position = self.model.train_function.beginning
             if _DATA in metadata and path in self._own:
                 position = DataPosition.parsed(metadata[_DATA])

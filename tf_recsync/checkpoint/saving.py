@@ -37,6 +37,7 @@ from tf_recsync.checkpoint.weights import saved_weights
 from tf_recsync.embedding.table_rows import RowsApart, TableRows
 from tf_recsync.optimizers.base import global_step_of, parts_of
 from tf_recsync.optimizers.saving import signature
+from tf_recsync.shown_variable import shown
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.synchronization.copies import is_copied
@@ -411,11 +412,11 @@ def versions_of(model: keras.Model) -> dict[int, keras.Variable]:
 
 def log_decays_of(model: keras.Model) -> dict[int, keras.Variable]:
     """What is pending of the decay of tables' rows, by the ids of the tables' variables."""
+    tables = ((id(variable), shown(variable._value)) for variable in model.variables)
     return {
-        id(state.variable): log_decays
-        for part in optimizers_of(model)
-        for state in getattr(part, "states", ())
-        for log_decays in state.log_decays
+        number: table.log_decays
+        for number, table in tables
+        if table is not None and table.log_decays is not None
     }
 
 

@@ -37,6 +37,7 @@ from tf_recsync.embedding.placement import PlacementPlan
 from tf_recsync.embedding.table_rows import TableRows, saved_array
 from tf_recsync.ops.bags import Bags, PackedBags
 from tf_recsync.optimizers.plain_update import in_xla_context
+from tf_recsync.shown_variable import shown
 
 
 @keras.saving.register_keras_serializable(package="tf_recsync")
@@ -507,6 +508,8 @@ def look_up(tables: Sequence[Any], bags: Sequence[Bags]) -> list[tf.Tensor]:
         ]
     for table in tables:
         tape.variable_accessed(table)  # The op reads it by its handle.
+        if shown(table) is not None and tf.executing_eagerly():
+            table.tell()
     packed = PackedBags.pack(list(bags))
     vectors, _ = ops.gather_rows(
         [table.handle for table in tables], [], packed.ids, packed.counts, **packed.inputs()

@@ -253,18 +253,20 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         table = shown(variable._value)
         if table is None or "/job:ps/" not in table.device:
             return []
+        table.settle()  # What another optimizer has left.
         if self.weight_decay is None or not self._use_weight_decay(variable):
             return []
-        table.settle()  # What another optimizer has left.
-        logs = beside("log_decay", (variable.shape[0] + 2,), "float64")
+        if table.log_decays is None:
+            # The table's, whichever optimizer updates it.
+            logs = table.log_decays = beside("log_decay", (variable.shape[0] + 2,), "float64")
 
-        def settle() -> None:
-            with tf.device(table.device):
-                ops.settle_decay([table.handle], [logs._value.handle])
+            def settle() -> None:
+                with tf.device(table.device):
+                    ops.settle_decay([table.handle], [logs._value.handle])
 
-        # Whoever reads or assigns the table as a whole finds all rows as they are by now.
-        table.settle = settle
-        return [logs]
+            # Whoever reads or assigns the table as a whole finds all rows as they are by now.
+            table.settle = settle
+        return [table.log_decays]
 
     @property
     def slots(self) -> int:

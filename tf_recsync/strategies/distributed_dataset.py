@@ -342,17 +342,21 @@ class DistributedDataset:
         if why:
             logging.warning("The epoch begins anew, with all of its data: %s.", why)
             return DataPosition(position.passes)
+        self.check_order(position)
+        return position
+
+    def check_order(self, position: DataPosition) -> None:
+        """Warns if what is skipped up to a position need not be what was trained on."""
         is_other = reshuffling.has_any_order(self.dataset)
-        if self._apart is not None and position.passes:
+        if self._apart is not None:
             # Workers count the passes of the pipelines that they have.
             is_other = is_other or reshuffling.is_reshuffled(self.dataset)
-        if is_other:
+        if is_other and position.batches:
             logging.warning(
                 "%d batches are skipped that were trained on, but the dataset's order is another "
                 "one each time: give shuffle a seed, or call keras.utils.set_random_seed.",
                 position.batches,
             )
-        return position
 
     def shared(
         self, position: DataPosition | None = None

@@ -367,6 +367,7 @@ class Steps:
             kept = iterator
             if iterator is None:
                 slot.kept_data = None
+                slot.has_kept = False
                 iterator = data.iterator(job, slot.number, slots, slot.taken, skipped)
             private = private_values(slot)
             try:
@@ -424,7 +425,9 @@ class Steps:
             self._passes_before = iterator.passes_before
             self._uncounted = begin.batches - completed
             self._pass_batches = iterator.distributed.pass_batches
-            self.beginning = self.beginning or DataPosition(self._passes_before)
+            if self.beginning is None:
+                own = dataclasses.replace(begin, passes=self._passes_before)
+                self.beginning = own
         self._pipelines = begin.pipelines
         self._position = iterator.failed = None
         run = self._run

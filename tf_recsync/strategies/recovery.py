@@ -200,8 +200,13 @@ def make_anew(model: keras.Model, servers: Iterable[Server]) -> list[ShownVariab
     All their elements are 0.
     """
     lost = set(servers)
+    found = {id(variable): variable for variable in variables_of(model)}
+    # What lets a table decay may have been made by another optimizer.
+    tables = [table for table in map(shown, found.values()) if table is not None]
+    logs = [table.log_decays._value for table in tables if table.log_decays is not None]
+    found.update({id(variable): variable for variable in logs})
     made = []
-    for variable in variables_of(model):
+    for variable in found.values():
         spec = tf.DeviceSpec.from_string(variable.device)
         if (spec.job, spec.task) in lost and shown(variable) is not None:
             variable.make_anew()

@@ -80,6 +80,7 @@ class Slot:
         lost_steps: how many steps were lost in it.
         kept_data: the worker's life in which its thread goes on with its iterator, if what it
             trains on is made anew; None: it gets another one.
+        has_kept: whether its iterator is one that it kept.
         ended: whether it has seen the end of its data.
         call: the steps of its call in flight; 0 between calls.
         calls: counts the calls that had steps.
@@ -105,6 +106,7 @@ class Slot:
         self.breaks = 0
         self.lost_steps = 0
         self.kept_data: int | None = None
+        self.has_kept = False
         self.ended = False
         self.call = self.calls = self.progress = 0
         self.called = self.progressed = self.told = 0.0
@@ -139,7 +141,7 @@ class Slot:
             Of its call in flight, the steps that are known to be done, and those that were lost.
         """
         self.state, self.lost_steps, self.kept_data = other.state, other.lost_steps, other.kept_data
-        self.ended = other.ended
+        self.ended, self.has_kept = other.ended, other.kept_data is not None
         if not other.call or other.state is None:
             return 0, 0
         done, lost = other.state.account_lost(other.call, other.progress, 0.0)

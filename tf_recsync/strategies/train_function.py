@@ -127,7 +127,7 @@ class TrainFunction(Steps):
         if self._position is not None or run is None:
             return self._position or DataPosition()  # Nothing of the pass was trained on.
         batches = self._uncounted + run.completed
-        if is_epoch_over and (batches >= self._pass_batches or not run.is_open):
+        if is_epoch_over and (batches >= self._pass_batches or run.has_seen_end):
             return DataPosition(self._passes_before + 1, batch_size=self.local_batch_size)
         pipelines = ()
         if isinstance(run.data, WorkerDatasets):
@@ -249,6 +249,7 @@ class TrainFunction(Steps):
             position = None
         if position is not None:
             failed.close_kept()
+            iterator.distributed.check_order(position)
         self._position = position
         iterator.run = self._start(iterator)
         if position is not None:
@@ -268,7 +269,7 @@ class TrainFunction(Steps):
     def is_epoch_done(self) -> bool:
         """Whether workers have done all steps of the epoch, though Keras may not know yet."""
         run = self._run
-        return run is not None and (run.completed >= self._epoch_end or not run.is_open)
+        return run is not None and (run.completed >= self._epoch_end or run.has_seen_end)
 
     def _is_of_pass(self, position: DataPosition) -> bool:
         """Whether it is in the pass that runs, and no further than that."""

@@ -242,6 +242,12 @@ class WorkerRun:
             return self._error is None and self._shall_end()
 
     @property
+    def has_seen_end(self) -> bool:
+        """Whether all of its threads have seen the end of the data."""
+        with self._changed:
+            return self._finished_parts == len(self.slots)
+
+    @property
     def granted(self) -> float:
         """Steps that were granted so far."""
         with self._changed:
@@ -814,7 +820,6 @@ class WorkerRun:
             data_errors.check(error)
         if found.cause is Cause.USER and self._is_cut_off(slot, error):
             logging.info("worker:%d joins its data anew: %s", slot.index, messages.reason(error))
-            slot.breaks += 1
             self._lose_slot(slot)
             return
         if found.cause is Cause.USER:
@@ -845,8 +850,13 @@ class WorkerRun:
 
         One that waits for a batch when its call is cancelled gives none any more.
         """
+        with self._changed:
+            is_over = self._shall_end()
         is_cancelled = isinstance(error, tf.errors.CancelledError)
-        return is_cancelled and self._is_another and slot.breaks < _MOST_BREAKS
+        if is_over or not is_cancelled or not slot.has_kept:
+            return False
+        slot.has_kept = False  # It gets another one, whose errors are the user's.
+        return True
 
     def _second_look(self, slot: Slot, error: tf.errors.OpError, found: Diagnosis) -> Diagnosis:
         """Whether a worker that can't be reached is gone: others may have what is lost with it.
