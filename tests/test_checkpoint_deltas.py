@@ -58,7 +58,11 @@ class Waiting(Checkpoint):
 
 def rows_in(path):
     """The rows that the files of a checkpoint have, part by part."""
-    index = parsed(str(path))
+    return rows_of_parts(path, parsed(str(path)))
+
+
+def rows_of_parts(path, index):
+    """The rows that files of parts have, of which an index tells."""
     found = []
     for number, part in enumerate(index.parts):
         reader = blocks.BlockReader(str(path), number, part, blocks.HERE)

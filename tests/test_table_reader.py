@@ -16,6 +16,7 @@ from helpers import assert_close
 from tensorflow.core.protobuf import saved_model_pb2
 from test_checkpoint_callback import dataset as one_rows
 from test_checkpoint_callback import make_model as ones_model
+from test_checkpoint_deltas import rows_of_parts
 from test_recovery import KillInTurn, shards_of, slowly
 from test_serving import click_inputs, click_model
 
@@ -194,16 +195,7 @@ def reader_at(folder, number, **options):
 
 def rows_in(path):
     """The rows that the files of a version have, part by part."""
-    index = parsed_tables(str(path))
-    found = []
-    for number, part in enumerate(index.parts):
-        reader = blocks.BlockReader(f"{path}/{TABLES}", number, part, blocks.HERE)
-        own = []
-        for block in part.blocks:
-            rows, _ = reader.read(block, [0])
-            own += range(*part.bounds(block.number)) if rows is None else rows.numpy().tolist()
-        found.append(own)
-    return found
+    return rows_of_parts(f"{path}/{TABLES}", parsed_tables(str(path)))
 
 
 def test_deltas_have_the_rows_that_have_changed_and_no_state_of_the_optimizer(tmp_path):

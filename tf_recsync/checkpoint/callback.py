@@ -104,7 +104,7 @@ class Checkpoint(WritingRows):
             the callback sets itself, "epoch" and "data".
         timeout: seconds that writing may take at most; default 3600. Then `fit` fails.
         on_ps_lost: "recover" (the default), as above, or "raise": `fit` ends with an error. If it
-            shall recover, and there is no checkpoint, one is saved when training begins. If a
+            shall recover, one is saved when training begins, unless the latest was restored. If a
             server is lost while `fit` evaluates on `validation_data`, that begins anew, so that
             metrics are of each batch once. Other calls of `evaluate` and `predict` end with an
             error.
@@ -259,7 +259,7 @@ class Checkpoint(WritingRows):
                 self._describe_last,
             )
             # One of before may have other values than the model has by now.
-            if latest_checkpoint(folder) != self._resumed or self._resumed is None:
+            if self._resumed is None:
                 self._begin()
                 self._wait()
 

@@ -17,7 +17,7 @@ from tf_recsync._checks import checked_path
 from tf_recsync.checkpoint.blocks import HERE, BlockReader, moves_of
 from tf_recsync.checkpoint.index import WEIGHTS, WORKERS, Index, chain_of, content_of
 from tf_recsync.checkpoint.saving import (
-    log_decays_of,
+    decays_of_tables,
     on_servers,
     optimizers_of,
     owners_of,
@@ -115,7 +115,7 @@ def _kept(model: keras.Model, lost: Collection[int]) -> list[tuple[tf.Variable, 
     """The variables of no collection's table that were not lost, and their values."""
     # The rows of tables, and what lies beside them, are restored by themselves.
     beside = {n for n, table in owners_of(model).items() if hasattr(table, "physical_table")}
-    beside |= {id(log_decays) for log_decays in log_decays_of(model).values()}
+    beside |= {id(log_decays) for log_decays in decays_of_tables(model).values()}
     found = {id(v._value): v for v in [*model.variables, *model.optimizer.variables]}
     return [
         (v._value, v._value.numpy())

@@ -262,7 +262,7 @@ def described_rows(
         # They are copied as they are decayed by then.
         with rows.told(settled=False):
             pass
-    log_decays, versions = log_decays_of(model), versions_of(model)
+    log_decays, versions = decays_of_tables(model), versions_of(model)
     if not scales:
         versions = {table: own for table, own in versions.items() if table not in log_decays}
     sources, shards = sources_of(saved, owners_of(model), versions, log_decays)
@@ -410,7 +410,7 @@ def versions_of(model: keras.Model) -> dict[int, keras.Variable]:
     return versions
 
 
-def log_decays_of(model: keras.Model) -> dict[int, keras.Variable]:
+def decays_of_tables(model: keras.Model) -> dict[int, keras.Variable]:
     """What is pending of the decay of tables' rows, by the ids of the tables' variables."""
     tables = ((id(variable), shown(variable._value)) for variable in model.variables)
     return {
