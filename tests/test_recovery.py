@@ -306,23 +306,48 @@ def test_one_that_does_not_come_back_ends_training_with_the_last_checkpoint(clus
     assert callback.restored
 
 
-@pytest.mark.parametrize("kind", ["raise", "divided layers"])
-def test_training_ends_where_it_can_not_or_shall_not_go_on(cluster, tmp_path, kind):
-    if kind == "raise":
-        strategy, options = recsync.AsyncStrategy(cluster), {"on_ps_lost": "raise"}
-        model = make_model(slowly(strategy), ROWS, shards=2)
-        data = dataset(10_000, ROWS)
-    else:
-        strategy = hierarchical(cluster, BETWEEN["MA"], placement="auto")
-        options, data = {}, dataset(10_000, ROWS)
-        model = make_model(slowly(strategy), ROWS, units=8)
+@pytest.mark.parametrize("placement", ["whole", "divided"])
+def test_layers_that_run_on_servers_go_on_when_a_table_is_back(cluster, tmp_path, placement):
+    options = {"placement": "auto"}
+    if placement == "divided":
+        options = {"placement": {"dense": "columns"}, "groups": 1, "trainers_per_group": 4}
+        options["ps_per_group"] = 2
+    strategy = hierarchical(cluster, BETWEEN["EASGD"], **options)
+    with slowly(strategy).scope():
+        table = make_model(strategy, ROWS)
+        dense = keras.layers.Dense(8, name="dense", kernel_initializer="zeros")
+        vectors = keras.layers.Lambda(tf.stop_gradient)(table.get_layer(NAME).output)
+        outputs = [table.output, keras.layers.Lambda(lambda x: tf.reduce_sum(x, 1))(dense(vectors))]
+        model = keras.Model(table.input, outputs)
+        model.compile(recsync.optimizers.Adagrad(0.1), loss=[lambda y, p: p] * 2)
+    (server,) = set(shards_of(model))
+    callback = Checkpoint(tmp_path, every_steps=10)
+    kills = KillInTurn(cluster, callback, [server] * 2)
+    data = dataset(STEPS, ROWS).map(lambda x, y: (x, (y, y)))
+    kernels = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if callback.recoveries and not kernels:
+                kernels.append(dense.kernel.numpy())
+
+    model.fit(data, verbose=0, callbacks=[callback, kills, Look()])
+    assert callback.recoveries == 2
+    check_rows(callback.saved[-1].path)
+    # Its gradients are the sums of vectors, which are positive to begin with: it goes on down.
+    assert np.all(kernels[0] < 0)
+    assert np.all(dense.kernel.numpy() < kernels[0])
+
+
+def test_training_ends_where_it_shall_not_go_on(cluster, tmp_path):
+    model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
     server = shards_of(model)[-1]
     with pytest.raises(RuntimeError, match=f"server ps:{server} was lost, and its parameters"):
         model.fit(
-            data,
+            dataset(10_000, ROWS),
             verbose=0,
             callbacks=[
-                Checkpoint(tmp_path, **options),
+                Checkpoint(tmp_path, on_ps_lost="raise"),
                 AtBatch(20, lambda: cluster.kill("ps", server)),
             ],
         )

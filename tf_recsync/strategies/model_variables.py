@@ -128,6 +128,7 @@ class OnServers:
         self._operators = operators or Operators()
         self._divided: tuple[DividedLayer, ...] = ()
         self._name = f"feedback_{uuid.uuid4().hex}"
+        self._is_placed = False
         self._placed: list[tuple[Unit, int]] = []
         self._followers: tuple[keras.Operation, ...] = ()
 
@@ -136,15 +137,11 @@ class OnServers:
         """Those whose variables stand for what servers keep."""
         return optimizers_of(self._model)
 
-    @property
-    def is_placed_by_trainers(self) -> bool:
-        """Whether all layers run on the trainers."""
-        return self._operators.placement == "trainers"
-
     def place(self, servers: int) -> None:
         """Decides on which server of a group layers run and their variables are.
 
         It is called when the model and its optimizers are built, and before groups have copies.
+        After the first time nothing changes any more: pieces have been made.
 
         Args:
             servers: of a group.
@@ -153,7 +150,7 @@ class OnServers:
             ValueError: if the placement does not fit the model, or there is nothing to compress.
         """
         plan = self._operators
-        if plan.placement == "trainers":
+        if plan.placement == "trainers" or self._is_placed:
             return
         states = [state for optimizer in self.optimizers for state in optimizer.states]
         apart = [state.variable for state in states if state.is_table]
@@ -179,6 +176,7 @@ class OnServers:
         self._followers = tuple(followers_of(self._model, apart))
         pulled = [(unit, plan.homes[unit.path]) for unit in units if unit.path in plan.homes]
         place_variables([*pulled, *self._placed], states)
+        self._is_placed = True
 
     def layout(self, group: Group | None = None) -> Layout:
         """Where a step finds the model's variables.

@@ -144,8 +144,7 @@ class TrainFunction(Steps):
     # After the loss of a parameter server; see recovery.py.
 
     def _can_recover(self) -> bool:
-        # Layers that were divided can't be divided again.
-        return self.recovery is not None and self._variables.is_placed_by_trainers
+        return self.recovery is not None
 
     def _check_restored(self) -> None:
         """Raises a RuntimeError if variables of lost servers are not restored yet."""
