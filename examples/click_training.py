@@ -69,6 +69,19 @@ flags.DEFINE_float(
     "publish_every_seconds", 7200.0, "publish: from one version to the next.", lower_bound=0.001
 )
 flags.DEFINE_integer("publish_keep", None, "publish: how many versions.", lower_bound=1)
+flags.DEFINE_enum(
+    "publish_tables",
+    "inside",
+    ["inside", "apart"],
+    "publish: where the tables of embedding collections are: in the model, or in files beside it "
+    "that servers write, for recsync.serving.TableReader.",
+)
+flags.DEFINE_integer(
+    "publish_full_every",
+    1,
+    "publish_tables=apart: every how manyth version is a full one; the others are deltas.",
+    lower_bound=1,
+)
 flags.DEFINE_string(
     "checkpoint",
     None,
@@ -101,11 +114,13 @@ _APPLIES = {
     "initial_accumulator_value": ("optimizer", ["adagrad", "swap_adagrad"]),
     "swap_period": ("optimizer", ["swap_adagrad"]),
     "swap_decay": ("optimizer", ["swap_adagrad"]),
+    "publish_full_every": ("publish_tables", ["apart"]),
 }
 # Flags that mean nothing without another one.
 _NEEDS = {
     "publish_every_seconds": "publish",
     "publish_keep": "publish",
+    "publish_tables": "publish",
     "checkpoint_every_seconds": "checkpoint",
 }
 _WEIGHTS = "model.weights.h5"
@@ -269,6 +284,8 @@ def train(title, model, data, strategy) -> None:
                 FLAGS.publish_every_seconds,
                 keep=FLAGS.publish_keep,
                 input_signature=data.spec.input_signature()[0],
+                tables=FLAGS.publish_tables,
+                full_every=FLAGS.publish_full_every,
             )
         )
     saving = None

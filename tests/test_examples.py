@@ -114,6 +114,11 @@ def example():
         ),
         (["--restore_from=nowhere"], "--restore_from=nowhere has no model.weights.h5"),
         (["--publish_keep=2"], "--publish_keep applies only with --publish"),
+        (["--publish_tables=apart"], "--publish_tables applies only with --publish"),
+        (
+            ["--publish=m", "--publish_full_every=2"],
+            "--publish_full_every applies only with --publish_tables=apart",
+        ),
         (
             ["--checkpoint=x", "--restore_from=y"],
             "--restore_from can't be used with --checkpoint, which restores",
@@ -314,9 +319,15 @@ def test_dlrm_trains_with_trainers_that_synchronize_in_the_background(tmp_path):
     done = run(
         EXAMPLES / "dlrm_ctr.py",
         *("--strategy=shadow_easgd", "--workers=2", "--threads=2", "--sync_ps=2", "--epochs=3"),
+        *(f"--publish={tmp_path / 'published'}", "--publish_tables=apart"),
+        *("--publish_full_every=2", "--publish_every_seconds=3600"),
         *(*SMALL, "--batch_size=100", f"--metrics_json={out}"),
     )
     figures = figures_of(done, out)
+    served = recsync.serving.TableReader(tmp_path / "published")
+    signature = served.model.signatures["serving_default"].structured_input_signature[1]
+    assert {spec.shape.rank for spec in signature.values()} == {2}  # Vectors in place of ids.
+    assert served.lookup("C1", [0]).shape == (1, 16)
     assert (
         "DLRM on synthetic, shadow_easgd: 2 workers, 3 ps; 120 batches, 120 iterations"
         in done.stdout

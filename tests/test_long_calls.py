@@ -103,7 +103,7 @@ def test_a_pass_of_short_steps_is_few_calls_of_which_keras_sees_the_steps(two, m
     assert seen == list(range(2000))
     # What opened the workers; one step and all others of each; what a faster one has left.
     assert len(calls) < 20
-    # Steps are known while their call goes on: many between two calls, whichever call is a long one.
+    # Steps are known while their call goes on, whichever call is a long one.
     known = collections.defaultdict(set)
     for steps, number in shown:
         known[number].add(steps)
