@@ -19,6 +19,16 @@
 folder. `coordinator_megabytes` and `server_megabytes` are by how much this process and the server
 that grew most did meanwhile, at the most. `ratio_keras_save` is Keras's time over ours.
 
+`deltas`, checkpoints while a part of the rows changes: each `--touched` share of the rows is named
+once in one step, and a delta is saved after it. `ratio_delta_<share>` is the time
+that it took to write over that of the full one before.
+
+`export`, the table as `callbacks.Publish` writes it for inference, inside of a model and apart from
+it, in full and as a delta of the largest share; and the `serving.TableReader` that serves it:
+`open` and `refresh` with all checksums, `open_unverified` without, `lookup` of 4,096 rows at
+random, in microseconds. `reader_megabytes` is by how much a process of its own grew that opens the
+table and looks up a hundred times, files that are mapped into its memory left out.
+
 `training`, steps of 512 examples on two workers with `callbacks.Checkpoint`, which saves the table
 every `--save_seconds`, and without, in turns: `ratio_saving_plain` is the median of the rounds'
 ratios of steps a second; `pause_seconds` is how long training stood still for one.
@@ -31,6 +41,8 @@ from __future__ import annotations
 import os
 import pathlib
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -45,7 +57,7 @@ import tf_recsync as recsync
 from tf_recsync import ops
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
 
-PARTS = ("build", "files", "training")
+PARTS = ("build", "files", "deltas", "export", "training")
 VERBS = ("save", "restore")
 FLAGS = flags.FLAGS
 flags.DEFINE_list("parts", list(PARTS), f"Of {', '.join(PARTS)}.")
@@ -53,6 +65,12 @@ flags.DEFINE_float("gigabytes", 1.0, "Of the table's values.", lower_bound=0.001
 flags.DEFINE_integer("dimension", 16, "Of a row.", lower_bound=1)
 flags.DEFINE_integer("ps", 4, "Parameter servers, with a shard each.", lower_bound=1)
 flags.DEFINE_integer("rounds", 7, "Rounds that count.", lower_bound=1)
+flags.DEFINE_list(
+    "ways",
+    ["servers", "keras", "tensorflow"],
+    "files: ways to save. A server needs three times its share for tensorflow.",
+)
+flags.DEFINE_list("touched", ["0.001", "0.01", "0.1"], "Shares of the rows that change.")
 flags.DEFINE_float("save_seconds", 30.0, "From one checkpoint to the next.", lower_bound=0.1)
 flags.DEFINE_string("json", None, "Gets the printed lines.")
 
@@ -191,7 +209,8 @@ def measure_files() -> dict[str, float]:
     ):
         with recsync.AsyncStrategy(cluster).scope():
             model = make_model(rows)
-        for name, (save, restore) in ways_to_save(model, pathlib.Path(folder)).items():
+        ways = ways_to_save(model, pathlib.Path(folder))
+        for name, (save, restore) in ((name, ways[name]) for name in FLAGS.ways):
             for verb, call in (("save", save), ("restore", restore)):
                 system = f"{name}_{verb}"
                 took[system], grown, servers = measured(call, cluster)
@@ -210,11 +229,20 @@ def measure_files() -> dict[str, float]:
                 file.unlink()
         plain = np.zeros(sizes["servers"] // _FLOAT, np.float32)
         took["numpy_save"], _ = seconds(lambda: np.save(pathlib.Path(folder, "p.npy"), plain))
+        common.report(
+            {
+                "system": "numpy_save",
+                "megabytes": round(plain.nbytes / 1e6),
+                "milliseconds": round(1e3 * took["numpy_save"], 2),
+                "gigabytes_per_second": round(plain.nbytes / took["numpy_save"] / 1e9, 2),
+            }
+        )
     return {
         **{f"ratio_numpy_{verb}": took["numpy_save"] / took[f"servers_{verb}"] for verb in VERBS},
         **{
             f"ratio_{name}_{verb}": round(took[f"{name}_{verb}"] / took[f"servers_{verb}"], 3)
-            for name in ("keras", "tensorflow")
+            for name in FLAGS.ways
+            if name != "servers"
             for verb in VERBS
         },
     }
@@ -250,7 +278,148 @@ def ways_to_save(
     }
 
 
-def files_of(folder: str) -> list[pathlib.Path]:
+def touch(
+    model: keras.Model, rows: int, share: float, callback: keras.callbacks.Callback, epochs: int = 1
+) -> None:
+    """Has training name a share of the rows, each once in one step of an epoch."""
+    ids = np.random.default_rng(common.SEED).permutation(rows)[: max(1, round(share * rows))]
+    data = tf.data.Dataset.from_tensors(({"f": ids}, np.ones((len(ids), 1), np.float32)))
+    wait = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: wait_for(callback, epoch)
+    )
+    model.fit(data, epochs=epochs, callbacks=[callback, wait], verbose=0)
+
+
+def wait_for(callback: keras.callbacks.Callback, versions: int) -> None:
+    """Waits until so many versions are published."""
+    while len(getattr(callback, "publications", range(versions))) < versions:
+        time.sleep(0.01)
+
+
+def shares() -> list[float]:
+    return [float(share) for share in FLAGS.touched]
+
+
+def measure_deltas() -> dict[str, float]:
+    """Saves deltas of more and more rows; returns their times over that of a full one."""
+    rows = rows_of(FLAGS.gigabytes * 1e9)
+    ratios = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        recsync.LocalCluster(workers=1, ps=FLAGS.ps) as cluster,
+    ):
+        with recsync.AsyncStrategy(cluster).scope():
+            model = make_model(rows)
+        for share in shares():
+            saving = recsync.callbacks.Checkpoint(
+                folder, every_seconds=1e9, full_every=2, resume=False, keep=None
+            )
+            touch(model, rows, share, saving)
+            full, delta = saving.saved
+            for saved in (full, delta):
+                own = sum(f.stat().st_size for f in files_of(saved.path))
+                common.report(
+                    {
+                        "system": "delta" if saved.is_delta else "full",
+                        "share": share if saved.is_delta else 1,
+                        "rows": saved.rows,
+                        "megabytes": round(own / 1e6, 1),
+                        "milliseconds": round(1e3 * saved.write_seconds, 2),
+                        "pause_milliseconds": round(1e3 * saved.pause_seconds, 2),
+                    }
+                )
+            ratios[f"ratio_delta_{share:g}"] = round(delta.write_seconds / full.write_seconds, 3)
+            for file in files_of(folder):
+                file.unlink()
+    return ratios
+
+
+def measure_export() -> dict[str, float]:
+    """Publishes the table and serves it; returns times of other forms over that of apart."""
+    rows = rows_of(FLAGS.gigabytes * 1e9)
+    took = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        recsync.LocalCluster(workers=1, ps=FLAGS.ps) as cluster,
+    ):
+        with recsync.AsyncStrategy(cluster).scope():
+            model = make_model(rows)
+        for tables, epochs in (("inside", 1), ("apart", 2)):
+            # The first one is due at once, and the second one when the first one is there.
+            publish = recsync.callbacks.Publish(
+                pathlib.Path(folder, tables), 0.001, tables=tables, full_every=epochs
+            )
+            _, grown, servers = measured(
+                lambda p=publish, e=epochs: touch(model, rows, shares()[-1], p, e), cluster
+            )
+            for done in publish.publications:
+                system = f"{tables}_delta" if done.is_delta else tables
+                took[system] = done.write_seconds
+                own = sum(f.stat().st_size for f in files_of(done.path))
+                common.report(
+                    {
+                        "system": system,
+                        "rows": done.rows,
+                        "megabytes": round(own / 1e6, 1),
+                        "milliseconds": round(1e3 * done.write_seconds, 2),
+                        "pause_milliseconds": round(1e3 * done.pause_seconds, 2),
+                        # In training and publishing.
+                        "coordinator_megabytes": round(grown / 1e6),
+                        "server_megabytes": round(servers / 1e6),
+                    }
+                )
+        measure_reader(pathlib.Path(folder, "apart"), rows)
+    return {
+        "ratio_inside_apart": round(took["inside"] / took["apart"], 3),
+        "ratio_delta_full": round(took["apart_delta"] / took["apart"], 3),
+    }
+
+
+_SERVING = """
+import pathlib, sys
+import numpy as np
+from tf_recsync.serving import TableReader
+
+def own():
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0])
+
+before = own()
+reader = TableReader(sys.argv[1])
+random = np.random.default_rng(0)
+for _ in range(100):
+    reader.lookup("t", random.integers(0, int(sys.argv[2]), 4096))
+print(own() - before)
+"""
+
+
+def measure_reader(target: pathlib.Path, rows: int) -> None:
+    """Reports what it takes to serve the versions of a target, a full one and a delta."""
+    ids = np.random.default_rng(common.SEED).integers(0, rows, (200, 4096))
+    full, delta = sorted(path for path in target.iterdir() if path.is_dir())
+    aside = target.parent / "aside"
+    delta.rename(aside)
+    found = {}
+    found["open_unverified"], _ = seconds(lambda: recsync.serving.TableReader(target, verify=False))
+    found["open"], _ = seconds(lambda: recsync.serving.TableReader(target))
+    reader = recsync.serving.TableReader(target)
+    aside.rename(delta)
+    found["refresh"], _ = seconds(reader.refresh)
+    lookups = [seconds(lambda own=own: reader.lookup("t", own))[0] for own in ids]
+    environment = {**os.environ, "PYTHONPATH": str(common.ROOT)}
+    command = [sys.executable, "-c", _SERVING, str(target), str(rows)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    common.report(
+        {
+            "system": "reader",
+            **{f"{name}_milliseconds": round(1e3 * took, 1) for name, took in found.items()},
+            "lookup_microseconds": round(1e6 * statistics.median(lookups), 1),
+            "reader_megabytes": round(int(done.stdout) / 1024),
+        }
+    )
+
+
+def files_of(folder: str | os.PathLike) -> list[pathlib.Path]:
     return [path for path in pathlib.Path(folder).rglob("*") if path.is_file()]
 
 
@@ -338,11 +507,19 @@ def main(argv: list[str]) -> None:
     unknown = [part for part in FLAGS.parts if part not in PARTS]
     if unknown:
         raise app.UsageError(f"--parts: {unknown} are not among {list(PARTS)}")
+    if "servers" not in FLAGS.ways or not set(FLAGS.ways) <= {"servers", "keras", "tensorflow"}:
+        raise app.UsageError(
+            f"--ways must have servers, keras and tensorflow at most: {FLAGS.ways}"
+        )
     if "build" in FLAGS.parts:
         tf.config.threading.set_intra_op_parallelism_threads(1)
         report_part("build", {**measure_values(), **measure_servers()})
     if "files" in FLAGS.parts:
         report_part("files", measure_files())
+    if "deltas" in FLAGS.parts:
+        report_part("deltas", measure_deltas())
+    if "export" in FLAGS.parts:
+        report_part("export", measure_export())
     if "training" in FLAGS.parts:
         report_part("training", measure_training())
 
