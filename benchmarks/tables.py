@@ -38,6 +38,7 @@ ratios of steps a second; `pause_seconds` is how long training stood still for o
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import statistics
@@ -213,16 +214,15 @@ def measure_files() -> dict[str, float]:
         for name, (save, restore) in ((name, ways[name]) for name in FLAGS.ways):
             for verb, call in (("save", save), ("restore", restore)):
                 system = f"{name}_{verb}"
-                took[system], grown, servers = measured(call, cluster)
+                found = measured(call, cluster)
+                took[system] = found.seconds
                 sizes.setdefault(name, sum(f.stat().st_size for f in files_of(folder)))
                 common.report(
                     {
                         "system": system,
                         "megabytes": round(sizes[name] / 1e6),
-                        "milliseconds": round(1e3 * took[system], 2),
+                        **found.report(),
                         "gigabytes_per_second": round(sizes[name] / took[system] / 1e9, 2),
-                        "coordinator_megabytes": round(grown / 1e6),
-                        "server_megabytes": round(servers / 1e6),
                     }
                 )
             for file in files_of(folder):
@@ -349,7 +349,7 @@ def measure_export() -> dict[str, float]:
             publish = recsync.callbacks.Publish(
                 pathlib.Path(folder, tables), 0.001, tables=tables, full_every=epochs
             )
-            _, grown, servers = measured(
+            found = measured(
                 lambda p=publish, e=epochs: touch(model, rows, shares()[-1], p, e), cluster
             )
             for done in publish.publications:
@@ -361,11 +361,9 @@ def measure_export() -> dict[str, float]:
                         "system": system,
                         "rows": done.rows,
                         "megabytes": round(own / 1e6, 1),
+                        **found.report(),  # Of training, too.
                         "milliseconds": round(1e3 * done.write_seconds, 2),
                         "pause_milliseconds": round(1e3 * done.pause_seconds, 2),
-                        # In training and publishing.
-                        "coordinator_megabytes": round(grown / 1e6),
-                        "server_megabytes": round(servers / 1e6),
                     }
                 )
         measure_reader(pathlib.Path(folder, "apart"), rows)
@@ -423,15 +421,41 @@ def files_of(folder: str | os.PathLike) -> list[pathlib.Path]:
     return [path for path in pathlib.Path(folder).rglob("*") if path.is_file()]
 
 
-def measured(call: Callable[[], object], cluster: recsync.LocalCluster) -> tuple[float, int, int]:
-    """Seconds, and by how much this process and the servers grew meanwhile, at the most."""
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What something took.
+
+    Attributes:
+        seconds: by the clock.
+        processor: seconds of this process's processor time.
+        coordinator: by how many bytes this process grew meanwhile, at the most.
+        server: the same of the server that grew most.
+    """
+
+    seconds: float
+    processor: float
+    coordinator: int
+    server: int
+
+    def report(self) -> dict[str, float]:
+        """What of it is not told by name and size."""
+        return {
+            "milliseconds": round(1e3 * self.seconds, 2),
+            "coordinator_processor_milliseconds": round(1e3 * self.processor, 1),
+            "coordinator_megabytes": round(self.coordinator / 1e6),
+            "server_megabytes": round(self.server / 1e6),
+        }
+
+
+def measured(call: Callable[[], object], cluster: recsync.LocalCluster) -> Measured:
+    """What a call takes."""
     pids = [os.getpid(), *(cluster.pid("ps", i) for i in range(FLAGS.ps))]
     for pid in pids:
         pathlib.Path(f"/proc/{pid}/clear_refs").write_text("5")  # Peaks begin anew.
     before = [peak(pid) for pid in pids]
-    took, _ = seconds(call)
+    took, processor = seconds(call)
     own, *servers = (peak(pid) - old for pid, old in zip(pids, before, strict=True))
-    return took, own, max(servers)
+    return Measured(took, processor, own, max(servers))
 
 
 class Steps(keras.callbacks.Callback):

@@ -37,8 +37,8 @@ from tf_recsync.shown_variable import read_rows
 
 HERE = "/CPU:0"  # The device of this process.
 # Bytes of a block, of a part that is as large as 64 of them: a server needs memory for a few blocks
-# beside its tables, and reading them is as fast as they are large.
-LEAST_BYTES, MOST_BYTES, BLOCKS = 8 << 20, 64 << 20, 64
+# beside its tables, and each is a call of this process, which are too many if blocks are small.
+LEAST_BYTES, MOST_BYTES, BLOCKS = 8 << 20, 1 << 30, 64
 
 
 @dataclasses.dataclass(frozen=True)
