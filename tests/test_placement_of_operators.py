@@ -261,6 +261,35 @@ def test_what_lies_between_a_gradient_and_its_update_is_on_the_server(cluster, k
 GLOBAL = {"global_batch_size": 2 * BATCH, "local_batch_size": BATCH}
 
 
+@pytest.mark.parametrize("how", [0, "columns", "rows"])
+@pytest.mark.parametrize("last", ["sigmoid", "softmax"])
+def test_a_loss_of_probabilities_is_computed_with_their_logits(cluster, last, how):
+    """As Keras does: a probability that rounds to 1 has no gradient, its logit has one."""
+    sizes = {"binary_crossentropy": 40.0, "categorical_crossentropy": 200.0}
+    loss = "binary_crossentropy" if last == "sigmoid" else "categorical_crossentropy"
+
+    def build():
+        inputs = keras.Input((WIDTH,))
+        bias = keras.initializers.Constant([sizes[loss], 0.0])
+        outputs = keras.layers.Dense(2, last, bias_initializer=bias, name="last")(inputs)
+        model = keras.Model(inputs, outputs)
+        model.compile(SGD(1.0), loss)
+        return model
+
+    keras.utils.set_random_seed(3)
+    local = build()
+    with alone(cluster, {"last": how}).scope():
+        model = build()
+    model.set_weights(local.get_weights())
+    x, _ = examples(2)
+    y = np.tile(np.array([[0.0, 1.0]], np.float32), (len(x), 1))  # It is certain of the other.
+    histories = [m.fit(x, y, BATCH, verbose=0, shuffle=False).history for m in (local, model)]
+    assert histories[0]["loss"][0] > 15  # Of probabilities it is 16 at most.
+    np.testing.assert_allclose(histories[1]["loss"], histories[0]["loss"], rtol=1e-5)
+    assert local.get_weights()[1][0] < sizes[loss] - 0.9
+    assert_same(model, local)
+
+
 def test_what_travels_passes_an_artificial_link(cluster):
     strategy = alone(cluster, ps_per_group=1)
     recsync.testing.set_bandwidth(strategy, 1e8)

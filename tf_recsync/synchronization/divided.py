@@ -21,6 +21,9 @@ from tf_recsync.synchronization.copies import Pieces
 
 How = Literal["columns", "rows"]
 
+# What Keras calls the logits that an activation has made a tensor of.
+LOGITS = "_keras_logits"
+
 # What of these is computed of pieces is the piece of what is computed of the whole.
 _ELEMENTWISE = frozenset(
     {

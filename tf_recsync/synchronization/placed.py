@@ -29,7 +29,12 @@ from tf_recsync._instead import instead
 from tf_recsync.compression import Compression
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import context, links, speeds
-from tf_recsync.synchronization.divided import DividedLayer, DividedVariable, is_elementwise
+from tf_recsync.synchronization.divided import (
+    LOGITS,
+    DividedLayer,
+    DividedVariable,
+    is_elementwise,
+)
 from tf_recsync.synchronization.encoded import Encoder, Kind, Message
 from tf_recsync.synchronization.placed_pieces import PlacedPieces
 from tf_recsync.synchronization.pulled import as_variable
@@ -311,12 +316,22 @@ class Placed:
         new = self._graph.get_operations()[made:]
         self._check_captured(new, function, [*moved, *weights])
         flat = tf.nest.flatten(result, expand_composites=True)
+        # Of a probability the loss is computed with its logits, which Keras leaves there.
+        of_logits = [x for x in _tensors(flat) if hasattr(x, LOGITS)]
+        logits = [getattr(x, LOGITS) for x in of_logits]
         with record.stop_recording():
-            done = iter(speeds.on_server(device, _tensors(flat), new, _tensors(moved)))
+            there = [*_tensors(flat), *logits]
+            done = iter(speeds.on_server(device, there, new, _tensors(moved)))
             shown = [self._shown(next(done), "activation") if tf.is_tensor(x) else x for x in flat]
+            shown_logits = [self._shown(x, "activation") for x in done]
+        by_id = {id(x): own for x, own in zip(flat, shown, strict=True)}
+        for x, own in zip(of_logits, shown_logits, strict=True):
+            setattr(by_id[id(x)], LOGITS, own)
         inputs = [pair for pair in arrived.values() if _is_differentiable(pair[0])]
         # Of a loss that the layer adds the number travels, and its gradient is computed there.
-        outputs = zip([*shown, *losses[known:]], [*flat, *losses[known:]], strict=True)
+        outputs = zip(
+            [*shown, *shown_logits, *losses[known:]], [*flat, *logits, *losses[known:]], strict=True
+        )
         for output in outputs:
             if _floating(output):
                 self._record(tape, device, inputs, weights, *output)

@@ -18,7 +18,12 @@ from keras.src import backend
 from tensorflow.python.eager import record
 
 from tf_recsync.optimizers import base
-from tf_recsync.synchronization.divided import DividedLayer, DividedVariable, is_elementwise
+from tf_recsync.synchronization.divided import (
+    LOGITS,
+    DividedLayer,
+    DividedVariable,
+    is_elementwise,
+)
 from tf_recsync.synchronization.pulled import as_variable
 
 if TYPE_CHECKING:
@@ -166,5 +171,8 @@ class PlacedPieces:
 
     def _join(self, pieces: list[tf.Tensor]) -> tf.Tensor:
         joined = tf.concat(pieces, -1)
+        logits = [getattr(piece, LOGITS, None) for piece in pieces]
+        if all(own is not None for own in logits):
+            setattr(joined, LOGITS, tf.concat(logits, -1))
         self._joined[id(joined)] = joined, pieces
         return joined
