@@ -5,10 +5,18 @@ import gc
 import random
 import sys
 
+import hypothesis
 import numpy as np
 import pytest
 
 # Not TensorFlow: with several processes, the one that hands out the tests runs none.
+
+
+# An example takes as long as the machine lets it, and so does drawing one.
+hypothesis.settings.register_profile(
+    "at any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("at any speed")
 
 
 def pytest_sessionstart(session):
