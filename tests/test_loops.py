@@ -88,16 +88,15 @@ def test_in_a_pause_no_call_is_under_way_and_none_begins(some):
     assert second.wait(SECONDS)
 
 
-def test_nobody_waits_for_the_call_of_a_loop_that_was_dropped(some):
+def test_nobody_waits_for_the_call_of_a_loop_that_was_dropped(some, caplog):
     until, entered = threading.Event(), threading.Event()
     some.start((1,), calling(some, (1,), PS, until, entered))
     assert entered.wait(SECONDS)
     some.drop(lambda key: key == (1,))
     assert some.waits_for(0.0) == []
-    began = time.monotonic()
     with some.pause():
         pass
-    assert time.monotonic() - began < loops.PAUSE_SECONDS / 2
+    assert "did not end within" not in caplog.text  # What a pause says that waits for a call.
     # Another one has its place.
     again = threading.Event()
     assert some.start((1,), calling(some, (1,), WORKER, until, again))
@@ -117,7 +116,8 @@ def test_what_a_loop_waits_for_is_ended_again_and_again(some):
     some.start((1,), calling(some, (1,), PS, ended, threading.Event()))
     some.end()
     some.join(time.monotonic() + SECONDS, interrupt)
-    assert len(asked) == 3 and not running()
+    # Once more, perhaps, before a thread that is to end has ended.
+    assert len(asked) >= 3 and not running()
 
 
 def test_a_call_is_made_again_so_many_times(some, failures, monkeypatch, caplog):

@@ -333,22 +333,22 @@ def test_shards_of_an_unknown_table_are_an_error():
         plan_placement([table("a")], 1).shards_of("b")
 
 
-def test_profiled_costs_are_the_median_seconds_of_each_table():
+def test_profiled_costs_are_the_median_seconds_of_each_table(monkeypatch):
     tables = [table("slow"), table("fast")]
     features = [FeatureConfig(n, t) for n, t in [("x", "slow"), ("y", "fast"), ("z", "slow")]]
     batches = [{"x": np.array([[1], [2]]), "y": np.array([3]), "z": [4], "w": None}] * 5
-    calls = []
+    calls, now = [], [5.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     def lookup(name, ids):
-        # The first batch is slow, as that of a real run.
-        time.sleep((0.02 if name == "slow" else 0) + (0.2 if len(calls) < 2 else 0))
+        # The first batch is slow, as that of a real run, and one is interrupted.
+        now[0] += (0.25 if name == "slow" else 0.125) + {0: 64.0, 1: 64.0, 5: 8.0}.get(len(calls), 0)
         calls.append((name, ids.tolist()))
 
     costs = profile_costs(tables, features, batches, lookup)
     assert calls == [("slow", [1, 2, 4]), ("fast", [3])] * 5
+    assert costs == {"slow": 0.25, "fast": 0.125}
     assert list(costs) == ["slow", "fast"]
-    assert 0.02 <= costs["slow"] < 0.2
-    assert 0 < costs["fast"] < costs["slow"]
 
 
 @pytest.mark.parametrize(
