@@ -342,7 +342,8 @@ def test_profiled_costs_are_the_median_seconds_of_each_table(monkeypatch):
 
     def lookup(name, ids):
         # The first batch is slow, as that of a real run, and one is interrupted.
-        now[0] += (0.25 if name == "slow" else 0.125) + {0: 64.0, 1: 64.0, 5: 8.0}.get(len(calls), 0)
+        now[0] += 0.25 if name == "slow" else 0.125
+        now[0] += {0: 64.0, 1: 64.0, 5: 8.0}.get(len(calls), 0.0)
         calls.append((name, ids.tolist()))
 
     costs = profile_costs(tables, features, batches, lookup)
