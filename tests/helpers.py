@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import itertools
 import re
 import threading
 import time
@@ -86,6 +87,18 @@ def wait_until(condition, seconds: float) -> bool:
             return True
         time.sleep(0.02)
     return condition()
+
+
+def fits_until(condition, model: keras.Model, data: tf.data.Dataset, **options) -> int:
+    """Trains on some data again and again until a condition holds; how often.
+
+    What happens beside training, and who has a part in it, is up to the machine. If it never
+    happens, the test runs into its time limit.
+    """
+    for number in itertools.count(1):
+        model.fit(data, verbose=0, **options)
+        if condition():
+            return number
 
 
 def check_cancelled_before(call) -> None:
@@ -281,6 +294,21 @@ def compiled(
 def dataset(n: int = 320, batch: int = BATCH) -> tf.data.Dataset:
     """`clicks` in batches."""
     return tf.data.Dataset.from_tensor_slices(clicks(n)).batch(batch)
+
+
+def wait_for_file(path: str) -> tf.Operation:
+    """An op that waits until there is a file: in a server's process, where there is no Python."""
+
+    def is_missing(turn):
+        # Which TensorFlow must not take for a constant.
+        name = tf.strings.join([path, tf.strings.substr(tf.strings.as_string(turn), 0, 0)])
+        return tf.equal(tf.size(tf.io.matching_files(name)), 0)
+
+    def wait(turn):
+        with tf.control_dependencies([recsync.ops.delay(tf.constant(0.01))]):
+            return turn + 1
+
+    return tf.group(tf.while_loop(is_missing, wait, [tf.constant(0)]))
 
 
 def slow_batches(number: int, seconds: float) -> tf.data.Dataset:

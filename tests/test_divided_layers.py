@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import AtBatch, UntilAllGoOn
+from helpers import AtBatch, UntilAllGoOn, fits_until
 from test_placement_of_operators import (
     BATCH,
     OPTIMIZERS,
@@ -227,11 +227,15 @@ def test_pieces_are_exchanged_by_hop(clusters):
     with strategy.scope():
         model = compiled(up_and_down, lambda: Adagrad(0.05))
     before = model.evaluate(dataset(4), verbose=0)
-    model.fit(dataset(40), verbose=0)
-    assert model.evaluate(dataset(4), verbose=0) < before
-    kernels = [copy[0] for copy in strategy.copies(model)]
     x, _ = examples(1)
-    assert np.abs(x @ kernels[0] - x @ kernels[1]).max() < 1.0
+
+    def are_close():
+        kernels = [copy[0] for copy in strategy.copies(model)]
+        return np.abs(x @ kernels[0] - x @ kernels[1]).max() < 1.0
+
+    # After an epoch that one of them has had for itself they need not be.
+    fits_until(are_close, model, dataset(40))
+    assert model.evaluate(dataset(4), verbose=0) < before
 
 
 @pytest.mark.parametrize(

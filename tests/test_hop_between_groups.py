@@ -1,5 +1,6 @@
 """HierarchicalStrategy with Hop between the groups."""
 
+import pathlib
 import threading
 import time
 
@@ -8,7 +9,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from groups import BETWEEN, INSIDE, WORKERS, hierarchical, line, numbers
-from helpers import AtBatch, compiled, mean_output, slope_model, wait_until
+from helpers import (
+    AtBatch,
+    compiled,
+    fits_until,
+    mean_output,
+    slope_model,
+    wait_for_file,
+    wait_until,
+)
 
 import tf_recsync as recsync
 from tf_recsync.strategies import server_threads
@@ -56,7 +65,9 @@ def test_servers_exchange_their_shards_after_so_many_updates_by_hop(cluster, tmp
         assert sum(iterations) / 2 >= report.syncs[group] - 1
     assert strategy.average_sync_gap(model) == report.steps / sum(report.syncs)
     assert strategy.average_sync_gap(model, by="bytes") == float("inf")
-    assert history["average_sync_gap"][1] >= 6 and history["syncs_per_second"][1] > 0
+    # Each group may have begun one iteration of an epoch's before it, with updates of before.
+    assert history["average_sync_gap"][1] >= 80 / (80 / 6 + 2)
+    assert history["syncs_per_second"][1] > 0
     with pytest.raises(ValueError, match="HopReport can't report on a HierarchicalStrategy; use"):
         model.fit(numbers(4), verbose=0, callbacks=[recsync.callbacks.HopReport()])
 
@@ -71,8 +82,7 @@ def test_servers_exchange_their_shards_after_so_many_updates_by_hop(cluster, tmp
     for copy, saved in zip(other.copies(restored), (first, second), strict=True):
         for a, b in zip(copy, saved, strict=True):
             np.testing.assert_array_equal(a, b)
-    restored.fit(numbers(40), verbose=0)
-    assert other.hop_report(restored)[0][0].iteration > latest
+    fits_until(lambda: other.hop_report(restored)[0][0].iteration > latest, restored, numbers(40))
 
 
 def test_hop_goes_on_from_a_checkpoint_of_another_algorithm(cluster, tmp_path):
@@ -90,14 +100,29 @@ def test_hop_goes_on_from_a_checkpoint_of_another_algorithm(cluster, tmp_path):
     assert strategy.hop_report(restored)[1][0].iteration < 8  # They begin anew.
 
 
-def test_trainers_wait_for_no_neighbor_by_hop(cluster):
+def test_trainers_wait_for_no_neighbor_by_hop(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(hop_groups, "_LEAVE_SECONDS", 600.0)  # However slow the machine is.
     strategy = hierarchical(cluster, BETWEEN["Hop"])
-    recsync.testing.set_compute_time(strategy, 0.03, recsync.testing.SlowWorkers(20.0, [2, 3]))
+    recsync.testing.set_compute_time(strategy, 0.03)
     model = line(strategy)
-    model.fit(numbers(150), verbose=0)
-    steps, syncs = strategy.worker_steps(model), strategy.sync_report(model).syncs
-    assert min(steps[:2]) > 4 * max(steps[2:])
-    assert 0 < syncs[0] <= syncs[1] + 1  # The fast group's servers do.
+    has_others = str(tmp_path / "others")
+
+    def when_others_are_done(*batch):
+        with tf.control_dependencies([wait_for_file(has_others)]):
+            return tf.nest.map_structure(tf.identity, batch)
+
+    def dataset_fn(context):
+        if context.input_pipeline_id < 2:
+            return numbers(40)
+        return numbers(4).map(when_others_are_done)
+
+    data = strategy.distribute_datasets_from_function(dataset_fn)
+    go_on = AtBatch(79, lambda: pathlib.Path(has_others).touch())
+    # If trainers waited for the group that has done nothing, this would not end.
+    model.fit(data, verbose=0, callbacks=[go_on])
+    assert strategy.worker_steps(model) == [40, 40, 4, 4]
+    # The servers of the group that was done first have waited, with all of its updates.
+    assert [0 < syncs <= 2 for syncs in strategy.sync_report(model).syncs] == [True, True]
 
 
 def test_copies_stand_still_while_they_are_read_within_an_epoch_by_hop(cluster):
@@ -112,9 +137,11 @@ def test_copies_stand_still_while_they_are_read_within_an_epoch_by_hop(cluster):
                 before = strategy.copies(self.model)
                 time.sleep(0.2)
                 seen.append((before, strategy.copies(self.model)))
+            goes_on = min(strategy.sync_report(self.model).syncs) > 3
+            self.model.stop_training = len(seen) >= 5 and goes_on
 
-    model.fit(numbers(200), verbose=0, callbacks=[Reads()])
-    assert len(seen) == 5
+    model.fit(numbers(200).repeat(50), verbose=0, callbacks=[Reads()])
+    assert len(seen) >= 5
     for before, after in seen:
         for old, new in zip(before, after, strict=True):
             for one, other in zip(old, new, strict=True):
@@ -136,14 +163,19 @@ def test_a_group_without_data_leaves_its_neighbor_going_on_by_hop(cluster, monke
     model = line(strategy)
 
     def dataset_fn(context):
-        return numbers(60 if context.input_pipeline_id < 2 else 3)
+        return numbers(3) if context.input_pipeline_id >= 2 else numbers(60).repeat(100)
 
-    model.fit(strategy.distribute_datasets_from_function(dataset_fn), verbose=0)
+    def end_when_one_has_gone_on(batch, logs):
+        first, second = strategy.sync_report(model).syncs
+        model.stop_training = first > second + 5
+
+    ends = keras.callbacks.LambdaCallback(on_train_batch_end=end_when_one_has_gone_on)
+    data = strategy.distribute_datasets_from_function(dataset_fn)
+    model.fit(data, verbose=0, callbacks=[ends])
     first, second = strategy.sync_report(model).syncs
     assert second <= 6 and first > second + 5
     # All take part again in the next epoch.
-    model.fit(numbers(40), verbose=0)
-    assert strategy.sync_report(model).syncs[1] > second
+    fits_until(lambda: strategy.sync_report(model).syncs[1] > second, model, numbers(40))
 
 
 def test_a_killed_server_of_a_group_ends_training_if_neighbors_wait_for_it_by_hop(cluster):
@@ -153,7 +185,7 @@ def test_a_killed_server_of_a_group_ends_training_if_neighbors_wait_for_it_by_ho
     message = "group 1 was lost, and group 0 can't go on without group 1: .* backup_workers=0"
     with pytest.raises(RuntimeError, match=message):
         model.fit(numbers(400), verbose=0, callbacks=[AtBatch(8, lambda: cluster.kill("ps", 1))])
-    assert wait_until(lambda: not threads_of_hop(), 20), threads_of_hop()
+    assert wait_until(lambda: not threads_of_hop(), 100), threads_of_hop()
 
 
 @pytest.mark.parametrize("times", [2, 1000], ids=["twice", "always"])
@@ -183,7 +215,7 @@ def test_an_iteration_that_fails_is_made_anew_by_hop(cluster, monkeypatch, caplo
         model.fit(numbers(4000), verbose=0, callbacks=[ends])
         assert min(strategy.sync_report(model).syncs) > 0
     assert "failed, and it takes part anew (1 of 4): garbled" in caplog.text
-    assert wait_until(lambda: not threads_of_hop(), 20), threads_of_hop()
+    assert wait_until(lambda: not threads_of_hop(), 100), threads_of_hop()
 
 
 def test_servers_need_threads_for_what_may_wait_on_them_by_hop(cluster, monkeypatch):

@@ -1,10 +1,12 @@
 """Operators run where their weights are: `HierarchicalStrategy(placement=…)` with `model.fit`."""
 
+import pathlib
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import live_operations, mean_output, slope_model
+from helpers import AtBatch, live_operations, mean_output, slope_model, wait_for_file
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD, Adagrad, Adam, SwapAdagrad
@@ -397,21 +399,43 @@ def test_models_are_evaluated_saved_and_trained_on_as_before(cluster, tmp_path):
     assert "call" not in model.layers[0].__dict__
 
 
-def test_staleness_is_counted_by_the_updates_between_reading_and_updating(clusters):
+def test_staleness_is_counted_by_the_updates_between_reading_and_updating(clusters, tmp_path):
     strategy = alone(clusters.get(workers=4, ps=6), groups=2, trainers_per_group=2, ps_per_group=1)
-    slow = recsync.testing.SlowWorkers(8.0, [0])
-    recsync.testing.set_compute_time(strategy, 0.7, slow)
+    has_read, are_done = str(tmp_path / "read"), str(tmp_path / "done")
+
+    def first_reads_and_updates_last(labels, outputs):
+        """The loss, whose gradient is 1; the labels say which trainer's it is."""
+
+        def wait_for_others():
+            with tf.control_dependencies([outputs, tf.io.write_file(has_read, "")]):
+                return tf.group(wait_for_file(are_done))
+
+        is_first = tf.equal(labels[0, 0], 0.0)
+        waited = tf.cond(is_first, wait_for_others, lambda: tf.group(wait_for_file(has_read)))
+
+        @tf.custom_gradient
+        def held(outputs):
+            def gradient(upstream):
+                with tf.control_dependencies([waited]):
+                    return tf.identity(upstream)
+
+            return tf.identity(outputs), gradient
+
+        return mean_output(labels, held(outputs))
+
     with strategy.scope():
         model = slope_model()
-        model.compile(SGD(0.5), mean_output)
+        model.compile(SGD(0.5), first_reads_and_updates_last)
     batches = [1, 4, 0, 0]
 
     def dataset_fn(context):
-        ones = np.ones((batches[context.input_pipeline_id], 4, 1), np.float32)
-        return tf.data.Dataset.from_tensor_slices((ones, ones))
+        worker = context.input_pipeline_id
+        ones = np.ones((batches[worker], 4, 1), np.float32)
+        return tf.data.Dataset.from_tensor_slices((ones, worker * ones))
 
-    model.fit(strategy.distribute_datasets_from_function(dataset_fn), verbose=0)
-    # The slow trainer read before the other one's four updates, and updated after them.
+    data = strategy.distribute_datasets_from_function(dataset_fn)
+    model.fit(data, verbose=0, callbacks=[AtBatch(3, lambda: pathlib.Path(are_done).touch())])
+    # The first trainer read before the other one's four updates, and updated after them.
     assert strategy.staleness(model).dense.histogram == ((1, 4), (5, 1))
     np.testing.assert_allclose(model.get_weights()[0], [[-2.5]])
 
