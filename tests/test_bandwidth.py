@@ -46,10 +46,13 @@ def test_a_message_arrives_as_it_was(dtype, shape):
 
 def test_a_message_takes_its_bytes_over_the_bandwidth_and_no_processor():
     message = tf.zeros([1000, 10])
-    used = time.process_time()
-    seconds = taken(lambda: ops.transfer(message, 1e5))
-    assert time.process_time() - used < 0.2
-    assert seconds >= 0.4
+
+    def used():
+        before = time.process_time()
+        assert taken(lambda: ops.transfer(message, 1e5)) >= 0.4
+        return time.process_time() - before
+
+    assert quickest(used, 0.2) < 0.2
     assert quickest(lambda: taken(lambda: ops.transfer(message, 1e5)), 0.6) < 0.6
 
 
@@ -85,14 +88,23 @@ def test_messages_of_several_threads_pass_one_after_the_other():
 def test_a_transfer_ends_when_its_step_is_cancelled():
     from tensorflow.python.eager import cancellation
 
-    manager = cancellation.CancellationManager()
-    step = tf.function(lambda m: ops.transfer(m, 1000.0)).get_concrete_function(
-        tf.TensorSpec([None], tf.uint8)
-    )
-    threading.Timer(0.2, manager.start_cancel).start()
+    manager, has_begun = cancellation.CancellationManager(), threading.Event()
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.uint8)], autograph=False)
+    def step(message):
+        with tf.control_dependencies([tf.py_function(has_begun.set, [], [])]):
+            return ops.transfer(message, 1000.0)
+
+    def cancel():
+        has_begun.wait(60)
+        time.sleep(0.2)
+        manager.start_cancel()
+
+    threading.Thread(target=cancel, daemon=True).start()
+    run = manager.get_cancelable_function(step.get_concrete_function())
     started = time.monotonic()
     with pytest.raises(tf.errors.CancelledError, match="the transfer was cancelled"):
-        manager.get_cancelable_function(step)(tf.zeros([1500], tf.uint8))
+        run(tf.zeros([1500], tf.uint8))
     # What was cancelled has taken up the link all the same: 1.5 s since it came.
     ops.transfer(tf.zeros([1], tf.uint8), 1e9)
     assert 1.4 < time.monotonic() - started < 10
@@ -169,18 +181,19 @@ def test_only_the_servers_named_are_limited_and_none_any_more(four):
     recsync.testing.set_bandwidth(four, 400e3, servers=[1])
     model = dense_model(four, ps=0)
     limited = dense_model(four, ps=1)
-    # With a link of 0.1 s a step, 2 s from the end of the first step to that of the last, of
-    # which Keras may hear of the first one some steps late.
+    fit(limited, 1)  # So that no tracing is part of what follows.
+    # With a link of 0.1 s a step, 2.1 s in all, and 2 s from the end of the first step to that of
+    # the last.
     steps, border = 21, 1.2
     assert quickest(lambda: fit(model, steps), border) < border
-    assert fit(limited, steps) > border
+    assert taken(lambda: fit(limited, steps)) > 2.0
     recsync.testing.set_bandwidth(four, None, servers=[0])
-    assert fit(limited, steps) > border
+    assert taken(lambda: fit(limited, steps)) > 2.0
     recsync.testing.set_bandwidth(four, None)
     before = steps_of(limited)
-    assert before == 2 * steps
+    assert before == 1 + 2 * steps
     assert quickest(lambda: fit(limited, steps), border) < border
-    assert steps_of(limited) > before and steps_of(limited) % steps == 0
+    assert steps_of(limited) > before and steps_of(limited) % steps == 1
 
 
 def test_lookups_and_gradients_of_rows_pass_the_link(four):
@@ -198,15 +211,16 @@ def test_lookups_and_gradients_of_rows_pass_the_link(four):
     data = tf.data.Dataset.from_tensor_slices((ids, ids * 0)).batch(batch)
     recsync.testing.set_bandwidth(four, 100e3, servers=[0])
     clock = _FirstAndLast()
-
-    def run():
-        model.fit(data, verbose=0, callbacks=[clock])
-        return clock.seconds
-
     # An id of 8 bytes for each of 16 rows, and 64 floats there and back: 8.3 kB.
     step = batch * (8 + 2 * 4 * width) / 100e3
+
+    def run():
+        assert taken(lambda: model.fit(data, verbose=0, callbacks=[clock])) > (steps - 1) * step
+        return clock.seconds
+
+    model.fit(data.take(1), verbose=0)  # So that no tracing is part of what follows.
     most = 2 * (steps - 1) * step
-    assert (steps - 1) * step - 4 * step < quickest(run, most) < most
+    assert quickest(run, most) < most
     # Evaluation has no gradients to push; prediction neither. Their steps begin
     # when they are traced, so that only the least time is known.
     half = batch * (8 + 4 * width) / 100e3
@@ -221,4 +235,5 @@ def test_wrong_bandwidths_are_refused(four):
     for wrong in ([2], [-1], [0.5], [0, True]):
         with pytest.raises(ValueError, match="servers must be from 0 to 1, not"):
             recsync.testing.set_bandwidth(four, 1e6, wrong)
-    assert fit(dense_model(four), 3) < 2.5  # Nothing of it was set.
+    model = dense_model(four)
+    assert quickest(lambda: fit(model, 3), 2.5) < 2.5  # Nothing of it was set.

@@ -2,7 +2,6 @@
 
 import time
 
-import keras
 import pytest
 from helpers import (
     compiled,
@@ -26,24 +25,27 @@ def strategy():
         yield recsync.AsyncStrategy(cluster)
 
 
-def seconds_of(strategy, making: float, computing: float) -> float:
-    """How long the steps after the first two of an epoch take."""
+def seconds_of(strategy, making: float, computing: float, goal: float = float("inf")) -> float:
+    """How long an epoch takes; less than `goal`, or the quickest of many: a machine may be busy."""
     model = compiled(strategy, slope_model, lambda: SGD(1.0), mean_output)
-    times = []
-    note = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: times.append((time.perf_counter(), batch))
-    )
+    model.fit(slow_batches(1, 0.0), verbose=0)  # So that no tracing is part of what follows.
+    took = []
     with compute_time(strategy, computing):
-        model.fit(slow_batches(STEPS, making), callbacks=[note], verbose=0)
-    assert steps_of(model) == STEPS
-    (begin, first), *_, (end, last) = times
-    return (end - begin) * STEPS / (last - first)
+        for number in range(1, 21):
+            began = time.monotonic()
+            model.fit(slow_batches(STEPS, making), verbose=0)
+            took.append(time.monotonic() - began)
+            assert steps_of(model) == 1 + number * STEPS
+            if took[-1] < goal:
+                break
+    return min(took)
 
 
 def test_the_next_batch_is_made_while_a_worker_computes(strategy):
-    # Both times are waits that use no processor. One after the other they take at least their
-    # sum; side by side, the longer of them, and what a busy machine adds to each.
-    making = seconds_of(strategy, SECONDS, 0.0)
-    computing = seconds_of(strategy, 0.0, SECONDS)
-    assert making >= 0.9 * STEPS * SECONDS and computing >= 0.9 * STEPS * SECONDS
-    assert seconds_of(strategy, SECONDS, SECONDS) < 0.8 * (making + computing)
+    # Both times are waits that use no processor.
+    least = STEPS * SECONDS
+    assert seconds_of(strategy, SECONDS, 0.0) >= least
+    assert seconds_of(strategy, 0.0, SECONDS) >= least
+    # One after the other they take at least their sum; side by side, the longer of them, and what
+    # a busy machine adds.
+    assert seconds_of(strategy, SECONDS, SECONDS, 1.6 * least) < 1.6 * least
