@@ -142,7 +142,7 @@ def test_training_goes_on_while_servers_write(cluster, tmp_path, monkeypatch):
 
     def write_when_training_has_gone_on(*args):
         is_writing.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(200)
         return write(*args)
 
     monkeypatch.setattr(blocks.Source, "write", write_when_training_has_gone_on)
@@ -153,6 +153,7 @@ def test_training_goes_on_while_servers_write(cluster, tmp_path, monkeypatch):
     class GoesOn(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             seen.append(is_writing.is_set())
+            self.model.stop_training = sum(seen) > 20
 
         def on_epoch_end(self, epoch, logs=None):
             assert callback.saved == []
@@ -160,8 +161,7 @@ def test_training_goes_on_while_servers_write(cluster, tmp_path, monkeypatch):
             goes_on.set()
 
     recsync.testing.set_compute_time(strategy, 0.02)
-    model.fit(dataset(400, 5), callbacks=[callback, GoesOn()], verbose=0)
-    assert len(seen) == 400
+    model.fit(dataset(400, 5).repeat(200), callbacks=[callback, GoesOn()], verbose=0)
     assert sum(seen) > 20
     assert [saved.path for saved in callback.saved] == [str(tmp_path / "1")]
     # Rows are those of when they were written, the global step is that of before.
@@ -202,11 +202,12 @@ def test_a_program_goes_on_with_the_epoch_that_had_not_ended(tmp_path):
 
     epochs = []
     first = make_model()
+    saver = Checkpoint(tmp_path, every_steps=4)
     with pytest.raises(KeyboardInterrupt):
-        first.fit(
-            dataset(4), epochs=5, verbose=0, callbacks=[Checkpoint(tmp_path, every_steps=4), Stop()]
-        )
+        first.fit(dataset(4), epochs=5, verbose=0, callbacks=[saver, Stop()])
     assert epochs == [0, 1, 2]
+    # Another program would begin when this one has ended.
+    assert wait_until(lambda: saver._thread is None or not saver._thread.is_alive(), 100)
     second = make_model()
     callback = Checkpoint(tmp_path, every_steps=4, keep=None, metadata={"day": 3})
     history = second.fit(dataset(4), epochs=5, verbose=0, callbacks=[callback])
