@@ -366,13 +366,8 @@ def test_tables_are_trained_on_when_a_worker_is_killed_and_when_it_is_back(clust
 
 
 def test_a_killed_server_ends_training_with_an_error_that_names_it(cluster):
-    strategy, model = training(cluster, backup_workers=1)
-    killed = []
-
-    def kill():
-        cluster.kill("ps", 1)
-        killed.append(time.monotonic())
-
+    # Nobody waits for it to come back.
+    strategy, model = training(cluster, backup_workers=1, worker_timeout=10_000.0)
+    kill = AtBatch(8, lambda: cluster.kill("ps", 1))
     with pytest.raises(RuntimeError, match="parameter server ps:1 was lost"):
-        model.fit(dataset(50).repeat(2000), verbose=0, callbacks=[AtBatch(8, kill)])
-    assert time.monotonic() - killed[0] < SECONDS
+        model.fit(dataset(50).repeat(2000), verbose=0, callbacks=[kill])

@@ -81,8 +81,8 @@ STRATEGIES = {
     "BSP": lambda cluster: recsync.BSPStrategy(cluster, **GLOBAL),
     "GBA": lambda cluster: recsync.GBAStrategy(cluster, staleness_tolerance=3, **GLOBAL),
     "BackupWorkers": lambda cluster: recsync.BackupWorkersStrategy(cluster, 1),
-    "Hop": lambda cluster: recsync.HopStrategy(cluster, topology.ring(WORKERS)),
     # The mean, as the first one need not have a batch.
+    "Hop": lambda cluster: recsync.HopStrategy(cluster, topology.ring(WORKERS), output="mean"),
     "ShadowSync": lambda cluster: recsync.ShadowSyncStrategy(
         cluster, recsync.EASGD(0.3), output="mean"
     ),
