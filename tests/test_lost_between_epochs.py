@@ -165,7 +165,6 @@ def test_one_that_comes_back_while_the_next_epoch_begins_holds_nobody(cluster, m
     assert sum(strategy.worker_steps(model)) == STEPS
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("is_readmitted", [False, True], ids=["", "readmitted"])
 def test_one_that_comes_back_while_others_are_told_of_its_loss_holds_nobody(
     cluster, monkeypatch, is_readmitted

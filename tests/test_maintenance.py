@@ -5,7 +5,7 @@ import threading
 import keras
 import numpy as np
 import pytest
-from helpers import AtBatch, compiled, gated, numbered, sums
+from helpers import AtBatch, compiled, gated, numbered, sums, wait_until
 
 import tf_recsync as recsync
 from tf_recsync.maintenance import Drain, Restart, Window
@@ -117,7 +117,7 @@ def test_drain_and_restart_are_done_together_at_the_end_of_an_epoch(cluster, cap
         assert_all_were_seen(model.fit(data, verbose=0).history, 1)
         return strategy.worker_steps(model)[3] > 0
 
-    assert any(takes_part() for _ in range(20))
+    assert wait_until(takes_part, 200)
 
 
 @pytest.mark.parametrize("inside", INSIDE)
