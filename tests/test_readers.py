@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
+    AtBatch,
     clicks,
     compiled,
     dataset,
@@ -93,23 +94,35 @@ def counting_model(strategy, **kwargs):
     )
 
 
-def when(step, action):
+class When(keras.callbacks.Callback):
     """Has an action run in a thread of its own when an epoch has come to a step."""
-    return keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: (
-            threading.Thread(target=action).start() if batch == step else None
-        )
-    )
+
+    def __init__(self, step, action):
+        super().__init__()
+        self._step = step
+        self._action = action
+        self._threads = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self._step:
+            self._threads.append(threading.Thread(target=self._action))
+            self._threads[-1].start()
+
+    def join(self):
+        """Waits until it is done."""
+        while self._threads:
+            self._threads.pop().join()
 
 
 # First, as the service then is new and has numbers yet that a new one gives again.
 def test_the_first_reader_knows_what_was_handed_out_and_without_it_training_ends(cluster):
     model = counting_model(recsync.AsyncStrategy(cluster))
-    callback = when(10, lambda: cluster.restart("reader", 0))
+    callback = When(10, lambda: cluster.restart("reader", 0))
     for _ in range(2):
         # What raised it is kept, and with its traceback all that it has to do with.
         with pytest.raises(RuntimeError, match="reader:0 was started again, and has forgotten"):
             model.fit(numbered(4000, 4, 0.05), callbacks=[callback], verbose=0)
+        callback.join()
         for _ in range(2):
             assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
 
@@ -235,8 +248,9 @@ def test_a_reader_that_is_started_again_goes_on_with_what_nobody_has_had(two_rea
 
     data = numbered(batches * batch, batch, 0.02)
     # It is killed first.
-    callback = when(20, lambda: two_readers.restart("reader", 1))
+    callback = When(20, lambda: two_readers.restart("reader", 1))
     history = model.fit(data, callbacks=[callback], verbose=0).history
+    callback.join()
     everything = sum(range(batches * batch))
     # What was in its hands is lost: at most a batch in the making, and those made ahead.
     assert everything - 30 * batch * batches * batch <= history["sum"][0] <= everything
@@ -267,9 +281,9 @@ def test_a_reader_that_is_gone_with_its_part_of_the_data_ends_training(two_reade
     model = counting_model(
         recsync.AsyncStrategy(two_readers, worker_timeout=1.0, silence_timeout=SILENCE)
     )
-    callback = when(10, lambda: two_readers.kill("reader", 1))
+    callback = AtBatch(10, lambda: two_readers.kill("reader", 1))
     with pytest.raises(RuntimeError, match="reader:1 has not answered for .* start it again"):
-        model.fit(numbered(160, 4, 0.05), callbacks=[callback], verbose=0)
+        model.fit(numbered(400, 4, 0.05), callbacks=[callback], verbose=0)
     two_readers.restart("reader", 1)
     assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
 
@@ -314,9 +328,10 @@ def test_a_reader_that_hangs_ends_training(cluster):
     model = counting_model(
         recsync.AsyncStrategy(cluster, worker_timeout=1.0, silence_timeout=SILENCE)
     )
-    callback = when(10, lambda: cluster.pause("reader", 0))
+    callback = When(10, lambda: cluster.pause("reader", 0))
     with pytest.raises(RuntimeError, match="reader:0 has not answered for"):
         model.fit(numbered(4000, 4, 0.05), callbacks=[callback], verbose=0)
+    callback.join()
     cluster.resume("reader", 0)
     assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
 
