@@ -19,7 +19,7 @@ def run(code: str, **environment: str) -> str:
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,  # A busy machine may take minutes to import TensorFlow.
         check=False,
     )
     assert result.returncode == 0, result.stderr
