@@ -324,6 +324,24 @@ def slow_batches(number: int, seconds: float) -> tf.data.Dataset:
     )
 
 
+def held_back(data: tf.data.Dataset, first: int, is_ready) -> tf.data.Dataset:
+    """The batches of a dataset, those from `first` on only when `is_ready()`, or after a minute.
+
+    So there is something left to be trained on then, however late this process finds out.
+    """
+    gave_up = threading.Event()
+
+    def wait() -> None:
+        if not gave_up.is_set() and not wait_until(is_ready, 60):
+            gave_up.set()
+
+    def later(*batch):
+        with tf.control_dependencies([tf.py_function(wait, [], [])]):
+            return tf.nest.map_structure(tf.identity, batch)
+
+    return data.take(first).concatenate(data.skip(first).map(later))
+
+
 def numbered(kind: str):
     """(dataset of 400 examples that are labelled with their numbers, arguments of fit)."""
     numbers = np.arange(400, dtype=np.float32)[:, None]
