@@ -7,7 +7,15 @@ import time
 import keras
 import pytest
 import tensorflow as tf
-from helpers import AtBatch, compiled, compute_time, mean_output, slope_model, steps_of
+from helpers import (
+    AtBatch,
+    compiled,
+    compute_time,
+    mean_output,
+    slope_model,
+    steps_of,
+    wait_until,
+)
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
@@ -70,23 +78,21 @@ def test_a_worker_is_killed_and_restarted_at_its_steps(two, caplog):
 
 
 @pytest.mark.timeout(120)
-def test_a_stopped_worker_stands_still_and_goes_on_at_its_time(two):
+def test_a_stopped_worker_stands_still_and_goes_on_at_its_time(two, monkeypatch):
     pid = two.cluster.pid("worker", 0)
     train(two, 10, 0.0)  # So that the steps of the next fit begin soon.
-    states = []
+    states, resume = [], two.cluster.resume
 
-    def watch(failures):
-        while len(failures.happened) < 1:
-            time.sleep(0.02)
+    def look_and_resume(job, index):
         states.append(state(pid))
+        resume(job, index)
 
+    monkeypatch.setattr(two.cluster, "resume", look_and_resume)
     events = [(2.0, "stop", "worker", 0), (4.0, "continue", "worker", 0)]
     with FailureSchedule(two.cluster, events) as failures:
-        watcher = threading.Thread(target=watch, args=(failures,))
-        watcher.start()
         # 160 steps of 50 ms take two workers 4 s, and one of them 8 s.
         assert train(two, 160, 0.05, [failures]) == 160  # None is lost.
-        watcher.join()
+        assert wait_until(lambda: len(failures.happened) == 2, 60.0)
     assert states == ["T"]
     assert state(pid) != "T"
     assert [event.action for _, event in failures.happened] == ["stop", "continue"]
@@ -98,16 +104,15 @@ def test_seconds_count_from_the_beginning_and_the_rest_is_dropped(two):
     events = [
         (0.6, "continue", "worker", 0),
         (0.2, "stop", "worker", 0),
-        (60, "kill", "worker", 0),
+        (600, "kill", "worker", 0),
     ]
     started = time.monotonic()
     with FailureSchedule(two.cluster, events) as failures:
-        while len(failures.happened) < 2:
-            time.sleep(0.02)
-    assert 0.6 <= time.monotonic() - started < 10
+        assert wait_until(lambda: len(failures.happened) == 2, 60.0)
+    assert time.monotonic() - started >= 0.6
     assert [event.action for _, event in failures.happened] == ["stop", "continue"]
     for (happened, event), planned in zip(failures.happened, (0.2, 0.6), strict=True):
-        assert event.when == planned and planned <= happened < planned + 5
+        assert event.when == planned <= happened
     assert state(pid) != "T" and two.cluster.is_alive("worker", 0)
     assert "recsync_failures" not in {thread.name for thread in threading.enumerate()}
 
@@ -117,17 +122,16 @@ def test_an_event_that_fails_is_an_error_of_the_block(unkillable):
     schedule = FailureSchedule(unkillable, [(0, "kill", "worker", 0), (0, "stop", "ps", 0)])
     error = pytest.raises(RuntimeError, match="scheduled failure.*worker:0 runs in this process")
     with error, schedule:
-        time.sleep(0.5)
+        assert wait_until(lambda: schedule._error is not None, 50.0)
     assert schedule.happened == []
 
 
-@pytest.mark.timeout(60)
 def test_an_event_that_fails_is_an_error_of_fit_if_fit_knows_the_schedule(two, unkillable):
     schedule = FailureSchedule(unkillable, [(5, "kill", "worker", 0)], unit="steps")
     reached = []
     error = pytest.raises(RuntimeError, match="scheduled failure.*worker:0 runs in this process")
     with schedule, error:
-        train(two, 200, 0.05, [schedule, AtBatch(150, lambda: reached.append(1))])
+        train(two, 4000, 0.05, [schedule, AtBatch(3000, lambda: reached.append(1))])
     assert not reached
 
 
@@ -135,7 +139,7 @@ def test_an_event_that_fails_is_an_error_of_fit_if_fit_knows_the_schedule(two, u
 def test_an_error_of_the_block_itself_goes_first(unkillable, caplog):
     schedule = FailureSchedule(unkillable, [(0, "kill", "worker", 0)])
     with pytest.raises(KeyError, match="a user's mistake"), schedule:
-        time.sleep(0.5)
+        assert wait_until(lambda: schedule._error is not None, 50.0)
         raise KeyError("a user's mistake")
     assert "worker:0 runs in this process" in caplog.text
 
