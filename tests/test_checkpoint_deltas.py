@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import test_checkpoint_callback as ones
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_checkpoint import (
     BATCH,
@@ -78,6 +78,7 @@ def rows_of_parts(path, index):
 # What the parts of it do.
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_rows_go_where_the_new_division_has_them(data):
     rows = data.draw(st.integers(1, 40))
