@@ -28,7 +28,7 @@ def import_beside(folder: pathlib.Path, statement: str) -> subprocess.CompletedP
     """
     program = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(folder)!r}]; {statement}"
     return subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=200
     )
 
 

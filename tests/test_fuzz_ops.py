@@ -77,7 +77,7 @@ def test_a_short_run_finds_nothing():
         [sys.executable, str(SCRIPTS / "fuzz_ops.py"), "--seed=20", "--calls=200"],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search("Seed 20: 200 calls in .* s, 0 failed", done.stdout)

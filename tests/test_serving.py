@@ -26,7 +26,7 @@ def run_without_the_package(program: str, folder: pathlib.Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     assert result.returncode == 0, result.stdout
     return result.stdout
