@@ -48,7 +48,7 @@ MAKERS = {
 }
 
 
-def forget_until(done, seconds: float = 20.0) -> None:
+def forget_until(done, seconds: float = 100.0) -> None:
     """Has Python and Keras forget: threads that end meanwhile may hold what they used last."""
     keras.utils.clear_session()
     deadline = time.monotonic() + seconds

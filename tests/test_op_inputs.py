@@ -270,7 +270,7 @@ def check_refusal(state, message, changes, good, ids=None):
         target=push, args=("adagrad", state), kwargs=good | {"ids": ids}, daemon=True
     )
     after.start()
-    after.join(10)
+    after.join(60)
     assert not after.is_alive()
     assert np.all(state.version == 1)
 

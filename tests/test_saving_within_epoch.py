@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import wait_until
 
 import tf_recsync as recsync
 
@@ -241,7 +242,7 @@ def test_what_another_thread_reads_stops_nobody(cluster):
     thread = threading.Thread(target=read)
     thread.start()
     try:
-        fit(model, strategy, lambda model: None)
+        fit(model, strategy, lambda model: wait_until(lambda: len(reads) > 1, 60))
     finally:
         is_over.set()
         thread.join()

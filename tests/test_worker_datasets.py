@@ -9,6 +9,7 @@ import tensorflow as tf
 from helpers import (
     AtBatch,
     LabelSum,
+    UntilAllGoOn,
     compiled,
     compute_time,
     mean_output,
@@ -219,20 +220,18 @@ def test_a_worker_killed_in_mid_epoch_takes_part_again(cluster, caplog):
     model = model_of(strategy, metrics=lambda: [])
     endless = strategy.distribute_datasets_from_function(lambda c: numbers(c).repeat())
 
-    class UntilItIsBack(AtBatch):
-        back = None
+    then = []  # The steps that each had done when the worker was back.
 
+    class WhenItIsBack(AtBatch):
         def on_train_batch_end(self, batch, logs=None):
             super().on_train_batch_end(batch, logs)
-            if self.back is None and "worker:1 is back" in caplog.text:
-                self.back = batch
-            self.model.stop_training = self.back is not None and batch > self.back + 10
+            if not then and "worker:1 is back" in caplog.text:
+                then.extend(strategy.worker_steps(model))
 
-    callback = UntilItIsBack(10, lambda: restart_meanwhile(cluster))
+    callbacks = [WhenItIsBack(10, lambda: restart_meanwhile(cluster)), UntilAllGoOn(then)]
     with compute_time(strategy, 0.05):
-        model.fit(endless, steps_per_epoch=100_000, callbacks=[callback], verbose=0)
-    assert callback.back is not None
-    assert strategy.worker_steps(model)[1] > 0
+        model.fit(endless, steps_per_epoch=100_000, callbacks=callbacks, verbose=0)
+    assert strategy.worker_steps(model)[1] > then[1]
     assert strategy.losses(model).workers == 1
 
 
@@ -256,10 +255,11 @@ def test_a_worker_that_is_back_in_mid_epoch_goes_on_after_what_it_had(cluster, c
     strategy = recsync.AsyncStrategy(cluster)
     model = model_of(strategy, metrics=lambda: [LabelSum()])
 
-    with compute_time(strategy, 0.6):
+    # The other one has enough to do until it is back, on a busy machine, too.
+    with compute_time(strategy, 0.9):
         history = model.fit(
             strategy.distribute_datasets_from_function(make),
-            callbacks=[AtBatch(4, lambda: restart_meanwhile(cluster))],
+            callbacks=[AtBatch(2, lambda: restart_meanwhile(cluster))],
             verbose=0,
         ).history
     times = digits(history["label_sum"][0], batches)
@@ -314,7 +314,7 @@ def test_a_worker_started_again_between_two_epochs_makes_its_datasets_anew(clust
 def test_workers_wait_for_what_their_pipelines_take(cluster):
     strategy = recsync.AsyncStrategy(cluster)
 
-    batches, seconds = 10, 0.1  # Of a pipeline; that each of them takes to be made.
+    batches, seconds = 8, 0.25  # Of a pipeline; that each of them takes to be made.
 
     def slow(context):
         # By an op that waits, and runs on the worker.
@@ -324,8 +324,9 @@ def test_workers_wait_for_what_their_pipelines_take(cluster):
 
     model = model_of(strategy, metrics=lambda: [LabelSum()])
     model.fit(strategy.distribute_datasets_from_function(slow), verbose=0)
-    # The first ones may be made before a worker begins, and others while it computes.
-    assert min(strategy.data_wait(model)) > 0.5 * batches * seconds
+    # The first ones may be made before a worker begins, and others while it computes, or stands
+    # still on a busy machine.
+    assert min(strategy.data_wait(model)) > 0.25 * batches * seconds
 
 
 def test_python_in_the_datasets_runs_in_this_process(cluster):
