@@ -1,11 +1,10 @@
 """Programs that go on where an earlier one was in its data."""
 
-import threading
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from test_checkpoint_deltas import Waiting
 
 import tf_recsync as recsync
 from tf_recsync import checkpoint
@@ -56,12 +55,12 @@ def batches(shuffled=False, parts=1, part=0):
     return (data.shuffle(BATCHES, seed=3) if shuffled else data).batch(1)
 
 
-def trained(cluster, folder, make, steps=None, stop=None, epochs=EPOCHS):
+def trained(cluster, folder, make, steps=None, stop=None, epochs=EPOCHS, slowdown=None):
     """A model after a program that ends at `stop`, or that goes on after one."""
     strategy = recsync.AsyncStrategy(cluster)
-    recsync.testing.set_compute_time(strategy, 0.005)
+    recsync.testing.set_compute_time(strategy, 0.005, slowdown)
     model = make_model(strategy)
-    callback = Checkpoint(folder, every_steps=10, keep=None, at_end=stop is None)
+    callback = Waiting(folder, every_steps=10, keep=None, at_end=stop is None)
     callbacks = [callback, *([] if stop is None else [Stop(*stop)])]
 
     def fit():
@@ -73,9 +72,6 @@ def trained(cluster, folder, make, steps=None, stop=None, epochs=EPOCHS):
         return model, callback, fit()
     with pytest.raises(KeyboardInterrupt):
         fit()
-    for thread in threading.enumerate():
-        if thread.name == "recsync_writing":
-            thread.join()
     return model, callback, None
 
 
@@ -111,7 +107,8 @@ def test_each_epoch_has_each_batch_once_but_for_those_that_workers_had_ahead(
     trained(cluster, tmp_path, make, steps, stop=(1, 17))
     model, callback, history = trained(cluster, tmp_path, make, steps)
     saved = checkpoint.open(callback.restored)
-    assert saved.metadata["data"]["batches"] > 0
+    # In the second epoch, or after it, as workers may be ahead of Keras.
+    assert saved.metadata["data"]["batches"] > 0 or saved.metadata["epoch"] == 2
     assert history.epoch == list(range(saved.metadata["epoch"], EPOCHS))
     counts = counts_of(model)
     total = EPOCHS * (steps or BATCHES)
@@ -148,7 +145,9 @@ def test_what_can_not_be_gone_on_with_is_said(cluster, clusters, tmp_path, caplo
         return batches().unbatch().batch(2) if change == "batch size" else make(strategy)
 
     steps = {"steps": 50, "an end": 50}.get(change)
-    trained(cluster, tmp_path, make, steps, stop=(0, 30), epochs=1)
+    # Before workers have done all of the epoch, Keras has heard of a part of it.
+    slow = recsync.testing.ChangingSlowdown([(12, 1.0), (12, 60.0)], unit="steps")
+    trained(cluster, tmp_path, make, steps, stop=(0, 22), epochs=1, slowdown=slow)
     second = clusters.get(workers=4, ps=2) if change == "workers" else cluster
     steps = 10 if change == "steps" else steps
     model, callback, _ = trained(second, tmp_path, other, steps, epochs=1)
@@ -187,7 +186,7 @@ def test_with_everything_the_data_go_back_to_the_checkpoint(cluster, tmp_path, k
     strategy = recsync.AsyncStrategy(cluster)
     recsync.testing.set_compute_time(strategy, 0.01)
     model = make_model(strategy)
-    callback = Checkpoint(tmp_path, every_steps=20, recovery="all")
+    callback = Waiting(tmp_path, every_steps=20, recovery="all")
     lost = tf.DeviceSpec.from_string(model.variables[0]._value.device).task
 
     class Kill(keras.callbacks.Callback):
