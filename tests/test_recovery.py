@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from groups import BETWEEN, hierarchical
-from helpers import AtBatch
+from helpers import AtBatch, held_back
 from test_checkpoint_callback import NAME, check_rows, dataset, make_model
 
 import tf_recsync as recsync
@@ -130,8 +130,9 @@ def test_what_goes_back_is_what_was_lost_or_everything(cluster, tmp_path, recove
     # The one that training begins with, and the last one.
     callback = Checkpoint(tmp_path, every_seconds=1e9, keep=None, recovery=recovery)
     kills = KillInTurn(cluster, callback, [lost], steps=60)
+    data = held_back(dataset(STEPS, ROWS).repeat(), STEPS - 100, lambda: callback.recoveries)
     model.fit(
-        dataset(STEPS, ROWS).repeat(),
+        data,
         steps_per_epoch=STEPS,
         verbose=0,
         callbacks=[callback, kills],
@@ -205,7 +206,8 @@ def test_copies_and_metrics_are_those_of_the_checkpoint_and_of_all_steps(cluster
 
     server = [tf.DeviceSpec.from_string(v._value.device).task for v in model.variables[:1]]
     kills = KillInTurn(cluster, callback, server, steps=30)
-    logs = model.fit(data.repeat(200), verbose=0, callbacks=[callback, kills, Compare()])
+    steps = held_back(data.repeat(200), 100, lambda: callback.recoveries)
+    logs = model.fit(steps, verbose=0, callbacks=[callback, kills, Compare()])
     assert callback.recoveries == 1
     assert len({copy[0].tobytes() for copy in saved}) > 1
     for copy, before in zip(then[0], saved, strict=True):
