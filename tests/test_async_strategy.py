@@ -363,8 +363,10 @@ def test_two_equal_workers_see_a_staleness_of_two(two):
     # Within a call a pull follows the push before it at once, so that the other
     # worker's push falls between a pull and its push, and not beside them. With
     # single steps, two workers in step with each other see 1.5 while they are.
-    model = compiled(two, steps_per_execution=5)
-    with compute_time(two, 0.1):
+    # Each has one call, and its first step lasts until the other one has begun, too.
+    model = compiled(two, steps_per_execution=60)
+    first_slow = recsync.testing.ChangingSlowdown([(1, 20.0), (1, 1.0)], unit="steps")
+    with compute_time(two, 0.1, first_slow):
         model.fit(dataset(60 * 8, 8), verbose=0)
     report = two.staleness(model)
     assert report.dense.count == 60 * 4
@@ -382,7 +384,9 @@ def test_moving_statistics_of_two_workers_approach_those_of_the_data(two):
 
     x = np.random.default_rng(1).normal([4.0, -3.0], [1.0, 2.0], (4096, 2)).astype(np.float32)
     model = compiled(two, build, lambda: SGD(0.01))
-    model.fit(x, (x[:, :1] > 4.0).astype(np.float32), batch_size=64, verbose=0)
+    # More than once: what a worker that stands still has pulled at the beginning, far from the
+    # data, it may push at the end of an epoch.
+    model.fit(x, (x[:, :1] > 4.0).astype(np.float32), batch_size=64, epochs=3, verbose=0)
     for name in ("mn", "bn"):
         moving_mean = model.get_layer(name).moving_mean.numpy()
         assert_close([moving_mean], [[4.0, -3.0]], 0.06)
@@ -482,7 +486,10 @@ def test_the_training_report_puts_speed_and_staleness_into_logs_and_tensorboard(
     assert len(histograms) == 1 and "staleness" in histograms[0]
     # TensorBoard shows a tag in one place only.
     assert ("scalars", histograms[0]) not in recorded
-    assert all(1.0 < mean <= 2.5 for mean in history["staleness"])
+    # A push makes one step of the other worker staler, or none if that is in no step.
+    for mean, largest in zip(history["staleness"], history["staleness_max"], strict=True):
+        assert 1.0 <= mean <= 2.0
+        assert (mean > 1.0) == (largest > 1)
     assert history[speeds[0]] == history[speeds[1]]
     assert all(type(steps) is int for steps in history["lost_steps"])
     for epoch, speed in enumerate(history[speeds[0]]):
@@ -500,12 +507,12 @@ def test_stopping_in_mid_epoch_ends_fit_soon_and_the_next_fit_works(two):
     def stop():
         model.stop_training = True
 
-    ones = np.ones((2048, 1))  # For 20 seconds, of which far fewer are trained.
+    ones = np.ones((20_480, 1))  # For 200 seconds, of which far fewer are trained.
     with compute_time(two, 0.02):
         model.fit(ones, ones, 1, epochs=3, callbacks=[AtBatch(5, stop)], verbose=0)
     stopped = steps_of(model)
-    assert 5 <= stopped < 500
-    model.fit(ones, ones, 256, verbose=0)
+    assert 5 <= stopped < 10_000
+    model.fit(ones[:2048], ones[:2048], 256, verbose=0)
     # No step of the first fit was still on its way when it returned.
     assert steps_of(model) == stopped + 8
     assert model.get_weights()[0] == -(stopped + 8)
