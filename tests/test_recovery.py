@@ -1,6 +1,7 @@
 """Parameter servers that die while a model trains with a Checkpoint: training goes on."""
 
 import threading
+import time
 
 import keras
 import numpy as np
@@ -152,6 +153,24 @@ def test_what_goes_back_is_what_was_lost_or_everything(cluster, tmp_path, recove
         assert named.sum() == STEPS
         assert abs(named[0] - named[1]) < STEPS / 3
     del kept
+
+
+def test_workers_that_wait_for_data_when_a_server_dies_get_them_when_it_is_back(cluster, tmp_path):
+    strategy = slowly(recsync.AsyncStrategy(cluster))
+    model = make_model(strategy, ROWS, shards=2)
+    lost = shards_of(model)[1]
+    callback = Checkpoint(tmp_path, every_seconds=1e9, recovery="partial")
+
+    def kill():
+        time.sleep(1.0)  # Workers have done all that there are data for, and wait for more.
+        cluster.kill("ps", lost)
+        threading.Timer(0.2, cluster.restart, ["ps", lost]).start()
+
+    data = held_back(dataset(100, ROWS).repeat(), 40, lambda: callback.recoveries)
+    options = {"callbacks": [callback, AtBatch(30, kill)], "verbose": 0}
+    model.fit(data, steps_per_epoch=100, **options)
+    assert callback.recoveries == 1
+    assert sum(strategy.worker_steps(model)) == 100
 
 
 @pytest.mark.parametrize("second", ["the same", "another"])

@@ -80,7 +80,7 @@ class Slot:
         lost_steps: how many steps were lost in it.
         kept_data: the worker's life in which its thread goes on with its iterator, if what it
             trains on is made anew; None: it gets another one.
-        has_kept: whether its iterator is one that it kept.
+        has_kept: whether its iterator is one that it kept, and has given no batch since.
         ended: whether it has seen the end of its data.
         call: the steps of its call in flight; 0 between calls.
         calls: counts the calls that had steps.

@@ -643,6 +643,10 @@ class WorkerRun:
             done, ended, result = outcome[0]
             self._account(slot, n, done, result, time.monotonic() - called)
             slot.breaks = 0
+            slot.has_kept = slot.has_kept and not done
+            if ended and self._may_be_cut_off(slot):
+                opened = self._guarded(slot, lambda: self._join_anew(slot)) is not None
+                continue
             if ended:
                 self._leave(slot)
                 with self._changed:
@@ -818,7 +822,8 @@ class WorkerRun:
             raise lost_parameter_server(self._cluster, found.server) from error
         if self._readers:
             data_errors.check(error)
-        if found.cause is Cause.USER and self._is_cut_off(slot, error):
+        is_cancelled = isinstance(error, tf.errors.CancelledError)
+        if found.cause is Cause.USER and is_cancelled and self._may_be_cut_off(slot):
             logging.info("worker:%d joins its data anew: %s", slot.index, messages.reason(error))
             self._lose_slot(slot)
             return
@@ -845,18 +850,24 @@ class WorkerRun:
         self._cluster.tell_members()
         self._lose_slot(slot)
 
-    def _is_cut_off(self, slot: Slot, error: tf.errors.OpError) -> bool:
-        """Whether it is the worker's iterator that ended with a call of the pass before.
+    def _may_be_cut_off(self, slot: Slot) -> bool:
+        """Whether the worker's iterator may have ended with a call of the pass before.
 
-        One that waits for a batch when its call is cancelled gives none any more.
+        One that waits for a batch when its call is cancelled gives none any more: it says once that
+        it was cancelled, perhaps to the call that nobody hears of, and then that the data have
+        ended.
         """
         with self._changed:
             is_over = self._shall_end()
-        is_cancelled = isinstance(error, tf.errors.CancelledError)
-        if is_over or not is_cancelled or not slot.has_kept:
+        if is_over or not slot.has_kept:
             return False
-        slot.has_kept = False  # It gets another one, whose errors are the user's.
+        slot.has_kept = False  # It gets another one, whose errors and whose end are the data's.
         return True
+
+    def _join_anew(self, slot: Slot) -> None:
+        """Has a worker go on with another iterator over the same data."""
+        logging.info("worker:%d joins its data anew: its iterator has ended", slot.index)
+        self._open(slot)
 
     def _second_look(self, slot: Slot, error: tf.errors.OpError, found: Diagnosis) -> Diagnosis:
         """Whether a worker that can't be reached is gone: others may have what is lost with it.
