@@ -40,7 +40,9 @@ def connecting():
         cluster.pause("worker", 0)
         message = error_of(cluster.connect, 1.0)
         address = cluster.cluster_spec.task_address("worker", 0)
-        assert message == f"servers not up within timeout=1 s: worker:0 ({address})", message
+        # A busy machine may be late to answer for others, too.
+        assert message.startswith("servers not up within timeout=1 s: worker:0 ("), message
+        assert address in message, message
         # As if it began to stand still between our greeting and the connection.
         greets, signs_of_life.greets = signs_of_life.greets, signs_of_life.accepts_connections
         assert "TensorFlow did not finish in time" in error_of(cluster.connect, 2.0)
