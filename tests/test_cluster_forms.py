@@ -40,7 +40,6 @@ def addresses_of(cluster) -> set[tuple[str, int]]:
     }
 
 
-@pytest.mark.timeout(180)
 def test_servers_in_this_process_train_and_can_not_be_killed():
     with recsync.LocalCluster(workers=3, ps=2, processes=0) as cluster:
         strategy = recsync.AsyncStrategy(cluster)
@@ -104,7 +103,6 @@ def test_a_call_in_flight_ends_with_its_cluster_and_hinders_no_later_one_in_this
                     assert float(tf.add_n(numbers)) == ps * (ps + 1) / 2
 
 
-@pytest.mark.timeout(240)
 def test_sixteen_workers_in_a_process_that_connected_elsewhere_before_all_go_on():
     # In a process of its own: the size of the pool that servers share is decided
     # once, by the first connection. 16 calls at a time need more threads than that.
@@ -143,7 +141,6 @@ def test_the_pool_of_threads_is_made_once():
         tf.function(lambda: ops.server_threads([1, 2]))()
 
 
-@pytest.mark.timeout(180)
 def test_servers_of_one_process_are_lost_and_come_back_together(tmp_path):
     with recsync.LocalCluster(workers=3, ps=2, processes=3, log_dir=tmp_path) as cluster:
         pids = {task: cluster.pid(*task) for task in SERVERS}

@@ -5,7 +5,6 @@ import threading
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import tf_recsync as recsync
@@ -47,7 +46,6 @@ def pull(tables, ids):
     )
 
 
-@pytest.mark.timeout(120)
 def test_pushes_and_pulls_of_shared_tables_in_any_order_all_end_and_none_is_lost():
     # Rows are spread over the same thread pool by all; whoever waited for a
     # table's lock on a thread of that pool could wait for itself.

@@ -11,8 +11,6 @@ import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
 from tf_recsync.synchronization.hop import HopSynchronizer
 
-pytestmark = pytest.mark.timeout(200)
-
 LIMIT = 3.0  # A busy machine answers within that.
 STRATEGIES = {
     "async": lambda c: recsync.AsyncStrategy(c, silence_timeout=LIMIT),

@@ -214,7 +214,6 @@ def test_it_trains_locally_and_reports(tmp_path, stock):
     assert "the best possible" in done.stdout
 
 
-@pytest.mark.timeout(300)
 def test_it_trains_on_a_cluster_with_all_its_options_and_saves(tmp_path):
     out = tmp_path / "metrics.json"
     done = run(
@@ -313,7 +312,6 @@ def test_it_trains_in_the_other_modes(tmp_path, arguments, steps):
     assert 0.45 < figures["auc"] < 1 and figures["staleness_mean"] >= 1
 
 
-@pytest.mark.timeout(300)
 def test_dlrm_trains_with_trainers_that_synchronize_in_the_background(tmp_path):
     out = tmp_path / "metrics.json"
     done = run(

@@ -63,7 +63,6 @@ class StopWhen(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-@pytest.mark.timeout(180)
 def test_a_worker_is_killed_and_restarted_at_its_steps(two, caplog):
     events = [(40, "restart", "worker", 1), Failure(10, "kill", "worker", 1)]
     stop = StopWhen(lambda: "worker:1 is back" in caplog.text)
@@ -77,7 +76,6 @@ def test_a_worker_is_killed_and_restarted_at_its_steps(two, caplog):
     assert train(two, 30, 0.0) == 30
 
 
-@pytest.mark.timeout(120)
 def test_a_stopped_worker_stands_still_and_goes_on_at_its_time(two, monkeypatch):
     pid = two.cluster.pid("worker", 0)
     train(two, 10, 0.0)  # So that the steps of the next fit begin soon.
@@ -98,7 +96,6 @@ def test_a_stopped_worker_stands_still_and_goes_on_at_its_time(two, monkeypatch)
     assert [event.action for _, event in failures.happened] == ["stop", "continue"]
 
 
-@pytest.mark.timeout(120)
 def test_seconds_count_from_the_beginning_and_the_rest_is_dropped(two):
     pid = two.cluster.pid("worker", 0)
     events = [
@@ -117,7 +114,6 @@ def test_seconds_count_from_the_beginning_and_the_rest_is_dropped(two):
     assert "recsync_failures" not in {thread.name for thread in threading.enumerate()}
 
 
-@pytest.mark.timeout(60)
 def test_an_event_that_fails_is_an_error_of_the_block(unkillable):
     schedule = FailureSchedule(unkillable, [(0, "kill", "worker", 0), (0, "stop", "ps", 0)])
     error = pytest.raises(RuntimeError, match="scheduled failure.*worker:0 runs in this process")
@@ -135,7 +131,6 @@ def test_an_event_that_fails_is_an_error_of_fit_if_fit_knows_the_schedule(two, u
     assert not reached
 
 
-@pytest.mark.timeout(60)
 def test_an_error_of_the_block_itself_goes_first(unkillable, caplog):
     schedule = FailureSchedule(unkillable, [(0, "kill", "worker", 0)])
     with pytest.raises(KeyError, match="a user's mistake"), schedule:
@@ -144,7 +139,6 @@ def test_an_error_of_the_block_itself_goes_first(unkillable, caplog):
     assert "worker:0 runs in this process" in caplog.text
 
 
-@pytest.mark.timeout(60)
 def test_schedules_used_wrongly_say_so(two):
     forgotten = FailureSchedule(two.cluster, [(5, "kill", "worker", 0)], unit="steps")
     with pytest.raises(RuntimeError, match="counted no steps.*callbacks"), forgotten:

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)
 _SECONDS = 500  # On a busy machine, importing TensorFlow twice takes minutes.
 
 # In a process that was not connected before: TensorFlow's first connection is another matter.

@@ -225,7 +225,6 @@ def train_until_back_with_a_renewed_worker(cluster, strategy, model, steps, is_r
         assert strategy.worker_steps(model)[1] > until_back.before
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])
 def test_one_that_stands_still_keeps_nobody_waiting_and_begins_anew(
     cluster, monkeypatch, steps, caplog

@@ -76,7 +76,6 @@ def clean_python(wheel, tmp_path_factory) -> pathlib.Path:
     return python
 
 
-@pytest.mark.timeout(600)
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -133,17 +132,14 @@ def installed(clean_python, tmp_path_factory) -> str:
     return run([clean_python, "-c", textwrap.dedent(program)], folder)
 
 
-@pytest.mark.timeout(600)
 def test_the_installed_wheel_takes_a_step_outside_of_the_source_tree(installed):
     assert "stepped" in installed
 
 
-@pytest.mark.timeout(600)
 def test_a_cluster_runs_from_the_installed_wheel(installed):
     assert "the step is 42" in installed
 
 
-@pytest.mark.timeout(300)
 def test_the_readme_example_runs_as_it_stands(tmp_path):
     (example,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     assert len(example.splitlines()) <= 30

@@ -16,10 +16,7 @@ from tf_recsync import checkpoint
 from tf_recsync.callbacks import Checkpoint
 from tf_recsync.strategies import train_function
 
-pytestmark = [
-    pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off"),
-    pytest.mark.timeout(180),
-]
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
 ROWS, STEPS = 6, 300
 NEVER = recsync.Foreground(gap=1_000_000)

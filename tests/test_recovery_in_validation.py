@@ -13,10 +13,7 @@ import tf_recsync as recsync
 from tf_recsync import checkpoint
 from tf_recsync.callbacks import Checkpoint
 
-pytestmark = [
-    pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off"),
-    pytest.mark.timeout(180),
-]
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
 VALIDATION, KILLED_AT = 40, 5
 EXAMPLES = VALIDATION * BATCH

@@ -210,7 +210,6 @@ def test_a_strategy_can_be_made_while_a_worker_is_away(cluster, caplog):
     assert "worker:1 does not answer, and whether it has threads enough is not known" in caplog.text
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "mode", ["shadow", recsync.Foreground(gap=3)], ids=["shadow", "foreground"]
 )
@@ -246,7 +245,6 @@ def test_the_others_average_on_when_a_trainer_stands_still(cluster, mode):
     assert syncs[1] <= watch.after[1] + 1
 
 
-@pytest.mark.timeout(150)
 def test_a_sync_server_that_stands_still_ends_training_though_no_step_waits_for_it(cluster):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), silence_timeout=2.0)
     model = make_model(strategy)

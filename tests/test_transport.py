@@ -291,7 +291,6 @@ def test_a_server_that_was_started_again_is_found_again(cluster, job):
     assert connections_to(cluster, job, 0) > 0
 
 
-@pytest.mark.timeout(120)
 def test_training_goes_on_when_a_worker_is_killed_and_comes_back(cluster, caplog):
     weight = train(
         recsync.SyncStrategy(cluster),
@@ -311,7 +310,6 @@ def test_training_ends_with_an_error_when_a_parameter_server_is_killed(cluster):
         train(strategy, AtBatch(8, lambda: cluster.kill("ps", 0)), batches=10_000)
 
 
-@pytest.mark.timeout(120)
 def test_servers_that_stand_still_are_given_up(cluster, caplog):
     strategy = recsync.AsyncStrategy(cluster, silence_timeout=5.0)
     weight = train(

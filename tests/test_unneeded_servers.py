@@ -13,10 +13,7 @@ from tf_recsync import checkpoint
 from tf_recsync.callbacks import Checkpoint
 from tf_recsync.checkpoint import saving
 
-pytestmark = [
-    pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off"),
-    pytest.mark.timeout(180),
-]
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
 
 @pytest.fixture

@@ -243,7 +243,6 @@ def digits(total: float, count: int) -> list[int]:
     return [int(total) // 4**i % 4 for i in range(count)]
 
 
-@pytest.mark.timeout(120)
 def test_a_worker_that_is_back_in_mid_epoch_goes_on_after_what_it_had(cluster, caplog):
     batches = 24
 
