@@ -324,16 +324,25 @@ def slow_batches(number: int, seconds: float) -> tf.data.Dataset:
     )
 
 
-def held_back(data: tf.data.Dataset, first: int, is_ready) -> tf.data.Dataset:
+def held_back(data: tf.data.Dataset, first: int, is_ready, each=60.0) -> tf.data.Dataset:
     """The batches of a dataset, those from `first` on only when `is_ready()`, or after a minute.
 
     So there is something left to be trained on then, however late this process finds out.
+
+    Args:
+        data: the dataset.
+        first: the number of the first one that waits.
+        is_ready: asked by a thread of the pipeline.
+        each: for how many seconds each waits at most; few where what is to happen may wait for
+            workers that wait for it, as to read variables.
     """
-    gave_up = threading.Event()
+    deadlines: list[float] = []
 
     def wait() -> None:
-        if not gave_up.is_set() and not wait_until(is_ready, 60):
-            gave_up.set()
+        now = time.monotonic()
+        if not deadlines:
+            deadlines.append(now + 60.0)
+        wait_until(is_ready, min(each, deadlines[0] - now))
 
     def later(*batch):
         with tf.control_dependencies([tf.py_function(wait, [], [])]):
