@@ -31,8 +31,10 @@ def _update(rule: str, table: bool) -> Callable[[World], dict]:
         n = len(shapes)
         narrow = table and w.chance(0.2)
 
-        def ints(shape_list, value=0):
-            return [w.variable(np.full(s, value, np.int64)) for s in shape_list]
+        def ints(shape_list, value=0, dtype=np.int64):
+            return [w.variable(np.full(s, value, dtype)) for s in shape_list]
+
+        counted = np.int32 if table else np.int64
 
         values = [tf.cast(w.floats(*s), tf.bfloat16 if narrow else tf.float32) for s in shapes]
         arguments = {
@@ -49,14 +51,14 @@ def _update(rule: str, table: bool) -> Callable[[World], dict]:
         }
         if w.chance(0.5):
             arguments |= {"swap_period": w.small(1, 3), "swap_decay": 0.5, "swap_offset": w.small()}
-            arguments["last_periods"] = ints(beside)
+            arguments["last_periods"] = ints(beside, dtype=counted)
         if w.chance(0.3):
             arguments |= {"update_sensitivity": 1.0, "target_deviation": float(w.small(0, 1))}
             arguments["target_mean"] = float(w.small(0, 1))
             arguments["deviation_window"] = w.small(1, 3)
             arguments["last_updates"] = [w.variable(np.ones(s, np.float32)) for s in beside]
         if rule == "adam":
-            arguments |= {"last_steps": ints(beside), "beta_1": 0.9, "beta_2": 0.99}
+            arguments |= {"last_steps": ints(beside, dtype=counted), "beta_1": 0.9, "beta_2": 0.99}
             if table:
                 arguments["lazy"] = w.chance(0.5)
         if rule == "ftrl":

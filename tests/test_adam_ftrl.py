@@ -121,6 +121,43 @@ def test_dense_variables_and_rows_follow_the_eager_rule(case, swap, jit):
     np.testing.assert_array_equal(table.numpy()[6], values[0][6].astype(np.float32))
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_beyond_what_int32_counts_periods_end_and_each_step_is_the_one_after_the_last(jit):
+    most = 2**31 - 1
+    value = RNG.normal(size=(6, 3))
+    table = keras.Variable(value, dtype="float32", name="embeddings")
+    optimizer = optimizers.Adam(LR, swap=Swap(period=1, decay=0.5))
+    optimizer.build([table])
+    state = optimizer.state_of(table)
+    first = most - 12
+    optimizer.iterations.assign(first)
+    for variable in (state.last_periods[0], state.last_steps[0]):
+        variable.assign(np.full(6, first))
+
+    @tf.function(jit_compile=jit)
+    def step(gradient, ids):
+        optimizer.apply([tf.IndexedSlices(gradient, ids, (6, 3))], [table])
+
+    w, m, v = value.astype(np.float32).astype(np.float64), np.zeros((6, 3)), np.zeros((6, 3))
+    last = np.full(6, first)
+    for t in range(first + 1, most + 13):
+        ids = RNG.choice(6, 3, replace=False)
+        gradient = RNG.normal(size=(3, 3)).astype(np.float32)
+        step(tf.constant(gradient), tf.constant(ids))
+        for row, g in zip(ids, gradient, strict=True):
+            # The steps that are known to lie between, and the periods that there were.
+            steps = t - last[row] if last[row] < most else 1
+            periods = min(t, most) - last[row]
+            last[row] = min(t, most)
+            m[row] = 0.9**steps * m[row] + 0.1 * g
+            v[row] = 0.5**periods * 0.999**steps * v[row] + 0.001 * g.astype(np.float64) ** 2
+            w[row] -= LR * m[row] / (np.sqrt(v[row]) + 1e-7)
+    np.testing.assert_array_equal(state.last_periods[0], last)
+    np.testing.assert_array_equal(state.last_steps[0], last)
+    assert np.any(last == most)
+    np.testing.assert_allclose(table, w, 1e-4, 1e-4)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("jit", [False, True])
 def test_adam_that_is_not_lazy_moves_all_rows_as_the_stock_one_does(jit, dtype):
@@ -475,8 +512,7 @@ def test_the_ops_refuse_what_would_harm_the_state(table, case, changes, message)
         wrong = arguments | optimizer._op_arguments(
             [arguments["momentums"], arguments["velocities"]]
         )
-        wrong["last_steps"] = [tf.Variable(tf.zeros([9], tf.int64)).handle]
-        kept = tf.Variable(tf.zeros([9], tf.int64))
+        kept = tf.Variable(tf.zeros([9], tf.int32 if table else tf.int64))
         wrong["last_steps"] = [kept.handle]
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"last_steps must have shape"):
             op(**wrong)

@@ -38,7 +38,7 @@ def _seeded():
         (lambda **k: recsync.optimizers.Adagrad(0.1, use_ema=True, **k), 2, 8),
         (lambda **k: recsync.optimizers.Adagrad(0.1, rowwise=True, **k), 0, 12),
         (lambda **k: recsync.optimizers.Adagrad(0.1, rowwise=True, use_ema=True, **k), 1, 12),
-        (lambda **k: recsync.optimizers.Adam(0.1, swap=recsync.Swap(3, 0.5), **k), 2, 24),
+        (lambda **k: recsync.optimizers.Adam(0.1, swap=recsync.Swap(3, 0.5), **k), 2, 16),
         (
             lambda **k: recsync.optimizers.Ftrl(
                 0.1,
@@ -47,7 +47,7 @@ def _seeded():
                 **k,
             ),
             2,
-            20,
+            16,
         ),
     ],
 )
@@ -71,8 +71,8 @@ def test_an_optimizer_that_keeps_more_than_the_layer_counted_is_refused():
     layer.build()
     recsync.optimizers.Adagrad(0.1).build(layer.trainable_variables)
     message = (
-        f"server 0 would hold {3 * VALUES + 65 * 16} bytes .* memory_limit={2 * VALUES + 65 * 8}.*"
-        f"'films' with {40 * (4 * 4 * 3 + 16)} bytes there .with slots=2, bytes_per_row_overhead=16"
+        f"server 0 would hold {3 * VALUES + 65 * 12} bytes .* memory_limit={2 * VALUES + 65 * 8}.*"
+        f"'films' with {40 * (4 * 4 * 3 + 12)} bytes there .with slots=2, bytes_per_row_overhead=12"
     )
     with pytest.raises(ValueError, match=message):
         recsync.optimizers.Adam(0.1).build(layer.trainable_variables)

@@ -113,7 +113,7 @@ COMMON = [
     ),
     case(
         "lengths of another type",
-        "last_updates must be a variable of float, not int64",
+        "last_updates must be a variable of float, not int(32|64)",
         update_sensitivity=plain(1.0),
         last_updates=lambda s: [s.period.handle],
     ),
@@ -121,7 +121,15 @@ COMMON = [
         "periods of another shape",
         r"last_periods must have shape .*, not \[9\]",
         swap_period=plain(5),
-        last_periods=lambda s: [handle([9])],
+        last_periods=lambda s: [handle([9], s.period.dtype)],
+    ),
+    case(
+        "periods of another type",
+        "last_periods must be a variable of int(32, not int64|64, not int32)",
+        swap_period=plain(5),
+        last_periods=lambda s: [
+            handle(s.period.shape, tf.int64 if s.period.dtype == tf.int32 else tf.int32)
+        ],
     ),
 ]
 DENSE = [
@@ -322,7 +330,7 @@ def gather(table, versions, counts=(1,)):
         (lambda s, t: gather(t.value, s.version), r"versions must have shape \[2\], not \[\]"),
         (
             lambda s, t: gather(t.period, t.version),
-            "variables? must be a variable of float or bfloat16, not int64",
+            "variables? must be a variable of float or bfloat16, not int32",
         ),
         (lambda s, t: gather(t.value, t.value), "twice"),
         (

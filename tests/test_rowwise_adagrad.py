@@ -269,8 +269,8 @@ def test_the_memory_of_tables_is_about_half_of_that_with_accumulators_of_element
     for own, other in zip(rowwise, whole, strict=True):
         assert own.tables == other.tables == other.slots == ROWS // 2 * WIDTH * 4
         assert own.slots == 0
-        # A version and a period of int64, too.
-        assert own.per_row == other.per_row + ROWS // 2 * 4 == ROWS // 2 * 20
+        # A version of int64 and a period of int32, too.
+        assert own.per_row == other.per_row + ROWS // 2 * 4 == ROWS // 2 * 16
 
 
 def test_what_two_servers_saved_goes_on_on_three_and_in_one_process(clusters, tmp_path):

@@ -32,7 +32,7 @@ class State:
         self.accumulator = tf.Variable(np.full_like(value, 0.1))
         self.version = tf.Variable(np.zeros(slots, np.int64))
         self.counters = tf.Variable(np.zeros([COUNTERS], np.int64))
-        self.period = tf.Variable(np.zeros(slots, np.int64))
+        self.period = tf.Variable(np.zeros(slots, np.int32 if table else np.int64))
         self.length = tf.Variable(np.zeros(slots, np.float32))
 
     def everything(self):

@@ -35,6 +35,7 @@
 #include "cc/engine/row_locks.h"
 #include "cc/engine/row_partitions.h"
 #include "cc/engine/row_push.h"
+#include "cc/engine/saturated.h"
 #include "cc/engine/span_update.h"
 #include "cc/engine/staleness_counters.h"
 #include "cc/engine/update_options.h"
@@ -50,9 +51,9 @@ struct TableView {
   std::array<float*, kMaxAccumulators> accumulators{};
   int64_t* versions = nullptr;      // [rows]
   int64_t* counters = nullptr;      // StalenessCounters
-  int64_t* last_periods = nullptr;  // [rows]; null without SWAP
+  int32_t* last_periods = nullptr;  // [rows]; null without SWAP
   float* last_updates = nullptr;    // [rows]; null without update_sensitivity
-  int64_t* last_steps = nullptr;    // [rows]; null if the rule keeps none
+  int32_t* last_steps = nullptr;    // [rows]; null if the rule keeps none
   RowDecay decay;                   // not enabled without weight decay
   int64_t rows = 0;
   int64_t width = 0;
@@ -150,12 +151,13 @@ class RowUpdate {
   }
 
   // Has those of rows [begin, end) that have not made this step make it, with a
-  // gradient of 0. That is no update: their versions stay.
+  // gradient of 0. That is no update: their versions stay. Rows make no more of
+  // such steps than `last_steps` can count.
   void RunRest(int64_t begin, int64_t end) const {
     Scratch& scratch = OwnScratch();
     for (int64_t row = begin; row < end; ++row) {
       RowLock lock(&RowLocks::Global().Of(table_.id(), row));
-      if (table_.last_steps[row] >= global_step_) continue;
+      if (table_.last_steps[row] >= Saturated<int32_t>(global_step_)) continue;
       const auto slots = SlotsOf(row);
       float* w = Widened(row, &scratch);
       Decay(row, w);
@@ -324,9 +326,11 @@ class RowUpdate {
   float CatchUp(int64_t row, int64_t step, float* w, float* const* slots,
                 float decay) const {
     if constexpr (Rule::kKeepsSteps) {
-      int64_t& last = table_.last_steps[row];
+      int32_t& last = table_.last_steps[row];
+      step = Saturated<int32_t>(step);
       for (int64_t made = 0; last < step; ++made) {
-        const int64_t next = made < rule_.moving_steps() ? last + 1 : step;
+        const int64_t next =
+            made < rule_.moving_steps() ? int64_t{last} + 1 : step;
         Rule rule = rule_;
         if (next != global_step_) rule.Begin(next);
         apply_(rule.At(next, &last), w, slots, zeros_.data(), table_.width,

@@ -1,8 +1,10 @@
 #include "cc/engine/row_update.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <random>
 #include <thread>
@@ -37,7 +39,7 @@ struct Table {
   std::vector<float> accumulator;
   std::vector<int64_t> versions;
   std::vector<int64_t> counters;
-  std::vector<int64_t> last_periods;
+  std::vector<int32_t> last_periods;
   TableView view;
 };
 
@@ -210,6 +212,46 @@ TEST(RowUpdateTest,
   for (float value : table.values) EXPECT_EQ(value, 3 * kRounds);
   EXPECT_EQ(StalenessCounters(table.counters.data()).count(),
             3 * kRounds * kRows);
+}
+
+TEST(RowUpdateTest, AllRowsMoveAsLongAsStepsCanBeCounted) {
+  constexpr int64_t kRows = 4, kMost = std::numeric_limits<int32_t>::max();
+  Table table(kRows, 1);
+  std::fill(table.accumulator.begin(), table.accumulator.end(), 0.1f);
+  std::vector<float> velocities(kRows, 0.2f);
+  std::vector<int32_t> last_steps(kRows, kMost - 4);
+  table.view.accumulators[1] = velocities.data();
+  table.view.last_steps = last_steps.data();
+  AdamRule rule;
+  rule.learning_rate = 0.1f;
+  rule.epsilon = 1e-7f;
+  rule.lazy = false;
+  std::vector<double> w(kRows, 1.0), m(kRows, 0.1), v(kRows, 0.2);
+  const std::vector<float> gradient = {0.3f};
+  RowPush push;
+  push.gradient = gradient.data();
+  for (int64_t step = kMost - 3; step <= kMost + 4; ++step) {
+    const int64_t named = step % kRows;
+    for (int64_t row = 0; row < kRows; ++row) {
+      // Whether a row has made a later step is not known of those not named.
+      if (row != named && step > kMost) continue;
+      const double g = row == named ? gradient[0] : 0.0;
+      m[row] = 0.9 * m[row] + 0.1 * g;
+      v[row] = 0.999 * v[row] + 0.001 * g * g;
+      w[row] -= 0.1 * m[row] / (std::sqrt(v[row]) + 1e-7);
+    }
+    rule.Begin(step);
+    RowPartitions partitions;
+    partitions.Build(&named, 1, kSerial);
+    const RowUpdate<AdamRule> update(rule, UpdateOptions(), step, table.view,
+                                     push);
+    update.Run(partitions, 0, partitions.count());
+    update.RunRest(0, kRows);
+    for (int64_t row = 0; row < kRows; ++row) {
+      ASSERT_NEAR(table.values[row], w[row], 1e-5) << step << ", " << row;
+      ASSERT_EQ(last_steps[row], std::min(step, kMost));
+    }
+  }
 }
 
 TEST(RowUpdateTest, ARowOfBFloat16IsTheRoundedRowOfFloats) {

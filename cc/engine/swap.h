@@ -16,6 +16,10 @@
 // were, though both the period's length and the global step have changed:
 // `offset` says by how much a step is off.
 //
+// Periods are counted up to the largest number of the type that the last one is
+// kept in, int32 beside a row: whatever comes after belongs to that one, and
+// decays nothing any more.
+//
 // Thread compatible: no state of its own.
 
 #ifndef TF_RECSYNC_CC_ENGINE_SWAP_H_
@@ -24,6 +28,8 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+
+#include "cc/engine/saturated.h"
 
 namespace recsync {
 
@@ -53,9 +59,10 @@ struct Swap {
   // The product of lambda_t over the periods entered since `*last_period`,
   // which it brings up to date. A push that arrives after a younger one (its
   // period is over already) decays nothing.
-  float DecaySince(int64_t* last_period, int64_t global_step) const {
-    const int64_t now = PeriodOf(global_step);
-    const int64_t before = *last_period;
+  template <typename Period>
+  float DecaySince(Period* last_period, int64_t global_step) const {
+    const Period now = Saturated<Period>(PeriodOf(global_step));
+    const Period before = *last_period;
     if (now <= before) return 1.0f;
     *last_period = now;
     if (now - 1 == before) return static_cast<float>(decay);

@@ -182,6 +182,29 @@ TEST(SwapTest, StepsBeyond32BitsAreCounted) {
   EXPECT_EQ(last_period, 3000000000);
 }
 
+TEST(SwapTest, BesideARowPeriodsAreAppliedUpToTheLargestThatInt32Has) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  const Swap swap{/*period=*/3, /*decay=*/0.75};
+  std::mt19937 random(4);
+  for (int trial = 0; trial < 50; ++trial) {
+    // The eager rule beside it, each step of which that is a multiple decays,
+    // until there have been as many.
+    int64_t step = 3 * kMost - 150;
+    int32_t last_period = Saturated<int32_t>(step / 3);
+    double eager = 1.0, lazy = 1.0;
+    for (int touch = 0; touch < 40; ++touch) {
+      const int64_t to = step + 1 + static_cast<int64_t>(random() % 10);
+      while (step < to) {
+        if (++step % 3 == 0 && step <= 3 * kMost) eager *= 0.75;
+      }
+      lazy *= swap.DecaySince(&last_period, step);
+      ASSERT_NEAR(lazy, eager, 1e-5 * eager) << step;
+      ASSERT_EQ(last_period, std::min(step / 3, kMost));
+    }
+    ASSERT_GT(step, 3 * kMost);
+  }
+}
+
 TEST(SwapTest, IsOffUnlessAPeriodIsSet) {
   EXPECT_FALSE(Swap().enabled());
   EXPECT_FALSE((Swap{/*period=*/0, /*decay=*/0.8}).enabled());

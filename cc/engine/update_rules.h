@@ -13,7 +13,8 @@
 // beside a variable or row, and is asked for the rule of this touch first:
 //
 //   void Begin(int64_t global_step);                       // once a push
-//   Rule At(int64_t global_step, int64_t* last_step) const;
+//   template <typename Step>
+//   Rule At(int64_t global_step, Step* last_step) const;
 //
 // `rho` weighs the gradient before it enters the accumulator and `decay` is
 // the accumulator's SWAP factor. With kMeasure the sum of squares of the
@@ -27,6 +28,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
+
+#include "cc/engine/saturated.h"
 
 // Inlined into variants for different processors (span_update.h).
 #define RECSYNC_ALWAYS_INLINE __attribute__((always_inline)) inline
@@ -177,11 +181,16 @@ struct AdamRule {
     }
   }
 
-  AdamRule At(int64_t global_step, int64_t* last_step) const {
+  template <typename Step>
+  AdamRule At(int64_t global_step, Step* last_step) const {
     AdamRule rule = *this;
-    const int64_t missed = global_step - *last_step;
+    constexpr Step kMost = std::numeric_limits<Step>::max();
+    // Once the last step is more than its type knows, each is the one after.
+    const int64_t missed = global_step > kMost && *last_step == kMost
+                               ? 1
+                               : global_step - *last_step;
     const int64_t late = missed < 0 ? -missed : 0;
-    if (missed > 0) *last_step = global_step;
+    if (missed > 0) *last_step = Saturated<Step>(global_step);
     const int64_t decayed = missed > 0 ? missed : 0;
     rule.m_decay_ = static_cast<float>(Power(beta_1, log_beta_1_, decayed));
     rule.v_decay_ = static_cast<float>(Power(beta_2, log_beta_2_, decayed));

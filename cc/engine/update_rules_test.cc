@@ -1,7 +1,9 @@
 #include "cc/engine/update_rules.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -313,6 +315,39 @@ TEST(AdamRuleTest, ARowThatWaitedHasTheMomentsOfStepsWithoutGradient) {
     EXPECT_NEAR(w, ew, 1e-4);
     EXPECT_NEAR(m, em, 1e-5);
   }
+}
+
+TEST(AdamRuleTest, BeyondWhatInt32CountsEachStepIsTheOneAfterTheLast) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  AdamRule rule;
+  rule.learning_rate = 0.1f;
+  rule.epsilon = 1e-7f;
+  std::mt19937 random(5);
+  std::normal_distribution<float> normal;
+  float w = 1.0f, m = 0.5f, v = 0.25f;
+  float* const slots[] = {&m, &v};
+  double em = m, ev = v;
+  int64_t t = kMost - 60;
+  int32_t last_step = static_cast<int32_t>(t);
+  for (int touch = 0; touch < 40; ++touch) {
+    const int64_t next = t + 1 + static_cast<int64_t>(random() % 6);
+    const float g = normal(random);
+    // Step by step, as long as it is known which was the last.
+    const bool is_known = t < kMost;
+    for (++t; t < next; ++t) {
+      if (!is_known) continue;
+      em *= 0.9;
+      ev *= 0.999;
+    }
+    em = 0.9 * em + 0.1 * g;
+    ev = 0.999 * ev + 0.001 * g * g;
+    rule.Begin(t);
+    rule.At(t, &last_step).Apply<false>(&w, slots, &g, 1, 1.0f, 1.0f);
+    ASSERT_EQ(last_step, std::min(t, kMost));
+    ASSERT_NEAR(m, em, 1e-5) << t;
+    ASSERT_NEAR(v, ev, 1e-5) << t;
+  }
+  ASSERT_GT(t, kMost + 1);
 }
 
 TEST(AdamRuleTest, WithoutDecayOfMomentsItStepsByTheSignOfTheGradient) {

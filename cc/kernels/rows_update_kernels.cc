@@ -195,7 +195,8 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     RowDecay decay;
     TF_RETURN_IF_ERROR(
         RowDecayOf(target.log_decays, shape.dim_size(0), &decay));
-    return CheckBeside(target, Rule::kOnePerRow ? per_row : shape, per_row);
+    return CheckBeside(target, Rule::kOnePerRow ? per_row : shape, per_row,
+                       tensorflow::DT_INT32);
   }
 
   // Checks the row ids and the versions pulled. Lock: the target's, by a
@@ -281,9 +282,9 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     }
     view.versions = Data<int64_t>(target.versions);
     view.counters = Data<int64_t>(target.counters);
-    view.last_periods = Data<int64_t>(target.last_periods);
+    view.last_periods = Data<int32_t>(target.last_periods);
     view.last_updates = Data<float>(target.last_updates);
-    view.last_steps = Data<int64_t>(target.last_steps);
+    view.last_steps = Data<int32_t>(target.last_steps);
     // It was checked with the table.
     RowDecayOf(target.log_decays, rows, &view.decay).IgnoreError();
     view.rows = rows;

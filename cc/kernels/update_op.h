@@ -81,11 +81,12 @@ inline absl::Status CheckShape(const char* name,
 
 // Checks the types and shapes of what lives beside a variable, which has been
 // checked itself: accumulators look like `shape`, and versions, last_periods
-// and last_updates like `slots_shape`. Lock: the target's, exclusive or by a
-// session.
+// and last_updates like `slots_shape`. Periods and steps are of type `counted`.
+// Lock: the target's, exclusive or by a session.
 inline absl::Status CheckBeside(const Target& target,
                                 const tensorflow::TensorShape& shape,
-                                const tensorflow::TensorShape& slots_shape) {
+                                const tensorflow::TensorShape& slots_shape,
+                                tensorflow::DataType counted) {
   for (tensorflow::Var* accumulator : target.accumulators) {
     TF_RETURN_IF_ERROR(
         CheckVariable(*accumulator, "accumulator", tensorflow::DT_FLOAT));
@@ -100,8 +101,8 @@ inline absl::Status CheckBeside(const Target& target,
       CheckShape("counters", *target.counters,
                  tensorflow::TensorShape({StalenessCounters::kSize})));
   if (target.last_periods != nullptr) {
-    TF_RETURN_IF_ERROR(CheckVariable(*target.last_periods, "last_periods",
-                                     tensorflow::DT_INT64));
+    TF_RETURN_IF_ERROR(
+        CheckVariable(*target.last_periods, "last_periods", counted));
     TF_RETURN_IF_ERROR(
         CheckShape("last_periods", *target.last_periods, slots_shape));
   }
@@ -113,7 +114,7 @@ inline absl::Status CheckBeside(const Target& target,
   }
   if (target.last_steps != nullptr) {
     TF_RETURN_IF_ERROR(
-        CheckVariable(*target.last_steps, "last_steps", tensorflow::DT_INT64));
+        CheckVariable(*target.last_steps, "last_steps", counted));
     TF_RETURN_IF_ERROR(
         CheckShape("last_steps", *target.last_steps, slots_shape));
   }
@@ -126,7 +127,7 @@ inline absl::Status CheckDense(const Target& target) {
   TF_RETURN_IF_ERROR(
       CheckVariable(*target.variable, "variable", tensorflow::DT_FLOAT));
   return CheckBeside(target, target.variable->tensor()->shape(),
-                     tensorflow::TensorShape({}));
+                     tensorflow::TensorShape({}), tensorflow::DT_INT64);
 }
 
 template <typename V>

@@ -126,8 +126,8 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "\n"                                                                        \
   "versions: int64 [rows] for each table.\n"                                  \
   "counters: int64 vectors of staleness statistics.\n"                        \
-  "last_periods: int64 [rows], the last SWAP period applied; none without "   \
-  "SWAP.\n"                                                                   \
+  "last_periods: int32 [rows], the last SWAP period applied, at most "        \
+  "2^31 - 1; none without SWAP.\n"                                            \
   "last_updates: float [rows], the length of the last update; none without "  \
   "update_sensitivity.\n"                                                     \
   "log_decays: double [rows + 2] of tables whose weights decay, see "         \
@@ -314,8 +314,9 @@ REGISTER_OP("RecsyncAdamRows")
         "tables.\n" RECSYNC_ROWS_DOC
         "\nmomentums: float, shaped like the variables: first moments.\n"
         "velocities: float, like them: second moments, which SWAP decays.\n"
-        "last_steps: int64 [rows], the global step of the last update: the "
-        "moments are decayed for the steps since.\n"
+        "last_steps: int32 [rows], the global step of the last update, at most "
+        "2^31 - 1: the moments are decayed for the steps since. Later steps "
+        "count as one each.\n"
         "beta_1: The decay of the first moment in a step, in [0, 1).\n"
         "beta_2: That of the second moment.\n"
         "epsilon: Added to the root of the second moment.\n"

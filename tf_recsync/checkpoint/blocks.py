@@ -32,7 +32,7 @@ from tf_recsync.checkpoint.index import (
     field_name,
 )
 from tf_recsync.embedding.physical_tables import Piece
-from tf_recsync.embedding.table_rows import TableRows, rows_of_block
+from tf_recsync.embedding.table_rows import TableRows, narrowed_tensor, rows_of_block
 from tf_recsync.shown_variable import read_rows
 
 HERE = "/CPU:0"  # The device of this process.
@@ -356,7 +356,7 @@ class BlockReader:
             own, to = found
             variable = move.variable._value
             with tf.device(self._device):
-                rows = tf.cast(_taken(values[move.field], own), variable.dtype)
+                rows = narrowed_tensor(_taken(values[move.field], own), variable.dtype)
             tf.raw_ops.ResourceStridedSliceAssign(
                 ref=variable.handle,
                 begin=np.array([to.start], np.int64),
@@ -378,7 +378,7 @@ class BlockReader:
                 own, to = places[pieces]
                 if not own.shape[0]:
                     continue
-                taken = tf.cast(_gathered(values[move.field], own), variable.dtype)
+                taken = narrowed_tensor(_gathered(values[move.field], own), variable.dtype)
             tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=to, updates=taken)
             # Else each step that reads the variable as a whole would copy it from now on.
             tf.raw_ops.DisableCopyOnRead(resource=variable.handle)

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 import keras
 import tensorflow as tf
 from tensorflow.python.checkpoint import tensor_callable
+from tensorflow.python.trackable.constants import VARIABLE_VALUE_KEY
 from tensorflow.python.training.saving import saveable_object
 
 from tf_recsync.embedding.physical_tables import Piece
-from tf_recsync.embedding.table_rows import TableRows
+from tf_recsync.embedding.table_rows import TableRows, narrowed_tensor
 from tf_recsync.shown_variable import shown
 
 _KEY = "values"
@@ -73,7 +74,7 @@ class SavedRows(tf.__internal__.tracking.Trackable):
         operations = []
         for variable, first, own in self._rows.places(begin, end):
             with tf.device(device):
-                part = tf.cast(values[own], variable.dtype)
+                part = narrowed_tensor(values[own], variable.dtype)
             with tf.device(variable._value.device):
                 indices = _rows(first, len(range(*own.indices(end - begin))))
                 operations.append(
@@ -142,6 +143,36 @@ class _Saveable(saveable_object.SaveableObject):
         for values, (begin, end, device) in zip(restored_tensors, self._slices, strict=True):
             operations += self.op.write(begin, end, values, device)
         return tf.group(*filter(None, operations))
+
+
+class SavedIntegers(tf.__internal__.tracking.Trackable):
+    """An integer variable that is saved as int64, whatever its own type.
+
+    So files that older versions wrote, where it was int64, fit. Numbers that its type lacks are
+    restored as the nearest that it has.
+
+    Args:
+        variable: the variable.
+    """
+
+    def __init__(self, variable: keras.Variable):
+        self._variable = variable
+
+    def _serialize_to_tensors(self):
+        value = self._variable._value
+        _tell([self._variable])
+
+        def read():
+            with tf.device(value.device):
+                return tf.cast(value.read_value(), tf.int64)
+
+        saved = tensor_callable.Callable(read, dtype=tf.int64, device=value.device)
+        return {VARIABLE_VALUE_KEY: saved}
+
+    def _restore_from_tensors(self, restored_tensors):
+        value = self._variable._value
+        with tf.device(value.device):
+            return value.assign(narrowed_tensor(restored_tensors[VARIABLE_VALUE_KEY], value.dtype))
 
 
 class SavedCounters(tf.__internal__.tracking.Trackable):

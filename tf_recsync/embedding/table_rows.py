@@ -123,8 +123,9 @@ class TableRows:
     def write(self, begin: int, values: np.ndarray) -> None:
         """Sets rows from one on, in place."""
         for variable, first, own in self.places(begin, begin + len(values)):
-            dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-            assign_rows(variable._value, first, np.ascontiguousarray(values[own], dtype))
+            assign_rows(
+                variable._value, first, np.ascontiguousarray(narrowed(values[own], variable.dtype))
+            )
 
     def save(self, store: Any, name: str) -> None:
         """Writes all rows into a Keras store: block by block, if it is a file.
@@ -190,6 +191,29 @@ class TableRows:
             if begin + skipped < end:
                 first = piece.offset + (begin + skipped) // piece.count
                 yield variable, first, slice(skipped, None, piece.count)
+
+
+def narrowed(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Values in another type; integers that it lacks become the nearest that it has.
+
+    Args:
+        values: an array.
+        dtype: the other type's name.
+    """
+    to = tf.as_dtype(dtype)
+    if to.is_integer and np.issubdtype(values.dtype, np.integer):
+        values = np.clip(values, to.min, to.max)
+    return np.asarray(values, to.as_numpy_dtype)
+
+
+def narrowed_tensor(values: tf.Tensor, dtype: str | tf.DType) -> tf.Tensor:
+    """The same of a tensor, where it is."""
+    to = tf.as_dtype(dtype)
+    if values.dtype.is_integer and to.is_integer and to.size < values.dtype.size:
+        # Arrays: tensors of Python's numbers are shared among threads, on servers as well.
+        least, most = (np.asarray(n, values.dtype.as_numpy_dtype) for n in (to.min, to.max))
+        values = tf.raw_ops.Minimum(x=tf.raw_ops.Maximum(x=values, y=least), y=most)
+    return tf.cast(values, to)
 
 
 def rows_of_block(row_bytes: int, block_bytes: int | None = None) -> int:

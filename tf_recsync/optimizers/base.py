@@ -51,9 +51,10 @@ class VariableState:
     accumulators: list[keras.Variable]
     versions: keras.Variable  # int64, a scalar or [rows]
     counters: keras.Variable  # int64 staleness counters
-    last_periods: list[keras.Variable]  # int64 like versions; empty without SWAP
+    # Like versions, but int32 beside rows; empty without SWAP.
+    last_periods: list[keras.Variable]
     last_updates: list[keras.Variable]  # float32 like versions; mostly empty
-    last_steps: list[keras.Variable]  # int64 like versions; empty but for Adam
+    last_steps: list[keras.Variable]  # like last_periods; empty but for Adam
     # float64 [rows + 2], see cc/engine/row_decay.h; empty unless a table's weights decay lazily
     log_decays: list[keras.Variable] = dataclasses.field(default_factory=list)
     rowwise: bool = False  # whether accumulators are like versions, not like the variable
@@ -235,15 +236,17 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
 
         accumulators = [accumulator(name) for name in self.accumulator_names]
         uses_last_update = self.staleness.uses_last_update
+        # Of periods and steps: a number for each row should take no more than it has to.
+        counted = "int32" if is_table else "int64"
         return VariableState(
             variable=variable,
             is_table=is_table,
             accumulators=accumulators,
             versions=beside("version", shape, "int64"),
             counters=beside("staleness", (staleness_lib.COUNTERS,), "int64"),
-            last_periods=[beside("last_period", shape, "int64")] if self.swap else [],
+            last_periods=[beside("last_period", shape, counted)] if self.swap else [],
             last_updates=[beside("last_update", shape, "float32")] if uses_last_update else [],
-            last_steps=[beside("last_step", shape, "int64")] if self.keeps_steps else [],
+            last_steps=[beside("last_step", shape, counted)] if self.keeps_steps else [],
             log_decays=self._make_log_decays(variable, beside) if is_table else [],
             rowwise=rowwise,
         )
@@ -284,7 +287,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         last_update = 4 if self.staleness.uses_last_update else 0
         accumulators = 4 * len(self.accumulator_names) if self.rowwise else 0
         log_decay = 8 if self.weight_decay is not None else 0
-        per_step = 8 * bool(self.swap) + 8 * self.keeps_steps
+        per_step = 4 * bool(self.swap) + 4 * self.keeps_steps
         return 8 + per_step + last_update + accumulators + log_decay
 
     @property

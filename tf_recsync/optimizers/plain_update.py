@@ -79,17 +79,24 @@ def plain_update(
         gradient = tf.where(wide(touched), gradient, tf.zeros([], dtype))
     decay = tf.ones([], dtype)
     if optimizer.swap:
-        last_period = state.last_periods[0].value
+        last_periods = state.last_periods[0].value
+        last_period = tf.cast(last_periods.read_value(), tf.int64)
         period = (step + counted["swap_offset"]) // counted["swap_period"]
+        # Beside rows they are counted as far as int32 goes, see cc/engine/swap.h.
+        period = tf.minimum(period, last_periods.dtype.max)
         missed = tf.maximum(period - last_period, 0)
         decay = tf.cast(
             wide(tf.cast(optimizer.swap.decay, tf.float32) ** tf.cast(missed, tf.float32)), dtype
         )
-        last_period.assign(
-            tf.where(moved, tf.maximum(last_period.read_value(), period), last_period)
-        )
+        entered = tf.where(moved, tf.maximum(last_period, period), last_period)
+        last_periods.assign(tf.cast(entered, last_periods.dtype))
     accumulators = [a.value for a in state.accumulators]
-    last_step = state.last_steps[0].value.read_value() if state.last_steps else None
+    last_step = None
+    for last_steps in state.last_steps:
+        last_step = tf.cast(last_steps.value.read_value(), tf.int64)
+        # Steps likewise, see cc/engine/update_rules.h.
+        most = last_steps.value.dtype.max
+        last_step = tf.where((last_step == most) & (step > most), step - 1, last_step)
     before = [wide(a) for a in accumulators] if state.rowwise else accumulators
     new_accumulators, update = optimizer.plain_rule(
         before,
@@ -101,7 +108,8 @@ def plain_update(
         last_step=None if last_step is None else wide(last_step),
     )
     for last_steps in state.last_steps:
-        last_steps.value.assign(tf.where(moved, step, last_step))
+        kept = tf.minimum(tf.where(moved, step, last_step), last_steps.value.dtype.max)
+        last_steps.value.assign(tf.cast(kept, last_steps.value.dtype))
     mask = wide(moved)
     for accumulator, old, new in zip(accumulators, before, new_accumulators, strict=True):
         accumulator.assign(tf.reshape(tf.where(mask, new, old), accumulator.shape))

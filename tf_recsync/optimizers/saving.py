@@ -18,9 +18,9 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync import staleness
-from tf_recsync.embedding.checkpoint import SavedCounters, SavedRows
+from tf_recsync.embedding.checkpoint import SavedCounters, SavedIntegers, SavedRows
 from tf_recsync.embedding.physical_tables import shards_of
-from tf_recsync.embedding.table_rows import TableRows
+from tf_recsync.embedding.table_rows import TableRows, narrowed
 from tf_recsync.shown_variable import shown
 
 _COUNTERS = "staleness"
@@ -109,7 +109,7 @@ def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
             f"{', '.join(wrong[:5])})"
         )
     for variable, value in values:
-        variable.assign(value)
+        variable.assign(narrowed(value, variable.dtype))
     for key, rows in tables.items():
         rows.load(saved[key])
     if steps is not None:
@@ -281,8 +281,15 @@ def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -
         )
         for variable in variables
     }
+    counted = {
+        id(variable)
+        for state in optimizer.states
+        if state.is_table
+        for variable in (*state.last_periods, *state.last_steps)
+    }
     for i, variable in enumerate(_others(optimizer, collections)):
-        group._track_trackable(variable, slots.get(id(variable), f"variable_{i}"))
+        saved = SavedIntegers(variable) if id(variable) in counted else variable
+        group._track_trackable(saved, slots.get(id(variable), f"variable_{i}"))
     # A model's layers save what is in their attributes only.
     dense = [s.variable for s in optimizer.states if _is_saved_whole(s)]
     for i, variable in enumerate(dense):
@@ -297,7 +304,9 @@ def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -
                 continue
             for table, shards in shards_of(tables, variables).items():
                 label = f"the {slot} of table {table!r}"
-                rows = SavedRows(label, shards, variables[0].dtype)
+                # Integers as older versions wrote them.
+                dtype = variables[0].dtype.replace("int32", "int64")
+                rows = SavedRows(label, shards, dtype)
                 group._track_trackable(rows, f"{name}_{table}")
 
 
