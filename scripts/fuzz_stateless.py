@@ -81,6 +81,7 @@ def _update(rule: str, table: bool) -> Callable[[World], dict]:
             size = sum(c * v for (_, c), v in zip(w.tables, vectors, strict=True))
             pulled = len(rows["indices"])
             arguments |= rows | log_decays(w, w.tables)
+            arguments["rounding"] = w.choose([[], [0, 0, 1, 2, -5], [0, 0, 0, 1, 5, 0, 1, 0, 3, 9]])
         else:
             size, pulled = sum(w.sizes), n
             arguments["hogwild"] = w.chance(0.4)

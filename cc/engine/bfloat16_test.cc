@@ -2,7 +2,9 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
+#include <random>
 
 #include "gtest/gtest.h"
 
@@ -30,6 +32,43 @@ TEST(BFloat16Test, RoundsToTheNearestAndTiesToEven) {
   EXPECT_EQ(Rounded(1.0f + 0.5f * step), 1.0f);
   EXPECT_EQ(Rounded(1.0f + 1.5f * step), 1.0f + 2 * step);
   EXPECT_EQ(Rounded(-1.0f - 1.5f * step), -1.0f - 2 * step);
+}
+
+TEST(BFloat16Test, OfAllRandomNumbersAsManyRoundUpAsTheValueIsAboveTheLower) {
+  std::mt19937 random(3);
+  for (int trial = 0; trial < 100; ++trial) {
+    uint32_t bits = static_cast<uint32_t>(random());
+    if ((bits & 0x7F800000) == 0x7F800000) bits &= ~0x00800000u;
+    if ((bits & 0x7F800000) == 0x7F000000) bits &= ~0x01000000u;
+    float value, lower;
+    std::memcpy(&value, &bits, sizeof(value));
+    const uint32_t cut = bits & 0xFFFF0000;
+    std::memcpy(&lower, &cut, sizeof(lower));
+    double sum = 0.0;
+    for (int number = 0; number < 65536; ++number) {
+      const BFloat16 rounded = ToBFloat16(value, static_cast<uint16_t>(number));
+      const uint32_t above = rounded.bits - (bits >> 16);
+      ASSERT_LE(above, 1u);
+      sum += static_cast<float>(rounded);
+    }
+    // Exactly, as far as the sum is exact.
+    EXPECT_NEAR(sum / 65536, value, 1e-9 * std::abs(value));
+  }
+}
+
+TEST(BFloat16Test, WhatBFloat16HasStaysWhateverTheRandomNumber) {
+  for (int bits = 0; bits < 65536; ++bits) {
+    const BFloat16 value{static_cast<uint16_t>(bits)};
+    const float wide = static_cast<float>(value);
+    for (int number : {0, 1, 0x7FFF, 0x8000, 0xFFFF}) {
+      const BFloat16 rounded = ToBFloat16(wide, static_cast<uint16_t>(number));
+      if (std::isnan(wide)) {
+        EXPECT_TRUE(std::isnan(static_cast<float>(rounded)));
+      } else {
+        EXPECT_EQ(rounded.bits, bits);
+      }
+    }
+  }
 }
 
 TEST(BFloat16Test, TooLargeNumbersBecomeInfiniteAndNoNumberStaysNone) {

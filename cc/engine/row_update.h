@@ -35,6 +35,7 @@
 #include "cc/engine/row_locks.h"
 #include "cc/engine/row_partitions.h"
 #include "cc/engine/row_push.h"
+#include "cc/engine/row_rounding.h"
 #include "cc/engine/saturated.h"
 #include "cc/engine/span_update.h"
 #include "cc/engine/staleness_counters.h"
@@ -55,6 +56,7 @@ struct TableView {
   float* last_updates = nullptr;    // [rows]; null without update_sensitivity
   int32_t* last_steps = nullptr;    // [rows]; null if the rule keeps none
   RowDecay decay;                   // not enabled without weight decay
+  const RowRounding* rounding = nullptr;  // of `narrow`; else not needed
   int64_t rows = 0;
   int64_t width = 0;
 
@@ -162,7 +164,8 @@ class RowUpdate {
       float* w = Widened(row, &scratch);
       Decay(row, w);
       CatchUp(row, global_step_, w, slots.data(), SwapDecay(row));
-      Narrow(row, w);
+      // Which is no update of its own: its version stays.
+      Narrow(row, table_.versions[row], global_step_, w);
     }
   }
 
@@ -262,7 +265,7 @@ class RowUpdate {
     } else {
       squares = apply_(rule_, w, slots.data(), gradient, width, rho, decay);
     }
-    Narrow(row, w);
+    Narrow(row, version, /*step=*/0, w);
     if (measures_) {
       table_.last_updates[row] = static_cast<float>(std::sqrt(squares));
     }
@@ -313,11 +316,13 @@ class RowUpdate {
     return w;
   }
 
-  // Writes back what `Widened` gave.
-  void Narrow(int64_t row, const float* w) const {
+  // Writes back what `Widened` gave. The row's version and the step tell this
+  // from all other times.
+  void Narrow(int64_t row, int64_t version, int64_t step,
+              const float* w) const {
     if (table_.values != nullptr) return;
-    BFloat16* narrow = table_.narrow + row * table_.width;
-    for (int64_t i = 0; i < table_.width; ++i) narrow[i] = ToBFloat16(w[i]);
+    table_.rounding->Round(row, version, step, w, table_.width,
+                           table_.narrow + row * table_.width);
   }
 
   // Makes the steps up to `step` that the row has not made, one by one as long

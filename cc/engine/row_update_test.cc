@@ -254,29 +254,79 @@ TEST(RowUpdateTest, AllRowsMoveAsLongAsStepsCanBeCounted) {
   }
 }
 
-TEST(RowUpdateTest, ARowOfBFloat16IsTheRoundedRowOfFloats) {
-  constexpr int64_t kWidth = 5;
+TEST(RowUpdateTest, ARowOfBFloat16IsTheRowOfFloatsRoundedUpOrDown) {
+  constexpr int64_t kWidth = 13;
   Table wide(3, kWidth), narrow(3, kWidth);
   std::vector<BFloat16> values(3 * kWidth);
   for (size_t i = 0; i < values.size(); ++i) {
     values[i] = ToBFloat16(0.3f * i);
     wide.values[i] = static_cast<float>(values[i]);
   }
+  const std::vector<BFloat16> before = values;
+  const RowRounding rounding({{0, 1, 2, 77}});
   narrow.view.values = nullptr;
   narrow.view.narrow = values.data();
-  const std::vector<float> gradient = {0.1f, 0.2f, 0.3f, 0.4f, 0.5f};
+  narrow.view.rounding = &rounding;
+  std::vector<float> gradient(kWidth);
+  for (int64_t i = 0; i < kWidth; ++i) gradient[i] = 0.1f * i - 0.5f;
   RowPush push;
   push.gradient = gradient.data();
   AdagradRule rule;
   rule.learning_rate = 0.1f;
   rule.epsilon = 1e-7f;
   for (Table* table : {&wide, &narrow}) {
+    table->versions[1] = 6;
     Push(rule, UpdateOptions(), 1, table, {1}, push);
   }
+  std::vector<BFloat16> expected = before;
+  rounding.Round(1, /*version=*/6, /*step=*/0, wide.values.data() + kWidth,
+                 kWidth, expected.data() + kWidth);
   for (size_t i = 0; i < values.size(); ++i) {
-    EXPECT_EQ(values[i].bits, ToBFloat16(wide.values[i]).bits);
+    EXPECT_EQ(values[i].bits, expected[i].bits) << i;
   }
   EXPECT_EQ(wide.accumulator, narrow.accumulator);
+}
+
+TEST(RowUpdateTest, RowsOfBFloat16ThatMoveUnnamedMoveAsFarOnAverage) {
+  constexpr int64_t kRows = 40, kWidth = 25;
+  Table wide(kRows, kWidth), narrow(kRows, kWidth);
+  std::vector<BFloat16> values(kRows * kWidth, ToBFloat16(1.0f));
+  const RowRounding rounding;
+  narrow.view.values = nullptr;
+  narrow.view.narrow = values.data();
+  narrow.view.rounding = &rounding;
+  AdamRule rule;
+  rule.beta_1 = 0.99;
+  rule.learning_rate = 1e-3f;
+  rule.epsilon = 1e-7f;
+  rule.lazy = false;
+  std::vector<std::vector<float>> velocities(
+      2, std::vector<float>(kRows * kWidth, 1.0f));
+  std::vector<std::vector<int32_t>> steps(2, std::vector<int32_t>(kRows, 0));
+  Table* const tables[] = {&wide, &narrow};
+  for (int t = 0; t < 2; ++t) {
+    tables[t]->view.accumulators[1] = velocities[t].data();
+    tables[t]->view.last_steps = steps[t].data();
+    std::fill(tables[t]->accumulator.begin(), tables[t]->accumulator.end(),
+              -1.0f);
+  }
+  // Steps of at most an eighth of the last place, 1/128.
+  for (int64_t step = 1; step <= 300; ++step) {
+    rule.Begin(1000000 + step);
+    for (int t = 0; t < 2; ++t) {
+      const RowUpdate<AdamRule> update(rule, UpdateOptions(), 1000000 + step,
+                                       tables[t]->view, RowPush());
+      if (step == 1) steps[t].assign(kRows, 1000000);
+      update.RunRest(0, kRows);
+    }
+  }
+  double sum = 0.0;
+  for (const BFloat16 value : values) sum += static_cast<float>(value);
+  const double mean = sum / values.size(), moved = wide.values[0] - 1.0;
+  EXPECT_GT(moved, 10.0 / 128);
+  // A step of p last places has at most that as its variance.
+  const double deviation = std::sqrt(moved / 128 / values.size());
+  EXPECT_NEAR(mean, wide.values[0], 5 * deviation);
 }
 
 TEST(RowGatherTest, BagsAreSumsOfScaledRowsAndABadRowIsNamed) {

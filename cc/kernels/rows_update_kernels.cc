@@ -16,6 +16,7 @@
 #include "cc/kernels/log_decays.h"
 #include "cc/kernels/packed_rows.h"
 #include "cc/kernels/parallel_for.h"
+#include "cc/kernels/row_roundings.h"
 #include "cc/kernels/update_op.h"
 #include "cc/kernels/write_session.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -46,6 +47,7 @@ class RowsUpdateOp : public UpdateOp<Rule> {
       : UpdateOp<Rule>(ctx) {
     if (!ctx->status().ok()) return;
     OP_REQUIRES_OK(ctx, ReadDecayed(ctx, &decayed_));
+    OP_REQUIRES_OK(ctx, ReadRoundings(ctx, &roundings_));
   }
 
   void Compute(OpKernelContext* ctx) override {
@@ -99,7 +101,7 @@ class RowsUpdateOp : public UpdateOp<Rule> {
                         "a table changed its shape while it was updated"));
       }
       const RowUpdate<Rule> update(rule, this->options_, global_step,
-                                   ViewOf(targets[i], push.rows, widths[i]),
+                                   ViewOf(i, targets[i], push.rows, widths[i]),
                                    push.push);
       const RowPartitions& partitions = push.partitions;
       const int64_t rows_each = push.n / partitions.count() + 1;
@@ -269,7 +271,8 @@ class RowsUpdateOp : public UpdateOp<Rule> {
   }
 
   // Lock: the target's, by a session.
-  static TableView ViewOf(const Target& target, int64_t rows, int64_t width) {
+  TableView ViewOf(int64_t number, const Target& target, int64_t rows,
+                   int64_t width) const {
     TableView view;
     void* values = target.variable->tensor()->data();
     if (target.variable->tensor()->dtype() == tensorflow::DT_BFLOAT16) {
@@ -287,12 +290,14 @@ class RowsUpdateOp : public UpdateOp<Rule> {
     view.last_steps = Data<int32_t>(target.last_steps);
     // It was checked with the table.
     RowDecayOf(target.log_decays, rows, &view.decay).IgnoreError();
+    view.rounding = &roundings_[number];
     view.rows = rows;
     view.width = width;
     return view;
   }
 
-  std::vector<int64_t> decayed_;  // the tables that have log-decays
+  std::vector<int64_t> decayed_;        // the tables that have log-decays
+  std::vector<RowRounding> roundings_;  // of each table
   FreeList<Scratch> scratch_;
 };
 

@@ -64,9 +64,10 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
       .Attr("names: list(string) = []")
 
 // And those of updates of rows.
-#define RECSYNC_ROWS_ATTRIBUTES        \
-  Attr("num_decayed: int >= 0 = 0")    \
-      .Attr("decayed: list(int) = []") \
+#define RECSYNC_ROWS_ATTRIBUTES         \
+  Attr("num_decayed: int >= 0 = 0")     \
+      .Attr("decayed: list(int) = []")  \
+      .Attr("rounding: list(int) = []") \
       .RECSYNC_UPDATE_ATTRIBUTES
 
 #define RECSYNC_COMMON_DOC                                                     \
@@ -116,34 +117,42 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "hogwild: Updates side by side, each element without a lock: two that "     \
   "write the same element at once may lose one of the updates."
 
-#define RECSYNC_ROWS_DOC                                                      \
-  "\n"                                                                        \
-  "Rows of N tables, packed: first the rows of table 0, then those of table " \
-  "1, and so on. Positions that name the same row of a table are summed "     \
-  "first, so that each row is updated once, weighted by rho(tau) of the "     \
-  "oldest version it was pulled at; its version rises by one and its tau is " \
-  "counted. The rows of a table are updated in parallel.\n"                   \
-  "\n"                                                                        \
-  "versions: int64 [rows] for each table.\n"                                  \
-  "counters: int64 vectors of staleness statistics.\n"                        \
-  "last_periods: int32 [rows], the last SWAP period applied, at most "        \
-  "2^31 - 1; none without SWAP.\n"                                            \
-  "last_updates: float [rows], the length of the last update; none without "  \
-  "update_sensitivity.\n"                                                     \
-  "log_decays: double [rows + 2] of tables whose weights decay, see "         \
-  "RecsyncDecayWeights: a row is decayed before it is updated.\n"             \
-  "decayed: The numbers of those tables, rising.\n"                           \
-  "gradient: A vector: for each table the gradients [bags, width] of its "    \
-  "bags, flattened, one after the other.\n"                                   \
-  "indices: [n], row ids; an error where one is out of its table's range.\n"  \
-  "counts: [N], how many of the indices belong to each table.\n"              \
-  "bags: [n], or empty without bag_counts: the bag of its table that each "   \
-  "index belongs to; within a table they do not decrease. The gradient of "   \
-  "index p is scales[p] times that of bags[p].\n"                             \
-  "scales: [n], or empty for 1: the weight of each index in its bag.\n"       \
-  "bag_counts: [N], the number of bags of each table, or empty: every index " \
-  "is a bag of its own.\n"                                                    \
-  "pulled_versions: [n], or empty for gradients of the current values (tau "  \
+#define RECSYNC_ROWS_DOC                                                       \
+  "\n"                                                                         \
+  "Rows of N tables, packed: first the rows of table 0, then those of table "  \
+  "1, and so on. Positions that name the same row of a table are summed "      \
+  "first, so that each row is updated once, weighted by rho(tau) of the "      \
+  "oldest version it was pulled at; its version rises by one and its tau is "  \
+  "counted. The rows of a table are updated in parallel.\n"                    \
+  "\n"                                                                         \
+  "versions: int64 [rows] for each table.\n"                                   \
+  "counters: int64 vectors of staleness statistics.\n"                         \
+  "last_periods: int32 [rows], the last SWAP period applied, at most "         \
+  "2^31 - 1; none without SWAP.\n"                                             \
+  "last_updates: float [rows], the length of the last update; none without "   \
+  "update_sensitivity.\n"                                                      \
+  "log_decays: double [rows + 2] of tables whose weights decay, see "          \
+  "RecsyncDecayWeights: a row is decayed before it is updated.\n"              \
+  "decayed: The numbers of those tables, rising.\n"                            \
+  "rounding: How rows of bfloat16 tables are rounded, which is up or down by " \
+  "random numbers that depend on a seed, the row's number in its table, its "  \
+  "version (and the step, of rows that are not named) and the column: for "    \
+  "each piece of a table five "                                                \
+  "numbers, the table's, that of the piece's first row here, the one that "    \
+  "this row has in its table, how far apart there the piece's rows are, and "  \
+  "the seed. The pieces of a table begin with row 0 and follow one another; "  \
+  "without any, it is a table as a whole, with the seed 0.\n"                  \
+  "gradient: A vector: for each table the gradients [bags, width] of its "     \
+  "bags, flattened, one after the other.\n"                                    \
+  "indices: [n], row ids; an error where one is out of its table's range.\n"   \
+  "counts: [N], how many of the indices belong to each table.\n"               \
+  "bags: [n], or empty without bag_counts: the bag of its table that each "    \
+  "index belongs to; within a table they do not decrease. The gradient of "    \
+  "index p is scales[p] times that of bags[p].\n"                              \
+  "scales: [n], or empty for 1: the weight of each index in its bag.\n"        \
+  "bag_counts: [N], the number of bags of each table, or empty: every index "  \
+  "is a bag of its own.\n"                                                     \
+  "pulled_versions: [n], or empty for gradients of the current values (tau "   \
   "is 1)."
 
 REGISTER_OP("RecsyncSgdDense")

@@ -43,7 +43,9 @@ class TableConfig:
             None they are not combined: the table's features give sequences of rows.
         shards: Number of parts the table is split into, each on another parameter server, from 1
             to `rows`. None (the default) leaves it to the placement plan.
-        dtype: Type of the values, `"float32"` (the default) or `"bfloat16"`.
+        dtype: Type of the values, `"float32"` (the default) or `"bfloat16"`, half of the memory.
+            Updates compute in float32, with float32 accumulators, and are rounded up or down at
+            random, so that on average nothing is lost; the optimizer's `seed` decides how.
 
     The rows get their first values where they lie, a block of rows at a time, so that nobody needs
     memory for the whole table. Values are the same however the table is divided, and in one

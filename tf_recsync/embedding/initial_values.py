@@ -58,8 +58,18 @@ class DrawnRows:
         seed = self.seed
         if isinstance(seed, keras.random.SeedGenerator):
             seed = [int(number) for number in np.asarray(seed.next())]
-        digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little", signed=True)
+        return seed_of_table(seed, table)
+
+
+def seed_of_table(seed: Any, table: str) -> int:
+    """An int64 that depends on a seed and a table's name.
+
+    Args:
+        seed: whatever is written as the same text again.
+        table: the name.
+    """
+    digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,8 @@ from absl import logging
 
 from tf_recsync import ops
 from tf_recsync import staleness as staleness_lib
+from tf_recsync._checks import check_at_least
+from tf_recsync.embedding.initial_values import seed_of_table
 from tf_recsync.embedding.physical_tables import check_memory
 from tf_recsync.embedding.table_rows import saved_array
 from tf_recsync.ops.bags import Bags, PackedBags
@@ -97,6 +99,10 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             (`tf_recsync.staleness.Statistics.skipped`); "error" refuses the
             whole push with an InvalidArgumentError that names the variable and
             row, which ends training (not with jit_compile: XLA raises no errors).
+        seed: an int of at least 0, 0 by default, of the random numbers by which rows of
+            bfloat16 tables are rounded after an update: up or down, so that on average
+            nothing is lost. They depend on the table's name, the row, how often it was
+            updated, and the column, and so are the same however tables are divided.
         tables: a regular expression: a variable whose path it matches in full
             is an embedding table, versioned and updated row by row. The default
             matches what `keras.layers.Embedding` creates.
@@ -117,11 +123,13 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         staleness: staleness_lib.Policy | None = None,
         swap: Swap | None = None,
         nonfinite: str = "apply",
+        seed: int = 0,
         tables: str = DEFAULT_TABLES,
         name: str | None = None,
         **kwargs,
     ):
         super().__init__(learning_rate=learning_rate, name=name, **kwargs)
+        check_at_least("seed", seed, 0)
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite must be one of {NONFINITE}, not {nonfinite!r}")
         if staleness is not None and not isinstance(staleness, staleness_lib.Policy):
@@ -146,6 +154,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         self.staleness = staleness or staleness_lib.Constant()
         self.swap = swap
         self.nonfinite = nonfinite
+        self.seed = seed
         self._states: list[VariableState] = []
         self._saved_variables: dict | None = None
         # Stands for the variables in TensorFlow's checkpoints.
@@ -503,8 +512,33 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             "counts": rows.counts,
             **rows.inputs(),
             **log_decays_of(states),
+            "rounding": self._rounding_of(states),
             **self._arguments(states, pulled_versions, learning_rate, global_step, weighted),
         }
+
+    def rounding_seed(self, table: str) -> int:
+        """The seed of the random numbers by which a table's rows are rounded.
+
+        Args:
+            table: its name in an `EmbeddingCollection`, or the path of its variable.
+        """
+        return seed_of_table(f"rounding {self.seed}", table)
+
+    def _rounding_of(self, states: Sequence[VariableState]) -> list[int]:
+        """What ops on rows of these tables are told of how to round them."""
+        numbers = []
+        for number, state in enumerate(states):
+            if state.variable.dtype != "bfloat16":
+                continue
+            physical = getattr(state.variable, "physical_table", None)
+            if physical is None:
+                numbers += [number, 0, 0, 1, self.rounding_seed(state.variable.path)]
+                continue
+            for piece in physical.pieces:
+                if piece.rows:
+                    seed = self.rounding_seed(piece.table)
+                    numbers += [number, piece.offset, piece.index, piece.count, seed]
+        return numbers
 
     def _arguments(
         self, states, pulled_versions, learning_rate, global_step, weighted=True
@@ -540,6 +574,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             staleness=keras.saving.serialize_keras_object(self.staleness),
             swap=keras.saving.serialize_keras_object(self.swap) if self.swap else None,
             nonfinite=self.nonfinite,
+            seed=self.seed,
             tables=self._tables.pattern,
         )
         return config

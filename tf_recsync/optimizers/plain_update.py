@@ -49,7 +49,10 @@ def plain_update(
     """
     counted = optimizer.step_arguments(step)
     step = counted["global_step"]
+    is_rounded = state.is_table and state.variable.dtype == "bfloat16"
     dtype = tf.as_dtype((state.accumulators or [state.variable])[0].dtype)
+    if is_rounded:
+        dtype = tf.float32
     rank = len(variable.shape)
     versions = state.versions.value
     if state.is_table:
@@ -115,7 +118,11 @@ def plain_update(
         accumulator.assign(tf.reshape(tf.where(mask, new, old), accumulator.shape))
     # In the accumulators' type: a bfloat16 value is rounded once, at the end.
     new_value = tf.cast(tf.convert_to_tensor(variable), dtype) - update
-    variable.assign(tf.where(mask, tf.cast(new_value, variable.dtype), variable))
+    if is_rounded:
+        rounded = _rounded(new_value, optimizer.rounding_seed(state.variable.path), step)
+    else:
+        rounded = tf.cast(new_value, variable.dtype)
+    variable.assign(tf.where(mask, rounded, variable))
     if state.last_updates:
         axes = list(range(1, rank)) if state.is_table else None
         length = tf.sqrt(tf.reduce_sum(tf.square(tf.cast(update, tf.float32)), axes))
@@ -138,6 +145,25 @@ def plain_update(
     )
     largest = tf.one_hot(staleness_lib.MAXIMUM, staleness_lib.COUNTERS, dtype=tf.int64)
     counters.assign(tf.maximum(counters + added, largest * tf.minimum(updates, 1)))
+
+
+def _rounded(values: tf.Tensor, seed: int, step: tf.Tensor) -> tf.Tensor:
+    """Floats as bfloat16, up or down so that on average nothing is lost.
+
+    As cc/engine/row_rounding.h does it, by other random numbers.
+
+    Args:
+        values: float32.
+        seed: an int64.
+        step: an int64 scalar, another one for each update.
+    """
+    seeds = tf.stack([tf.constant(seed, tf.int64), step])
+    random = tf.random.stateless_uniform(tf.shape(values), seeds, None, None, tf.uint32)
+    # What is below the last place of a bfloat16 is the lower half of the float.
+    bits = tf.bitcast(values, tf.uint32) + tf.bitwise.right_shift(random, 16)
+    upper = tf.cast(tf.bitwise.right_shift(bits, 16), tf.uint16)
+    is_nan = tf.math.is_nan(values)  # It could become an infinity.
+    return tf.where(is_nan, tf.cast(values, tf.bfloat16), tf.bitcast(upper, tf.bfloat16))
 
 
 def _refuse_nonfinite(state, finite):

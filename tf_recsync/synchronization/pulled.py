@@ -256,6 +256,12 @@ class PulledTable(TableStandIn):
         if not self._whole:
             self._stand_ins.append(tf.zeros(self.shape, dtype or self.dtype))
             return self._stand_ins[-1]
+        if self._state.variable.dtype != "float32":
+            raise ValueError(
+                f"table {self.name} is used as a whole, not for lookups alone, as by a regularizer "
+                "of its layer: under a strategy its dtype must be float32 then, not "
+                f"{self._state.variable.dtype}"
+            )
         variable, versions = self._state.variable._value, self._state.versions._value
         with (
             tf.control_dependencies(self._after(self._device)),
