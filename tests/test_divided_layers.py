@@ -16,6 +16,7 @@ from test_placement_of_operators import (
     dataset,
     examples,
     graph_of_step,
+    operations,
     trained,
 )
 
@@ -84,6 +85,55 @@ def test_what_lies_between_two_that_fit_together_stays_on_the_servers(cluster, b
     assert_same(model, local)
     # For each server, there and back: the input (it has no gradient), and the sum's part.
     assert widths(model) == sorted(2 * [WIDTH, OUT, OUT])
+
+
+def planned(operators, build=up_and_down) -> recsync.OperatorPlan:
+    """A plan with layers where it is said, or on the trainers."""
+    keras.utils.clear_session()
+    graph = recsync.OperatorPlan.step_graph(build(), BATCH)
+    operators = {unit.name: operators.get(unit.name) for unit in graph.units}
+    weights = {u.name: 1 for u in graph.units if u.parameter_bytes and operators[u.name] is None}
+    keras.utils.clear_session()
+    return recsync.OperatorPlan(
+        graph, recsync.placement.Resources(trainers=1, servers=2), operators, weights
+    )
+
+
+def tanh_between() -> keras.Model:
+    return up_and_down(keras.layers.Activation("tanh", name="between"))
+
+
+IN_PLANS = {
+    "together": (
+        {"net/up": "columns", "between": "columns", "net/down": "rows", "net/last": 0},
+        ["/task:0", "/task:1"],
+    ),
+    "between on the trainers": (
+        {"net/up": "columns", "between": None, "net/down": "rows", "net/last": 1},
+        [""],
+    ),
+    "between on a server": ({"net/up": 1, "between": 0, "net/down": "columns"}, ["/task:0"]),
+    "columns after a server": ({"net/up": 0, "between": 0, "net/down": "columns"}, ["/task:0"]),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLANS)
+def test_a_plan_in_pieces_is_run_and_sends_what_it_says(cluster, name):
+    operators, places = IN_PLANS[name]
+    plan = planned(operators, tanh_between)
+    model, local = trained(alone(cluster, plan), tanh_between)
+    assert_same(model, local)
+    found = {op.device for op in operations(graph_of_step(model)) if op.type == "Tanh"}
+    assert len(found) == len(places)
+    assert all(any(place in device for device in found) for place in places)
+    # Of the last layer's softmax and the loss on the trainer, only the weights are pulled.
+    pulled = 2 * sum(
+        plan.graph[name].parameter_bytes for name in plan.weights if plan.operators[name] is None
+    )
+    sent = plan.loads.network.sum() * plan.resources.bytes_per_second / 2 - pulled
+    tensors = [t for t in crossing(graph_of_step(model)) if t.shape.rank == 2]
+    columns = sum(t.shape[1] for t in tensors if t.shape[0] is None)
+    assert 4 * BATCH * columns == pytest.approx(sent)
 
 
 def test_what_does_not_fit_together_goes_by_way_of_the_trainer(cluster):

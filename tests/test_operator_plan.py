@@ -409,7 +409,7 @@ def test_numbers_of_numpy_are_saved_too(tmp_path):
 
 
 CHANGES = [
-    (lambda c: c.update(version=2), "an operator plan of version 2; this release reads version 1"),
+    (lambda c: c.update(version=3), "plan of version 3; this release reads versions 1 and 2"),
     (lambda c: c.pop("resources"), "not an operator plan"),
     (lambda c: c["resources"].update(servers=1), r"weights\['project'\]=1: must be from 0 to 0"),
     (lambda c: c["units"][2].update(operator=1.5), r"operators\['bottom'\]=1.5: must be from 0"),

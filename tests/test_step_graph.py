@@ -108,7 +108,8 @@ def test_edges_have_the_bytes_of_activations_and_of_their_gradients():
 
 def test_rules_put_the_two_mlps_of_a_dlrm_on_servers_and_the_rest_on_the_trainers():
     graph = OperatorPlan.step_graph(dlrm(), BATCH)
-    plan = OperatorPlan.search(graph, Resources(trainers=2, servers=2), search_seconds=0)
+    resources = Resources(trainers=2, servers=2)
+    plan = OperatorPlan.search(graph, resources, search_seconds=0, splits=False)
     placed = {name: server for name, server in plan.operators.items() if server is not None}
     assert set(placed) == {"bottom_1", "bottom_2", "top_1", "top_2"}
     assert placed["bottom_1"] == placed["bottom_2"] != placed["top_1"] == placed["top_2"]

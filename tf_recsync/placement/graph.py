@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from tf_recsync._checks import check_at_least
+from tf_recsync.synchronization.divided import How
 
 # What stays on the trainers, whatever the loads are.
 PINNED = ("input", "lookup", "operations", "loss")
@@ -28,10 +29,19 @@ class Unit:
         slots: Accumulators that the optimizer keeps for each element of the weights, 1 by default.
         activation_bytes: Bytes of the outputs for a batch, which are kept until the backward pass
             has been here; 0 by default.
+        features_in: Features that it takes of each example, where it can be divided among the
+            servers of a group: it is then a product with a matrix of [features_in, features_out],
+            and a bias. 0 (the default) for what stays whole.
+        features_out: Features that it gives of each example, likewise.
+        elementwise: Whether it acts on each element by itself; of a unit that can be divided,
+            whether what follows the product does, its activation. False by default.
+        why_whole: Why it can't be divided, in words that follow on its name; "" (the default)
+            where it can, or where nobody knows.
 
     Raises:
-        ValueError: If an argument is out of range, or an input, a lookup or the loss has
-            parameters.
+        ValueError: If an argument is out of range; if an input, a lookup or the loss has
+            parameters; or if only one of `features_in` and `features_out` is above 0, or they are
+            of a unit without parameters.
 
     Example:
         >>> Unit("bottom", "layer", flops=3e6, parameter_bytes=4096).memory
@@ -44,6 +54,10 @@ class Unit:
     parameter_bytes: int = 0
     slots: int = 1
     activation_bytes: int = 0
+    features_in: int = 0
+    features_out: int = 0
+    elementwise: bool = False
+    why_whole: str = ""
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -52,18 +66,42 @@ class Unit:
         if self.kind not in KINDS:
             raise ValueError(f"unit {self.name!r}: kind={self.kind!r} must be one of {KINDS}.")
         check_amount(f"unit {self.name!r}: flops", self.flops)
-        for argument in ("parameter_bytes", "slots", "activation_bytes"):
+        for argument in (
+            *("parameter_bytes", "slots", "activation_bytes"),
+            *("features_in", "features_out"),
+        ):
             check_at_least(f"unit {self.name!r}: {argument}", getattr(self, argument), 0)
+        for argument, kind in (("elementwise", bool), ("why_whole", str)):
+            value = getattr(self, argument)
+            if not isinstance(value, kind):
+                raise ValueError(
+                    f"unit {self.name!r}: {argument}={value!r} must be a {kind.__name__}."
+                )
         if self.parameter_bytes and self.kind in ("input", "lookup", "loss"):
             raise ValueError(
                 f"unit {self.name!r}: parameter_bytes={self.parameter_bytes} must be 0, as a plan "
                 f"places no weights of an {self.kind!r}."
+            )
+        features = bool(self.features_in), bool(self.features_out)
+        if any(features) and not (all(features) and self.parameter_bytes and not self.pinned):
+            raise ValueError(
+                f"unit {self.name!r}: features_in={self.features_in} and features_out="
+                f"{self.features_out} must both be 0, or both above 0 of a layer with parameters."
             )
 
     @property
     def pinned(self) -> bool:
         """Whether it stays on the trainers, whatever the loads are."""
         return self.kind in PINNED
+
+    @property
+    def can_be_divided(self) -> bool:
+        """Whether servers can each have some of its columns or rows, if there are enough."""
+        return self.features_in > 0
+
+    def features(self, how: How) -> int:
+        """How many columns, or rows, there are to divide; 0 where it can't be divided."""
+        return self.features_out if how == "columns" else self.features_in
 
     @property
     def memory(self) -> int:

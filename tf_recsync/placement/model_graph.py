@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -10,10 +11,11 @@ import tensorflow as tf
 
 from tf_recsync._checks import check_at_least
 from tf_recsync.layers import EmbeddingCollection
-from tf_recsync.optimizers.base import Optimizer
+from tf_recsync.optimizers.base import Optimizer, parts_of
 from tf_recsync.placement import flops
 from tf_recsync.placement.graph import Edge, StepGraph, Unit
 from tf_recsync.placement.model_trace import ModelTrace, trace
+from tf_recsync.synchronization.divided import is_elementwise, why_whole
 
 LOOKUPS = (keras.layers.Embedding, EmbeddingCollection)
 _LOSS = "loss"
@@ -34,7 +36,12 @@ def differentiated(model: keras.Model, inputs: Any, batch_size: int | None) -> D
     _check_model(model)
     flat = [_spec(given, batch_size) for given in keras.tree.flatten(inputs)]
     specs = keras.tree.pack_sequence_as(inputs, flat)
-    return DifferentiatedStep(trace(model, specs, _names(model, inputs), LOOKUPS))
+    optimizers = [
+        optimizer
+        for optimizer in parts_of(getattr(model, "optimizer", None))
+        if isinstance(optimizer, Optimizer)
+    ]
+    return DifferentiatedStep(trace(model, specs, _names(model, inputs), LOOKUPS), optimizers)
 
 
 def _check_model(model: keras.Model) -> None:
@@ -97,6 +104,10 @@ def _spec(given: Any, batch_size: int | None) -> tf.TypeSpec:
 class DifferentiatedStep:
     """A traced step with the gradient ops of each unit.
 
+    Args:
+        traced: the step.
+        optimizers: that train the model, as far as they are known.
+
     Attributes:
         backward: For each unit the ops of its backward pass.
         leaving: For each unit the tensors that others use, or that the model returns.
@@ -104,8 +115,9 @@ class DifferentiatedStep:
         given_gradients: For each placeholder of a gradient from above the tensor that it is of.
     """
 
-    def __init__(self, traced: ModelTrace):
+    def __init__(self, traced: ModelTrace, optimizers: Sequence[Optimizer] = ()):
         self.traced = traced
+        self._optimizers = optimizers
         units = len(traced.units)
         self.backward: list[list[tf.Operation]] = [[] for _ in range(units)]
         self.results: list[tf.Tensor] = list(traced.outputs)
@@ -210,6 +222,7 @@ class DifferentiatedStep:
                 parameter_bytes=self._parameter_bytes(u),
                 slots=slots,
                 activation_bytes=sum(sizes[name] for name in self.leaving[u]),
+                **self._pieces(u),
             )
             for u in range(len(self.traced.units))
         ]
@@ -262,6 +275,31 @@ class DifferentiatedStep:
             return 0
         weights = self._own_weights[unit].values()
         return sum(flops.elements(weight) * weight.dtype.size for weight in weights)
+
+    def _pieces(self, unit: int) -> dict[str, Any]:
+        """Whether a unit can be divided, and whether it acts on each element by itself."""
+        traced = self.traced.units[unit]
+        if traced.kind != "layer":
+            return {}
+        if not self._parameter_bytes(unit):
+            return {"elementwise": is_elementwise(traced.layer) and not traced.has_others}
+        reason = why_whole(traced.layer, self._optimizers)
+        leaving = self.leaving[unit].values()
+        if not reason and any(tensor.op.name in self._owners for tensor in leaving):
+            reason = "shares variables with another layer"
+        if not reason and traced.calls > 1:
+            reason = f"is called {traced.calls} times"
+        if not reason and any(tensor.shape.rank != 2 for tensor in leaving):
+            reason = "gives more than a row for each example"
+        if reason:
+            return {"why_whole": reason}
+        features_in, features_out = traced.layer.kernel.shape
+        is_piecewise = is_elementwise(traced.layer.activation) and not traced.has_others
+        return {
+            "features_in": features_in,
+            "features_out": features_out,
+            "elementwise": is_piecewise,
+        }
 
     def _names(self) -> list[str]:
         """The units' names, with numbers where several would have the same."""

@@ -25,6 +25,8 @@ class TracedUnit:
     kind: str
     layer: keras.Layer | None = None
     ops: list[tf.Operation] = dataclasses.field(default_factory=list)
+    calls: int = 0  # of the layer
+    has_others: bool = False  # ops that the layer did not make, such as casts of its outputs
 
 
 @dataclasses.dataclass
@@ -79,6 +81,7 @@ def trace(
     )
     ops = concrete.graph.get_operations()
     for unit, first, last in calls:
+        units[unit].calls += 1
         for op in ops[first:last]:
             traced.unit_of[op.name] = unit
     _add_inputs(traced, names, found["inputs"])
@@ -188,6 +191,7 @@ def _join_operations(traced: ModelTrace, ops: list[tf.Operation]) -> None:
         computed = [op for op in group_ops if flops.count([op])]
         if len(sources) == 1 and not computed and not weights:
             number = sources.pop()
+            traced.units[number].has_others = True
         else:
             number = len(traced.units)
             name = (computed or group_ops)[0].name

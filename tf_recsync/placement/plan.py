@@ -12,14 +12,16 @@ from typing import Any
 import keras
 import numpy as np
 
-from tf_recsync.placement import model_graph, profile, report
+from tf_recsync.placement import model_graph, pieces, profile, report
 from tf_recsync.placement.graph import Edge, StepGraph, Unit, check_amount
 from tf_recsync.placement.loads import DeviceLoads, LoadModel
 from tf_recsync.placement.refinement import refine
 from tf_recsync.placement.resources import Resources
 from tf_recsync.placement.tagging import tag
+from tf_recsync.synchronization.divided import How
 
-_VERSION = 1
+_VERSION = 2
+_READABLE = (1, 2)  # Before version 2 all units were whole.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,22 +41,30 @@ class OperatorPlan:
 
     An activation that units on one other device use twice counts twice.
 
+    A unit may be in pieces: "columns" or "rows" of its weights are on each of p servers, with
+    1 / p of its operations and of its memory. In columns each server takes the whole input and
+    gives 1 / p of the output; in rows each takes 1 / p of the input and gives a sum as large as the
+    whole output. Trainers divide and put together. Where a unit in rows follows on one in columns,
+    with at most operations on each element between them, nothing travels between the two.
+
     Reference: Huang et al. 2021, "Hierarchical Training: Scaling Deep Recommendation Models on
-    Large CPU Clusters", section 3.2.1.
+    Large CPU Clusters", section 3.2.1, and section 4.1 for pieces.
 
     Args:
         graph: The units and what travels between them.
         resources: The devices of a group.
-        operators: For the name of each unit the index of a server within its group, from 0, or
-            None for the trainers.
+        operators: For the name of each unit the index of a server within its group, from 0;
+            "columns" or "rows" for a piece on each server; or None for the trainers. What follows
+            on a unit in columns and acts on each element can be in columns, too.
         weights: For the name of each unit with parameters the index of the server that holds
-            them; that of the operator where it is on a server. May be left out (the default) for
-            plans with all such operators on servers.
+            them; that of the operator where it is on a server; none of a unit in pieces. May be
+            left out (the default) for plans with all such operators on servers.
 
     Raises:
         ValueError: If units are missing or unknown, an index is out of range, inputs, lookups,
             operations outside of layers or the loss are on a server, weights are not beside
-            their operator, or a device would hold more than its memory limit.
+            their operator, a unit is in pieces that can't be divided so, or a device would hold
+            more than its memory limit.
 
     Example:
         >>> graph = StepGraph(
@@ -87,7 +97,7 @@ class OperatorPlan:
 
     graph: StepGraph
     resources: Resources
-    operators: Mapping[str, int | None]
+    operators: Mapping[str, int | How | None]
     weights: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     # Mappings can't be hashed.
@@ -102,8 +112,9 @@ class OperatorPlan:
             if unknown:
                 raise ValueError(f"{argument}: {unknown} are not among the units {sorted(names)}.")
         operators, weights = {}, {}
+        followers = pieces.followers(self.graph, self.divided)
         for unit in self.graph.units:
-            operators[unit.name], home = self._checked(unit)
+            operators[unit.name], home = self._checked(unit, followers)
             if home is not None:
                 weights[unit.name] = home
         object.__setattr__(self, "operators", operators)
@@ -117,7 +128,14 @@ class OperatorPlan:
                     f"accumulators and activations, more than its memory limit of {limit} bytes."
                 )
 
-    def _checked(self, unit: Unit) -> tuple[int | None, int | None]:
+    @property
+    def divided(self) -> dict[str, How]:
+        """How units are divided that are in pieces, by their names."""
+        return {name: how for name, how in self.operators.items() if isinstance(how, str)}
+
+    def _checked(
+        self, unit: Unit, followers: Mapping[str, How]
+    ) -> tuple[int | How | None, int | None]:
         """The server of a unit's operator, and that of its weights."""
         if unit.name not in self.operators:
             raise ValueError(f"operators: the unit {unit.name!r} is missing.")
@@ -126,10 +144,17 @@ class OperatorPlan:
             self._check_server(f"operators[{unit.name!r}]", server)
             if unit.pinned:
                 raise ValueError(
-                    f"operators[{unit.name!r}]={server}: must be None, as an {unit.kind!r} unit is "
-                    "on the trainers."
+                    f"operators[{unit.name!r}]={server!r}: must be None, as an "
+                    f"{unit.kind!r} unit is on the trainers."
                 )
         home = self.weights.get(unit.name)
+        if isinstance(server, str):
+            self._check_divided(unit, server, followers)
+            if home is not None:
+                raise ValueError(
+                    f"weights[{unit.name!r}]={home}: must not be there, as the unit is in {server}."
+                )
+            return server, None
         if not unit.parameter_bytes:
             if home is not None:
                 raise ValueError(f"weights[{unit.name!r}]={home}: the unit has no parameters.")
@@ -140,24 +165,43 @@ class OperatorPlan:
                     f"weights: {unit.name!r} is missing, whose operator is on the trainers."
                 )
             return server, server
-        self._check_server(f"weights[{unit.name!r}]", home)
+        self._check_server(f"weights[{unit.name!r}]", home, may_be_pieces=False)
         if server not in (None, home):
             raise ValueError(
                 f"weights[{unit.name!r}]={home}: must be {server}, where their operator is."
             )
         return server, home
 
-    def _check_server(self, name: str, server: Any) -> None:
+    def _check_server(self, name: str, server: Any, may_be_pieces: bool = True) -> None:
         whole = isinstance(server, (int, np.integer)) and not isinstance(server, bool)
-        if not whole or not 0 <= server < self.resources.servers:
+        is_pieces = may_be_pieces and server in ("columns", "rows")
+        if not is_pieces and not (whole and 0 <= server < self.resources.servers):
             raise ValueError(
                 f"{name}={server!r}: must be from 0 to {self.resources.servers - 1}, or None for "
-                "an operator on the trainers."
+                'an operator on the trainers, or "columns" or "rows" for one in pieces.'
             )
+
+    def _check_divided(self, unit: Unit, how: How, followers: Mapping[str, How]) -> None:
+        """Raises a ValueError if a unit can't be divided as the plan has it."""
+        if followers.get(unit.name) == how:
+            return
+        if not unit.parameter_bytes:
+            reason = "it has no parameters, and does not follow on columns, element by element"
+        elif not unit.can_be_divided:
+            reason = f"it {unit.why_whole or 'has no features_in and features_out'}"
+        elif unit.features(how) < self.resources.servers:
+            reason = f"it has {unit.features(how)} {how} for {self.resources.servers} servers"
+        else:
+            return
+        raise ValueError(f"operators[{unit.name!r}]={how!r}: it can't be divided so: {reason}.")
 
     @classmethod
     def search(
-        cls, graph: StepGraph, resources: Resources, search_seconds: float = 10.0
+        cls,
+        graph: StepGraph,
+        resources: Resources,
+        search_seconds: float = 10.0,
+        splits: bool = True,
     ) -> OperatorPlan:
         """Finds a plan whose highest load is low.
 
@@ -166,17 +210,21 @@ class OperatorPlan:
         parameters, and the loss are on the trainers; connected components of the others are whole
         on one group PS each, so that these have about the same bytes of weights. Then `refined`.
 
+        Before that units are divided that have more than one server's part of all weights, or fit
+        no device whole: by columns if they give more features than they take, else by rows.
+
         Args:
             graph: As from `step_graph` or `profile`.
             resources: The devices of a group.
             search_seconds: As of `refined`; with 0, the plan is that of the rules alone.
+            splits: Whether units are divided that can be. True by default.
 
         Returns:
             The plan.
 
         Raises:
-            ValueError: If a unit fits no device, the units do not fit together, or
-                `search_seconds` is out of range.
+            ValueError: If a unit fits no device, neither whole nor in pieces, the units do not
+                fit together, or an argument is out of range.
 
         Example:
             >>> top = Unit("top", "layer", flops=4e6, parameter_bytes=8192)
@@ -184,7 +232,9 @@ class OperatorPlan:
             >>> plan.operators
             {'top': 0}
         """
-        model = LoadModel(graph, resources)
+        if not isinstance(splits, bool):
+            raise ValueError(f"splits={splits!r}: must be True or False.")
+        model = LoadModel(graph, resources, pieces.large_units(graph, resources) if splits else {})
         return cls._of(model, tag(model)).refined(search_seconds)
 
     def refined(self, search_seconds: float = 10.0) -> OperatorPlan:
@@ -192,9 +242,9 @@ class OperatorPlan:
 
         Units move off the device with the highest load, the largest improvement first; where no
         move of one unit helps, two are moved or swapped; then the search starts anew from other
-        plans. It ends when the highest load is at most 1.1 times what it would be with all
-        operations spread evenly and no traffic, when nothing improves it by a thousandth, or when
-        the time is up.
+        plans. What is in pieces stays so. The search ends when the highest load is at most 1.1
+        times what it would be with all operations spread evenly and no traffic, when nothing
+        improves it by a thousandth, or when the time is up.
 
         Args:
             search_seconds: Time limit, at least 0; 10 by default.
@@ -214,22 +264,22 @@ class OperatorPlan:
             True
         """
         check_amount("search_seconds", search_seconds)
-        model = LoadModel(self.graph, self.resources)
+        model = LoadModel(self.graph, self.resources, self.divided)
         return self._of(model, refine(model, self.positions, search_seconds))
 
     @classmethod
     def _of(cls, model: LoadModel, positions: np.ndarray) -> OperatorPlan:
-        operators, homes = model.operators(positions).tolist(), model.homes(positions).tolist()
-        units = model.graph.units
-        return cls(
-            model.graph,
-            model.resources,
-            {
-                unit.name: None if server == model.servers else server
-                for unit, server in zip(units, operators, strict=True)
-            },
-            {unit.name: h for unit, h in zip(units, homes, strict=True) if unit.parameter_bytes},
-        )
+        numbers, homes = model.operators(positions).tolist(), model.homes(positions).tolist()
+        names = [unit.name for unit in model.graph.units]
+        operators: dict[str, int | How | None] = dict(zip(names, numbers, strict=True))
+        operators |= {name: None for name in names if operators[name] == model.servers}
+        operators |= model.divided
+        weights = {
+            unit.name: home
+            for unit, home in zip(model.graph.units, homes, strict=True)
+            if unit.parameter_bytes and home >= 0
+        }
+        return cls(model.graph, model.resources, operators, weights)
 
     @staticmethod
     def step_graph(
@@ -329,11 +379,12 @@ class OperatorPlan:
     def positions(self) -> np.ndarray:
         """int64 `[units]`: operators and weights as `tf_recsync.placement.loads` counts them."""
         servers = self.resources.servers
+        in_pieces = {"columns": 2 * servers, "rows": 2 * servers + 1}
         return np.array(
             [
                 servers + self.weights.get(unit.name, 0)
                 if self.operators[unit.name] is None
-                else self.operators[unit.name]
+                else in_pieces.get(self.operators[unit.name], self.operators[unit.name])
                 for unit in self.graph.units
             ],
             np.int64,
@@ -395,13 +446,13 @@ class OperatorPlan:
         try:
             content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
             version = content["version"]
-            if version == _VERSION:
+            if version in _READABLE:
                 return cls._from_content(content)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{os.fspath(path)}: not an operator plan: {error}") from error
         raise ValueError(
             f"{os.fspath(path)}: an operator plan of version {version}; this release reads "
-            f"version {_VERSION}."
+            f"versions {' and '.join(map(str, _READABLE))}."
         )
 
     @classmethod

@@ -12,12 +12,31 @@ from tf_recsync.embedding.placement import readable
 from tf_recsync.placement.loads import LoadModel
 
 if TYPE_CHECKING:
+    from tf_recsync.placement.graph import Unit
     from tf_recsync.placement.plan import OperatorPlan
 
 
 def label(plan: OperatorPlan, device: int) -> str:
     """What a device is called."""
     return "trainers" if device == plan.resources.servers else f"PS {device}"
+
+
+def _operator_label(plan: OperatorPlan, unit: str) -> str:
+    """Where an operator is."""
+    where, servers = plan.operators[unit], plan.resources.servers
+    if isinstance(where, str):
+        return f"PS {'0' if servers == 1 else f'0-{servers - 1}'}, {where}"
+    return label(plan, servers if where is None else where)
+
+
+def _note(plan: OperatorPlan, unit: Unit) -> str:
+    """What else there is to say of where a unit is."""
+    if plan.operators[unit.name] is None and unit.name in plan.weights:
+        return f"  weights on PS {plan.weights[unit.name]}"
+    is_large = unit.parameter_bytes * plan.resources.servers > plan.graph.parameter_bytes
+    if is_large and unit.why_whole and plan.resources.servers > 1:
+        return f"  whole: it {unit.why_whole}"
+    return ""
 
 
 def table(plan: OperatorPlan) -> str:
@@ -34,26 +53,26 @@ def table(plan: OperatorPlan) -> str:
         f"{'processor' if by_processor else 'network'} of {label(plan, highest)}, "
         f"{plan.imbalance:.2f} times the mean",
     ]
-    devices = model.operators(plan.positions)
-    flops = np.array([unit.flops for unit in plan.graph.units])
-    total = np.bincount(devices, flops, resources.servers + 1)
+    seconds = model.unit_seconds(plan.positions)
     traffic = model.traffic(plan.positions)
+    labels = [_operator_label(plan, unit.name) for unit in plan.graph.units]
     width = max(6, *(len(unit.name) for unit in plan.graph.units))
-    lines.append(f"  {'unit':<{width}}  {'device':<9} {'FLOP':>9} {'bytes':>10} {'share':>10}")
+    wide = max(9, *map(len, labels))
+    lines.append(f"  {'unit':<{width}}  {'device':<{wide}} {'FLOP':>9} {'bytes':>10} {'share':>10}")
     for u, unit in enumerate(plan.graph.units):
-        device = devices[u]
-        share = flops[u] / total[device] if total[device] else 0.0
-        line = (
-            f"  {unit.name:<{width}}  {label(plan, device):<9} {flops[u]:>9.3g} "
-            f"{readable(round(traffic[u])):>10} {share:>10.1%}"
+        # Of what all devices do that have a part of it.
+        total = seconds.sum(0)[seconds[u] > 0].sum()
+        share = seconds[u].sum() / total if total else 0.0
+        lines.append(
+            f"  {unit.name:<{width}}  {labels[u]:<{wide}} {unit.flops:>9.3g} "
+            f"{readable(round(traffic[u])):>10} {share:>10.1%}{_note(plan, unit)}"
         )
-        if plan.operators[unit.name] is None and unit.name in plan.weights:
-            line += f"  weights on PS {plan.weights[unit.name]}"
-        lines.append(line)
-    lines.append(f"  {'':<{width}}  {'device':<9} {'processor':>9} {'network':>10} {'memory':>10}")
+    lines.append(
+        f"  {'':<{width}}  {'device':<{wide}} {'processor':>9} {'network':>10} {'memory':>10}"
+    )
     for device in range(resources.servers + 1):
         lines.append(
-            f"  {'':<{width}}  {label(plan, device):<9} "
+            f"  {'':<{width}}  {label(plan, device):<{wide}} "
             f"{_milliseconds(loads.processor[device]):>9} "
             f"{_milliseconds(loads.network[device]):>10} "
             f"{readable(int(loads.memory[device])):>10}"
@@ -68,10 +87,10 @@ def draw(plan: OperatorPlan, path: str | os.PathLike[str]) -> None:
     devices = np.arange(resources.servers + 1)
     figure = new_figure(max(5.0, 1.2 * len(devices)), 4.0, "OperatorPlan.plot")
     axes = figure.add_subplot()
-    operators, seconds = model.operators(plan.positions), model.unit_seconds(plan.positions)
+    seconds = model.unit_seconds(plan.positions)
     height = np.zeros(len(devices))
-    for unit, device, own in zip(plan.graph.units, operators, seconds, strict=True):
-        bottom = height[device]
+    for u, device in zip(*np.nonzero(seconds), strict=True):
+        unit, own, bottom = plan.graph.units[u], seconds[u, device], height[device]
         height[device] += own
         axes.bar(
             *(device - 0.2, 1e3 * own, 0.38, 1e3 * bottom),

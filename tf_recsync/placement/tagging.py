@@ -6,7 +6,7 @@ CPU Clusters", section 3.2.1, the rule-based tagging process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import networkx as nx
 import numpy as np
@@ -25,6 +25,8 @@ def tag(model: LoadModel) -> np.ndarray:
     3. A connected component of the others is whole on one group PS.
     4. Components are spread so that the servers hold about the same bytes of weights.
 
+    Units that are divided are on all servers, and in no component.
+
     Returns:
         int64 `[units]`: positions as in `loads`.
 
@@ -33,15 +35,16 @@ def tag(model: LoadModel) -> np.ndarray:
     """
     model.check_units_fit()
     units = model.graph.units
-    owners = [u for u, unit in enumerate(units) if unit.parameter_bytes]
-    pinned = {u for u, unit in enumerate(units) if unit.pinned}
-    parts = [sorted(part) for part in components(model.graph)]
+    whole = [u for u, unit in enumerate(units) if unit.name not in model.divided]
+    owners = [u for u in whole if units[u].parameter_bytes]
+    pinned = {u for u in whole if units[u].pinned}
+    parts = [sorted(part) for part in components(model.graph, set(model.divided))]
     attempts = (
         lambda: _spread(model, [*parts, *([u] for u in owners if u in pinned)], pinned),
         lambda: _spread(model, [[u] for u in owners], pinned),
         lambda: _filled_up(model),
         # With their activations on the trainers, servers have most room for weights.
-        lambda: _spread(model, [[u] for u in owners], set(range(len(units)))),
+        lambda: _spread(model, [[u] for u in owners], set(whole)),
     )
     for attempt in attempts:
         positions = attempt()
@@ -57,8 +60,13 @@ def tag(model: LoadModel) -> np.ndarray:
     )
 
 
-def components(graph: StepGraph) -> list[set[int]]:
-    """The connected components of what the rules put on group PSs, as numbers of units."""
+def components(graph: StepGraph, without: Collection[str] = ()) -> list[set[int]]:
+    """The connected components of what the rules put on group PSs, as numbers of units.
+
+    Args:
+        graph: the units.
+        without: names of units that are in none, and through which none goes.
+    """
     whole = nx.DiGraph()
     whole.add_nodes_from(range(len(graph.units)))
     index = {unit.name: u for u, unit in enumerate(graph.units)}
@@ -78,7 +86,8 @@ def components(graph: StepGraph) -> list[set[int]]:
         if not follow:
             break
         inside |= follow
-    tagged = whole.subgraph(owners | inside)
+    apart = {index[name] for name in without}
+    tagged = whole.subgraph((owners | inside) - apart)
     return sorted(nx.weakly_connected_components(tagged), key=min)
 
 
@@ -102,8 +111,16 @@ def _spread(model: LoadModel, groups: list[list[int]], on_trainers: set[int]) ->
     """
     units, servers, nets = model.graph.units, model.servers, model.resources.nets
     positions = np.full(len(units), servers, np.int64)
+    divided = np.array([unit.name in model.divided for unit in units])
+    for u in np.flatnonzero(divided).tolist():
+        (positions[u],) = model.positions[u]
     if not groups:
         return positions
+    limit = model.resources.memory_limit
+    if limit is not None:
+        limit -= int(model.loads(positions, divided).memory[0])
+        if limit < 0:
+            return None
 
     def memory(u: int) -> int:
         return units[u].memory + (0 if u in on_trainers else nets * units[u].activation_bytes)
@@ -114,7 +131,7 @@ def _spread(model: LoadModel, groups: list[list[int]], on_trainers: set[int]) ->
         costs=[weight / max(weights) for weight in weights],
         row_bytes=[sum(memory(u) for u in group) for group in groups],
         ps=servers,
-        memory_limit=model.resources.memory_limit,
+        memory_limit=limit,
     )
     packing = packer.pack([1] * len(groups))
     if packing is None:
@@ -130,8 +147,8 @@ def _filled_up(model: LoadModel) -> np.ndarray | None:
     units = model.graph.units
     size = [unit.memory + model.resources.nets * unit.activation_bytes for unit in units]
     positions = np.array([own[-1] for own in model.positions], np.int64)
-    known = np.zeros(len(units), bool)
-    for u in sorted(range(len(units)), key=lambda u: -size[u]):
+    known = np.array([unit.name in model.divided for unit in units])
+    for u in sorted(np.flatnonzero(~known).tolist(), key=lambda u: -size[u]):
         known[u] = True
         candidates = np.repeat(positions[None], len(model.positions[u]), 0)
         candidates[:, u] = model.positions[u]

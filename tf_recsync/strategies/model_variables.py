@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -173,10 +173,24 @@ class OnServers:
                 f"compression={plan.compression} would do nothing: placement has no layer of "
                 f"{self._model.name} run on a server, so that no activations travel"
             )
-        self._followers = tuple(followers_of(self._model, apart))
+        self._place_others(followers_of(self._model, apart))
         pulled = [(unit, plan.homes[unit.path]) for unit in units if unit.path in plan.homes]
         place_variables([*pulled, *self._placed], states)
         self._is_placed = True
+
+    def _place_others(self, others: Sequence[keras.Operation]) -> None:
+        """Decides where layers without weights run."""
+        paths = [getattr(other, "path", None) or other.name for other in others]
+        followers = []
+        for path, other in zip(paths, others, strict=True):
+            # In two models within one there may be layers of one name, which no plan tells apart.
+            is_known = path in self._operators.others and paths.count(path) == 1
+            where = self._operators.others[path] if is_known else "columns"
+            if isinstance(where, int):
+                self._placed.append((Unit(other, ()), where))
+            elif where is not None:
+                followers.append(other)
+        self._followers = tuple(followers)
 
     def layout(self, group: Group | None = None) -> Layout:
         """Where a step finds the model's variables.

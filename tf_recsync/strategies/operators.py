@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from tf_recsync.compression import Compression
-from tf_recsync.placement import OperatorPlan, Unit
+from tf_recsync.placement import OperatorPlan
 from tf_recsync.synchronization.units import Plan
 
 
@@ -17,7 +17,10 @@ class Operators:
     """Where layers run, and what becomes of that which travels to them.
 
     Attributes:
-        placement: which of a model's layers run on their group's servers; see `units.planned`.
+        placement: which of a model's layers with dense weights run on their group's servers; see
+            `units.planned`.
+        others: where layers without weights run, by their paths; those that are not named run where
+            their inputs are, and so do "columns".
         homes: the numbers of the servers that hold the variables of layers that run on trainers,
             by the layers' paths; others are wherever there is room.
         splits: whether the placement "auto" divides large layers.
@@ -25,6 +28,7 @@ class Operators:
     """
 
     placement: Plan | str = "trainers"
+    others: Plan = dataclasses.field(default_factory=dict)
     homes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     splits: bool = True
     compression: Compression | None = None
@@ -43,15 +47,16 @@ def checked_operators(
         servers: of a group.
         nets: of a trainer.
     """
+    others: Plan = {}
     homes: dict[str, int] = {}
     if isinstance(placement, OperatorPlan):
-        homes = _homes_of(placement, trainers, servers, nets)
-        placement = _operators_of(placement)
+        _check_size(placement, trainers, servers, nets)
+        placement, others, homes = _layers_of(placement)
     placement = _checked_placement(placement, servers)
     if splits not in ("auto", "off"):
         raise ValueError(f'splits must be "auto" or "off", not {splits!r}')
     compression = _checked_compression(compression, placement, nets)
-    return Operators(placement, homes, splits == "auto", compression)
+    return Operators(placement, others, homes, splits == "auto", compression)
 
 
 def _checked_placement(placement: Any, servers: int) -> Plan | str:
@@ -108,12 +113,8 @@ def _checked_compression(
     return compression
 
 
-def _homes_of(plan: OperatorPlan, trainers: int, servers: int, nets: int) -> dict[str, int]:
-    """The servers of weights that a plan has trainers pull, by the layers' paths.
-
-    Raises:
-        ValueError: if the plan is for groups of another size.
-    """
+def _check_size(plan: OperatorPlan, trainers: int, servers: int, nets: int) -> None:
+    """Raises a ValueError if a plan is for groups of another size."""
     of = plan.resources
     if (of.trainers, of.servers, of.nets_per_trainer) != (trainers, servers, nets):
         raise ValueError(
@@ -121,14 +122,15 @@ def _homes_of(plan: OperatorPlan, trainers: int, servers: int, nets: int) -> dic
             f"nets_per_trainer={of.nets_per_trainer}, but trainers_per_group={trainers}, "
             f"ps_per_group={servers} and nets_per_trainer={nets}"
         )
-    pulled = [unit.name for unit in _layers_of(plan) if plan.operators[unit.name] is None]
-    return {name: plan.weights[name] for name in pulled}
 
 
-def _operators_of(plan: OperatorPlan) -> dict[str, int | None]:
-    """Where a plan has the layers run that have dense weights; others go with their inputs."""
-    return {unit.name: plan.operators[unit.name] for unit in _layers_of(plan)}
+def _layers_of(plan: OperatorPlan) -> tuple[Plan, Plan, dict[str, int]]:
+    """Where a plan has the layers run that have dense weights, and the others.
 
-
-def _layers_of(plan: OperatorPlan) -> list[Unit]:
-    return [unit for unit in plan.graph.units if unit.parameter_bytes and not unit.pinned]
+    And the servers of weights that it has trainers pull; all by the layers' paths.
+    """
+    units = [unit for unit in plan.graph.units if not unit.pinned]
+    owners = [unit.name for unit in units if unit.parameter_bytes]
+    others = {unit.name: plan.operators[unit.name] for unit in units if not unit.parameter_bytes}
+    homes = {name: plan.weights[name] for name in owners if plan.operators[name] is None}
+    return {name: plan.operators[name] for name in owners}, others, homes

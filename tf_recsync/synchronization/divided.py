@@ -4,7 +4,7 @@ A layer is divided by columns: each server has some of the columns of the kernel
 features of the output. Or by rows: each server has some of the rows, takes these features of the
 input, and what the servers give is added up. Users see one variable all the same.
 
-Reference: section 3.2.1 of the Hierarchical Training paper, "FC splits": vertical and horizontal.
+Reference: section 4.1 of the Hierarchical Training paper, "FC splits": vertical and horizontal.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def why_whole(layer: keras.layers.Layer, optimizers: Sequence[base.Optimizer]) -
             return f"has a {name}, which needs the whole"
     for optimizer in optimizers:
         known = {id(state.variable) for state in optimizer.states}
-        if not any(id(variable) in known for variable in variables):
+        # One that is not built yet may train all.
+        if optimizer.built and not any(id(variable) in known for variable in variables):
             continue
         for name in ("clipnorm", "global_clipnorm", "clipvalue"):
             if getattr(optimizer, name):
