@@ -11,9 +11,11 @@ What is measured, on `--rows` examples of `--columns` activations in float32:
 - `copy`: a copy of the tensor, what memory allows.
 
 How: in one process, each system in turn within a round; the first round warms up and is not
-counted. `nanoseconds_per_byte` is the median time over the bytes that are not compressed, as plans
-count it (`Resources.compression_seconds_per_byte`); `gigabytes_per_second` is its inverse. Ratios
-are medians of the rounds' ratios of speeds, ours over theirs.
+counted. `gigabytes_per_second` are the bytes that are not compressed over the median time.
+`processor_nanoseconds_per_byte` is the median processor time of all threads over these bytes, as
+plans count it (`Resources.compression_seconds_per_byte`), which other programs on the machine
+hardly change; `Compression.seconds_per_byte` has what `--threads=1` gave. Ratios are medians of the
+rounds' ratios of speeds, ours over theirs.
 
     python benchmarks/compression.py --json=compression.json
 """
@@ -87,11 +89,13 @@ def systems() -> dict[str, Callable[[], object]]:
     }
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def seconds(call: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of a call, and of processor time."""
+    start, processor = time.perf_counter(), time.process_time()
     for _ in range(FLAGS.calls):
         call()
-    return (time.perf_counter() - start) / FLAGS.calls
+    took = time.perf_counter() - start, time.process_time() - processor
+    return took[0] / FLAGS.calls, took[1] / FLAGS.calls
 
 
 def main(argv: list[str]) -> None:
@@ -103,18 +107,18 @@ def main(argv: list[str]) -> None:
     rounds = [{name: seconds(call) for name, call in calls.items()} for _ in range(FLAGS.rounds)]
     size = 4 * FLAGS.rows * FLAGS.columns
     for name in calls:
-        median = statistics.median(r[name] for r in rounds)
+        median, processor = (statistics.median(r[name][n] for r in rounds) for n in (0, 1))
         common.report(
             {
                 "system": name,
                 "milliseconds": round(1e3 * median, 3),
-                "nanoseconds_per_byte": round(1e9 * median / size, 3),
+                "processor_nanoseconds_per_byte": round(1e9 * processor / size, 3),
                 "gigabytes_per_second": round(size / median / 1e9, 2),
             }
         )
     ratios = {
         f"ratio_stock_{name}": round(
-            statistics.median(r[f"stock_{name}"] / r[name] for r in rounds), 3
+            statistics.median(r[f"stock_{name}"][0] / r[name][0] for r in rounds), 3
         )
         for name in PAIRS
     }

@@ -127,8 +127,8 @@ flags.DEFINE_integer(
 flags.DEFINE_string(
     "placement",
     "trainers",
-    "hierarchical: whether dense layers run on the trainers, or (auto) on the servers of their "
-    "weights; or the file of an OperatorPlan.",
+    "hierarchical: whether dense layers run on the trainers, or (auto) where a search finds it "
+    "best; or the file of an OperatorPlan.",
 )
 flags.DEFINE_enum(
     "compression",

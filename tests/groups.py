@@ -41,8 +41,11 @@ RING_OF_3 = recsync.Hop(recsync.topology.ring(3))
 
 
 def hierarchical(cluster, algorithm=BETWEEN["EASGD"], **options):
-    settings = {"groups": 2, "trainers_per_group": 2, "ps_per_group": 1}
-    return recsync.HierarchicalStrategy(cluster, algorithm, **{**settings, **options})
+    """With the placement "servers" all dense layers of `click_model` run on the group's servers."""
+    options = {"groups": 2, "trainers_per_group": 2, "ps_per_group": 1, **options}
+    if options.get("placement") == "servers":
+        options["placement"] = {"hidden": 0, "normal": 0, "top": options["ps_per_group"] - 1}
+    return recsync.HierarchicalStrategy(cluster, algorithm, **options)
 
 
 def batches_of(worker: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -55,7 +58,8 @@ def batches_of(worker: int) -> list[tuple[np.ndarray, np.ndarray]]:
 def line(strategy):
     """A model of two weights, one of them of three elements."""
     with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        layers = [keras.Input((3,)), keras.layers.Dense(1, name="only")]
+        model = keras.Sequential(layers, name="line")
         model.set_weights([np.full((3, 1), 0.5, np.float32), np.zeros(1, np.float32)])
         model.compile(recsync.optimizers.SGD(RATE), "mse")
     return model

@@ -170,3 +170,20 @@ def test_settings_are_values():
     assert Compression() == Compression("none", "none", 0.0, True)
     assert not Compression(activations="int8").compresses_gradients
     assert Compression(sparsify=0.5).compresses_gradients
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratios", "nanoseconds"),
+    [
+        ({}, (1, 1), 0),
+        ({"activations": "bfloat16"}, (0.5, 1), 0.02),
+        ({"activations": "int8", "gradients": "bfloat16"}, (0.25, 0.5), 0.0625),
+        ({"sparsify": 0.9}, (1, 1 / 32 + 0.1), 0.3),
+        ({"gradients": "bfloat16", "sparsify": 0.5}, (1, 1 / 32 + 0.25), 0.3),
+    ],
+)
+def test_plans_learn_what_a_compression_saves_and_takes(settings, ratios, nanoseconds):
+    compression = Compression(**settings)
+    found = (compression.activation_ratio, compression.gradient_ratio)
+    assert found == pytest.approx(ratios)
+    assert 1e9 * compression.seconds_per_byte == pytest.approx(nanoseconds)

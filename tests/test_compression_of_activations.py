@@ -13,6 +13,7 @@ from test_placement_of_operators import (
     dataset,
     examples,
     graph_of_step,
+    on_servers,
     operations,
 )
 
@@ -179,7 +180,8 @@ def test_only_what_is_compressed_travels(cluster, name):
 
 
 def test_what_travels_compressed_passes_an_artificial_link(cluster):
-    strategy = alone(cluster, "auto", ps_per_group=1, compression=COMPRESSIONS["int8"])
+    placement = on_servers(plain, servers=1)
+    strategy = alone(cluster, placement, ps_per_group=1, compression=COMPRESSIONS["int8"])
     recsync.testing.set_bandwidth(strategy, 1e8)
     with strategy.scope():
         model = compiled(plain, lambda: Adagrad(0.05))
@@ -220,7 +222,8 @@ def sequences(x, y):
 
 
 def test_masks_travel_as_they_are(cluster):
-    strategy = alone(cluster, compression=COMPRESSIONS["int8 and gradients"])
+    compression = COMPRESSIONS["int8 and gradients"]
+    strategy = alone(cluster, on_servers(masked), compression=compression)
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = masked()
@@ -246,7 +249,7 @@ def half() -> keras.Model:
 def test_the_loss_stays_near(cluster, build):
     losses = []
     for compression in (None, COMPRESSIONS["int8 and gradients"], COMPRESSIONS["all"]):
-        model, _ = placed(cluster, compression, build, "auto", batches=40)
+        model, _ = placed(cluster, compression, build, on_servers(build), batches=40)
         losses.append(model.evaluate(dataset(40), verbose=0))
     assert losses[1] < 1.02 * losses[0] and losses[2] < 1.2 * losses[0], losses
 
@@ -281,7 +284,7 @@ def test_each_net_keeps_what_it_has_not_sent(clusters):
 @pytest.mark.parametrize("sparsify", [0.0, 0.5])
 def test_a_last_batch_may_be_smaller(cluster, sparsify):
     compression = Compression(activations="int8", gradients="bfloat16", sparsify=sparsify)
-    strategy = alone(cluster, compression=compression)
+    strategy = alone(cluster, PLACEMENT, compression=compression)
     with strategy.scope():
         model = compiled(plain, lambda: Adagrad(0.05))
     x, y = (array[: 3 * BATCH + 5] for array in examples(4))
@@ -304,9 +307,9 @@ def test_a_compression_of_nothing_is_refused(cluster):
 
 def test_a_wrong_compression_is_refused(cluster):
     with pytest.raises(ValueError, match="compression must be None or a Compression, not 'int8'"):
-        alone(cluster, compression="int8")
+        alone(cluster, PLACEMENT, compression="int8")
 
 
 def test_error_feedback_of_several_nets_of_a_trainer_is_refused(cluster):
     with pytest.raises(ValueError, match="goes only with nets_per_trainer=1, not 2"):
-        alone(cluster, nets_per_trainer=2, compression=Compression(sparsify=0.5))
+        alone(cluster, PLACEMENT, nets_per_trainer=2, compression=Compression(sparsify=0.5))

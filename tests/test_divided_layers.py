@@ -176,7 +176,7 @@ def test_a_layer_that_is_called_twice_has_both_gradients(cluster, how):
 def test_only_layers_with_more_than_a_servers_part_of_the_weights_are_divided_by_default(cluster):
     found = {}
     for splits in ("auto", "off"):
-        with alone(cluster, splits=splits).scope():
+        with alone(cluster, "auto", splits=splits).scope():
             model = compiled(up_and_down, lambda: Adagrad(0.05))
         model.fit(dataset(1), verbose=0)
         found[splits] = widths(model)
@@ -309,14 +309,14 @@ def test_a_layer_that_can_not_be_divided_is_refused_by_name(cluster, change, opt
         ValueError, match=f"placement can't divide net/up by columns: it .*{message}"
     ):
         model.fit(dataset(1), verbose=0)
-    with alone(cluster).scope():
+    with alone(cluster, "auto").scope():
         model = compiled(build, lambda: Adagrad(0.05, **optimizer))
     model.fit(dataset(1), verbose=0)  # "auto" has it whole.
 
 
 def test_a_wrong_splits_is_refused(cluster):
     with pytest.raises(ValueError, match='splits must be "auto" or "off", not True'):
-        alone(cluster, splits=True)
+        alone(cluster, "auto", splits=True)
 
 
 class Penalized(keras.Model):

@@ -124,7 +124,7 @@ def test_groups_go_on_from_a_checkpoint_and_others_with_the_mean(cluster, tmp_pa
             np.testing.assert_allclose(value, (a + b) / 2, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("between", "placement"), [("EASGD", "auto"), ("Hop", "trainers")])
+@pytest.mark.parametrize(("between", "placement"), [("EASGD", "servers"), ("Hop", "trainers")])
 def test_nets_of_a_trainer_train_side_by_side(cluster, between, placement):
     options = {"nets_per_trainer": 2, "ps_per_group": 2, "placement": placement}
     strategy = hierarchical(cluster, BETWEEN[between], **options)
@@ -151,7 +151,9 @@ def test_nets_of_a_trainer_train_side_by_side(cluster, between, placement):
 
 @pytest.mark.parametrize(
     ("inside", "between", "placement"),
-    cells(("hogwild", "EASGD", "trainers"), ("sync", "Hop", "trainers"), ("sync", "EASGD", "auto")),
+    cells(
+        ("hogwild", "EASGD", "trainers"), ("sync", "Hop", "trainers"), ("sync", "EASGD", "servers")
+    ),
 )
 def test_a_killed_trainer_leaves_its_group_running_and_comes_back(
     cluster, inside, between, placement
@@ -196,7 +198,7 @@ def test_a_killed_trainer_leaves_its_group_running_and_comes_back(
         ("hogwild", "EASGD", "trainers"),
         ("sync", "MA", "trainers"),
         ("hogwild", "Hop", "trainers"),
-        ("hogwild", "EASGD", "auto"),
+        ("hogwild", "EASGD", "servers"),
     ),
 )
 def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(

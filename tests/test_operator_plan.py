@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tf_recsync.placement import Edge, OperatorPlan, Resources, StepGraph, Unit
+from tf_recsync.placement.loads import LoadModel
 
 MS = 1e-3
 # One millisecond of a device's processor and network.
@@ -192,6 +193,28 @@ def test_no_time_leaves_a_plan_as_it_is_and_a_time_limit_holds(monkeypatch):
     refined = tagged.refined(1.0)
     assert 50 <= next(looks) < 60  # It has used its time, and has ended soon after it was up.
     assert refined.highest_load < tagged.highest_load
+
+
+def test_a_limit_of_placements_ends_a_search_at_the_same_plan_each_time(monkeypatch):
+    random = np.random.default_rng(1)
+    graph, resources = random_graph(random, units=60), random_resources(random, servers=4)
+    tried = []
+    loads = LoadModel.loads
+
+    def counted(model, positions, known=None):
+        tried.append(positions.size // positions.shape[-1])
+        return loads(model, positions, known)
+
+    monkeypatch.setattr(LoadModel, "loads", counted)
+    first = OperatorPlan.search(graph, resources, None, search_placements=0)
+    without = sum(tried)
+    assert first == OperatorPlan.search(graph, resources, search_seconds=0)
+    tried.clear()
+    plan = OperatorPlan.search(graph, resources, None, search_placements=1500)
+    # What steps try, and beside that a placement or two for each step.
+    assert 1500 < sum(tried) < 1.1 * 1500 + without
+    assert plan.highest_load < first.highest_load
+    assert plan == OperatorPlan.search(graph, resources, None, search_placements=1500)
 
 
 def test_the_same_arguments_give_the_same_plan():
@@ -481,6 +504,9 @@ BAD = {
     ),
     "PS 0 would hold 16 bytes": lambda: OperatorPlan(
         StepGraph([UNIT]), Resources(1, 1, memory_limit=15), {"a": 0}
+    ),
+    "search_placements must be": lambda: OperatorPlan.search(
+        StepGraph([UNIT]), Resources(1, 1), search_placements=-1
     ),
     "search_seconds=-1": lambda: OperatorPlan.search(StepGraph([UNIT]), Resources(1, 1), -1),
 }

@@ -10,6 +10,7 @@ from helpers import AtBatch, live_operations, mean_output, slope_model, wait_for
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD, Adagrad, Adam, SwapAdagrad
+from tf_recsync.synchronization.units import by_weights, units_of
 
 WIDTH, BATCH = 6, 16
 
@@ -27,7 +28,7 @@ def cluster(clusters):
     return clusters.get(workers=1, ps=3)
 
 
-def alone(cluster, placement="auto", **options):
+def alone(cluster, placement, **options):
     settings = {"groups": 1, "trainers_per_group": 1, "ps_per_group": 2}
     return recsync.HierarchicalStrategy(
         cluster,
@@ -74,6 +75,17 @@ def trained(strategy, build, make_optimizer=lambda: Adagrad(0.05), batches=6, **
     return model, local
 
 
+def on_servers(build, make_optimizer=lambda: Adagrad(0.05), servers=2):
+    """A placement that has all layers of the next model on servers, as evenly as may be."""
+    keras.utils.clear_session()
+    model = compiled(build, make_optimizer)
+    tables = [v for part in model.layers for v in part.weights if "collection" in part.name]
+    units = units_of(model, tables)
+    found = by_weights(units, servers, True, [model.optimizer])
+    keras.utils.clear_session()
+    return {unit.path: where for unit, where in found}
+
+
 def assert_same(model, local, tolerance=1e-5):
     for one, other in zip(model.get_weights(), local.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
@@ -118,7 +130,8 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_placed_layers_train_as_unplaced_ones_and_as_one_process(cluster, name):
-    placed, local = trained(alone(cluster), two_layers, OPTIMIZERS[name], batches=50)
+    placement = on_servers(two_layers, OPTIMIZERS[name])
+    placed, local = trained(alone(cluster, placement), two_layers, OPTIMIZERS[name], batches=50)
     assert_same(placed, local)
     unplaced, local = trained(alone(cluster, "trainers"), two_layers, OPTIMIZERS[name], batches=50)
     assert_same(unplaced, local)
@@ -240,7 +253,8 @@ def with_attention() -> keras.Model:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_of_every_kind_run_on_servers(cluster, kind):
-    model, local = trained(alone(cluster), LAYERS[kind], lambda: SGD(0.05))
+    placement = on_servers(LAYERS[kind], lambda: SGD(0.05))
+    model, local = trained(alone(cluster, placement), LAYERS[kind], lambda: SGD(0.05))
     assert_same(model, local)
     assert_only_activations_travel(model)
 
@@ -255,7 +269,8 @@ CLIPPING = {
 
 @pytest.mark.parametrize("kind", CLIPPING)
 def test_what_lies_between_a_gradient_and_its_update_is_on_the_server(cluster, kind):
-    model, local = trained(alone(cluster), called_twice, CLIPPING[kind])
+    placement = on_servers(called_twice, CLIPPING[kind])
+    model, local = trained(alone(cluster, placement), called_twice, CLIPPING[kind])
     assert_same(model, local)
     assert_only_activations_travel(model)
 
@@ -293,7 +308,7 @@ def test_a_loss_of_probabilities_is_computed_with_their_logits(cluster, last, ho
 
 
 def test_what_travels_passes_an_artificial_link(cluster):
-    strategy = alone(cluster, ps_per_group=1)
+    strategy = alone(cluster, on_servers(two_layers, servers=1), ps_per_group=1)
     recsync.testing.set_bandwidth(strategy, 1e8)
     model, local = trained(strategy, two_layers)
     assert_same(model, local)
@@ -340,7 +355,8 @@ def test_tables_stay_on_their_servers_and_lookups_on_trainers(cluster):
     ids = random.integers(0, 20, (6 * BATCH, 2))
     data = tf.data.Dataset.from_tensor_slices(({"ids": ids}, ids[:, :1] / 20.0)).batch(BATCH)
     found = []
-    for placement in ("trainers", "auto"):
+    for placement in ("trainers", on_servers(build)):
+        keras.utils.clear_session()
         strategy = alone(cluster, placement)
         keras.utils.set_random_seed(1)
         with strategy.scope():
@@ -373,7 +389,7 @@ def test_servers_get_about_as_many_weights_each_and_neighbours_stay_together(clu
         sizes = (8, 8, 8, 8)
         return chain(*(keras.layers.Dense(size, "relu") for size in sizes))
 
-    model, local = trained(alone(cluster), build)
+    model, local = trained(alone(cluster, on_servers(build)), build)
     assert_same(model, local)
     shards = [layer.kernel._value.shard for layer in model.layers]
     assert shards == sorted(shards) and shards[0] == 0 and shards[-1] == 1
@@ -384,7 +400,7 @@ def test_servers_get_about_as_many_weights_each_and_neighbours_stay_together(clu
 
 
 def test_models_are_evaluated_saved_and_trained_on_as_before(cluster, tmp_path):
-    strategy = alone(cluster)
+    strategy = alone(cluster, on_servers(LAYERS["BatchNormalization"]))
     with strategy.scope():
         model = compiled(LAYERS["BatchNormalization"], lambda: Adagrad(0.05), metrics=["mae"])
     logs = model.fit(dataset(6), validation_data=dataset(3), epochs=2, verbose=0).history
@@ -400,7 +416,9 @@ def test_models_are_evaluated_saved_and_trained_on_as_before(cluster, tmp_path):
 
 
 def test_staleness_is_counted_by_the_updates_between_reading_and_updating(clusters, tmp_path):
-    strategy = alone(clusters.get(workers=4, ps=6), groups=2, trainers_per_group=2, ps_per_group=1)
+    placement = on_servers(slope_model, servers=1)
+    sizes = {"groups": 2, "trainers_per_group": 2, "ps_per_group": 1}
+    strategy = alone(clusters.get(workers=4, ps=6), placement, **sizes)
     has_read, are_done = str(tmp_path / "read"), str(tmp_path / "done")
 
     def first_reads_and_updates_last(labels, outputs):
@@ -457,7 +475,8 @@ def with_logarithm() -> keras.Model:
 
 
 def test_an_output_that_no_loss_uses_has_no_gradient(cluster):
-    model, local = trained(alone(cluster), with_logarithm, lambda: Adam(0.01))
+    placement = on_servers(with_logarithm, lambda: Adam(0.01))
+    model, local = trained(alone(cluster, placement), with_logarithm, lambda: Adam(0.01))
     assert_same(model, local)
     assert np.isfinite(model.get_weights()[0]).all()
     (unused,) = [s for s in model.optimizer.states if s.variable.name == "unused"]
@@ -491,7 +510,7 @@ class Captures(keras.Model):
 
 
 def test_a_layer_that_uses_a_tensor_it_is_not_given_is_refused_by_name(cluster):
-    strategy = alone(cluster)
+    strategy = alone(cluster, on_servers(Captures))
     with strategy.scope():
         model = compiled(Captures, lambda: Adagrad(0.05))
     with pytest.raises(ValueError, match="inner uses the tensor .* not one of its arguments"):
@@ -510,10 +529,13 @@ class Rooted(keras.layers.Layer):
 
 
 def test_of_a_gradient_that_is_not_finite_nothing_of_the_push_is_applied(cluster):
-    strategy = alone(cluster, ps_per_group=1)
+    def build():
+        return keras.Sequential([keras.Input((WIDTH,)), Rooted(), keras.layers.Dense(1)])
+
+    strategy = alone(cluster, on_servers(build, servers=1), ps_per_group=1)
     with strategy.scope():
         model = compiled(
-            lambda: keras.Sequential([keras.Input((WIDTH,)), Rooted(), keras.layers.Dense(1)]),
+            build,
             lambda: Adagrad(0.05, nonfinite="error"),
         )
     before = model.get_weights()

@@ -326,7 +326,7 @@ def test_one_that_does_not_come_back_ends_training_with_the_last_checkpoint(clus
 
 @pytest.mark.parametrize("placement", ["whole", "divided"])
 def test_layers_that_run_on_servers_go_on_when_a_table_is_back(cluster, tmp_path, placement):
-    options = {"placement": "auto"}
+    options = {"placement": {"dense": 0}}
     if placement == "divided":
         options = {"placement": {"dense": "columns"}, "groups": 1, "trainers_per_group": 4}
         options["ps_per_group"] = 2

@@ -162,7 +162,7 @@ def test_a_scripted_run_equals_numpy(cluster, in_turn, inside, name):
     [("hogwild", "EASGD"), ("async", "BMUF"), ("GBA", "Hop"), ("sync", "MA")],
 )
 def test_a_scripted_run_of_placed_layers_equals_numpy(cluster, in_turn, inside, name):
-    check_scripted_run(cluster, in_turn, inside, name, placement="auto")
+    check_scripted_run(cluster, in_turn, inside, name, placement={"line/only": 0})
 
 
 def test_updates_count_that_are_applied_before_a_loop_has_begun_by_hop(

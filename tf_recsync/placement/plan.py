@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tf_recsync._checks import check_at_least
 from tf_recsync.placement import model_graph, pieces, profile, report
 from tf_recsync.placement.graph import Edge, StepGraph, Unit, check_amount
 from tf_recsync.placement.loads import DeviceLoads, LoadModel
@@ -200,8 +201,9 @@ class OperatorPlan:
         cls,
         graph: StepGraph,
         resources: Resources,
-        search_seconds: float = 10.0,
+        search_seconds: float | None = 10.0,
         splits: bool = True,
+        search_placements: int | None = None,
     ) -> OperatorPlan:
         """Finds a plan whose highest load is low.
 
@@ -218,6 +220,7 @@ class OperatorPlan:
             resources: The devices of a group.
             search_seconds: As of `refined`; with 0, the plan is that of the rules alone.
             splits: Whether units are divided that can be. True by default.
+            search_placements: As of `refined`.
 
         Returns:
             The plan.
@@ -235,25 +238,30 @@ class OperatorPlan:
         if not isinstance(splits, bool):
             raise ValueError(f"splits={splits!r}: must be True or False.")
         model = LoadModel(graph, resources, pieces.large_units(graph, resources) if splits else {})
-        return cls._of(model, tag(model)).refined(search_seconds)
+        return cls._of(model, tag(model)).refined(search_seconds, search_placements)
 
-    def refined(self, search_seconds: float = 10.0) -> OperatorPlan:
+    def refined(
+        self, search_seconds: float | None = 10.0, search_placements: int | None = None
+    ) -> OperatorPlan:
         """Returns a plan whose highest load is lower, if one is found.
 
         Units move off the device with the highest load, the largest improvement first; where no
         move of one unit helps, two are moved or swapped; then the search starts anew from other
         plans. What is in pieces stays so. The search ends when the highest load is at most 1.1
         times what it would be with all operations spread evenly and no traffic, when nothing
-        improves it by a thousandth, or when the time is up.
+        improves it by a thousandth, or at a limit.
 
         Args:
-            search_seconds: Time limit, at least 0; 10 by default.
+            search_seconds: Time limit, at least 0; 10 by default. None sets none, so that the
+                same arguments give the same plan however fast the machine is.
+            search_placements: How many placements are tried at most, at least 0. None (the
+                default) sets no limit.
 
         Returns:
             A plan whose highest load is at most that of this one.
 
         Raises:
-            ValueError: If `search_seconds` is out of range.
+            ValueError: If an argument is out of range.
 
         Example:
             >>> unit = Unit("top", "layer", flops=4e6, parameter_bytes=8192)
@@ -263,9 +271,12 @@ class OperatorPlan:
             >>> plan.refined().highest_load < plan.highest_load
             True
         """
-        check_amount("search_seconds", search_seconds)
+        if search_seconds is not None:
+            check_amount("search_seconds", search_seconds)
+        if search_placements is not None:
+            check_at_least("search_placements", search_placements, 0)
         model = LoadModel(self.graph, self.resources, self.divided)
-        return self._of(model, refine(model, self.positions, search_seconds))
+        return self._of(model, refine(model, self.positions, search_seconds, search_placements))
 
     @classmethod
     def _of(cls, model: LoadModel, positions: np.ndarray) -> OperatorPlan:

@@ -24,20 +24,25 @@ Candidates = Iterator[np.ndarray]
 Moves = Callable[[np.ndarray, int], Candidates]
 
 
-def refine(model: LoadModel, positions: np.ndarray, search_seconds: float) -> np.ndarray:
+def refine(
+    model: LoadModel,
+    positions: np.ndarray,
+    search_seconds: float | None,
+    search_placements: int | None = None,
+) -> np.ndarray:
     """Lowers the highest load of a placement that fits.
 
     Steps are moves of one unit off the device with the highest load, the largest improvement
     first; where none helps, moves of any unit, and then moves of two at a time. At the end the
     search starts anew from other placements. It is over when the highest load is at most 1.1
     times what it would be with all work divided evenly and no traffic, when starts were in vain
-    for a while, or when the time is up. The same arguments give the same placement unless the
-    time is up.
+    for a while, when so many placements were tried, or when the time is up. The same arguments give
+    the same placement unless the time is up.
 
     Returns:
         Positions that fit and whose highest load is at most that of the given ones.
     """
-    search = _Search(model, time.monotonic() + search_seconds)
+    search = _Search(model, search_seconds, search_placements)
     best, highest = search.descend(positions)
     enough = BALANCED * model.lower_bound()
     random = np.random.default_rng(0)
@@ -54,17 +59,19 @@ def refine(model: LoadModel, positions: np.ndarray, search_seconds: float) -> np
 
 
 class _Search:
-    """Descents that end at a time of `time.monotonic()`."""
+    """Descents that end after some seconds or placements; None sets no limit."""
 
-    def __init__(self, model: LoadModel, deadline: float):
+    def __init__(self, model: LoadModel, seconds: float | None, placements: int | None):
         self._model = model
-        self._deadline = deadline
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._left = placements
         self._chunk = max(_CELLS // (len(model.positions) + len(model.source)), 1)
 
     @property
     def over(self) -> bool:
-        """Whether the time is up."""
-        return time.monotonic() >= self._deadline
+        """Whether the time is up, or all placements were tried that may be."""
+        is_late = self._deadline is not None and time.monotonic() >= self._deadline
+        return is_late or (self._left is not None and self._left <= 0)
 
     def descend(self, positions: np.ndarray) -> tuple[np.ndarray, float]:
         """The placement that steps lead to, and its highest load, which no step raises."""
@@ -89,6 +96,9 @@ class _Search:
         for chunk in candidates:
             if self.over:
                 break
+            if self._left is not None:
+                chunk = chunk[: self._left]
+                self._left -= len(chunk)
             loads = self._model.loads(chunk)
             fits = self._model.fits(loads)
             highest = np.where(fits, loads.highest, np.inf)

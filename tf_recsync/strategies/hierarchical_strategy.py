@@ -84,11 +84,11 @@ class HierarchicalStrategy(SynchronizedStrategy):
             `Foreground`: as a part of training. With `Hop`, which counts updates, only "shadow".
         sync_ps: how many of the parameter servers hold the central copy, an int. Default: 1
             with a central algorithm, as EASGD is, else 0.
-        placement: where layers with dense weights run in training. "trainers" (the default): on
-            the trainers, which pull the weights. "auto": on the group's servers, in their
-            order, so that these have about as many weights each. Or a mapping from paths of
-            layers, as `layer.path` has them, to the number of the server in its group, from 0
-            to `ps_per_group - 1`; or "columns" or "rows" for a `Dense` layer of which each
+        placement: where layers run in training. "trainers" (the default): on the trainers, which
+            pull the weights. "auto": where `OperatorPlan.search` finds it best when the model
+            begins to train, see `operator_plan`. Or a mapping from paths of layers with dense
+            weights, `layer.path`, to the number of the server in its group, from 0 to
+            `ps_per_group - 1`; or "columns" or "rows" for a `Dense` layer of which each
             server of the group gets some of the columns or rows of the kernel and computes
             with these; or None for the trainers, where layers run that it does not name. Or an
             `OperatorPlan` for groups of this size.
@@ -215,5 +215,22 @@ class HierarchicalStrategy(SynchronizedStrategy):
         with self._guard.watched():
             return synchronizer.server_reports()
 
+    def operator_plan(self, model: keras.Model) -> OperatorPlan | None:
+        """The plan by which the layers of a model run on trainers and servers of their group.
+
+        With `placement="auto"` a step of the model is counted when it begins to train, by the
+        first batches' shapes, and a plan is searched for groups of this size, with the compression
+        and with the speeds that `placement.Resources` has by default.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            The plan; None before the model trains, and where no plan says where layers run: with
+            the placement "trainers" or a mapping, and with "auto" for a model whose step can't be
+            counted, for which a log line says why.
+        """
+        return getattr(model.train_function, "operator_plan", None)
+
     def _on_servers(self, model: keras.Model) -> OnServers:
-        return OnServers(model, self._operators)
+        return OnServers(model, self._operators, self._local_batch_size)

@@ -9,17 +9,21 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from tf_recsync.cluster import Server
 from tf_recsync.optimizers import base
-from tf_recsync.strategies.operators import Operators
+from tf_recsync.placement import OperatorPlan
+from tf_recsync.strategies.operators import Batches, Operators, layers_of
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.copies import CopiedVariable, Pieces, is_copied
-from tf_recsync.synchronization.divided import DividedLayer, divided_layer
+from tf_recsync.synchronization.divided import DividedLayer, How, divided_layer
 from tf_recsync.synchronization.placed import NO_LAYERS, PlacedLayers
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.units import (
+    Plan,
     Unit,
+    by_weights,
     followers_of,
     place_variables,
     planned,
@@ -111,19 +115,39 @@ def uses_servers(model: keras.Model) -> bool:
     return any("/job:ps/" in variable._value.device for variable in model.variables)
 
 
+def _of_units(plan: OperatorPlan, units: Sequence[Unit]) -> Plan:
+    """Where a plan has layers with dense weights run; one that is frozen has none to the plan."""
+    paths = {unit.path for unit in units}
+    return {
+        path: where
+        for path, where in layers_of(plan).items()
+        if path in paths or plan.graph[path].parameter_bytes
+    }
+
+
 class OnServers:
     """Steps pull what servers keep, and push gradients there; all else begins anew on each worker.
 
     Args:
         model: a model that was built in the strategy's scope.
         operators: where its layers run; by default on the trainers.
+        batch_size: examples of a batch, if that is known before there are data.
 
     Attributes:
         pieces: of what servers have pieces of, by the ids of the variables that users see.
+        plan: that says where layers run; None before that is decided, and where none does.
+        batches: that the model trains on.
     """
 
-    def __init__(self, model: keras.Model, operators: Operators | None = None):
+    def __init__(
+        self,
+        model: keras.Model,
+        operators: Operators | None = None,
+        batch_size: int | None = None,
+    ):
         self._model = model
+        self.plan: OperatorPlan | None = None
+        self.batches = Batches(size=batch_size)
         self.pieces: dict[int, Pieces] = {}
         self._operators = operators or Operators()
         self._divided: tuple[DividedLayer, ...] = ()
@@ -149,14 +173,14 @@ class OnServers:
         Raises:
             ValueError: if the placement does not fit the model, or there is nothing to compress.
         """
-        plan = self._operators
-        if plan.placement == "trainers" or self._is_placed:
+        placement, compression = self._operators.placement, self._operators.compression
+        if placement == "trainers" or self._is_placed:
             return
         states = [state for optimizer in self.optimizers for state in optimizer.states]
         apart = [state.variable for state in states if state.is_table]
         apart += [variable for variable in self._model.variables if not is_copied(variable)]
         units = units_of(self._model, apart)
-        found = planned(units, plan.placement, servers, plan.splits, self.optimizers)
+        found = self._decided(units, servers)
         self._placed = [(unit, where) for unit, where in found if not isinstance(where, str)]
         by_variable = {id(state.variable): state for state in states}
         with self._scope():
@@ -168,24 +192,53 @@ class OnServers:
         for layer in self._divided:
             for variable in layer.variables:
                 self.pieces.update(variable.shown)
-        if plan.compression is not None and not found:
-            raise ValueError(
-                f"compression={plan.compression} would do nothing: placement has no layer of "
+        self._place_others(followers_of(self._model, apart))
+        if compression is not None and not self._placed and not self._divided:
+            nothing = (
+                f"compression={compression} would do nothing: placement has no layer of "
                 f"{self._model.name} run on a server, so that no activations travel"
             )
-        self._place_others(followers_of(self._model, apart))
-        pulled = [(unit, plan.homes[unit.path]) for unit in units if unit.path in plan.homes]
+            if placement != "auto":
+                raise ValueError(nothing)
+            logging.warning("%s", nothing)
+        homes = {} if self.plan is None else self.plan.weights
+        on_trainers = [unit for unit in units if all(unit is not other for other, _ in found)]
+        pulled = [(unit, homes[unit.path]) for unit in on_trainers if unit.path in homes]
         place_variables([*pulled, *self._placed], states)
         self._is_placed = True
 
+    def _decided(self, units: Sequence[Unit], servers: int) -> list[tuple[Unit, int | How]]:
+        """The layers with dense weights that run on servers, and where or how they are divided."""
+        operators, optimizers = self._operators, self.optimizers
+        placement, is_searched = operators.placement, operators.placement == "auto"
+        try:
+            if is_searched:
+                placement = operators.searched(self._model, self.batches)
+            if isinstance(placement, OperatorPlan):
+                placement, self.plan = _of_units(placement, units), placement
+            found = planned(units, placement, servers, optimizers)
+        except Exception as error:  # The model's own code may raise anything when it is traced.
+            if not is_searched:
+                raise
+            self.plan = None
+            logging.warning(
+                "Layers of %s are placed by their weights alone, as its step can't be planned: %s",
+                self._model.name,
+                error,
+            )
+            return by_weights(units, servers, operators.splits, optimizers)
+        if is_searched:
+            logging.info("Layers of %s are placed by a search.\n%s", self._model.name, self.plan)
+        return found
+
     def _place_others(self, others: Sequence[keras.Operation]) -> None:
-        """Decides where layers without weights run."""
+        """Decides where layers without weights run: where a plan has them, or by their inputs."""
+        places = {} if self.plan is None else layers_of(self.plan)
         paths = [getattr(other, "path", None) or other.name for other in others]
         followers = []
         for path, other in zip(paths, others, strict=True):
             # In two models within one there may be layers of one name, which no plan tells apart.
-            is_known = path in self._operators.others and paths.count(path) == 1
-            where = self._operators.others[path] if is_known else "columns"
+            where = places.get(path, "columns") if paths.count(path) == 1 else "columns"
             if isinstance(where, int):
                 self._placed.append((Unit(other, ()), where))
             elif where is not None:

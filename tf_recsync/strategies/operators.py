@@ -7,9 +7,43 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
+import keras
+import tensorflow as tf
+
 from tf_recsync.compression import Compression
-from tf_recsync.placement import OperatorPlan
+from tf_recsync.placement import OperatorPlan, Resources
 from tf_recsync.synchronization.units import Plan
+
+# A search tries so many placements, times units and edges, which takes seconds for large models. It
+# is no limit of time, so that the same model has the same plan wherever it begins to train.
+_SEARCHED = 30_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """What is known of the batches that a model trains on.
+
+    Attributes:
+        element_spec: of the data; None where only the model says what it is called with.
+        size: examples of a batch, or None.
+    """
+
+    element_spec: Any = None
+    size: int | None = None
+
+    @property
+    def inputs(self) -> Any:
+        """What of a batch the model is called with."""
+        is_pair = isinstance(self.element_spec, (tuple, list))
+        return self.element_spec[0] if is_pair else self.element_spec
+
+    @property
+    def examples(self) -> int | None:
+        """Examples of a batch: `size`, or what shapes of the data say; None if neither does."""
+        if self.size is not None:
+            return self.size
+        shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(self.element_spec)]
+        return next((shape[0] for shape in shapes if shape and shape[0] is not None), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,21 +51,48 @@ class Operators:
     """Where layers run, and what becomes of that which travels to them.
 
     Attributes:
-        placement: which of a model's layers with dense weights run on their group's servers; see
-            `units.planned`.
-        others: where layers without weights run, by their paths; those that are not named run where
-            their inputs are, and so do "columns".
-        homes: the numbers of the servers that hold the variables of layers that run on trainers,
-            by the layers' paths; others are wherever there is room.
+        placement: "trainers"; or "auto", a search says it; or a plan does, or a mapping from paths
+            of layers, as of `units.planned`.
         splits: whether the placement "auto" divides large layers.
         compression: of what travels to layers on servers and from them; None for none.
+        resources: of a group, for the placement "auto".
     """
 
-    placement: Plan | str = "trainers"
-    others: Plan = dataclasses.field(default_factory=dict)
-    homes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    placement: OperatorPlan | Plan | str = "trainers"
     splits: bool = True
     compression: Compression | None = None
+    resources: Resources | None = None
+
+    def searched(self, model: keras.Model, batches: Batches) -> OperatorPlan:
+        """Counts a step of a model, and searches where its layers run.
+
+        Args:
+            model: a built model.
+            batches: that it trains on.
+
+        Raises:
+            ValueError: if it can't be counted; or what the model's own code raises.
+        """
+        if batches.examples is None:
+            raise ValueError(
+                "the number of examples of a batch is not known; give the strategy local_batch_size"
+            )
+        graph = OperatorPlan.step_graph(model, batches.examples, inputs=batches.inputs)
+        return OperatorPlan.search(
+            graph,
+            self.resources,
+            search_seconds=None,
+            splits=self.splits,
+            search_placements=_SEARCHED // (len(graph.units) + len(graph.edges)),
+        )
+
+
+def layers_of(plan: OperatorPlan) -> Plan:
+    """Where a plan has layers run, by their paths.
+
+    Those without dense weights are among them, but not what a plan leaves on the trainers anyway.
+    """
+    return {unit.name: plan.operators[unit.name] for unit in plan.graph.units if not unit.pinned}
 
 
 def checked_operators(
@@ -47,16 +108,22 @@ def checked_operators(
         servers: of a group.
         nets: of a trainer.
     """
-    others: Plan = {}
-    homes: dict[str, int] = {}
     if isinstance(placement, OperatorPlan):
         _check_size(placement, trainers, servers, nets)
-        placement, others, homes = _layers_of(placement)
-    placement = _checked_placement(placement, servers)
+    else:
+        placement = _checked_placement(placement, servers)
     if splits not in ("auto", "off"):
         raise ValueError(f'splits must be "auto" or "off", not {splits!r}')
     compression = _checked_compression(compression, placement, nets)
-    return Operators(placement, others, homes, splits == "auto", compression)
+    ratios = {}
+    if compression is not None:
+        ratios = {
+            "activation_ratio": compression.activation_ratio,
+            "gradient_ratio": compression.gradient_ratio,
+            "compression_seconds_per_byte": compression.seconds_per_byte,
+        }
+    resources = Resources(trainers, servers, nets, **ratios)
+    return Operators(placement, splits == "auto", compression, resources)
 
 
 def _checked_placement(placement: Any, servers: int) -> Plan | str:
@@ -86,13 +153,13 @@ def _checked_placement(placement: Any, servers: int) -> Plan | str:
 
 
 def _checked_compression(
-    compression: Any, placement: Plan | str, nets_per_trainer: int
+    compression: Any, placement: OperatorPlan | Plan | str, nets_per_trainer: int
 ) -> Compression | None:
     """How activations are compressed; raises a ValueError if an argument is wrong.
 
     Args:
         compression: a Compression or None.
-        placement: as `_checked_placement` returned it.
+        placement: one that is right.
         nets_per_trainer: as the strategy has it.
     """
     if compression is None:
@@ -122,15 +189,3 @@ def _check_size(plan: OperatorPlan, trainers: int, servers: int, nets: int) -> N
             f"nets_per_trainer={of.nets_per_trainer}, but trainers_per_group={trainers}, "
             f"ps_per_group={servers} and nets_per_trainer={nets}"
         )
-
-
-def _layers_of(plan: OperatorPlan) -> tuple[Plan, Plan, dict[str, int]]:
-    """Where a plan has the layers run that have dense weights, and the others.
-
-    And the servers of weights that it has trainers pull; all by the layers' paths.
-    """
-    units = [unit for unit in plan.graph.units if not unit.pinned]
-    owners = [unit.name for unit in units if unit.parameter_bytes]
-    others = {unit.name: plan.operators[unit.name] for unit in units if not unit.parameter_bytes}
-    homes = {name: plan.weights[name] for name in owners if plan.operators[name] is None}
-    return {name: plan.operators[name] for name in owners}, others, homes

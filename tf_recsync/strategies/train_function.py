@@ -16,12 +16,14 @@ from absl import logging
 
 from tf_recsync.cluster import Server, reason
 from tf_recsync.optimizers.base import parts_of
+from tf_recsync.placement import OperatorPlan
 from tf_recsync.shown_variable import ShownVariable, shown
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.group_crew import GroupCrew
 from tf_recsync.strategies.model_functions import Settings, Steps
 from tf_recsync.strategies.model_variables import OnServers, copied_variables, peeked_variables
+from tf_recsync.strategies.operators import Batches
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.recovery import Recovery, find_lost, make_anew, recovered
 from tf_recsync.strategies.slots import Slot
@@ -317,6 +319,11 @@ class TrainFunction(Steps):
                 self._before = None
         return self.synchronizer
 
+    @property
+    def operator_plan(self) -> OperatorPlan | None:
+        """The plan by which layers run on servers, once that is decided."""
+        return self._variables.plan
+
     def _crew(self) -> Crew:
         return GroupCrew(
             self._arrangement,
@@ -476,6 +483,7 @@ class TrainFunction(Steps):
         self.local_batch_size = size = iterator.distributed.batch_size
         for optimizer in self._variables.optimizers:
             optimizer.count_steps_of(size and size * self._settings.mode.capacity)
+        self._variables.batches = Batches(iterator.distributed.element_spec, size)
         self.ensure_synchronizer()
         layout = super()._continue(iterator)
         for begin in (self.synchronizer.copies.begin, self.synchronizer.begin):

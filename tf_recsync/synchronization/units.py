@@ -83,33 +83,41 @@ def _parts(model: keras.Model, apart: set[int]) -> Iterator[Unit | keras.Operati
     yield from walk(model)
 
 
+def by_weights(
+    units: Sequence[Unit], servers: int, splits: bool, optimizers: Sequence[base.Optimizer]
+) -> list[tuple[Unit, int | How]]:
+    """All units on servers, so that these have about as many weights each.
+
+    Args:
+        units: of a model.
+        servers: of a group.
+        splits: whether units are divided that have more than one server's part of all weights.
+        optimizers: that train them.
+
+    Returns:
+        The units, each with the number of its server, or how it is divided.
+    """
+    divided = _large(units, servers, optimizers) if splits and servers > 1 else {}
+    whole = [unit for unit in units if unit.path not in divided]
+    how = [(unit, divided[unit.path]) for unit in units if unit.path in divided]
+    return [*how, *_evenly(whole, servers)]
+
+
 def planned(
-    units: Sequence[Unit],
-    plan: Plan | str,
-    servers: int,
-    splits: bool,
-    optimizers: Sequence[base.Optimizer],
+    units: Sequence[Unit], plan: Plan, servers: int, optimizers: Sequence[base.Optimizer]
 ) -> list[tuple[Unit, int | How]]:
     """The units that run on servers, each with the number of its server, or how it is divided.
 
     Args:
         units: of a model.
-        plan: "trainers", "auto", or where each layer runs, by its path; others run on the trainer.
+        plan: where each layer runs, by its path; others run on the trainer.
         servers: of a group.
-        splits: whether "auto" divides layers.
         optimizers: that train them.
 
     Raises:
         ValueError: if the plan names a layer that has no dense weights, or is not there; or puts
             layers that share a variable on two servers, or divides one that can't be divided.
     """
-    if plan == "trainers":
-        return []
-    if plan == "auto":
-        divided = _large(units, servers, optimizers) if splits and servers > 1 else {}
-        whole = [unit for unit in units if unit.path not in divided]
-        how = [(unit, divided[unit.path]) for unit in units if unit.path in divided]
-        return [*how, *_evenly(whole, servers)]
     unknown = sorted(set(plan) - {unit.path for unit in units})
     if unknown:
         raise ValueError(
