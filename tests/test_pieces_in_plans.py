@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from test_operator_plan import RESOURCES, random_graph, random_resources, tower_plan
 
+import tf_recsync as recsync
 from tf_recsync.placement import Edge, OperatorPlan, Resources, StepGraph, Unit
 from tf_recsync.placement.loads import LoadModel
 
@@ -335,3 +336,47 @@ BAD = {
 def test_bad_pieces_are_refused(message):
     with pytest.raises(ValueError, match=message):
         BAD[message]()
+
+
+def test_a_step_tells_which_layers_can_be_divided_and_why_others_can_not():
+    inputs = keras.Input((4, 6), name="x")
+    row = keras.layers.Flatten(name="flat")(inputs)
+    dense = keras.layers.Dense
+    twice = dense(24, name="twice")
+    first, tied = dense(24, name="first"), TiedTo(name="tied")
+    tied.first = first
+    found = [
+        twice(twice(row)),
+        first(row),
+        tied(row),
+        keras.layers.PReLU(name="prelu")(dense(24, "softmax", name="softmax")(row)),
+        keras.layers.Flatten()(dense(6, name="steps")(inputs)),
+        keras.layers.ReLU(name="relu")(dense(24, "relu", name="plain")(row)),
+    ]
+    model = keras.Model(inputs, dense(2, name="last")(keras.layers.Add(name="add")(found)))
+    graph = OperatorPlan.step_graph(model, 4)
+    reasons = {
+        "twice": "is called 2 times",
+        "first": "shares variables with another layer",
+        "steps": "gives more than a row for each example",
+        "prelu": "is not a keras.layers.Dense itself",
+    }
+    assert {unit.name: unit.why_whole for unit in graph.units if unit.why_whole} == reasons
+    features = {u.name: (u.features_in, u.features_out) for u in graph.units if u.can_be_divided}
+    assert features == {"softmax": (24, 24), "plain": (24, 24), "last": (24, 2)}
+    assert {unit.name for unit in graph.units if unit.elementwise} == {"relu", "plain", "last"}
+    # An optimizer that is not built yet may train any of them.
+    model.compile(recsync.optimizers.SGD(0.1, global_clipnorm=1.0), "mse")
+    clipped = OperatorPlan.step_graph(model, 4)
+    assert clipped["plain"].why_whole == (
+        "is trained with global_clipnorm=1.0, which needs the whole"
+    )
+
+
+class TiedTo(keras.layers.Layer):
+    """Computes with the kernel of another layer."""
+
+    first = None
+
+    def call(self, inputs):
+        return inputs @ self.first.kernel
