@@ -98,7 +98,16 @@ def cluster(clusters):
 def make_model(cluster):
     """(strategy, model) of a model whose gradient is 1 for each batch of ones."""
     strategy = SynchronizedStrategy(
-        cluster, each_worker(WORKERS), Hogwild().on(1), ByGossip(), 1, "mean", 1, 600.0, None
+        cluster,
+        each_worker(WORKERS),
+        Hogwild().on(1),
+        ByGossip(),
+        1,
+        "mean",
+        1,
+        600.0,
+        None,
+        "drop",
     )
     recsync.testing.set_compute_time(strategy, 0.02, recsync.testing.SlowWorkers(8.0, [2]))
     with strategy.scope():

@@ -53,6 +53,9 @@ computed = library.recsync_computed
 reserved = library.recsync_reserved
 server_threads = library.recsync_server_threads
 resident_memory = library.recsync_resident_memory
+batch_log = library.recsync_batch_log
+note_batch = library.recsync_note_batch
+noted_batches = library.recsync_noted_batches
 limit_parallelism = library.recsync_limit_parallelism
 route_ids = library.recsync_route_ids
 assemble = library.recsync_assemble
@@ -125,6 +128,8 @@ for _name in (
     "RecsyncDelay",
     "RecsyncTransfer",
     "RecsyncServerThreads",
+    "RecsyncNoteBatch",
+    "RecsyncNotedBatches",
     "RecsyncRouteIds",
     "RecsyncAssembleGrad",
     "RecsyncInitialRows",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral
+from typing import Literal
 
 import keras
 import tensorflow as tf
@@ -10,6 +11,8 @@ import tensorflow as tf
 from tf_recsync._checks import check_seconds
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.model_variables import optimizers_of
+
+OnBatchLost = Literal["retry", "drop"]  # What becomes of batches that are lost with a worker.
 
 
 def check_is_cluster(cluster: Cluster) -> None:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from tf_recsync.cluster import Cluster
+from tf_recsync.strategies.checks import OnBatchLost
 from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import is_copied
@@ -31,6 +32,7 @@ class CopiedStrategy(FitStrategy):
         local_batch_size: examples of a batch, or None if fit shall find out.
         worker_timeout: as in `AsyncStrategy`.
         silence_timeout: as in `AsyncStrategy`.
+        on_batch_lost: as in `AsyncStrategy`.
     """
 
     def __init__(
@@ -42,10 +44,17 @@ class CopiedStrategy(FitStrategy):
         local_batch_size: int | None,
         worker_timeout: float,
         silence_timeout: float | None,
+        on_batch_lost: OnBatchLost,
     ):
         self._read = read
         super().__init__(
-            cluster, local_batch_size, worker_timeout, silence_timeout, arrangement, mode
+            cluster,
+            local_batch_size,
+            worker_timeout,
+            silence_timeout,
+            on_batch_lost,
+            arrangement,
+            mode,
         )
 
     def copies(self, model: keras.Model) -> list[list[np.ndarray] | None]:

@@ -7,6 +7,7 @@ takes more.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import uuid
@@ -24,6 +25,8 @@ from tf_recsync.cluster import Cluster
 from tf_recsync.cluster.data_service import DataService
 from tf_recsync.strategies import data_errors, reshuffling
 from tf_recsync.strategies.data_position import DataPosition
+from tf_recsync.strategies.done_batches import DoneBatches, Ranges, rest_of
+from tf_recsync.strategies.pass_batches import PassBatches
 from tf_recsync.strategies.pass_iterator import PassIterator, empty_batch
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
@@ -238,6 +241,8 @@ class DistributedDataset:
         passes: counts the passes over datasets that are shuffled anew in each.
         is_over: whether the call that it was made for has ended.
         is_validation: whether `fit` evaluates on it.
+        retries: whether batches that are lost with a worker are done by others, if they can be
+            found again.
     """
 
     def __init__(
@@ -254,6 +259,7 @@ class DistributedDataset:
         passes: reshuffling.Passes | None = None,
         is_over: Callable[[], bool] = lambda: False,
         is_validation: bool = False,
+        retries: bool = False,
     ):
         self.is_over = is_over
         self.is_validation = is_validation
@@ -270,6 +276,54 @@ class DistributedDataset:
         self._cluster = cluster
         self._registered: RegisteredDataset | None = None
         self._seen: int | None = None  # The steps of the first epoch, as Keras counts.
+        self._shall_retry = retries
+        self._is_checked = False
+
+    @functools.cached_property
+    def why_not_found_again(self) -> str:
+        """Why batches that are lost can't be made once more; "" if they can."""
+        if self.readers > 1:
+            return "of several readers each reads what nobody else has begun"
+        if reshuffling.has_any_order(self.dataset):
+            return (
+                "the dataset's order is another one each time: give shuffle a seed, or call "
+                "keras.utils.set_random_seed"
+            )
+        if self._apart is not None and reshuffling.is_reshuffled(self.dataset):
+            # Workers count the passes of the pipelines that they have.
+            return (
+                "the order of datasets that workers make is another one where a worker was started "
+                "again: have shuffle not reshuffle in each iteration"
+            )
+        return ""
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the workers' batches are pairs of a number and a batch."""
+        if self.start_predict is not None:
+            return True  # Predictions go back into the order of the data by their numbers.
+        return self._shall_retry and self._apart is None and not self.why_not_found_again
+
+    @property
+    def retries(self) -> bool:
+        """Whether batches that are lost with a worker are done by others at the pass's end."""
+        if not self._shall_retry or self.why_not_found_again:
+            return False
+        return self._cardinality != tf.data.INFINITE_CARDINALITY  # There is no end.
+
+    @property
+    def _cardinality(self) -> int:
+        """Of a pass: its batches, or what tf.data says if it does not know them."""
+        return int(self.dataset.cardinality() if self._apart is None else self._apart.cardinality)
+
+    def check_retries(self) -> None:
+        """Warns, once, if batches that are lost shall be done by others, and can't be."""
+        is_new, self._is_checked = not self._is_checked, True
+        if is_new and self._shall_retry and self.why_not_found_again:
+            logging.warning(
+                "Batches that are lost with a worker will not be trained on: %s.",
+                self.why_not_found_again,
+            )
 
     @property
     def element_spec(self) -> Any:
@@ -291,8 +345,12 @@ class DistributedDataset:
         epoch is a pass."""
         if self.steps_per_epoch is None:
             return 0.0
-        count = self._apart.cardinality if self._apart is not None else self.dataset.cardinality()
-        return float(count) if int(count) >= 0 else float("inf")
+        return self.known_batches
+
+    @property
+    def known_batches(self) -> float:
+        """The batches of a pass, infinite if their number is not known."""
+        return float(self._cardinality) if self._cardinality >= 0 else float("inf")
 
     @property
     def length(self) -> int | None:
@@ -376,23 +434,36 @@ class DistributedDataset:
         is_new = self._registered is None or is_reshuffled
         if not is_new and not position.batches:
             return self._registered, number
-        dataset = self.dataset
-        # The servers' names mean nothing to the service: pin nothing.
-        with tf.device("/CPU:0"):
-            if is_reshuffled:
-                dataset = reshuffling.in_pass(dataset, number)
-            if position.batches:
-                dataset = dataset.skip(position.batches)
-        if self.start_predict is not None:
-            # Predictions go back into the order of the data by their numbers.
-            dataset = dataset.enumerate()
         for_one_pass = is_reshuffled or position.batches > 0
-        registered = register(
-            self._cluster, dataset, self.readers, self._reader_timeout, for_one_pass
-        )
+        registered = self._register(number, position.prefix, position.done, for_one_pass)
         if not position.batches:
             self._registered = registered
         return registered, number
+
+    def rest(self, number: int, done: DoneBatches) -> RegisteredDataset:
+        """The batches of a pass that are not done, as workers get at them.
+
+        Args:
+            number: of the pass.
+            done: those that are.
+        """
+        return self._register(number, *done.ranges, for_one_pass=True)
+
+    def _register(
+        self, number: int, prefix: int, beyond: Ranges, for_one_pass: bool
+    ) -> RegisteredDataset:
+        dataset = self.dataset
+        # The servers' names mean nothing to the service: pin nothing.
+        with tf.device("/CPU:0"):
+            if reshuffling.is_reshuffled(dataset):
+                dataset = reshuffling.in_pass(dataset, number)
+            if self.is_numbered:
+                dataset = rest_of(dataset, prefix, beyond)
+            elif beyond:
+                dataset = rest_of(dataset, prefix, beyond).map(lambda _, batch: batch)
+            elif prefix:
+                dataset = dataset.skip(prefix)
+        return register(self._cluster, dataset, self.readers, self._reader_timeout, for_one_pass)
 
     def local_batches(self) -> Iterator[Any]:
         """Batches in this process, for Keras to see what they look like; at least one."""
@@ -432,11 +503,8 @@ class DistributedIterator:
     Attributes:
         run: as above; None before.
         failed: a pass that has failed, and whose steps go on in another one; None: there is none.
-        job: the name of the pass in the data's service; None before.
         skipped: the steps of the first epoch that an earlier process has done.
-        data: as workers get at it; None before.
-        begin: where in the pass they begin.
-        passes_before: how many passes over the dataset there were before.
+        batches: of the pass; None before.
         asked: the steps that Keras has asked for already, of an epoch that begins anew; else 0.
     """
 
@@ -444,11 +512,8 @@ class DistributedIterator:
         self.distributed = distributed
         self.run: WorkerRun | None = None
         self.failed: WorkerRun | None = None
-        self.job: str | None = None
         self.skipped = 0
-        self.data: RegisteredDataset | WorkerDatasets | None = None
-        self.begin = DataPosition()
-        self.passes_before = 0
+        self.batches: PassBatches | None = None
         self.asked = 0
         self._local = None
 

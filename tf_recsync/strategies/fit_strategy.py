@@ -9,7 +9,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import keras
 import tensorflow as tf
@@ -25,6 +25,7 @@ from tf_recsync.strategies import (
     watched_calls,
     worker_functions,
 )
+from tf_recsync.strategies.checks import OnBatchLost
 from tf_recsync.strategies.distributed_dataset import DistributedDataset
 from tf_recsync.strategies.extended import Extended
 from tf_recsync.strategies.measured_staleness import measured_staleness
@@ -52,6 +53,7 @@ class FitStrategy(tf.distribute.Strategy):
         worker_timeout: see `model_functions.Settings`, like the rest; `check_timeouts` comes
             before.
         silence_timeout: as above, or None, which follows `worker_timeout`.
+        on_batch_lost: as above.
         arrangement: as above.
         mode: as above.
         prefetch_lookups: as above.
@@ -71,10 +73,13 @@ class FitStrategy(tf.distribute.Strategy):
         local_batch_size: int | None,
         worker_timeout: float,
         silence_timeout: float | None,
+        on_batch_lost: OnBatchLost,
         arrangement: Arrangement,
         mode: Mode,
         prefetch_lookups: bool = False,
     ):
+        if on_batch_lost not in get_args(OnBatchLost):
+            raise ValueError(f'on_batch_lost must be "retry" or "drop", not {on_batch_lost!r}')
         cluster.connect()
         limit = silence_limit(silence_timeout, worker_timeout)
         self._guard = watched_calls.CallGuard(cluster, limit)
@@ -93,6 +98,7 @@ class FitStrategy(tf.distribute.Strategy):
             cluster=cluster,
             worker_timeout=worker_timeout,
             silence_timeout=limit,
+            on_batch_lost=on_batch_lost,
             compute_time=lambda: self._compute_time,
             bandwidths=lambda: dict(self._bandwidths),
             speeds=lambda: dict(self._speeds),
@@ -204,6 +210,7 @@ class FitStrategy(tf.distribute.Strategy):
             self._passes,
             caller.is_over,
             caller.verb == "validate",
+            verb != "fit" or self._settings.on_batch_lost == "retry",
         )
 
     def distribute_datasets_from_function(

@@ -6,7 +6,12 @@ import keras
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import ModeConfig
-from tf_recsync.strategies.checks import check_cluster, check_optimizers, check_timeouts
+from tf_recsync.strategies.checks import (
+    OnBatchLost,
+    check_cluster,
+    check_optimizers,
+    check_timeouts,
+)
 from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.train_function import TrainFunction
@@ -33,6 +38,7 @@ class GroupStrategy(FitStrategy):
         worker_timeout: seconds without any reachable worker after which training
             fails.
         silence_timeout: as in `AsyncStrategy`.
+        on_batch_lost: as in `AsyncStrategy`.
         prefetch_lookups: whether a step pulls the rows that the next one looks up.
     """
 
@@ -44,6 +50,7 @@ class GroupStrategy(FitStrategy):
         mode: ModeConfig,
         worker_timeout: float,
         silence_timeout: float | None,
+        on_batch_lost: OnBatchLost,
         prefetch_lookups: bool = False,
     ):
         check_cluster(type(self).__name__, cluster)
@@ -55,6 +62,7 @@ class GroupStrategy(FitStrategy):
             mode.local_batch_size,
             worker_timeout,
             silence_timeout,
+            on_batch_lost,
             one_group(cluster.workers, cluster.ps),
             mode.on(cluster.workers),
             prefetch_lookups,

@@ -16,7 +16,7 @@ from tf_recsync.strategies.between_groups import (
     checked_inside_group,
     checked_sync_ps,
 )
-from tf_recsync.strategies.checks import check_is_cluster, check_timeouts
+from tf_recsync.strategies.checks import OnBatchLost, check_is_cluster, check_timeouts
 from tf_recsync.strategies.hop_between_groups import Hop
 from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.operators import checked_operators
@@ -104,6 +104,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
             shall find out.
         worker_timeout: as in `AsyncStrategy`.
         silence_timeout: as in `AsyncStrategy`.
+        on_batch_lost: as in `AsyncStrategy`.
 
     Raises:
         ValueError: if an argument is wrong or does not go with another one; from `fit`, before it
@@ -152,6 +153,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
         local_batch_size: int | None = None,
         worker_timeout: float = 600.0,
         silence_timeout: float | None = None,
+        on_batch_lost: OnBatchLost = "retry",
     ):
         check_is_cluster(cluster)
         between = checked_between_groups(algorithm, mode, groups)
@@ -178,6 +180,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
             inside.local_batch_size,
             worker_timeout,
             silence_timeout,
+            on_batch_lost,
         )
 
     def aggregation(self, model: keras.Model) -> list[aggregations.Report] | None:

@@ -116,6 +116,7 @@ class HopTrainFunction(TrainFunction):
             compute_time,
             self._step_logs,
             self.call_limit,
+            self._is_numbered,
         )
 
 
@@ -127,6 +128,7 @@ def _trace(
     compute_time: worker_functions.ComputeTime | None,
     step_logs: StepLogs,
     call_limit: float,
+    is_numbered: bool,
 ) -> Repeated:
     """Traces `model.train_step` and the exchange around it, once for all workers."""
     parameters = [v._value for v in model.trainable_variables if is_copied(v)]
@@ -139,7 +141,7 @@ def _trace(
     else:
         train = _by_itself(model, step_logs)
 
-    def run_step(data, waited, worker, began, count, hop_handle) -> None:
+    def run_step(batch, waited, worker, began, count, log, hop_handle) -> None:
         iteration = hop.next_iteration(hop_handle, handles, dtype)
         with tf.control_dependencies([iteration]):
             # What a worker sends in parallel order is also what the average takes the place of.
@@ -148,7 +150,7 @@ def _trace(
             seconds = None
             if compute_time is not None:
                 seconds = compute_time(worker, read_steps(count), lambda: tf.timestamp() - began)
-            done = [entered, *train(data, worker, seconds)]
+            done = [entered, *train(batch.data, worker, seconds)]
         # The exchange does not wait for what servers do, and the next step does.
         with tf.control_dependencies([one for one in done if not one.device]):
             if protocol.is_serial:
@@ -159,21 +161,21 @@ def _trace(
         with tf.control_dependencies([received]):
             for variable in constrained:
                 variable._value.assign(variable.constraint(variable._value.read_value()))
-            add_step(count, [received, *done], waited)
+            add_step(count, [received, *done], waited, log, batch.number)
 
-    def step(iterator, worker, began, count, hop_handle):
+    def step(iterator, worker, began, count, log, hop_handle):
         wait = DataWait()
-        data = iterator.get_next()
-        evidence = tf.nest.flatten(data, expand_composites=True)
+        batch = worker_functions.Batch(iterator.get_next(), is_numbered)
         # Without a batch nothing may happen, not even what needs none of it.
-        with tf.control_dependencies(evidence):
-            run_step(data, wait.until(evidence), worker, began, count, hop_handle)
+        with tf.control_dependencies(batch.evidence):
+            waited = wait.until(batch.evidence)
+            run_step(batch, waited, worker, began, count, log, hop_handle)
 
     specs = [
-        tf.data.IteratorSpec(element_spec),
+        tf.data.IteratorSpec(worker_functions.given_spec(element_spec, is_numbered)),
         tf.TensorSpec([], tf.int64),
         tf.TensorSpec([], tf.float64),
-        *[tf.TensorSpec([], tf.resource)] * 2,
+        *[tf.TensorSpec([], tf.resource)] * 3,
     ]
     once = tf.function(step, autograph=False).get_concrete_function(*specs)
     loop = worker_functions.trace_loop(once, specs, call_limit)
@@ -185,10 +187,10 @@ def _trace(
         function = RemoteFunction(concrete, replaced)
 
         def call(iterator, *arguments):
-            own, (worker, began, count, _, *rest) = arguments[:before], arguments[before:]
+            own, (worker, began, count, _, log, *rest) = arguments[:before], arguments[before:]
             # The worker's own variables, what it keeps beside its parameters, its copies.
             kept, (hop_handle, *copies) = rest[: len(private)], rest[len(private) :]
-            return function(iterator, *own, worker, began, count, hop_handle, *kept, *copies)
+            return function(iterator, *own, worker, began, count, log, hop_handle, *kept, *copies)
 
         return call
 

@@ -11,7 +11,12 @@ from tf_recsync._checks import check_at_least, check_seconds
 from tf_recsync._deprecation import keywords_after, renamed, renamed_method
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import hop_checks
-from tf_recsync.strategies.checks import check_is_cluster, check_timeouts, checked_output
+from tf_recsync.strategies.checks import (
+    OnBatchLost,
+    check_is_cluster,
+    check_timeouts,
+    checked_output,
+)
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.hop_functions import HopTrainFunction
 from tf_recsync.strategies.model_variables import AsShown
@@ -86,6 +91,7 @@ class HopStrategy(CopiedStrategy):
         silence_timeout: seconds after which a server that somebody waits for, and that gives
             no sign of life, is given up: because its machine hangs, or the network is cut. None
             (the default): `worker_timeout`, but at least 10 and at most 60.
+        on_batch_lost: as in `AsyncStrategy`.
 
     Raises:
         ValueError: if an argument is wrong or does not go with another one.
@@ -125,6 +131,7 @@ class HopStrategy(CopiedStrategy):
         stall_seconds: float = 60.0,
         worker_timeout: float = 600.0,
         silence_timeout: float | None = None,
+        on_batch_lost: OnBatchLost = "retry",
     ):
         check_is_cluster(cluster)
         hop_checks.check_topology(topology, cluster.workers, "the cluster")
@@ -144,6 +151,7 @@ class HopStrategy(CopiedStrategy):
             None,
             worker_timeout,
             silence_timeout,
+            on_batch_lost,
         )
 
     computing_jobs = ()  # The model's own optimizer ends a step, not a push.

@@ -117,6 +117,12 @@ class Leases:
         self._taken -= taken - done
         self.completed += done
 
+    def count(self, more: int) -> None:
+        """So many more steps turn out to be done, which nobody is at; or fewer, if it is below 0:
+        these are to be done again."""
+        self._taken += more
+        self.completed += more
+
     def adapt(self, thread: int, taken: int, done: int, seconds: float) -> None:
         """Chooses how many steps a thread's next call has.
 

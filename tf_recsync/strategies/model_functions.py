@@ -18,16 +18,18 @@ from absl import logging
 from tf_recsync.cluster import Cluster, Server
 from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.call_board import CallBoard
+from tf_recsync.strategies.checks import OnBatchLost
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.leases import call_limit, call_seconds
 from tf_recsync.strategies.model_variables import OnServers
+from tf_recsync.strategies.pass_batches import PassBatches
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Losses, Slot
 from tf_recsync.strategies.step_counts import COUNTS
 from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.strategies.worker_run import WorkerRun
-from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState
+from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState, new_log
 from tf_recsync.synchronization import links, speeds
 from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
@@ -54,6 +56,7 @@ class Settings:
         cluster: the connected cluster.
         worker_timeout: seconds without any worker after which a pass fails.
         silence_timeout: seconds without a sign of life after which a server is given up.
+        on_batch_lost: what becomes of batches that are lost with a worker while a model trains.
         compute_time: returns what computes the artificial compute time, or None.
         bandwidths: returns artificial bandwidths, in bytes per second by server's device.
         speeds: returns artificial speeds, in floating-point operations per second by device.
@@ -65,6 +68,7 @@ class Settings:
     cluster: Cluster
     worker_timeout: float
     silence_timeout: float
+    on_batch_lost: OnBatchLost
     compute_time: Callable[[], worker_functions.ComputeTime | None]
     bandwidths: Callable[[], dict[str, float]]
     speeds: Callable[[], dict[str, float]]
@@ -109,6 +113,8 @@ class Steps:
         self._refreshed = 0.0
         self._is_final = False  # Whether the logs are those of all steps granted.
         self._merger: MetricsMerger | None = None
+        self._batches: PassBatches | None = None  # Of the pass that runs, or ran last.
+        self._is_numbered = False  # Whether those that functions were traced for last have numbers.
         self._reader: PackedReader | None = None  # Of the workers' metrics, in this layout.
         self._read_layout: Layout | None = None
         self._initial: list[np.ndarray] = []  # Of what workers keep for themselves, in a pass.
@@ -117,7 +123,7 @@ class Steps:
         self._epoch_began = 0  # Steps at its beginning.
         self._epoch_end = float("inf")  # Steps at the end of the epoch, if known.
         self._expected = float("inf")  # Steps at its end, as Keras expects.
-        self._batches = float("inf")  # Of an epoch, if known; of several readers, at least.
+        self._epoch_batches = float("inf")  # Of an epoch, if known; of several readers, at least.
         self._position: DataPosition | None = None  # Where the next pass begins, if not anew.
         # Of the pass that runs, or ran last: the passes over its data before it, the batches of it
         # that the run does not count, those of the first epoch that an earlier process has done,
@@ -210,7 +216,7 @@ class Steps:
                 self._refresh(run)
         elif not finished and time.monotonic() - self._refreshed > self._refresh_seconds:
             with self.watched():
-                self._refresh(run)
+                self._refresh(run, is_final=False)
                 self._unroll(run)
         # Workers may be done long before Keras has counted their steps.
         self._is_final = finished
@@ -290,7 +296,7 @@ class Steps:
 
     def _count_lost_batches(self, run: WorkerRun) -> None:
         """An epoch is over, the number of whose batches may be known."""
-        missing = self._epoch_began + self._batches - run.completed
+        missing = self._epoch_began + self._epoch_batches - run.completed
         has_lost = run.losses.workers or run.losses.steps
         if 0 < missing < float("inf") and has_lost and not self._should_stop():
             logging.warning("%d batches of the epoch were lost with servers.", missing)
@@ -315,7 +321,7 @@ class Steps:
         self._epoch_began = done
         self._epoch_end = done + length if length is not None else float("inf")
         batches, expected = iterator.distributed.batches, iterator.distributed.expected
-        self._batches = batches if batches is not None else float("inf")
+        self._epoch_batches = batches if batches is not None else float("inf")
         self._expected = done + expected if expected is not None else float("inf")
         self._merger = MetricsMerger(self._model.metrics_variables)
         for slot in run.slots:
@@ -326,26 +332,27 @@ class Steps:
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
         after, is_over = iterator.failed, iterator.distributed.is_over
         slots = self._settings.cluster.workers * self.threads
-        is_anew = after is None
+        is_anew, is_training = after is None, self.method == "train_step"
         goes_back = not is_anew and self._position is not None
         # Once, though a start that fails is made again.
-        if iterator.data is None or goes_back:
+        if iterator.batches is None or goes_back:
             position = self._position
             if position is not None and is_anew:
                 position = iterator.distributed.reachable(position, slots)
-            iterator.data, iterator.passes_before = iterator.distributed.shared(position)
-            iterator.begin, iterator.job = position or DataPosition(), None
-        data, begin = iterator.data, iterator.begin
+            iterator.batches = PassBatches(iterator.distributed, slots, position)
+            if is_training:
+                iterator.distributed.check_retries()
+        self._batches = batches = iterator.batches
+        begin = batches.begin
         completed = begin.epoch_batches
         if goes_back:
             completed, after = begin.batches - self._uncounted, None
         steps_per_call = self._model.steps_per_execution
         layout = self._continue(iterator)
-        job = iterator.job = iterator.job or data.new_job()
         metrics = len(self._model.metrics_variables)
         if layout is not self._read_layout:
             variables = [v._value for v in self._model.metrics_variables]
-            self._reader = PackedReader([COUNTS, *variables])
+            self._reader = PackedReader([COUNTS, *variables], batches.done is not None)
             self._read_layout = layout
         if is_anew:
             self._initial = [np.asarray(v._value.read_value()) for v in layout.private]
@@ -360,7 +367,6 @@ class Steps:
             return values
 
         def open_worker(slot: Slot):
-            skipped = begin.pipelines[slot.number] if begin.pipelines else 0
             before, iterator = slot.state, None
             if slot.kept_data == self._settings.cluster.membership.life(slot.worker):
                 iterator = before.hand_over()
@@ -368,10 +374,12 @@ class Steps:
             if iterator is None:
                 slot.kept_data = None
                 slot.has_kept = False
-                iterator = data.iterator(job, slot.number, slots, slot.taken, skipped)
+                iterator = batches.iterator(slot)
             private = private_values(slot)
             try:
-                state = self._open(slot.index, iterator, private, before, self._owner_of(slot))
+                log = None if batches.done is None else new_log()
+                owner = self._owner_of(slot)
+                state = self._open(slot.index, iterator, private, before, owner, log)
             except BaseException:
                 if kept is not None:
                     before.take_back(kept)
@@ -382,7 +390,7 @@ class Steps:
             for function in self._functions_of(slot).values():
                 with contextlib.suppress(tf.errors.OutOfRangeError):
                     function(iterator.empty(), 1, state)
-            state.read(self._reader, metrics, slot.device)
+            self._read_worker(slot, batches)
             slot.kept_data = None
 
         def call(slot: Slot, n: int):
@@ -393,6 +401,7 @@ class Steps:
                 state.assign(private_values(slot)[:metrics])
                 state.reset_metrics = False
             done, ended = self._run_steps(slot, n)
+            self._after_call(slot, batches, ended)
             return done, ended, None
 
         if after is None:
@@ -407,9 +416,10 @@ class Steps:
             self._settings.silence_timeout,
             self._crew(),
             self.threads,
-            data,
+            batches,
+            lambda slot: self._read_worker(slot, batches),
             self.unneeded(),
-            is_reading=self.method != "train_step",
+            is_reading=not is_training,
             while_waiting=self._tell_observers,
             most_per_call=self._most_per_call(),
             board=self._board(slots),
@@ -422,7 +432,7 @@ class Steps:
         )
         if is_anew:
             iterator.skipped = self._skipped = completed
-            self._passes_before = iterator.passes_before
+            self._passes_before = batches.number
             self._uncounted = begin.batches - completed
             self._pass_batches = iterator.distributed.pass_batches
             if self.beginning is None:
@@ -501,10 +511,19 @@ class Steps:
         return state.steps - before, False
 
     def _open(
-        self, worker: int, iterator: PassIterator, private, before: WorkerState | None, owner: str
+        self,
+        worker: int,
+        iterator: PassIterator,
+        private,
+        before: WorkerState | None,
+        owner: str,
+        log: tf.Tensor | None,
     ) -> WorkerState:
         """What a worker needs for a pass; made in its device scope."""
-        return WorkerState(worker, iterator, private, before, owner)
+        return WorkerState(worker, iterator, private, before, owner, log)
+
+    def _after_call(self, slot: Slot, batches: PassBatches, ended: bool) -> None:
+        """A call of a worker has ended; in its thread."""
 
     def _crew(self) -> Crew:
         """Whom workers wait for; only those that train do."""
@@ -578,10 +597,11 @@ class Steps:
         """The functions of so many steps, and the layout, in which groups differ by devices."""
         compute_time, bandwidths = self._settings.compute_time(), self._settings.bandwidths()
         spec = iterator.distributed.element_spec
+        self._is_numbered = iterator.distributed.is_numbered
         is_training = self.method == "train_step"
         limits = self._settings.speeds() if is_training else {}
         key = self._variables.trace_key(
-            spec, bandwidths, lengths, compute_time, tuple(limits.items())
+            spec, bandwidths, lengths, compute_time, tuple(limits.items()), self._is_numbered
         )
         if key not in self._functions:
             self._step_logs = StepLogs(self._model, self.method, spec)
@@ -626,8 +646,10 @@ class Steps:
             self._step_logs,
             self._settings.mode.hogwild,
             self._teller_of(layout),
+            self._is_numbered,
         )
-        specs = worker_functions.worker_specs(layout, element_spec)
+        given = worker_functions.given_spec(element_spec, self._is_numbered)
+        specs = worker_functions.worker_specs(layout, given)
         loop = worker_functions.trace_loop(body, specs, self.call_limit, self._teller_of(layout))
         replaced = self._replaced(layout)
         return worker_functions.Repeated(
@@ -644,21 +666,45 @@ class Steps:
         del layout
         return AT_ONCE
 
-    def _refresh(self, run: WorkerRun) -> None:
-        """Reads the workers' metrics and merges them into the model's."""
-        metrics = len(self._model.metrics_variables)
-        for slot in run.slots:
-            state = slot.state
-            if state is None or slot.lost or state.reset_metrics:
-                continue
-            try:
-                values = state.read(self._reader, metrics, slot.device)
-            except tf.errors.OpError:
-                continue  # Its thread finds out that the worker is lost.
-            self._merger.update(slot.number, state, values)
+    def _refresh(self, run: WorkerRun, is_final: bool = True) -> None:
+        """Reads the workers' metrics and merges them into the model's.
+
+        Args:
+            run: the pass.
+            is_final: whether all steps that were granted are done. Default True.
+        """
+        self._read_all(run, is_final)
         self._merger.assign()
         self._logs = self._step_logs.results()
         self._refreshed = time.monotonic()
+
+    def _read_all(self, run: WorkerRun, is_final: bool) -> bool:
+        """Reads the metrics of workers that are not lost; False if some could not be read."""
+        can_be_read = True
+        for slot in run.slots:
+            if slot.state is None or slot.lost:
+                continue
+            try:
+                self._read_worker(slot, self._batches)
+            except tf.errors.OpError:
+                can_be_read = False  # Its thread finds out that the worker is lost.
+        return can_be_read
+
+    def _read_worker(self, slot: Slot, batches: PassBatches) -> None:
+        """Reads a worker's metrics, and which batches it has done.
+
+        Raises:
+            tf.errors.OpError: if it is lost.
+        """
+        state = slot.state
+        values = state.read(
+            self._reader,
+            len(self._model.metrics_variables),
+            slot.device,
+            lambda numbers: batches.note(slot, numbers),
+        )
+        if not state.reset_metrics and self._merger is not None:
+            self._merger.update(slot.number, state, values)
 
 
 class TestFunction(Steps):
@@ -690,8 +736,26 @@ class TestFunction(Steps):
             return False
         if run is not None:  # Else it had not begun, or not for the second time.
             iterator.asked = int(self._target - self._epoch_began)
-            iterator.run = iterator.job = None
+            iterator.run = iterator.batches = None
         self._model.reset_metrics()  # As Keras does when it begins.
+        return True
+
+    # Of a worker that is lost, what counts is what was read of it last, between two calls: its
+    # metrics, and which batches they are of. Others do the rest.
+
+    def _after_call(self, slot: Slot, batches: PassBatches, ended: bool) -> None:
+        if batches.done is None:
+            return
+        now = time.monotonic()
+        if ended or now - slot.read_at > self._refresh_seconds:
+            self._read_worker(slot, batches)
+            slot.read_at = now
+
+    def _read_all(self, run: WorkerRun, is_final: bool) -> bool:
+        if self._batches.done is None:
+            return super()._read_all(run, is_final)
+        if is_final and not super()._read_all(run, is_final):
+            run.wait(float("inf"))  # Until others have done what is lost now; they have read.
         return True
 
     def _should_stop(self) -> bool:

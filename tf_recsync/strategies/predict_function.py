@@ -13,6 +13,7 @@ from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.model_functions import Settings
 from tf_recsync.strategies.model_variables import OnServers
+from tf_recsync.strategies.pass_batches import PassBatches
 from tf_recsync.strategies.slots import Slot
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
@@ -72,13 +73,13 @@ class PredictFunction:
         settings = self._settings
         cluster, unneeded = settings.cluster, self._variables.unneeded(settings.cluster.ps)
         with watched_calls.watched(cluster, settings.silence_timeout, unneeded):
-            data, is_over = iterator.distributed.shared()[0], iterator.distributed.is_over
-            function, layout = self._function(data.element_spec)
-            job = data.new_job()
+            batches = iterator.batches = PassBatches(iterator.distributed, cluster.workers)
+            is_over = iterator.distributed.is_over
+            function, layout = self._function(batches.data.element_spec)
             initial = [np.asarray(v._value.read_value()) for v in layout.private]
 
         def open_worker(slot: Slot):
-            slot.state = WorkerState(slot.index, data.iterator(job), initial)
+            slot.state = WorkerState(slot.index, batches.iterator(slot), initial)
 
         def call(slot: Slot, n: int):
             del n
@@ -86,8 +87,10 @@ class PredictFunction:
                 number, outputs = function(slot.state.iterator, *slot.state.inputs)
             except tf.errors.OutOfRangeError:
                 return 0, True, None
-            outputs = keras.tree.map_structure(np.asarray, outputs)
-            return 1, False, (int(number), Predicted(outputs))
+            predicted = Predicted(keras.tree.map_structure(np.asarray, outputs))
+            number = int(number)
+            batches.note(slot, [number])
+            return 1, False, (number, predicted)
 
         run = WorkerRun(
             cluster,
@@ -97,6 +100,7 @@ class PredictFunction:
             lambda: bool(getattr(self._model, "stop_predicting", False)) or is_over(),
             settings.worker_timeout,
             settings.silence_timeout,
+            batches=batches,
             unneeded=unneeded,
             is_reading=True,
             most_per_call=1,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tf_recsync import modes, staleness
 from tf_recsync._deprecation import keywords_after
 from tf_recsync.cluster import Cluster
+from tf_recsync.strategies.checks import OnBatchLost
 from tf_recsync.strategies.group_strategy import GroupStrategy
 from tf_recsync.synchronization.modes import LastGlobalBatch
 
@@ -50,6 +51,12 @@ class AsyncStrategy(GroupStrategy):
         silence_timeout: seconds after which a server that somebody waits for, and that gives
             no sign of life, is given up: because its machine hangs, or the network is cut. None
             (the default): `worker_timeout`, but at least 10 and at most 60.
+        on_batch_lost: what becomes of batches that are lost with a worker. "retry" (the default):
+            they are trained on at the end of the pass over the data, at least once each. For
+            that, the order of the dataset has to be the same when it is read again: a shuffle
+            needs a seed, and there may be one reader at most. Else a warning says why they are
+            dropped. "drop": they are left out. Nothing is retried in data without an end: others
+            do the steps on later batches.
 
     Raises:
         ValueError: if the cluster lacks workers or parameter servers.
@@ -77,11 +84,14 @@ class AsyncStrategy(GroupStrategy):
         prefetch_lookups: bool = False,
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
+        on_batch_lost: OnBatchLost = "retry",
     ):
         mode = modes.Async(
             local_batch_size=local_batch_size,
         )
-        super().__init__(cluster, mode, worker_timeout, silence_timeout, prefetch_lookups)
+        super().__init__(
+            cluster, mode, worker_timeout, silence_timeout, on_batch_lost, prefetch_lookups
+        )
 
 
 class SyncStrategy(GroupStrategy):
@@ -111,6 +121,7 @@ class SyncStrategy(GroupStrategy):
             out.
         worker_timeout: as in `AsyncStrategy`.
         silence_timeout: as in `AsyncStrategy`.
+        on_batch_lost: as in `AsyncStrategy`.
 
     Raises:
         ValueError: if the cluster lacks workers or parameter servers, or the batch
@@ -126,13 +137,14 @@ class SyncStrategy(GroupStrategy):
         last_global_batch: LastGlobalBatch = "weigh",
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
+        on_batch_lost: OnBatchLost = "retry",
     ):
         mode = modes.Sync(
             global_batch_size=global_batch_size,
             local_batch_size=local_batch_size,
             last_global_batch=last_global_batch,
         )
-        super().__init__(cluster, mode, worker_timeout, silence_timeout)
+        super().__init__(cluster, mode, worker_timeout, silence_timeout, on_batch_lost)
 
 
 class BSPStrategy(GroupStrategy):
@@ -152,6 +164,7 @@ class BSPStrategy(GroupStrategy):
         prefetch_lookups: as in `AsyncStrategy`.
         worker_timeout: as in `AsyncStrategy`.
         silence_timeout: as in `AsyncStrategy`.
+        on_batch_lost: as in `AsyncStrategy`.
 
     Raises:
         ValueError: as in `SyncStrategy`.
@@ -167,13 +180,16 @@ class BSPStrategy(GroupStrategy):
         prefetch_lookups: bool = False,
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
+        on_batch_lost: OnBatchLost = "retry",
     ):
         mode = modes.BSP(
             global_batch_size=global_batch_size,
             local_batch_size=local_batch_size,
             last_global_batch=last_global_batch,
         )
-        super().__init__(cluster, mode, worker_timeout, silence_timeout, prefetch_lookups)
+        super().__init__(
+            cluster, mode, worker_timeout, silence_timeout, on_batch_lost, prefetch_lookups
+        )
 
 
 class GBAStrategy(GroupStrategy):
@@ -207,6 +223,7 @@ class GBAStrategy(GroupStrategy):
         prefetch_lookups: as in `AsyncStrategy`.
         worker_timeout: as in `AsyncStrategy`.
         silence_timeout: as in `AsyncStrategy`.
+        on_batch_lost: as in `AsyncStrategy`.
 
     Raises:
         ValueError: if the cluster lacks workers or parameter servers, the batch sizes
@@ -240,6 +257,7 @@ class GBAStrategy(GroupStrategy):
         prefetch_lookups: bool = False,
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
+        on_batch_lost: OnBatchLost = "retry",
     ):
         mode = modes.GBA(
             global_batch_size=global_batch_size,
@@ -248,7 +266,9 @@ class GBAStrategy(GroupStrategy):
             decay=decay,
             last_global_batch=last_global_batch,
         )
-        super().__init__(cluster, mode, worker_timeout, silence_timeout, prefetch_lookups)
+        super().__init__(
+            cluster, mode, worker_timeout, silence_timeout, on_batch_lost, prefetch_lookups
+        )
 
 
 class BackupWorkersStrategy(GroupStrategy):
@@ -267,6 +287,7 @@ class BackupWorkersStrategy(GroupStrategy):
         last_global_batch: as in `SyncStrategy`.
         worker_timeout: as in `AsyncStrategy`.
         silence_timeout: as in `AsyncStrategy`.
+        on_batch_lost: as in `AsyncStrategy`.
 
     Raises:
         ValueError: if the cluster lacks workers or parameter servers, or
@@ -282,13 +303,14 @@ class BackupWorkersStrategy(GroupStrategy):
         last_global_batch: LastGlobalBatch = "weigh",
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
+        on_batch_lost: OnBatchLost = "retry",
     ):
         mode = modes.BackupWorkers(
             backup_workers=backup_workers,
             local_batch_size=local_batch_size,
             last_global_batch=last_global_batch,
         )
-        super().__init__(cluster, mode, worker_timeout, silence_timeout)
+        super().__init__(cluster, mode, worker_timeout, silence_timeout, on_batch_lost)
 
 
 class BoundedStalenessStrategy(GroupStrategy):
@@ -306,6 +328,7 @@ class BoundedStalenessStrategy(GroupStrategy):
         local_batch_size: as in `AsyncStrategy`.
         worker_timeout: as in `AsyncStrategy`.
         silence_timeout: as in `AsyncStrategy`.
+        on_batch_lost: as in `AsyncStrategy`.
 
     Raises:
         ValueError: if the cluster lacks workers or parameter servers, or the bound is
@@ -320,9 +343,10 @@ class BoundedStalenessStrategy(GroupStrategy):
         local_batch_size: int | None = None,
         worker_timeout: float = _WORKER_TIMEOUT,
         silence_timeout: float | None = None,
+        on_batch_lost: OnBatchLost = "retry",
     ):
         mode = modes.BoundedStaleness(
             staleness_bound=staleness_bound,
             local_batch_size=local_batch_size,
         )
-        super().__init__(cluster, mode, worker_timeout, silence_timeout)
+        super().__init__(cluster, mode, worker_timeout, silence_timeout, on_batch_lost)

@@ -60,10 +60,14 @@ def is_reshuffled(dataset: tf.data.Dataset) -> bool:
 
 
 def has_any_order(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset's order depends on random numbers without seeds."""
+    """Whether a dataset's order depends on random numbers without seeds, or on what is faster."""
+    if dataset.options().deterministic is False:
+        return True
     pending = [dataset]
     while pending:
         found = pending.pop()
+        if getattr(found, "_deterministic", "") == "false":
+            return True
         kinds = (shuffle_op._ShuffleDataset, random_op._RandomDataset)
         if isinstance(found, kinds) and not any(int(s) for s in (found._seed, found._seed2)):
             return True

@@ -10,7 +10,7 @@ from tf_recsync._deprecation import keywords_after
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import Hogwild
 from tf_recsync.strategies.between_groups import checked_between_trainers, checked_sync_ps
-from tf_recsync.strategies.checks import check_is_cluster, check_timeouts
+from tf_recsync.strategies.checks import OnBatchLost, check_is_cluster, check_timeouts
 from tf_recsync.strategies.synchronized_strategy import SynchronizedStrategy
 from tf_recsync.synchronization.arrangement import each_worker
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
@@ -54,6 +54,7 @@ class ShadowSyncStrategy(SynchronizedStrategy):
         silence_timeout: seconds after which a server that somebody waits for, and that gives
             no sign of life, is given up: because its machine hangs, or the network is cut. None
             (the default): `worker_timeout`, but at least 10 and at most 60.
+        on_batch_lost: as in `AsyncStrategy`.
 
     Raises:
         ValueError: if an argument is wrong or does not go with another one.
@@ -86,6 +87,7 @@ class ShadowSyncStrategy(SynchronizedStrategy):
         local_batch_size: int | None = None,
         worker_timeout: float = 600.0,
         silence_timeout: float | None = None,
+        on_batch_lost: OnBatchLost = "retry",
     ):
         check_is_cluster(cluster)
         between = checked_between_trainers(algorithm, mode)
@@ -108,4 +110,5 @@ class ShadowSyncStrategy(SynchronizedStrategy):
             local_batch_size,
             worker_timeout,
             silence_timeout,
+            on_batch_lost,
         )

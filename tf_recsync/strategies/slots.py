@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tf_recsync.cluster import Server, device_of
+
+if TYPE_CHECKING:
+    from tf_recsync.strategies.pass_iterator import PassIterator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +28,21 @@ class Losses:
             and those that a worker had fetched ahead. Known, and counted, at the end of an
             epoch whose number of batches is known; with `steps_per_epoch` others do the steps
             on later batches, and none are counted.
+        retried: batches that were lost with a worker, and that others, or the same one when it
+            was back, have trained on at the end of the pass over the data.
+        repeated: how many of these count as trained on twice: servers had applied the step of
+            the lost worker, but nobody knew of which batch.
     """
 
     workers: int = 0
     steps: int = 0
     batches: int = 0
+    retried: int = 0
+    repeated: int = 0
 
     def __add__(self, other: Losses) -> Losses:
-        return Losses(
-            self.workers + other.workers, self.steps + other.steps, self.batches + other.batches
-        )
+        mine, others = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Losses(*map(operator.add, mine, others))
 
 
 class State(Protocol):
@@ -57,6 +66,12 @@ class State(Protocol):
     def in_call(self, applied: int) -> int:
         """How many steps of the last call were applied, of those since the worker was opened."""
 
+    def settle(self) -> None:
+        """The worker was lost: of its batches, what is not known by now counts as not done."""
+
+    def join(self, iterator: PassIterator) -> None:
+        """Goes on with other batches; call it in the worker's device scope."""
+
 
 class Slot:
     """A worker's thread as the run sees it; the thread writes, the coordinator reads.
@@ -77,7 +92,11 @@ class Slot:
         lives: those of the servers that it needs when the thread opened it, see
             `Membership.life`: of those that hold what it trains on, then its own.
         breaks: how often its connection broke while it lived, since it last finished a call.
-        lost_steps: how many steps were lost in it.
+        lost_steps: how many steps were lost in it, and are not done by others.
+        credited: how many steps of its calls that have ended count as done.
+        noted: how many batches it is known to have done, where they have numbers.
+        read_at: when its metrics were last read between two calls (time.monotonic), if they are.
+        round: in which round of the pass it is, see `PassBatches`.
         kept_data: the worker's life in which its thread goes on with its iterator, if what it
             trains on is made anew; None: it gets another one.
         has_kept: whether its iterator is one that it kept, and has given no batch since.
@@ -105,6 +124,8 @@ class Slot:
         self.lives: dict[Server, int] = {}
         self.breaks = 0
         self.lost_steps = 0
+        self.credited = self.noted = self.round = 0
+        self.read_at = 0.0
         self.kept_data: int | None = None
         self.has_kept = False
         self.ended = False
@@ -142,6 +163,7 @@ class Slot:
         """
         self.state, self.lost_steps, self.kept_data = other.state, other.lost_steps, other.kept_data
         self.ended, self.has_kept = other.ended, other.kept_data is not None
+        self.credited, self.noted, self.round = other.credited, other.noted, other.round
         if not other.call or other.state is None:
             return 0, 0
         done, lost = other.state.account_lost(other.call, other.progress, 0.0)

@@ -4,6 +4,9 @@ Both are in one variable on the worker, an int64 [2], which its calls update and
 reads now and then. If the worker is lost, it is gone. So the server that counts global steps
 counts those of each worker, too: each has a row there in each of its lives, an int64 [2], which
 also says how often the worker was told to end the call that it is in.
+
+Where lost batches are done by others, the worker keeps the numbers of those that it has done, too,
+in a log (`ops.batch_log`), until the coordinator has them.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
+
+from tf_recsync import ops
 
 COUNTS = tf.TensorSpec([2], tf.int64)  # Steps done, and microseconds of waits for batches.
 ROW = tf.TensorSpec([2], tf.int64)  # Steps applied, and how often told to end a call.
@@ -39,18 +44,28 @@ class DataWait:
         return tf.cast(1e6 * tf.maximum(seconds, 0), tf.int64)
 
 
-def add_step(count: tf.Tensor, done: Iterable[tf.Operation], waited: tf.Tensor) -> tf.Operation:
+def add_step(
+    count: tf.Tensor,
+    done: Iterable[tf.Operation],
+    waited: tf.Tensor,
+    log: tf.Tensor,
+    number: tf.Tensor | None,
+) -> tf.Operation:
     """Counts a step when it is done.
 
     Args:
         count: the handle of the worker's counts.
         done: what belongs to the step.
         waited: for its batch, see `DataWait.until`.
+        log: the handle of the worker's log of batches.
+        number: the batch's, to be noted there; None if it has none.
     """
     # In a group, one message from each server says that it is done.
     with tf.control_dependencies([tf.group(*done)]):
         value = tf.stack([tf.ones([], tf.int64), waited])
-        return tf.raw_ops.AssignAddVariableOp(resource=count, value=value)
+        noted = [] if number is None else [ops.note_batch(log, number)]
+        with tf.control_dependencies(noted):
+            return tf.raw_ops.AssignAddVariableOp(resource=count, value=value)
 
 
 def add_applied(row: tf.Tensor, owner: str, operations: Sequence[tf.Operation]) -> tf.Operation:

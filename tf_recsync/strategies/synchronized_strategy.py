@@ -8,7 +8,7 @@ import keras
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.between_groups import Between
-from tf_recsync.strategies.checks import check_optimizers, checked_output
+from tf_recsync.strategies.checks import OnBatchLost, check_optimizers, checked_output
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.hop_between_groups import Hop
 from tf_recsync.strategies.model_variables import AsShown, OnServers
@@ -32,6 +32,7 @@ class SynchronizedStrategy(CopiedStrategy):
         local_batch_size: examples of a batch, or None if fit shall find out.
         worker_timeout: as in `AsyncStrategy`.
         silence_timeout: as in `AsyncStrategy`.
+        on_batch_lost: as in `AsyncStrategy`.
 
     Raises:
         ValueError: if the output is wrong.
@@ -52,12 +53,20 @@ class SynchronizedStrategy(CopiedStrategy):
         local_batch_size: int | None,
         worker_timeout: float,
         silence_timeout: float | None,
+        on_batch_lost: OnBatchLost,
     ):
         self._between = between
         read = checked_output(output, len(arrangement.groups))
         self.threads_per_worker = threads
         super().__init__(
-            cluster, arrangement, mode, read, local_batch_size, worker_timeout, silence_timeout
+            cluster,
+            arrangement,
+            mode,
+            read,
+            local_batch_size,
+            worker_timeout,
+            silence_timeout,
+            on_batch_lost,
         )
 
     @property

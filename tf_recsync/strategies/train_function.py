@@ -128,7 +128,13 @@ class TrainFunction(Steps):
         run = self._run
         if self._position is not None or run is None:
             return self._position or DataPosition()  # Nothing of the pass was trained on.
-        batches = self._uncounted + run.completed
+        done = self._batches.done
+        if done is None:
+            batches, beyond = self._uncounted + run.completed, ()
+        else:
+            with self.watched():
+                self._read_done(run)
+            batches, beyond = done.count, done.ranges[1]
         if is_epoch_over and (batches >= self._pass_batches or run.has_seen_end):
             return DataPosition(self._passes_before + 1, batch_size=self.local_batch_size)
         pipelines = ()
@@ -138,10 +144,18 @@ class TrainFunction(Steps):
         return DataPosition(
             self._passes_before,
             batches,
-            0 if is_epoch_over else int(run.completed - self._epoch_began),
+            0 if is_epoch_over else max(int(run.completed - self._epoch_began), 0),
             pipelines,
             self.local_batch_size,
+            beyond,
         )
+
+    def _read_done(self, run: WorkerRun) -> None:
+        """Has all be known that workers have done; no worker may be in a step."""
+        for slot in run.slots:
+            if slot.state is not None and not slot.lost and slot.noted != slot.credited:
+                with contextlib.suppress(tf.errors.OpError):  # Its thread finds out.
+                    self._read_worker(slot, self._batches)
 
     # After the loss of a parameter server; see recovery.py.
 
@@ -413,7 +427,13 @@ class TrainFunction(Steps):
         return run
 
     def _open(
-        self, worker: int, iterator: PassIterator, private, before: WorkerState | None, owner: str
+        self,
+        worker: int,
+        iterator: PassIterator,
+        private,
+        before: WorkerState | None,
+        owner: str,
+        log: tf.Tensor | None,
     ) -> WorkerState:
         group = self._group_of(worker)
         aggregation = self._shared_by(group.index)
@@ -431,7 +451,15 @@ class TrainFunction(Steps):
                     aggregation.lose(other)
                     self._suspended.discard(other)
         return _State(
-            self.synchronizer, aggregation, worker, group.index, iterator, private, before, owner
+            self.synchronizer,
+            aggregation,
+            worker,
+            group.index,
+            iterator,
+            private,
+            before,
+            owner,
+            log,
         )
 
     @contextlib.contextmanager
@@ -653,8 +681,9 @@ class _State(WorkerState):
         private,
         before,
         owner,
+        log,
     ):
-        super().__init__(worker, iterator, private, before, owner)
+        super().__init__(worker, iterator, private, before, owner, log)
         self._synchronizer = synchronizer
         self._aggregation = aggregation
         self._index = worker

@@ -141,6 +141,7 @@ def trace_steps(
     step_logs: StepLogs | None = None,
     hogwild: bool = False,
     teller: str = "",
+    is_numbered: bool = False,
 ) -> Callable:
     """Traces `model.train_step` or `model.test_step` for the workers.
 
@@ -148,7 +149,7 @@ def trace_steps(
         model: a built, compiled model.
         layout: its layout.
         method: "train_step" or "test_step".
-        element_spec: the type spec of the batches that the workers' iterators yield.
+        element_spec: the type spec of the batches.
         unrolled: how many steps one call runs. They are unrolled, so that a server begins the
             next one when it is done with the last.
         compute_time: of the artificial compute time of training steps, or None.
@@ -158,10 +159,11 @@ def trace_steps(
         step_logs: is told what the steps return; default None.
         hogwild: see `Step`.
         teller: see `trace_loop`.
+        is_numbered: whether the iterators give pairs of a batch's number and the batch.
 
     Returns:
         A concrete function of (iterator, the worker's index, when the pass began,
-        handles of the worker's counts and of its row (see step_counts.py), *handles
+        handles of the worker's counts, of its row and its log (see step_counts.py), *handles
         of the worker's private variables) that runs the steps, and raises
         OutOfRangeError at the end of the data; the counts tell how many steps it
         ran. It returns nothing, or how often the worker was told to end its call.
@@ -192,10 +194,11 @@ def trace_steps(
         with links.of_trainer(worker):
             return all_steps(iterator, worker, *others)
 
-    def all_steps(iterator, worker, began, count, row, *handles):
+    def all_steps(iterator, worker, began, count, row, log, *handles):
         counted: list[tf.Operation] = []  # The steps before.
         operations: list[tf.Operation] = []  # What is left to do of the last step.
         computed: list[tf.Tensor] = []  # What the worker has done for it.
+        number: tf.Tensor | None = None  # Of its batch.
         waited: tf.Tensor | None = None  # For its batch.
         following: BatchAhead | None = None
         for i in range(unrolled):
@@ -212,10 +215,14 @@ def trace_steps(
                 operations = [o for o in operations if o.device not in heard]
                 operations += [tensor.op for tensor in heard.values()]
             if i:
-                counted = [add_step(count, operations, waited)]
+                counted = [add_step(count, operations, waited, log, number)]
             wait = wait or DataWait(counted)
             with tf.control_dependencies(counted):
-                batch = Batch(iterator.get_next()) if following is None else following.checked()
+                if following is None:
+                    batch = Batch(iterator.get_next(), is_numbered)
+                else:
+                    batch = following.checked()
+            number = batch.number
             # Of a batch taken ahead, evidence waits for more than the batch.
             arrived = batch.evidence if following is None else following.arrived
             waited = wait.until(arrived)
@@ -239,14 +246,19 @@ def trace_steps(
                 if is_training and layout.owner:
                     operations.append(add_applied(row, layout.owner, operations))
         told = read_told(row, teller) if teller else None
-        with tf.control_dependencies([add_step(count, operations, waited)]):
+        with tf.control_dependencies([add_step(count, operations, waited, log, number)]):
             if told is not None:
                 return tf.identity(told)
             tf.no_op()
             return None
 
-    specs = worker_specs(layout, element_spec)
+    specs = worker_specs(layout, given_spec(element_spec, is_numbered))
     return tf.function(steps, autograph=False).get_concrete_function(*specs)
+
+
+def given_spec(element_spec: Any, is_numbered: bool) -> Any:
+    """The type spec of what the workers' iterators give, by that of batches."""
+    return (tf.TensorSpec([], tf.int64), element_spec) if is_numbered else element_spec
 
 
 def read_private(layout: Layout, handles: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -306,30 +318,36 @@ class Batch:
     """A worker's batch, while its step is traced.
 
     Args:
-        data: what the iterator gave.
+        given: what the iterator gave.
+        is_numbered: whether that is a pair of a number and the batch.
         ahead: the lookups pulled for it already, or None.
-        optional: the batch as an optional, or None.
+        optional: what the iterator gave as an optional, or None.
 
     Attributes:
+        number: the batch's, an int64 scalar; None if it has none.
+        data: the batch.
         evidence: tensors that are there only if the batch is.
     """
 
     def __init__(
         self,
-        data: Any,
+        given: Any,
+        is_numbered: bool,
         ahead: Ahead | None = None,
         optional: tf.experimental.Optional | None = None,
     ):
-        self.data = data
+        self.is_numbered = is_numbered
+        self.number, self.data = given if is_numbered else (None, given)
         self.ahead = ahead
+        self._given = given
         self._optional = optional
-        self.evidence = tf.nest.flatten(data, expand_composites=True)
+        self.evidence = tf.nest.flatten(given, expand_composites=True)
 
     @property
     def optional(self) -> tf.experimental.Optional:
-        """The batch as an optional."""
+        """What the iterator gave as an optional."""
         if self._optional is None:
-            self._optional = tf.experimental.Optional.from_value(self.data)
+            self._optional = tf.experimental.Optional.from_value(self._given)
         return self._optional
 
 
@@ -341,7 +359,7 @@ class BatchAhead:
         last: the batch before.
 
     Attributes:
-        optional: the batch as an optional; as `data` at the end of the data.
+        optional: what the iterator gave as an optional; as `data` at the end of the data.
         data: the batch; at the end of the data the one before, as any model can look up its
             rows.
         ahead: the lookups pulled for it, or None.
@@ -355,9 +373,10 @@ class BatchAhead:
         # Of the optionals: a conditional on the batch would be three ops for each tensor in it.
         before = last.optional
         self.optional = tf.cond(self._exists, lambda: optional, lambda: before)
-        self.data = self.optional.get_value()
+        self._batch = Batch(self.optional.get_value(), last.is_numbered, None, self.optional)
+        self.data = self._batch.data
         self.ahead: Ahead | None = None
-        self.arrived = tf.nest.flatten(self.data, expand_composites=True)
+        self.arrived = self._batch.evidence
 
     def checked(self) -> Batch:
         """The batch when it is its turn; at the end of the data, its end."""
@@ -369,7 +388,8 @@ class BatchAhead:
             ):
                 return tf.constant(False)
 
-        batch = Batch(self.data, self.ahead, self.optional)
+        batch = self._batch
+        batch.ahead = self.ahead
         batch.evidence = [tf.cond(self._exists, lambda: tf.constant(True), end)]
         return batch
 
@@ -384,8 +404,8 @@ def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Call
     """
     lookups = find_lookups(model, layout, "predict_step", element_spec[1])
 
-    def predict(iterator, worker, began, count, row, *handles):
-        del began, count, row
+    def predict(iterator, worker, began, count, row, log, *handles):
+        del began, count, row, log
         number, data = iterator.get_next()
         with links.of_trainer(worker):
             step = Step(layout, read_private(layout, handles), lookups, data, worker)
@@ -406,8 +426,8 @@ def _by_device(operations: list[tf.Operation]) -> dict[str, list[tf.Operation]]:
 
 
 def worker_specs(layout: Layout, element_spec: Any) -> list[Any]:
-    """Of the iterator, the worker's index, the pass's beginning, the two counts, the private
-    variables."""
-    handles = [tf.TensorSpec([], tf.resource) for _ in range(2 + len(layout.private))]
+    """Of the iterator, the worker's index, the pass's beginning, the two counts, the log, the
+    private variables."""
+    handles = [tf.TensorSpec([], tf.resource) for _ in range(3 + len(layout.private))]
     iterator = tf.data.IteratorSpec(element_spec)
     return [iterator, tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64), *handles]

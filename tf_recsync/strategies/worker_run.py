@@ -2,7 +2,8 @@
 
 A thread calls its worker again and again, with steps that it takes (leases.py).
 A worker that is lost takes its batches with it and is admitted again when it
-is back; the others go on.
+is back; the others go on. When all have seen the end of the data, they go on with
+the batches that were lost, if these can be found again (pass_batches.py).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from tf_recsync.synchronization.synchronizer import Crew
 
 if TYPE_CHECKING:
     from tf_recsync.strategies.distributed_dataset import RegisteredDataset
+    from tf_recsync.strategies.pass_batches import PassBatches
     from tf_recsync.strategies.worker_datasets import WorkerDatasets
 
 _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
@@ -74,8 +76,9 @@ class WorkerRun:
         is_reading: whether its steps change nothing: if a connection breaks, nobody else has to
             know.
         while_waiting: is called about twice a second by whoever waits for steps.
-        data: as workers get at it. Readers may have parts of it: then the cluster knows the
-            pass. None if it is the coordinator's in any case.
+        batches: of the pass. Readers may have parts of the data: then the cluster knows the pass.
+            None if there is nothing to know of them.
+        read: reads which batches a slot's worker has done, where they have numbers.
         after: a pass over the same data that has failed, and whose steps go on in this one.
         keeps_data: whether workers go on with the batches that they have if this one fails; then
             `close_kept` or a pass `after` it follows.
@@ -95,7 +98,8 @@ class WorkerRun:
         silence_timeout: float,
         crew: Crew | None = None,
         threads: int = 1,
-        data: RegisteredDataset | WorkerDatasets | None = None,
+        batches: PassBatches | None = None,
+        read: Callable[[Slot], None] = lambda slot: None,
         unneeded: Collection[Server] = (),
         is_reading: bool = False,
         while_waiting: Callable[[], None] = lambda: None,
@@ -108,8 +112,10 @@ class WorkerRun:
         completed: int = 0,
         is_another: bool = False,
     ):
-        self.data = data
-        self._readers = 0 if data is None else data.readers
+        self._batches = batches
+        self._readers = 0 if batches is None else batches.readers
+        self._retries = batches is not None and batches.retries
+        self._read = read
         self._cluster = cluster
         self._crew = crew = Crew() if crew is None else crew
         self._open_worker = open_worker
@@ -142,6 +148,10 @@ class WorkerRun:
         self._comebacks = Comebacks(cluster, crew, self._wait_for_answers, unneeded)
         self._opened = 0
         self._began: float | None = None  # When all were open.
+        self._round = 0 if batches is None else batches.round
+        self._has_lost = False  # Batches, of those of this round that some worker has had.
+        self._is_deciding = False  # A thread is, about whether there is another round.
+        self._is_complete = False  # There is none: no batch is missing.
         self._finished_parts = 0  # Threads that have seen the end of the dataset.
         self._live = cluster.workers * threads  # Threads that have not finished.
         self._losses = Losses()
@@ -230,6 +240,11 @@ class WorkerRun:
         return self._readers
 
     @property
+    def data(self) -> RegisteredDataset | WorkerDatasets | None:
+        """What is trained on, as workers get at it; None if nobody needs to know."""
+        return None if self._batches is None else self._batches.data
+
+    @property
     def is_open(self) -> bool:
         """Whether workers have not left it: they run steps, or wait for steps to be granted."""
         with self._changed:
@@ -245,7 +260,7 @@ class WorkerRun:
     def has_seen_end(self) -> bool:
         """Whether all of its threads have seen the end of the data."""
         with self._changed:
-            return self._finished_parts == len(self.slots)
+            return self._is_complete or self._finished_parts == len(self.slots)
 
     @property
     def granted(self) -> float:
@@ -591,7 +606,11 @@ class WorkerRun:
                 self._changed.wait_for(lambda: self._live == 0, timeout=_RETRY_SECONDS)
 
     def _drive_in_scope(self, slot: Slot) -> None:
-        if slot.ended:  # In the pass that this one goes on with.
+        if slot.state is not None:  # From the pass that this one goes on with.
+            self._count_lost(slot)
+        if self._retries:
+            slot.ended = False  # It sees the end once more, or something was lost.
+        if slot.ended:
             with self._changed:
                 self._opened += 1
                 self._finished_parts += 1
@@ -615,6 +634,7 @@ class WorkerRun:
             slot.pass_began = self._began
         while True:
             if not opened:
+                self._count_lost(slot)
                 if not self._readmit(slot):
                     return
                 opened = True
@@ -649,10 +669,91 @@ class WorkerRun:
                 continue
             if ended:
                 self._leave(slot)
+                if self._has_more(slot):
+                    opened = self._guarded(slot, lambda: self._join(slot)) is not None
+                    continue
                 with self._changed:
                     slot.ended = True
                     self._finished_parts += 1
                 return  # Its own part has ended; others may hold batches still.
+
+    # What was lost is done at the end of the data.
+
+    def _count_lost(self, slot: Slot) -> None:
+        """A worker was lost: those of its batches that are not known to be done count as lost."""
+        state = slot.state
+        if state is None or not self._retries:
+            return
+        if not self._cluster.membership.is_away(slot.worker):  # Only its connection broke.
+            self._try_to_read(slot)
+        state.settle()
+        with self._changed:
+            self._has_lost = True
+            if self._batches.done is not None:
+                self._credit(slot, slot.noted - slot.credited)
+
+    def _try_to_read(self, slot: Slot) -> None:
+        """Reads which batches a worker has done; if it is gone, its own thread finds that out."""
+        slot.busy_since = time.monotonic()
+        try:
+            self._read(slot)
+        except tf.errors.OpError as error:
+            logging.debug("what worker:%d has done is not known: %s", slot.index, error)
+        finally:
+            slot.busy_since = None
+
+    def _credit(self, slot: Slot, done: int) -> None:
+        """So many more of a worker's steps count as done, or fewer; under _changed."""
+        self._leases.count(done)
+        slot.credited += done
+        retried = done if slot.round else 0
+        self._losses += Losses(retried=retried, repeated=max(-done, 0))
+
+    def _has_more(self, slot: Slot) -> bool:
+        """Whether a thread that has seen the end of its data goes on with what others have lost;
+        returns when that is known."""
+        if not self._retries:
+            return False
+        with self._changed:
+            slot.ended = True
+            self._changed.notify_all()
+            while not (self._shall_end() or self._is_complete):
+                if self._round > slot.round:
+                    return True
+                if not self._is_deciding and all(s.ended or s.lost for s in self.slots):
+                    self._decide()
+                else:
+                    self._changed.wait(timeout=1.0)
+            return False
+
+    def _decide(self) -> None:
+        """All who are there have seen the end of the data: is something missing? Under _changed."""
+        self._is_deciding = True
+        has_lost, self._has_lost = self._has_lost, False
+        has_more = False
+        try:
+            if has_lost:
+                with self._unlocked(), tf.device(None):
+                    for slot in self.slots:
+                        if slot.state is not None and not slot.lost:
+                            self._try_to_read(slot)
+                    has_more = self._batches.open_rest()
+        finally:
+            self._is_deciding = False
+        if has_more:
+            self._round = self._batches.round
+            logging.info("Batches that were lost with workers are trained on now.")
+        else:
+            self._is_complete = True
+        self._changed.notify_all()
+
+    def _join(self, slot: Slot) -> None:
+        """A thread that has seen the end of its data goes on with what others have lost."""
+        with self._changed:
+            slot.round = self._round
+            slot.ended = False
+        slot.state.join(self._batches.iterator(slot))
+        self._resume(slot)
 
     def _opened_at_once(self, slot: Slot) -> bool:
         """Opens a worker as the pass begins; False if it is away, and the pass begins without."""
@@ -689,6 +790,9 @@ class WorkerRun:
         # to a worker, one would use it there before the other has sent it.
         with self._opening[slot.index]:
             before = slot.state
+            with self._changed:
+                slot.round = self._round
+                slot.ended = False
             # Nobody takes part of whom somebody does not know yet that it was lost: in this order,
             # as one that is lost meanwhile has another life.
             slot.lives = {server: membership.life(server) for server in self._needs(slot)}
@@ -769,6 +873,8 @@ class WorkerRun:
             self._longest_call = max(self._longest_call, longest)
             self._leases.adapt(slot.number, taken, done, seconds)
             self._leases.give_back(taken, done)
+            slot.credited += done
+            self._losses += Losses(retried=done if slot.round else 0)
             more = slot.end_call(done)
             self._progressed = time.monotonic()
             if result is not None:
@@ -782,7 +888,8 @@ class WorkerRun:
         with self._changed:
             more = slot.end_call(done)
             self._leases.give_back(taken, done)
-            self._losses += Losses(steps=lost)
+            slot.credited += done
+            self._losses += Losses(steps=lost, retried=done if slot.round else 0)
             self._changed.notify_all()
         self._note_steps(slot, more)
 
@@ -795,7 +902,8 @@ class WorkerRun:
             limit = 0.0 if is_gone else self._leases.limit
             done, lost = slot.state.account_lost(taken, slot.progress, limit)
             slot.busy_since = None
-        slot.lost_steps += lost
+        if not self._retries:
+            slot.lost_steps += lost
         self._give_back(slot, taken, done, lost)
 
     def _guarded(
@@ -948,7 +1056,7 @@ class WorkerRun:
     def _is_over(self) -> bool:
         """Whether a lost worker that comes back would find nothing to do; under _changed."""
         others = any(s.running and not s.lost for s in self.slots)
-        nothing_left = self._finished_parts > 0 and not others
+        nothing_left = self._is_complete or (self._finished_parts > 0 and not others)
         return self._shall_end() or nothing_left
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 
 import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tf_recsync import ops
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.step_counts import ROW
 from tf_recsync.synchronization.remote_values import PackedReader, on_worker
@@ -25,6 +28,7 @@ class WorkerState:
         private: the initial values of the variables that it keeps for itself.
         before: its state earlier in the pass, before it was lost; or None.
         owner: the device that counts global steps; "" for the worker itself.
+        log: the handle of its log of batches, see `new_log`; None where they have no numbers.
 
     Attributes:
         iterator: as above; None from `close` on.
@@ -42,6 +46,7 @@ class WorkerState:
         private: list[np.ndarray],
         before: WorkerState | None = None,
         owner: str = "",
+        log: tf.Tensor | None = None,
     ):
         self.iterator: PassIterator | None = iterator
         self.unrolled = 0
@@ -52,6 +57,10 @@ class WorkerState:
         self._began = on_worker(np.float64(0))
         self._has_begun = False
         self._numbers: dict[int, tf.Tensor] = {}
+        self._log = log
+        self._reading = threading.Lock()
+        self._known = 0  # Numbers of its log.
+        self._is_settled = False
         counts = np.array([self.steps, self.waited])
         self._counts = tf.Variable(on_worker(counts), trainable=False)
         self._steps_before = self.steps_at_call = self.steps
@@ -86,10 +95,11 @@ class WorkerState:
     @property
     def inputs(self) -> list[tf.Tensor]:
         """What its functions take besides an iterator (see `worker_functions.trace_steps`)."""
-        row = self._counts if self.row is None else self.row
-        variables = (self._counts, row, *self._variables)
-        handles = [variable.handle for variable in variables]
-        return [self._worker, self._began, *handles]
+        counts = self._counts.handle
+        row = counts if self.row is None else self.row.handle
+        log = counts if self._log is None else self._log
+        handles = [variable.handle for variable in self._variables]
+        return [self._worker, self._began, counts, row, log, *handles]
 
     def number(self, value: int) -> tf.Tensor:
         """A number as an int64 scalar on the worker; call it in its device scope."""
@@ -113,18 +123,50 @@ class WorkerState:
         for variable, value in zip(self._variables, values, strict=False):
             variable.assign(value)
 
-    def read(self, reader: PackedReader, count: int, device: str) -> list[np.ndarray]:
+    def read(
+        self,
+        reader: PackedReader,
+        count: int,
+        device: str,
+        note: Callable[[np.ndarray], None],
+    ) -> list[np.ndarray]:
         """Reads what the worker has counted, and the first of its variables.
 
         Args:
-            reader: of the counts and the variables.
+            reader: of the counts and the variables; if there is a log, of that, too.
             count: how many variables.
             device: the worker's.
+            note: is told the numbers of the batches that were done since it was last read, if they
+                have numbers.
         """
-        read = (self._counts, *self._variables[:count])
-        counts, *values = reader([variable.handle for variable in read], device)
+        handles = [v.handle for v in (self._counts, *self._variables[:count])]
+        with self._reading:
+            if self._log is None:
+                counts, *values = reader(handles, device)
+            else:
+                (counts, *values), numbers = reader.with_log(
+                    handles, device, self._log, self._known
+                )
+                self._known += len(numbers)
+                if not self._is_settled:
+                    note(numbers)
         self.waited = int(counts[1])
         return values
+
+    def settle(self) -> None:
+        """The worker was lost: of its batches, what is not known by now counts as not done."""
+        with self._reading:
+            self._is_settled = True
+
+    def join(self, iterator: PassIterator) -> None:
+        """Goes on with other batches; call it in the worker's device scope.
+
+        Raises:
+            tf.errors.OpError: the worker can't be reached.
+        """
+        before, self.iterator = self.iterator, iterator
+        if before is not None:
+            before.close()
 
     def account_lost(self, taken: int, known: int, seconds: float) -> tuple[int, int]:
         """The worker was lost in a call, or only the connection to it; servers may know more.
@@ -171,6 +213,13 @@ class WorkerState:
         return int(np.asarray(self._counts.read_value())[0])
 
 
+def new_log() -> tf.Tensor:
+    """The handle of a new log of batches on the worker in whose device scope it is called."""
+    # The ops of this package run on processors alone.
+    with tf.device("CPU:0"):
+        return ops.batch_log()
+
+
 class MetricsMerger:
     """Merges metric variables that workers accumulated apart.
 
@@ -185,6 +234,7 @@ class MetricsMerger:
     def __init__(self, variables: list[keras.Variable]):
         self._variables = variables
         self._initial = [np.asarray(v._value.read_value()) for v in variables]
+        self._lock = threading.Lock()
         self._parts: dict[tuple[int, WorkerState], list[np.ndarray]] = {}
 
     def update(self, worker: int, state: WorkerState, values: list[np.ndarray]) -> None:
@@ -195,11 +245,13 @@ class MetricsMerger:
             state: where it accumulates since it started, or started anew.
             values: what was read of the state, one for each variable.
         """
-        self._parts[worker, state] = values
+        with self._lock:
+            self._parts[worker, state] = values
 
     def merged(self) -> list[np.ndarray]:
         """The merged values, one for each variable."""
-        parts = [self._parts[key] for key in sorted(self._parts, key=lambda key: key[0])]
+        with self._lock:
+            parts = [self._parts[key] for key in sorted(self._parts, key=lambda key: key[0])]
         merged = []
         for i, (variable, initial) in enumerate(zip(self._variables, self._initial, strict=True)):
             values = [part[i] for part in parts]

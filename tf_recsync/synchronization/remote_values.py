@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
+from tf_recsync import ops
 from tf_recsync.cluster import CHIEF, Cluster, processor_of
 
 
@@ -19,10 +20,12 @@ class PackedReader:
     one by one, a metric of many variables takes a worker tens of milliseconds.
 
     Args:
-        like: variables of these shapes, which must be static, and types, in their order.
+        like: variables of these shapes, which must be static, and types, in their order; if
+            `reads_log`, at least one of them of int64.
+        reads_log: whether it reads a log of batches, too: default False.
     """
 
-    def __init__(self, like: Sequence[tf.Variable]):
+    def __init__(self, like: Sequence[tf.Variable], reads_log: bool = False):
         self._shapes = [variable.shape.as_list() for variable in like]
         by_dtype: dict[tf.DType, list[int]] = {}
         for i, variable in enumerate(like):
@@ -34,25 +37,59 @@ class PackedReader:
                 packed([handles[i] for i in indices], dtype) for dtype, indices in by_dtype.items()
             ]
 
+        def pack_with_log(handles, log, known):
+            numbers = ops.noted_batches(log, known)
+            with tf.control_dependencies([numbers]):  # No more than what variables know of.
+                parts = pack(handles)
+            place = list(by_dtype).index(tf.int64)
+            parts[place] = tf.concat([parts[place], numbers], 0)
+            return parts
+
+        handles = [tf.TensorSpec([], tf.resource)] * len(self._shapes)
+        log = [tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)]
         # Concrete: called on one device after the other, a tf.function is traced for each.
         with tf.device(None):
-            self._pack = tf.function(pack, autograph=False).get_concrete_function(
-                [tf.TensorSpec([], tf.resource)] * len(self._shapes)
-            )
+            if reads_log:
+                function = tf.function(pack_with_log, autograph=False)
+                self._pack = function.get_concrete_function(handles, *log)
+            else:
+                self._pack = tf.function(pack, autograph=False).get_concrete_function(handles)
 
     def __call__(self, handles: Sequence[tf.Tensor], device: str) -> list[np.ndarray]:
         """Reads the variables behind these handles, which lie on this device."""
         if not handles:
             return []
-        values: list[np.ndarray] = [None] * len(handles)
         with tf.device(device):
-            parts = self._pack(list(handles))
+            return self._split(self._pack(list(handles)))[0]
+
+    def with_log(
+        self, handles: Sequence[tf.Tensor], device: str, log: tf.Tensor, known: int
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """Reads a log, too.
+
+        Args:
+            handles: of the variables.
+            device: where they lie, and the log.
+            log: its handle.
+            known: how many of its numbers are known, see `ops.noted_batches`.
+
+        Returns:
+            The variables' values, and the log's other numbers, [n].
+        """
+        with tf.device(device):
+            return self._split(self._pack(list(handles), log, on_worker(np.int64(known))))
+
+    def _split(self, parts: Sequence[tf.Tensor]) -> tuple[list[np.ndarray], np.ndarray]:
+        """The variables' values, and what comes after those of int64."""
+        values: list[np.ndarray] = [None] * len(self._shapes)
+        rest = np.zeros([0], np.int64)
         for indices, part in zip(self._groups, parts, strict=True):
             sizes = [math.prod(self._shapes[i]) for i in indices]
-            split = np.split(np.asarray(part), np.cumsum(sizes)[:-1])
+            *split, more = np.split(np.asarray(part), np.cumsum(sizes))
+            rest = more if more.size else rest
             for i, value in zip(indices, split, strict=True):
                 values[i] = value.reshape(self._shapes[i])
-        return values
+        return values, rest
 
 
 def packed(handles: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
