@@ -6,25 +6,57 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import AtBatch, compute_time, wait_until
+from helpers import AtBatch, compute_time
 
 import tf_recsync as recsync
+from tf_recsync.strategies.slots import Losses
 
 BATCHES = 60
 
 
 @pytest.fixture
 def cluster(clusters):
-    return clusters.get(workers=2, ps=1)
+    return clusters.get(workers=2, ps=2)
 
 
-def make_model(strategy):
-    """Its table counts how often each batch was trained on, its metric how many were."""
+STRATEGIES = {
+    "async": recsync.AsyncStrategy,
+    "sync": lambda cluster: recsync.SyncStrategy(cluster),
+    "GBA": lambda cluster: recsync.GBAStrategy(cluster, 2, 1, staleness_tolerance=1000),
+    "Hop": lambda cluster: recsync.HopStrategy(
+        cluster, recsync.topology.ring(2), backup_workers=1, max_iteration_gap=20
+    ),
+    "ShadowSync": lambda cluster: recsync.ShadowSyncStrategy(
+        cluster, recsync.EASGD(0.3), threads_per_trainer=2, local_batch_size=1
+    ),
+}
+
+
+class Sum(keras.metrics.Metric):
+    """Of labels 4^0, 4^1 and so on, whose digits say how often there was each batch."""
+
+    def __init__(self):
+        super().__init__(dtype="float64", name="sum")
+        self.total = self.add_variable((), "zeros", dtype="float64")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.sum(keras.ops.cast(y_true, "float64")))
+
+    def result(self):
+        return self.total.value
+
+
+def make_model(strategy, metrics=()):
+    """Its table counts how often each batch was trained on."""
     with strategy.scope():
         ids = keras.Input((1,), dtype="int64")
-        rows = keras.layers.Embedding(BATCHES, 1, "zeros")(ids)
-        model = keras.Model(ids, keras.layers.Flatten()(rows))
-        model.compile(recsync.optimizers.SGD(1.0), loss=lambda _, output: -output)
+        counts = keras.layers.Flatten()(keras.layers.Embedding(BATCHES, 1, "zeros")(ids))
+        ones = keras.ops.ones_like(ids, dtype="float32")  # What is dense has nothing to do with it.
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")(ones)
+        model = keras.Model(ids, counts + dense)
+        model.compile(
+            recsync.optimizers.SGD(1.0), loss=lambda _, output: -output, metrics=list(metrics)
+        )
     return model
 
 
@@ -32,27 +64,153 @@ def counts_of(model):
     return np.asarray(model.get_weights()[0]).ravel()
 
 
-def batches():
-    ids = np.arange(BATCHES)[:, np.newaxis]
-    return tf.data.Dataset.from_tensor_slices((ids, np.zeros((BATCHES, 1)))).batch(1)
+def batches(count=BATCHES, parts=1, part=0):
+    data = tf.data.Dataset.range(part, count, parts)
+    return data.map(lambda i: (i[tf.newaxis], 4.0 ** tf.cast(i % 24, tf.float64)[None])).batch(1)
 
 
-def test_each_batch_is_trained_on_once_where_nobody_dies(cluster):
+class Killing(AtBatch):
+    """Kills a worker while there are batches left, and starts it again if it shall.
+
+    Args:
+        cluster: whose worker it is.
+        restart: whether it shall.
+    """
+
+    def __init__(self, cluster, restart=False):
+        super().__init__(8, self._kill)
+        self._cluster, self._restart = cluster, restart
+        self._killed = threading.Event()
+
+    def _kill(self):
+        self._cluster.kill("worker", 1)
+        self._killed.set()
+        if self._restart:
+            threading.Thread(target=self._cluster.restart, args=("worker", 1)).start()
+
+    def gated(self, data):
+        """The dataset, of which most batches are made when the worker is dead."""
+
+        def wait(number) -> None:
+            assert number < 20 or self._killed.wait(60)
+
+        def passed(number, batch):
+            with tf.control_dependencies([tf.py_function(wait, [number], [])]):
+                return tf.nest.map_structure(tf.identity, batch)
+
+        return data.enumerate().map(passed)
+
+
+@pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
+def test_each_batch_is_trained_on_once_where_nobody_dies(cluster, shuffled):
     strategy = recsync.AsyncStrategy(cluster)
     model = make_model(strategy)
-    model.fit(batches(), epochs=2, verbose=0)
+    data = batches().shuffle(BATCHES, seed=3) if shuffled else batches()
+    model.fit(data, epochs=2, verbose=0)
     assert counts_of(model).tolist() == [2] * BATCHES
-    assert strategy.losses(model) == recsync.strategies.slots.Losses()
+    assert strategy.losses(model) == Losses()
 
 
-def test_the_batches_of_a_worker_that_stays_away_are_trained_on(cluster):
+@pytest.mark.parametrize("kind", ["stays away", "comes back", "of unknown length", "shuffled"])
+def test_batches_that_are_lost_are_trained_on_at_the_end(cluster, kind):
     strategy = recsync.AsyncStrategy(cluster)
     model = make_model(strategy)
-    kill = AtBatch(20, lambda: cluster.kill("worker", 1))
+    data = batches()
+    if kind == "of unknown length":
+        data = data.filter(lambda ids, _: tf.reduce_all(ids >= 0))
+    elif kind == "shuffled":
+        data = data.shuffle(BATCHES, seed=3)
+    kill = Killing(cluster, restart=kind == "comes back")
     with compute_time(strategy, 0.01):
-        model.fit(batches(), callbacks=[kill], verbose=0)
-    counts = counts_of(model)
+        history = model.fit(kill.gated(data), epochs=2, callbacks=[kill], verbose=0)
+    assert history.epoch == [0, 1]
+    counts, losses = counts_of(model), strategy.losses(model)
+    assert losses.workers >= 1 and losses.batches == 0
+    assert counts.min() == 2
+    # The step in flight may have been applied, and counts as lost all the same.
+    assert losses.repeated <= counts.sum() - 2 * BATCHES <= losses.repeated + losses.steps
+    assert losses.repeated <= losses.retried < BATCHES
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STRATEGIES if kind != "async"])
+def test_batches_are_retried_in_all_modes(cluster, kind):
+    strategy = STRATEGIES[kind](cluster)
+    model = make_model(strategy)
+    kill = Killing(cluster)
+    with compute_time(strategy, 0.01):
+        model.fit(kill.gated(batches()), callbacks=[kill], verbose=0)
     losses = strategy.losses(model)
-    print(counts, losses)
-    assert counts.min() == 1
-    assert losses.workers == 1
+    assert losses.workers == 1 and losses.batches == 0
+    # Under a HopStrategy a batch counts as trained on when its worker has sent its update.
+    assert counts_of(model).min() > 0
+    assert strategy.worker_steps(model)[0] >= BATCHES / 2
+
+
+def test_batches_that_can_not_be_found_again_are_dropped_with_one_warning(cluster, caplog):
+    tf.random.set_seed(None)
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy)
+    kill = Killing(cluster)
+    with compute_time(strategy, 0.01):
+        model.fit(kill.gated(batches().shuffle(BATCHES)), epochs=2, callbacks=[kill], verbose=0)
+    assert caplog.text.count("Batches that are lost with a worker will not be trained on") == 1
+    assert "give shuffle a seed, or call keras.utils.set_random_seed" in caplog.text
+    losses = strategy.losses(model)
+    assert losses.retried == 0
+    assert counts_of(model).sum() >= 2 * BATCHES - losses.batches
+
+
+def test_an_evaluation_counts_each_batch_once_though_a_worker_dies(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy, [Sum()])
+    killed = []
+
+    class Kill(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            if batch == 8 and not killed:
+                killed.append(cluster.kill("worker", 1))
+
+    slow = batches(24).map(lambda ids, label: (after(0.05, ids), label))
+    total = model.evaluate(slow, callbacks=[Kill()], return_dict=True, verbose=0)["sum"]
+    assert killed
+    assert total == (4**24 - 1) / 3  # Each digit is a 1.
+
+
+def after(seconds, value):
+    """The same, later."""
+    return recsync.ops.transfer(value, 8 / seconds)
+
+
+def test_predictions_are_complete_though_a_worker_dies(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy)
+    table = np.arange(BATCHES)[:, np.newaxis]
+    model.set_weights([table, np.zeros([1, 1])])
+    killed = []
+
+    class Kill(keras.callbacks.Callback):
+        def on_predict_batch_end(self, batch, logs=None):
+            if batch == 10 and not killed:
+                killed.append(cluster.kill("worker", 1))
+
+    slow = batches().map(lambda ids, _: after(0.02, ids))
+    predicted = model.predict(slow, callbacks=[Kill()], verbose=0)
+    assert killed
+    np.testing.assert_array_equal(predicted, table)
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["stays away", "comes back"])
+def test_what_a_lost_worker_would_have_made_itself_is_trained_on(cluster, restart):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy)
+    kill = Killing(cluster, restart)
+    data = strategy.distribute_datasets_from_function(
+        lambda context: kill.gated(batches(BATCHES, 2, context.input_pipeline_id))
+    )
+    with compute_time(strategy, 0.02):
+        model.fit(data, epochs=2, callbacks=[kill], verbose=0)
+    counts, losses = counts_of(model), strategy.losses(model)
+    assert losses.workers >= 1 and losses.batches == 0
+    assert counts.min() == 2
+    # Where it was is known by the server that counts steps.
+    assert counts.sum() - 2 * BATCHES <= losses.steps

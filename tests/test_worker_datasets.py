@@ -262,11 +262,14 @@ def test_a_worker_that_is_back_in_mid_epoch_goes_on_after_what_it_had(cluster, c
             verbose=0,
         ).history
     times = digits(history["label_sum"][0], batches)
+    losses = strategy.losses(model)
     assert "worker:1 is back" in caplog.text
-    assert max(times) == 1
+    # The step in flight is done again, and may have been counted.
+    assert sum(max(n - 1, 0) for n in times) <= losses.steps <= 1
     # What it had counted is lost with it, but for what was read; the last ones it had after.
     assert times[0::2] == [1] * 12 and times[-1] == 1
-    assert batches - 4 <= steps_of(model) <= batches
+    assert losses.batches == 0
+    assert batches <= steps_of(model) <= batches + losses.steps
 
 
 def restart(cluster):

@@ -189,19 +189,12 @@ class RegisteredDataset:
             return False
         return True
 
-    def iterator(
-        self, job: str, part: int = 0, parts: int = 1, taken: int = 0, skipped: int = 0
-    ) -> PassIterator:
-        """Joins a pass; call it under the worker's device scope.
+    def iterator(self, job: str) -> PassIterator:
+        """Joins a pass, to take what nobody has had; call it under the worker's device scope.
 
         Args:
             job: the pass.
-            part: of no meaning here: who joins takes what nobody has had.
-            parts: as above.
-            taken: as above.
-            skipped: as above.
         """
-        del part, parts, taken, skipped
         # The public from_dataset_id lacks the refresh interval, and with its
         # second every pass would end a second late.
         policy = tf.data.experimental.service.ShardingPolicy

@@ -126,10 +126,8 @@ class Steps:
         self._epoch_batches = float("inf")  # Of an epoch, if known; of several readers, at least.
         self._position: DataPosition | None = None  # Where the next pass begins, if not anew.
         # Of the pass that runs, or ran last: the passes over its data before it, the batches of it
-        # that the run does not count, those of the first epoch that an earlier process has done,
-        # and what of each pipeline was skipped.
+        # that the run does not count, and those of the first epoch that an earlier process did.
         self._passes_before = self._uncounted = self._skipped = 0
-        self._pipelines: tuple[int, ...] = ()
         self.beginning: DataPosition | None = None  # Where the first pass of `fit` began.
         self._pass_batches = 0.0  # See `DistributedDataset`.
         self._losses = Losses()  # Of earlier passes, and of batches.
@@ -339,7 +337,9 @@ class Steps:
             position = self._position
             if position is not None and is_anew:
                 position = iterator.distributed.reachable(position, slots)
-            iterator.batches = PassBatches(iterator.distributed, slots, position)
+            iterator.batches = PassBatches(
+                iterator.distributed, slots, position, is_read_between=not is_training
+            )
             if is_training:
                 iterator.distributed.check_retries()
         self._batches = batches = iterator.batches
@@ -438,7 +438,6 @@ class Steps:
             if self.beginning is None:
                 own = dataclasses.replace(begin, passes=self._passes_before)
                 self.beginning = own
-        self._pipelines = begin.pipelines
         self._position = iterator.failed = None
         run = self._run
         run.when_done(self._go_on)
@@ -744,15 +743,15 @@ class TestFunction(Steps):
     # metrics, and which batches they are of. Others do the rest.
 
     def _after_call(self, slot: Slot, batches: PassBatches, ended: bool) -> None:
-        if batches.done is None:
-            return
         now = time.monotonic()
-        if ended or now - slot.read_at > self._refresh_seconds:
+        if batches.are_noted and (ended or now - slot.read_at > self._refresh_seconds):
             self._read_worker(slot, batches)
             slot.read_at = now
+            if batches.done is None:
+                slot.noted = slot.state.steps
 
     def _read_all(self, run: WorkerRun, is_final: bool) -> bool:
-        if self._batches.done is None:
+        if not self._batches.are_noted:
             return super()._read_all(run, is_final)
         if is_final and not super()._read_all(run, is_final):
             run.wait(float("inf"))  # Until others have done what is lost now; they have read.

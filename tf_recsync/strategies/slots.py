@@ -89,6 +89,7 @@ class Slot:
         state: what `open_worker` returned and the calls then updated.
         busy_since: when its call in flight began (time.monotonic), or None.
         lost: whether it, or what it trains on, is gone at the moment.
+        is_counted: whether it is, and what was lost with it is counted.
         lives: those of the servers that it needs when the thread opened it, see
             `Membership.life`: of those that hold what it trains on, then its own.
         breaks: how often its connection broke while it lived, since it last finished a call.
@@ -120,7 +121,7 @@ class Slot:
         self.device = device_of(*self.worker)
         self.state: State | None = None
         self.busy_since: float | None = None
-        self.lost = False
+        self.lost = self.is_counted = False
         self.lives: dict[Server, int] = {}
         self.breaks = 0
         self.lost_steps = 0

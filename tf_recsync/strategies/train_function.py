@@ -139,8 +139,7 @@ class TrainFunction(Steps):
             return DataPosition(self._passes_before + 1, batch_size=self.local_batch_size)
         pipelines = ()
         if isinstance(run.data, WorkerDatasets):
-            taken = self._pipelines or [0] * len(run.slots)
-            pipelines = tuple(n + s.taken for n, s in zip(taken, run.slots, strict=True))
+            pipelines = self._batches.taken(run.slots)
         return DataPosition(
             self._passes_before,
             batches,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies.pass_iterator import PassIterator
+from tf_recsync.strategies.pass_iterator import PassIterator, empty_batch
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
@@ -47,7 +47,8 @@ class WorkerDatasets(DataAdapter):
         self._make = make
         self._replicas_in_sync = replicas_in_sync
         self._making = threading.RLock()  # The user's function need not be thread-safe.
-        self._made: dict[int, tf.data.Dataset] = {}  # On the workers, by the pipeline's number.
+        # On the workers, by their index and the pipeline's number.
+        self._made: dict[tuple[int, int], tf.data.Dataset] = {}
         self._cardinality: int | None = None
         self._first = self._local(0)
 
@@ -86,30 +87,35 @@ class WorkerDatasets(DataAdapter):
         return ""  # Nobody shares anything that would need one.
 
     def iterator(
-        self, job: str, part: int, parts: int, taken: int, skipped: int = 0
+        self, worker: int, part: int, parts: int, taken: int, skipped: int = 0
     ) -> PassIterator:
-        """Begins a pass over a worker's pipelines; call it under the worker's device scope.
+        """Begins a pass over some of the pipelines; call it under the worker's device scope.
 
         Args:
-            job: of no meaning here.
-            part: the number of a worker's thread.
+            worker: its index.
+            part: which of them: those of one worker's thread; that of another worker if that is
+                lost.
             parts: how many threads there are, at most one for each pipeline.
-            taken: the batches that the thread had in this pass before it was lost.
-            skipped: those before the pass began that are not to be trained on again.
+            taken: their batches that the thread had in this pass before it was lost.
+            skipped: those before that are not to be trained on again.
         """
-        del job
         of_part = self.pipelines // parts
-        numbers = range(part * of_part, (part + 1) * of_part)
+        keys = [(worker, number) for number in range(part * of_part, (part + 1) * of_part)]
         try:
-            return self._iterator(numbers, taken, skipped)
+            return self._iterator(keys, taken, skipped)
         except tf.errors.OpError:
             # They are gone if the worker was started again since they were made. All are dropped.
-            if not any([self._made.pop(number, None) for number in numbers]):
+            if not any([self._made.pop(key, None) for key in keys]):
                 raise
-        return self._iterator(numbers, taken, skipped)
+        return self._iterator(keys, taken, skipped)
 
-    def _iterator(self, numbers: range, taken: int, skipped: int) -> PassIterator:
-        dataset = self._chained(numbers)
+    def empty(self) -> PassIterator:
+        """One without batches, for a worker whose part of the data others go through."""
+        nothing = tf.data.Dataset.from_tensors(empty_batch(self.element_spec)).take(0)
+        return PassIterator(nothing)
+
+    def _iterator(self, keys: Sequence[tuple[int, int]], taken: int, skipped: int) -> PassIterator:
+        dataset = self._chained(keys)
         # Where there is an end, each batch has its turn once.
         if self.cardinality != tf.data.INFINITE_CARDINALITY:
             skipped += taken
@@ -117,15 +123,15 @@ class WorkerDatasets(DataAdapter):
             dataset = dataset.skip(skipped)
         return PassIterator(dataset)
 
-    def _chained(self, numbers: range) -> tf.data.Dataset:
+    def _chained(self, keys: Sequence[tuple[int, int]]) -> tf.data.Dataset:
         """Some of the pipelines as one, on the worker."""
         with self._making:
-            for number in numbers:
-                if number not in self._made:
-                    self._made[number] = self._checked(number)
-        chained = self._made[numbers[0]]
-        for number in numbers[1:]:
-            chained = chained.concatenate(self._made[number])
+            for key in keys:
+                if key not in self._made:
+                    self._made[key] = self._checked(key[1])
+        chained = self._made[keys[0]]
+        for key in keys[1:]:
+            chained = chained.concatenate(self._made[key])
         return chained
 
     def _checked(self, number: int) -> tf.data.Dataset:

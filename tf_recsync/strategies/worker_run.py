@@ -682,15 +682,20 @@ class WorkerRun:
     def _count_lost(self, slot: Slot) -> None:
         """A worker was lost: those of its batches that are not known to be done count as lost."""
         state = slot.state
-        if state is None or not self._retries:
-            return
-        if not self._cluster.membership.is_away(slot.worker):  # Only its connection broke.
-            self._try_to_read(slot)
-        state.settle()
+        if state is not None and self._retries:
+            if not self._cluster.membership.is_away(slot.worker):  # Only its connection broke.
+                self._try_to_read(slot)
+            state.settle()
         with self._changed:
-            self._has_lost = True
-            if self._batches.done is not None:
-                self._credit(slot, slot.noted - slot.credited)
+            slot.is_counted = True
+            if state is not None and self._retries:
+                self._has_lost = True
+                if self._batches.are_noted:
+                    unknown = slot.credited - slot.noted
+                    if self._batches.done is None:
+                        state.steps -= unknown  # The place in its part of the data.
+                    self._credit(slot, -unknown)
+            self._changed.notify_all()
 
     def _try_to_read(self, slot: Slot) -> None:
         """Reads which batches a worker has done; if it is gone, its own thread finds that out."""
@@ -716,11 +721,12 @@ class WorkerRun:
             return False
         with self._changed:
             slot.ended = True
+            self._batches.ended(slot)
             self._changed.notify_all()
             while not (self._shall_end() or self._is_complete):
                 if self._round > slot.round:
                     return True
-                if not self._is_deciding and all(s.ended or s.lost for s in self.slots):
+                if not self._is_deciding and all(s.ended or s.is_counted for s in self.slots):
                     self._decide()
                 else:
                     self._changed.wait(timeout=1.0)
@@ -732,18 +738,18 @@ class WorkerRun:
         has_lost, self._has_lost = self._has_lost, False
         has_more = False
         try:
-            if has_lost:
+            if has_lost or any(slot.is_counted for slot in self.slots):
                 with self._unlocked(), tf.device(None):
-                    for slot in self.slots:
+                    for slot in self.slots if has_lost else []:
                         if slot.state is not None and not slot.lost:
                             self._try_to_read(slot)
-                    has_more = self._batches.open_rest()
+                    has_more = self._batches.open_rest(self.slots, has_lost)
         finally:
             self._is_deciding = False
         if has_more:
             self._round = self._batches.round
             logging.info("Batches that were lost with workers are trained on now.")
-        else:
+        elif self._batches.has_all_parts:  # Else who has one is back.
             self._is_complete = True
         self._changed.notify_all()
 
@@ -1044,10 +1050,11 @@ class WorkerRun:
             if any([self._is_missing(server) for server in self._needs(slot)]):
                 continue
             with self._changed:
-                slot.lost = False
+                slot.lost = slot.is_counted = False
                 self._without_worker_since = None
             if self._guarded(slot, lambda: self._open(slot), is_opening=True) is not None:
                 return True
+            self._count_lost(slot)
 
     def _wait_for_answers(self, seconds: float) -> bool:
         with self._changed:
