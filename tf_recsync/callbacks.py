@@ -25,6 +25,7 @@ from tf_recsync.optimizers.base import global_step_of
 from tf_recsync.publishing import Publication as Publication
 from tf_recsync.publishing import Publish as Publish
 from tf_recsync.staleness import Report, Statistics
+from tf_recsync.strategies.slots import Losses
 from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_reports import WorkerReport
 
@@ -65,10 +66,11 @@ class TrainingReport(_Report):
     those of one worker), `staleness` (the
     mean over dense variables in this epoch; where none is pushed, as under a
     `HopStrategy`, over rows of tables on servers), `staleness_p99`, `staleness_max`,
-    `data_wait` (the share of the epoch that workers waited for batches, 0 to 1) and
-    `lost_steps` (an int: the batches in flight when a worker was lost); with a `log_dir`,
-    TensorBoard gets the same scalars and a histogram of the epoch's staleness. Put it
-    before callbacks that read those logs.
+    `data_wait` (the share of the epoch that workers waited for batches, 0 to 1) and, as ints,
+    `lost_steps` (the batches in flight when a worker was lost), `retried_batches` (those that
+    others have trained on in place of lost workers) and `repeated_batches` (those that were
+    trained on twice for that); with a `log_dir`, TensorBoard gets the same scalars and a histogram
+    of the epoch's staleness. Put it before callbacks that read those logs.
 
     Args:
         log_dir: a folder for TensorBoard, or None (the default).
@@ -94,12 +96,12 @@ class TrainingReport(_Report):
         self._ended: float | None = None
         self._before: Report | None = None
         self._global_step = 0
-        self._lost_steps = 0
+        self._losses = Losses()
         self._data_wait = 0.0
 
     def on_epoch_begin(self, epoch, logs=None):
         self._started = time.monotonic()
-        self._lost_steps = self._strategy.losses(self.model).steps
+        self._losses = self._strategy.losses(self.model)
         self._before = self._strategy.staleness(self.model)
         self._data_wait = _data_wait(self._strategy, self.model)
         self._global_step = global_step_of(self.model.optimizer)
@@ -113,13 +115,16 @@ class TrainingReport(_Report):
     def on_epoch_end(self, epoch, logs=None):
         seconds = (self._ended or time.monotonic()) - self._started
         measured = self._staleness()
+        before, losses = self._losses, self._strategy.losses(self.model)
         report = {
             "batches_per_second": self.model.train_function.epoch_steps / seconds,
             "staleness": measured.mean,
             "staleness_p99": measured.quantile(0.99),
             "staleness_max": measured.max,
             "data_wait": (_data_wait(self._strategy, self.model) - self._data_wait) / seconds,
-            "lost_steps": self._strategy.losses(self.model).steps - self._lost_steps,
+            "lost_steps": losses.steps - before.steps,
+            "retried_batches": losses.retried - before.retried,
+            "repeated_batches": losses.repeated - before.repeated,
             **self._more(seconds),
         }
         if logs is not None:

@@ -29,8 +29,8 @@ class AsyncStrategy(GroupStrategy):
     batched tf.data.Dataset. Each batch goes to one worker, and a faster worker
     takes more. Metrics are kept by each worker and merged when read.
 
-    A worker that is lost takes the batches in its hands with it; the others go
-    on, and it takes part again when it is back. A lost parameter server ends
+    When a worker is lost, the others go on, and train on the batches that were in
+    its hands, too; it takes part again when it is back. A lost parameter server ends
     the training with an error.
 
     Reference: Liu and Zhao 2021, "Asynchronous Stochastic Gradient Descent for
@@ -102,7 +102,7 @@ class SyncStrategy(GroupStrategy):
     A worker takes a token for each batch, and waits until every server has done
     the step that the token names. A fast worker may compute several of a step's
     batches. The tokens of a worker that is lost go to the others, with other
-    batches, so a step always has its global batch; the batches in its hands are lost.
+    batches, so a step always has its global batch; its own batches are done at the end.
 
     `fit`, `evaluate` and `predict` as in `AsyncStrategy`. The optimizer's `staleness`
     policy is not used, as nothing is stale.

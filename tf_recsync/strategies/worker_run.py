@@ -798,7 +798,7 @@ class WorkerRun:
             before = slot.state
             with self._changed:
                 slot.round = self._round
-                slot.ended = False
+                slot.ended = slot.is_counted = False
             # Nobody takes part of whom somebody does not know yet that it was lost: in this order,
             # as one that is lost meanwhile has another life.
             slot.lives = {server: membership.life(server) for server in self._needs(slot)}
@@ -1050,7 +1050,7 @@ class WorkerRun:
             if any([self._is_missing(server) for server in self._needs(slot)]):
                 continue
             with self._changed:
-                slot.lost = slot.is_counted = False
+                slot.lost = False
                 self._without_worker_since = None
             if self._guarded(slot, lambda: self._open(slot), is_opening=True) is not None:
                 return True
