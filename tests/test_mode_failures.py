@@ -109,19 +109,19 @@ def test_the_others_go_on_when_a_worker_is_killed(mortal, mode, caplog):
     losses = strategy.losses(model)
     assert losses.workers == 1
     assert losses.steps <= 1  # None if it had done all of its call.
+    assert losses.batches == 0  # Others have done what was lost, and what nobody knew of.
     # None if it had nothing to do, as this process was late to kill it.
-    assert losses.batches <= LOST
-    told = f"{losses.batches} batches of the epoch were lost" in caplog.text
-    assert told == (losses.batches > 0)
+    assert losses.retried <= LOST + losses.repeated
+    done = 60 + losses.repeated
     m = strategy.mode.capacity
     # With buffers a lost push may have reached one server and not the other.
     excluded = mode in ("BSP", "GBA", "bounded staleness")
     # What is left after the loss may not fill the last global batch of a step with two batches.
     check_slopes(model, excluded, strategy.mode if mode == "sync" else None)
     if mode == "backup workers":  # A step takes one or two batches.
-        assert 30 - LOST <= steps_of(model) <= 60
+        assert 30 <= steps_of(model) <= done
     else:
-        assert (60 - LOST) // m <= steps_of(model) <= 60 // m + 1
+        assert 60 // m <= steps_of(model) <= done // m + 1
     if mode in ("sync", "backup workers"):
         assert report.reissued <= strategy.mode.repeats
         assert report.lost == 0
@@ -130,7 +130,7 @@ def test_the_others_go_on_when_a_worker_is_killed(mortal, mode, caplog):
         assert report.reissued == 0
     counted = report.included + report.excluded + report.late + report.duplicates
     if mode != "bounded staleness":
-        assert 2 * (60 - LOST) <= counted <= 2 * 60
+        assert 2 * 60 <= counted <= 2 * (done + losses.steps)
 
 
 @pytest.mark.parametrize("mode", ["sync", "bounded staleness"])
