@@ -86,9 +86,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_epoch_has_each_batch_once_but_for_those_that_workers_had_ahead(
-    cluster, tmp_path, kind
-):
+def test_each_epoch_has_each_batch_once_though_workers_had_some_ahead(cluster, tmp_path, kind):
     is_endless = kind == "by workers, endless"
     steps = 25 if kind == "by steps" or is_endless else None
 
@@ -118,10 +116,12 @@ def test_each_epoch_has_each_batch_once_but_for_those_that_workers_had_ahead(
         for own in (counts[::2], counts[1::2]):
             assert np.all(np.diff(own) <= 0) and own[0] - own[-1] <= 1
         return
-    # Two workers had up to four batches each in their hands when they stood still.
     expected = np.bincount(np.arange(total) % BATCHES) if steps else np.full(BATCHES, EPOCHS)
-    assert np.abs(counts - expected).max() <= 1
-    assert np.abs(counts - expected).sum() <= 2 * 8
+    if kind == "by steps":  # Some of the last ones may be left to epochs that never come.
+        assert np.abs(counts - expected).max() <= 1
+        assert np.abs(counts - expected).sum() <= 2 * 8
+    else:
+        np.testing.assert_array_equal(counts, expected)
     # Steps of Keras that were done before are neither trained nor saved once more.
     steps_left = total - saved.global_step
     assert len(callback.saved) <= steps_left / 10 + 1

@@ -43,10 +43,9 @@ class BatchLog {
   bool Read(int64_t known, std::vector<int64_t>* numbers)
       ABSL_LOCKS_EXCLUDED(mu_) {
     MutexLock lock(&mu_);
+    if (known < forgotten_) return false;
     const int64_t more = known - forgotten_;
-    if (known < forgotten_ || more > static_cast<int64_t>(numbers_.size())) {
-      return false;
-    }
+    if (more > static_cast<int64_t>(numbers_.size())) return false;
     numbers_.erase(numbers_.begin(), numbers_.begin() + more);
     forgotten_ = known;
     *numbers = numbers_;

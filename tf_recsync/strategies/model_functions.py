@@ -310,8 +310,10 @@ class Steps:
         run = iterator.run
         steps = iterator.distributed.steps_per_epoch
         skipped, iterator.skipped = iterator.skipped, 0
-        # Keras asks for what was skipped, too, and gets it at once.
-        done = run.completed - skipped
+        # Keras asks for what was skipped, too, and gets it at once. What a worker that was lost
+        # since the last epoch has done in that may count as done no more: it is done in this one.
+        before = run.completed if steps is None else max(run.completed, int(run.granted))
+        done = before - skipped
         self._is_final = False
         self._refreshed = 0.0  # The first call shows nothing of the epoch before.
         self._target, iterator.asked = done + iterator.asked, 0
