@@ -19,6 +19,9 @@
 folder. `coordinator_megabytes` and `server_megabytes` are by how much this process and the server
 that grew most did meanwhile, at the most. `ratio_keras_save` is Keras's time over ours.
 
+`elsewhere`, a checkpoint of the trained table restored on `--restore_ps` parameter servers of
+another cluster, of which a thousand rows are compared with the file's.
+
 `deltas`, checkpoints while a part of the rows changes: each `--touched` share of the rows is named
 once in one step, and a delta is saved after it. `ratio_delta_<share>` is the time
 that it took to write over that of the full one before.
@@ -58,7 +61,7 @@ import tf_recsync as recsync
 from tf_recsync import ops
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
 
-PARTS = ("build", "files", "deltas", "export", "training")
+PARTS = ("build", "files", "elsewhere", "deltas", "export", "training")
 VERBS = ("save", "restore")
 FLAGS = flags.FLAGS
 flags.DEFINE_list("parts", list(PARTS), f"Of {', '.join(PARTS)}.")
@@ -66,6 +69,7 @@ flags.DEFINE_float("gigabytes", 1.0, "Of the table's values.", lower_bound=0.001
 flags.DEFINE_integer("dimension", 16, "Of a row.", lower_bound=1)
 flags.DEFINE_integer("ps", 4, "Parameter servers, with a shard each.", lower_bound=1)
 flags.DEFINE_integer("rounds", 7, "Rounds that count.", lower_bound=1)
+flags.DEFINE_integer("restore_ps", 2, "elsewhere: parameter servers.", lower_bound=1)
 flags.DEFINE_list(
     "ways",
     ["servers", "keras", "tensorflow"],
@@ -248,11 +252,42 @@ def measure_files() -> dict[str, float]:
     }
 
 
-def make_model(rows: int) -> keras.Model:
+def measure_elsewhere() -> dict[str, float]:
+    """Restores the table on another number of servers; returns the largest peak over the share."""
+    rows = rows_of(FLAGS.gigabytes * 1e9)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "saved")
+        with recsync.LocalCluster(workers=1, ps=FLAGS.ps) as cluster:
+            with recsync.AsyncStrategy(cluster).scope():
+                model = make_model(rows)
+            touch(model, rows, shares()[0], keras.callbacks.Callback())
+            recsync.checkpoint.save(path, model)
+        with recsync.LocalCluster(workers=1, ps=FLAGS.restore_ps) as cluster:
+            with recsync.AsyncStrategy(cluster).scope():
+                model = make_model(rows, FLAGS.restore_ps)
+            found = measured(lambda: recsync.checkpoint.restore(path, model), cluster)
+            size = sum(file.stat().st_size for file in files_of(path))
+            common.report(
+                {
+                    "system": "restore_elsewhere",
+                    "megabytes": round(size / 1e6),
+                    **found.report(),
+                    "gigabytes_per_second": round(size / found.seconds / 1e9, 2),
+                }
+            )
+            first = rows // 2
+            saved = recsync.checkpoint.open(path).rows("embeddings/t", first, first + 1000)
+            table = keras.Model(model.input, model.get_layer("embeddings").output)
+            np.testing.assert_array_equal(table({"f": np.arange(first, first + 1000)}), saved)
+    return {"ratio_grown_share": round(found.server / (size / FLAGS.restore_ps), 3)}
+
+
+def make_model(rows: int, shards: int | None = None) -> keras.Model:
     """The table alone, with an optimizer that has all that it keeps."""
-    table = TableConfig("t", rows, FLAGS.dimension, shards=FLAGS.ps)
+    table = TableConfig("t", rows, FLAGS.dimension, shards=shards or FLAGS.ps)
     ids = keras.Input((), dtype="int64", name="f")
-    layer = EmbeddingCollection([table], [FeatureConfig("f", "t")], concatenate=True)
+    features = [FeatureConfig("f", "t")]
+    layer = EmbeddingCollection([table], features, concatenate=True, name="embeddings")
     model = keras.Model({"f": ids}, keras.layers.Dense(1)(layer({"f": ids})))
     model.compile(recsync.optimizers.Adagrad(0.1), "mse")
     model.optimizer.build(model.trainable_variables)
@@ -449,7 +484,7 @@ class Measured:
 
 def measured(call: Callable[[], object], cluster: recsync.LocalCluster) -> Measured:
     """What a call takes."""
-    pids = [os.getpid(), *(cluster.pid("ps", i) for i in range(FLAGS.ps))]
+    pids = [os.getpid(), *(cluster.pid("ps", i) for i in range(cluster.ps))]
     for pid in pids:
         pathlib.Path(f"/proc/{pid}/clear_refs").write_text("5")  # Peaks begin anew.
     before = [peak(pid) for pid in pids]
@@ -540,6 +575,8 @@ def main(argv: list[str]) -> None:
         report_part("build", {**measure_values(), **measure_servers()})
     if "files" in FLAGS.parts:
         report_part("files", measure_files())
+    if "elsewhere" in FLAGS.parts:
+        report_part("elsewhere", measure_elsewhere())
     if "deltas" in FLAGS.parts:
         report_part("deltas", measure_deltas())
     if "export" in FLAGS.parts:
