@@ -30,7 +30,7 @@ SERVERS = [("worker", 0), ("worker", 1), ("ps", 0)]
 @pytest.fixture(scope="module")
 def cluster():
     with recsync_cluster.LocalCluster(workers=2, ps=1) as cluster:
-        cluster.connect(timeout=200.0)
+        cluster.connect()
         yield cluster
 
 
@@ -49,10 +49,6 @@ def make_queue(device: str) -> tf.Tensor:
 
 def dequeue(queue: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.QueueDequeueV2(handle=queue, component_types=[tf.float32])[0]
-
-
-def enqueue(queue: tf.Tensor, value: float) -> tf.Operation:
-    return tf.raw_ops.QueueEnqueueV2(handle=queue, components=[value])
 
 
 def is_running(pid: int) -> bool:
@@ -124,8 +120,10 @@ def test_killed_server_fails_at_once_and_comes_back(cluster):
 
     cluster.kill("worker", 1)
     assert not cluster.is_alive("worker", 1)
-    with pytest.raises(tf.errors.UnavailableError):  # It does not wait for what comes below.
+    started = time.monotonic()
+    with pytest.raises(tf.errors.UnavailableError):
         add_on("worker", 1)
+    assert time.monotonic() - started < 15.0
     assert add_on("worker", 0)[0] == 5.0
     with pytest.raises(RuntimeError, match=r"timeout=0.2 s: worker:1 \(127.0.0.1:\d+\)"):
         cluster.readmit(timeout=0.2)
@@ -151,8 +149,6 @@ def test_a_worker_that_is_back_can_be_used_though_another_has_failed_meanwhile(
 
     with monkeypatch.context() as patch:
         patch.setattr(context.context(), "_initialize_logical_devices", fail)
-        # Nobody else is late to answer.
-        patch.setattr(signs_of_life, "silent", lambda addresses: [])
         with pytest.raises(tf.errors.UnavailableError, match="Connection refused"):
             cluster.readmit(timeout=3.0)
     assert add_on("worker", 0)[0] == 5.0
@@ -160,10 +156,10 @@ def test_a_worker_that_is_back_can_be_used_though_another_has_failed_meanwhile(
 
 def check_goes_on(cluster, bring_back):
     """The connection can be changed without worker 1, and with it when it was brought back."""
-    cluster.readmit(timeout=100.0, without=[1])
+    cluster.readmit(timeout=10.0, without=[1])
     assert add_on("worker", 0)[0] == 5.0
     bring_back("worker", 1)
-    cluster.readmit(timeout=100.0)
+    cluster.readmit(timeout=10.0)
     assert add_on("worker", 1)[0] == 5.0
 
 
@@ -185,17 +181,16 @@ def test_a_server_that_stands_still_keeps_no_later_change_waiting(cluster, is_ne
         cluster.restart("worker", 1)
     cluster.pause("worker", 1)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"worker:1((, \w+:\d)* did not answer| \(127)"):
+        with pytest.raises(RuntimeError, match=r"worker:1 (did not answer|\(127)"):
             cluster.readmit(timeout=0.5)
     check_goes_on(cluster, cluster.resume)
 
 
 def test_readmit_does_not_wait_for_calls_in_dispatch_scope(cluster):
-    queue, begun = make_queue("/job:ps/task:0"), make_queue("/job:ps/task:0")
+    queue = make_queue("/job:ps/task:0")
 
     @tf.function
     def take():
-        enqueue(begun, 1.0)
         return dequeue(queue)
 
     taken = []
@@ -206,13 +201,12 @@ def test_readmit_does_not_wait_for_calls_in_dispatch_scope(cluster):
 
     thread = threading.Thread(target=wait_in_an_op, daemon=True)
     thread.start()
-    with tf.device("/job:ps/task:0"):
-        assert dequeue(begun).numpy() == 1.0  # The call has reached the server.
-    cluster.readmit(timeout=100.0)
+    time.sleep(0.5)  # For the call to reach the worker.
+    cluster.readmit(timeout=10.0)
     assert thread.is_alive()
     with tf.device("/job:ps/task:0"):
-        enqueue(queue, 3.0)
-    thread.join(100.0)
+        tf.raw_ops.QueueEnqueueV2(handle=queue, components=[3.0])
+    thread.join(10.0)
     assert taken == [3.0]
 
 
@@ -245,7 +239,7 @@ def test_a_server_that_stands_still_stops_only_threads_that_need_it(cluster, nee
         time.sleep(1.0)
         assert others_can_run()
         assert not answers
-    thread.join(120.0)
+    thread.join(30.0)
     assert answers[-1] == "done"
 
 
@@ -258,7 +252,10 @@ def test_nobody_waits_for_functions_to_be_dropped(cluster):
         assert others_can_run()
         # Servers that do answer are of use meanwhile.
         assert add_on("worker", 0)[0] == 5.0
-    assert wait_until(lambda: not any(map(context.context().has_function, names)), 120.0)
+    deadline = time.monotonic() + 30.0
+    while any(map(context.context().has_function, names)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(context.context().has_function, names))
 
 
 def test_the_end_of_a_dispatch_scope_waits_for_its_own_calls_only(cluster):
@@ -278,8 +275,8 @@ def standing_still(pid):
     Another process ends it in any case: this one might not be able to.
     """
     os.kill(pid, signal.SIGSTOP)
-    assert wait_until(lambda: local_cluster.stands_still(pid), 60)
-    rescue = subprocess.Popen(["sh", "-c", f"sleep 60; kill -CONT {pid}"])
+    assert wait_until(lambda: local_cluster.stands_still(pid), 10)
+    rescue = subprocess.Popen(["sh", "-c", f"sleep 20; kill -CONT {pid}"])
     try:
         yield lambda: rescue.poll() is None
     finally:
@@ -317,12 +314,11 @@ def test_reopening_after_close_and_after_a_taken_port(cluster, monkeypatch):
     own_variable = tf.Variable(1.0)
     queue_device = "/job:ps/task:0"
     queue = make_queue(queue_device)
-    errors, about_to_wait = [], threading.Event()
+    errors = []
 
     def wait_in_an_op():
         try:
             with tf.device(queue_device):
-                about_to_wait.set()
                 dequeue(queue)
         except tf.errors.OpError as error:
             errors.append(error)
@@ -330,10 +326,11 @@ def test_reopening_after_close_and_after_a_taken_port(cluster, monkeypatch):
     # A call in flight on the default executor: TensorFlow waits for it to end.
     thread = threading.Thread(target=wait_in_an_op, daemon=True)
     thread.start()
-    assert about_to_wait.wait(60.0)
     time.sleep(0.3)
+    started = time.monotonic()
     cluster.close()
-    thread.join(60.0)
+    assert time.monotonic() - started < 60.0
+    thread.join(5.0)
     assert len(errors) == 1
     assert not any(is_running(pid) for pid in pids)
     assert not cluster.log_dir.exists()
@@ -362,37 +359,28 @@ def test_reopening_after_close_and_after_a_taken_port(cluster, monkeypatch):
         assert {address for address, _ in listening_addresses(os.getpid())} == {"127.0.0.1"}
 
 
-def test_functions_dropped_just_before_the_end_leave_no_errors():
-    program = textwrap.dedent(
-        """
-        import tensorflow as tf
-        import tf_recsync as recsync
-        with recsync.LocalCluster(workers=1) as cluster:
-            cluster.connect()
-            functions = [tf.function(lambda i=i: tf.constant(i)) for i in range(100)]
-            for function in functions:
-                function()
-            del function, functions
-        """
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "Failed to remove function" not in ended.stderr
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory):
+    """A program that has closed a cluster and started another one.
 
-
-def test_servers_die_with_a_killed_parent(tmp_path):
-    script = tmp_path / "train.py"  # No main guard.
+    Yields:
+        Its process, the process id of the server, and the program's folder.
+    """
+    folder = tmp_path_factory.mktemp("parent")
+    script = folder / "train.py"  # No main guard.
     script.write_text(
         textwrap.dedent(
             """
             import os, time
-            from tf_recsync.cluster import LocalCluster
+            import tensorflow as tf
+            from tf_recsync.cluster import LocalCluster, redirections
+            redirections.filter_logs = lambda: None  # Errors that nobody shall have are seen.
+            with LocalCluster(workers=1, start_timeout=300.0) as cluster:
+                cluster.connect(timeout=200.0)
+                functions = [tf.function(lambda i=i: tf.constant(i)) for i in range(100)]
+                for function in functions:
+                    function()
+                del function, functions
             cluster = LocalCluster(workers=1, log_dir="logs", start_timeout=300.0)
             if os.fork() == 0:  # Inherits the pipes, and outlives its parent.
                 time.sleep(300)
@@ -402,28 +390,40 @@ def test_servers_die_with_a_killed_parent(tmp_path):
             """
         )
     )
-    parent = subprocess.Popen(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+    with open(folder / "errors", "wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
     try:
-        server = int(parent.stdout.readline())
-        assert is_running(server)
-        parent.send_signal(signal.SIGKILL)
-        parent.wait(60)
-        assert wait_until(lambda: not is_running(server), 60.0)
+        server = process.stdout.readline()
+        assert server, (folder / "errors").read_text()
+        yield process, int(server), folder
     finally:
-        os.killpg(parent.pid, signal.SIGKILL)  # The forked child too.
-        parent.wait(60)
-        parent.stdout.close()
+        os.killpg(process.pid, signal.SIGKILL)  # The forked child too.
+        process.wait(5)
+        process.stdout.close()
+
+
+def test_functions_dropped_just_before_the_end_of_a_cluster_leave_no_errors(parent):
+    _, _, folder = parent
+    assert "Failed to remove function" not in (folder / "errors").read_text()
+
+
+def test_servers_die_with_a_killed_parent(parent):
+    process, server, folder = parent
+    assert is_running(server)
+    process.send_signal(signal.SIGKILL)
+    process.wait(5)
+    assert wait_until(lambda: not is_running(server), 5.0)
     assert (
         "tf_recsync server worker:0 listening on 127.0.0.1:"
-        in (tmp_path / "logs" / "worker-0.log").read_text()
+        in (folder / "logs" / "worker-0.log").read_text()
     )
 
 
@@ -453,10 +453,10 @@ def test_sigterm_ends_a_server_with_exit_code_0(port):
         assert tf_config.split_address(address) in listeners
         assert [host for host, _ in listeners] == ["127.0.0.1"] * 2
         server.terminate()
-        assert server.wait(120.0) == 0
+        assert server.wait(30.0) == 0
     finally:
         server.kill()
-        server.wait(60.0)
+        server.wait(10.0)
         server.stdout.close()
 
 
@@ -464,7 +464,7 @@ def test_taken_port_is_reported(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with Server(tmp_path, {"worker": [address]}, "worker", 0) as server:
-            assert server.wait(200.0) == 98
+            assert server.wait(60.0) == 98
             message = f"worker:0 cannot listen on {address}: another process has the port"
             assert message in server.output()
 
@@ -472,7 +472,7 @@ def test_taken_port_is_reported(tmp_path):
 def test_server_with_wrong_task_is_refused(port, tmp_path):
     servers = {"worker": [f"127.0.0.1:{port}"]}
     with Server(tmp_path, servers, "worker", 0, "--task_index=1") as server:
-        assert server.wait(200.0) == 2
+        assert server.wait(60.0) == 2
         assert "must be an integer from 0 to 0 for job 'worker', got 1" in server.output()
 
 
@@ -514,7 +514,7 @@ def test_servers_are_forked_from_one_process_for_each_import(monkeypatch):
 def test_servers_start_again_after_the_process_they_were_forked_from_was_killed():
     with recsync_cluster.LocalCluster(workers=1) as cluster:
         os.kill(parent_of(cluster.pid("worker", 0)), signal.SIGKILL)
-        assert wait_until(lambda: not cluster.is_alive("worker", 0), 60.0)
+        assert wait_until(lambda: not cluster.is_alive("worker", 0), 5.0)
         cluster.restart("worker", 0)
         assert cluster.is_alive("worker", 0)
 
@@ -556,7 +556,7 @@ def test_a_server_may_be_asked_by_many_threads_whether_it_runs():
 
         def ask(process=process, everyone=everyone, errors=errors):
             try:
-                everyone.wait(60)
+                everyone.wait(10)
                 while process.poll() is None:
                     os.close(os.open("/proc/self/environ", os.O_RDONLY))
             except Exception as error:
@@ -565,9 +565,9 @@ def test_a_server_may_be_asked_by_many_threads_whether_it_runs():
         threads = [threading.Thread(target=ask) for _ in range(8)]
         for thread in threads:
             thread.start()
-        everyone.wait(60)
+        everyone.wait(10)
         os.write(tell, b"exit 3\n")
         os.close(tell)
         for thread in threads:
-            thread.join(60)
+            thread.join(10)
         assert not errors and process.poll() == 3

@@ -30,59 +30,72 @@ PACKAGES = pathlib.Path(tf.__file__).parent.parent
 SOURCES = pathlib.Path(tf_recsync.__file__).parent.parent
 
 
-def test_tensorflow_is_found_wherever_it_is_installed(tmp_path):
-    # As `pip install --target` would have it, without a folder "site-packages" in the path.
+# Each import of TensorFlow takes seconds of processor time: what needs a process of its own is done
+# in one, and tests read what it printed.
+LOGS_OF_OTHER_THINGS = """if True:
+    import tensorflow as tf
+    from tf_recsync.cluster import redirections
+    for _ in range(2):
+        redirections.filter_logs()
+    try:
+        tf.io.decode_jpeg(b"no picture")
+    except tf.errors.InvalidArgumentError:
+        print("an error", flush=True)
+    list(tf.data.Dataset.range(3))
+"""
+CALLS_THAT_ARE_LEFT_AND_REDIRECTED = """if True:
+    import os, socket
+    import tensorflow as tf
+    from tf_recsync import _engine
+    from tf_recsync.cluster import redirections
+    for _ in range(2):
+        redirections.confine_listeners("127.0.0.2")
+        redirections.keep_python_running(connected=True)
+    server = tf.distribute.Server({"worker": ["127.0.0.1:0"]}, job_name="worker", task_index=0)
+    port = int(server.target.rpartition(":")[2])
+    socket.create_connection(("127.0.0.1", port)).close()
+    print("confined to", repr(_engine.confined_address()), flush=True)
+    _engine.keep_python_running(connected=True)  # Which asks no switch.
+    libraries = {line.split()[-1] for line in open("/proc/self/maps")}
+    found = any("lib_pywrap_tensorflow_common" in name for name in libraries)
+    print("found:", found, flush=True)
+    del os.environ["TF_RECSYNC_REDIRECT_CALLS"]
+"""
+AT_ONCE = "\nimport os; os._exit(0)"  # As there is a server.
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What a program prints whose TensorFlow is where `pip install --target` would have it, without
+    a folder "site-packages" in the path, and whose calls are left as they are at first."""
+    folder = tmp_path_factory.mktemp("packages")
     for entry in PACKAGES.iterdir():
-        (tmp_path / entry.name).symlink_to(entry)
-    code = """if True:
-        import tensorflow
-        from tf_recsync import _engine
-        _engine.keep_python_running(connected=True)
-        libraries = {line.split()[-1] for line in open("/proc/self/maps")}
-        print(any("lib_pywrap_tensorflow_common" in name for name in libraries))
-    """
-    assert "True" in run(code, PYTHONPATH=f"{tmp_path}:{SOURCES}")
-
-
-def test_calls_are_left_as_they_are_where_the_environment_says_so():
-    code = """if True:
-        import os, socket
-        import tensorflow as tf
-        from tf_recsync import _engine
-        from tf_recsync.cluster import redirections
-        for _ in range(2):
-            redirections.confine_listeners("127.0.0.2")
-            redirections.keep_python_running(connected=True)
-        server = tf.distribute.Server({"worker": ["127.0.0.1:0"]}, job_name="worker", task_index=0)
-        port = int(server.target.rpartition(":")[2])
-        socket.create_connection(("127.0.0.1", port)).close()
-        print("confined to", repr(_engine.confined_address()), flush=True)
-        os._exit(0)
-    """
-    printed = run(
-        code,
-        PYTHONPATH=f"{PACKAGES}:{SOURCES}",
+        (folder / entry.name).symlink_to(entry)
+    return run(
+        CALLS_THAT_ARE_LEFT_AND_REDIRECTED + LOGS_OF_OTHER_THINGS + AT_ONCE,
+        PYTHONPATH=f"{folder}:{SOURCES}",
         TF_RECSYNC_REDIRECT_CALLS="0",
+        TF_CPP_MIN_LOG_LEVEL="0",
     )
+
+
+def test_tensorflow_is_found_wherever_it_is_installed(printed):
+    assert "found: True" in printed
+
+
+def test_calls_are_left_as_they_are_where_the_environment_says_so(printed):
     assert "confined to ''" in printed
     assert printed.count("TF_RECSYNC_REDIRECT_CALLS=0: TensorFlow's servers") == 1
     assert printed.count("TF_RECSYNC_REDIRECT_CALLS=0: a server that does not answer") == 1
 
 
 @pytest.mark.parametrize(("level", "written"), [("0", True), ("2", False)])
-def test_what_tensorflow_logs_about_other_things_is_written_as_before(level, written):
-    code = """if True:
-        import tensorflow as tf
-        from tf_recsync.cluster import redirections
-        for _ in range(2):
-            redirections.filter_logs()
-        try:
-            tf.io.decode_jpeg(b"no picture")
-        except tf.errors.InvalidArgumentError:
-            print("an error")
-        list(tf.data.Dataset.range(3))
-    """
-    printed = run(code, PYTHONPATH=f"{PACKAGES}:{SOURCES}", TF_CPP_MIN_LOG_LEVEL=level)
+def test_what_tensorflow_logs_about_other_things_is_written_as_before(request, level, written):
+    if level == "0":
+        printed = request.getfixturevalue("printed")
+    else:
+        path = f"{PACKAGES}:{SOURCES}"
+        printed = run(LOGS_OF_OTHER_THINGS, PYTHONPATH=path, TF_CPP_MIN_LOG_LEVEL=level)
     assert "an error" in printed
     assert printed.count("INVALID_ARGUMENT: Unknown image file format") == written
     assert "OUT_OF_RANGE" not in printed

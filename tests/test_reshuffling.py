@@ -31,7 +31,7 @@ class Order(keras.metrics.Metric):
         return self.digits.value
 
 
-def orders(cluster, dataset, fits=1, epochs=3):
+def orders(cluster, dataset, fits=1, epochs=2):
     """The order in which one worker trained on the numbers, in each epoch of each fit."""
     with recsync.AsyncStrategy(cluster).scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -56,7 +56,7 @@ def test_a_seeded_shuffle_has_another_order_in_each_epoch_and_the_same_in_each_p
         return numbers(lambda data: data.shuffle(12, seed=1))
 
     found = orders(cluster, dataset(), fits=2)
-    assert len(set(found)) == 6
+    assert len(set(found)) == 4
     assert orders(cluster, dataset(), fits=2) == found
 
 
@@ -67,7 +67,7 @@ def test_a_seed_of_the_program_makes_it_reproducible_and_no_more(cluster):
 
     try:
         first = found()
-        assert len(set(first)) == 3
+        assert len(set(first)) == 2
         assert found() == first
     finally:
         tf.compat.v1.set_random_seed(None)
@@ -79,7 +79,7 @@ def test_without_a_seed_and_where_users_ask_for_one_order_all_is_as_in_tensorflo
     )
     assert len(set(one)) == 1
     unseeded = numbers(lambda data: data.shuffle(12))
-    assert len(set(orders(cluster, unseeded, fits=2))) == 6
+    assert len(set(orders(cluster, unseeded, fits=2))) == 4
     assert not reshuffling.is_reshuffled(unseeded)
 
 
