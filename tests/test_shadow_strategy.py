@@ -16,6 +16,7 @@ from tf_recsync.synchronization.shadow_trainers import Trainers
 
 ROWS, WIDTH, EXAMPLES, BATCH = 20, 4, 1500, 12
 STEPS = EXAMPLES // BATCH  # Of an epoch.
+SECONDS = 0.02  # Of a step. With others than before, a model's steps are traced anew.
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def click_model(strategy, optimizer=adagrad, steps_per_execution=1, collection=F
 def fit_until_all_have_synchronized(strategy, model):
     """Trains, epoch after epoch, until each trainer has done so since the call."""
     before = strategy.sync_report(model).syncs
-    recsync.testing.set_compute_time(strategy, 0.02)  # All of them train.
+    recsync.testing.set_compute_time(strategy, SECONDS)  # All of them train.
 
     def have_synchronized():
         model.fit(dataset(24), verbose=0)
@@ -511,7 +512,7 @@ def test_nothing_is_synchronized_after_a_callback_has_ended_training_with_an_err
                 raise KeyError("in a callback")
 
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
-    recsync.testing.set_compute_time(strategy, 0.01)
+    recsync.testing.set_compute_time(strategy, SECONDS)
     model = click_model(strategy)
     with pytest.raises(KeyError, match="in a callback"):
         model.fit(dataset(60), verbose=0, callbacks=[Mistake()])
