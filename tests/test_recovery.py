@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from groups import BETWEEN, hierarchical
-from helpers import AtBatch, held_back
+from helpers import AtBatch, compute_time, held_back
 from test_checkpoint_callback import NAME, check_rows, dataset, make_model
+from test_retried_batches import check_all_are_done
 
 import tf_recsync as recsync
 from tf_recsync import checkpoint
@@ -290,6 +291,17 @@ def test_who_trains_without_the_callback_is_told_of_a_loss(cluster, tmp_path):
             verbose=0,
             callbacks=[AtBatch(20, lambda: cluster.kill("ps", lost))],
         )
+
+
+def test_no_batch_is_left_out_or_counted_twice_when_a_server_dies_in_long_calls(cluster, tmp_path):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy, ROWS, shards=2)
+    callback = Checkpoint(tmp_path, every_seconds=1e9, recovery="partial")
+    kills = KillInTurn(cluster, callback, shards_of(model)[-1:], steps=500)
+    with compute_time(strategy, 0.002):
+        model.fit(dataset(4000, ROWS), verbose=0, callbacks=[callback, kills])
+    assert callback.recoveries == 1
+    check_all_are_done(model, 4000)
 
 
 def test_workers_that_make_their_data_go_on_where_they_were(cluster, tmp_path):

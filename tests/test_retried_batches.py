@@ -72,6 +72,13 @@ def batches(count=BATCHES, parts=1, part=0):
     return data.map(lambda i: (i[tf.newaxis], 4.0 ** tf.cast(i % 24, tf.float64)[None])).batch(1)
 
 
+def check_all_are_done(model, count=BATCHES):
+    """Each batch of the last pass counts once, and none is left out."""
+    function = model.train_function
+    assert function._batches.done.counted == (count, ())
+    assert function._run.completed == count
+
+
 class Killing(AtBatch):
     """Kills a worker while there are batches left, and starts it again if it shall.
 
@@ -142,6 +149,7 @@ def test_batches_that_are_lost_are_trained_on_at_the_end(cluster, kind):
     counts, losses = counts_of(model), strategy.losses(model)
     assert losses.workers >= 1 and losses.batches == 0
     assert counts.min() == passes
+    check_all_are_done(model)
     # The step in flight may have been applied, and counts as lost all the same.
     assert losses.repeated <= counts.sum() - passes * BATCHES <= losses.repeated + losses.steps
     assert losses.repeated <= losses.retried < BATCHES
@@ -157,6 +165,7 @@ def test_batches_are_retried_in_all_modes(cluster, kind):
         model.fit(kill.gated(batches()), callbacks=[kill], verbose=0)
     losses = strategy.losses(model)
     assert losses.workers == 1 and losses.batches == 0
+    check_all_are_done(model)
     assert counts_of(model).min() > 0
     assert strategy.worker_steps(model)[0] >= BATCHES / 2
 

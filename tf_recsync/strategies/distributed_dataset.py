@@ -440,16 +440,27 @@ class DistributedDataset:
             number: of the pass.
             done: those that are.
         """
-        return self._register(number, *done.ranges, for_one_pass=True)
+        prefix, beyond = done.ranges
+        end = None
+        if beyond and beyond[-1][1] == self.known_batches:
+            *beyond, (end, _) = beyond  # Nothing behind that is read.
+        return self._register(number, prefix, tuple(beyond), True, end)
 
     def _register(
-        self, number: int, prefix: int, beyond: Ranges, for_one_pass: bool
+        self,
+        number: int,
+        prefix: int,
+        beyond: Ranges,
+        for_one_pass: bool,
+        end: int | None = None,
     ) -> RegisteredDataset:
         dataset = self.dataset
         # The servers' names mean nothing to the service: pin nothing.
         with tf.device("/CPU:0"):
             if reshuffling.is_reshuffled(dataset):
                 dataset = reshuffling.in_pass(dataset, number)
+            if end is not None:
+                dataset = dataset.take(end)
             if self.is_numbered:
                 dataset = rest_of(dataset, prefix, beyond)
             elif beyond:

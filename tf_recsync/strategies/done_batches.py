@@ -59,6 +59,12 @@ class DoneBatches:
             return self._count
 
     @property
+    def counted(self) -> tuple[int, Ranges]:
+        """How many are in it, and the ranges of those that lie behind a gap."""
+        prefix, beyond = self.ranges
+        return prefix + sum(end - first for first, end in beyond), beyond
+
+    @property
     def ranges(self) -> tuple[int, Ranges]:
         """How many are in it from 0 on without a gap, and the ranges of the others."""
         with self._lock:

@@ -220,8 +220,9 @@ class FitStrategy(tf.distribute.Strategy):
 
         Each worker runs an input pipeline of its own, in its process, on its part of the data:
         nothing is read or parsed in one place for all, and no batch crosses the network. But
-        nobody takes over what a slow worker has left, or one that is lost. One that comes back
-        goes on after the batches that it had, or begins anew if its dataset has no end. With
+        nobody takes over what a slow worker has left. One that was lost and comes back
+        goes on after the batches that it had, or begins anew if its dataset has no end; if it is
+        not back when the others have ended, one of these does its part. With
         `steps_per_epoch`, faster workers do more of the steps, and so more of their parts.
 
         With `ShadowSyncStrategy(threads_per_trainer=m)` there are m pipelines for each worker,

@@ -208,6 +208,7 @@ class Steps:
         done = run.completed
         finished = not running or done >= self._epoch_end
         if finished and not self._is_final:
+            self._end_pass(run)
             with self.watched():
                 self._count_lost_batches(run)
                 self._flush()
@@ -251,6 +252,9 @@ class Steps:
     def _own_servers(self) -> Iterable[Server]:
         """The parameter servers that steps need for something else than the model's variables."""
         return ()
+
+    def _end_pass(self, run: WorkerRun) -> None:
+        """All steps of an epoch are done; its pass may end with it."""
 
     def _flush(self) -> None:
         """All steps are done."""

@@ -78,7 +78,9 @@ class PassBatches:
     def iterator(self, slot: Slot) -> PassIterator:
         """Joins the pass; call it under the worker's device scope."""
         if not isinstance(self.data, WorkerDatasets):
-            return self.data.iterator(self._job)
+            with self._lock:
+                data, job = self.data, self._job
+            return data.iterator(job)
         with self._lock:
             part = self._parts[slot.number]
             has_none = part is None or part in self._ended
@@ -122,8 +124,10 @@ class PassBatches:
         elif not has_lost or self.done.count >= self._distributed.known_batches:
             has_more = False
         else:
-            self.data = self._distributed.rest(self.number, self.done)
-            self._job = self.data.new_job()
+            rest = self._distributed.rest(self.number, self.done)
+            job = rest.new_job()
+            with self._lock:  # One that comes back may be about to join.
+                self.data, self._job = rest, job
             has_more = True
         self.round += has_more
         return has_more

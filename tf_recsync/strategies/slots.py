@@ -169,6 +169,7 @@ class Slot:
             return 0, 0
         done, lost = other.state.account_lost(other.call, other.progress, 0.0)
         self.lost_steps += lost
+        self.credited += done
         return done, lost
 
     @property

@@ -128,13 +128,15 @@ class TrainFunction(Steps):
         run = self._run
         if self._position is not None or run is None:
             return self._position or DataPosition()  # Nothing of the pass was trained on.
-        done = self._batches.done
+        done, steps = self._batches.done, run.completed
         if done is None:
-            batches, beyond = self._uncounted + run.completed, ()
+            batches, beyond = self._uncounted + steps, ()
         else:
             with self.watched():
                 self._read_done(run)
-            batches, beyond = done.count, done.ranges[1]
+            batches, beyond = done.counted
+            if self._batches.retries:  # What nobody knows of is trained on again.
+                steps = batches - self._uncounted
         if is_epoch_over and (batches >= self._pass_batches or run.has_seen_end):
             return DataPosition(self._passes_before + 1, batch_size=self.local_batch_size)
         pipelines = ()
@@ -143,7 +145,7 @@ class TrainFunction(Steps):
         return DataPosition(
             self._passes_before,
             batches,
-            0 if is_epoch_over else max(int(run.completed - self._epoch_began), 0),
+            0 if is_epoch_over else max(int(steps - self._epoch_began), 0),
             pipelines,
             self.local_batch_size,
             beyond,
@@ -602,6 +604,11 @@ class TrainFunction(Steps):
             elif self._settings.mode.uses_tokens:
                 found.append(group.holders[0])
         return found
+
+    def _end_pass(self, run: WorkerRun) -> None:
+        # After the copies have been shown, nobody may train what was lost.
+        if self._pass_batches == 0:
+            run.end_of_data()
 
     def _flush(self) -> None:
         """All steps are done: what servers hold back of them is applied, and copies are shown."""

@@ -260,7 +260,9 @@ class WorkerRun:
     def has_seen_end(self) -> bool:
         """Whether all of its threads have seen the end of the data."""
         with self._changed:
-            return self._is_complete or self._finished_parts == len(self.slots)
+            if self._retries:
+                return self._is_complete
+            return self._finished_parts == len(self.slots)
 
     @property
     def granted(self) -> float:
@@ -309,6 +311,21 @@ class WorkerRun:
         with self._leaving(), self._changed:
             self._wait_until(lambda: self._known >= steps or self._idle(), self._while_waiting)
             return not self._idle()
+
+    def end_of_data(self) -> None:
+        """All steps of the pass are done: waits for those that were lost meanwhile. From now on
+        nobody does any again.
+
+        Raises:
+            Exception: what went wrong on a worker.
+        """
+        if not self._retries:
+            return
+        if self.losses.workers:
+            self.wait(float("inf"))
+        with self._changed:
+            self._is_complete = True
+            self._changed.notify_all()
 
     def next_result(self) -> Any:
         """The result with the next number.
@@ -683,12 +700,13 @@ class WorkerRun:
         """A worker was lost: those of its batches that are not known to be done count as lost."""
         state = slot.state
         if state is not None and self._retries:
-            if not self._cluster.membership.is_away(slot.worker):  # Only its connection broke.
+            # Only its connection broke. Without numbers, what it has done would be done again.
+            if self._batches.done is not None and not self._cluster.membership.is_away(slot.worker):
                 self._try_to_read(slot)
             state.settle()
         with self._changed:
             slot.is_counted = True
-            if state is not None and self._retries:
+            if state is not None and self._retries and not self._is_complete:
                 self._has_lost = True
                 if self._batches.are_noted:
                     unknown = slot.credited - slot.noted
@@ -741,7 +759,7 @@ class WorkerRun:
             if has_lost or any(slot.is_counted for slot in self.slots):
                 with self._unlocked(), tf.device(None):
                     for slot in self.slots if has_lost else []:
-                        if slot.state is not None and not slot.lost:
+                        if slot.ended and slot.state is not None:
                             self._try_to_read(slot)
                     has_more = self._batches.open_rest(self.slots, has_lost)
         finally:
@@ -756,10 +774,11 @@ class WorkerRun:
     def _join(self, slot: Slot) -> None:
         """A thread that has seen the end of its data goes on with what others have lost."""
         with self._changed:
-            slot.round = self._round
-            slot.ended = False
+            slot.ended, of_round = False, self._round
         slot.state.join(self._batches.iterator(slot))
         self._resume(slot)
+        with self._changed:
+            slot.round = of_round  # If it was lost meanwhile, that was not in this round.
 
     def _opened_at_once(self, slot: Slot) -> bool:
         """Opens a worker as the pass begins; False if it is away, and the pass begins without."""
