@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import AtBatch, compute_time
+from helpers import compute_time
 
 import tf_recsync as recsync
 from tf_recsync.strategies.slots import Losses
@@ -79,8 +79,8 @@ def check_all_are_done(model, count=BATCHES):
     assert function._run.completed == count
 
 
-class Killing(AtBatch):
-    """Kills a worker while there are batches left, and starts it again if it shall.
+class Killing:
+    """Kills a worker when a batch in mid-pass is made, once; starts it again if it shall.
 
     Args:
         cluster: whose worker it is.
@@ -88,24 +88,24 @@ class Killing(AtBatch):
     """
 
     def __init__(self, cluster, restart=False):
-        super().__init__(8, self._kill)
         self._cluster, self._restart = cluster, restart
-        self._killed = threading.Event()
+        self._lock = threading.Lock()
+        self._has_killed = False
 
-    def _kill(self):
+    def _see(self, number) -> None:
+        with self._lock:
+            if number < 20 or self._has_killed:
+                return
+            self._has_killed = True
         self._cluster.kill("worker", 1)
-        self._killed.set()
         if self._restart:
             threading.Thread(target=self._cluster.restart, args=("worker", 1)).start()
 
-    def gated(self, data):
-        """The dataset, of which most batches are made when the worker is dead."""
-
-        def wait(number) -> None:
-            assert number < 20 or self._killed.wait(60)
+    def seen(self, data):
+        """The dataset, of whose batches it is told."""
 
         def passed(number, batch):
-            with tf.control_dependencies([tf.py_function(wait, [number], [])]):
+            with tf.control_dependencies([tf.py_function(self._see, [number], [])]):
                 return tf.nest.map_structure(tf.identity, batch)
 
         return data.enumerate().map(passed)
@@ -139,10 +139,9 @@ def test_batches_that_are_lost_are_trained_on_at_the_end(cluster, kind):
     recsync.testing.set_compute_time(strategy, 0.01, slow)
     passes = 1 if kind == "by steps" else 2
     history = model.fit(
-        kill.gated(data),
+        kill.seen(data),
         steps_per_epoch=BATCHES // 2 if kind == "by steps" else None,
         epochs=2,
-        callbacks=[kill],
         verbose=0,
     )
     assert history.epoch == [0, 1]
@@ -162,7 +161,7 @@ def test_batches_are_retried_in_all_modes(cluster, kind):
     model = make_model(strategy)
     kill = Killing(cluster)
     with compute_time(strategy, 0.01):
-        model.fit(kill.gated(batches()), callbacks=[kill], verbose=0)
+        model.fit(kill.seen(batches()), verbose=0)
     losses = strategy.losses(model)
     assert losses.workers == 1 and losses.batches == 0
     check_all_are_done(model)
@@ -176,7 +175,7 @@ def test_batches_that_can_not_be_found_again_are_dropped_with_one_warning(cluste
     model = make_model(strategy)
     kill = Killing(cluster)
     with compute_time(strategy, 0.01):
-        model.fit(kill.gated(batches().shuffle(BATCHES)), epochs=2, callbacks=[kill], verbose=0)
+        model.fit(kill.seen(batches().shuffle(BATCHES)), epochs=2, verbose=0)
     assert caplog.text.count("Batches that are lost with a worker will not be trained on") == 1
     assert "give shuffle a seed, or call keras.utils.set_random_seed" in caplog.text
     losses = strategy.losses(model)
@@ -229,10 +228,10 @@ def test_what_a_lost_worker_would_have_made_itself_is_trained_on(cluster, restar
     model = make_model(strategy)
     kill = Killing(cluster, restart)
     data = strategy.distribute_datasets_from_function(
-        lambda context: kill.gated(batches(BATCHES, 2, context.input_pipeline_id))
+        lambda context: kill.seen(batches(BATCHES, 2, context.input_pipeline_id))
     )
     with compute_time(strategy, 0.02):
-        model.fit(data, epochs=2, callbacks=[kill], verbose=0)
+        model.fit(data, epochs=2, verbose=0)
     counts, losses = counts_of(model), strategy.losses(model)
     assert losses.workers >= 1 and losses.batches == 0
     assert counts.min() == 2
