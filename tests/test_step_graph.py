@@ -243,13 +243,13 @@ def test_a_recurrent_layer_has_the_operations_of_all_its_steps():
 @pytest.mark.parametrize(
     "layer", [keras.layers.BatchNormalization, keras.layers.LayerNormalization, MeanNormalization]
 )
-def test_normalization_is_a_unit_with_its_trainable_parameters(layer):
+def test_normalization_is_a_unit_with_its_weights_trained_or_not(layer):
     features = keras.Input((8,), name="features")
     own = layer(name="norm")
     hidden = own(keras.layers.Dense(16, name="below")(features))
     dropped = keras.layers.Dropout(0.5, name="dropout")(hidden)
     graph = OperatorPlan.step_graph(keras.Model(features, dropped), BATCH)
-    expected = sum(4 * int(np.prod(v.shape)) for v in own.trainable_variables)
+    expected = sum(4 * int(np.prod(v.shape)) for v in own.weights)
     assert graph["norm"].parameter_bytes == expected
     assert 2 * BATCH * 16 < graph["norm"].flops < 60 * BATCH * 16
     assert edges_of(graph)["below", "norm"] == (4 * BATCH * 16,) * 2

@@ -127,6 +127,8 @@ class DifferentiatedStep:
         # For each pair of units the tensors that go from the first to the second.
         self._traffic: dict[tuple[int, int], dict[str, tf.Tensor]] = collections.defaultdict(dict)
         self._own_weights: list[dict[str, tf.Tensor]] = [{} for _ in range(units)]
+        # Those that are not trained, too: they travel as well, and take memory.
+        self._weights: list[dict[str, tf.Tensor]] = [{} for _ in range(units)]
         for u, unit in enumerate(traced.units):
             for op in unit.ops:
                 for tensor in op.inputs:
@@ -178,8 +180,10 @@ class DifferentiatedStep:
             return
         if source != unit:
             self._traffic[source, unit][tensor.name] = tensor
-        elif tensor.op.name in self._owners and tensor.name in self._sensitive:
-            self._own_weights[unit][tensor.name] = tensor
+        elif tensor.op.name in self._owners and tensor.dtype.is_floating:
+            self._weights[unit][tensor.name] = tensor
+            if tensor.name in self._sensitive:
+                self._own_weights[unit][tensor.name] = tensor
 
     def _differentiate(self, unit: int) -> None:
         """Adds the gradient ops of a unit, from its outputs to its inputs and weights."""
@@ -273,7 +277,7 @@ class DifferentiatedStep:
     def _parameter_bytes(self, unit: int) -> int:
         if self.traced.units[unit].kind in ("input", "lookup"):
             return 0
-        weights = self._own_weights[unit].values()
+        weights = self._weights[unit].values()
         return sum(flops.elements(weight) * weight.dtype.size for weight in weights)
 
     def _pieces(self, unit: int) -> dict[str, Any]:
@@ -329,15 +333,22 @@ class DifferentiatedStep:
                 kinds[u] = "input"
 
         def from_data(unit: int, seen: set[int]) -> bool:
-            """Whether a unit is on the trainers or depends on such without parameters between."""
+            """Whether a unit is on the trainers or depends on such without parameters between.
+
+            Args:
+                unit: which one.
+                seen: those that were asked already, and it is added to them.
+            """
             if kinds[unit] in ("input", "lookup", "operations"):
                 return True
             if not plain[unit] or unit in seen:
                 return False
-            return any(from_data(source, seen | {unit}) for source in sources[unit])
+            seen.add(unit)
+            return any(from_data(source, seen) for source in sources[unit])
 
         for u in range(len(kinds)):
             joins = plain[u] and kinds[u] == "layer" and len(sources[u]) > 1
-            if joins and any(from_data(source, {u}) for source in sources[u]):
+            seen = {u}
+            if joins and any(from_data(source, seen) for source in sources[u]):
                 kinds[u] = "interaction"
         return kinds

@@ -197,7 +197,7 @@ class FitStrategy(tf.distribute.Strategy):
             dataset, steps = dataset.take(steps), None
         batch = self._batch_size(dataset, caller.batch_size) if verb == "fit" else None
         start_predict = caller.model.predict_function.start if verb == "predict" else None
-        return DistributedDataset(
+        found = DistributedDataset(
             self._cluster,
             dataset,
             start_predict,
@@ -212,6 +212,10 @@ class FitStrategy(tf.distribute.Strategy):
             caller.verb == "validate",
             verb != "fit" or self._settings.on_batch_lost == "retry",
         )
+        if verb == "fit" and caller.model is not None:
+            # Callbacks may need the placement before the first step.
+            caller.model.train_function.know_batches(found)
+        return found
 
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction, options=None

@@ -109,7 +109,8 @@ class HierarchicalStrategy(SynchronizedStrategy):
     Raises:
         ValueError: if an argument is wrong or does not go with another one; from `fit`, before it
             trains, if `placement` names a layer that is not there, or has no dense weights, or
-            if `compression` would do nothing since no layer runs on a server.
+            if `compression` would do nothing since no layer runs on a server; with "auto", that is
+            logged as a warning.
 
     Example:
 

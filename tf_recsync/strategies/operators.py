@@ -14,9 +14,10 @@ from tf_recsync.compression import Compression
 from tf_recsync.placement import OperatorPlan, Resources
 from tf_recsync.synchronization.units import Plan
 
-# A search tries so many placements, times units and edges, which takes seconds for large models. It
-# is no limit of time, so that the same model has the same plan wherever it begins to train.
-_SEARCHED = 30_000_000
+# A search tries so many placements, times units and edges, times devices, which takes seconds for
+# large models. It is no limit of time, so that the same model has the same plan wherever it begins
+# to train.
+_SEARCHED = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Batches:
         if self.size is not None:
             return self.size
         shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(self.element_spec)]
-        return next((shape[0] for shape in shapes if shape and shape[0] is not None), None)
+        first = [shape[0] for shape in shapes if shape is not None and shape.rank]
+        return next((size for size in first if size is not None), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +79,16 @@ class Operators:
             raise ValueError(
                 "the number of examples of a batch is not known; give the strategy local_batch_size"
             )
+        if not model.trainable_variables:
+            raise ValueError(f"model {model.name!r} has no weights yet; call it on a batch")
         graph = OperatorPlan.step_graph(model, batches.examples, inputs=batches.inputs)
+        parts = len(graph.units) + len(graph.edges)
         return OperatorPlan.search(
             graph,
             self.resources,
             search_seconds=None,
             splits=self.splits,
-            search_placements=_SEARCHED // (len(graph.units) + len(graph.edges)),
+            search_placements=_SEARCHED // max(1, parts * (self.resources.servers + 1)),
         )
 
 

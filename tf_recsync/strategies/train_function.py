@@ -19,7 +19,7 @@ from tf_recsync.optimizers.base import parts_of
 from tf_recsync.placement import OperatorPlan
 from tf_recsync.shown_variable import ShownVariable, shown
 from tf_recsync.strategies.data_position import DataPosition
-from tf_recsync.strategies.distributed_dataset import DistributedIterator
+from tf_recsync.strategies.distributed_dataset import DistributedDataset, DistributedIterator
 from tf_recsync.strategies.group_crew import GroupCrew
 from tf_recsync.strategies.model_functions import Settings, Steps
 from tf_recsync.strategies.model_variables import OnServers, copied_variables, peeked_variables
@@ -313,6 +313,10 @@ class TrainFunction(Steps):
 
     # The groups, and what keeps them together.
 
+    def know_batches(self, data: DistributedDataset) -> None:
+        """The model is going to train on data: by their batches layers are placed."""
+        self._variables.batches = Batches(data.element_spec, data.batch_size)
+
     def ensure_synchronizer(self) -> Synchronizer:
         """Made at the first call, when the model and its optimizer are built."""
         if self.synchronizer is None:
@@ -512,7 +516,7 @@ class TrainFunction(Steps):
         self.local_batch_size = size = iterator.distributed.batch_size
         for optimizer in self._variables.optimizers:
             optimizer.count_steps_of(size and size * self._settings.mode.capacity)
-        self._variables.batches = Batches(iterator.distributed.element_spec, size)
+        self.know_batches(iterator.distributed)
         self.ensure_synchronizer()
         layout = super()._continue(iterator)
         for begin in (self.synchronizer.copies.begin, self.synchronizer.begin):

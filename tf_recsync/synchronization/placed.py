@@ -316,8 +316,20 @@ class Placed:
         new = self._graph.get_operations()[made:]
         self._check_captured(new, function, [*moved, *weights])
         flat = tf.nest.flatten(result, expand_composites=True)
-        # Of a probability the loss is computed with its logits, which Keras leaves there.
-        of_logits = [x for x in _tensors(flat) if hasattr(x, LOGITS)]
+        # Of a probability the loss is computed with its logits, which Keras leaves there. What only
+        # passes through has those that it came with.
+        came_with = {id(own): getattr(x, LOGITS, None) for x, own in arrived.values()}
+        made_here = {op.name for op in new}
+        of_logits = [
+            x
+            for x in _tensors(flat)
+            if id(x) not in came_with and getattr(x, LOGITS, None) is not None
+        ]
+        of_logits = [
+            x
+            for x in of_logits
+            if getattr(x, LOGITS).op.name in made_here or id(getattr(x, LOGITS)) in came_with
+        ]
         logits = [getattr(x, LOGITS) for x in of_logits]
         with record.stop_recording():
             there = [*_tensors(flat), *logits]
@@ -325,6 +337,9 @@ class Placed:
             shown = [self._shown(next(done), "activation") if tf.is_tensor(x) else x for x in flat]
             shown_logits = [self._shown(x, "activation") for x in done]
         by_id = {id(x): own for x, own in zip(flat, shown, strict=True)}
+        for x in _tensors(flat):
+            if came_with.get(id(x)) is not None:
+                setattr(by_id[id(x)], LOGITS, came_with[id(x)])
         for x, own in zip(of_logits, shown_logits, strict=True):
             setattr(by_id[id(x)], LOGITS, own)
         inputs = [pair for pair in arrived.values() if _is_differentiable(pair[0])]
