@@ -37,11 +37,16 @@ def make_strategy(kind, cluster):
     return recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
 
 
-def make_model(strategy, rate=0.1):
+def make_model(strategy, steps_per_execution=1):
+    """With several steps in a call, an epoch of another number of them is traced anew."""
     recsync.testing.set_compute_time(strategy, 0.02)
     with strategy.scope():
         model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1, "sigmoid")])
-        model.compile(recsync.optimizers.SGD(rate), "binary_crossentropy", steps_per_execution=2)
+        model.compile(
+            recsync.optimizers.SGD(0.1),
+            "binary_crossentropy",
+            steps_per_execution=steps_per_execution,
+        )
     return model
 
 
@@ -91,7 +96,7 @@ class UntilBack(keras.callbacks.Callback):
 @pytest.mark.parametrize("kind", ["ShadowSync", "Hop"])
 def test_the_others_go_on_and_it_comes_back(cluster, kind, steps, caplog, capfd):
     strategy = make_strategy(kind, cluster)
-    model = make_model(strategy)
+    model = make_model(strategy, steps_per_execution=2)
     model.fit(
         dataset() if steps is None else dataset().repeat(),
         steps_per_epoch=steps,
