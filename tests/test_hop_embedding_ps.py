@@ -321,10 +321,10 @@ def test_messages_pass_the_servers_links(cluster):
     model.fit(data, verbose=0)
     # The pooled vectors of 60 examples and their gradients, over two links or one.
     sent = 2 * 60 * 100 * 4
-    recsync.testing.set_bandwidth(strategy, sent / 4, job="ps")
+    recsync.testing.set_bandwidth(strategy, sent / 2, job="ps")
     began = time.monotonic()
     model.fit(data, verbose=0)
-    assert time.monotonic() - began > 2
+    assert time.monotonic() - began > 1
     with pytest.raises(ValueError, match=r"one of \('worker', 'ps'\) for HopStrategy, not 'chief'"):
         recsync.testing.set_bandwidth(strategy, 1e6, job="chief")
 

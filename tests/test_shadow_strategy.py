@@ -79,6 +79,15 @@ def click_model(strategy, optimizer=adagrad, steps_per_execution=1, collection=F
     return model
 
 
+def dense_model(strategy, optimizer=adagrad):
+    """One of "x" alone, without a table: its first step takes less processor time."""
+    with strategy.scope():
+        inputs = {"id": keras.Input((), dtype="int64", name="id"), "x": keras.Input((WIDTH,))}
+        model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(inputs["x"]))
+        model.compile(optimizer(), "binary_crossentropy")
+    return model
+
+
 def fit_until_all_have_synchronized(strategy, model):
     """Trains, epoch after epoch, until each trainer has done so since the call."""
     before = strategy.sync_report(model).syncs
@@ -237,7 +246,7 @@ def test_synchronizations_in_flight_are_done_when_fit_shows_what_was_trained(
         threads_per_trainer=2,
         sync_ps=2 if algorithm.is_central else 0,
     )
-    model = click_model(strategy)
+    model = dense_model(strategy)
     model.fit(dataset(40), verbose=0)
     shown = [variable.numpy() for variable in dense_of(model)]
     time.sleep(0.5)
@@ -322,7 +331,7 @@ def test_the_output_is_the_mean_on_request(cluster):
     strategy = recsync.ShadowSyncStrategy(
         cluster, recsync.EASGD(0.01), mode=recsync.Foreground(gap=8), output="mean"
     )
-    model = click_model(strategy)
+    model = dense_model(strategy)
     model.fit(parts(strategy, 15), verbose=0)
     copies = strategy.copies(model)
     assert not np.array_equal(copies[0][0], copies[1][0])
@@ -333,7 +342,7 @@ def test_the_output_is_the_mean_on_request(cluster):
 
 def test_assigned_parameters_are_taken_over_by_all_copies_and_the_center(cluster):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.5))
-    model = click_model(strategy, lambda: recsync.optimizers.SGD(0.0))
+    model = dense_model(strategy, lambda: recsync.optimizers.SGD(0.0))
     recsync.testing.set_compute_time(strategy, 0.02)
     model.fit(dataset(24), verbose=0)
     kernel = model.layers[-1].kernel
@@ -453,7 +462,7 @@ def test_a_gap_may_be_longer_than_an_epoch(cluster):
     strategy = recsync.ShadowSyncStrategy(
         cluster, recsync.EASGD(0.3), mode=recsync.Foreground(gap=40)
     )
-    model = click_model(strategy)
+    model = dense_model(strategy)
     # 60 of each trainer, if they are equally fast; 40 of one of them in any case.
     model.fit(dataset().repeat(), epochs=6, steps_per_epoch=30, verbose=0)
     report = strategy.sync_report(model)
@@ -513,7 +522,7 @@ def test_nothing_is_synchronized_after_a_callback_has_ended_training_with_an_err
 
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
     recsync.testing.set_compute_time(strategy, SECONDS)
-    model = click_model(strategy)
+    model = dense_model(strategy)
     with pytest.raises(KeyError, match="in a callback"):
         model.fit(dataset(60), verbose=0, callbacks=[Mistake()])
 
@@ -526,7 +535,7 @@ def test_nothing_is_synchronized_after_a_callback_has_ended_training_with_an_err
 
 def test_a_checkpoint_of_a_model_that_has_not_trained_can_be_restored(cluster, tmp_path):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
-    model = click_model(strategy, lambda: recsync.optimizers.SGD(0.0))
+    model = dense_model(strategy, lambda: recsync.optimizers.SGD(0.0))
     start = model.trainable_variables[-2].numpy()
     checkpoint = tf.train.Checkpoint(model=model, trainers=strategy.worker_states(model))
     path = checkpoint.save(str(tmp_path / "clicks"))
@@ -595,7 +604,7 @@ def test_bmufs_global_parameters_are_in_the_checkpoint(cluster, tmp_path):
     found = []
     for trains in (True, False):
         strategy = recsync.ShadowSyncStrategy(cluster, recsync.BMUF(0.3, 0.5, momentum=0.5))
-        model = click_model(strategy)
+        model = dense_model(strategy)
         checkpoint = tf.train.Checkpoint(model=model, trainers=strategy.worker_states(model))
         if trains:
             fit_until_all_have_synchronized(strategy, model)
