@@ -35,9 +35,9 @@ def test_tables_and_what_lies_beside_their_rows_are_counted_where_they_are(clust
     first, second, *workers = strategy.memory(model)
     assert [(m.job, m.index) for m in (first, second)] == [("ps", 0), ("ps", 1)]
     for server in (first, second):
-        # Half of the rows: values and accumulators of float32, versions and periods of int64.
+        # Half of the rows: values and accumulators of float32, versions of int64, periods of int32.
         assert server.tables == server.slots == ROWS // 2 * WIDTH * 4
-        assert server.per_row == ROWS // 2 * 16
+        assert server.per_row == ROWS // 2 * 12
         total = server.tables + server.slots + server.per_row + server.dense
         assert server.total == total
         assert server.resident > server.total  # With TensorFlow, and what tests before have left.
@@ -45,7 +45,7 @@ def test_tables_and_what_lies_beside_their_rows_are_counted_where_they_are(clust
     assert 2 * 36 * 4 < first.dense + second.dense < 64 << 10
     assert all(worker.total == 0 and worker.resident > 0 for worker in workers)
     assert str(first).startswith(
-        "ps:0 38.2 MiB (tables 15.3, slots 15.3, per_row 7.6, dense 0.0), "
+        "ps:0 36.2 MiB (tables 15.3, slots 15.3, per_row 5.7, dense 0.0), "
     )
 
 

@@ -82,8 +82,8 @@ def click_model(strategy, optimizer=adagrad, steps_per_execution=1, collection=F
 def dense_model(strategy, optimizer=adagrad):
     """One of "x" alone, without a table: its first step takes less processor time."""
     with strategy.scope():
-        inputs = {"id": keras.Input((), dtype="int64", name="id"), "x": keras.Input((WIDTH,))}
-        model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(inputs["x"]))
+        ids, x = keras.Input((), dtype="int64", name="id"), keras.Input((WIDTH,), name="x")
+        model = keras.Model({"id": ids, "x": x}, keras.layers.Dense(1, "sigmoid")(x))
         model.compile(optimizer(), "binary_crossentropy")
     return model
 
