@@ -280,7 +280,7 @@ class DistributedDataset:
         if reshuffling.has_any_order(self.dataset):
             return (
                 "the dataset's order is another one each time: give shuffle a seed, or call "
-                "keras.utils.set_random_seed"
+                "keras.utils.set_random_seed, and leave options().deterministic as it is"
             )
         if self._apart is not None and reshuffling.is_reshuffled(self.dataset):
             # Workers count the passes of the pipelines that they have.

@@ -346,8 +346,6 @@ class Steps:
             iterator.batches = PassBatches(
                 iterator.distributed, slots, position, is_read_between=not is_training
             )
-            if is_training:
-                iterator.distributed.check_retries()
         self._batches = batches = iterator.batches
         begin = batches.begin
         completed = begin.epoch_batches

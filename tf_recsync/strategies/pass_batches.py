@@ -90,6 +90,10 @@ class PassBatches:
             return self.data.empty()
         return self.data.iterator(slot.index, part, self._slots, taken, earlier)
 
+    def tell_of_loss(self) -> None:
+        """A worker was lost: says, once, if its batches can't be found again, though they shall."""
+        self._distributed.check_retries()
+
     def note(self, slot: Slot, numbers: Sequence[int] | np.ndarray) -> None:
         """A thread's worker has done these batches."""
         slot.noted += self.done.add(numbers)

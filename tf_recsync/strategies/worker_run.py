@@ -1057,6 +1057,8 @@ class WorkerRun:
     def _count_loss(self) -> None:
         with self._changed:
             self._losses += Losses(workers=1)
+        if self._batches is not None and not self._is_reading:
+            self._batches.tell_of_loss()
 
     def _readmit(self, slot: Slot) -> bool:
         """Waits until a lost worker is back, and opens it; False when the pass is over."""
