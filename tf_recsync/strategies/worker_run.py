@@ -753,6 +753,9 @@ class WorkerRun:
     def _decide(self) -> None:
         """All who are there have seen the end of the data: is something missing? Under _changed."""
         self._is_deciding = True
+        for slot in self.slots:
+            if slot.is_counted:
+                slot.kept_data = None  # What it has kept others do now.
         has_lost, self._has_lost = self._has_lost, False
         has_more = False
         try:
