@@ -59,7 +59,9 @@ from absl import app, flags
 
 import tf_recsync as recsync
 from tf_recsync import ops
+from tf_recsync.checkpoint.callback import SavedCheckpoint
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
+from tf_recsync.publishing import Publication
 
 PARTS = ("build", "files", "elsewhere", "deltas", "export", "training")
 VERBS = ("save", "restore")
@@ -331,6 +333,17 @@ def wait_for(callback: keras.callbacks.Callback, versions: int) -> None:
         time.sleep(0.01)
 
 
+def written(version: SavedCheckpoint | Publication) -> dict[str, float]:
+    """How much a checkpoint or a publication has, and how long it took."""
+    size = sum(file.stat().st_size for file in files_of(version.path))
+    return {
+        "rows": version.rows,
+        "megabytes": round(size / 1e6, 1),
+        "milliseconds": round(1e3 * version.write_seconds, 2),
+        "pause_milliseconds": round(1e3 * version.pause_seconds, 2),
+    }
+
+
 def shares() -> list[float]:
     return [float(share) for share in FLAGS.touched]
 
@@ -352,15 +365,11 @@ def measure_deltas() -> dict[str, float]:
             touch(model, rows, share, saving)
             full, delta = saving.saved
             for saved in (full, delta):
-                own = sum(f.stat().st_size for f in files_of(saved.path))
                 common.report(
                     {
                         "system": "delta" if saved.is_delta else "full",
                         "share": share if saved.is_delta else 1,
-                        "rows": saved.rows,
-                        "megabytes": round(own / 1e6, 1),
-                        "milliseconds": round(1e3 * saved.write_seconds, 2),
-                        "pause_milliseconds": round(1e3 * saved.pause_seconds, 2),
+                        **written(saved),
                     }
                 )
             ratios[f"ratio_delta_{share:g}"] = round(delta.write_seconds / full.write_seconds, 3)
@@ -390,17 +399,8 @@ def measure_export() -> dict[str, float]:
             for done in publish.publications:
                 system = f"{tables}_delta" if done.is_delta else tables
                 took[system] = done.write_seconds
-                own = sum(f.stat().st_size for f in files_of(done.path))
-                common.report(
-                    {
-                        "system": system,
-                        "rows": done.rows,
-                        "megabytes": round(own / 1e6, 1),
-                        **found.report(),  # Of training, too.
-                        "milliseconds": round(1e3 * done.write_seconds, 2),
-                        "pause_milliseconds": round(1e3 * done.pause_seconds, 2),
-                    }
-                )
+                # The memory is that of training, too.
+                common.report({"system": system, **found.report(), **written(done)})
         measure_reader(pathlib.Path(folder, "apart"), rows)
     return {
         "ratio_inside_apart": round(took["inside"] / took["apart"], 3),

@@ -320,17 +320,12 @@ class Placed:
         # passes through has those that it came with.
         came_with = {id(own): getattr(x, LOGITS, None) for x, own in arrived.values()}
         made_here = {op.name for op in new}
-        of_logits = [
-            x
-            for x in _tensors(flat)
-            if id(x) not in came_with and getattr(x, LOGITS, None) is not None
-        ]
-        of_logits = [
-            x
-            for x in of_logits
-            if getattr(x, LOGITS).op.name in made_here or id(getattr(x, LOGITS)) in came_with
-        ]
-        logits = [getattr(x, LOGITS) for x in of_logits]
+        of_logits, logits = [], []
+        for x in _tensors(flat):
+            own = None if id(x) in came_with else getattr(x, LOGITS, None)
+            if own is not None and (own.op.name in made_here or id(own) in came_with):
+                of_logits.append(x)
+                logits.append(own)
         with record.stop_recording():
             there = [*_tensors(flat), *logits]
             done = iter(speeds.on_server(device, there, new, _tensors(moved)))
