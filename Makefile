@@ -9,6 +9,8 @@ PYTHON ?= python3
 PYTEST_FLAGS ?=
 # More than two cores: tests on servers wait, too. With more of them, all only take longer.
 TEST_PROCESSES ?= 3
+# A process that ends within a test is not replaced: another one would run that test again.
+SIDE_BY_SIDE = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # Of make soak: how often it runs the tests that are about servers which fail.
 SOAK_ROUNDS ?= 10
 SOAK_FILES := $(wildcard $(addprefix tests/test_,$(addsuffix .py,*_failures lost_between_epochs \
@@ -123,15 +125,14 @@ demo: build
 	@$(BIN)/python $(DEMO) $(DEMO_FLAGS)
 
 test: build
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
-	  --durations=10 $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=10 $(PYTEST_FLAGS)
 
 soak: build
 	@echo "== Tests that take minutes by their nature: about a quarter of an hour"
 	@$(BIN)/python -m pytest -m soak --durations=10 $(PYTEST_FLAGS)
 	@echo "== Tests that kill servers, stop them or cut connections, $(SOAK_ROUNDS) times: minutes each"
 	@for round in $$(seq $(SOAK_ROUNDS)); do echo "== Round $$round" && \
-	  $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+	  $(BIN)/python -m pytest $(SIDE_BY_SIDE) \
 	  $(PYTEST_FLAGS) $(SOAK_FILES) || exit 1; done
 
 fuzz: build

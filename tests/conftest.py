@@ -2,8 +2,11 @@
 
 import faulthandler
 import gc
+import os
 import random
 import sys
+from collections.abc import Callable
+from typing import IO
 
 import hypothesis
 import numpy as np
@@ -17,6 +20,30 @@ hypothesis.settings.register_profile(
     "at any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("at any speed")
+
+
+_WATCH = pytest.StashKey[Callable[[], None]]()  # Begins anew to watch the test that runs.
+_STDERR = pytest.StashKey[IO[str]]()  # What the process had before tests' output was captured.
+
+
+def pytest_configure(config):
+    """Opens where the traceback of a test that does not end is written to, and seen."""
+    config.stash[_STDERR] = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
+    if not hasattr(config, "workerinput"):  # Of several processes, the one that reports.
+        config.pluginmanager.register(_Failures(config.stash[_STDERR]))
+
+
+class _Failures:
+    """Names what fails as it does: a run that is cut off has no summary at its end."""
+
+    def __init__(self, stderr):
+        self._stderr = stderr
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            reason = getattr(report.longrepr, "reprcrash", None) or report.longrepr
+            reason = str(getattr(reason, "message", reason)).strip().partition("\n")[0]
+            print(f"\n{report.nodeid} ({report.when}): {reason}", file=self._stderr, flush=True)
 
 
 def pytest_sessionstart(session):
@@ -62,11 +89,20 @@ def pytest_runtest_protocol(item):
     """
     marker = item.get_closest_marker("timeout")
     seconds = marker.args[0] if marker and marker.args else float(item.config.getini("timeout"))
-    faulthandler.dump_traceback_later(seconds + 60.0, exit=True, file=sys.__stderr__)
+    item.config.stash[_WATCH] = lambda: faulthandler.dump_traceback_later(
+        seconds + 60.0, exit=True, file=item.config.stash[_STDERR]
+    )
+    item.config.stash[_WATCH]()
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_exception_interact(node):
+    """Goes on watching a test that has failed: pytest stops to, and its fixtures may not end."""
+    if _WATCH in node.config.stash:
+        node.config.stash[_WATCH]()
 
 
 @pytest.fixture(scope="session")
@@ -105,9 +141,17 @@ def end_calls_of_servers_that_were_cut_off(clusters):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def leave_nothing_behind():
-    """Has TensorFlow forget a module's functions: a connection takes all along, to each server."""
+def leave_nothing_behind(request):
+    """Has TensorFlow forget a module's functions: a connection takes all along, to each server.
+
+    Not after a test that failed: TensorFlow would wait, with Python's lock held, for calls that
+    the test has left, and they may never end.
+    """
+    failed, clusters = request.session.testsfailed, request.getfixturevalue("clusters")
     yield
+    if request.session.testsfailed > failed:
+        clusters.close()
+        return
     import keras
 
     keras.utils.clear_session()
