@@ -6,8 +6,9 @@
 - groups: EPS against the number of groups (figure 10a);
 - nodes: EPS of one group against its trainers and group PSs, with links of limited bandwidth
   (figure 10b);
-- ablations: EPS of a group that trains an unbalanced DLRM, without the greedy refinement, without
-  any tagging (each layer on the next server, in turn), and without compression (figure 11);
+- ablations: EPS of a group that trains an unbalanced DLRM, with layers kept whole, without the
+  greedy refinement, without any tagging (each layer on the next server, in turn), and without
+  compression (figure 11);
 - sync: EPS with synchronization in the background and without any.
 
 hierarchical_laboratory.py says what is artificial, and how. Each device has the same artificial
@@ -110,6 +111,7 @@ def ablations() -> list[Setting]:
     """All optimizations, and all but one of them."""
     without: dict[str, dict[str, Any]] = {
         "all": {},
+        "no splits": {"plan": "whole"},
         "no refinement": {"plan": "rules"},
         "no tagging": {"plan": "turn"},
         "no compression": {"compression": False},

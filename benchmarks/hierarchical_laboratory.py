@@ -80,8 +80,8 @@ class Setting:
         groups: how many; 0 for EASGD, whose trainers are each by themselves.
         trainers: of a group, or in all under EASGD.
         ps: of a group.
-        plan: how layers are placed: "search", "rules" (no refinement), or "turn" (no
-            tagging: each layer on the next server).
+        plan: how layers are placed: "search", "whole" (no layer is divided), "rules" (no
+            refinement), or "turn" (no tagging: each layer on the next server).
         compression: of what travels to layers on servers and from them.
         syncs: whether groups are synchronized.
         nets: of a trainer, or threads; None for the flag's.
@@ -410,12 +410,12 @@ def clicks(seed: int) -> continual.Days:
 
 
 def build(unbalanced: bool, seed: int) -> keras.Model:
-    """The DLRM; unbalanced, a few layers are much larger than others."""
+    """The DLRM; unbalanced, a layer has more than a third of all weights."""
     keras.utils.set_random_seed(seed)
     units = FLAGS.units
     bottom, top = [units] * 2, [units] * FLAGS.top_layers
     if unbalanced:
-        bottom, top = [units] * 5, [units, units // 4, units // 4, 2 * units, units, units]
+        bottom, top = [units] * 5, [units, units // 4, units // 4, 4 * units, units, units]
     return build_dlrm(clicks(0).spec, embedding_dimension=8, bottom_units=bottom, top_units=top)
 
 
@@ -446,8 +446,8 @@ def planned(setting: Setting) -> OperatorPlan:
         gradient_ratio=0.5 if setting.compression else 1.0,
     )
     if setting.plan != "turn":
-        seconds = FLAGS.search_seconds if setting.plan == "search" else 0.0
-        return OperatorPlan.search(graph, resources, seconds)
+        seconds = 0.0 if setting.plan == "rules" else FLAGS.search_seconds
+        return OperatorPlan.search(graph, resources, seconds, splits=setting.plan != "whole")
     operators: dict[str, int | None] = {unit.name: None for unit in graph.units}
     layers = [unit for unit in graph.units if unit.parameter_bytes and not unit.pinned]
     operators |= {unit.name: i % setting.ps for i, unit in enumerate(layers)}

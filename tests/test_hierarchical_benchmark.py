@@ -68,7 +68,7 @@ def test_rows_say_what_was_measured_once(tmp_path):
     )
     *rows, summary, counts = run("hierarchical", tmp_path, SCRIPT, *arguments)
     found = {(row["experiment"], row["setting"]): row for row in rows}
-    assert len(found) == len(rows) == 2 + 3 + 3 + 4 + 2
+    assert len(found) == len(rows) == 2 + 3 + 3 + 5 + 2
     easgd, grouped = found["easgd", "EASGD 4t"], found["easgd", "HT 2g"]
     assert (easgd["groups"], easgd["ps"], easgd["nodes"], easgd["ps_compute"]) == (0, 0, 4, [])
     assert (grouped["groups"], grouped["trainers"], grouped["ps"]) == (2, 2, 2)
@@ -90,6 +90,6 @@ def test_rows_say_what_was_measured_once(tmp_path):
     assert summary["sync_cost_percent"] == pytest.approx(2.0)
     assert summary["counts"] is False
     # HT 2g is the setting of 2 groups, S-EASGD that of 4; (2, 2) has other links than 1 group.
-    settings = 1 + 3 + 3 + 4 + 1
+    settings = 1 + 3 + 3 + 5 + 1
     assert counts == [2 * settings + 2 * 2, 0, settings]
     check_picture(tmp_path / "hierarchical.png")
