@@ -14,8 +14,10 @@ import pytest
 import tensorflow as tf
 from absl import logging
 from helpers import compiled, mean_output, slope_model
+from test_recovery import KillInTurn
 
 import tf_recsync as recsync
+from tf_recsync.data import Synthetic
 from tf_recsync.optimizers import SGD
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
@@ -185,6 +187,40 @@ def test_training_goes_on_in_a_storm_in_which_parameter_servers_die_too(cluster,
     assert sum(done) + losses.batches == epochs * batches, (done, losses)
     assert np.isfinite(model.predict(np.ones([4, 1]), verbose=0)).all()
     recsync.checkpoint.open(recsync.checkpoint.latest(tmp_path)).verify()
+
+
+def test_servers_that_die_in_turn_hardly_cost_quality(cluster, tmp_path):
+    """Both parameter servers die twice: the AUC of clicks that were not trained on, three seeds."""
+    clicks = Synthetic(48_000, test_rows=50_000, cardinalities=[20, 50, 200, 2000], numeric=4)
+    strategy = recsync.AsyncStrategy(cluster)
+    recsync.testing.set_compute_time(strategy, 0.02)
+
+    def auc(seed, servers, **options):
+        keras.utils.set_random_seed(seed)
+        with strategy.scope():
+            sizes = clicks.spec.categorical
+            inputs = {name: keras.Input((), dtype="int64", name=name) for name in sizes}
+            tables = [keras.layers.Embedding(sizes[name], 8)(inputs[name]) for name in sizes]
+            inputs["numeric"] = keras.Input((4,), name="numeric")
+            hidden = keras.layers.Concatenate()([*tables, inputs["numeric"]])
+            hidden = keras.layers.Dense(32, "relu")(hidden)
+            model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(hidden))
+            metrics = [keras.metrics.AUC(1000, name="auc")]
+            model.compile(recsync.optimizers.Adagrad(0.1), "binary_crossentropy", metrics=metrics)
+        callback = recsync.callbacks.Checkpoint(tmp_path / str(seed), every_steps=40)
+        kills = KillInTurn(cluster, callback, servers, steps=90)
+        callbacks = [callback, kills] if servers else []
+        model.fit(clicks.train(64), verbose=0, callbacks=callbacks)
+        assert callback.recoveries == len(servers)
+        return model.evaluate(clicks.test(500), verbose=0, return_dict=True)["auc"]
+
+    undisturbed, disturbed = [], []
+    for seed in range(3):
+        undisturbed.append(auc(seed, []))
+        disturbed.append(auc(seed, [0, 1] * 2))
+    logging.info("AUC %s undisturbed, %s disturbed.", undisturbed, disturbed)
+    assert np.mean(undisturbed) > 0.7  # It learns something.
+    assert abs(np.mean(undisturbed) - np.mean(disturbed)) <= 0.003
 
 
 def resident_megabytes(cluster: recsync.LocalCluster) -> np.ndarray:
