@@ -72,6 +72,7 @@ class WritingBeside(keras.callbacks.Callback):
         self._steps = 0  # Of Keras, since it was read last.
         self._last_batch = -1  # The number of the last of these in the epoch.
         self._goes_on = False  # Whether steps follow.
+        self._is_put_off = False  # And that was said.
         # Of the thread that writes, which is the only one to use them as long as it runs.
         self._thread: threading.Thread | None = None
         self._began = 0.0
@@ -189,6 +190,7 @@ class WritingBeside(keras.callbacks.Callback):
                 raise
             self._put_off(error)
             return
+        self._is_put_off = False
         self._began = time.monotonic()
         self._steps = 0
         self._set_due(began)
@@ -201,7 +203,9 @@ class WritingBeside(keras.callbacks.Callback):
         self._thread.start()
 
     def _put_off(self, error: Exception) -> None:
-        logging.warning("A %s is put off: %s", self._noun, words_of(error))
+        if not self._is_put_off:  # It is tried again after each batch.
+            logging.warning("A %s is put off: %s", self._noun, words_of(error))
+        self._is_put_off = True
         self._steps = max(self._steps, 1)  # There is something that is not written.
         self._set_due(time.monotonic())
 
