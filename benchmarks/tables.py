@@ -75,7 +75,7 @@ flags.DEFINE_integer("restore_ps", 2, "elsewhere: parameter servers.", lower_bou
 flags.DEFINE_list(
     "ways",
     ["servers", "keras", "tensorflow"],
-    "files: ways to save. A server needs three times its share for tensorflow.",
+    "files: ways to save.",
 )
 flags.DEFINE_list("touched", ["0.001", "0.01", "0.1"], "Shares of the rows that change.")
 flags.DEFINE_float("save_seconds", 30.0, "From one checkpoint to the next.", lower_bound=0.1)
