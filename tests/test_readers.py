@@ -242,8 +242,11 @@ def test_options_stay_where_an_assertion_goes():
 # Readers that die.
 
 
-def test_a_reader_that_is_started_again_goes_on_with_what_nobody_has_had(two_readers):
-    model = counting_model(recsync.AsyncStrategy(two_readers))
+@pytest.mark.parametrize("on_batch_lost", ["retry", "drop"])
+def test_a_reader_that_is_started_again_goes_on_with_what_nobody_has_had(
+    two_readers, on_batch_lost
+):
+    model = counting_model(recsync.AsyncStrategy(two_readers, on_batch_lost=on_batch_lost))
     batches, batch = 120, 4
 
     data = numbered(batches * batch, batch, 0.02)
@@ -252,6 +255,9 @@ def test_a_reader_that_is_started_again_goes_on_with_what_nobody_has_had(two_rea
     history = model.fit(data, callbacks=[callback], verbose=0).history
     callback.join()
     everything = sum(range(batches * batch))
+    if on_batch_lost == "retry":  # What was in its hands, too.
+        assert (history["sum"], steps_of(model)) == ([everything], batches)
+        return
     # What was in its hands is lost: at most a batch in the making, and those made ahead.
     assert everything - 30 * batch * batches * batch <= history["sum"][0] <= everything
     assert batches - 30 <= steps_of(model) <= batches
@@ -330,7 +336,8 @@ def test_a_reader_that_hangs_ends_training(cluster):
     )
     callback = When(10, lambda: cluster.pause("reader", 0))
     with pytest.raises(RuntimeError, match="reader:0 has not answered for"):
-        model.fit(numbered(4000, 4, 0.05), callbacks=[callback], verbose=0)
+        # Another reader goes on with its part.
+        model.fit(numbered(600, 4, 0.05), callbacks=[callback], verbose=0)
     callback.join()
     cluster.resume("reader", 0)
     assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]

@@ -105,6 +105,8 @@ class Cluster:
         self._taken_anew: collections.Counter = collections.Counter()
         self.cluster_spec = tf.train.ClusterSpec(self._addresses)
         self.data_service = data_service.DataService(self.host)
+        self._readers_lock = threading.Lock()
+        self._reader_losses: data_service.ReaderLosses | None = None  # Guarded by _readers_lock.
         has_chief = tf_config.CHIEF in self._addresses
         self.resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             self.cluster_spec,
@@ -122,6 +124,19 @@ class Cluster:
     def reader_service(self) -> str:
         """The address of the readers' data service, "grpc://host:port"; they have to be there."""
         return f"grpc://{self._readers[0]}"
+
+    @property
+    def reader_losses(self) -> data_service.ReaderLosses:
+        """Counts the readers that are lost, from when it is asked for the first time.
+
+        Raises:
+            RuntimeError: if the cluster is closed.
+        """
+        with self._readers_lock:
+            self.check_open()
+            if self._reader_losses is None:
+                self._reader_losses = data_service.ReaderLosses(self._readers)
+            return self._reader_losses
 
     @property
     def is_closed(self) -> bool:
@@ -522,6 +537,9 @@ class Cluster:
             self._closed = True
             self._end_passes()
             self.data_service.close()
+            with self._readers_lock:
+                if self._reader_losses is not None:
+                    self._reader_losses.close()
             # A change that still asks servers for something ends while they are there, or never.
             with contextlib.suppress(RuntimeError):
                 server_defs.wait_for_pending(time.monotonic() + _CHANGE_SECONDS, "closing")

@@ -23,6 +23,8 @@ _ABANDONED_MILLISECONDS = 1000
 # strategies wait for workers (`worker_timeout`). A pass that was ended before would begin anew,
 # without a word, with the first worker that is back.
 _CLIENT_MILLISECONDS = 60 * 60 * 1000
+_CONNECT_SECONDS = 3.0  # To a reader that is there.
+_RECONNECT_MILLISECONDS = 250  # How often it is looked whether a reader is back.
 _END_SECONDS = 0.5  # How often it is looked whether the last pipeline has ended.
 
 
@@ -129,22 +131,80 @@ class Reader:
             # TensorFlow would wait, too, but deaf to signals.
             _wait_for_dispatcher(addresses[0])
             if begin_anew is not None:
-                self._connection = _Connection(addresses[0], begin_anew)
+
+                def lost() -> None:
+                    logging.warning("reader:0 has ended, or the connection to it; beginning anew.")
+                    begin_anew()
+
+                self._connection = _Connection(addresses[0], lost)
         self._worker = _start_worker(addresses[0], _in_address(host), port)
 
 
+class ReaderLosses:
+    """Connections to readers, which end with them, and how many have.
+
+    What a reader had in its hands is gone with it, whether or not it is there again when somebody
+    asks.
+
+    Thread-safe.
+
+    Args:
+        addresses: "host:port" of the readers.
+    """
+
+    def __init__(self, addresses: Sequence[str]):
+        self._lock = threading.Lock()
+        self._count = 0  # Guarded by _lock.
+        self._connections = [_Connection(address, self._add) for address in addresses]
+
+    def begin(self) -> int:
+        """The number of connections that have ended before what is to be watched begins.
+
+        It waits a moment for those that are not there.
+        """
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        for connection in self._connections:
+            connection.wait(deadline)
+        return self.count
+
+    @property
+    def count(self) -> int:
+        """How many connections have ended so far."""
+        with self._lock:
+            return self._count
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for connection in self._connections:
+            connection.close()
+
+    def _add(self) -> None:
+        with self._lock:
+            self._count += 1
+
+
 class _Connection:
-    """A connection to the first reader, which ends with it."""
+    """A connection to a reader, which ends with it, and is made again when it is back.
+
+    Args:
+        address: "host:port" of the reader.
+        lost: called in another thread when it has ended.
+    """
 
     def __init__(self, address: str, lost: Callable[[], None]):
         import grpc  # Servers are forked from a process that has not.
 
         self._lost = lost
+        self._is_there = threading.Event()
         self._was_ready = False
         self._ready = grpc.ChannelConnectivity.READY
+        self._idle = grpc.ChannelConnectivity.IDLE
         options = {
             "grpc.enable_http_proxy": 0,
             "grpc.client_idle_timeout_ms": 2**31 - 1,  # Never.
+            "grpc.initial_reconnect_backoff_ms": _RECONNECT_MILLISECONDS,
+            "grpc.min_reconnect_backoff_ms": _RECONNECT_MILLISECONDS,
+            "grpc.max_reconnect_backoff_ms": _RECONNECT_MILLISECONDS,
         }
         self._channel = grpc.insecure_channel(address, tuple(options.items()))
         self._channel.subscribe(self._on_change, try_to_connect=True)
@@ -152,9 +212,24 @@ class _Connection:
     def _on_change(self, state: enum.Enum) -> None:
         if state is self._ready:
             self._was_ready = True
+            self._is_there.set()
         elif self._was_ready:
-            logging.warning("reader:0 has ended, or the connection to it; beginning anew.")
+            self._was_ready = False
+            self._is_there.clear()
             self._lost()
+        if state is self._idle:
+            # A channel whose connection has ended makes no other one until it is told to.
+            self._channel.unsubscribe(self._on_change)
+            self._channel.subscribe(self._on_change, try_to_connect=True)
+
+    def wait(self, deadline: float) -> None:
+        """Waits until it is there, or until then."""
+        self._is_there.wait(max(deadline - time.monotonic(), 0.0))
+
+    def close(self) -> None:
+        """Ends it."""
+        self._channel.unsubscribe(self._on_change)
+        self._channel.close()
 
 
 def _wait_for_dispatcher(address: str) -> None:

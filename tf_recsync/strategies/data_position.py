@@ -24,6 +24,7 @@ class DataPosition:
         done: which of them were trained on before others that come first in the order of the data:
             ranges of numbers from 0, each its first one and the one after its last. All the others
             are the first ones of the pass.
+        parts: in how many parts the pass has numbers, see data_parts.py.
     """
 
     passes: int = 0
@@ -32,6 +33,7 @@ class DataPosition:
     pipelines: tuple[int, ...] = ()
     batch_size: int | None = None
     done: Ranges = ()
+    parts: int = 1
 
     @property
     def prefix(self) -> int:
@@ -51,17 +53,21 @@ class DataPosition:
             ValueError: if it is something else.
         """
         names = {field.name for field in dataclasses.fields(cls)}
-        # Files of earlier versions say nothing of what was done out of order.
-        if not isinstance(about, Mapping) or names - {"done"} != set(about) - {"done"}:
+        # Files of earlier versions say nothing of what was done out of order, nor of parts.
+        later = {"done", "parts"}
+        if not isinstance(about, Mapping) or names - later != set(about) - later:
             raise ValueError(f"a position in data must be an object with {sorted(names)}: {about}")
         counts = [about[name] for name in ("passes", "batches", "epoch_batches")]
-        size, pipelines = about["batch_size"], about["pipelines"]
+        size, pipelines, parts = about["batch_size"], about["pipelines"], about.get("parts", 1)
         if not isinstance(pipelines, list) or not all(
             isinstance(count, int) and count >= 0
             for count in [*counts, *pipelines, 0 if size is None else size]
         ):
             raise ValueError(f"a position in data must have counts, and not {about}")
-        position = cls(*counts, tuple(pipelines), size, _parsed_ranges(about.get("done", [])))
+        if not isinstance(parts, int) or parts < 1:
+            raise ValueError(f"parts must be an integer of at least 1: {about}")
+        done = _parsed_ranges(about.get("done", []))
+        position = cls(*counts, tuple(pipelines), size, done, parts)
         last = position.prefix
         if last < 0:
             raise ValueError(f"done can't have more batches than were trained on: {about}")

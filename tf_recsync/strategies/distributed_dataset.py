@@ -23,7 +23,7 @@ from tensorflow.python.data.ops import dataset_ops, prefetch_op
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.cluster.data_service import DataService
-from tf_recsync.strategies import data_errors, reshuffling
+from tf_recsync.strategies import data_errors, data_parts, reshuffling
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.done_batches import DoneBatches, Ranges, rest_of
 from tf_recsync.strategies.pass_batches import PassBatches
@@ -66,8 +66,6 @@ def register(
         registered = _register(cluster, dataset, service.start(), 0)
         registered.service = service
         return registered
-    if readers > 1:
-        dataset = _without_assertions(dataset)
     return _ask_readers(
         cluster,
         lambda: _register(cluster, dataset, cluster.reader_service, readers),
@@ -270,13 +268,18 @@ class DistributedDataset:
         self._registered: RegisteredDataset | None = None
         self._seen: int | None = None  # The steps of the first epoch, as Keras counts.
         self._shall_retry = retries
-        self._is_checked = False
+        self._is_checked = False  # By `check_retries`.
+        self._is_position_checked = False
 
     @functools.cached_property
     def why_not_found_again(self) -> str:
         """Why batches that are lost can't be made once more; "" if they can."""
-        if self.readers > 1:
-            return "of several readers each reads what nobody else has begun"
+        if self.readers > 1 and self._why_indivisible:
+            return (
+                "of several readers each reads what nobody else has begun, as the dataset can't be "
+                f"divided in an order of its own: {self._why_indivisible}; use one reader, or have "
+                "workers make their datasets"
+            )
         if reshuffling.has_any_order(self.dataset):
             return (
                 "the dataset's order is another one each time: give shuffle a seed, or call "
@@ -289,6 +292,26 @@ class DistributedDataset:
                 "again: have shuffle not reshuffle in each iteration"
             )
         return ""
+
+    @functools.cached_property
+    def _why_indivisible(self) -> str:
+        return data_parts.why_indivisible(self.dataset)
+
+    @property
+    def keeps_positions(self) -> bool:
+        """Whether it is known which of its batches are done, or at least that they are the first
+        ones."""
+        return self.readers <= 1 or self.is_numbered
+
+    def parts_at(self, position: DataPosition | None = None) -> int:
+        """In how many parts the batches of a pass have numbers.
+
+        Args:
+            position: where it begins, if that is not the beginning.
+        """
+        if position is not None and position.batches:
+            return position.parts
+        return max(self.readers, 1) if self.is_numbered else 1
 
     @property
     def is_numbered(self) -> bool:
@@ -318,6 +341,22 @@ class DistributedDataset:
                 self.why_not_found_again,
             )
 
+    def check_position(self) -> None:
+        """Warns, once, if nobody can go on where training is, though the position is saved."""
+        is_new, self._is_position_checked = not self._is_position_checked, True
+        if is_new and not self.keeps_positions:
+            logging.warning(
+                "Checkpoints do not have the position in the data, and who goes on from one begins "
+                "the epoch anew: %s.",
+                self._why_no_position,
+            )
+
+    @property
+    def _why_no_position(self) -> str:
+        return self.why_not_found_again or (
+            'of several readers it is known which batches are done with on_batch_lost="retry"'
+        )
+
     @property
     def element_spec(self) -> Any:
         return self.dataset.element_spec
@@ -345,6 +384,11 @@ class DistributedDataset:
         """The batches of a pass, infinite if their number is not known."""
         return float(self._cardinality) if self._cardinality >= 0 else float("inf")
 
+    def batches_of(self, parts: int) -> float:
+        """The batches of a pass in so many parts, each of which may end with one that is not full;
+        infinite if their number is not known."""
+        return self.known_batches if parts == 1 else float("inf")
+
     @property
     def length(self) -> int | None:
         """The steps of an epoch, or None if only its end will tell."""
@@ -371,7 +415,7 @@ class DistributedDataset:
             position: of an earlier process.
             slots: how many threads call workers.
         """
-        if position == DataPosition(position.passes, batch_size=position.batch_size):
+        if not (position.batches or position.epoch_batches or position.pipelines):
             return position  # The beginning of a pass.
         why = ""
         if position.batch_size != self.batch_size:
@@ -381,14 +425,18 @@ class DistributedDataset:
         elif self._apart is not None and len(position.pipelines) != slots:
             count = len(position.pipelines)
             why = f"batches came from {count} input pipelines, and now from {slots}"
-        elif self.readers > 1:
-            why = "of several readers each reads what nobody else has begun"
+        elif not self.keeps_positions or (position.parts > 1 and not self.is_numbered):
+            why = self._why_no_position
+        elif position.parts > 1 and self._why_indivisible:
+            why = f"readers had parts of the dataset, and now {self._why_indivisible}"
         elif 0 < self.pass_batches < float("inf"):
             why = (
                 "with steps_per_epoch, Keras begins a dataset anew when it has asked for as many "
                 "batches as that has; use repeat"
             )
-        elif position.epoch_batches > (self.steps_per_epoch or self.batches or sys.maxsize):
+        elif position.parts == 1 and position.epoch_batches > (
+            self.steps_per_epoch or self.batches or sys.maxsize
+        ):
             why = f"{position.epoch_batches} of its steps were done, and now it has fewer"
         if why:
             logging.warning("The epoch begins anew, with all of its data: %s.", why)
@@ -428,45 +476,50 @@ class DistributedDataset:
         if not is_new and not position.batches:
             return self._registered, number
         for_one_pass = is_reshuffled or position.batches > 0
-        registered = self._register(number, position.prefix, position.done, for_one_pass)
+        parts = self.parts_at(position)
+        registered = self._register(number, position.prefix, position.done, parts, for_one_pass)
         if not position.batches:
             self._registered = registered
         return registered, number
 
-    def rest(self, number: int, done: DoneBatches) -> RegisteredDataset:
+    def rest(self, number: int, done: DoneBatches, parts: int) -> RegisteredDataset:
         """The batches of a pass that are not done, as workers get at them.
 
         Args:
             number: of the pass.
             done: those that are.
+            parts: in how many parts they have numbers.
         """
         prefix, beyond = done.ranges
         end = None
-        if beyond and beyond[-1][1] == self.known_batches:
+        if beyond and beyond[-1][1] == self.batches_of(parts):
             *beyond, (end, _) = beyond  # Nothing behind that is read.
-        return self._register(number, prefix, tuple(beyond), True, end)
+        return self._register(number, prefix, tuple(beyond), parts, True, end)
 
     def _register(
         self,
         number: int,
         prefix: int,
         beyond: Ranges,
+        parts: int,
         for_one_pass: bool,
         end: int | None = None,
     ) -> RegisteredDataset:
         dataset = self.dataset
+        if self.readers > 1 or parts > 1:
+            dataset = _without_assertions(dataset)
         # The servers' names mean nothing to the service: pin nothing.
         with tf.device("/CPU:0"):
             if reshuffling.is_reshuffled(dataset):
                 dataset = reshuffling.in_pass(dataset, number)
             if end is not None:
                 dataset = dataset.take(end)
-            if self.is_numbered:
+            if self.is_numbered and (parts > 1 or self.readers > 1):
+                dataset = data_parts.rest_of_parts(dataset, parts, prefix, beyond)
+            elif prefix or beyond or self.is_numbered:
                 dataset = rest_of(dataset, prefix, beyond)
-            elif beyond:
-                dataset = rest_of(dataset, prefix, beyond).map(lambda _, batch: batch)
-            elif prefix:
-                dataset = dataset.skip(prefix)
+                if not self.is_numbered:
+                    dataset = dataset.map(lambda _, batch: batch)
         return register(self._cluster, dataset, self.readers, self._reader_timeout, for_one_pass)
 
     def local_batches(self) -> Iterator[Any]:

@@ -74,17 +74,21 @@ class DoneBatches:
         return 0, tuple(found)
 
 
-def rest_of(dataset: tf.data.Dataset, prefix: int, beyond: Iterable) -> tf.data.Dataset:
+def rest_of(
+    dataset: tf.data.Dataset,
+    prefix: int | tf.Tensor,
+    beyond: Iterable,
+    begin: int | tf.Tensor = 0,
+) -> tf.data.Dataset:
     """A dataset's batches that are not done, each as a pair of its number and the batch.
 
     Args:
-        dataset: batches, in the order in which they have numbers, from 0 on.
+        dataset: batches, in the order in which they have numbers.
         prefix: so many of the first are done.
-        beyond: ranges of others that are, in order, see `DoneBatches.ranges`.
+        beyond: ranges of the numbers of others that are, in order, see `DoneBatches.ranges`.
+        begin: the number of the first one of all.
     """
-    if prefix:
-        dataset = dataset.skip(prefix)
-    dataset = dataset.enumerate(prefix)
+    dataset = dataset.skip(prefix).enumerate(begin + prefix)
     ranges = np.array(list(beyond), np.int64).reshape(-1, 2)
     if not len(ranges):
         return dataset

@@ -41,6 +41,7 @@ class PassBatches:
         retries: whether what is lost is done by others.
         are_noted: whether slots note what is known to be done.
         round: how often the rest was opened.
+        parts: in how many parts the batches have numbers, see data_parts.py.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class PassBatches:
         self.begin = position or DataPosition()
         self.data: RegisteredDataset | WorkerDatasets
         self.data, self.number = distributed.shared(position)
+        self.parts = distributed.parts_at(position)
         self.retries = distributed.retries
         self.done: DoneBatches | None = None
         if distributed.is_numbered:
@@ -94,6 +96,10 @@ class PassBatches:
         """A worker was lost: says, once, if its batches can't be found again, though they shall."""
         self._distributed.check_retries()
 
+    def tell_of_position(self) -> None:
+        """Its position is saved: says, once, if nobody can go on there."""
+        self._distributed.check_position()
+
     def note(self, slot: Slot, numbers: Sequence[int] | np.ndarray) -> None:
         """A thread's worker has done these batches."""
         slot.noted += self.done.add(numbers)
@@ -125,10 +131,10 @@ class PassBatches:
         """
         if isinstance(self.data, WorkerDatasets):
             has_more = self._hand_on(slots)
-        elif not has_lost or self.done.count >= self._distributed.known_batches:
+        elif not has_lost or self.done.count >= self._distributed.batches_of(self.parts):
             has_more = False
         else:
-            rest = self._distributed.rest(self.number, self.done)
+            rest = self._distributed.rest(self.number, self.done, self.parts)
             job = rest.new_job()
             with self._lock:  # One that comes back may be about to join.
                 self.data, self._job = rest, job

@@ -128,6 +128,7 @@ class TrainFunction(Steps):
         run = self._run
         if self._position is not None or run is None:
             return self._position or DataPosition()  # Nothing of the pass was trained on.
+        self._batches.tell_of_position()
         done, steps = self._batches.done, run.completed
         if done is None:
             batches, beyond = self._uncounted + steps, ()
@@ -149,6 +150,7 @@ class TrainFunction(Steps):
             pipelines,
             self.local_batch_size,
             beyond,
+            self._batches.parts,
         )
 
     def _read_done(self, run: WorkerRun) -> None:
@@ -257,9 +259,8 @@ class TrainFunction(Steps):
             self._tell_of_loss(position)
             return  # It had not begun.
         failed = iterator.failed
-        # Keras can't be told to begin an epoch again that is over; and of several readers nobody
-        # knows which batches were trained on.
-        is_over = self._target >= self._epoch_end or iterator.distributed.readers > 1
+        # Keras can't be told to begin an epoch again that is over.
+        is_over = self._target >= self._epoch_end or not iterator.distributed.keeps_positions
         if position is not None and (is_over or not self._is_of_pass(position)):
             self._tell_of_loss(position)
             position = None

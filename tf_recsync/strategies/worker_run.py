@@ -18,6 +18,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster, MemberState, Server, messages
+from tf_recsync.cluster.data_service import ReaderLosses
 from tf_recsync.cluster.diagnosis import Cause, Diagnosis, diagnose
 from tf_recsync.cluster.membership import Order
 from tf_recsync.cluster.silence_watch import Wait, suspicious_after
@@ -150,6 +151,11 @@ class WorkerRun:
         self._began: float | None = None  # When all were open.
         self._round = 0 if batches is None else batches.round
         self._has_lost = False  # Batches, of those of this round that some worker has had.
+        self._readers_lost: ReaderLosses | None = None
+        self._reader_losses = 0  # How many there were when this round began.
+        if self._retries and self._readers > 1:
+            self._readers_lost = cluster.reader_losses
+            self._reader_losses = self._readers_lost.begin()
         self._is_deciding = False  # A thread is, about whether there is another round.
         self._is_complete = False  # There is none: no batch is missing.
         self._finished_parts = 0  # Threads that have seen the end of the dataset.
@@ -757,6 +763,9 @@ class WorkerRun:
             if slot.is_counted:
                 slot.kept_data = None  # What it has kept others do now.
         has_lost, self._has_lost = self._has_lost, False
+        if self._readers_lost is not None:
+            before, self._reader_losses = self._reader_losses, self._readers_lost.count
+            has_lost |= self._reader_losses > before
         has_more = False
         try:
             if has_lost or any(slot.is_counted for slot in self.slots):
@@ -769,7 +778,7 @@ class WorkerRun:
             self._is_deciding = False
         if has_more:
             self._round = self._batches.round
-            logging.info("Batches that were lost with workers are trained on now.")
+            logging.info("Batches that were lost with workers or readers are trained on now.")
         elif self._batches.has_all_parts:  # Else who has one is back.
             self._is_complete = True
         self._changed.notify_all()

@@ -1,0 +1,185 @@
+"""Several readers, each with a part of the data: which batches were trained on is known."""
+
+import contextlib
+
+import hypothesis
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import AtBatch, compute_time
+from hypothesis import strategies as st
+from test_readers import ready
+from test_resuming import Stop
+from test_retried_batches import BATCHES, Sum, after, batches, counts_of, make_model
+
+import tf_recsync as recsync
+from tf_recsync import checkpoint
+from tf_recsync.callbacks import Checkpoint
+from tf_recsync.strategies import reshuffling
+from tf_recsync.strategies.data_parts import PART_BATCHES, rest_of_parts, why_indivisible
+from tf_recsync.strategies.data_position import DataPosition
+from tf_recsync.strategies.done_batches import DoneBatches
+
+
+def numbered(parts_of_batches):
+    """What a dataset of parts has, if these are its batches."""
+    return {
+        part * PART_BATCHES + number: batch
+        for part, own in enumerate(parts_of_batches)
+        for number, batch in enumerate(own)
+    }
+
+
+def found(dataset):
+    pairs = [(int(number), np.asarray(batch).tolist()) for number, batch in dataset]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+@hypothesis.given(st.integers(1, 4), st.sets(st.integers(0, 19)), st.integers(0, 3))
+@hypothesis.settings(deadline=None, max_examples=10)
+def test_what_is_left_of_parts_keeps_its_numbers(parts, done, prefix):
+    dataset = tf.data.Dataset.range(20).map(lambda x: x * 10).batch(2)
+    own = [np.arange(part, 20, parts) * 10 for part in range(parts)]
+    expected = numbered([rows[i : i + 2].tolist() for i in range(0, len(rows), 2)] for rows in own)
+    numbers = list(expected)
+    is_done = DoneBatches(min(prefix, len(own[0]) // 2))
+    is_done.add([numbers[i] for i in done if i < len(numbers)])
+    first, beyond = is_done.ranges
+    gone = [range(first), *(range(*pair) for pair in beyond)]
+    left = {n: batch for n, batch in expected.items() if not any(n in pair for pair in gone)}
+    assert found(rest_of_parts(dataset, parts, first, beyond)) == left
+
+
+def test_parts_have_the_same_order_each_time_and_another_one_in_each_pass(tmp_path):
+    for index in range(6):
+        (tmp_path / f"{index}.txt").write_text("".join(f"{index} {i}\n" for i in range(5)))
+    dataset = tf.data.Dataset.list_files(str(tmp_path / "*.txt"), seed=1)
+    dataset = dataset.interleave(tf.data.TextLineDataset, cycle_length=2, num_parallel_calls=2)
+    dataset = dataset.shuffle(4, seed=2).batch(4).prefetch(1)
+    passes = [
+        [found(rest_of_parts(reshuffling.in_pass(dataset, number), 2, 0, ())) for _ in range(2)]
+        for number in (1, 2)
+    ]
+    for first, second in passes:
+        assert first == second
+        lines = [line.decode() for batch in first.values() for line in batch]
+        assert sorted(lines) == sorted(f"{a} {b}" for a in range(6) for b in range(5))
+    assert passes[0][0] != passes[1][0]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "why"),
+    [
+        (tf.data.Dataset.range(4).repeat(), "without an end"),
+        (
+            tf.data.experimental.CsvDataset("rows.csv", [tf.int32]),
+            "begins with CSVDatasetV2",
+        ),
+        (tf.data.Dataset.random(3).take(4), "begins with RandomDataset"),
+        (tf.data.Dataset.zip(tf.data.Dataset.range(4), tf.data.Dataset.range(4)), ""),
+        (tf.data.TextLineDataset(["a", "b"]).batch(2), ""),
+    ],
+)
+def test_what_has_no_parts_says_why(dataset, why):
+    assert why in why_indivisible(dataset) and bool(why) == bool(why_indivisible(dataset))
+
+
+@pytest.mark.parametrize("parts", [0, "2", None])
+def test_a_position_with_other_parts_is_refused(parts):
+    about = DataPosition(parts=3).as_json()
+    assert DataPosition.parsed(about).parts == 3
+    with pytest.raises(ValueError, match="parts must be an integer of at least 1"):
+        DataPosition.parsed({**about, "parts": parts})
+    del about["parts"]  # As earlier versions wrote it.
+    assert DataPosition.parsed(about).parts == 1
+
+
+# Readers.
+
+
+@pytest.fixture
+def cluster(clusters):
+    return ready(clusters.get(2, 1, readers=2))
+
+
+def slow(data, seconds=0.01):
+    """The same, each batch of which takes so long to make."""
+    return data.map(lambda ids, label: (after(seconds, ids), label))
+
+
+@pytest.mark.parametrize("job", ["worker", "reader"])
+def test_what_is_lost_with_a_worker_or_a_reader_is_trained_on(cluster, job):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy)
+    lost = AtBatch(10, lambda: (cluster.kill(job, 1), cluster.restart(job, 1)))
+    data = slow(batches().shuffle(BATCHES, seed=3), 0.03)
+    with compute_time(strategy, 0.01):
+        model.fit(data, epochs=2, callbacks=[lost], verbose=0)
+    assert lost._action is None
+    counts, losses = counts_of(model), strategy.losses(model)
+    assert losses.batches == 0
+    assert counts.min() == 2
+    if job == "reader":  # Which batches workers had is known.
+        assert counts.max() == 2 and losses.workers == 0 and losses.retried > 0
+    else:
+        assert losses.repeated <= counts.sum() - 2 * BATCHES <= losses.repeated + losses.steps
+
+
+def test_an_evaluation_counts_each_batch_once_though_a_reader_dies(cluster):
+    model = make_model(recsync.AsyncStrategy(cluster), [Sum()])
+    killed = []
+
+    class Kill(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            if batch == 6 and not killed:
+                killed.append(cluster.kill("reader", 1))
+                cluster.restart("reader", 1)
+
+    total = model.evaluate(slow(batches(24), 0.05), callbacks=[Kill()], return_dict=True, verbose=0)
+    assert killed
+    assert total["sum"] == (4**24 - 1) / 3  # Each digit is a 1.
+
+
+@pytest.mark.parametrize("readers", [0, 3])
+def test_a_program_goes_on_after_what_was_trained_on_with_any_number_of_readers(
+    clusters, tmp_path, readers
+):
+    def fit(cluster, stop):
+        strategy = recsync.AsyncStrategy(cluster)
+        model = make_model(strategy)
+        saving = Checkpoint(tmp_path, every_steps=10, keep=None, at_end=stop is None)
+        ends = pytest.raises(KeyboardInterrupt) if stop else contextlib.nullcontext()
+        with compute_time(strategy, 0.02), ends:
+            model.fit(
+                batches().shuffle(BATCHES, seed=3),
+                epochs=2,
+                callbacks=[saving, *([Stop(*stop)] if stop else [])],
+                verbose=0,
+            )
+        return model, saving
+
+    fit(ready(clusters.get(2, 1, readers=2)), stop=(0, 31))
+    saved = checkpoint.open(checkpoint.latest(tmp_path)).metadata
+    # In the first epoch, or after it, as workers may be ahead of Keras.
+    assert saved["epoch"] == 1 or (saved["data"]["parts"], saved["epoch"]) == (2, 0)
+    model, saving = fit(ready(clusters.get(2, 1, readers=readers)), stop=None)
+    assert saving.restored == checkpoint.latest(tmp_path) or saving.saved
+    np.testing.assert_array_equal(counts_of(model), np.full(BATCHES, 2))
+
+
+def test_data_without_an_end_have_no_parts_which_is_said(cluster, tmp_path, caplog):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy)
+    lost = AtBatch(4, lambda: cluster.kill("worker", 1))
+    callbacks = [lost, Checkpoint(tmp_path, every_steps=10)]
+    with compute_time(strategy, 0.01):
+        model.fit(batches().repeat(), steps_per_epoch=20, epochs=2, callbacks=callbacks, verbose=0)
+    for text in (
+        "Batches that are lost with a worker will not be trained on",
+        "Checkpoints do not have the position in the data",
+    ):
+        assert caplog.text.count(text) == 1
+    assert caplog.text.count("use one reader, or have workers make their datasets") == 2
+    cluster.restart("worker", 1)
