@@ -132,6 +132,10 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     "revoke_tickets": _of_buffer(
         tickets=lambda w: np.array([w.small() for _ in range(w.small())], np.int64)
     ),
+    "spend_tokens": _of_buffer(
+        token_value=_ints(),
+        token_indices=lambda w: np.array([w.small() for _ in range(w.small())], np.int64),
+    ),
     "gradient_buffer_step": _of_buffer(),
     "gradient_buffer_state": _of_buffer(),
     "restore_buffer": _of_buffer(step=_ints()),
@@ -139,6 +143,9 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     "token_list": _token_list,
     "take_token": _of_tokens(worker=_ints(0, 2)),
     "lose_worker": _of_tokens(worker=_ints(0, 2)),
+    "reissue_tokens": _of_tokens(
+        indices=lambda w: np.array([w.small() for _ in range(w.small())], np.int64)
+    ),
     "leave_tokens": _of_tokens(worker=_ints(0, 2)),
     "report_step": _of_tokens(server=_ints(0, 2), step=_ints()),
     "seek_tokens": _of_tokens(step=_ints()),
@@ -183,10 +190,10 @@ RECIPES: dict[str, Callable[[World], dict]] = {
 FAMILIES = {
     "buffer": ["push_to_buffer"] * 6
     + ["flush_buffer", "buffer_applied", "gradient_buffer_step", "gradient_buffer_state"]
-    + ["revoke_tickets", "restore_buffer", "gradient_buffer"],
+    + ["revoke_tickets", "spend_tokens", "restore_buffer", "gradient_buffer"],
     "feedback": ["compress_gradient"] * 4,
     "tokens": ["take_token"] * 4
-    + ["lose_worker", "leave_tokens", "report_step", "report_step", "seek_tokens"]
+    + ["lose_worker", "reissue_tokens", "leave_tokens", "report_step", "report_step", "seek_tokens"]
     + ["token_list_state", "token_list"],
     "hop": [name for name in RECIPES if name.startswith("hop_")]
     + ["hop_deliver", "hop_receive", "hop_next", "hop_enter", "hop_deliver"],

@@ -271,6 +271,32 @@ def test_late_pushes_and_tokens_taken_twice_are_dropped_if_asked():
     model.expect_equal(plain, but=["staleness"])
 
 
+def test_spent_tokens_complete_a_step_with_what_others_have_pushed():
+    model, plain = Model(), Model()
+    buffer = model.buffer(3, drop_late=True)
+    push = RandomPush(0)
+    push_all(model, buffer, [push])
+    assert not buffer.spend(0, [0, 1]).ready  # It has the first.
+    assert not buffer.spend(1, [2]).ready  # Not of its step.
+    last = buffer.spend(0, [2])
+    assert last.ready and last.step.numpy() == 1
+    model.apply(last)
+    plain.apply_mean([push], 3)
+    model.expect_equal(plain)
+    state = buffer.state()
+    assert (state.step, state.spent, state.included, state.pending) == (1, 2, 1, 0)
+
+
+def test_a_buffer_tells_what_it_has_of_one_who_is_gone():
+    buffer = GradientBuffer(CPU, [], [], capacity=2, drop_late=True)
+    buffer.push(1, 0, 0, ticket=5)
+    found = buffer.revoke([4, 5])
+    assert [t.numpy().tolist() for t in found] == [[], [1], 0]
+    buffer.push(0, 0, 0, ticket=6)
+    found = buffer.revoke([5, 6])
+    assert [t.numpy().tolist() for t in found] == [[1], [0, 1], 1]
+
+
 def test_decayed_pushes_are_weighted_by_the_age_of_their_token():
     model, plain = Model(OPTIMIZERS[0]), Model(OPTIMIZERS[0])
     buffer = model.buffer(1, weight=staleness.InversePower(k=1, baseline=2))
@@ -296,7 +322,7 @@ def test_the_state_tells_what_was_counted():
         [expected_counters([1, 1, 2, 1, 2])]
     )
     assert (state.ages.count, state.ages.mean, state.ages.max) == (5, 2 / 5, 2)
-    assert buffer_ops.gradient_buffer_state(buffer.handle).shape == [11 + COUNTERS]
+    assert buffer_ops.gradient_buffer_state(buffer.handle).shape == [12 + COUNTERS]
 
 
 def test_a_restored_buffer_goes_on_from_its_step():

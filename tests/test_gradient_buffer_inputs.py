@@ -182,6 +182,12 @@ def test_other_bad_calls_are_refused_by_name():
         buffer_ops.buffer_applied(buffer.handle, True, 1)
     with pytest.raises((INVALID, ValueError), match="tickets must be a vector|rank 1"):
         buffer.revoke(3)
+    with pytest.raises((INVALID, ValueError), match="token_indices must be a vector|rank 1"):
+        buffer.spend(0, 3)
+    with pytest.raises(INVALID, match="token_value must be from 0 to .*, not -1"):
+        buffer.spend(-1, [3])
+    with pytest.raises(INVALID, match="counts late pushes does not know its tokens"):
+        model.buffer(1).spend(0, [3])
     with pytest.raises(INVALID, match="step must be from 0 to .*, not -1"):
         buffer.restore(-1)
     with pytest.raises(ValueError, match="tables must be tables of the buffer, not d0/kernel"):

@@ -1,5 +1,7 @@
 """Each row of the table of modes against a simulation in numpy of the same interleaving."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -206,12 +208,7 @@ def test_a_step_that_a_lost_worker_was_to_apply_does_not_stop_the_others(row):
     assert pieces.is_waiting(others[0]) == (row == "sync")
     pieces.aggregation.lose(worker)
     token = pieces.taken(others[0])
-    if row == "sync":
-        # It gets the lost worker's token, whose step is over on the server.
-        assert (int(token.index), int(token.value)) == (pieces.mode.capacity - 1, 0)
-        pieces.collect(of_ones(int(token.index), 0))
-        pieces.ask(others[0])
-        token = pieces.taken(others[0])
+    # Not the lost worker's, whose step is over on the server.
     assert int(token.value) == 1
     state = buffer.state()
     assert (state.step, state.applied) == (1, 1)
@@ -272,30 +269,106 @@ def test_a_step_that_a_living_worker_applies_slowly_is_not_taken_for_lost_with_a
     assert (state.step, state.applied) == (1, 0)
     pieces.ask(worker)
     if row == "sync":
-        pieces.taken(worker)  # The lost worker's, which had pushed; with the next one it waits.
-        pieces.ask(worker)
-        assert pieces.is_waiting(worker)
+        assert pieces.is_waiting(worker)  # It does not get the lost worker's, which had pushed.
     applied = buffer.apply(pieces.optimizers[0], aggregate, tf.constant(RATE))
     pieces.aggregation.report_step(buffer, applied)
     pieces.taken(worker)
     assert buffer.state().applied == 1
 
 
-def test_tokens_of_a_lost_worker_are_pushed_by_others_and_count_once():
-    pieces = Pieces(ROWS["sync"])
-    work = {}
-    for worker in range(WORKERS):
-        pieces.ask(worker)
-        token = pieces.taken(worker)
-        work[worker] = of_ones(int(token.index), int(token.value))
-    pieces.push(work[2])
-    pieces.push(work[0])
-    pieces.aggregation.lose(2)  # Its push has arrived, but who knows.
-    pieces.ask(0)
-    assert int(pieces.taken(0).index) == 2
-    pieces.push(work[2])
-    np.testing.assert_array_equal(pieces.variables[0].numpy(), [0.0, 0.0, 0.0])
-    pieces.push(work[1])
-    np.testing.assert_allclose(pieces.variables[0].numpy(), [-RATE] * SIZE, 1e-6)
+def slopes_of(pieces: Pieces) -> list[float]:
+    """How many gradients of 1 the weights of each server were trained on."""
+    found = [np.unique(variable.numpy()) for variable in pieces.variables]
+    assert all(len(values) == 1 for values in found)
+    return [round(float(values[0]) / -RATE * pieces.mode.capacity, 4) for values in found]
+
+
+def of_ones_on(pieces: Pieces, worker: int) -> Work:
+    """Work for all servers, with the token that a worker gets next."""
+    work = with_a_token(pieces, worker)
+    servers = len(pieces.variables)
+    return dataclasses.replace(
+        work, pulled=work.pulled * servers, gradients=work.gradients * servers
+    )
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("arrived", [0, 1, 2])
+def test_all_that_others_push_counts_wherever_a_lost_workers_push_has_arrived(arrived, is_last):
+    pieces = Pieces(ROWS["sync"], 2)
+    work = [of_ones_on(pieces, worker) for worker in range(WORKERS)]
+    lost, others = work[2], work[:2]
+
+    def push_others():
+        for mine in others:
+            for server in range(2):
+                pieces.push(mine, server)
+
+    if is_last:
+        push_others()
+    for server in range(arrived):
+        pieces.push(lost, server)
+    pieces.aggregation.lose(2)
+    for server in range(2):  # What was on its way.
+        pieces.collect(lost, server)
+    if not is_last:
+        push_others()
+    again = of_ones_on(pieces, 0)
+    if arrived == 0:
+        assert (again.index, again.value) == (2, 0)
+        for server in range(2):
+            pieces.push(again, server)
+        assert slopes_of(pieces) == [3, 3]
+    else:
+        assert (again.index, again.value) == (3, 1)
+        # The other server's step lacks the lost one's, whose batch others train on again.
+        assert slopes_of(pieces) == [3, 3 if arrived == 2 else 2]
+    for number, optimizer in enumerate(pieces.optimizers):
+        state = pieces.buffer(number).state()
+        assert (state.step, state.applied) == (1, 1)
+        # Workers' steps count otherwise; nobody's push completed this one.
+        is_spent_last = is_last and arrived == 1 and number == 1
+        assert int(optimizer.iterations.numpy()) == is_spent_last
     report = pieces.aggregation.report()
-    assert (report.duplicates, report.reissued, report.included) == (1, 1, 3)
+    reissued, spent = int(arrived == 0), int(arrived == 1)
+    assert (report.reissued, report.spent, report.late) == (reissued, spent, 2)
+    assert report.included == 6 - spent
+
+
+def test_a_token_that_one_server_did_not_need_is_needed_nowhere():
+    pieces = Pieces(ROWS["backup workers"], 2)
+    work = [of_ones_on(pieces, worker) for worker in range(WORKERS)]
+    for mine in work[:2]:
+        pieces.push(mine, 0)
+    pieces.push(work[0], 1)
+    pieces.aggregation.lose(2)
+    pieces.ask(0)
+    assert pieces.is_waiting(0)  # For the second one's.
+    pieces.push(work[1], 1)
+    assert int(pieces.taken(0).value) == 1
+    report = pieces.aggregation.report()
+    assert (report.reissued, report.spent, report.late, report.included) == (0, 0, 0, 4)
+
+
+def test_a_server_that_does_not_answer_keeps_a_token_from_being_handed_out(monkeypatch):
+    pieces = Pieces(ROWS["sync"], 2)
+    work = [of_ones_on(pieces, worker) for worker in range(WORKERS)]
+    pieces.push(work[2], 0)
+    revoke = GradientBuffer.revoke
+
+    def fail(self, tickets):
+        if self is pieces.buffer(0).buffer:
+            raise tf.errors.UnavailableError(None, None, "Socket closed")
+        return revoke(self, tickets)
+
+    with monkeypatch.context() as failing, pytest.raises(tf.errors.UnavailableError):
+        failing.setattr(GradientBuffer, "revoke", fail)
+        pieces.aggregation.lose(2)
+    pieces.ask(0)
+    assert pieces.is_waiting(0)
+    pieces.aggregation.forget(2)  # As when it is opened again.
+    for mine in work[:2]:
+        for server in range(2):
+            pieces.push(mine, server)
+    assert int(pieces.taken(0).value) == 1
+    assert slopes_of(pieces) == [3, 2]

@@ -165,12 +165,9 @@ def test_batches_are_retried_in_all_modes(cluster, kind):
     losses = strategy.losses(model)
     assert losses.workers == 1 and losses.batches == 0
     check_all_are_done(model)
-    # Of a token that was given to another worker, a server takes the push that comes first.
-    left_out = 0
-    if kind in ("sync", "GBA"):
-        report = strategy.aggregation(model)
-        left_out = report.duplicates + report.late + report.excluded
-    assert np.sum(counts_of(model) == 0) <= left_out
+    # Where servers collect pushes, each counts in one global batch of two.
+    least = {"sync": 0.5, "GBA": 0.5}.get(kind, 1e-9)
+    assert counts_of(model).min() >= least
     assert strategy.worker_steps(model)[0] >= BATCHES / 2
 
 

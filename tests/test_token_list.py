@@ -131,6 +131,7 @@ def test_random_calls_follow_the_simulation(gate, in_function):
 
     take, lose = op(tokens.take, int64), op(tokens.lose, int64)
     leave, seek = op(tokens.leave, int64), op(tokens.seek, int64)
+    reissue = op(tokens.reissue, tf.TensorSpec([None], tf.int64))
     report_step = op(tokens.report_step, int64, int64)
     choose = random.Random(gate)
     taken = lost = reissued = 0
@@ -145,8 +146,10 @@ def test_random_calls_follow_the_simulation(gate, in_function):
             taken += 1
         elif event < 68:
             loss = lose(worker)
-            assert (int(loss.lost), int(loss.reissued)) == simulation.lose(worker)
-            lost, reissued = lost + int(loss.lost), reissued + int(loss.reissued)
+            withheld = loss.withheld.numpy().tolist()
+            assert (int(loss.lost), len(withheld)) == simulation.lose(worker)
+            assert int(reissue(loss.withheld)) == len(withheld)
+            lost, reissued = lost + int(loss.lost), reissued + len(withheld)
         elif event < 72:
             leave(worker)
             simulation.leave(worker)
@@ -276,9 +279,11 @@ def test_a_waiting_worker_that_is_gone_is_answered(method):
     tokens.take(0)
     tokens.take(1)
     waiting = waiting_take(tokens, 1)
-    getattr(tokens, method)(1)
+    loss = getattr(tokens, method)(1)
     if method == "lose":
-        # Its own token is put back first, but not for its own, waiting take.
+        assert tokens.state().reissues == ()
+        # Its own token is put back, but not for its own, waiting take.
+        assert int(tokens.reissue(loss.withheld)) == 1
         assert tokens.state().reissues == (1,)
     waiting.join(30)
     assert isinstance(waiting.error, tf.errors.CancelledError)
@@ -426,7 +431,8 @@ def test_a_take_on_the_server_ends_when_its_worker_is_given_up(cluster):
     take = on_worker(cluster, take_two)
     waiting = waiting_take(tokens, 0, lambda worker: take(tokens.handle, worker))
     loss = tokens.lose(0)
-    assert (int(loss.lost), int(loss.reissued)) == (0, 1)
+    assert (int(loss.lost), loss.withheld.numpy().tolist()) == (0, [0])
+    tokens.reissue(loss.withheld)
     waiting.join(30)
     assert isinstance(waiting.error, tf.errors.CancelledError)
     assert int(tokens.take(1).index) == 0
@@ -456,7 +462,7 @@ def test_a_killed_worker_is_lost_and_its_token_goes_to_the_other(cluster):
     cluster.kill("worker", 0)
     waiting.join(30)
     assert isinstance(waiting.error, tf.errors.OpError)
-    assert int(tokens.lose(0).reissued) == 1
+    assert int(tokens.reissue(tokens.lose(0).withheld)) == 1
     assert tokens.state().waiting == ()
     assert int(tokens.take(1).index) == 1
 

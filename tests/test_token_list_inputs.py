@@ -72,6 +72,7 @@ WRONG_INPUTS = [
     (ops.take_token, [-1], "worker must be from 0 to 1, not -1"),
     (ops.take_token, [[0]], r"worker must be a scalar, not \[1\]"),
     (ops.lose_worker, [2], "worker must be from 0 to 1, not 2"),
+    (ops.reissue_tokens, [0], r"indices must be a vector, not \[\]"),
     (ops.leave_tokens, [2**40], f"worker must be from 0 to 1, not {2**40}"),
     (ops.report_step, [3, 0], "server must be from 0 to 2, not 3"),
     (ops.report_step, [0, -1], "step must be from 0 to .*, not -1"),
@@ -90,8 +91,8 @@ def test_wrong_inputs_are_refused_and_change_nothing(op, arguments, message):
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         op(tokens.handle, *arguments)
     assert tokens.state() == before
-    if any(a.shape.rank for a in arguments):
-        with pytest.raises(ValueError, match="rank 0"):
+    if any(a.shape.rank for a in arguments) or op is ops.reissue_tokens:
+        with pytest.raises(ValueError, match="rank"):
             tf.function(op).get_concrete_function(tokens.handle, *arguments)
 
 
@@ -108,9 +109,9 @@ def test_shapes_are_known_in_a_graph():
     @tf.function(input_signature=[tf.TensorSpec([], tf.resource)])
     def shapes(handle):
         token, loss = ops.take_token(handle, 0), ops.lose_worker(handle, 0)
-        for scalar in (*token, loss.lost, loss.reissued):
+        for scalar in (*token, loss.lost, ops.reissue_tokens(handle, loss.withheld)):
             assert scalar.shape == []
-        assert loss.tickets.shape.as_list() == [None]
+        assert loss.withheld.shape.as_list() == loss.tickets.shape.as_list() == [None]
         raw = ops.token_list_state(handle)
         assert raw.position.shape == []
         assert raw.held.shape.as_list() == [None, 2]

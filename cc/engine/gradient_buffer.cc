@@ -165,7 +165,7 @@ Result GradientBuffer::Push(const GradientPush& push,
   } else {
     ++state_.excluded;
   }
-  if (options_.drop_late) taken_.insert(push.token_index);
+  if (options_.drop_late) taken_.emplace(push.token_index, push.ticket);
   state_.age_sum += age;
   state_.age_max = std::max(state_.age_max, age);
   StalenessCounters(state_.staleness.data()).Add(step - push.pulled_step + 1);
@@ -195,19 +195,44 @@ Result GradientBuffer::Applied(int64_t step) {
   return Result::Ok();
 }
 
-std::vector<int64_t> GradientBuffer::Revoke(
-    const std::vector<int64_t>& tickets) {
-  const std::unordered_set<int64_t> wanted(tickets.begin(), tickets.end());
-  std::vector<int64_t> steps;
+Revoked GradientBuffer::Revoke(const std::vector<int64_t>& tickets) {
+  std::unordered_set<int64_t> wanted(tickets.begin(), tickets.end());
+  wanted.erase(0);  // Pushes without one are nobody's.
+  Revoked found;
   MutexLock lock(&mu_);
-  // Pushes without one are nobody's.
-  for (const int64_t ticket : tickets) {
-    if (ticket > 0) revoked_.insert(ticket);
-  }
+  revoked_.insert(wanted.begin(), wanted.end());
   for (const auto& [step, ticket] : completed_by_) {
-    if (wanted.count(ticket) > 0) steps.push_back(step);
+    if (wanted.count(ticket) > 0) found.unapplied.push_back(step);
   }
-  return steps;
+  for (const auto* taken : {&taken_before_, &taken_}) {
+    for (const auto& [index, ticket] : *taken) {
+      if (wanted.count(ticket) > 0) found.taken.push_back(index);
+    }
+  }
+  std::sort(found.taken.begin(), found.taken.end());
+  found.step = state_.step;
+  return found;
+}
+
+Result GradientBuffer::Spend(int64_t step,
+                             const std::vector<int64_t>& token_indices,
+                             std::unique_ptr<Aggregate>* aggregate) {
+  aggregate->reset();
+  if (!options_.drop_late) {
+    return Result::Error(
+        "a buffer that counts late pushes does not know its tokens");
+  }
+  MutexLock lock(&mu_);
+  if (step != state_.step) return Result::Ok();
+  for (const int64_t index : token_indices) {
+    if (!taken_.emplace(index, 0).second) continue;
+    ++state_.spent;
+    if (++state_.pending == options_.capacity) {
+      *aggregate = Drain();
+      break;
+    }
+  }
+  return Result::Ok();
 }
 
 int64_t GradientBuffer::step() const {
@@ -229,6 +254,7 @@ void GradientBuffer::Restore(int64_t step) {
   MutexLock lock(&mu_);
   (*sums_)->Clear();
   taken_.clear();
+  taken_before_.clear();
   done_.clear();
   completed_by_.clear();
   state_.pending = 0;
@@ -346,6 +372,7 @@ void GradientBuffer::Add(const GradientPush& push, float weight) {
 
 std::unique_ptr<Aggregate> GradientBuffer::Drain() {
   std::unique_ptr<Aggregate::Lease> sums = std::exchange(sums_, FreshSums());
+  taken_before_.swap(taken_);
   taken_.clear();
   state_.pending = 0;
   ++state_.applications;

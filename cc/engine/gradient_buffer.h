@@ -19,8 +19,9 @@
 // A late push, whose token value is less than step(), is counted like any other
 // (GBA, BSP), or with `drop_late` dropped on arrival and not counted (sync,
 // Hop-BW). With `drop_late` a token that this step has taken already is dropped
-// too, as a duplicate: the token of a lost worker is given out again, and may
-// have reached some of the servers the first time.
+// too, as a duplicate. Nobody whose push is dropped knows that. So the token of
+// a lost worker is given out again only if no server has it: Revoke tells which
+// tokens a server has, and Spend has the others count those, too.
 //
 // Only the running sums are kept, nothing per push, but for the ticket of a
 // push that completed a step until that is applied: whoever pushed it applies
@@ -41,6 +42,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -151,6 +153,7 @@ struct GradientBufferState {
   int64_t included = 0;      // pushes of a weight above 0
   int64_t decayed = 0;       // of these, those of a weight below 1
   int64_t excluded = 0;      // pushes of weight 0, which were counted
+  int64_t spent = 0;         // tokens counted without a push
   int64_t late = 0;          // dropped
   int64_t duplicates = 0;    // dropped
   int64_t applications = 0;  // given out
@@ -158,6 +161,16 @@ struct GradientBufferState {
   int64_t age_max = 0;
   // StalenessCounters of step() - pulled_step + 1 of these pushes.
   std::array<int64_t, StalenessCounters::kSize> staleness{};
+};
+
+// What a buffer has of pushes whose worker is gone.
+struct Revoked {
+  // The steps that they have completed and that are not applied, rising.
+  std::vector<int64_t> unapplied;
+  // Those of their tokens that it has taken in its step or in the last one,
+  // rising; none without drop_late.
+  std::vector<int64_t> taken;
+  int64_t step = 0;  // as of the buffer
 };
 
 class GradientBuffer {
@@ -184,10 +197,16 @@ class GradientBuffer {
   Result Applied(int64_t step) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Whoever took tokens with these tickets is gone: pushes with them that come
-  // from now on are dropped as late. Returns the steps that earlier ones have
-  // completed and that are not applied, rising.
-  std::vector<int64_t> Revoke(const std::vector<int64_t>& tickets)
-      ABSL_LOCKS_EXCLUDED(mu_);
+  // from now on are dropped as late. Returns what became of earlier ones.
+  Revoked Revoke(const std::vector<int64_t>& tickets) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Tokens whose value is `step` that others have taken, and that nobody will
+  // push any more: if that is this one's step, those that it has not taken
+  // count as pushes without gradients, up to the end of the step. Sets
+  // `aggregate` if they complete it, else resets it. An error without
+  // drop_late.
+  Result Spend(int64_t step, const std::vector<int64_t>& token_indices,
+               std::unique_ptr<Aggregate>* aggregate) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Applications given out: the global step of this server.
   int64_t step() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -216,8 +235,10 @@ class GradientBuffer {
   mutable Mutex mu_;
   std::unique_ptr<Aggregate::Lease> sums_ ABSL_GUARDED_BY(mu_);
   GradientBufferState state_ ABSL_GUARDED_BY(mu_);
-  // The tokens that this step has taken; with drop_late.
-  std::unordered_set<int64_t> taken_ ABSL_GUARDED_BY(mu_);
+  // The tokens that this step has taken, with their tickets, and those of the
+  // step before; with drop_late.
+  std::unordered_map<int64_t, int64_t> taken_ ABSL_GUARDED_BY(mu_);
+  std::unordered_map<int64_t, int64_t> taken_before_ ABSL_GUARDED_BY(mu_);
   // Applications that were done before one ahead of them.
   std::set<int64_t> done_ ABSL_GUARDED_BY(mu_);
   // Of each application in progress: the ticket of the push that completed its

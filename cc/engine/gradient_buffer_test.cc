@@ -170,12 +170,12 @@ TEST(GradientBufferTest, RevokedAreLaterPushesAndToldAreStepsInProgress) {
   // Step 1 by ticket 7, 2 by 9, 3 by 8, 4 by nobody's.
   for (const int64_t ticket : {5, 7, 6, 9, 4, 8, 3, 0}) push(ticket);
   EXPECT_EQ(buffer.step(), 4);
-  EXPECT_EQ(buffer.Revoke({8, 7}), (Ids{1, 3}));
-  EXPECT_EQ(buffer.Revoke({5, 0}), Ids{});
-  EXPECT_EQ(buffer.Revoke({}), Ids{});
+  EXPECT_EQ(buffer.Revoke({8, 7}).unapplied, (Ids{1, 3}));
+  EXPECT_EQ(buffer.Revoke({5, 0}).unapplied, Ids{});
+  EXPECT_EQ(buffer.Revoke({}).unapplied, Ids{});
   // Not in turn: what is applied is not in progress, whoever waits for others.
   EXPECT_EQ(buffer.Applied(3).error(), "");
-  EXPECT_EQ(buffer.Revoke({7, 8}), Ids{1});
+  EXPECT_EQ(buffer.Revoke({7, 8}).unapplied, Ids{1});
   // Those that come later have no effect, and others have theirs.
   for (const int64_t ticket : {7, 8, 5}) EXPECT_FALSE(push(ticket));
   EXPECT_EQ(buffer.state().late, 3);
@@ -183,7 +183,89 @@ TEST(GradientBufferTest, RevokedAreLaterPushesAndToldAreStepsInProgress) {
   EXPECT_FALSE(push(0));
   EXPECT_TRUE(push(10));
   buffer.Restore(2);
-  EXPECT_EQ(buffer.Revoke({9, 10}), Ids{});
+  EXPECT_EQ(buffer.Revoke({9, 10}).unapplied, Ids{});
+}
+
+// A push of token `index`, whose gradient is 1.
+GradientPush Of(int64_t index, int64_t value, int64_t ticket) {
+  static const float one = 1;
+  GradientPush push;
+  push.dense = &one;
+  push.token_index = index;
+  push.token_value = value;
+  push.ticket = ticket;
+  return push;
+}
+
+TEST(GradientBufferTest, ItTellsWhichTokensItHasTakenOfThoseWhoAreGone) {
+  GradientBufferOptions options = Options(2);
+  options.drop_late = true;
+  GradientBuffer buffer(options);
+  std::unique_ptr<Aggregate> aggregate;
+  const auto push = [&](int64_t index, int64_t value, int64_t ticket) {
+    EXPECT_EQ(buffer.Push(Of(index, value, ticket), &aggregate).error(), "");
+  };
+  push(1, 0, 11);
+  EXPECT_EQ(buffer.Revoke({10, 12}).taken, Ids{});
+  EXPECT_EQ(buffer.Revoke({10, 11}).taken, Ids{1});
+  EXPECT_EQ(buffer.Revoke({11}).step, 0);
+  push(0, 0, 10);  // Too late: it has been said that the token is not there.
+  EXPECT_EQ(buffer.step(), 0);
+  push(0, 0, 13);
+  EXPECT_EQ(buffer.step(), 1);
+  push(3, 1, 14);
+  // Of the step before, too: whoever pushed may not have said that it is over.
+  EXPECT_EQ(buffer.Revoke({11, 13, 14}).taken, (Ids{0, 1, 3}));
+  EXPECT_EQ(buffer.Revoke({11}).step, 1);
+  push(2, 1, 15);
+  EXPECT_EQ(buffer.Revoke({11, 13, 14, 15, 0}).taken, (Ids{2, 3}));
+  buffer.Restore(5);
+  EXPECT_EQ(buffer.Revoke({14, 15}).taken, Ids{});
+}
+
+TEST(GradientBufferTest, SpentTokensCountAsPushesWithoutGradients) {
+  GradientBufferOptions options = Options(4);
+  options.drop_late = true;
+  GradientBuffer buffer(options);
+  std::unique_ptr<Aggregate> aggregate;
+  EXPECT_EQ(buffer.Push(Of(0, 0, 10), &aggregate).error(), "");
+  // Of another step, and what is there already.
+  EXPECT_EQ(buffer.Spend(1, {5}, &aggregate).error(), "");
+  EXPECT_EQ(buffer.Spend(0, {0}, &aggregate).error(), "");
+  EXPECT_EQ(buffer.state().pending, 1);
+  EXPECT_EQ(buffer.Spend(0, {0, 1, 1}, &aggregate).error(), "");
+  EXPECT_EQ(aggregate, nullptr);
+  EXPECT_EQ(buffer.state().pending, 2);
+  // Whoever pushes it all the same comes second.
+  EXPECT_EQ(buffer.Push(Of(1, 0, 12), &aggregate).error(), "");
+  EXPECT_EQ(buffer.state().duplicates, 1);
+  EXPECT_EQ(buffer.Push(Of(2, 0, 13), &aggregate).error(), "");
+  // It completes the step; what is more is of no use.
+  EXPECT_EQ(buffer.Spend(0, {3, 7}, &aggregate).error(), "");
+  ASSERT_NE(aggregate, nullptr);
+  float sum;
+  aggregate->WriteDense(0, 1, &sum);
+  EXPECT_EQ(sum, 2.0f / 4);
+  EXPECT_EQ(aggregate->step(), 1);
+  const GradientBufferState state = buffer.state();
+  EXPECT_EQ(state.step, 1);
+  EXPECT_EQ(state.pending, 0);
+  EXPECT_EQ(state.spent, 2);
+  EXPECT_EQ(state.included, 2);
+  EXPECT_EQ(buffer.Spend(0, {3}, &aggregate).error(), "");
+  EXPECT_EQ(aggregate, nullptr);
+  EXPECT_EQ(buffer.Applied(1).error(), "");
+  // A step may have nothing else.
+  EXPECT_EQ(buffer.Spend(1, {4, 5, 6, 7}, &aggregate).error(), "");
+  ASSERT_NE(aggregate, nullptr);
+  EXPECT_FALSE(aggregate->has_dense());
+}
+
+TEST(GradientBufferTest, ABufferThatCountsLatePushesSpendsNoTokens) {
+  GradientBuffer buffer(Options(2));
+  std::unique_ptr<Aggregate> aggregate;
+  EXPECT_NE(buffer.Spend(0, {0}, &aggregate).error(), "");
+  EXPECT_EQ(buffer.state().pending, 0);
 }
 
 TEST(GradientBufferTest, RestoringSetsTheStepAndDropsWhatIsPending) {

@@ -67,20 +67,38 @@ TokenList::Loss TokenList::Lose(int worker) {
   {
     MutexLock lock(&mu_);
     std::map<int64_t, Ticket>& held = workers_[worker].held;
-    for (const auto& [index, ticket] : held) loss.tickets.push_back(ticket);
-    if (options_.gate == Gate::kStep) {
-      loss.reissued = static_cast<int64_t>(held.size());
-      for (const auto& [index, ticket] : held) reissues_.insert(index);
-    } else {
-      loss.lost = static_cast<int64_t>(held.size());
+    for (const auto& [index, ticket] : held) {
+      loss.tickets.push_back(ticket);
+      if (options_.gate != Gate::kStep) {
+        ++loss.lost;
+        continue;
+      }
+      withheld_.insert(index);
+      loss.withheld.push_back(index);
     }
-    counts_.reissued += loss.reissued;
     counts_.lost += loss.lost;
     held.clear();
     Remove(worker, &replies);
   }
   Send(replies);
   return loss;
+}
+
+int64_t TokenList::Reissue(const std::vector<int64_t>& indices) {
+  Replies replies;
+  int64_t reissued = 0;
+  {
+    MutexLock lock(&mu_);
+    for (const int64_t index : indices) {
+      if (withheld_.erase(index) == 0) continue;
+      reissues_.insert(index);
+      ++reissued;
+    }
+    counts_.reissued += reissued;
+    Serve(&replies);
+  }
+  Send(replies);
+  return reissued;
 }
 
 void TokenList::Leave(int worker) {
@@ -112,6 +130,7 @@ bool TokenList::Seek(int64_t step) {
   if (!calls_.empty()) return false;
   position_ = step * options_.repeats;
   reissues_.clear();
+  withheld_.clear();
   steps_.assign(steps_.size(), step);
   smallest_step_ = step;
   workers_.assign(workers_.size(), Worker());
@@ -127,6 +146,7 @@ TokenList::State TokenList::GetState() {
   state.steps = steps_;
   state.workers = workers_;
   state.reissues.assign(reissues_.begin(), reissues_.end());
+  state.withheld.assign(withheld_.begin(), withheld_.end());
   for (const auto& entry : calls_) {
     const std::chrono::duration<double> wait = now - entry.second.since;
     state.waiting.push_back({entry.second.worker, std::max(0.0, wait.count())});
@@ -228,6 +248,7 @@ void TokenList::SkipUseless() {
   const auto end = reissues_.lower_bound(first);
   counts_.skipped += std::distance(reissues_.begin(), end);
   reissues_.erase(reissues_.begin(), end);
+  withheld_.erase(withheld_.begin(), withheld_.lower_bound(first));
   for (Worker& worker : workers_) {
     worker.held.erase(worker.held.begin(), worker.held.lower_bound(first));
   }

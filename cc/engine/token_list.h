@@ -27,8 +27,9 @@
 //                 can't hold more than `repeats` tokens.
 //   kNone, kClock the worker calls Take again. No server waits for one token
 //                 there, so this decides only what counts as lost.
-// What a worker holds when it is lost is reissued in kStep: it goes to the
-// front. A server that has it already must discard it. Otherwise it is gone.
+// What a worker holds when it is lost is withheld in kStep, until Reissue puts
+// it to the front: whoever asks has made sure that no server has it, as nobody
+// else's push would count there. Otherwise it is gone.
 //
 // Thread safe, and never blocks for longer than it takes to look at all workers
 // and all that wait. Callbacks are called without a lock, by the thread whose
@@ -79,11 +80,11 @@ class TokenList {
   using Callback = std::function<void(Answer, Token)>;
   using Ticket = int64_t;
 
-  // Tokens that went with a worker, and those that will be handed out again.
+  // Tokens that went with a worker, and those that may be handed out again.
   struct Loss {
     int64_t lost = 0;
-    int64_t reissued = 0;
-    std::vector<int64_t> tickets;  // of both, by their indices
+    std::vector<int64_t> withheld;  // their indices, rising
+    std::vector<int64_t> tickets;   // of either, by their indices
   };
 
   struct Worker {
@@ -110,6 +111,7 @@ class TokenList {
     std::vector<int64_t> steps;     // by server
     std::vector<Worker> workers;    // by worker
     std::vector<int64_t> reissues;  // indices to be handed out again
+    std::vector<int64_t> withheld;  // indices that may be
     std::vector<Waiting> waiting;   // in the order they came
     Counts counts;
   };
@@ -135,9 +137,13 @@ class TokenList {
   bool Cancel(Ticket ticket) ABSL_LOCKS_EXCLUDED(mu_);
 
   // The worker is gone: its waiting Takes are answered with kGone, nobody waits
-  // for its clock, and what it holds is reissued or lost. Returns what that
+  // for its clock, and what it holds is withheld or lost. Returns what that
   // was; nothing for a worker that is gone already.
   Loss Lose(int worker) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Those of the indices that are withheld are the next to be handed out, in
+  // their order. Returns how many that are.
+  int64_t Reissue(const std::vector<int64_t>& indices) ABSL_LOCKS_EXCLUDED(mu_);
 
   // The worker has come to the end of its data, and all its pushes have
   // arrived: as Lose, but it holds nothing.
@@ -194,6 +200,7 @@ class TokenList {
   Ticket next_ticket_ ABSL_GUARDED_BY(mu_) = 1;
   int64_t position_ ABSL_GUARDED_BY(mu_) = 0;
   std::set<int64_t> reissues_ ABSL_GUARDED_BY(mu_);  // all below position_
+  std::set<int64_t> withheld_ ABSL_GUARDED_BY(mu_);  // of those not in it
   std::vector<int64_t> steps_ ABSL_GUARDED_BY(mu_);  // by server
   int64_t smallest_step_ ABSL_GUARDED_BY(mu_) = 0;   // of steps_
   std::vector<Worker> workers_ ABSL_GUARDED_BY(mu_);

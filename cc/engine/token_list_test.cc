@@ -14,6 +14,7 @@ namespace {
 
 using Answer = TokenList::Answer;
 using Gate = TokenList::Gate;
+using Indices = std::vector<int64_t>;
 using Token = TokenList::Token;
 
 // The index that a Take gets at once, or one of the above.
@@ -114,19 +115,25 @@ TEST(TokenListTest, LosingOrLeavingOpensTheGateOfThoseWhoWaitForTheClock) {
   }
 }
 
-TEST(TokenListTest, ALostWorkersTokensAreReissuedFirstAndInOrder) {
+TEST(TokenListTest, ALostWorkersTokensAreWithheldUntilTheyAreReissuedInOrder) {
   TokenList list({4, Gate::kStep, 0, 2, 3});
   EXPECT_EQ(Index(&list, 0), 0);
   EXPECT_EQ(Index(&list, 1), 1);
   EXPECT_EQ(Index(&list, 0), 2);
   // It holds both: that the first was sent does not say that it arrived.
   const TokenList::Loss loss = list.Lose(0);
-  EXPECT_EQ(loss.reissued, 2);
+  EXPECT_EQ(loss.withheld, (Indices{0, 2}));
   EXPECT_EQ(loss.lost, 0);
-  EXPECT_EQ(loss.tickets, (std::vector<int64_t>{1, 3}));
-  EXPECT_EQ(list.GetState().reissues, (std::vector<int64_t>{0, 2}));
-  EXPECT_EQ(list.Lose(0).reissued, 0);
+  EXPECT_EQ(loss.tickets, (Indices{1, 3}));
+  EXPECT_EQ(list.GetState().withheld, (Indices{0, 2}));
+  EXPECT_TRUE(list.GetState().reissues.empty());
+  EXPECT_TRUE(list.Lose(0).withheld.empty());
   EXPECT_TRUE(list.Lose(0).tickets.empty());
+  // One that others hold, and one that nobody has had, are not withheld.
+  EXPECT_EQ(list.Reissue({2, 1, 0, 3, 2}), 2);
+  EXPECT_EQ(list.Reissue({0, 2}), 0);
+  EXPECT_EQ(list.GetState().reissues, (Indices{0, 2}));
+  EXPECT_TRUE(list.GetState().withheld.empty());
   for (const int64_t expected : {0, 2, 3}) {
     EXPECT_EQ(Index(&list, 1), expected);
   }
@@ -134,7 +141,21 @@ TEST(TokenListTest, ALostWorkersTokensAreReissuedFirstAndInOrder) {
   EXPECT_EQ(list.GetState().counts.reissued, 2);
   EXPECT_EQ(list.GetState().counts.taken, 6);
   // With other tickets than the lost worker had for them.
-  EXPECT_EQ(list.Lose(1).tickets, (std::vector<int64_t>{4, 2, 5, 6}));
+  EXPECT_EQ(list.Lose(1).tickets, (Indices{4, 2, 5, 6}));
+}
+
+TEST(TokenListTest, AWithheldTokenIsHandedToNobody) {
+  TokenList list({2, Gate::kStep, 0, 1, 3});
+  EXPECT_EQ(Index(&list, 0), 0);
+  EXPECT_EQ(list.Lose(0).withheld, Indices{0});
+  EXPECT_EQ(Index(&list, 1), 1);
+  const auto waits = Take(&list, 2);
+  EXPECT_EQ(waits->outcome, kWaits);
+  list.ReportStep(0, 1);  // A server had it.
+  EXPECT_EQ(waits->outcome, 2);
+  EXPECT_TRUE(list.GetState().withheld.empty());
+  EXPECT_EQ(list.Reissue({0}), 0);
+  EXPECT_EQ(Index(&list, 1), 3);
 }
 
 TEST(TokenListTest, AReissuedTokenGoesToWhoWaitsFirst) {
@@ -143,7 +164,7 @@ TEST(TokenListTest, AReissuedTokenGoesToWhoWaitsFirst) {
   EXPECT_EQ(Index(&list, 1), 1);
   const auto first = Take(&list, 2);
   const auto second = Take(&list, 3);
-  EXPECT_EQ(list.Lose(1).reissued, 1);
+  EXPECT_EQ(list.Reissue(list.Lose(1).withheld), 1);
   EXPECT_EQ(first->outcome, 1);
   EXPECT_EQ(second->outcome, kWaits);
 }
@@ -156,10 +177,10 @@ TEST(TokenListTest, TokensThatTheStepHasPassedAreNotReissued) {
   EXPECT_EQ(list.GetState().workers[0].held.size(), 1);  // for server 1
   list.ReportStep(1, 1);
   EXPECT_TRUE(list.GetState().workers[0].held.empty());
-  EXPECT_EQ(list.Lose(0).reissued, 0);
+  EXPECT_TRUE(list.Lose(0).withheld.empty());
   // A reissued one that becomes useless is not handed out either.
   EXPECT_EQ(Index(&list, 1), 2);
-  EXPECT_EQ(list.Lose(1).reissued, 1);
+  EXPECT_EQ(list.Reissue(list.Lose(1).withheld), 1);
   list.ReportStep(0, 2);
   list.ReportStep(1, 2);
   EXPECT_EQ(list.GetState().counts.skipped, 2);
@@ -176,7 +197,7 @@ TEST(TokenListTest, WithoutTheStepGateALostWorkersLastTokenIsLost) {
     EXPECT_EQ(list.GetState().workers[0].held, held);
     const TokenList::Loss loss = list.Lose(0);
     EXPECT_EQ(loss.lost, 1);
-    EXPECT_EQ(loss.reissued, 0);
+    EXPECT_TRUE(loss.withheld.empty());
     EXPECT_EQ(list.Lose(0).lost, 0);
     EXPECT_EQ(list.GetState().counts.lost, 1);
     EXPECT_EQ(Index(&list, 1), 2);
@@ -189,7 +210,8 @@ TEST(TokenListTest, AWorkerThatLeftHoldsNothing) {
     EXPECT_EQ(Index(&list, 0), 0);
     list.Leave(0);
     const TokenList::Loss loss = list.Lose(0);
-    EXPECT_EQ(loss.lost + loss.reissued, 0);
+    EXPECT_EQ(loss.lost, 0);
+    EXPECT_TRUE(loss.withheld.empty());
     EXPECT_EQ(Index(&list, 1), 1);
   }
 }
@@ -230,6 +252,7 @@ TEST(TokenListTest, SeekGoesOnAsANewList) {
   EXPECT_EQ(Index(&list, 1), 1);
   list.Lose(1);
   EXPECT_TRUE(list.Seek(7));
+  EXPECT_EQ(list.Reissue({1}), 0);
   TokenList::State state = list.GetState();
   EXPECT_EQ(state.position, 14);
   EXPECT_EQ(state.steps, (std::vector<int64_t>{7, 7}));

@@ -4,11 +4,14 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <limits>
+#include <memory>
 #include <random>
 #include <set>
 #include <thread>
 #include <vector>
 
+#include "cc/engine/gradient_buffer.h"
 #include "cc/engine/mutex.h"
 #include "cc/engine/token_list.h"
 #include "gtest/gtest.h"
@@ -74,33 +77,81 @@ TEST(TokenListThreadsTest, ManyThreadsGetEveryTokenOnce) {
   for (size_t i = 0; i < all.size(); ++i) ASSERT_EQ(all[i], i);
 }
 
-// Servers that count different pushes of their step, as a gradient buffer does,
-// and report to the list.
+// Servers with gradient buffers that report to the list, and whoever hands on
+// what lost workers had.
 class Servers {
  public:
-  Servers(TokenList* list, int servers, int64_t needed)
-      : list_(list), needed_(needed), steps_(servers, 0), arrived_(servers) {}
+  Servers(TokenList* list, int servers, int64_t needed) : list_(list) {
+    GradientBufferOptions options;
+    options.capacity = needed;
+    options.drop_late = true;
+    for (int s = 0; s < servers; ++s) {
+      buffers_.push_back(std::make_unique<GradientBuffer>(options));
+    }
+  }
 
   void Push(int server, Token token) {
-    int64_t step;
-    {
-      MutexLock lock(&mu_);
-      if (token.value < steps_[server]) return;  // late, or a second time
-      EXPECT_EQ(token.value, steps_[server]);
-      arrived_[server].insert(token.index);
-      if (static_cast<int64_t>(arrived_[server].size()) < needed_) return;
-      arrived_[server].clear();
-      step = ++steps_[server];
+    GradientPush push;
+    push.token_index = token.index;
+    push.token_value = token.value;
+    push.ticket = token.ticket;
+    std::unique_ptr<Aggregate> aggregate;
+    EXPECT_EQ(buffers_[server]->Push(push, &aggregate).error(), "");
+    Apply(server, aggregate.get());
+  }
+
+  void HandOn(const TokenList::Loss& loss) {
+    MutexLock lock(&mu_);  // One after the other, as in training.
+    std::set<int64_t> taken;
+    int64_t first = std::numeric_limits<int64_t>::max(), last = 0;
+    for (const auto& buffer : buffers_) {
+      const Revoked revoked = buffer->Revoke(loss.tickets);
+      taken.insert(revoked.taken.begin(), revoked.taken.end());
+      first = std::min(first, revoked.step);
+      last = std::max(last, revoked.step);
     }
-    list_->ReportStep(server, step);
+    std::vector<int64_t> again;
+    for (const int64_t index : loss.withheld) {
+      if (index / kThreads >= last && taken.count(index) == 0) {
+        again.push_back(index);
+      }
+    }
+    for (size_t s = 0; s < buffers_.size(); ++s) {
+      std::vector<int64_t> spent;
+      for (const int64_t index : taken) {
+        if (index / kThreads == first) spent.push_back(index);
+      }
+      std::unique_ptr<Aggregate> aggregate;
+      EXPECT_EQ(buffers_[s]->Spend(first, spent, &aggregate).error(), "");
+      Apply(static_cast<int>(s), aggregate.get());
+    }
+    list_->Reissue(again);
+  }
+
+  // Pushes that were left out.
+  int64_t left_out() const {
+    int64_t count = 0;
+    for (const auto& buffer : buffers_) {
+      count += buffer->state().late + buffer->state().duplicates;
+    }
+    return count;
+  }
+  int64_t spent() const {
+    int64_t count = 0;
+    for (const auto& buffer : buffers_) count += buffer->state().spent;
+    return count;
   }
 
  private:
+  void Apply(int server, const Aggregate* aggregate) {
+    if (aggregate == nullptr) return;
+    EXPECT_EQ(buffers_[server]->Applied(aggregate->step()).error(), "");
+    list_->ReportStep(server, aggregate->step());
+  }
+
   TokenList* const list_;
-  const int64_t needed_;
+  std::vector<std::unique_ptr<GradientBuffer>> buffers_;
   Mutex mu_;
-  std::vector<int64_t> steps_ ABSL_GUARDED_BY(mu_);
-  std::vector<std::set<int64_t>> arrived_ ABSL_GUARDED_BY(mu_);
 };
 
 void TrainInStep(int64_t backups) {
@@ -125,13 +176,18 @@ void TrainInStep(int64_t backups) {
       for (int s = 0; s < reached; ++s) servers.Push(s, token);
       if (reached < kServers) {
         ++deaths;
-        list.Lose(w);
+        servers.HandOn(list.Lose(w));
       }
     }
     list.Close();  // One has seen the last step: all are done.
   });
   EXPECT_GE(list.GetState().smallest_step, kSteps);
   EXPECT_GT(deaths, 0);
+  EXPECT_GT(servers.spent(), 0);
+  // Who dies pushes before that, and all others are waited for.
+  if (backups == 0) {
+    EXPECT_EQ(servers.left_out(), 0);
+  }
 }
 
 TEST(TokenListThreadsTest, WorkersThatDieInMidStepLeaveNobodyWaiting) {

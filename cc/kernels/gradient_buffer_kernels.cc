@@ -169,6 +169,11 @@ absl::Status WriteAggregate(OpKernelContext* ctx, const GradientBuffer& buffer,
   return absl::OkStatus();
 }
 
+std::vector<int64_t> Values(const Tensor& tensor) {
+  const auto values = tensor.vec<int64_t>();
+  return {values.data(), values.data() + values.size()};
+}
+
 class PushOp : public BufferOp {
  public:
   explicit PushOp(OpKernelConstruction* ctx) : BufferOp(ctx) {
@@ -297,10 +302,28 @@ class RevokeOp : public BufferOp {
                          GradientBuffer* buffer) override {
     const Tensor* tickets;
     TF_RETURN_IF_ERROR(ReadVector(ctx, "tickets", &tickets));
-    const auto values = tickets->vec<int64_t>();
-    return WriteVector(
-        ctx, "steps",
-        buffer->Revoke({values.data(), values.data() + values.size()}));
+    const Revoked found = buffer->Revoke(Values(*tickets));
+    TF_RETURN_IF_ERROR(WriteVector(ctx, "unapplied", found.unapplied));
+    TF_RETURN_IF_ERROR(WriteVector(ctx, "taken", found.taken));
+    return WriteScalar<int64_t>(ctx, "step", found.step);
+  }
+};
+
+class SpendOp : public BufferOp {
+ public:
+  using BufferOp::BufferOp;
+
+ protected:
+  absl::Status ComputeOn(OpKernelContext* ctx,
+                         GradientBuffer* buffer) override {
+    int64_t value;
+    const Tensor* indices;
+    TF_RETURN_IF_ERROR(ReadInteger(ctx, "token_value", 0, &value));
+    TF_RETURN_IF_ERROR(ReadVector(ctx, "token_indices", &indices));
+    std::unique_ptr<Aggregate> aggregate;
+    TF_RETURN_IF_ERROR(
+        AsStatus(buffer->Spend(value, Values(*indices), &aggregate)));
+    return WriteAggregate(ctx, *buffer, aggregate.get());
   }
 };
 
@@ -329,8 +352,8 @@ class StateOp : public BufferOp {
                          GradientBuffer* buffer) override {
     const GradientBufferState s = buffer->state();
     const std::vector<int64_t> counts = {
-        s.step, s.applied,    s.pending,      s.included, s.decayed, s.excluded,
-        s.late, s.duplicates, s.applications, s.age_sum,  s.age_max};
+        s.step, s.applied,    s.pending, s.included,     s.decayed, s.excluded,
+        s.late, s.duplicates, s.spent,   s.applications, s.age_sum, s.age_max};
     int64_t* to;
     TF_RETURN_IF_ERROR(MakeVector<int64_t>(
         ctx, "counters", counts.size() + s.staleness.size(), &to));
@@ -363,6 +386,7 @@ REGISTER_BUFFER("GradientBufferStep", StepOp)
 REGISTER_BUFFER("PushToBuffer", PushOp)
 REGISTER_BUFFER("FlushBuffer", FlushOp)
 REGISTER_BUFFER("RevokeTickets", RevokeOp)
+REGISTER_BUFFER("SpendTokens", SpendOp)
 REGISTER_BUFFER("BufferApplied", AppliedOp)
 REGISTER_BUFFER("GradientBufferState", StateOp)
 REGISTER_BUFFER("RestoreBuffer", RestoreOp)

@@ -215,8 +215,24 @@ class LoseWorkerOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadWorker(ctx, *resource->list(), &worker));
     const TokenList::Loss loss = resource->list()->Lose(worker);
     OP_REQUIRES_OK(ctx, WriteScalar<int64_t>(ctx, 0, loss.lost));
-    OP_REQUIRES_OK(ctx, WriteScalar<int64_t>(ctx, 1, loss.reissued));
+    OP_REQUIRES_OK(ctx, WriteVector(ctx, "withheld", loss.withheld));
     OP_REQUIRES_OK(ctx, WriteVector(ctx, "tickets", loss.tickets));
+  }
+};
+
+class ReissueTokensOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* ctx) override {
+    ResourcePtr resource;
+    const Tensor* indices;
+    OP_REQUIRES_OK(ctx, LookupInput(ctx, "list", &resource));
+    OP_REQUIRES_OK(ctx, ReadVector(ctx, "indices", &indices));
+    const auto values = indices->vec<int64_t>();
+    const int64_t reissued = resource->list()->Reissue(
+        {values.data(), values.data() + values.size()});
+    OP_REQUIRES_OK(ctx, WriteScalar<int64_t>(ctx, 0, reissued));
   }
 };
 
@@ -321,6 +337,7 @@ class TokenListStateOp : public OpKernel {
 REGISTER_TOKENS(TokenList);
 REGISTER_TOKENS(TakeToken);
 REGISTER_TOKENS(LoseWorker);
+REGISTER_TOKENS(ReissueTokens);
 REGISTER_TOKENS(LeaveTokens);
 REGISTER_TOKENS(ReportStep);
 REGISTER_TOKENS(SeekTokens);

@@ -92,11 +92,12 @@ REGISTER_OP("RecsyncLoseWorker")
     .Input("list: resource")
     .Input("worker: int64")
     .Output("lost: int64")
-    .Output("reissued: int64")
+    .Output("withheld: int64")
     .Output("tickets: int64")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       TF_RETURN_IF_ERROR(Scalars(c));
+      c->set_output(1, c->UnknownShapeOfRank(1));
       c->set_output(2, c->UnknownShapeOfRank(1));
       return absl::OkStatus();
     })
@@ -105,16 +106,38 @@ Takes a worker that is gone out of a list.
 
 Its waiting takes are cancelled, and nobody waits for its clock any more. With
 the gate "step", all tokens that it took and whose value is not below the
-smallest step are reissued: they are the next to be handed out. Servers that got
-the lost worker's push must discard the second one. With the other gates the
-last token that it took is lost.
+smallest step are withheld until RecsyncReissueTokens names them. With the other
+gates the last token that it took is lost.
 
 list: A scalar, the list.
 worker: A scalar, from 0 to workers - 1. One that is gone already changes
   nothing.
 lost: A scalar, how many tokens are gone for good.
-reissued: A scalar, how many are handed out again.
-tickets: Those of both.
+withheld: The places in the list of those that may be handed out again, rising.
+tickets: Those of either, in the order of their places.
+)doc");
+
+REGISTER_OP("RecsyncReissueTokens")
+    .Input("list: resource")
+    .Input("indices: int64")
+    .Output("reissued: int64")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle unused;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 0, &unused));
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 1, &unused));
+      c->set_output(0, c->Scalar());
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Has tokens of lost workers be the next to be handed out.
+
+No server may have them: it would leave the second push out.
+
+list: A scalar, the list.
+indices: Their places in the list. Those that are not withheld, or whose value is
+  below the smallest step, have no effect.
+reissued: A scalar, how many they are.
 )doc");
 
 REGISTER_OP("RecsyncLeaveTokens")

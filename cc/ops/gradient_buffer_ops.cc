@@ -228,11 +228,15 @@ buffer: A gradient buffer.
 REGISTER_OP("RecsyncRevokeTickets")
     .Input("buffer: resource")
     .Input("tickets: int64")
-    .Output("steps: int64")
+    .Output("unapplied: int64")
+    .Output("taken: int64")
+    .Output("step: int64")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       TF_RETURN_IF_ERROR(CheckRanks(c, {{"buffer", 0}, {"tickets", 1}}));
       c->set_output(0, c->UnknownShapeOfRank(1));
+      c->set_output(1, c->UnknownShapeOfRank(1));
+      c->set_output(2, c->Scalar());
       return absl::OkStatus();
     })
     .Doc(R"doc(
@@ -241,9 +245,43 @@ Has a gradient buffer drop what comes from one who is gone.
 buffer: A gradient buffer.
 tickets: Those of the tokens that it had: pushes with them that come from now on
   are dropped as late. 0 is nobody's.
-steps: The steps that earlier ones have completed, and that were given out and
-  are not applied, rising.
+unapplied: The steps that earlier ones have completed, and that were given out
+  and are not applied, rising.
+taken: The places in their list of those of the tokens that the buffer has taken
+  in its step or the one before, rising; empty if it counts late pushes.
+step: A scalar: the steps given out.
 )doc");
+
+REGISTER_OP("RecsyncSpendTokens")
+    .Input("buffer: resource")
+    .Input("token_value: int64")
+    .Input("token_indices: int64")
+    .Output("ready: bool")
+    .Output("step: int64")
+    .Output("dense_sum: float")
+    .Output("dense_sum_versions: int64")
+    .Output("row_sums: float")
+    .Output("row_ids: int64")
+    .Output("row_counts: int64")
+    .Output("row_versions: int64")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      TF_RETURN_IF_ERROR(
+          CheckRanks(c, {{"token_value", 0}, {"token_indices", 1}}));
+      return AggregateShape(c);
+    })
+    .Doc(
+        R"doc(
+Counts tokens that other servers have taken, and that nobody will push any more,
+as pushes without gradients; gives out the step that they complete.
+
+Those that the buffer has taken are not counted again, and nothing happens if
+token_value is not its step.
+
+buffer: A gradient buffer that drops late pushes.
+token_value: A scalar, that of the tokens.
+token_indices: Their places in their list.
+)doc" RECSYNC_AGGREGATE_DOC);
 
 REGISTER_OP("RecsyncBufferApplied")
     .Input("buffer: resource")
@@ -284,7 +322,7 @@ buffer: A gradient buffer.
 counters: A vector: the step; the step up to which all are applied; pushes that
   wait for others; pushes included (of a weight above 0), of these decayed (of
   a weight below 1), and excluded (of weight 0); late pushes and duplicates,
-  which were dropped; steps given out; the sum and the largest of the tokens'
+  which were dropped; tokens spent without a push; steps given out; the sum and the largest of the tokens'
   ages of included and excluded pushes; then staleness counters of these
   pushes, as of a variable: tau is the step minus pulled_step plus 1.
 )doc");

@@ -27,6 +27,7 @@ for _name in (
     "RecsyncGradientBufferStep",
     "RecsyncPushToBuffer",
     "RecsyncFlushBuffer",
+    "RecsyncSpendTokens",
     "RecsyncBufferApplied",
     "RecsyncGradientBufferState",
     "RecsyncRestoreBuffer",
@@ -44,6 +45,22 @@ class BufferStep(NamedTuple):
 
     step: tf.Tensor
     applied: tf.Tensor
+
+
+class Revoked(NamedTuple):
+    """What a buffer has of one who is gone.
+
+    Attributes:
+        unapplied: int64 vector, the steps that its pushes have completed, and that are not applied
+            yet, rising.
+        taken: int64 vector, the places in their list of those of its tokens that the buffer has
+            taken in its step or the one before, rising; empty if it counts late pushes.
+        step: int64 scalar, the steps that it has given out.
+    """
+
+    unapplied: tf.Tensor
+    taken: tf.Tensor
+    step: tf.Tensor
 
 
 class Aggregate(NamedTuple):
@@ -241,7 +258,25 @@ def buffer_applied(buffer: tf.Tensor, ready: tf.Tensor, step: tf.Tensor) -> tf.T
     return ops.library.recsync_buffer_applied(buffer, ready, step)
 
 
-def revoke_tickets(buffer: tf.Tensor, tickets: tf.Tensor) -> tf.Tensor:
+def spend_tokens(
+    buffer: tf.Tensor, token_value: int | tf.Tensor, token_indices: tf.Tensor
+) -> Aggregate:
+    """Counts tokens that other servers have taken as pushes without gradients.
+
+    Args:
+        buffer: the handle, of one that drops late pushes.
+        token_value: int64 scalar, that of the tokens; if it is not the buffer's step, nothing
+            happens.
+        token_indices: int64 [n], their places in their list. Those that the buffer has taken are
+            not counted again.
+
+    Raises:
+        tf.errors.InvalidArgumentError: if the buffer counts late pushes.
+    """
+    return _aggregate(ops.library.recsync_spend_tokens(buffer, token_value, token_indices))
+
+
+def revoke_tickets(buffer: tf.Tensor, tickets: tf.Tensor) -> Revoked:
     """Has a buffer drop pushes that come from now on from one who is gone.
 
     Args:
@@ -249,10 +284,9 @@ def revoke_tickets(buffer: tf.Tensor, tickets: tf.Tensor) -> tf.Tensor:
         tickets: int64 [n], of the tokens that it had.
 
     Returns:
-        The steps that its earlier pushes have completed, and that are not applied yet, rising,
-        an int64 vector.
+        What became of its earlier pushes.
     """
-    return ops.library.recsync_revoke_tickets(buffer, tickets)
+    return Revoked(*ops.library.recsync_revoke_tickets(buffer, tickets))
 
 
 def gradient_buffer_state(buffer: tf.Tensor) -> tf.Tensor:

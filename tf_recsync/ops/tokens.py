@@ -19,6 +19,7 @@ for _name in (
     "RecsyncTokenList",
     "RecsyncTakeToken",
     "RecsyncLoseWorker",
+    "RecsyncReissueTokens",
     "RecsyncLeaveTokens",
     "RecsyncReportStep",
     "RecsyncSeekTokens",
@@ -46,12 +47,12 @@ class Loss(NamedTuple):
 
     Attributes:
         lost: int64 scalar, how many are gone for good.
-        reissued: int64 scalar, how many are handed out again.
-        tickets: int64 [lost + reissued], theirs.
+        withheld: int64 [n], the places in the list of those that may be handed out again.
+        tickets: int64 [lost + n], theirs.
     """
 
     lost: tf.Tensor
-    reissued: tf.Tensor
+    withheld: tf.Tensor
     tickets: tf.Tensor
 
 
@@ -97,6 +98,11 @@ def take_token(handle: tf.Tensor, worker: int | tf.Tensor) -> Token:
 def lose_worker(handle: tf.Tensor, worker: int | tf.Tensor) -> Loss:
     """Takes a worker that is gone out of the list."""
     return Loss(*library.recsync_lose_worker(handle, worker))
+
+
+def reissue_tokens(handle: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+    """Has tokens of lost workers be the next to be handed out; how many there were."""
+    return library.recsync_reissue_tokens(handle, indices)
 
 
 def leave_tokens(handle: tf.Tensor, worker: int | tf.Tensor) -> tf.Operation | None:

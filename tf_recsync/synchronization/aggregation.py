@@ -16,7 +16,7 @@ from absl import logging
 
 from tf_recsync import staleness
 from tf_recsync.cluster import reason
-from tf_recsync.ops.gradient_buffer import Aggregate
+from tf_recsync.ops.gradient_buffer import Aggregate, Revoked
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization.at_once import AtOnce
@@ -42,8 +42,8 @@ class Report:
         decayed: those of them with a weight below 1.
         excluded: pushes that counted but whose weight was 0.
         late: pushes dropped because their step was over, or their worker had been lost.
-        duplicates: pushes dropped because their token had been pushed by a worker
-            that was lost.
+        spent: tokens of lost workers that some servers had and others not, where they count as
+            pushes without gradients.
         abandoned: pushes, counted above, that a pass that ended with an exception left
             in the buffers, and that the next pass dropped.
         left_over: pushes, counted above, that did not fill a global batch at the end of an
@@ -61,7 +61,7 @@ class Report:
     decayed: int
     excluded: int
     late: int
-    duplicates: int
+    spent: int
     abandoned: int
     left_over: int
     lost: int
@@ -130,7 +130,9 @@ class Aggregation(AtOnce):
         )
         # Tickets of tokens that were taken away, which not all servers know of.
         self._revoked: set[int] = set()
-        self._flushes: dict[str, Callable] = {}  # By what it was traced for, the latest.
+        self._withheld: set[int] = set()  # Tokens that were, and that nobody may have yet.
+        # By what they do and what that was traced for, the latest.
+        self._traced: dict[str, tuple[str, Callable]] = {}
 
     @property
     def handles(self) -> list[tf.Tensor]:
@@ -200,11 +202,19 @@ class Aggregation(AtOnce):
         with tf.device(self._tokens.device):
             return [self._tokens.report_step(buffer.number, applied)]
 
-    def counting_buffer(self, optimizer: base.Optimizer) -> _Buffer:
-        """The buffer whose applications the optimizer's global step counts."""
+    def count_step(
+        self, optimizer: base.Optimizer, buffer: _Buffer, aggregate: Aggregate
+    ) -> list[tf.Operation]:
+        """Counts what a buffer gave out in the optimizer's global step, if it is the one whose
+        applications that counts."""
         owner = self._variables.device(optimizer._iterations)
         mine = [b for (_, o), b in self._buffers.items() if o == id(optimizer)]
-        return next((b for b in mine if b.device == owner), mine[0])
+        if buffer is not next((b for b in mine if b.device == owner), mine[0]):
+            return []
+        iterations = optimizer._iterations._value
+        with tf.device(owner):
+            one = tf.cast(aggregate.ready, iterations.dtype)
+            return [iterations.assign_add(one, read_value=False)]
 
     # In the coordinator.
 
@@ -222,6 +232,7 @@ class Aggregation(AtOnce):
             for buffer in self._buffers.values():
                 buffer.restore(step)
             self._tokens.seek(step)
+            self._withheld.clear()
         else:
             # Without buffers there is no step to refer to, and clocks begin anew.
             self._tokens.seek(0)
@@ -235,7 +246,7 @@ class Aggregation(AtOnce):
             return
         pending = self._pending()
         if pending and self.mode.last_global_batch == "weigh":
-            self._flushing()()
+            self._on_servers("flush", self._trace_flush)()
         elif pending:
             self._left_over += pending
             for buffer in self._buffers.values():
@@ -253,23 +264,41 @@ class Aggregation(AtOnce):
         """The pushes that the buffers hold."""
         return sum(buffer.state().pending for buffer in self._buffers.values())
 
-    def _flushing(self) -> Callable[[], object]:
-        """What applies the buffers' pushes."""
+    def _on_servers(self, name: str, trace: Callable, *specs: tf.TensorSpec) -> Callable:
+        """What this process has servers do, as a function of tensors of `specs`."""
         key = repr([o.traced_state for o in self._optimizers if o.built])
-        if key not in self._flushes:
+        if name not in self._traced or self._traced[name][0] != key:
             with tf.device(None):
-                traced = tf.function(self._trace_flush, autograph=False).get_concrete_function()
-            self._flushes = {key: self._variables.on_own(traced)}
-        return self._flushes[key]
+                traced = tf.function(trace, autograph=False).get_concrete_function(*specs)
+            self._traced[name] = key, self._variables.on_own(traced)
+        return self._traced[name][1]
 
     def _trace_flush(self) -> None:
-        for optimizer in self._optimizers:
-            for (device, owner), buffer in self._buffers.items():
-                if owner == id(optimizer):
-                    with tf.device("/CPU:0"):
-                        rate = tf.cast(optimizer.learning_rate, tf.float32)
-                    with tf.device(device):
-                        buffer.apply(optimizer, buffer.buffer.flush(), rate)
+        self._apply_all(lambda buffer: buffer.buffer.flush())
+
+    def _trace_spend(self, value: tf.Tensor, indices: tf.Tensor) -> None:
+        for buffer, applied in self._apply_all(lambda b: b.buffer.spend(value, indices), True):
+            self.report_step(buffer, applied)
+
+    def _apply_all(
+        self, give_out: Callable[[_Buffer], Aggregate], counts: bool = False
+    ) -> list[tuple[_Buffer, tf.Tensor]]:
+        """Applies what buffers give out; each, and the step up to which all is applied then.
+
+        Args:
+            give_out: has a buffer do it, on its server.
+            counts: whether it counts in the optimizer's global step.
+        """
+        done = []
+        for device, optimizer, buffer in self.buffers:
+            with tf.device("/CPU:0"):
+                rate = tf.cast(optimizer.learning_rate, tf.float32)
+            with tf.device(device):
+                aggregate = give_out(buffer)
+            counted = self.count_step(optimizer, buffer, aggregate) if counts else []
+            with tf.device(device):
+                done.append((buffer, buffer.apply(optimizer, aggregate, rate, counted)))
+        return done
 
     def lose(self, worker: int) -> None:
         """Takes a worker that is gone out of the token list, so that nobody waits for it.
@@ -280,6 +309,7 @@ class Aggregation(AtOnce):
         held = self._take_away(worker)
         if not self._buffers or not (held or self._has_taken(worker)):
             return
+        self._hand_on()  # Others may wait for that.
         time.sleep(_ECHO_SECONDS)
         # If it was the connection that was lost, its last call has gone on for a moment.
         self.forget(worker)
@@ -290,6 +320,7 @@ class Aggregation(AtOnce):
         What it has pushed with them and has not arrived yet is dropped when it does.
         """
         self._take_away(worker)
+        self._hand_on()
         self._settle()
 
     def _take_away(self, worker: int) -> bool:
@@ -299,14 +330,39 @@ class Aggregation(AtOnce):
             loss = self._tokens.lose(self._place(worker))
         # Until all servers know: if one does not answer, they are told the next time.
         self._revoked.update(loss.tickets.numpy().tolist())
-        if int(loss.lost) or int(loss.reissued):
-            logging.warning(
-                "worker:%d took %d tokens with it; %d tokens are handed out again.",
-                worker,
-                int(loss.lost),
-                int(loss.reissued),
-            )
-        return bool(int(loss.lost) or int(loss.reissued))
+        self._withheld.update(loss.withheld.numpy().tolist())
+        if len(loss.tickets):
+            logging.warning("worker:%d took %d tokens with it.", worker, len(loss.tickets))
+        return bool(len(loss.tickets))
+
+    def _hand_on(self) -> None:
+        """Has tokens that were taken away be handed out again, but for those that a server has.
+
+        Whoever got one of these would push in vain and not know it. Servers that lack it count it
+        as a push without gradients.
+        """
+        if not self._withheld:
+            return
+        tickets = sorted(self._revoked)
+        found = [buffer.revoke(tickets) for buffer in self._buffers.values()]
+        steps = [int(revoked.step) for revoked in found]
+        has = [set(revoked.taken.tolist()) for revoked in found]
+        reached = min(steps)
+        # Of a step that is over somewhere, a token that was not needed there is needed nowhere.
+        again = {i for i in self._withheld if i // self.mode.repeats >= max(steps)}
+        again.difference_update(*has)
+        spent = {i for i in self._withheld if i // self.mode.repeats == reached}
+        spent.intersection_update(set().union(*has))
+        if any(s == reached and not spent <= mine for s, mine in zip(steps, has, strict=True)):
+            specs = tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.int64)
+            spend = self._on_servers("spend", self._trace_spend, *specs)
+            with tf.device(None):  # Whoever asks may be in the scope of a device that is gone.
+                arguments = [np.int64(reached), np.array(sorted(spent), np.int64)]
+                spend(*map(tf.constant, arguments))
+        with tf.device(self._tokens.device):
+            reissued = int(self._tokens.reissue(np.array(sorted(again), np.int64)))
+        self._withheld.clear()
+        logging.info("%d tokens are handed out again; servers have %d.", reissued, len(spent))
 
     def _has_taken(self, worker: int) -> bool:
         """Whether a worker has taken a token since all began."""
@@ -324,7 +380,7 @@ class Aggregation(AtOnce):
             return
         deadline = time.monotonic() + _APPLY_SECONDS
         while True:
-            steps = [(buffer, step) for buffer in buffers for step in buffer.revoke(tickets)]
+            steps = [(b, step) for b in buffers for step in b.revoke(tickets).unapplied]
             if not steps or time.monotonic() >= deadline:
                 break
             time.sleep(_ECHO_SECONDS / 5)  # Servers may be about to.
@@ -387,7 +443,7 @@ class Aggregation(AtOnce):
             decayed=sum(state.decayed for state in states),
             excluded=sum(state.excluded for state in states),
             late=sum(state.late for state in states),
-            duplicates=sum(state.duplicates for state in states),
+            spent=sum(state.spent for state in states),
             abandoned=self._abandoned,
             left_over=self._left_over,
             lost=sum(tokens.lost for _, tokens in parts),
@@ -495,8 +551,9 @@ class _Buffer:
         decayed = [state for state in states if optimizer._use_weight_decay(state.variable)]
         return optimizer.decay_weights(decayed, tf.where(aggregate.ready, rate, 0.0))
 
-    def revoke(self, tickets: Sequence[int]) -> list[int]:
+    def revoke(self, tickets: Sequence[int]) -> Revoked:
         """Drops pushes with these tickets that come from now on; see `GradientBuffer.revoke`."""
         # As above: whoever asks may be in the scope of a device that is gone.
         with tf.device(self.device):
-            return self.buffer.revoke(np.array(tickets, np.int64)).numpy().tolist()
+            revoked = self.buffer.revoke(np.array(tickets, np.int64))
+            return Revoked(*(tensor.numpy() for tensor in revoked))

@@ -26,6 +26,7 @@ _COUNTS = (
     "excluded",
     "late",
     "duplicates",
+    "spent",
     "applications",
 )
 
@@ -60,6 +61,8 @@ class State:
         excluded: pushes of weight 0, which were counted and added nothing.
         late: pushes dropped because their step was over, or their worker had been lost.
         duplicates: pushes dropped because their token was taken already.
+        spent: tokens counted without a push, as other servers had taken them of a worker that was
+            lost.
         applications: steps given out since it was made.
         staleness: of the pushes counted: the step minus that of the parameters
             pulled, plus 1.
@@ -74,6 +77,7 @@ class State:
     excluded: int
     late: int
     duplicates: int
+    spent: int
     applications: int
     staleness: staleness.Statistics
     ages: Ages
@@ -112,8 +116,8 @@ class GradientBuffer:
         weight: a policy of `tf_recsync.staleness` that depends on the age alone;
             None (the default) for `Constant()`.
         drop_late: whether a push whose token value is less than the step is dropped
-            and not counted, and so is a token that the step has taken already (a
-            reissued one, of a lost worker). False by default.
+            and not counted, and so is a token that the step has taken already. False by
+            default.
 
     Raises:
         ValueError: for an option out of range.
@@ -263,15 +267,36 @@ class GradientBuffer:
         with tf.device(self._device):
             return buffer_ops.buffer_applied(self._handle, True, step)
 
-    def revoke(self, tickets: Sequence[int] | tf.Tensor) -> tf.Tensor:
+    def spend(
+        self, token_value: int | tf.Tensor, token_indices: Sequence[int] | tf.Tensor
+    ) -> buffer_ops.Aggregate:
+        """Counts tokens that other servers have taken, and nobody will push any more.
+
+        Each that this one has not taken is a push without gradients.
+
+        Args:
+            token_value: int64 scalar, that of the tokens; if it is not the buffer's step, nothing
+                happens.
+            token_indices: int64 [n], their places in their list.
+
+        Returns:
+            The step that they complete, as `push` does.
+
+        Raises:
+            tf.errors.InvalidArgumentError: if the buffer counts late pushes.
+        """
+        with tf.device(self._device):
+            return self._shaped(buffer_ops.spend_tokens(self._handle, token_value, token_indices))
+
+    def revoke(self, tickets: Sequence[int] | tf.Tensor) -> buffer_ops.Revoked:
         """Drops pushes with these tickets that come from now on: who took the tokens is gone.
 
         Args:
             tickets: int64 [n], as pushed.
 
         Returns:
-            The steps that earlier pushes with them have completed, and that are not applied yet,
-            rising, an int64 vector.
+            The steps that earlier pushes with them have completed and that are not applied yet,
+            and those of their tokens that it has.
         """
         with tf.device(self._device):
             return buffer_ops.revoke_tickets(self._handle, tickets)

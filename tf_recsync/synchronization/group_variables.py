@@ -41,10 +41,10 @@ class GroupVariables:
             raise tf.errors.UnavailableError(None, None, f"{self.group} has no copies")
         return copies[self._numbers[id(value)]]
 
-    def on_own(self, concrete: Callable) -> Callable[[], Any]:
-        """Has a concrete function without arguments use the group's variables."""
+    def on_own(self, concrete: Callable) -> Callable[..., Any]:
+        """Has a concrete function of tensors use the group's variables."""
         if self._copies is None:
             return concrete
         replaced = [variable.handle for variable in self._copies.variables]
         function = RemoteFunction(concrete, replaced)
-        return lambda: function(*self._copies.handles(self.group.index))
+        return lambda *tensors: function(*tensors, *self._copies.handles(self.group.index))

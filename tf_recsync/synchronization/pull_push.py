@@ -430,13 +430,8 @@ class Step:
             with tf.device(device):
                 pulled_step = self._pulled_steps[buffer.number]
                 aggregate = plan.collect(buffer.buffer, self._reached[device], pulled_step)
-            counted = []
-            if buffer is aggregation.counting_buffer(optimizer):
-                # Before others may start on the next step, which may read it.
-                iterations = optimizer._iterations._value
-                with tf.device(self._layout.device(optimizer._iterations)):
-                    one = tf.cast(aggregate.ready, iterations.dtype)
-                    counted = [iterations.assign_add(one, read_value=False)]
+            # Before others may start on the next step, which may read it.
+            counted = aggregation.count_step(optimizer, buffer, aggregate)
             with tf.device(device):
                 applied = buffer.apply(optimizer, aggregate, plan.learning_rate, counted)
             operations += aggregation.report_step(buffer, applied)

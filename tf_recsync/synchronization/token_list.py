@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import uuid
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -114,14 +115,25 @@ class TokenList:
 
         Its waiting takes are cancelled, and nobody waits for its clock any more. With the gate
         "step", all tokens that it took and whose value is not below the smallest step are
-        reissued: they are the next to be handed out, and servers that got the lost worker's
-        push must discard the second one. With the other gates the last token that it took is
+        withheld, until `reissue` names them. With the other gates the last token that it took is
         lost.
 
         Args:
             worker: an int64 scalar, from 0 to workers - 1; one that is gone changes nothing.
         """
         return tokens.lose_worker(self._handle, worker)
+
+    def reissue(self, indices: Sequence[int] | tf.Tensor) -> tf.Tensor:
+        """Has tokens of lost workers be the next to be handed out.
+
+        Args:
+            indices: int64 [n], their places in the list. No server has them: it would leave the
+                second push out. Those that are not withheld have no effect.
+
+        Returns:
+            How many they were, an int64 scalar.
+        """
+        return tokens.reissue_tokens(self._handle, indices)
 
     def leave(self, worker: int | tf.Tensor) -> tf.Operation | None:
         """Takes a worker that has come to the end of its data out of the list.
@@ -199,7 +211,7 @@ class TokenListState:
         reissues: indices that will be handed out next, ascending.
         waiting: (worker, seconds that it has waited), in the order they came.
         taken: how many tokens were handed out, the reissued ones each time.
-        reissued: how many went back to the front when a worker was lost.
+        reissued: how many went back to the front after a worker was lost.
         lost: how many were gone with a worker.
         skipped: how many were useless and never handed out (again).
     """
