@@ -10,6 +10,7 @@ import tensorflow as tf
 from helpers import compute_time
 
 import tf_recsync as recsync
+from tf_recsync.strategies.model_functions import TestFunction
 from tf_recsync.strategies.slots import Losses
 
 BATCHES = 60
@@ -239,3 +240,44 @@ def test_what_a_lost_worker_would_have_made_itself_is_trained_on(cluster, restar
     assert counts.min() == 2
     # Where it was is known by the server that counts steps.
     assert counts.sum() - 2 * BATCHES <= losses.steps
+
+
+class Examples(keras.metrics.Metric):
+    """How many there were."""
+
+    def __init__(self):
+        super().__init__(dtype="float64", name="examples")
+        self.total = self.add_variable((), "zeros", dtype="float64")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.cast(keras.ops.size(y_true), "float64"))
+
+    def result(self):
+        return self.total.value
+
+
+@pytest.mark.parametrize("kind", ["one dataset", "workers' own", "workers' own, endless"])
+def test_an_evaluation_of_so_many_steps_has_the_metrics_of_all(cluster, monkeypatch, kind):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy, [Examples()])
+    killed = []
+
+    def kill(self, run):
+        """As all steps are done, and before it is known of which batches."""
+        if not killed:
+            killed.append(cluster.kill("worker", 1))
+        end_pass(self, run)
+
+    end_pass = TestFunction._end_pass
+    monkeypatch.setattr(TestFunction, "_end_pass", kill)
+
+    def make(context):
+        data = batches(BATCHES, 2, context.input_pipeline_id)
+        return data.repeat() if "endless" in kind else data
+
+    data = batches()
+    if kind != "one dataset":
+        data = strategy.distribute_datasets_from_function(make)
+    logs = model.evaluate(data, steps=20, return_dict=True, verbose=0)
+    assert killed
+    assert logs["examples"] == 20

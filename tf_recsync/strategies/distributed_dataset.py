@@ -325,7 +325,12 @@ class DistributedDataset:
         """Whether batches that are lost with a worker are done by others at the pass's end."""
         if not self._shall_retry or self.why_not_found_again:
             return False
-        return self._cardinality != tf.data.INFINITE_CARDINALITY  # There is no end.
+        return not self.is_endless
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether a pass has no end, where what was lost would be done."""
+        return self._cardinality == tf.data.INFINITE_CARDINALITY
 
     @property
     def _cardinality(self) -> int:

@@ -682,10 +682,11 @@ class Steps:
         self._refreshed = time.monotonic()
 
     def _read_all(self, run: WorkerRun, is_final: bool) -> bool:
-        """Reads the metrics of workers that are not lost; False if some could not be read."""
+        """Reads the metrics of workers; False if some are lost, or could not be read."""
         can_be_read = True
         for slot in run.slots:
             if slot.state is None or slot.lost:
+                can_be_read &= not slot.lost
                 continue
             try:
                 self._read_worker(slot, self._batches)
@@ -706,7 +707,7 @@ class Steps:
             slot.device,
             lambda numbers: batches.note(slot, numbers),
         )
-        if not state.reset_metrics and self._merger is not None:
+        if values is not None and not state.reset_metrics and self._merger is not None:
             self._merger.update(slot.number, state, values)
 
 
@@ -751,13 +752,21 @@ class TestFunction(Steps):
         if batches.are_noted and (ended or now - slot.read_at > self._refresh_seconds):
             self._read_worker(slot, batches)
             slot.read_at = now
-            if batches.done is None:
-                slot.noted = slot.state.steps
+
+    def _read_worker(self, slot: Slot, batches: PassBatches) -> None:
+        super()._read_worker(slot, batches)
+        if batches.are_noted and batches.done is None:
+            slot.noted = slot.state.steps
+
+    def _end_pass(self, run: WorkerRun) -> None:
+        # Who has no steps any more reads nothing by itself.
+        if self._batches.are_noted and run.granted < float("inf"):
+            run.end_of_steps()
 
     def _read_all(self, run: WorkerRun, is_final: bool) -> bool:
         if not self._batches.are_noted:
             return super()._read_all(run, is_final)
-        if is_final and not super()._read_all(run, is_final):
+        if is_final and (not super()._read_all(run, is_final) or run.losses.workers):
             run.wait(float("inf"))  # Until others have done what is lost now; they have read.
         return True
 

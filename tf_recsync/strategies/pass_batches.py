@@ -38,7 +38,8 @@ class PassBatches:
         number: of the pass over the dataset, from 0.
         data: as workers get at it.
         done: the batches that are done; None where they have no numbers.
-        retries: whether what is lost is done by others.
+        retries: whether what is lost is done by others at the end.
+        recounts: whether what nobody knows of a worker that is lost counts as done no more.
         are_noted: whether slots note what is known to be done.
         round: how often the rest was opened.
         parts: in how many parts the batches have numbers, see data_parts.py.
@@ -59,7 +60,9 @@ class PassBatches:
         self.done: DoneBatches | None = None
         if distributed.is_numbered:
             self.done = DoneBatches(self.begin.prefix, self.begin.done)
-        self.are_noted = self.done is not None or (self.retries and is_read_between)
+        # In data without an end, others do as many of later ones.
+        self.recounts = self.retries or (is_read_between and distributed.is_endless)
+        self.are_noted = self.done is not None or (self.recounts and is_read_between)
         self.round = 0
         self._distributed = distributed
         self._slots = slots

@@ -104,6 +104,8 @@ class Slot:
         ended: whether it has seen the end of its data.
         call: the steps of its call in flight; 0 between calls.
         calls: counts the calls that had steps.
+        read_calls: the same when somebody asked what its worker has done, and was told.
+        shall_read: whether somebody asks for that.
         called: when the last of them began (time.monotonic).
         progress: how many of its steps are known to be done, but for the last one.
         progressed: when that was last seen to grow (time.monotonic), or the call began.
@@ -130,7 +132,8 @@ class Slot:
         self.kept_data: int | None = None
         self.has_kept = False
         self.ended = False
-        self.call = self.calls = self.progress = 0
+        self.call = self.calls = self.read_calls = self.progress = 0
+        self.shall_read = False
         self.called = self.progressed = self.told = 0.0
         self.waits = False
         self.running = True

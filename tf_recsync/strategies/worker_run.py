@@ -116,6 +116,7 @@ class WorkerRun:
         self._batches = batches
         self._readers = 0 if batches is None else batches.readers
         self._retries = batches is not None and batches.retries
+        self._recounts = batches is not None and batches.recounts
         self._read = read
         self._cluster = cluster
         self._crew = crew = Crew() if crew is None else crew
@@ -332,6 +333,28 @@ class WorkerRun:
         with self._changed:
             self._is_complete = True
             self._changed.notify_all()
+
+    def end_of_steps(self) -> None:
+        """All steps that were granted are done: has all be known that workers have done. What
+        nobody knows of one that is lost is done by others.
+
+        Raises:
+            Exception: what went wrong on a worker.
+        """
+
+        def unread() -> list[Slot]:
+            slots = [s for s in self.slots if s.running and not (s.ended or s.is_counted)]
+            return [slot for slot in slots if slot.read_calls != slot.calls]
+
+        with self._leaving(), self._changed:
+            while asked := unread():
+                for slot in asked:
+                    slot.shall_read = True
+                self._changed.notify_all()
+                self._wait_until(
+                    lambda: not any(s.shall_read for s in unread()) or self._error is not None
+                )
+                self._wait_until(self._idle)
 
     def next_result(self) -> Any:
         """The result with the next number.
@@ -665,6 +688,11 @@ class WorkerRun:
             if n is None:
                 self._leave(slot)
                 n = self._take(slot)
+                while n is None and opened:
+                    opened = self._guarded(slot, lambda: self._tell(slot)) is not None
+                    n = self._take(slot) if opened else None
+                if not opened:
+                    continue
                 if n and self._guarded(slot, lambda: self._resume(slot)) is None:
                     self._give_back(slot, n)
                     opened = False
@@ -705,14 +733,15 @@ class WorkerRun:
     def _count_lost(self, slot: Slot) -> None:
         """A worker was lost: those of its batches that are not known to be done count as lost."""
         state = slot.state
-        if state is not None and self._retries:
+        if state is not None and self._recounts:
             # Only its connection broke. Without numbers, what it has done would be done again.
             if self._batches.done is not None and not self._cluster.membership.is_away(slot.worker):
                 self._try_to_read(slot)
             state.settle()
         with self._changed:
             slot.is_counted = True
-            if state is not None and self._retries and not self._is_complete:
+            slot.shall_read = False
+            if state is not None and self._recounts and not self._is_complete:
                 self._has_lost = True
                 if self._batches.are_noted:
                     unknown = slot.credited - slot.noted
@@ -730,6 +759,13 @@ class WorkerRun:
             logging.debug("what worker:%d has done is not known: %s", slot.index, error)
         finally:
             slot.busy_since = None
+
+    def _tell(self, slot: Slot) -> None:
+        """Reads what a worker has done, for who has asked."""
+        self._read(slot)
+        with self._changed:
+            slot.shall_read, slot.read_calls = False, slot.calls
+            self._changed.notify_all()
 
     def _credit(self, slot: Slot, done: int) -> None:
         """So many more of a worker's steps count as done, or fewer; under _changed."""
@@ -889,7 +925,8 @@ class WorkerRun:
     def _take(self, slot: Slot, wait: bool = True) -> int | None:
         """Takes steps to run; 0 when the pass is over.
 
-        While none are granted it waits, or returns None.
+        While none are granted it waits, or returns None; also if somebody asks what its worker has
+        done.
         """
         with self._changed:
             while True:
@@ -899,7 +936,7 @@ class WorkerRun:
                 n = self._leases.take(slot.number)
                 if n:
                     return n
-                if not wait:
+                if not wait or slot.shall_read:
                     return None
                 slot.waits = True
                 self._changed.wait(timeout=1.0)
@@ -1047,6 +1084,10 @@ class WorkerRun:
             return
         if job == "worker" and is_news:
             self._count_loss()
+        for slot in self.slots if job == "worker" and self._recounts else []:
+            # Of a worker that only fell silent, pushes have no effect from now on.
+            if slot.index == index and slot.state is not None:
+                slot.state.settle()
         try:
             if job == "worker":
                 self._tell_crew(index)

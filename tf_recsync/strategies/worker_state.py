@@ -129,8 +129,10 @@ class WorkerState:
         count: int,
         device: str,
         note: Callable[[np.ndarray], None],
-    ) -> list[np.ndarray]:
+    ) -> list[np.ndarray] | None:
         """Reads what the worker has counted, and the first of its variables.
+
+        Nothing counts of one that was lost: None.
 
         Args:
             reader: of the counts and the variables; if there is a log, of that, too.
@@ -150,6 +152,8 @@ class WorkerState:
                 self._known += len(numbers)
                 if not self._is_settled:
                     note(numbers)
+            if self._is_settled:
+                return None
         self.waited = int(counts[1])
         return values
 
