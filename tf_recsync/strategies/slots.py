@@ -7,6 +7,8 @@ import operator
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from tensorflow.python.eager import cancellation
+
 from tf_recsync.cluster import Server, device_of
 
 if TYPE_CHECKING:
@@ -110,6 +112,7 @@ class Slot:
         progress: how many of its steps are known to be done, but for the last one.
         progressed: when that was last seen to grow (time.monotonic), or the call began.
         told: when the call was told to end (time.monotonic); 0 if it was not.
+        cancellation: ends its call in flight, whose worker may wait for a batch that never comes.
         waits: whether its thread waits for steps.
         running: whether its thread is still at work.
         pass_began: when the workers began together (time.time()).
@@ -135,6 +138,7 @@ class Slot:
         self.call = self.calls = self.read_calls = self.progress = 0
         self.shall_read = False
         self.called = self.progressed = self.told = 0.0
+        self.cancellation = cancellation.CancellationManager()
         self.waits = False
         self.running = True
         self.pass_began = 0.0

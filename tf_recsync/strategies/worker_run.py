@@ -34,6 +34,7 @@ from tf_recsync.strategies.watched_calls import (
     lost_parameter_server,
     silent_parameter_server,
 )
+from tf_recsync.synchronization.remote_functions import cancellable
 from tf_recsync.synchronization.synchronizer import Crew
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
 _LEAVE_SECONDS = 10.0  # For the workers to leave a pass that failed, at most.
+_CANCEL_SECONDS = 5.0  # For calls that are cancelled then to end, at most.
 _START_SECONDS = 120.0  # How long workers wait for each other at the start.
 _TELL_SECONDS = 0.5  # Between two looks at what has happened to workers.
 _CONNECTS = 5  # Attempts to reach a worker again that is up.
@@ -215,6 +217,8 @@ class WorkerRun:
     def close_kept(self) -> None:
         """Nobody goes on with the batches that workers have, after it has failed."""
         self._keeps_data = lambda: False  # A thread that ends later leaves none, either.
+        if self._error is not None:
+            self._cancel()
         for slot in self.slots:
             if slot.kept_data is not None and slot.state is not None:
                 slot.kept_data = None
@@ -423,6 +427,7 @@ class WorkerRun:
         """Ends the pass; waits for the calls in flight, with a limit."""
         self.request_stop()
         self.join(_STALL_SECONDS)
+        self._cancel()
 
     def join(self, seconds: float) -> None:
         """Waits until the workers' threads have ended, for so many seconds at most."""
@@ -430,6 +435,13 @@ class WorkerRun:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _cancel(self) -> None:
+        """Ends the calls that are in flight still, with errors: workers may wait for batches that
+        never come, and TensorFlow for their calls, with Python's lock held."""
+        for slot in self.slots:
+            slot.cancellation.start_cancel()
+        self.join(_CANCEL_SECONDS)
 
     @contextlib.contextmanager
     def _leaving(self) -> Iterator[None]:
@@ -443,6 +455,8 @@ class WorkerRun:
                 # In a thread, as the server that it calls may be the one that failed.
                 threading.Thread(target=self._release, name="recsync_release", daemon=True).start()
                 self.join(self._leave_seconds)
+                if not self._keeps_data():
+                    self._cancel()
             raise
         except BaseException:  # As by Ctrl-C, after which the caller may go on.
             self.request_stop()
@@ -705,7 +719,8 @@ class WorkerRun:
                 opened = False
                 continue
             called = time.monotonic()
-            outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
+            with cancellable(slot.cancellation):
+                outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
             self._note(slot, MemberState.READY)
             if outcome is None:
                 self._account_lost(slot, n)

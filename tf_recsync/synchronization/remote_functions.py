@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context
+from tensorflow.python.eager import cancellation, context, execute
 from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def cancellable(manager: cancellation.CancellationManager) -> Iterator[None]:
+    """Inside, this thread's calls of `RemoteFunction` end with an error when the manager is told to
+    cancel. TensorFlow's own context would concern all threads."""
+    _thread.manager = manager
+    try:
+        yield
+    finally:
+        _thread.manager = None
 
 
 class RemoteFunction:
@@ -37,10 +53,27 @@ class RemoteFunction:
         tensors = [*tf.nest.flatten(arguments, True), *captured]
         function, kind = self._concrete.inference_fn, self._concrete.function_type
         try:
-            found = context.context().call_function(function.name, tensors, len(kind.flat_outputs))
+            found = _call(function.name, tensors, len(kind.flat_outputs))
         except tf.errors.OutOfRangeError:
             raise
         except tf.errors.OpError:
             with InterpolateRuntimeError(function):
                 raise
         return kind.pack_output(found)
+
+
+def _call(name: bytes, tensors: list[tf.Tensor], outputs: int) -> list[tf.Tensor] | None:
+    manager = getattr(_thread, "manager", None)
+    called = context.context()
+    if manager is None:
+        return called.call_function(name, tensors, outputs)
+    # As `call_function` does.
+    found = execute.execute_with_cancellation(
+        name.decode("utf-8"),
+        num_outputs=outputs,
+        inputs=tensors,
+        attrs=tuple(itertools.chain(*called.function_call_options.as_attrs().items())),
+        ctx=called,
+        cancellation_manager=manager,
+    )
+    return found or None
