@@ -144,6 +144,19 @@ def guarded(variable: tf.Variable) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if found is None else found.guarded()
 
 
+def read_untrained(variable: tf.Variable) -> np.ndarray:
+    """The value of a variable that steps never change, of which nobody has to be told.
+
+    Args:
+        variable: any variable, on whatever server.
+    """
+    if shown(variable) is None:
+        return np.asarray(variable.read_value())
+    with guarded(variable):
+        value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+        return np.asarray(value)
+
+
 def read_rows(variable: tf.Variable, first: int, count: int) -> np.ndarray:
     """Some rows of a variable that follow one another; the others stay where they are.
 

@@ -266,11 +266,12 @@ class Aggregation(AtOnce):
 
     def _on_servers(self, name: str, trace: Callable, *specs: tf.TensorSpec) -> Callable:
         """What this process has servers do, as a function of tensors of `specs`."""
-        key = repr([o.traced_state for o in self._optimizers if o.built])
-        if name not in self._traced or self._traced[name][0] != key:
-            with tf.device(None):
+        # Whoever asks may be in the scope of a device that is gone.
+        with tf.device(None):
+            key = repr([o.traced_state for o in self._optimizers if o.built])
+            if name not in self._traced or self._traced[name][0] != key:
                 traced = tf.function(trace, autograph=False).get_concrete_function(*specs)
-            self._traced[name] = key, self._variables.on_own(traced)
+                self._traced[name] = key, self._variables.on_own(traced)
         return self._traced[name][1]
 
     def _trace_flush(self) -> None:
@@ -356,7 +357,7 @@ class Aggregation(AtOnce):
         if any(s == reached and not spent <= mine for s, mine in zip(steps, has, strict=True)):
             specs = tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.int64)
             spend = self._on_servers("spend", self._trace_spend, *specs)
-            with tf.device(None):  # Whoever asks may be in the scope of a device that is gone.
+            with tf.device(None):
                 arguments = [np.int64(reached), np.array(sorted(spent), np.int64)]
                 spend(*map(tf.constant, arguments))
         with tf.device(self._tokens.device):
