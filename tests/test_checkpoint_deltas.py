@@ -407,7 +407,7 @@ def test_a_server_is_restored_from_a_chain_and_the_next_one_is_full(cluster, tmp
     callback = Noting(tmp_path, every_steps=20, full_every=99, keep=1)
     kill = KillInTurn(cluster, callback, shards_of(model)[:1], steps=70)
     # Some batches are left when it is back, and some more when one is saved.
-    data = held_back(ones.dataset(200, 6), 100, lambda: callback.recoveries)
+    data = held_back(ones.dataset(200, 6), 100, lambda: callback.recoveries, each=0.2)
     data = held_back(data, 150, lambda: kinds[1], each=0.2)
     model.fit(data, verbose=0, callbacks=[callback, kill])
     assert callback.recoveries == 1

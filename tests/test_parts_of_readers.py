@@ -78,7 +78,18 @@ def test_parts_have_the_same_order_each_time_and_another_one_in_each_pass(tmp_pa
             "begins with CSVDatasetV2",
         ),
         (tf.data.Dataset.random(3).take(4), "begins with RandomDataset"),
-        (tf.data.Dataset.zip(tf.data.Dataset.range(4), tf.data.Dataset.range(4)), ""),
+        (tf.data.Dataset.zip(tf.data.Dataset.range(4), tf.data.Dataset.range(4)), "ZipDataset"),
+        (
+            tf.data.Dataset.zip(tf.data.Dataset.range(4), tf.data.Dataset.from_tensors(1).repeat()),
+            "ZipDataset puts elements of several datasets together",
+        ),
+        (
+            tf.data.Dataset.choose_from_datasets(
+                [tf.data.Dataset.range(4)] * 2, tf.data.Dataset.range(2).repeat(4)
+            ),
+            "DirectedInterleaveDataset",
+        ),
+        (tf.data.Dataset.range(4).concatenate(tf.data.Dataset.range(3)).batch(2), ""),
         (tf.data.TextLineDataset(["a", "b"]).batch(2), ""),
     ],
 )

@@ -197,6 +197,7 @@ class _Connection:
         self._lost = lost
         self._is_there = threading.Event()
         self._was_ready = False
+        self._last: enum.Enum | None = None  # Its state.
         self._ready = grpc.ChannelConnectivity.READY
         self._idle = grpc.ChannelConnectivity.IDLE
         options = {
@@ -217,8 +218,10 @@ class _Connection:
             self._was_ready = False
             self._is_there.clear()
             self._lost()
-        if state is self._idle:
-            # A channel whose connection has ended makes no other one until it is told to.
+        last, self._last = self._last, state
+        if state is self._idle and last is not state:
+            # A channel whose connection has ended makes no other one until it is told to. It says
+            # once more that it is idle then.
             self._channel.unsubscribe(self._on_change)
             self._channel.subscribe(self._on_change, try_to_connect=True)
 

@@ -41,6 +41,9 @@ def why_indivisible(dataset: tf.data.Dataset) -> str:
     others = [node.op for node in _sources(graph) if node.op not in _SOURCES]
     if others:
         return f"it begins with {others[0]}, and not with range, slices or names of files"
+    pairing = _pairing(graph)
+    if pairing:
+        return f"{pairing} puts elements of several datasets together, which parts have not alike"
     return ""
 
 
@@ -115,9 +118,22 @@ def _described(dataset: tf.data.Dataset) -> graph_pb2.GraphDef:
 
 def _sources(graph: graph_pb2.GraphDef) -> list[node_def_pb2.NodeDef]:
     """The datasets that are made of no others."""
+    return [node for node, inputs in _datasets(graph) if not inputs]
+
+
+def _pairing(graph: graph_pb2.GraphDef) -> str:
+    """The op that makes elements of those of several datasets, as zip does; "" if none does.
+
+    One dataset may have one element for many of another one, and every n-th of both are no pairs.
+    """
+    several = [node.op for node, inputs in _datasets(graph) if len(inputs) > 1]
+    return next((op for op in several if op != "ConcatenateDataset"), "")
+
+
+def _datasets(graph: graph_pb2.GraphDef) -> list[tuple[node_def_pb2.NodeDef, list[str]]]:
+    """The datasets, each with the names of those that it is made of."""
     datasets = {node.name: node for node in graph.node if _DATASET.fullmatch(node.op)}
     return [
-        node
+        (node, [name for name in node.input if name.partition(":")[0] in datasets])
         for node in datasets.values()
-        if not any(name.partition(":")[0] in datasets for name in node.input)
     ]

@@ -427,7 +427,8 @@ class WorkerRun:
         """Ends the pass; waits for the calls in flight, with a limit."""
         self.request_stop()
         self.join(_STALL_SECONDS)
-        self._cancel()
+        if self._error is not None:
+            self._cancel()
 
     def join(self, seconds: float) -> None:
         """Waits until the workers' threads have ended, for so many seconds at most."""
