@@ -694,8 +694,11 @@ class Steps:
                 can_be_read = False  # Its thread finds out that the worker is lost.
         return can_be_read
 
-    def _read_worker(self, slot: Slot, batches: PassBatches) -> None:
+    def _read_worker(self, slot: Slot, batches: PassBatches) -> bool:
         """Reads a worker's metrics, and which batches it has done.
+
+        Returns:
+            Whether that counts: what a worker says that was given up does not.
 
         Raises:
             tf.errors.OpError: if it is lost.
@@ -709,6 +712,7 @@ class Steps:
         )
         if values is not None and not state.reset_metrics and self._merger is not None:
             self._merger.update(slot.number, state, values)
+        return values is not None
 
 
 class TestFunction(Steps):
@@ -753,10 +757,12 @@ class TestFunction(Steps):
             self._read_worker(slot, batches)
             slot.read_at = now
 
-    def _read_worker(self, slot: Slot, batches: PassBatches) -> None:
-        super()._read_worker(slot, batches)
-        if batches.are_noted and batches.done is None:
-            slot.noted = slot.state.steps
+    def _read_worker(self, slot: Slot, batches: PassBatches) -> bool:
+        steps = slot.state.steps
+        counts = super()._read_worker(slot, batches)
+        if counts and batches.are_noted and batches.done is None:
+            slot.noted = steps
+        return counts
 
     def _end_pass(self, run: WorkerRun) -> None:
         # Who has no steps any more reads nothing by itself.
