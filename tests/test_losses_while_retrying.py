@@ -106,7 +106,8 @@ class Ends(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("has_losses", [False, True], ids=["all stay", "a worker is lost"])
 def test_programs_that_resume_one_after_the_other_leave_nothing_out(cluster, tmp_path, has_losses):
-    saved_at, epochs, repeated = [], 2, 0
+    # Each dies one epoch later at most, however far workers are when Keras has counted so many.
+    saved_at, epochs, repeated = [], 4, 0
     for dies_after in (25, 20, 40, None):
         strategy = recsync.AsyncStrategy(cluster)
         model = make_model(strategy)
