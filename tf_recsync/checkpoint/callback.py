@@ -79,9 +79,9 @@ class Checkpoint(WritingRows):
     If this process dies, the same program goes on: at its first `fit` the latest checkpoint is
     restored, whatever the strategy and the number of servers then, and the epoch in which it was
     saved goes on. As many batches of the dataset are skipped as were trained on in it; its order
-    must be the same in both programs, as with a seed of `shuffle`. With
-    another batch size, without a strategy of this package, or where several readers divide data
-    without an end, the epoch begins anew.
+    must be the same in both programs, as with a seed of `shuffle`. With another batch size, without
+    a strategy of this package, or where several readers divide the data as they go (those without
+    an end, for example), the epoch begins anew.
 
     If a parameter server is lost, training pauses until it is up again, at the same address: its
     variables are made anew and read from the latest checkpoint, and the workers go on with the

@@ -1101,7 +1101,8 @@ class WorkerRun:
         if job == "worker" and is_news:
             self._count_loss()
         for slot in self.slots if job == "worker" and self._recounts else []:
-            # Of a worker that only fell silent, pushes have no effect from now on.
+            # Of a worker that only fell silent, nothing counts as done from now on: where pushes
+            # have tickets they have no effect, and else others may do its batch a second time.
             if slot.index == index and slot.state is not None:
                 slot.state.settle()
         try:
