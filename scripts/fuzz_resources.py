@@ -135,6 +135,7 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     "spend_tokens": _of_buffer(
         token_value=_ints(),
         token_indices=lambda w: np.array([w.small() for _ in range(w.small())], np.int64),
+        ticket=_ints(),
     ),
     "gradient_buffer_step": _of_buffer(),
     "gradient_buffer_state": _of_buffer(),

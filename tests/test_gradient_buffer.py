@@ -276,11 +276,15 @@ def test_spent_tokens_complete_a_step_with_what_others_have_pushed():
     buffer = model.buffer(3, drop_late=True)
     push = RandomPush(0)
     push_all(model, buffer, [push])
-    assert not buffer.spend(0, [0, 1]).ready  # It has the first.
-    assert not buffer.spend(1, [2]).ready  # Not of its step.
-    last = buffer.spend(0, [2])
+    assert not buffer.spend(0, [0, 1], 4).ready  # It has the first.
+    assert not buffer.spend(1, [2], 4).ready  # Not of its step.
+    last = buffer.spend(0, [2], 4)
     assert last.ready and last.step.numpy() == 1
+    # Until it is applied, it can be found.
+    assert buffer.revoke([4]).unapplied.numpy().tolist() == [1]
     model.apply(last)
+    buffer.applied(last)
+    assert buffer.revoke([4]).unapplied.numpy().tolist() == []
     plain.apply_mean([push], 3)
     model.expect_equal(plain)
     state = buffer.state()

@@ -183,11 +183,13 @@ def test_other_bad_calls_are_refused_by_name():
     with pytest.raises((INVALID, ValueError), match="tickets must be a vector|rank 1"):
         buffer.revoke(3)
     with pytest.raises((INVALID, ValueError), match="token_indices must be a vector|rank 1"):
-        buffer.spend(0, 3)
+        buffer.spend(0, 3, 1)
     with pytest.raises(INVALID, match="token_value must be from 0 to .*, not -1"):
-        buffer.spend(-1, [3])
+        buffer.spend(-1, [3], 1)
+    with pytest.raises(INVALID, match="ticket must be from 0 to .*, not -1"):
+        buffer.spend(0, [3], -1)
     with pytest.raises(INVALID, match="counts late pushes does not know its tokens"):
-        model.buffer(1).spend(0, [3])
+        model.buffer(1).spend(0, [3], 1)
     with pytest.raises(INVALID, match="step must be from 0 to .*, not -1"):
         buffer.restore(-1)
     with pytest.raises(ValueError, match="tables must be tables of the buffer, not d0/kernel"):

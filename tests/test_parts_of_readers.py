@@ -17,7 +17,12 @@ import tf_recsync as recsync
 from tf_recsync import checkpoint
 from tf_recsync.callbacks import Checkpoint
 from tf_recsync.strategies import reshuffling
-from tf_recsync.strategies.data_parts import PART_BATCHES, rest_of_parts, why_indivisible
+from tf_recsync.strategies.data_parts import (
+    PART_BATCHES,
+    pairs_sources,
+    rest_of_parts,
+    why_indivisible,
+)
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.done_batches import DoneBatches
 
@@ -78,11 +83,7 @@ def test_parts_have_the_same_order_each_time_and_another_one_in_each_pass(tmp_pa
             "begins with CSVDatasetV2",
         ),
         (tf.data.Dataset.random(3).take(4), "begins with RandomDataset"),
-        (tf.data.Dataset.zip(tf.data.Dataset.range(4), tf.data.Dataset.range(4)), "ZipDataset"),
-        (
-            tf.data.Dataset.zip(tf.data.Dataset.range(4), tf.data.Dataset.from_tensors(1).repeat()),
-            "ZipDataset puts elements of several datasets together",
-        ),
+        (tf.data.Dataset.zip(tf.data.Dataset.range(4), tf.data.Dataset.random(3)), ""),
         (
             tf.data.Dataset.choose_from_datasets(
                 [tf.data.Dataset.range(4)] * 2, tf.data.Dataset.range(2).repeat(4)
@@ -95,6 +96,30 @@ def test_parts_have_the_same_order_each_time_and_another_one_in_each_pass(tmp_pa
 )
 def test_what_has_no_parts_says_why(dataset, why):
     assert why in why_indivisible(dataset) and bool(why) == bool(why_indivisible(dataset))
+
+
+def test_what_zip_puts_together_stays_together_in_parts():
+    words = tf.data.Dataset.from_tensor_slices([[1, 2], [3, 4], [5, 6]]).unbatch()
+    dataset = tf.data.Dataset.zip(words.map(lambda x: 10 * x), words).concatenate(
+        tf.data.Dataset.from_tensors((70, 7))
+    )
+    batches = found(rest_of_parts(dataset.map(lambda a, b: tf.stack([a, b])).batch(2), 2, 0, ()))
+    pairs = [tuple(pair) for batch in batches.values() for pair in batch]
+    assert sorted(pairs) == [(10 * i, i) for i in range(1, 8)]
+    # The only element that comes behind is the first of its source.
+    assert batches[PART_BATCHES] == [[20, 2], [40, 4]]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "pairs"),
+    [
+        (tf.data.Dataset.zip(*[tf.data.TextLineDataset("a")] * 2), True),
+        (tf.data.TextLineDataset("a").enumerate().batch(2), False),
+        (tf.data.Dataset.range(3).concatenate(tf.data.Dataset.range(3)), False),
+    ],
+)
+def test_what_must_not_be_divided_by_its_sources_is_known(dataset, pairs):
+    assert pairs_sources(dataset) == pairs
 
 
 @pytest.mark.parametrize("parts", [0, "2", None])
@@ -179,6 +204,15 @@ def test_a_program_goes_on_after_what_was_trained_on_with_any_number_of_readers(
     model, saving = fit(ready(clusters.get(2, 1, readers=readers)), stop=None)
     assert saving.restored == checkpoint.latest(tmp_path) or saving.saved
     np.testing.assert_array_equal(counts_of(model), np.full(BATCHES, 2))
+
+
+def test_zip_of_several_sources_without_parts_is_refused(cluster):
+    model = make_model(recsync.AsyncStrategy(cluster))
+    pairs = batches().map(lambda ids, label: ids), batches().map(lambda ids, label: label)
+    with pytest.raises(ValueError, match="2 readers would put together by zip .* without an end"):
+        model.fit(tf.data.Dataset.zip(*pairs).repeat(), steps_per_epoch=4, verbose=0)
+    model.fit(tf.data.Dataset.zip(*pairs), verbose=0)
+    np.testing.assert_array_equal(counts_of(model), np.ones(BATCHES))
 
 
 def test_data_without_an_end_have_no_parts_which_is_said(cluster, tmp_path, caplog):

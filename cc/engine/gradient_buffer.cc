@@ -216,19 +216,24 @@ Revoked GradientBuffer::Revoke(const std::vector<int64_t>& tickets) {
 
 Result GradientBuffer::Spend(int64_t step,
                              const std::vector<int64_t>& token_indices,
+                             int64_t ticket,
                              std::unique_ptr<Aggregate>* aggregate) {
   aggregate->reset();
   if (!options_.drop_late) {
     return Result::Error(
         "a buffer that counts late pushes does not know its tokens");
   }
+  if (ticket < 0) {
+    return Result::Error("ticket must be at least 0, not ", ticket);
+  }
   MutexLock lock(&mu_);
   if (step != state_.step) return Result::Ok();
   for (const int64_t index : token_indices) {
-    if (!taken_.emplace(index, 0).second) continue;
+    if (!taken_.emplace(index, ticket).second) continue;
     ++state_.spent;
     if (++state_.pending == options_.capacity) {
       *aggregate = Drain();
+      if (ticket > 0) completed_by_[state_.step] = ticket;
       break;
     }
   }

@@ -202,11 +202,13 @@ class GradientBuffer {
 
   // Tokens whose value is `step` that others have taken, and that nobody will
   // push any more: if that is this one's step, those that it has not taken
-  // count as pushes without gradients, up to the end of the step. Sets
-  // `aggregate` if they complete it, else resets it. An error without
-  // drop_late.
+  // count as pushes without gradients, with `ticket`, up to the end of the
+  // step. Sets `aggregate` if they complete it, else resets it. With a ticket
+  // that was revoked, a step that whoever called this does not apply either is
+  // found by Revoke. An error without drop_late, or if ticket is negative.
   Result Spend(int64_t step, const std::vector<int64_t>& token_indices,
-               std::unique_ptr<Aggregate>* aggregate) ABSL_LOCKS_EXCLUDED(mu_);
+               int64_t ticket, std::unique_ptr<Aggregate>* aggregate)
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   // Applications given out: the global step of this server.
   int64_t step() const ABSL_LOCKS_EXCLUDED(mu_);

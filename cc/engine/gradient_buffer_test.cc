@@ -230,10 +230,10 @@ TEST(GradientBufferTest, SpentTokensCountAsPushesWithoutGradients) {
   std::unique_ptr<Aggregate> aggregate;
   EXPECT_EQ(buffer.Push(Of(0, 0, 10), &aggregate).error(), "");
   // Of another step, and what is there already.
-  EXPECT_EQ(buffer.Spend(1, {5}, &aggregate).error(), "");
-  EXPECT_EQ(buffer.Spend(0, {0}, &aggregate).error(), "");
+  EXPECT_EQ(buffer.Spend(1, {5}, 0, &aggregate).error(), "");
+  EXPECT_EQ(buffer.Spend(0, {0}, 0, &aggregate).error(), "");
   EXPECT_EQ(buffer.state().pending, 1);
-  EXPECT_EQ(buffer.Spend(0, {0, 1, 1}, &aggregate).error(), "");
+  EXPECT_EQ(buffer.Spend(0, {0, 1, 1}, 0, &aggregate).error(), "");
   EXPECT_EQ(aggregate, nullptr);
   EXPECT_EQ(buffer.state().pending, 2);
   // Whoever pushes it all the same comes second.
@@ -241,7 +241,7 @@ TEST(GradientBufferTest, SpentTokensCountAsPushesWithoutGradients) {
   EXPECT_EQ(buffer.state().duplicates, 1);
   EXPECT_EQ(buffer.Push(Of(2, 0, 13), &aggregate).error(), "");
   // It completes the step; what is more is of no use.
-  EXPECT_EQ(buffer.Spend(0, {3, 7}, &aggregate).error(), "");
+  EXPECT_EQ(buffer.Spend(0, {3, 7}, 0, &aggregate).error(), "");
   ASSERT_NE(aggregate, nullptr);
   float sum;
   aggregate->WriteDense(0, 1, &sum);
@@ -252,19 +252,36 @@ TEST(GradientBufferTest, SpentTokensCountAsPushesWithoutGradients) {
   EXPECT_EQ(state.pending, 0);
   EXPECT_EQ(state.spent, 2);
   EXPECT_EQ(state.included, 2);
-  EXPECT_EQ(buffer.Spend(0, {3}, &aggregate).error(), "");
+  EXPECT_EQ(buffer.Spend(0, {3}, 0, &aggregate).error(), "");
   EXPECT_EQ(aggregate, nullptr);
   EXPECT_EQ(buffer.Applied(1).error(), "");
   // A step may have nothing else.
-  EXPECT_EQ(buffer.Spend(1, {4, 5, 6, 7}, &aggregate).error(), "");
+  EXPECT_EQ(buffer.Spend(1, {4, 5, 6, 7}, 0, &aggregate).error(), "");
   ASSERT_NE(aggregate, nullptr);
   EXPECT_FALSE(aggregate->has_dense());
+}
+
+TEST(GradientBufferTest, AStepThatSpentTokensCompletedIsFoundUntilItIsApplied) {
+  GradientBufferOptions options = Options(2);
+  options.drop_late = true;
+  GradientBuffer buffer(options);
+  std::unique_ptr<Aggregate> aggregate;
+  EXPECT_EQ(buffer.Revoke({7}).unapplied, Ids{});
+  EXPECT_EQ(buffer.Push(Of(0, 0, 10), &aggregate).error(), "");
+  EXPECT_EQ(buffer.Spend(0, {1}, 7, &aggregate).error(), "");
+  ASSERT_NE(aggregate, nullptr);
+  EXPECT_EQ(buffer.Revoke({7}).unapplied, Ids{1});
+  // Asked once more, after whoever did it has failed: it has the token.
+  EXPECT_EQ(buffer.Revoke({7}).taken, Ids{1});
+  EXPECT_EQ(buffer.Applied(1).error(), "");
+  EXPECT_EQ(buffer.Revoke({7}).unapplied, Ids{});
+  EXPECT_NE(buffer.Spend(1, {2}, -1, &aggregate).error(), "");
 }
 
 TEST(GradientBufferTest, ABufferThatCountsLatePushesSpendsNoTokens) {
   GradientBuffer buffer(Options(2));
   std::unique_ptr<Aggregate> aggregate;
-  EXPECT_NE(buffer.Spend(0, {0}, &aggregate).error(), "");
+  EXPECT_NE(buffer.Spend(0, {0}, 0, &aggregate).error(), "");
   EXPECT_EQ(buffer.state().pending, 0);
 }
 

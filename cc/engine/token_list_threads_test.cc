@@ -122,7 +122,9 @@ class Servers {
         if (index / kThreads == first) spent.push_back(index);
       }
       std::unique_ptr<Aggregate> aggregate;
-      EXPECT_EQ(buffers_[s]->Spend(first, spent, &aggregate).error(), "");
+      const int64_t ticket = loss.tickets.empty() ? 0 : loss.tickets[0];
+      EXPECT_EQ(buffers_[s]->Spend(first, spent, ticket, &aggregate).error(),
+                "");
       Apply(static_cast<int>(s), aggregate.get());
     }
     list_->Reissue(again);

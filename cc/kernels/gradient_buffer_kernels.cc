@@ -316,13 +316,14 @@ class SpendOp : public BufferOp {
  protected:
   absl::Status ComputeOn(OpKernelContext* ctx,
                          GradientBuffer* buffer) override {
-    int64_t value;
+    int64_t value, ticket;
     const Tensor* indices;
     TF_RETURN_IF_ERROR(ReadInteger(ctx, "token_value", 0, &value));
     TF_RETURN_IF_ERROR(ReadVector(ctx, "token_indices", &indices));
+    TF_RETURN_IF_ERROR(ReadInteger(ctx, "ticket", 0, &ticket));
     std::unique_ptr<Aggregate> aggregate;
     TF_RETURN_IF_ERROR(
-        AsStatus(buffer->Spend(value, Values(*indices), &aggregate)));
+        AsStatus(buffer->Spend(value, Values(*indices), ticket, &aggregate)));
     return WriteAggregate(ctx, *buffer, aggregate.get());
   }
 };

@@ -256,6 +256,7 @@ REGISTER_OP("RecsyncSpendTokens")
     .Input("buffer: resource")
     .Input("token_value: int64")
     .Input("token_indices: int64")
+    .Input("ticket: int64")
     .Output("ready: bool")
     .Output("step: int64")
     .Output("dense_sum: float")
@@ -266,8 +267,8 @@ REGISTER_OP("RecsyncSpendTokens")
     .Output("row_versions: int64")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      TF_RETURN_IF_ERROR(
-          CheckRanks(c, {{"token_value", 0}, {"token_indices", 1}}));
+      TF_RETURN_IF_ERROR(CheckRanks(
+          c, {{"token_value", 0}, {"token_indices", 1}, {"ticket", 0}}));
       return AggregateShape(c);
     })
     .Doc(
@@ -281,6 +282,8 @@ token_value is not its step.
 buffer: A gradient buffer that drops late pushes.
 token_value: A scalar, that of the tokens.
 token_indices: Their places in their list.
+ticket: A scalar, one that was revoked: if the step that they complete is not
+  applied by who called this, RecsyncRevokeTickets tells of it.
 )doc" RECSYNC_AGGREGATE_DOC);
 
 REGISTER_OP("RecsyncBufferApplied")

@@ -259,7 +259,10 @@ def buffer_applied(buffer: tf.Tensor, ready: tf.Tensor, step: tf.Tensor) -> tf.T
 
 
 def spend_tokens(
-    buffer: tf.Tensor, token_value: int | tf.Tensor, token_indices: tf.Tensor
+    buffer: tf.Tensor,
+    token_value: int | tf.Tensor,
+    token_indices: tf.Tensor,
+    ticket: int | tf.Tensor,
 ) -> Aggregate:
     """Counts tokens that other servers have taken as pushes without gradients.
 
@@ -269,11 +272,13 @@ def spend_tokens(
             happens.
         token_indices: int64 [n], their places in their list. Those that the buffer has taken are
             not counted again.
+        ticket: int64 scalar, one that was revoked: `revoke_tickets` tells of the step that they
+            complete, until it is applied.
 
     Raises:
         tf.errors.InvalidArgumentError: if the buffer counts late pushes.
     """
-    return _aggregate(ops.library.recsync_spend_tokens(buffer, token_value, token_indices))
+    return _aggregate(ops.library.recsync_spend_tokens(buffer, token_value, token_indices, ticket))
 
 
 def revoke_tickets(buffer: tf.Tensor, tickets: tf.Tensor) -> Revoked:

@@ -3,7 +3,8 @@
 tf.data's service hands out the elements of a dataset's source one by one, so that nobody knows who
 reads what. Here the source's elements go in turn to as many parts as there are readers. A part is
 the whole dataset over its own elements, and so has batches in an order of its own, which have
-numbers. What the service hands out are the numbers of the parts, each to one reader.
+numbers. What the service hands out are the numbers of the parts, each to one reader. What `zip`
+puts together is divided behind it: every n-th element of two datasets need not belong together.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from tf_recsync.strategies.done_batches import Ranges, rest_of
 
 # The numbers of a part's batches begin with so much times the part's number.
 PART_BATCHES = 2**40
-# Sources, whose elements can be counted off: and which of their attributes says the types of these.
-_SOURCES = {
+_ZIP = "ZipDataset"
+# Whose elements can be counted off: and which of their attributes says the types of these.
+_DIVIDED = {
     "RangeDataset": "output_types",
     "TensorDataset": "Toutput_types",
     "TensorSliceDataset": "Toutput_types",
+    _ZIP: "output_types",
 }
+# What elements of other datasets get beside them: it does not matter which has which.
+_BESIDE = {"RandomDataset", "RandomDatasetV2", "TensorDataset"}
 _INDEX = "recsync_index"
 _DATASET = re.compile(r"\w+Dataset(V\d+)?")
 
@@ -38,13 +43,31 @@ def why_indivisible(dataset: tf.data.Dataset) -> str:
         graph = _described(dataset)
     except tf.errors.OpError as error:
         return error.message
-    others = [node.op for node in _sources(graph) if node.op not in _SOURCES]
+    divided, passed = _divided(graph)
+    others = [node.op for node in divided if node.op not in _DIVIDED]
     if others:
         return f"it begins with {others[0]}, and not with range, slices or names of files"
-    pairing = _pairing(graph)
-    if pairing:
-        return f"{pairing} puts elements of several datasets together, which parts have not alike"
+    # They choose, by an order that a part has not.
+    choosing = [op for op in passed if op != "ConcatenateDataset"]
+    if choosing:
+        return (
+            f"{choosing[0]} puts elements of several datasets together, which parts have not alike"
+        )
     return ""
+
+
+def pairs_sources(dataset: tf.data.Dataset) -> bool:
+    """Whether `zip` puts elements of several sources together, which must not be divided each by
+    itself."""
+    graph = _described(dataset)
+    datasets = _datasets(graph)
+    counters = _counters(graph)
+
+    def sources(name: str) -> int:
+        op, inputs = datasets[name]
+        return sum(map(sources, inputs)) if inputs else op not in _BESIDE and name not in counters
+
+    return any(op == _ZIP and sources(name) > 1 for name, (op, _) in datasets.items())
 
 
 def rest_of_parts(
@@ -77,8 +100,8 @@ def rest_of_parts(
 def _parts_of(dataset: tf.data.Dataset, parts: int) -> Callable[[tf.Tensor], tf.data.Dataset]:
     """Makes a part of a dataset by its index, in a graph."""
     graph = _described(dataset)
-    sources = _sources(graph)
-    shards = {node.name: f"{node.name}_shard" for node in sources}
+    divided, _ = _divided(graph)
+    shards = {node.name: f"{node.name}_shard" for node in divided}
     (result,) = [node for node in graph.node if node.op == "_Retval"]
     output = result.input[0]
     graph.node.remove(result)
@@ -89,10 +112,10 @@ def _parts_of(dataset: tf.data.Dataset, parts: int) -> Callable[[tf.Tensor], tf.
         constant = graph.node.add(op="Const", name=name)
         constant.attr["dtype"].type = tf.int64.as_datatype_enum
         constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(np.int64(value)))
-    for node in sources:
+    for node in divided:
         shard = graph.node.add(op="ShardDataset", name=shards[node.name])
         shard.input.extend([node.name, "recsync_parts", _INDEX])
-        shard.attr["output_types"].CopyFrom(node.attr[_SOURCES[node.op]])
+        shard.attr["output_types"].CopyFrom(node.attr[_DIVIDED[node.op]])
         shard.attr["output_shapes"].CopyFrom(node.attr["output_shapes"])
         shard.attr["require_non_empty"].b = False
 
@@ -116,24 +139,50 @@ def _described(dataset: tf.data.Dataset) -> graph_pb2.GraphDef:
         return graph_pb2.GraphDef.FromString(described.numpy())
 
 
-def _sources(graph: graph_pb2.GraphDef) -> list[node_def_pb2.NodeDef]:
-    """The datasets that are made of no others."""
-    return [node for node, inputs in _datasets(graph) if not inputs]
+def _divided(graph: graph_pb2.GraphDef) -> tuple[list[node_def_pb2.NodeDef], set[str]]:
+    """The datasets whose elements parts get in turn: sources, and what `zip` puts together.
 
-
-def _pairing(graph: graph_pb2.GraphDef) -> str:
-    """The op that makes elements of those of several datasets, as zip does; "" if none does.
-
-    One dataset may have one element for many of another one, and every n-th of both are no pairs.
+    Returns:
+        These, and the ops of several datasets that come behind them.
     """
-    several = [node.op for node, inputs in _datasets(graph) if len(inputs) > 1]
-    return next((op for op in several if op != "ConcatenateDataset"), "")
+    datasets = _datasets(graph)
+    (pending,) = ([_name(node.input[0])] for node in graph.node if node.op == "_Retval")
+    found: set[str] = set()
+    passed: set[str] = set()
+    while pending:
+        name = pending.pop()
+        op, inputs = datasets[name]
+        if op == _ZIP or not inputs:
+            found.add(name)
+            continue
+        if len(inputs) > 1:
+            passed.add(op)
+        pending += inputs
+    return [node for node in graph.node if node.name in found], passed
 
 
-def _datasets(graph: graph_pb2.GraphDef) -> list[tuple[node_def_pb2.NodeDef, list[str]]]:
-    """The datasets, each with the names of those that it is made of."""
+def _counters(graph: graph_pb2.GraphDef) -> set[str]:
+    """The names of datasets of numbers without an end, which `enumerate` has, too."""
+    nodes = {node.name: node for node in graph.node}
+    stops = {
+        node.name: nodes[_name(node.input[1])] for node in graph.node if node.op == "RangeDataset"
+    }
+    return {
+        name
+        for name, stop in stops.items()
+        if stop.op == "Const" and int(tf.make_ndarray(stop.attr["value"].tensor)) == tf.int64.max
+    }
+
+
+def _datasets(graph: graph_pb2.GraphDef) -> dict[str, tuple[str, list[str]]]:
+    """The datasets by their names, each with its op and the names of those that it is made of."""
     datasets = {node.name: node for node in graph.node if _DATASET.fullmatch(node.op)}
-    return [
-        (node, [name for name in node.input if name.partition(":")[0] in datasets])
-        for node in datasets.values()
-    ]
+    return {
+        name: (node.op, [own for own in map(_name, node.input) if own in datasets])
+        for name, node in datasets.items()
+    }
+
+
+def _name(output: str) -> str:
+    """The name of the node that an input comes from."""
+    return output.partition(":")[0]

@@ -521,6 +521,13 @@ class DistributedDataset:
                 dataset = dataset.take(end)
             if self.is_numbered and (parts > 1 or self.readers > 1):
                 dataset = data_parts.rest_of_parts(dataset, parts, prefix, beyond)
+            elif self.readers > 1 and data_parts.pairs_sources(dataset):
+                raise ValueError(
+                    f"{self.readers} readers would put together by zip what does not belong "
+                    "together, as each of its datasets is divided by itself: "
+                    f"{self._why_no_position}; make the dataset of one source, use one reader, or "
+                    "have workers make their datasets"
+                )
             elif prefix or beyond or self.is_numbered:
                 dataset = rest_of(dataset, prefix, beyond)
                 if not self.is_numbered:

@@ -277,8 +277,11 @@ class Aggregation(AtOnce):
     def _trace_flush(self) -> None:
         self._apply_all(lambda buffer: buffer.buffer.flush())
 
-    def _trace_spend(self, value: tf.Tensor, indices: tf.Tensor) -> None:
-        for buffer, applied in self._apply_all(lambda b: b.buffer.spend(value, indices), True):
+    def _trace_spend(self, value: tf.Tensor, indices: tf.Tensor, ticket: tf.Tensor) -> None:
+        def give_out(buffer: _Buffer) -> Aggregate:
+            return buffer.buffer.spend(value, indices, ticket)
+
+        for buffer, applied in self._apply_all(give_out, True):
             self.report_step(buffer, applied)
 
     def _apply_all(
@@ -355,11 +358,13 @@ class Aggregation(AtOnce):
         spent = {i for i in self._withheld if i // self.mode.repeats == reached}
         spent.intersection_update(set().union(*has))
         if any(s == reached and not spent <= mine for s, mine in zip(steps, has, strict=True)):
-            specs = tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.int64)
+            number = tf.TensorSpec([], tf.int64)
+            specs = number, tf.TensorSpec([None], tf.int64), number
             spend = self._on_servers("spend", self._trace_spend, *specs)
             with tf.device(None):
-                arguments = [np.int64(reached), np.array(sorted(spent), np.int64)]
-                spend(*map(tf.constant, arguments))
+                # By the ticket, a step that this completes and does not apply is found (`_settle`).
+                arguments = [reached, sorted(spent), tickets[0]]
+                spend(*(tf.constant(argument, tf.int64) for argument in arguments))
         with tf.device(self._tokens.device):
             reissued = int(self._tokens.reissue(np.array(sorted(again), np.int64)))
         self._withheld.clear()

@@ -268,7 +268,10 @@ class GradientBuffer:
             return buffer_ops.buffer_applied(self._handle, True, step)
 
     def spend(
-        self, token_value: int | tf.Tensor, token_indices: Sequence[int] | tf.Tensor
+        self,
+        token_value: int | tf.Tensor,
+        token_indices: Sequence[int] | tf.Tensor,
+        ticket: int | tf.Tensor,
     ) -> buffer_ops.Aggregate:
         """Counts tokens that other servers have taken, and nobody will push any more.
 
@@ -278,6 +281,8 @@ class GradientBuffer:
             token_value: int64 scalar, that of the tokens; if it is not the buffer's step, nothing
                 happens.
             token_indices: int64 [n], their places in their list.
+            ticket: int64 scalar, a revoked one: `revoke` tells of the step that they complete,
+                until it is applied.
 
         Returns:
             The step that they complete, as `push` does.
@@ -286,7 +291,8 @@ class GradientBuffer:
             tf.errors.InvalidArgumentError: if the buffer counts late pushes.
         """
         with tf.device(self._device):
-            return self._shaped(buffer_ops.spend_tokens(self._handle, token_value, token_indices))
+            spent = buffer_ops.spend_tokens(self._handle, token_value, token_indices, ticket)
+            return self._shaped(spent)
 
     def revoke(self, tickets: Sequence[int] | tf.Tensor) -> buffer_ops.Revoked:
         """Drops pushes with these tickets that come from now on: who took the tokens is gone.
