@@ -297,11 +297,12 @@ class TokenListStateOp : public OpKernel {
     const int64_t workers = state.workers.size();
     const int64_t reissues = state.reissues.size();
     const int64_t waiting = state.waiting.size();
-    const TensorShape shapes[] = {{},        {servers}, {workers},
-                                  {workers}, {held, 2}, {reissues},
-                                  {waiting}, {waiting}, {4}};
-    Tensor* outputs[9];
-    for (int i = 0; i < 9; ++i) {
+    const int64_t withheld = state.withheld.size();
+    const TensorShape shapes[] = {
+        {},         {servers}, {workers}, {workers}, {held, 2},
+        {reissues}, {waiting}, {waiting}, {4},       {withheld}};
+    Tensor* outputs[10];
+    for (int i = 0; i < 10; ++i) {
       OP_REQUIRES_OK(ctx, ctx->allocate_output(i, shapes[i], &outputs[i]));
     }
     outputs[0]->scalar<int64_t>()() = state.position;
@@ -328,6 +329,8 @@ class TokenListStateOp : public OpKernel {
     counts(1) = state.counts.reissued;
     counts(2) = state.counts.lost;
     counts(3) = state.counts.skipped;
+    std::copy(state.withheld.begin(), state.withheld.end(),
+              outputs[9]->flat<int64_t>().data());
   }
 };
 

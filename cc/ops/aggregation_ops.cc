@@ -195,6 +195,7 @@ REGISTER_OP("RecsyncTokenListState")
     .Output("waiting_workers: int64")
     .Output("waiting_seconds: double")
     .Output("counts: int64")
+    .Output("withheld: int64")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       TF_RETURN_IF_ERROR(CheckScalars(c));
@@ -203,6 +204,7 @@ REGISTER_OP("RecsyncTokenListState")
       for (int i = 1; i < 8; ++i) c->set_output(i, c->Vector(unknown));
       c->set_output(4, c->Matrix(unknown, 2));
       c->set_output(8, c->Vector(4));
+      c->set_output(9, c->Vector(unknown));
       return absl::OkStatus();
     })
     .Doc(R"doc(
@@ -221,6 +223,8 @@ waiting_workers: [n], the workers that wait for a token, in the order they came.
 waiting_seconds: [n], for how long they have waited.
 counts: [4], since the list was made: tokens taken, the reissued ones each time;
   reissued; lost; and skipped as useless.
+withheld: [n], indices of lost workers' tokens that nobody gets before
+  RecsyncReissueTokens names them, ascending.
 )doc");
 
 }  // namespace recsync

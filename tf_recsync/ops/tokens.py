@@ -68,6 +68,7 @@ class RawState(NamedTuple):
     waiting_workers: tf.Tensor
     waiting_seconds: tf.Tensor
     counts: tf.Tensor
+    withheld: tf.Tensor
 
 
 def token_list(

@@ -184,6 +184,7 @@ class TokenList:
             live=tuple(values.live),
             held=held,
             reissues=tuple(values.reissues),
+            withheld=tuple(values.withheld),
             waiting=tuple(zip(values.waiting_workers, values.waiting_seconds, strict=True)),
             taken=taken,
             reissued=reissued,
@@ -209,6 +210,7 @@ class TokenListState:
             value is not below the smallest step, else the last one, unless it waits for the
             next.
         reissues: indices that will be handed out next, ascending.
+        withheld: indices of lost workers' tokens that nobody gets before `reissue`, ascending.
         waiting: (worker, seconds that it has waited), in the order they came.
         taken: how many tokens were handed out, the reissued ones each time.
         reissued: how many went back to the front after a worker was lost.
@@ -225,6 +227,7 @@ class TokenListState:
     live: tuple[bool, ...]
     held: dict[int, tuple[int, ...]]
     reissues: tuple[int, ...]
+    withheld: tuple[int, ...]
     waiting: tuple[tuple[int, float], ...]
     taken: int
     reissued: int
@@ -268,9 +271,11 @@ class TokenListState:
                 busy.append(f"worker {worker} (has {_listed(held) or 'no token'})")
         at_work = f"at work: {_listed(busy)}" if busy else "no worker is at work"
         verb = "wait" if len(waiting) > 1 else "waits"
+        lost = [f"token {index}" for index in self.withheld]
+        withheld = f"; {_listed(lost)} of lost workers not handed on yet" if lost else ""
         return (
             f"{_listed(waiting)} {verb} for step {step} (token {index}) on {_listed(servers)}; "
-            f"of step {self.smallest_step}, {at_work}"
+            f"of step {self.smallest_step}, {at_work}{withheld}"
         )
 
 
