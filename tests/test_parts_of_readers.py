@@ -1,7 +1,10 @@
 """Several readers, each with a part of the data: which batches were trained on is known."""
 
 import contextlib
+import time
+from concurrent import futures
 
+import grpc
 import hypothesis
 import keras
 import numpy as np
@@ -16,6 +19,7 @@ from test_retried_batches import BATCHES, Sum, after, batches, counts_of, make_m
 import tf_recsync as recsync
 from tf_recsync import checkpoint
 from tf_recsync.callbacks import Checkpoint
+from tf_recsync.cluster.data_service import ReaderLosses
 from tf_recsync.strategies import reshuffling
 from tf_recsync.strategies.data_parts import (
     PART_BATCHES,
@@ -135,6 +139,36 @@ def test_a_position_with_other_parts_is_refused(parts):
 # Readers.
 
 
+def test_connections_to_readers_that_have_ended_are_counted():
+    def start(port=0):
+        server = grpc.server(futures.ThreadPoolExecutor(1))
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
+        server.start()
+        return server, port
+
+    def expect(count):
+        deadline = time.monotonic() + 30
+        while losses.count != count:
+            assert time.monotonic() < deadline, losses.count
+            time.sleep(0.01)
+
+    (first, port), (other, other_port) = start(), start()
+    losses = ReaderLosses([f"127.0.0.1:{port}", f"127.0.0.1:{other_port}"])
+    try:
+        assert losses.begin() == 0
+        first.stop(None)
+        expect(1)
+        first, _ = start(port)
+        assert losses.begin() == 1  # It is there again.
+        first.stop(None)
+        other.stop(None)
+        expect(3)
+    finally:
+        losses.close()
+        for server in (first, other):
+            server.stop(None)
+
+
 @pytest.fixture
 def cluster(clusters):
     return ready(clusters.get(2, 1, readers=2))
@@ -198,11 +232,12 @@ def test_a_program_goes_on_after_what_was_trained_on_with_any_number_of_readers(
         return model, saving
 
     fit(ready(clusters.get(2, 1, readers=2)), stop=(0, 31))
-    saved = checkpoint.open(checkpoint.latest(tmp_path)).metadata
+    model, saving = fit(ready(clusters.get(2, 1, readers=readers)), stop=None)
+    # Of the first program: the one that it had begun to write may have been completed since.
+    assert saving.restored is not None
+    saved = checkpoint.open(saving.restored).metadata
     # In the first epoch, or after it, as workers may be ahead of Keras.
     assert saved["epoch"] == 1 or (saved["data"]["parts"], saved["epoch"]) == (2, 0)
-    model, saving = fit(ready(clusters.get(2, 1, readers=readers)), stop=None)
-    assert saving.restored == checkpoint.latest(tmp_path) or saving.saved
     np.testing.assert_array_equal(counts_of(model), np.full(BATCHES, 2))
 
 

@@ -25,6 +25,7 @@ _ABANDONED_MILLISECONDS = 1000
 _CLIENT_MILLISECONDS = 60 * 60 * 1000
 _CONNECT_SECONDS = 3.0  # To a reader that is there.
 _RECONNECT_MILLISECONDS = 250  # How often it is looked whether a reader is back.
+_CLOSE_SECONDS = 1.0  # After these a connection that nobody needs is closed.
 _END_SECONDS = 0.5  # How often it is looked whether the last pipeline has ended.
 
 
@@ -207,8 +208,10 @@ class _Connection:
             "grpc.min_reconnect_backoff_ms": _RECONNECT_MILLISECONDS,
             "grpc.max_reconnect_backoff_ms": _RECONNECT_MILLISECONDS,
         }
-        self._channel = grpc.insecure_channel(address, tuple(options.items()))
-        self._channel.subscribe(self._on_change, try_to_connect=True)
+        channel = grpc.insecure_channel(address, tuple(options.items()))
+        self._lock = threading.Lock()
+        self._channel: grpc.Channel | None = channel  # None: it is closed. Guarded by _lock.
+        channel.subscribe(self._on_change, try_to_connect=True)
 
     def _on_change(self, state: enum.Enum) -> None:
         if state is self._ready:
@@ -222,8 +225,10 @@ class _Connection:
         if state is self._idle and last is not state:
             # A channel whose connection has ended makes no other one until it is told to. It says
             # once more that it is idle then.
-            self._channel.unsubscribe(self._on_change)
-            self._channel.subscribe(self._on_change, try_to_connect=True)
+            with self._lock:
+                if self._channel is not None:
+                    self._channel.unsubscribe(self._on_change)
+                    self._channel.subscribe(self._on_change, try_to_connect=True)
 
     def wait(self, deadline: float) -> None:
         """Waits until it is there, or until then."""
@@ -231,8 +236,15 @@ class _Connection:
 
     def close(self) -> None:
         """Ends it."""
-        self._channel.unsubscribe(self._on_change)
-        self._channel.close()
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            # gRPC's thread, which ends a fifth of a second after nobody listens any more, could not
+            # ask a closed channel for its state.
+            channel.unsubscribe(self._on_change)
+            closing = threading.Timer(_CLOSE_SECONDS, channel.close)
+            closing.daemon = True
+            closing.start()
 
 
 def _wait_for_dispatcher(address: str) -> None:
