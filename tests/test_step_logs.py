@@ -46,9 +46,13 @@ class Model(keras.Model):
         return results
 
 
-def dataset():
-    y = np.arange(1.0, BATCHES * 4 + 1, dtype=np.float32)[:, None]
+def dataset_of(labels):
+    y = np.asarray(labels, np.float32)[:, None]
     return tf.data.Dataset.from_tensor_slices((np.ones_like(y), y)).batch(4)
+
+
+def dataset():
+    return dataset_of(np.arange(1.0, BATCHES * 4 + 1))
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
@@ -68,6 +72,45 @@ def test_logs_are_what_compute_metrics_makes_of_merged_metrics(cluster, kind):
     for name, value in expected.items():
         np.testing.assert_allclose(history[name], [value, value], rtol=1e-5, err_msg=name)
         np.testing.assert_allclose(history[f"val_{name}"], [value, value], rtol=1e-5)
+
+
+class Numbers(keras.Model):
+    """Returns numbers that are no metrics, one under the name of a metric that it does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self(x, training=True) - y))
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss, "examples": tf.shape(x)[0], "is_full": tf.shape(x)[0] == 4}
+
+    def test_step(self, data):
+        logs = super().test_step(data)
+        return {**logs, "largest": keras.ops.max(data[1])}
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_numbers_that_a_step_returns_are_those_of_each_workers_last_step(cluster, kind):
+    with STRATEGIES[kind](cluster).scope():
+        model = Numbers()
+        model.compile(recsync.optimizers.SGD(0.0), "mse")
+    last = dataset_of([3.0] * 3)
+    # Only one worker has a batch.
+    history = model.fit(last, validation_data=last, epochs=2, verbose=0).history
+    expected = {"loss": 4.0, "examples": 3, "is_full": 0, "val_loss": 4.0, "val_largest": 3.0}
+    assert history == {name: [value, value] for name, value in expected.items()}
+    # Each has some; no metric: that would be the mean over all batches.
+    history = model.fit(dataset_of([1.0] * 40 + [2.0] * 8), verbose=0).history
+    assert history["examples"] == [4] and history["is_full"] == [1]
+    assert history["loss"][0] in (0.5, 1.0)  # The last two batches may be one worker's, or not.
 
 
 def test_a_step_that_leaves_a_metric_out_has_no_value_for_it(cluster):

@@ -202,6 +202,10 @@ def _trace(
 _Train = Callable[[Any, tf.Tensor, tf.Tensor | None], Sequence[tf.Operation | tf.Tensor]]
 
 
+# Ops by which metrics update their variables.
+_ASSIGNING = ("AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp")
+
+
 def _by_itself(model: keras.Model, step_logs: StepLogs) -> _Train:
     """The model's own `train_step`, where a worker has a copy of all variables."""
     strategy = model.distribute_strategy
@@ -209,7 +213,11 @@ def _by_itself(model: keras.Model, step_logs: StepLogs) -> _Train:
     @tf.function(autograph=False)
     def compute(data):
         logs = strategy.run(model.train_step, args=(data,))
-        step_logs.check(logs)
+        graph = tf.compat.v1.get_default_graph()
+        assigned = {
+            id(op.inputs[0]) for op in graph.get_operations() if op.type in _ASSIGNING and op.inputs
+        }
+        step_logs.check(logs, lambda v: id(graph.capture(v._value.handle)) in assigned)
         return logs
 
     def train(data, worker, seconds):

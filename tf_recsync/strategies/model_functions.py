@@ -27,7 +27,7 @@ from tf_recsync.strategies.pass_batches import PassBatches
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Losses, Slot
 from tf_recsync.strategies.step_counts import COUNTS
-from tf_recsync.strategies.step_logs import StepLogs
+from tf_recsync.strategies.step_logs import NewNumbers, Numbers, StepLogs
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState, new_log
 from tf_recsync.synchronization import links, speeds
@@ -109,6 +109,7 @@ class Steps:
         self._unrolled: Callable[..., _Functions] | None = None  # Traces them with more steps.
         self._trace_seconds = 0.0  # It took to trace one step for each.
         self._step_logs: StepLogs | None = None
+        self._numbers = Numbers()
         self._logs: dict[str, Any] = {}
         self._refreshed = 0.0
         self._is_final = False  # Whether the logs are those of all steps granted.
@@ -327,7 +328,7 @@ class Steps:
         batches, expected = iterator.distributed.batches, iterator.distributed.expected
         self._epoch_batches = batches if batches is not None else float("inf")
         self._expected = done + expected if expected is not None else float("inf")
-        self._merger = MetricsMerger(self._model.metrics_variables)
+        self._merger = MetricsMerger(self._merged_variables, len(self._model.metrics_variables))
         for slot in run.slots:
             if slot.state is not None:
                 slot.state.reset_metrics = True
@@ -353,9 +354,9 @@ class Steps:
             completed, after = begin.batches - self._uncounted, None
         steps_per_call = self._model.steps_per_execution
         layout = self._continue(iterator)
-        metrics = len(self._model.metrics_variables)
+        metrics = len(self._merged_variables)
         if layout is not self._read_layout:
-            variables = [v._value for v in self._model.metrics_variables]
+            variables = [v._value for v in self._merged_variables]
             self._reader = PackedReader([COUNTS, *variables], batches.done is not None)
             self._read_layout = layout
         if is_anew:
@@ -575,6 +576,11 @@ class Steps:
             lengths.add(1)  # What remains of a number of steps need not fill a function.
         return lengths
 
+    @property
+    def _merged_variables(self) -> list[keras.Variable]:
+        """What workers accumulate, each by itself: the variables of metrics, then of numbers."""
+        return [*self._model.metrics_variables, *self._numbers.variables.values()]
+
     def _functions_of(self, slot: Slot) -> dict[int, worker_functions.Repeated]:
         """The functions of a worker's thread, by their steps."""
         return self._current[self._servers_of(slot)]
@@ -607,10 +613,10 @@ class Steps:
             spec, bandwidths, lengths, compute_time, tuple(limits.items()), self._is_numbered
         )
         if key not in self._functions:
-            self._step_logs = StepLogs(self._model, self.method, spec)
+            self._step_logs = StepLogs(self._model, self.method, spec, self._numbers)
             # Groups whose trainers hold their copies name the same devices.
             groups = {() if g is None else g.servers: g for g in self._groups()}
-            layouts = {servers: self._variables.layout(g) for servers, g in groups.items()}
+            layouts: dict[tuple[int, ...], Layout] = {}
 
             def trace(*lengths: int) -> _Functions:
                 with links.limited(bandwidths), speeds.limited(limits):
@@ -619,10 +625,22 @@ class Steps:
                         for servers, layout in layouts.items()
                     }
 
-            self._owners = {s: layout.owner if is_training else "" for s, layout in layouts.items()}
-            self._calls_are_told = all(map(self._teller_of, layouts.values()))
+            def trace_all() -> _Functions:
+                numbers = tuple(self._numbers.variables.values())
+                layouts.update((s, self._variables.layout(g, numbers)) for s, g in groups.items())
+                owners = {s: layout.owner if is_training else "" for s, layout in layouts.items()}
+                self._owners = owners
+                self._calls_are_told = all(map(self._teller_of, layouts.values()))
+                return trace(*lengths)
+
             began = time.monotonic()
-            self._functions = {key: (trace(*lengths), next(iter(layouts.values())))}
+            try:
+                traced = trace_all()
+            except NewNumbers as found:  # Only a trace shows what steps return.
+                self._numbers.add(found.names)
+                began = time.monotonic()
+                traced = trace_all()
+            self._functions = {key: (traced, next(iter(layouts.values())))}
             self._trace_seconds = (time.monotonic() - began) / sum(lengths)
             # With lookups ahead, the number of unrolled steps is the user's choice.
             is_open = max(lengths) < self.most_unrolled and not self._settings.prefetch_lookups
@@ -677,8 +695,7 @@ class Steps:
             is_final: whether all steps that were granted are done. Default True.
         """
         self._read_all(run, is_final)
-        self._merger.assign()
-        self._logs = self._step_logs.results()
+        self._logs = self._step_logs.results(self._merger.assign())
         self._refreshed = time.monotonic()
 
     def _read_all(self, run: WorkerRun, is_final: bool) -> bool:
@@ -706,7 +723,7 @@ class Steps:
         state = slot.state
         values = state.read(
             self._reader,
-            len(self._model.metrics_variables),
+            len(self._merged_variables),
             slot.device,
             lambda numbers: batches.note(slot, numbers),
         )

@@ -50,9 +50,15 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
             )
         for name in ("use_ema", "gradient_accumulation_steps", "loss_scale_factor"):
             if getattr(one, name):
+                instead = ""
+                if name == "gradient_accumulation_steps":
+                    instead = (
+                        ", and use a strategy that adds up the gradients of several local batches, "
+                        "such as GBAStrategy(cluster, global_batch_size=..., local_batch_size=...)"
+                    )
                 raise ValueError(
                     f"{name} of the optimizer can't be used under this strategy: "
-                    f"{name}={getattr(one, name)!r}; leave it unset"
+                    f"{name}={getattr(one, name)!r}; leave it unset{instead}"
                 )
     for variable in model.trainable_variables:
         if variable.constraint is not None:
@@ -86,9 +92,16 @@ def copied_variables(model: keras.Model) -> list[CopiedVariable]:
     return [v._value for v in unique.values() if isinstance(v._value, CopiedVariable)]
 
 
-def private_variables(model: keras.Model) -> list[keras.Variable]:
-    """What begins anew in each pass of each worker."""
-    metrics = list(model.metrics_variables)
+def private_variables(
+    model: keras.Model, numbers: Iterable[keras.Variable] = ()
+) -> list[keras.Variable]:
+    """What begins anew in each pass of each worker; of what is merged, metrics come first.
+
+    Args:
+        model: a built model.
+        numbers: the variables of numbers that its steps return besides.
+    """
+    metrics = [*model.metrics_variables, *numbers]
     known = {id(variable) for variable in metrics}
     seeds = [v for v in model.variables if is_seed(v) and id(v) not in known]
     return metrics + seeds
@@ -245,13 +258,15 @@ class OnServers:
                 followers.append(other)
         self._followers = tuple(followers)
 
-    def layout(self, group: Group | None = None) -> Layout:
+    def layout(self, group: Group | None = None, numbers: Sequence[keras.Variable] = ()) -> Layout:
         """Where a step finds the model's variables.
 
         Args:
             group: whose step it is; None where no variable is copied.
+            numbers: the variables of what it returns besides metrics.
         """
-        return Layout.of(self._model, self.optimizers, group, self._placed_layers(group))
+        placed = self._placed_layers(group)
+        return Layout.of(self._model, self.optimizers, group, placed, numbers)
 
     def _placed_layers(self, group: Group | None) -> PlacedLayers:
         if not self._placed and not self._divided:
@@ -312,11 +327,12 @@ class OnWorkers(OnServers):
         """Those whose variables stand for what servers keep: none if they keep nothing."""
         return super().optimizers if uses_servers(self._model) else []
 
-    def layout(self, group: Group | None = None) -> Layout:
+    def layout(self, group: Group | None = None, numbers: Sequence[keras.Variable] = ()) -> Layout:
         """Where a step finds the model's variables."""
         if uses_servers(self._model):
-            return super().layout(group)
-        return Layout((), {}, [], [], private_variables(self._model), group)
+            return super().layout(group, numbers)
+        private = private_variables(self._model, numbers)
+        return Layout((), {}, [], [], private, group)
 
 
 class AsShown(OnServers):
@@ -330,14 +346,14 @@ class AsShown(OnServers):
         """None: nothing is pushed."""
         return []
 
-    def layout(self, group: Group | None = None) -> Layout:
+    def layout(self, group: Group | None = None, numbers: Sequence[keras.Variable] = ()) -> Layout:
         """Where a step finds the model's variables."""
         model = self._model
         tables = []
         if uses_servers(model):
             states = [state for o in optimizers_of(model) for state in o.states]
             tables = [s for s in states if s.is_table and not is_copied(s.variable)]
-        metrics = list(model.metrics_variables)
+        metrics = [*model.metrics_variables, *numbers]
         known = {id(variable) for variable in [*metrics, *(state.variable for state in tables)]}
         others = [v for v in model.variables if id(v) not in known]
         return Layout((), {}, tables, [], metrics + others, group)

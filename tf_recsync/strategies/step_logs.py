@@ -1,14 +1,63 @@
-"""What a step returns to be shown: the results of metrics, merged over workers."""
+"""What a step returns to be shown: metrics' results, merged over workers, and other numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend
+
+
+class NewNumbers(Exception):
+    """Steps return numbers that have no variables: they are to be made, and steps traced anew.
+
+    Attributes:
+        names: of the numbers.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        super().__init__(names)
+        self.names = tuple(names)
+
+
+class Numbers:
+    """Numbers that steps return and that are no metrics, such as a term of the loss.
+
+    As in one process, what is shown is that of the last step: the mean over workers of that of
+    each one's last step.
+
+    Attributes:
+        variables: of each, by its name: [2], its value and 1; zeros before a worker's first step.
+    """
+
+    def __init__(self):
+        self.variables: dict[str, keras.Variable] = {}
+
+    def add(self, names: Iterable[str]) -> None:
+        """Makes variables of numbers that have none, in this process."""
+        with tf.device("/CPU:0"):
+            for name in names:
+                self.variables[name] = keras.Variable(
+                    np.zeros(2), dtype="float64", trainable=False, name="logged_number"
+                )
+
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Has a step that is traced keep its numbers."""
+        for name, value in values.items():
+            value = tf.cast(value, tf.float64)
+            self.variables[name].assign(tf.stack([value, tf.ones_like(value)]))
+
+    def results(self, sums: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+        """The means of those that a worker has returned.
+
+        Args:
+            sums: of `variables`, over workers.
+        """
+        pairs = zip(self.variables, sums, strict=True)
+        return {name: total / count for name, (total, count) in pairs if count}
 
 
 class StepLogs:
@@ -20,37 +69,67 @@ class StepLogs:
         model: a built, compiled model.
         method: "train_step" or "test_step".
         element_spec: the type spec of a batch.
+        numbers: what steps return besides metrics.
     """
 
-    def __init__(self, model: keras.Model, method: str, element_spec: Any):
+    def __init__(self, model: keras.Model, method: str, element_spec: Any, numbers: Numbers):
         self._model = model
         self._method = method
+        self._numbers = numbers
         self._returned: set[str] | None = None  # By the step, once it is traced.
         # What Keras's own steps return, or {m.name: m.result() for m in self.metrics}.
-        self._known = {*model.get_metrics_result(), *(metric.name for metric in model.metrics)}
+        self._metrics = {metric.name: metric for metric in model.metrics}
+        self._known = {*model.get_metrics_result(), *self._metrics}
         self._compute: Callable[..., dict[str, tf.Tensor]] | None = None
         if type(model).compute_metrics is not keras.Model.compute_metrics:
             self._compute = _trace(model, element_spec)
             self._known |= set(self._compute.structured_outputs)
 
-    def check(self, logs: Any) -> None:
-        """Takes what a step returned when it was traced.
+    def check(self, logs: Any, is_assigned: Callable[[keras.Variable], bool]) -> None:
+        """Takes what a step returned when it was traced; call it where its variables are assigned.
+
+        Args:
+            logs: what it returned.
+            is_assigned: whether it has assigned a variable of a metric. What has the name of one
+                that it has not updated is a number, such as the "loss" of a step that computes it
+                by itself.
 
         Raises:
-            ValueError: if it can't be computed from merged metrics.
+            NewNumbers: if there are numbers among it that have no variables.
+            ValueError: if it can't be merged over workers.
         """
-        unknown = set(logs) - self._known if isinstance(logs, dict) else {repr(logs)}
-        if unknown:
+        is_dict = isinstance(logs, dict)
+        unused = {
+            name
+            for name, metric in self._metrics.items()
+            if metric.variables and not any(map(is_assigned, metric.variables))
+        }
+        numbers = {n for n, value in logs.items() if _is_number(value)} if is_dict else set()
+        metrics = self._known - (unused & numbers)
+        others = {n: v for n, v in logs.items() if n not in metrics} if is_dict else {}
+        wrong = sorted(others.keys() - numbers)
+        if wrong or not is_dict:
             raise ValueError(
-                f"{type(self._model).__name__}.{self._method} must return the results of the "
-                f"model's metrics ({sorted(self._known)}), which can be merged over workers; it "
-                f"also returned {sorted(unknown)}. Report them through a keras.metrics.Metric, "
-                "or compute them from metrics in compute_metrics."
+                f"{type(self._model).__name__}.{self._method} must return a dict of the results of "
+                f"the model's metrics ({sorted(self._known)}), which are merged over workers, and "
+                f"of numbers (scalar tensors); it returned {wrong or repr(logs)}. Report them "
+                "through a keras.metrics.Metric, or compute them from metrics in compute_metrics."
             )
+        unknown = others.keys() - self._numbers.variables
+        if unknown:
+            raise NewNumbers(sorted(unknown))
+        self._numbers.note(others)
         self._returned = set(logs)
 
-    def results(self) -> dict[str, Any]:
-        """The logs, as numbers, with the metrics' variables as they are now."""
+    def results(self, sums: Iterable[np.ndarray] = ()) -> dict[str, Any]:
+        """The logs, as numbers, with the metrics' variables as they are now.
+
+        Args:
+            sums: of the variables of numbers, over workers.
+        """
+        return {**self._of_metrics(), **self._numbers.results(sums)}
+
+    def _of_metrics(self) -> dict[str, Any]:
         if self._compute is None:
             found = self._model.get_metrics_result()
         else:
@@ -60,9 +139,10 @@ class StepLogs:
         # As numbers: Keras converts them at each step, and on a server that takes a call each.
         found = keras.tree.map_structure(np.asarray, found)
         # A metric's own name may stand for several results, as that of the compiled ones.
-        if self._returned is None or not self._returned <= found.keys():
+        returned = self._returned and self._returned - self._numbers.variables.keys()
+        if returned is None or not returned <= found.keys():
             return found
-        return {name: value for name, value in found.items() if name in self._returned}
+        return {name: value for name, value in found.items() if name in returned}
 
 
 class _Merged(keras.StatelessScope):
@@ -92,6 +172,15 @@ def _trace(model: keras.Model, element_spec: Any) -> Callable[..., dict[str, tf.
     specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
     with tf.device("/CPU:0"):
         return tf.function(compute, autograph=False).get_concrete_function(*specs)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a scalar that can be averaged."""
+    if isinstance(value, (str, bytes)) or keras.tree.is_nested(value):
+        return False
+    value = tf.convert_to_tensor(value)
+    is_numeric = value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool
+    return is_numeric and value.shape.rank == 0
 
 
 def _zeros(tensor: Any) -> Any:

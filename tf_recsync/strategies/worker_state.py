@@ -232,11 +232,13 @@ class MetricsMerger:
     first worker's.
 
     Args:
-        variables: the model's metric variables.
+        variables: metric variables of the model, and what else workers accumulate.
+        shown: so many of them get what was merged; the others keep their initial values.
     """
 
-    def __init__(self, variables: list[keras.Variable]):
+    def __init__(self, variables: list[keras.Variable], shown: int):
         self._variables = variables
+        self._shown = shown
         self._initial = [np.asarray(v._value.read_value()) for v in variables]
         self._lock = threading.Lock()
         self._parts: dict[tuple[int, WorkerState], list[np.ndarray]] = {}
@@ -269,7 +271,9 @@ class MetricsMerger:
                 merged.append(initial + np.sum([v - initial for v in values], axis=0))
         return merged
 
-    def assign(self) -> None:
-        """Writes the merged values into the variables."""
-        for variable, value in zip(self._variables, self.merged(), strict=True):
+    def assign(self) -> list[np.ndarray]:
+        """Writes the merged values into the variables; returns those of variables not shown."""
+        merged = self.merged()
+        for variable, value in zip(self._variables[: self._shown], merged, strict=False):
             variable.assign(value)
+        return merged[self._shown :]

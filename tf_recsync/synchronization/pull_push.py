@@ -89,6 +89,7 @@ class Layout:
         optimizers: Sequence[base.Optimizer],
         group: Group | None = None,
         placed: PlacedLayers = NO_LAYERS,
+        numbers: Sequence[keras.Variable] = (),
     ) -> Layout:
         """The layout of a built model.
 
@@ -96,14 +97,16 @@ class Layout:
             model: a model whose variables exist.
             optimizers: its optimizers; none of them for a model that only
                 predicts: then all its variables count as dense or shared.
-            group: see above, like the last one.
+            group: see above, like the next one.
+            placed: see above.
+            numbers: variables that steps assign for the worker besides metrics.
         """
         states = {id(s.variable): s for o in optimizers for s in o.states}
         divided = placed.divided_states
         dense: dict[str, list[base.VariableState]] = {}
         tables = []
         shared = []
-        private = list(model.metrics_variables)
+        private = [*model.metrics_variables, *numbers]
         for variable in model.variables:
             state = states.get(id(variable))
             if state is None:
@@ -306,6 +309,12 @@ class Step:
         self._made = len(tf.compat.v1.get_default_graph().get_operations())
         with context.pushing(self), self._scope, self.placed.running():
             yield
+
+    def is_assigned(self, variable: keras.Variable) -> bool:
+        """Whether the model has assigned one of the variables that the worker keeps for itself."""
+        kept = zip(self._layout.private, self.private, strict=True)
+        old = next((value for one, value in kept if one is variable), None)
+        return old is not None and self._scope.get_current_value(variable) is not old
 
     @property
     def pushed(self) -> bool:

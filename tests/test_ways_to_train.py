@@ -1,0 +1,197 @@
+"""Ways to train that Keras's users write: with one worker as in one process, and with two."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_recsync as recsync
+from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
+
+EXAMPLES, BATCH, ROWS, LENGTH = 96, 8, 30, 5
+
+
+@functools.cache
+def data():
+    random = np.random.default_rng(0)
+    inputs = {
+        "id": random.integers(0, ROWS, EXAMPLES),
+        "ids": random.integers(1, ROWS, (EXAMPLES, LENGTH)),
+        "x": random.normal(size=(EXAMPLES, 3)).astype(np.float32),
+    }
+    for ids in inputs["ids"]:
+        ids[random.integers(1, LENGTH + 1) :] = 0
+    clicks = random.integers(0, 2, (EXAMPLES, 1)).astype(np.float32)
+    weights = random.uniform(0.5, 2.0, EXAMPLES).astype(np.float32)
+    return inputs, clicks, weights
+
+
+def adagrad():
+    return recsync.optimizers.Adagrad(0.1)
+
+
+def collection(feature: str, combiner: str | None) -> Callable:
+    """Looks a feature up in a table; ids that are 0 are padding of sequences."""
+    layer = EmbeddingCollection(
+        [TableConfig("t", rows=ROWS, dimension=4, combiner=combiner, initializer="uniform")],
+        [FeatureConfig(feature, table="t", padding=None if combiner else 0)],
+    )
+    return lambda ids: layer({feature: ids})[feature]
+
+
+def click(hidden):
+    return keras.layers.Dense(1, activation="sigmoid", name="click")(hidden)
+
+
+def built(outputs: Callable, kind: type[keras.Model] = keras.Model) -> keras.Model:
+    """A model of one id and some numbers, which makes outputs of a hidden layer."""
+    inputs = {"id": keras.Input((), dtype="int64"), "x": keras.Input((3,))}
+    vectors = [collection("id", "sum")(inputs["id"]), inputs["x"]]
+    hidden = keras.layers.Dense(4, activation="tanh")(keras.layers.Concatenate()(vectors))
+    return kind(inputs, outputs(hidden))
+
+
+def sequence(layer: Callable, look_up: Callable) -> keras.Model:
+    """A model of a sequence of ids."""
+    inputs = {"ids": keras.Input((LENGTH,), dtype="int64"), "x": keras.Input((3,))}
+    hidden = keras.layers.Concatenate()([layer(look_up(inputs["ids"])), inputs["x"]])
+    model = keras.Model(inputs, click(hidden))
+    model.compile(adagrad(), "binary_crossentropy")
+    return model
+
+
+def several_outputs():
+    def outputs(hidden):
+        return {"click": click(hidden), "time": keras.layers.Dense(1, name="time")(hidden)}
+
+    model = built(outputs)
+    losses = {"click": "binary_crossentropy", "time": "mse"}
+    model.compile(
+        adagrad(),
+        losses,
+        loss_weights={"click": 1.0, "time": 0.3},
+        metrics={"time": ["mae"]},
+        weighted_metrics={"click": ["accuracy"]},
+    )
+    return model
+
+
+class AddsLoss(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+def regularized():
+    def outputs(hidden):
+        hidden = keras.layers.Dense(3, activity_regularizer="l2")(AddsLoss()(hidden))
+        return click(hidden)
+
+    model = built(outputs)
+    model.compile(adagrad(), "binary_crossentropy", metrics=["accuracy"])
+    return model
+
+
+class OwnLoss(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(keras.ops.square(y - y_pred) * (1 + y_pred))
+
+
+class OwnStep(keras.Model):
+    """Returns its losses as they are, as TensorFlow Recommenders' models do."""
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = keras.ops.mean(keras.losses.binary_crossentropy(y, predicted))
+            regularization = 0.01 * keras.ops.mean(keras.ops.square(predicted))
+            total = loss + regularization
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(total, variables), variables, strict=True))
+        return {"loss": loss, "regularization_loss": regularization, "total_loss": total}
+
+
+def with_own(kind: type[keras.Model]) -> keras.Model:
+    model = built(click, kind)
+    model.compile(adagrad())
+    return model
+
+
+def in_bfloat16():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        model = built(click)
+    finally:
+        keras.config.set_dtype_policy(before)
+    model.compile(adagrad(), "binary_crossentropy")
+    return model
+
+
+def attention(vectors):
+    attended = keras.layers.MultiHeadAttention(2, 3)(vectors, vectors)
+    return keras.layers.GlobalAveragePooling1D()(attended)
+
+
+def masked_embedding(ids):
+    return keras.layers.Embedding(ROWS, 4, mask_zero=True)(ids)
+
+
+WAYS = {
+    "several outputs, sample_weight": several_outputs,
+    "add_loss, class_weight": regularized,
+    "compute_loss": functools.partial(with_own, OwnLoss),
+    "train_step": functools.partial(with_own, OwnStep),
+    "mixed_bfloat16": in_bfloat16,
+    "GRU": lambda: sequence(keras.layers.GRU(3), collection("ids", None)),
+    "LSTM, Keras's Embedding": lambda: sequence(keras.layers.LSTM(3), masked_embedding),
+    "MultiHeadAttention": lambda: sequence(attention, collection("ids", None)),
+}
+
+
+def trained(way: str) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+    """The history and the weights of a model that is trained in a way, from the same seeds."""
+    inputs, clicks, weights = data()
+    keras.utils.set_random_seed(1)
+    model = WAYS[way]()
+    names = set(model.input)
+    x = {name: values for name, values in inputs.items() if name in names}
+    y, options = clicks, {}
+    if way == "several outputs, sample_weight":
+        y = {"click": clicks, "time": 2 * clicks - 0.5}
+        options["sample_weight"] = {"click": weights, "time": weights[::-1]}
+    elif way == "add_loss, class_weight":
+        options["class_weight"] = {0: 1.0, 1: 3.0}
+    fitted = model.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, **options)
+    return fitted.history, model.get_weights()
+
+
+@pytest.fixture(params=[1, 2], ids=["one worker", "two workers"], scope="module")
+def cluster(request, clusters):
+    return clusters.get(request.param, 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_worker_trains_as_one_process_does_and_two_learn(cluster, way):
+    with recsync.AsyncStrategy(cluster).scope():
+        history, weights = trained(way)
+    if cluster.workers == 2:
+        # A step's own losses are those of the last batches.
+        name = "loss" if way != "train_step" else "regularization_loss"
+        assert len(history[name]) == 3 and np.isfinite(history[name]).all()
+        if way != "train_step":
+            assert history["loss"][-1] < history["loss"][0]
+        return
+    expected, expected_weights = trained(way)
+    assert history.keys() == expected.keys()
+    tolerance = {"rtol": 2e-2} if way == "mixed_bfloat16" else {"rtol": 1e-5, "atol": 1e-6}
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, **tolerance, err_msg=name)
+    for own, other in zip(weights, expected_weights, strict=True):
+        np.testing.assert_allclose(own, other, **tolerance)
