@@ -7,12 +7,14 @@ from tf_recsync.embedding.interactions import (
     DotInteraction,
     Interaction,
 )
+from tf_recsync.layers.distributed_embedding import DistributedEmbedding
 from tf_recsync.layers.embedding_collection import EmbeddingCollection
 from tf_recsync.layers.mean_normalization import MeanNormalization
 
 __all__ = [
     "AttentionPooling",
     "BagRows",
+    "DistributedEmbedding",
     "DotInteraction",
     "EmbeddingCollection",
     "FeatureConfig",
