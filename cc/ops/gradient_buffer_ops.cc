@@ -57,6 +57,16 @@ absl::Status PushShape(InferenceContext* c) {
 
 }  // namespace
 
+#define RECSYNC_AGGREGATE_OUTPUTS          \
+  .Output("ready: bool")                   \
+      .Output("step: int64")               \
+      .Output("dense_sum: float")          \
+      .Output("dense_sum_versions: int64") \
+      .Output("row_sums: float")           \
+      .Output("row_ids: int64")            \
+      .Output("row_counts: int64")         \
+      .Output("row_versions: int64")
+
 #define RECSYNC_AGGREGATE_DOC                                                  \
   "ready: A scalar: whether a step is given out.\n"                            \
   "step: A scalar: the number of that application, counted from 1; if none "   \
@@ -159,15 +169,7 @@ REGISTER_OP("RecsyncPushToBuffer")
     .Input("bags: int32")
     .Input("scales: float")
     .Input("bag_counts: int64")
-    .Input("pulled_versions: int64")
-    .Output("ready: bool")
-    .Output("step: int64")
-    .Output("dense_sum: float")
-    .Output("dense_sum_versions: int64")
-    .Output("row_sums: float")
-    .Output("row_ids: int64")
-    .Output("row_counts: int64")
-    .Output("row_versions: int64")
+    .Input("pulled_versions: int64") RECSYNC_AGGREGATE_OUTPUTS
     .Attr("tables: list(int) >= 0")
     .SetIsStateful()
     .SetShapeFn(PushShape)
@@ -204,16 +206,7 @@ tables: Which of the buffer's tables the rows are of; one may stand there twice.
 )doc" RECSYNC_AGGREGATE_DOC);
 
 REGISTER_OP("RecsyncFlushBuffer")
-    .Input("buffer: resource")
-    .Output("ready: bool")
-    .Output("step: int64")
-    .Output("dense_sum: float")
-    .Output("dense_sum_versions: int64")
-    .Output("row_sums: float")
-    .Output("row_ids: int64")
-    .Output("row_counts: int64")
-    .Output("row_versions: int64")
-    .SetIsStateful()
+    .Input("buffer: resource") RECSYNC_AGGREGATE_OUTPUTS.SetIsStateful()
     .SetShapeFn(AggregateShape)
     .Doc(
         R"doc(
@@ -256,16 +249,7 @@ REGISTER_OP("RecsyncSpendTokens")
     .Input("buffer: resource")
     .Input("token_value: int64")
     .Input("token_indices: int64")
-    .Input("ticket: int64")
-    .Output("ready: bool")
-    .Output("step: int64")
-    .Output("dense_sum: float")
-    .Output("dense_sum_versions: int64")
-    .Output("row_sums: float")
-    .Output("row_ids: int64")
-    .Output("row_counts: int64")
-    .Output("row_versions: int64")
-    .SetIsStateful()
+    .Input("ticket: int64") RECSYNC_AGGREGATE_OUTPUTS.SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       TF_RETURN_IF_ERROR(CheckRanks(
           c, {{"token_value", 0}, {"token_indices", 1}, {"ticket", 0}}));
