@@ -30,6 +30,7 @@ def error_of(call, *arguments):
 
 
 made_before = tf.Variable(1.0, name="made_before")
+dropout_before = keras.layers.Dropout(0.1)
 iterator_before = iter(tf.data.Dataset.range(3))
 print("names:", error_of(recsync.use_final_device_names), flush=True)
 
@@ -65,6 +66,9 @@ def train():
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile(recsync.optimizers.SGD(0.1), "mse")
+        older = keras.Sequential([keras.Input((1,)), dropout_before, keras.layers.Dense(1)])
+        older.compile(recsync.optimizers.SGD(0.1), "mse")
+    print("older:", error_of(older.fit, np.ones((4, 1)), np.ones((4, 1))), flush=True)
     spec = tf.TensorSpec((4, 1))
     ones = tf.data.Dataset.from_generator(endless, output_signature=(spec, spec))
     model.fit(ones.prefetch(4), steps_per_epoch=20, verbose=0)
@@ -166,7 +170,10 @@ def test_connecting_ends_in_time_when_a_server_stands_still_and_can_be_done_agai
 
 def test_variables_and_iterators_from_before_the_first_connection_are_named(done):
     (line,) = [line for line in done.splitlines() if "can't be used from now on" in line]
-    assert "names: made_before and an iterator of a dataset. Make the strategy first" in line
+    names = "made_before, seed_generator/seed_generator_state and an iterator of a dataset"
+    assert f"names: {names}. Make the strategy first" in line
+    (line,) = [line for line in done.splitlines() if line.startswith("older:")]
+    assert "seed_generator_state can't be used, because it was made before this process" in line
 
 
 def test_a_closed_cluster_says_so_and_can_go_while_a_generator_still_makes_data(done):

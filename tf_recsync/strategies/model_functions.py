@@ -29,7 +29,12 @@ from tf_recsync.strategies.slots import Losses, Slot
 from tf_recsync.strategies.step_counts import COUNTS
 from tf_recsync.strategies.step_logs import NewNumbers, Numbers, StepLogs
 from tf_recsync.strategies.worker_run import WorkerRun
-from tf_recsync.strategies.worker_state import MetricsMerger, WorkerState, new_log
+from tf_recsync.strategies.worker_state import (
+    MetricsMerger,
+    WorkerState,
+    initial_values,
+    new_log,
+)
 from tf_recsync.synchronization import links, speeds
 from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
@@ -360,7 +365,7 @@ class Steps:
             self._reader = PackedReader([COUNTS, *variables], batches.done is not None)
             self._read_layout = layout
         if is_anew:
-            self._initial = [np.asarray(v._value.read_value()) for v in layout.private]
+            self._initial = initial_values(layout.private)
         # Metrics have what was merged by then, where a pass goes on.
         initial = self._initial
 

@@ -16,7 +16,7 @@ from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.pass_batches import PassBatches
 from tf_recsync.strategies.slots import Slot
 from tf_recsync.strategies.worker_run import WorkerRun
-from tf_recsync.strategies.worker_state import WorkerState
+from tf_recsync.strategies.worker_state import WorkerState, initial_values
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.pull_push import Layout
 from tf_recsync.synchronization.remote_functions import RemoteFunction
@@ -76,7 +76,7 @@ class PredictFunction:
             batches = iterator.batches = PassBatches(iterator.distributed, cluster.workers)
             is_over = iterator.distributed.is_over
             function, layout = self._function(batches.data.element_spec)
-            initial = [np.asarray(v._value.read_value()) for v in layout.private]
+            initial = initial_values(layout.private)
 
         def open_worker(slot: Slot):
             slot.state = WorkerState(slot.index, batches.iterator(slot), initial)

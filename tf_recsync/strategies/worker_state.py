@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -224,6 +224,24 @@ def new_log() -> tf.Tensor:
         return ops.batch_log()
 
 
+def initial_values(variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+    """What variables have that each worker keeps for itself, when it begins.
+
+    Raises:
+        RuntimeError: if one was made before this process connected to the cluster.
+    """
+    values = []
+    for variable in variables:
+        try:
+            values.append(np.asarray(variable._value.read_value()))
+        except tf.errors.InvalidArgumentError as error:
+            raise RuntimeError(
+                f"{variable.path} can't be used, because it was made before this process connected "
+                "to the cluster: make the strategy first, and all layers after it"
+            ) from error
+    return values
+
+
 class MetricsMerger:
     """Merges metric variables that workers accumulated apart.
 
@@ -239,7 +257,7 @@ class MetricsMerger:
     def __init__(self, variables: list[keras.Variable], shown: int):
         self._variables = variables
         self._shown = shown
-        self._initial = [np.asarray(v._value.read_value()) for v in variables]
+        self._initial = initial_values(variables)
         self._lock = threading.Lock()
         self._parts: dict[tuple[int, WorkerState], list[np.ndarray]] = {}
 
