@@ -119,6 +119,8 @@ def test_what_zip_puts_together_stays_together_in_parts():
     [
         (tf.data.Dataset.zip(*[tf.data.TextLineDataset("a")] * 2), True),
         (tf.data.TextLineDataset("a").enumerate().batch(2), False),
+        (tf.data.Dataset.zip(*[tf.data.Dataset.from_tensors([1, 2]).unbatch()] * 2), True),
+        (tf.data.Dataset.zip(tf.data.TextLineDataset("a"), tf.data.Dataset.from_tensors(1)), False),
         (tf.data.Dataset.range(3).concatenate(tf.data.Dataset.range(3)), False),
     ],
 )
@@ -159,7 +161,8 @@ def test_connections_to_readers_that_have_ended_are_counted():
         first.stop(None)
         expect(1)
         first, _ = start(port)
-        assert losses.begin() == 1  # It is there again.
+        assert losses._connections[0]._is_there.wait(60)  # Again.
+        assert losses.begin() == 1
         first.stop(None)
         other.stop(None)
         expect(3)

@@ -113,6 +113,73 @@ def test_numbers_that_a_step_returns_are_those_of_each_workers_last_step(cluster
     assert history["loss"][0] in (0.5, 1.0)  # The last two batches may be one worker's, or not.
 
 
+class Conditional(Numbers):
+    """Updates a metric in a branch, and returns a number under the name of a compiled one.
+
+    Where a step's variables are tensors, as on parameter servers, a branch can't assign them.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean(name="mean")
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        y = data[1]
+        if isinstance(self.distribute_strategy, recsync.HopStrategy):
+            tf.cond(y[0, 0] > 0, lambda: self.mean.update_state(y) or 0, lambda: 0)
+        else:
+            self.mean.update_state(y)
+        # With the names of all metrics and no others, Keras takes their results.
+        return {**logs, "mean": self.mean.result(), "mae": tf.constant(0.5)}
+
+
+@pytest.mark.parametrize("kind", ["Async", "Hop"])
+def test_metrics_that_branches_update_are_merged_and_unused_names_are_numbers(cluster, kind):
+    with STRATEGIES[kind](cluster).scope():
+        model = Conditional()
+        model.compile(recsync.optimizers.SGD(0.0), "mse", metrics=["mae"])
+    y = np.arange(1.0, BATCHES * 4 + 1)
+    history = model.fit(dataset(), verbose=0).history
+    np.testing.assert_allclose(history["mean"], [y.mean()], rtol=1e-6)
+    assert history["mae"] == [0.5]
+
+
+def test_a_name_may_be_a_number_in_one_fit_and_a_metric_in_the_next(cluster):
+    class Changing(Numbers):
+        def __init__(self):
+            super().__init__()
+            self.average = keras.metrics.Mean(name="average")
+
+        def train_step(self, data):
+            logs = super().train_step(data[:2])
+            if len(data) == 2:
+                return {**logs, "average": tf.constant(7.0)}
+            self.average.update_state(data[1])
+            return {"average": self.average.result()}
+
+    with recsync.AsyncStrategy(cluster).scope():
+        model = Changing()
+        model.compile(recsync.optimizers.SGD(0.0))
+    assert model.fit(dataset(), verbose=0).history["average"] == [7.0]
+    weighted = dataset().map(lambda x, y: (x, y, tf.ones([tf.shape(x)[0]])))
+    history = model.fit(weighted, verbose=0).history
+    assert history == {"average": [np.arange(1.0, BATCHES * 4 + 1).mean()]}
+
+
+@pytest.mark.parametrize("value", [None, "text", [1.0, 2.0], keras.metrics.Mean(name="m")])
+def test_what_is_no_number_is_refused_by_name(cluster, value):
+    class Other(Numbers):
+        def train_step(self, data):
+            return {**super().train_step(data), "other": value}
+
+    with recsync.AsyncStrategy(cluster).scope():
+        model = Other()
+        model.compile(recsync.optimizers.SGD(0.0))
+    with pytest.raises(ValueError, match=r"it returned \['other'\]. Report"):
+        model.fit(dataset(), verbose=0)
+
+
 def test_a_step_that_leaves_a_metric_out_has_no_value_for_it(cluster):
     class Leaving(keras.Model):
         def __init__(self):

@@ -87,7 +87,7 @@ class DistributedEmbedding(keras.layers.Layer):
 
     As in keras-rs on machines without SparseCores, tables train with the model's optimizer: the
     `optimizer` and the `placement` of a table's configuration, and the numbers of ids for a
-    partition, have no meaning here.
+    partition, have no meaning here. There is no `preprocess`, which keras-rs needs with JAX.
 
     Args:
         feature_configs: `keras_rs.layers.FeatureConfig`s, nested in dicts, lists and tuples;
@@ -95,6 +95,7 @@ class DistributedEmbedding(keras.layers.Layer):
             may be any here.
         table_stacking: as keras-rs has it, where it says which tables form one; here, tables of
             one dimension on one server always do.
+        update_stats: as keras-rs has it, for SparseCores; it has no effect here.
         **kwargs: `placement`, `memory_limit`, `slots` and `bytes_per_row_overhead` of
             `EmbeddingCollection`; others go to the Keras layer.
 
@@ -147,6 +148,7 @@ class DistributedEmbedding(keras.layers.Layer):
         feature_configs: Any,
         *,
         table_stacking: str | Sequence[Any] = "auto",
+        update_stats: bool = False,
         placement: Any = None,
         memory_limit: int | None = None,
         slots: int = 1,
@@ -170,7 +172,7 @@ class DistributedEmbedding(keras.layers.Layer):
         # Keras would turn the user's dicts and lists into ones of its own.
         self._features = _Untracked(features)
         self._names = _Untracked(keras.tree.pack_sequence_as(features, names))
-        self._table_stacking = table_stacking
+        self._of_sparse_cores = {"table_stacking": table_stacking, "update_stats": update_stats}
         self._collection = EmbeddingCollection(
             list(tables.values()),
             [
@@ -214,7 +216,7 @@ class DistributedEmbedding(keras.layers.Layer):
         own = self._collection.get_config()
         names = ("placement", "memory_limit", "slots", "bytes_per_row_overhead")
         config.update({name: own[name] for name in names})
-        config["table_stacking"] = self._table_stacking
+        config.update(self._of_sparse_cores)
         config["feature_configs"] = keras.saving.serialize_keras_object(self._features.value)
         return config
 

@@ -31,6 +31,8 @@ _DIVIDED = {
 }
 # What elements of other datasets get beside them: it does not matter which has which.
 _BESIDE = {"RandomDataset", "RandomDatasetV2", "TensorDataset"}
+# What makes several elements of one, which are of a source then.
+_OPENING = re.compile(r"FlatMap|Interleave|Unbatch")
 _INDEX = "recsync_index"
 _DATASET = re.compile(r"\w+Dataset(V\d+)?")
 
@@ -63,9 +65,12 @@ def pairs_sources(dataset: tf.data.Dataset) -> bool:
     datasets = _datasets(graph)
     counters = _counters(graph)
 
-    def sources(name: str) -> int:
+    def sources(name: str, is_opened: bool = False) -> int:
         op, inputs = datasets[name]
-        return sum(map(sources, inputs)) if inputs else op not in _BESIDE and name not in counters
+        is_opened = is_opened or _OPENING.search(op) is not None
+        if inputs:
+            return sum(sources(own, is_opened) for own in inputs)
+        return is_opened or (op not in _BESIDE and name not in counters)
 
     return any(op == _ZIP and sources(name) > 1 for name, (op, _) in datasets.items())
 

@@ -202,8 +202,8 @@ def _trace(
 _Train = Callable[[Any, tf.Tensor, tf.Tensor | None], Sequence[tf.Operation | tf.Tensor]]
 
 
-# Ops by which metrics update their variables.
-_ASSIGNING = ("AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp")
+# Ops that leave a variable as it is; branches and functions may update it.
+_READING = ("ReadVariableOp", "ResourceGather", "VariableShape")
 
 
 def _by_itself(model: keras.Model, step_logs: StepLogs) -> _Train:
@@ -214,10 +214,12 @@ def _by_itself(model: keras.Model, step_logs: StepLogs) -> _Train:
     def compute(data):
         logs = strategy.run(model.train_step, args=(data,))
         graph = tf.compat.v1.get_default_graph()
-        assigned = {
-            id(op.inputs[0]) for op in graph.get_operations() if op.type in _ASSIGNING and op.inputs
-        }
-        step_logs.check(logs, lambda v: id(graph.capture(v._value.handle)) in assigned)
+
+        def is_assigned(variable: keras.Variable) -> bool:
+            users = graph.capture(variable._value.handle).consumers()
+            return any(user.type not in _READING for user in users)
+
+        step_logs.check(logs, is_assigned)
         return logs
 
     def train(data, worker, seconds):

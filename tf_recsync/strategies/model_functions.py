@@ -27,7 +27,7 @@ from tf_recsync.strategies.pass_batches import PassBatches
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Losses, Slot
 from tf_recsync.strategies.step_counts import COUNTS
-from tf_recsync.strategies.step_logs import NewNumbers, Numbers, StepLogs
+from tf_recsync.strategies.step_logs import Logged, NewLogged, StepLogs
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import (
     MetricsMerger,
@@ -114,7 +114,7 @@ class Steps:
         self._unrolled: Callable[..., _Functions] | None = None  # Traces them with more steps.
         self._trace_seconds = 0.0  # It took to trace one step for each.
         self._step_logs: StepLogs | None = None
-        self._numbers = Numbers()
+        self._logged = Logged()
         self._logs: dict[str, Any] = {}
         self._refreshed = 0.0
         self._is_final = False  # Whether the logs are those of all steps granted.
@@ -583,8 +583,8 @@ class Steps:
 
     @property
     def _merged_variables(self) -> list[keras.Variable]:
-        """What workers accumulate, each by itself: the variables of metrics, then of numbers."""
-        return [*self._model.metrics_variables, *self._numbers.variables.values()]
+        """What each worker accumulates by itself: the variables of metrics, then of numbers."""
+        return [*self._model.metrics_variables, *self._logged.variables.values()]
 
     def _functions_of(self, slot: Slot) -> dict[int, worker_functions.Repeated]:
         """The functions of a worker's thread, by their steps."""
@@ -618,7 +618,7 @@ class Steps:
             spec, bandwidths, lengths, compute_time, tuple(limits.items()), self._is_numbered
         )
         if key not in self._functions:
-            self._step_logs = StepLogs(self._model, self.method, spec, self._numbers)
+            self._step_logs = StepLogs(self._model, self.method, spec, self._logged)
             # Groups whose trainers hold their copies name the same devices.
             groups = {() if g is None else g.servers: g for g in self._groups()}
             layouts: dict[tuple[int, ...], Layout] = {}
@@ -631,8 +631,8 @@ class Steps:
                     }
 
             def trace_all() -> _Functions:
-                numbers = tuple(self._numbers.variables.values())
-                layouts.update((s, self._variables.layout(g, numbers)) for s, g in groups.items())
+                logged = tuple(self._logged.variables.values())
+                layouts.update((s, self._variables.layout(g, logged)) for s, g in groups.items())
                 owners = {s: layout.owner if is_training else "" for s, layout in layouts.items()}
                 self._owners = owners
                 self._calls_are_told = all(map(self._teller_of, layouts.values()))
@@ -641,8 +641,8 @@ class Steps:
             began = time.monotonic()
             try:
                 traced = trace_all()
-            except NewNumbers as found:  # Only a trace shows what steps return.
-                self._numbers.add(found.names)
+            except NewLogged as found:  # Only a trace shows what steps return.
+                self._logged.add(found.names)
                 began = time.monotonic()
                 traced = trace_all()
             self._functions = {key: (traced, next(iter(layouts.values())))}

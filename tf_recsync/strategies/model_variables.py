@@ -93,15 +93,15 @@ def copied_variables(model: keras.Model) -> list[CopiedVariable]:
 
 
 def private_variables(
-    model: keras.Model, numbers: Iterable[keras.Variable] = ()
+    model: keras.Model, logged: Iterable[keras.Variable] = ()
 ) -> list[keras.Variable]:
     """What begins anew in each pass of each worker; of what is merged, metrics come first.
 
     Args:
         model: a built model.
-        numbers: the variables of numbers that its steps return besides.
+        logged: the variables of numbers that its steps return besides.
     """
-    metrics = [*model.metrics_variables, *numbers]
+    metrics = [*model.metrics_variables, *logged]
     known = {id(variable) for variable in metrics}
     seeds = [v for v in model.variables if is_seed(v) and id(v) not in known]
     return metrics + seeds
@@ -258,15 +258,15 @@ class OnServers:
                 followers.append(other)
         self._followers = tuple(followers)
 
-    def layout(self, group: Group | None = None, numbers: Sequence[keras.Variable] = ()) -> Layout:
+    def layout(self, group: Group | None = None, logged: Sequence[keras.Variable] = ()) -> Layout:
         """Where a step finds the model's variables.
 
         Args:
             group: whose step it is; None where no variable is copied.
-            numbers: the variables of what it returns besides metrics.
+            logged: the variables of what it returns besides metrics.
         """
         placed = self._placed_layers(group)
-        return Layout.of(self._model, self.optimizers, group, placed, numbers)
+        return Layout.of(self._model, self.optimizers, group, placed, logged)
 
     def _placed_layers(self, group: Group | None) -> PlacedLayers:
         if not self._placed and not self._divided:
@@ -327,11 +327,11 @@ class OnWorkers(OnServers):
         """Those whose variables stand for what servers keep: none if they keep nothing."""
         return super().optimizers if uses_servers(self._model) else []
 
-    def layout(self, group: Group | None = None, numbers: Sequence[keras.Variable] = ()) -> Layout:
+    def layout(self, group: Group | None = None, logged: Sequence[keras.Variable] = ()) -> Layout:
         """Where a step finds the model's variables."""
         if uses_servers(self._model):
-            return super().layout(group, numbers)
-        private = private_variables(self._model, numbers)
+            return super().layout(group, logged)
+        private = private_variables(self._model, logged)
         return Layout((), {}, [], [], private, group)
 
 
@@ -346,14 +346,14 @@ class AsShown(OnServers):
         """None: nothing is pushed."""
         return []
 
-    def layout(self, group: Group | None = None, numbers: Sequence[keras.Variable] = ()) -> Layout:
+    def layout(self, group: Group | None = None, logged: Sequence[keras.Variable] = ()) -> Layout:
         """Where a step finds the model's variables."""
         model = self._model
         tables = []
         if uses_servers(model):
             states = [state for o in optimizers_of(model) for state in o.states]
             tables = [s for s in states if s.is_table and not is_copied(s.variable)]
-        metrics = [*model.metrics_variables, *numbers]
+        metrics = [*model.metrics_variables, *logged]
         known = {id(variable) for variable in [*metrics, *(state.variable for state in tables)]}
         others = [v for v in model.variables if id(v) not in known]
         return Layout((), {}, tables, [], metrics + others, group)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src import backend
 
 
-class NewNumbers(Exception):
+class NewLogged(Exception):
     """Steps return numbers that have no variables: they are to be made, and steps traced anew.
 
     Attributes:
@@ -23,7 +23,7 @@ class NewNumbers(Exception):
         self.names = tuple(names)
 
 
-class Numbers:
+class Logged:
     """Numbers that steps return and that are no metrics, such as a term of the loss.
 
     As in one process, what is shown is that of the last step: the mean over workers of that of
@@ -69,17 +69,18 @@ class StepLogs:
         model: a built, compiled model.
         method: "train_step" or "test_step".
         element_spec: the type spec of a batch.
-        numbers: what steps return besides metrics.
+        logged: what steps return besides metrics, and have returned where they were traced before.
     """
 
-    def __init__(self, model: keras.Model, method: str, element_spec: Any, numbers: Numbers):
+    def __init__(self, model: keras.Model, method: str, element_spec: Any, logged: Logged):
         self._model = model
         self._method = method
-        self._numbers = numbers
+        self._logged = logged
         self._returned: set[str] | None = None  # By the step, once it is traced.
+        self._numbers: set[str] = set()  # Of these, what is no metric.
         # What Keras's own steps return, or {m.name: m.result() for m in self.metrics}.
-        self._metrics = {metric.name: metric for metric in model.metrics}
-        self._known = {*model.get_metrics_result(), *self._metrics}
+        self._names = [(metric, _names_of(metric)) for metric in model.metrics]
+        self._known = {*model.get_metrics_result(), *(n for _, names in self._names for n in names)}
         self._compute: Callable[..., dict[str, tf.Tensor]] | None = None
         if type(model).compute_metrics is not keras.Model.compute_metrics:
             self._compute = _trace(model, element_spec)
@@ -95,14 +96,15 @@ class StepLogs:
                 by itself.
 
         Raises:
-            NewNumbers: if there are numbers among it that have no variables.
+            NewLogged: if there are numbers among it that have no variables.
             ValueError: if it can't be merged over workers.
         """
         is_dict = isinstance(logs, dict)
         unused = {
             name
-            for name, metric in self._metrics.items()
+            for metric, names in self._names
             if metric.variables and not any(map(is_assigned, metric.variables))
+            for name in names
         }
         numbers = {n for n, value in logs.items() if _is_number(value)} if is_dict else set()
         metrics = self._known - (unused & numbers)
@@ -115,11 +117,11 @@ class StepLogs:
                 f"of numbers (scalar tensors); it returned {wrong or repr(logs)}. Report them "
                 "through a keras.metrics.Metric, or compute them from metrics in compute_metrics."
             )
-        unknown = others.keys() - self._numbers.variables
+        unknown = others.keys() - self._logged.variables
         if unknown:
-            raise NewNumbers(sorted(unknown))
-        self._numbers.note(others)
-        self._returned = set(logs)
+            raise NewLogged(sorted(unknown))
+        self._logged.note(others)
+        self._returned, self._numbers = set(logs), set(others)
 
     def results(self, sums: Iterable[np.ndarray] = ()) -> dict[str, Any]:
         """The logs, as numbers, with the metrics' variables as they are now.
@@ -127,7 +129,8 @@ class StepLogs:
         Args:
             sums: of the variables of numbers, over workers.
         """
-        return {**self._of_metrics(), **self._numbers.results(sums)}
+        numbers = self._logged.results(sums)
+        return {**self._of_metrics(), **{n: v for n, v in numbers.items() if n in self._numbers}}
 
     def _of_metrics(self) -> dict[str, Any]:
         if self._compute is None:
@@ -139,7 +142,7 @@ class StepLogs:
         # As numbers: Keras converts them at each step, and on a server that takes a call each.
         found = keras.tree.map_structure(np.asarray, found)
         # A metric's own name may stand for several results, as that of the compiled ones.
-        returned = self._returned and self._returned - self._numbers.variables.keys()
+        returned = self._returned and self._returned - self._numbers
         if returned is None or not returned <= found.keys():
             return found
         return {name: value for name, value in found.items() if name in returned}
@@ -174,11 +177,20 @@ def _trace(model: keras.Model, element_spec: Any) -> Callable[..., dict[str, tf.
         return tf.function(compute, autograph=False).get_concrete_function(*specs)
 
 
+def _names_of(metric: keras.Metric) -> set[str]:
+    """A metric's name, and those of what it results in, as that of the compiled ones."""
+    result = metric.result()
+    return {metric.name, *(result if isinstance(result, dict) else ())}
+
+
 def _is_number(value: Any) -> bool:
     """Whether it is a scalar that can be averaged."""
     if isinstance(value, (str, bytes)) or keras.tree.is_nested(value):
         return False
-    value = tf.convert_to_tensor(value)
+    try:
+        value = tf.convert_to_tensor(value)
+    except (TypeError, ValueError):
+        return False
     is_numeric = value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool
     return is_numeric and value.shape.rank == 0
 

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync.strategies.step_counts import DataWait, add_applied, add_step, read_steps, read_told
-from tf_recsync.strategies.step_logs import Numbers, StepLogs
+from tf_recsync.strategies.step_logs import Logged, StepLogs
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
@@ -174,7 +174,7 @@ def trace_steps(
         ValueError: if the model's own step can't be run on workers.
     """
     is_training = method == "train_step"
-    step_logs = step_logs or StepLogs(model, method, element_spec, Numbers())
+    step_logs = step_logs or StepLogs(model, method, element_spec, Logged())
     lookups = find_lookups(model, layout, method, element_spec)
 
     def pull(batch, worker, handles, before) -> Step:

@@ -89,7 +89,7 @@ class Layout:
         optimizers: Sequence[base.Optimizer],
         group: Group | None = None,
         placed: PlacedLayers = NO_LAYERS,
-        numbers: Sequence[keras.Variable] = (),
+        logged: Sequence[keras.Variable] = (),
     ) -> Layout:
         """The layout of a built model.
 
@@ -99,14 +99,14 @@ class Layout:
                 predicts: then all its variables count as dense or shared.
             group: see above, like the next one.
             placed: see above.
-            numbers: variables that steps assign for the worker besides metrics.
+            logged: variables that steps assign for the worker besides metrics.
         """
         states = {id(s.variable): s for o in optimizers for s in o.states}
         divided = placed.divided_states
         dense: dict[str, list[base.VariableState]] = {}
         tables = []
         shared = []
-        private = [*model.metrics_variables, *numbers]
+        private = [*model.metrics_variables, *logged]
         for variable in model.variables:
             state = states.get(id(variable))
             if state is None:
