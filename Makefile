@@ -51,6 +51,7 @@ SMALL_async_quality := --workers=2,4 --processes=3 --seeds=1 --days=1 --swap_day
   --steps=100 --compute_seconds=0.03 --speed_seconds=2 --sync_days=1
 SMALL_compression := --rounds=5
 SMALL_coordinator := --workers=8,16 --processes=3 --seconds=4
+SMALL_data_formats := --rows=40000 --row_group=10000 --rounds=3
 SMALL_hierarchical := --easgd_trainers=2 --easgd_ps=2 --easgd_groups=1 --groups=1,2 --group_size=1 \
   --nodes=1,2 --ablation_size=2 --rounds=1 --seeds=1 --rows=4096 --speed_seconds=4 --top_layers=4 \
   --search_seconds=2 --device_seconds=0.2 --nets=3 --narrow_nets=4 --quality_faster=1

@@ -18,16 +18,45 @@ import tf_recsync as recsync
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(strategy_flags)  # So that --help has them.
-flags.DEFINE_enum("dataset", "synthetic", ["synthetic", "criteo", "adult"], "What to train on.")
-flags.DEFINE_string("data_location", None, "criteo: a file, glob or folder; adult: a folder.")
+# Files with columns that the schema flags describe, and their readers.
+_FILES = {
+    "csv": recsync.data.Csv,
+    "parquet": recsync.data.Parquet,
+    "tfrecord": recsync.data.TfRecord,
+}
+flags.DEFINE_enum(
+    "dataset", "synthetic", ["synthetic", "criteo", "adult", *_FILES], "What to train on."
+)
 flags.DEFINE_string(
-    "test_location", None, "criteo: the test files. Default: the last tenth of the rows."
+    "data_location",
+    None,
+    "criteo, csv, parquet, tfrecord: a file, glob or folder; adult: a folder.",
+)
+flags.DEFINE_string(
+    "test_location",
+    None,
+    "criteo, csv, parquet, tfrecord: the test files. Default: the last tenth of the rows.",
 )
 flags.DEFINE_integer(
     "hash_buckets",
     100_000,
-    "criteo: the number of ids of each categorical feature, that of a missing one included.",
+    "criteo, csv, parquet, tfrecord: the number of ids of each categorical feature, that of a "
+    "missing one included.",
     lower_bound=2,
+)
+flags.DEFINE_string("label", "label", "csv, parquet, tfrecord: the column with the label.")
+flags.DEFINE_list("positive", ["1"], "csv, parquet, tfrecord: which of its values mean a click.")
+flags.DEFINE_list(
+    "numeric",
+    [],
+    "csv, parquet, tfrecord: the columns of numbers, of which logarithms are taken.",
+)
+flags.DEFINE_list("categorical", [], "csv, parquet, tfrecord: the columns of categories.")
+flags.DEFINE_enum(
+    "on_error",
+    "raise",
+    ["raise", "skip"],
+    "csv, parquet, tfrecord: what becomes of malformed rows; those skipped are counted in the log.",
 )
 flags.DEFINE_integer("rows", 500_000, "synthetic: the number of training rows.", lower_bound=1)
 flags.DEFINE_integer("test_rows", 100_000, "synthetic: the number of test rows.", lower_bound=1)
@@ -101,9 +130,13 @@ flags.DEFINE_string("metrics_json", None, "Gets the final figures.")
 
 # Flags that mean nothing unless another flag has one of some values.
 _APPLIES = {
-    "data_location": ("dataset", ["criteo", "adult"]),
-    "test_location": ("dataset", ["criteo"]),
-    "hash_buckets": ("dataset", ["criteo"]),
+    "data_location": ("dataset", ["criteo", "adult", *_FILES]),
+    "test_location": ("dataset", ["criteo", *_FILES]),
+    "hash_buckets": ("dataset", ["criteo", *_FILES]),
+    **{
+        name: ("dataset", [*_FILES])
+        for name in ("label", "positive", "numeric", "categorical", "on_error")
+    },
     "rows": ("dataset", ["synthetic"]),
     "test_rows": ("dataset", ["synthetic"]),
     "cardinalities": ("dataset", ["synthetic"]),
@@ -142,6 +175,8 @@ def check_flags() -> None:
         raise app.UsageError("--staleness applies with --strategy=hop only to tables on --ps")
     if FLAGS.dataset != "synthetic" and not FLAGS.data_location:
         raise app.UsageError(f"--dataset={FLAGS.dataset} needs --data_location")
+    if FLAGS.dataset in _FILES and not FLAGS.numeric + FLAGS.categorical:
+        raise app.UsageError(f"--dataset={FLAGS.dataset} needs --numeric or --categorical")
     if FLAGS.restore_from and not os.path.exists(os.path.join(FLAGS.restore_from, _WEIGHTS)):
         raise app.UsageError(f"--restore_from={FLAGS.restore_from} has no {_WEIGHTS}")
     with strategy_flags.usage_errors():
@@ -172,6 +207,19 @@ def make_data() -> recsync.data.ClickData:
         )
     if FLAGS.dataset == "adult":
         return recsync.data.adult(FLAGS.data_location)
+    if FLAGS.dataset in _FILES:
+        schema = recsync.data.Schema(
+            label=FLAGS.label,
+            positive=tuple(FLAGS.positive),
+            numeric=tuple(recsync.data.NumericColumn(name, log1p=True) for name in FLAGS.numeric),
+            categorical=tuple(
+                recsync.data.CategoricalColumn(name, hash_buckets=FLAGS.hash_buckets)
+                for name in FLAGS.categorical
+            ),
+        )
+        return _FILES[FLAGS.dataset](
+            FLAGS.data_location, schema, test_path=FLAGS.test_location, on_error=FLAGS.on_error
+        )
     return recsync.data.Criteo(
         FLAGS.data_location, hash_buckets=FLAGS.hash_buckets, test_path=FLAGS.test_location
     )

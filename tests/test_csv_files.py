@@ -20,14 +20,14 @@ from tf_recsync.optimizers import SGD
 UNCLOSED = "a field is not closed on its line"
 
 
-def schema(**kwargs) -> rd.CsvSchema:
+def schema(**kwargs) -> rd.Schema:
     arguments = {
         "columns": ("word", "click"),
         "label": "click",
         "positive": ("1",),
         "categorical": (rd.CategoricalColumn("word", vocabulary=("a", "b, c", 'd "e"', "ü,")),),
     }
-    return rd.CsvSchema(**(arguments | kwargs))
+    return rd.Schema(**(arguments | kwargs))
 
 
 def words(path: pathlib.Path, **kwargs) -> list[int]:
@@ -39,8 +39,9 @@ def split_in_graph(
     lines: list[bytes] | list[str], separator: str, columns: int, encoding: str = "utf-8"
 ) -> list[list[str]]:
     where = _errors.Location(["file"], tf.range(len(lines), dtype=tf.int64))
+    checks = _errors.Checks(where)
     names = [str(i) for i in range(columns)]
-    found = _fields.split_columns(tf.constant(lines), separator, names, where, '"').numpy()
+    found = _fields.split_columns(tf.constant(lines), separator, names, checks, '"').numpy()
     return [[field.decode(encoding).strip() for field in line] for line in found]
 
 
@@ -95,9 +96,7 @@ def test_a_quoted_line_break_is_an_error_that_names_the_line(tmp_path):
         words(path)
     assert f"malformed row in {path}, line 2: {UNCLOSED}" in str(error.value)
     with pytest.raises(ValueError, match=f"a.csv, line 2: {UNCLOSED}"):
-        rd.CsvSchema.fit(
-            path, columns=["w", "click"], label="click", positive="1", categorical=["w"]
-        )
+        rd.Schema.fit(path, columns=["w", "click"], label="click", positive="1", categorical=["w"])
 
 
 @pytest.mark.parametrize("is_zipped", [False, True])
@@ -106,7 +105,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path, is_zipped):
     for name, text in (("a", "a,1\na,0\n"), ("b", "a,0\n\na,1\n"), ("c", "word,click\na,0\n")):
         (tmp_path / name).write_bytes(pack(codecs.BOM_UTF8 + text.encode()))
     assert words(tmp_path) == [2] * 5
-    fitted = rd.CsvSchema.fit(tmp_path / "c", label="click", positive=["1"], categorical=["word"])
+    fitted = rd.Schema.fit(tmp_path / "c", label="click", positive=["1"], categorical=["word"])
     assert fitted.columns == ("word", "click") and fitted.categorical[0].vocabulary == ("a",)
 
 
@@ -137,7 +136,7 @@ def test_a_broken_gzip_file_is_named_at_once(tmp_path, kind):
         rd.Csv(tmp_path, schema())
     # A row that was made of other bytes may be met first.
     with pytest.raises(ValueError, match=f"{path}'? ?(is {what}: |, line )"):
-        rd.CsvSchema.fit(
+        rd.Schema.fit(
             path, columns=["w", "click"], label="click", positive=["1"], categorical=["w"]
         )
 
@@ -165,7 +164,7 @@ def test_names_of_folders_are_columns(tmp_path):
         (folder / "part.csv").write_text(rows)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "text").write_text("not read")
-    fitted = rd.CsvSchema.fit(
+    fitted = rd.Schema.fit(
         tmp_path,
         columns=["word", "click"],
         label="click",

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tf_recsync import data as rd
-from tf_recsync.data import _text
+from tf_recsync.data import _records, _text
 
 Row = list[str]
 
@@ -194,7 +194,7 @@ def test_shuffling_keeps_the_rows_and_changes_their_order_with_every_pass(tmp_pa
 def test_the_readers_run_in_a_worker_of_the_data_service(tmp_path):
     criteo = rd.Criteo(write(tmp_path / "a", [criteo_row(i % 2) for i in range(40)]))
     write(tmp_path / "b.csv", [["x", "y"], ["a", "1"], ["b", "0"], ["a", "1"]], ",")
-    schema = rd.CsvSchema.fit(tmp_path / "b.csv", label="y", positive=["1"], categorical=["x"])
+    schema = rd.Schema.fit(tmp_path / "b.csv", label="y", positive=["1"], categorical=["x"])
     csv = rd.Csv(tmp_path / "b.csv", schema, test_fraction=0)
     service = tf.data.experimental.service
     dispatcher = service.DispatchServer()
@@ -210,7 +210,7 @@ def test_the_readers_run_in_a_worker_of_the_data_service(tmp_path):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.booleans(), max_size=8).filter(any), min_size=1, max_size=4), st.data())
-def test_segments_hold_just_the_rows_asked_for(kinds, draw):
+def test_parts_hold_just_the_rows_asked_for(kinds, draw):
     """Files are lists that say for each line whether it is a row."""
     files, rows = [], []
     for number, lines in enumerate(kinds):
@@ -220,10 +220,11 @@ def test_segments_hold_just_the_rows_asked_for(kinds, draw):
     first = draw.draw(st.integers(0, len(rows)))
     last = draw.draw(st.integers(first, len(rows)))
     found = [
-        (part.file.path, line)
-        for part in _text.segments(files, first, last)
-        for line in range(part.skip, part.skip + part.lines)
-        if line not in part.file.ignored
+        (part.file.path, skip + line)
+        for part in _records.parts_of(files, first, last)
+        for skip, lines in [part.file.lines_of(part.first, part.last)]
+        for line in range(lines)
+        if skip + line not in part.file.ignored
     ]
     assert found == rows[first:last]
 
@@ -238,7 +239,7 @@ CSV_ROWS = [
 ]
 
 
-def fit(path: pathlib.Path, **kwargs) -> rd.CsvSchema:
+def fit(path: pathlib.Path, **kwargs) -> rd.Schema:
     arguments = {
         "columns": ["age", "gain", "colour", "country", "click"],
         "label": "click",
@@ -251,7 +252,7 @@ def fit(path: pathlib.Path, **kwargs) -> rd.CsvSchema:
         "hashed": {"country": 50},
         "crosses": [rd.CrossedColumn(("colour", "age_bucket")), rd.CrossedColumn(("colour",) * 2)],
     }
-    return rd.CsvSchema.fit(path, **(arguments | kwargs))
+    return rd.Schema.fit(path, **(arguments | kwargs))
 
 
 def test_csv_features_follow_from_the_schema(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -62,6 +62,24 @@ def renamed_method(new: str) -> Callable[[Callable], Callable]:
         return wrapped
 
     return decorate
+
+
+def renamed_names(module: str, names: Mapping[str, tuple[str, Any]]) -> Callable[[str], Any]:
+    """For the `__getattr__` of a module in which things have other names now.
+
+    Args:
+        module: the module's name.
+        names: by their old names, the new ones and what has them.
+    """
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        new, value = names[name]
+        _warn(f"{module} calls {name} {new}")
+        return value
+
+    return get
 
 
 def without_strategy(init: Callable) -> Callable:

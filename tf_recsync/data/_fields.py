@@ -14,12 +14,14 @@ import tensorflow as tf
 from tf_recsync.data import _errors
 
 UNCLOSED = (
-    "is not closed on its line: a field that begins with a quotation mark must end with one, and "
-    "cannot hold a line break (CsvSchema(quotechar=None) reads quotation marks as text)"
+    "a field is not closed on its line: a field that begins with a quotation mark must end with "
+    "one, and cannot hold a line break (Schema(quotechar=None) reads quotation marks as text)"
 )
 
 # Stands between the fields of a line that has been taken apart; no text has it.
 _END = "\x00\x01\x00"
+
+_Split = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
 
 
 class _Patterns:
@@ -64,7 +66,7 @@ def split_columns(
     lines: tf.Tensor,
     separator: str,
     names: Sequence[str],
-    where: _errors.Location,
+    checks: _errors.Checks,
     quotechar: str | None = None,
 ) -> tf.Tensor:
     """Splits lines into fields.
@@ -73,52 +75,57 @@ def split_columns(
         lines: string `[batch]`.
         separator: What stands between two fields.
         names: Names of the columns.
-        where: The `_errors.Location` of the rows.
+        checks: What becomes of rows that have another number of fields, or one with a quotation
+            mark that is not closed.
         quotechar: The quotation mark, one character; None (the default) for no quoted fields.
 
     Returns:
-        string `[batch, len(names)]`. Computing it fails if a row has another number of fields, or
-        one with a quotation mark that is not closed.
+        string `[batch, len(names)]`. Fields that a malformed row lacks are empty.
     """
 
-    def plain() -> tuple[tf.Tensor, tf.Tensor]:
+    def plain() -> _Split:
         fields = tf.strings.split(lines, separator)
-        return fields.flat_values, fields.row_lengths()
+        return fields.flat_values, fields.row_lengths(), tf.zeros_like(lines, tf.bool)
 
-    def quoted() -> tuple[tf.Tensor, tf.Tensor]:
-        return _split_quoted(lines, separator, str(quotechar), where)
+    def quoted() -> _Split:
+        return _split_quoted(lines, separator, str(quotechar))
 
-    def quoted_bytes() -> tuple[tf.Tensor, tf.Tensor]:
+    def quoted_bytes() -> _Split:
         # RE2 matches characters of UTF-8: each byte becomes one.
         characters = tf.strings.unicode_transcode(lines, "ISO-8859-1", "UTF-8")
         marks = (text.encode().decode("latin-1") for text in (separator, str(quotechar)))
-        values, counts = _split_quoted(characters, *marks, where)
+        values, counts, unclosed = _split_quoted(characters, *marks)
         all_bytes = tf.constant([bytes([byte]) for byte in range(256)])
         values = tf.gather(all_bytes, tf.strings.unicode_decode(values, "UTF-8"))
-        return tf.strings.reduce_join(values, axis=-1), counts
+        return tf.strings.reduce_join(values, axis=-1), counts, unclosed
 
     if quotechar is None:
-        values, counts = plain()
+        values, counts, unclosed = plain()
     else:
         # Regular expressions take several times as long as splitting.
         has_quotes = tf.strings.regex_full_match(lines, rf"\C*{re.escape(quotechar)}\C*")
         is_utf8 = tf.strings.regex_full_match(lines, "(?s).*")
-        values, counts = tf.case(
+        values, counts, unclosed = tf.case(
             [
                 (tf.logical_not(tf.reduce_any(has_quotes)), plain),
                 (tf.reduce_all(is_utf8), quoted),
             ],
             default=quoted_bytes,
         )
-    check = _errors.require_columns(counts, names, where)
+    check = _errors.require_rows(unclosed, UNCLOSED, checks)
     with tf.control_dependencies([check]):
-        return tf.reshape(values, [-1, len(names)])
+        check = _errors.require_columns(counts, names, checks)
+    with tf.control_dependencies([check]):
+        if checks.is_raising:
+            return tf.reshape(values, [-1, len(names)])
+        fields = tf.RaggedTensor.from_row_lengths(values, counts, validate=False)
+        return fields.to_tensor(default_value="", shape=[None, len(names)])
 
 
-def _split_quoted(
-    lines: tf.Tensor, separator: str, quotechar: str, where: _errors.Location
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the fields of all lines one after the other, and how many each line has."""
+def _split_quoted(lines: tf.Tensor, separator: str, quotechar: str) -> _Split:
+    """Returns the fields of all lines one after the other, how many each line has, and whether one
+    of them has a quotation mark that is not closed.
+    """
     patterns = _Patterns(separator, quotechar)
     ended = tf.strings.regex_replace(lines + separator, patterns.field, rf"\1{_END}")
     fields = tf.strings.split(ended, _END)[:, :-1]
@@ -126,10 +133,9 @@ def _split_quoted(
     is_quoted = tf.strings.regex_full_match(text, patterns.quoted)
     begins_quoted = tf.strings.regex_full_match(text, patterns.begins_quoted)
     unclosed = fields.with_flat_values(tf.logical_and(begins_quoted, tf.logical_not(is_quoted)))
-    check = _errors.require_lines(tf.reduce_any(unclosed, axis=-1), UNCLOSED, where)
-    with tf.control_dependencies([check]):
-        inner = tf.strings.regex_replace(text, patterns.quoted, r"\1")
+    inner = tf.strings.regex_replace(text, patterns.quoted, r"\1")
     # Two marks stand for one before the closing mark only; what follows it is text.
     inner = tf.strings.regex_replace(inner, re.escape(quotechar * 2), quotechar)
     after = tf.strings.regex_replace(text, patterns.quoted, r"\2")
-    return tf.where(is_quoted, inner + after, text), fields.row_lengths()
+    values = tf.where(is_quoted, inner + after, text)
+    return values, fields.row_lengths(), tf.reduce_any(unclosed, axis=-1)

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import tensorflow as tf
 
@@ -17,13 +18,22 @@ class FeatureSpec:
 
     * `"numeric"`: float32 `[batch, len(numeric)]`, the numeric features side by side;
     * one int64 `[batch]` entry per categorical feature, under its name, with ids from 0 up to
-      (not including) the number given in `categorical`,
+      (not including) the number given in `categorical`; for a multi-hot feature an int64
+      `tf.RaggedTensor` `[batch, None]` instead,
+    * one float32 `tf.RaggedTensor` `[batch, None]` for each feature whose ids have weights, under
+      its name and `_weights`,
 
-    and `label` is float32 `[batch, 1]`, 1 for a click.
+    and `label` is float32 `[batch, 1]`, 1 for a click, or a dict of these, one for each of several
+    labels. Where rows have weights, an element is `(features, label, weight)`, where `weight` is
+    float32 `[batch]`.
 
     Args:
         numeric: Names of the numeric features, in the order of the columns of `"numeric"`.
         categorical: Name of each categorical feature and how many ids it has (at least 1).
+        multi_hot: Names of those of which a row has any number of ids. Default none.
+        weighted: Names of those of these whose ids have weights. Default none.
+        labels: Names of the labels where there are several. Default none: there is one.
+        has_weight: Whether rows have weights. Default False.
 
     Raises:
         ValueError: If a categorical feature is called `"numeric"` or has fewer than one id.
@@ -36,6 +46,10 @@ class FeatureSpec:
 
     numeric: tuple[str, ...]
     categorical: Mapping[str, int]
+    multi_hot: tuple[str, ...] = ()
+    weighted: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    has_weight: bool = False
 
     def __post_init__(self) -> None:
         """Checks the names and sizes, and copies the containers so that they cannot change."""
@@ -50,28 +64,38 @@ class FeatureSpec:
             if size < 1:
                 raise ValueError(f"categorical[{name!r}]={size}: must be at least 1.")
 
-    def input_signature(
-        self, batch_size: int | None = None
-    ) -> tuple[dict[str, tf.TensorSpec], tf.TensorSpec]:
-        """Returns the `tf.TensorSpec`s of `(features, label)`.
+    def input_signature(self, batch_size: int | None = None) -> tuple[Any, ...]:
+        """Returns the `tf.TypeSpec`s of `(features, label)`, or of `(features, label, weight)`.
 
         Args:
             batch_size: The first dimension; None (the default) leaves it open.
 
         Returns:
-            A dict of specs under the names of the features, and the spec of the label.
+            A dict of specs under the names of the features, the spec of the label or a dict of
+            those of several labels, and, where rows have weights, that of the weight.
         """
         features = {NUMERIC: tf.TensorSpec([batch_size, len(self.numeric)], tf.float32, NUMERIC)}
         for name in self.categorical:
-            features[name] = tf.TensorSpec([batch_size], tf.int64, name)
-        return features, tf.TensorSpec([batch_size, 1], tf.float32, "label")
+            if name in self.multi_hot:
+                features[name] = tf.RaggedTensorSpec([batch_size, None], tf.int64)
+            else:
+                features[name] = tf.TensorSpec([batch_size], tf.int64, name)
+        for name in self.weighted:
+            weights = tf.RaggedTensorSpec([batch_size, None], tf.float32)
+            features[f"{name}_weights"] = weights
+        label = tf.TensorSpec([batch_size, 1], tf.float32, "label")
+        if self.labels:
+            label = {name: tf.TensorSpec([batch_size, 1], tf.float32, name) for name in self.labels}
+        if not self.has_weight:
+            return features, label
+        return features, label, tf.TensorSpec([batch_size], tf.float32, "weight")
 
 
 class ClickData(abc.ABC):
     """A data set with a training part and a test part.
 
-    `Criteo`, `Csv` and `Synthetic` share this interface, so that code which trains a model needs
-    to know only `spec`, `train` and `test`.
+    `Criteo`, `Csv`, `Parquet`, `TfRecord` and `Synthetic` share this interface, so that code which
+    trains a model needs to know only `spec`, `train` and `test`.
     """
 
     @property

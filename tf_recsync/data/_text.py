@@ -1,6 +1,5 @@
 """Data sets of text files with one row per line: finding, counting and reading them."""
 
-import abc
 import codecs
 import contextlib
 import dataclasses
@@ -14,14 +13,13 @@ from typing import BinaryIO
 
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
-from tf_recsync.data import _errors, _spec
+from tf_recsync.data import _errors, _records
 
-Batch = tuple[dict[str, tf.Tensor], tf.Tensor]
-
-_CHUNK = 1024
 _HIVE_MISSING = "__HIVE_DEFAULT_PARTITION__"
+
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +52,30 @@ class TextFile:
         rows_before_ignored = self.ignored - np.arange(len(self.ignored))
         return row + int(np.searchsorted(rows_before_ignored, row, side="right"))
 
+    def lines_of(self, first: int, last: int) -> tuple[int, int]:
+        """Returns the lines that hold the rows from `first` up to (not including) `last`.
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """Consecutive lines of a file: `lines` of them after skipping the first `skip`."""
-
-    file: TextFile
-    skip: int
-    lines: int
+        Returns:
+            How many lines of the file to skip, and how many then to read.
+        """
+        begin, end = self.line_of_row(first), self.line_of_row(last - 1) + 1
+        return self.header + begin, end - begin
 
 
-def find_files(path: str | os.PathLike[str]) -> list[str]:
+def find_files(path: Paths) -> list[str]:
     """Returns the files that a path stands for, sorted by name.
 
     Args:
-        path: A file, a folder or a glob pattern. A folder stands for its files and those of its
-            folders with names like `day=2024-01-01`, and so on down, but for hidden ones.
+        path: A file, a folder or a glob pattern, or several of them, in this order. A folder stands
+            for its files and those of its folders with names like `day=2024-01-01`, and so on
+            down, but for hidden ones: those whose names begin with a dot or, like Spark's
+            `_SUCCESS`, with an underscore.
 
     Raises:
         FileNotFoundError: If there is no such file; the message names the path.
     """
+    if not isinstance(path, str | os.PathLike):
+        return [name for one in path for name in find_files(one)]
     path = os.fspath(path)
     if os.path.isfile(path):
         return [path]
@@ -87,10 +89,20 @@ def find_files(path: str | os.PathLike[str]) -> list[str]:
     return sorted(files)
 
 
+def is_hidden(name: str) -> bool:
+    """Returns whether a file of this name in a folder holds no rows of it."""
+    return name.startswith((".", "_"))
+
+
+def has_files(folder: str) -> bool:
+    """Returns whether a folder stands for any file."""
+    return any(_files_in(folder))
+
+
 def _files_in(folder: str) -> Iterator[str]:
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
-        if name.startswith("."):
+        if is_hidden(name):
             continue
         if os.path.isfile(path):
             yield path
@@ -129,7 +141,7 @@ def open_text(path: str) -> Iterator[BinaryIO]:
         ValueError: Where it is read inside, if it is truncated or corrupted; the message names it.
     """
     try:
-        with gzip.open(path, "rb") if _compression(path) else open(path, "rb") as stream:
+        with gzip.open(path, "rb") if compression(path) else open(path, "rb") as stream:
             if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
                 stream.seek(0)
             yield stream
@@ -167,52 +179,37 @@ def scan(path: str, header: int = 0, comment: str | None = None) -> TextFile:
             lines += 1
     lines = max(lines - header, 0)
     gaps = np.array([line for line in ignored if line >= 0], dtype=np.int64)
-    file = TextFile(path, _compression(path), header, lines, gaps, begins_with_bom)
+    file = TextFile(path, compression(path), header, lines, gaps, begins_with_bom)
     if not file.rows:
         raise ValueError(f"The file {path!r} has no rows; every file must have at least one.")
     return file
 
 
-def _compression(path: str) -> str:
+def compression(path: str) -> str:
     """Returns the compression type of a file by its first bytes, whatever its name."""
     with open(path, "rb") as stream:
         return "GZIP" if stream.read(2) == b"\x1f\x8b" else ""
 
 
-def segments(files: Sequence[TextFile], first: int, last: int) -> list[Segment]:
-    """Returns the lines that hold the rows from `first` up to (not including) `last`.
-
-    Rows are counted from 0 over all files.
-    """
-    found = []
-    offset = 0
-    for file in files:
-        start, stop = max(first - offset, 0), min(last - offset, file.rows)
-        if start < stop:
-            begin, end = file.line_of_row(start), file.line_of_row(stop - 1) + 1
-            found.append(Segment(file, file.header + begin, end - begin))
-        offset += file.rows
-    return found
-
-
-def read_lines(parts: Sequence[Segment], comment: str | None = None) -> tf.data.Dataset:
-    """Returns the rows of the segments in order, as `(code, line)` pairs.
+def read_lines(parts: Sequence[_records.Part], comment: str | None = None) -> tf.data.Dataset:
+    """Returns the rows of the parts in order, as `(code, line)` pairs.
 
     Args:
-        parts: Lines to read.
+        parts: Rows to read.
         comment: Lines that begin with this text are left out, like blank ones.
 
     Returns:
         A data set of an int64 scalar (see `_errors.LINE_BITS`) and a string scalar.
     """
-    starts = [(i << _errors.LINE_BITS) + part.skip + 1 for i, part in enumerate(parts)]
+    spans = [part.file.lines_of(part.first, part.last) for part in parts]
+    starts = [(i << _errors.LINE_BITS) + skip + 1 for i, (skip, _) in enumerate(spans)]
     sources = tf.data.Dataset.from_tensor_slices(
         (
             tf.constant([part.file.path for part in parts]),
             tf.constant([part.file.compression for part in parts]),
             tf.constant(starts, tf.int64),
-            tf.constant([part.skip for part in parts], tf.int64),
-            tf.constant([part.lines for part in parts], tf.int64),
+            tf.constant([skip for skip, _ in spans], tf.int64),
+            tf.constant([lines for _, lines in spans], tf.int64),
         )
     )
     # Dropping lines costs time, so it is left out where no file needs it.
@@ -230,7 +227,9 @@ def read_lines(parts: Sequence[Segment], comment: str | None = None) -> tf.data.
         texts = tf.strings.regex_replace(lines, r"^\x{FEFF}", "")
         return codes, tf.where(tf.equal(in_file, 1), texts, lines)
 
-    has_bom = any(part.file.has_bom and not part.skip for part in parts)
+    has_bom = any(
+        part.file.has_bom and not skip for part, (skip, _) in zip(parts, spans, strict=True)
+    )
 
     def read(path, compression, start, skip, lines):
         # TensorFlow takes a truncated gzip file for a shorter one.
@@ -239,7 +238,7 @@ def read_lines(parts: Sequence[Segment], comment: str | None = None) -> tf.data.
         numbered = numbered.take(lines).enumerate(start)
         if dropping or has_bom:
             # By the thousand: calling a predicate for every single line is twenty times slower.
-            numbered = numbered.batch(_CHUNK)
+            numbered = numbered.batch(_records.CHUNK)
             numbered = numbered.map(without_bom) if has_bom else numbered
             numbered = numbered.map(drop) if dropping else numbered
             numbered = numbered.unbatch()
@@ -248,7 +247,7 @@ def read_lines(parts: Sequence[Segment], comment: str | None = None) -> tf.data.
     return sources.flat_map(read)
 
 
-class TextData(_spec.ClickData):
+class TextData(_records.RowData):
     """Base class of the readers of text files; subclasses say how a batch of lines is parsed."""
 
     def __init__(
@@ -257,91 +256,28 @@ class TextData(_spec.ClickData):
         test_files: Sequence[TextFile] | None,
         test_fraction: float,
         comment: str | None = None,
+        options: _records.Options | None = None,
     ) -> None:
         """Splits the rows.
 
         Args:
             files: Files with the training rows.
-            test_files: Files with the test rows; None takes the last rows of `files`.
-            test_fraction: Which part of the rows of `files` these are; unused with `test_files`.
+            test_files: See `RecordData`.
+            test_fraction: See `RecordData`.
             comment: Lines that begin with this text hold no row.
+            options: See `RecordData`.
 
         Raises:
-            ValueError: If `test_fraction` is not within 0 and 1 or leaves no training row.
+            ValueError: See `RecordData`.
         """
-        if not 0 <= test_fraction < 1:
-            raise ValueError(f"test_fraction={test_fraction}: must be at least 0 and less than 1.")
+        super().__init__(files, test_files, test_fraction, options)
         self._comment = comment
-        rows = sum(file.rows for file in files)
-        if test_files is None:
-            self._test_rows = round(rows * test_fraction)
-            self._train_rows = rows - self._test_rows
-            self._test_segments = segments(files, self._train_rows, rows)
-        else:
-            self._test_rows = sum(file.rows for file in test_files)
-            self._train_rows = rows
-            self._test_segments = segments(test_files, 0, self._test_rows)
-        if not self._train_rows:
-            raise ValueError(
-                f"test_fraction={test_fraction}: leaves none of the {rows} rows for training."
-            )
-        self._train_segments = segments(files, 0, self._train_rows)
-        logging.info(
-            "%s: %d training rows, %d test rows",
-            type(self).__name__,
-            self._train_rows,
-            self._test_rows,
-        )
 
-    @abc.abstractmethod
-    def _parse(self, lines: tf.Tensor, where: _errors.Location) -> Batch:
-        """Turns a string `[batch]` of lines into features and labels."""
-
-    @property
-    def train_rows(self) -> int:
-        """The number of rows of the training part."""
-        return self._train_rows
-
-    @property
-    def test_rows(self) -> int:
-        """The number of rows of the test part; 0 when there is none."""
-        return self._test_rows
-
-    def train(self, batch_size: int, shuffle: int = 0, seed: int | None = None) -> tf.data.Dataset:
-        """See `ClickData.train`. Iterating raises InvalidArgumentError for a malformed line."""
-        return self._dataset(self._train_segments, self._train_rows, batch_size, shuffle, seed)
-
-    def test(self, batch_size: int) -> tf.data.Dataset:
-        """See `ClickData.test`. Iterating raises InvalidArgumentError for a malformed line."""
-        if not self._test_rows:
-            raise ValueError(
-                "There is no test part: give test_path, or a test_fraction greater than 0."
-            )
-        return self._dataset(self._test_segments, self._test_rows, batch_size, 0, None)
-
-    def _dataset(
-        self,
-        parts: Sequence[Segment],
-        count: int,
-        batch_size: int,
-        shuffle: int,
-        seed: int | None,
+    def _rows(
+        self, parts: Sequence[_records.Part], shuffle: bool = False, seed: int | None = None
     ) -> tf.data.Dataset:
-        _spec.check_batching(batch_size, shuffle)
-        names = [part.file.path for part in parts]
+        return read_lines(parts, self._comment)
 
-        def parse(codes: tf.Tensor, lines: tf.Tensor) -> Batch:
-            where = _errors.Location(names, codes)
-            with tf.control_dependencies([_errors.require_whole_files(lines, where)]):
-                lines = tf.identity(lines)
-            return self._parse(lines, where)
-
-        rows = read_lines(parts, self._comment)
-        if shuffle:
-            rows = rows.shuffle(shuffle, seed=seed, reshuffle_each_iteration=True)
-        # Whole batches are parsed at once: one call per row would cost far more than the parsing.
-        batches = rows.batch(batch_size).map(parse, num_parallel_calls=tf.data.AUTOTUNE)
-        # Known from the count of the lines; Keras's progress bar wants it.
-        steps = -(-count // batch_size)
-        batches = batches.apply(tf.data.experimental.assert_cardinality(steps))
-        return batches.prefetch(tf.data.AUTOTUNE)
+    def _require_whole(self, lines: tf.Tensor, where: _errors.Location) -> tf.Tensor:
+        with tf.control_dependencies([_errors.require_whole_files(lines, where)]):
+            return tf.identity(lines)

@@ -2,8 +2,9 @@
 
 import os
 
+from tf_recsync.data.columns import CrossedColumn
 from tf_recsync.data.csv_reader import Csv
-from tf_recsync.data.csv_schema import CrossedColumn, CsvSchema
+from tf_recsync.data.schema import Schema
 
 _COLUMNS = (
     "age",
@@ -76,7 +77,7 @@ def adult(location: str | os.PathLike[str]) -> Csv:
         ([1, 6], [[1.0]])
     """
     train, test = (_find(location, name) for name in ("adult.data", "adult.test"))
-    schema = CsvSchema.fit(
+    schema = Schema.fit(
         train,
         columns=_COLUMNS,
         label="classification",

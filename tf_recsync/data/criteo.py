@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_recsync.data import _errors, _fields, _spec, _text
+from tf_recsync.data import _errors, _fields, _records, _spec, _text
 
 _INTEGERS = tuple(f"I{i}" for i in range(1, 14))
 _CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
@@ -89,12 +89,14 @@ class Criteo(_text.TextData):
         """The names and sizes of the features."""
         return self._spec
 
-    def _parse(self, lines: tf.Tensor, where: _errors.Location) -> _text.Batch:
-        fields = _fields.split_columns(lines, "\t", _COLUMNS, where)
+    def _parse(
+        self, rows: tf.Tensor, checks: _errors.Checks
+    ) -> tuple[_records.Batch, tf.Tensor | None]:
+        fields = _fields.split_columns(rows, "\t", _COLUMNS, checks)
         # One match for the whole line is several times faster than one for each field, so the
         # fields are looked at only where a line is not as it should be.
-        good = tf.reduce_all(tf.strings.regex_full_match(lines, _GOOD_LINE))
-        check = tf.cond(good, lambda: tf.constant(True), lambda: _check(fields[:, :14], where))
+        good = tf.reduce_all(tf.strings.regex_full_match(rows, _GOOD_LINE))
+        check = tf.cond(good, lambda: tf.constant(True), lambda: _check(fields[:, :14], checks))
         with tf.control_dependencies([check]):
             fields = tf.identity(fields)
         integers = fields[:, 1:14]
@@ -105,13 +107,13 @@ class Criteo(_text.TextData):
         for (name, buckets), column in zip(self._spec.categorical.items(), columns, strict=True):
             ids = tf.strings.to_hash_bucket_fast(column, buckets - 1) + 1
             features[name] = tf.where(tf.equal(column, ""), tf.zeros([], tf.int64), ids)
-        return features, tf.strings.to_number(fields[:, :1], tf.float32)
+        return (features, tf.strings.to_number(fields[:, :1], tf.float32)), None
 
 
-def _check(fields: tf.Tensor, where: _errors.Location) -> tf.Tensor:
+def _check(fields: tf.Tensor, checks: _errors.Checks) -> tf.Tensor:
     """Fails if one of the labels and integers, string `[batch, 14]`, is malformed."""
     labels = tf.strings.regex_full_match(fields[:, :1], "[01]")
     integers = tf.strings.regex_full_match(fields[:, 1:], _INTEGER)
     wrong = tf.logical_not(tf.concat([labels, integers], axis=1))
     reasons = ["is neither 0 nor 1"] + ["is not an integer"] * 13
-    return _errors.require_fields(wrong, fields, _COLUMNS[:14], reasons, where)
+    return _errors.require_fields(wrong, fields, _COLUMNS[:14], reasons, checks)
