@@ -16,34 +16,37 @@ class Packing:
     def __init__(self, spec: Any) -> None:
         """See the class."""
         self._spec = spec
-        self._flat = tf.nest.flatten(spec)
+        flat = tf.nest.flatten(spec)
+        self._flat = flat
+        self._ragged = [i for i, one in enumerate(flat) if isinstance(one, tf.RaggedTensorSpec)]
+        dense = [i for i in range(len(flat)) if i not in self._ragged]
+        # All ids are moved at once: for each of them alone, it would take as long.
+        self._ids = [i for i in dense if flat[i].dtype == tf.int64 and flat[i].shape.rank == 1]
+        self._others = [i for i in dense if i not in self._ids]
 
     def pack(self, batch: Any) -> tuple[tf.Tensor | tf.RaggedTensor, ...]:
         """Returns an int32 `[batch, n]` with all dense tensors, and the ragged ones."""
-        dense, ragged = [], []
-        for spec, tensor in zip(self._flat, tf.nest.flatten(batch), strict=True):
-            if isinstance(spec, tf.RaggedTensorSpec):
-                ragged.append(tensor)
-            else:
-                bits = tf.bitcast(tensor, tf.int32)
-                dense.append(tf.reshape(bits, [tf.shape(tensor)[0], _width(spec)]))
-        return tf.concat(dense, 1), *ragged
+        tensors = tf.nest.flatten(batch)
+        bits = [_bits(tensors[i], _width(self._flat[i])) for i in self._others]
+        if self._ids:
+            ids = tf.stack([tensors[i] for i in self._ids], 1)
+            bits.append(_bits(ids, 2 * len(self._ids)))
+        return tf.concat(bits, 1), *(tensors[i] for i in self._ragged)
 
     def unpack(self, packed: tf.Tensor, *ragged: tf.RaggedTensor) -> Any:
         """Returns the batch that was packed, or another one of the same rows."""
-        dense = iter(tf.split(packed, [_width(spec) for spec in self._flat if _is_dense(spec)], 1))
-        others = iter(ragged)
-        return tf.nest.pack_sequence_as(
-            self._spec,
-            [
-                _restored(next(dense), spec) if _is_dense(spec) else next(others)
-                for spec in self._flat
-            ],
-        )
-
-
-def _is_dense(spec: tf.TypeSpec) -> bool:
-    return not isinstance(spec, tf.RaggedTensorSpec)
+        tensors = dict(zip(self._ragged, ragged, strict=True))
+        place = 0
+        for i in self._others:
+            spec = self._flat[i]
+            tensors[i] = _tensor(packed[:, place : place + _width(spec)], spec)
+            place += _width(spec)
+        if self._ids:
+            ids = _tensor(packed[:, place:], tf.TensorSpec([None, len(self._ids)], tf.int64))
+            columns = tf.unstack(tf.transpose(ids), num=len(self._ids), axis=0)
+            tensors.update(zip(self._ids, columns, strict=True))
+        in_order = [tensors[i] for i in range(len(self._flat))]
+        return tf.nest.pack_sequence_as(self._spec, in_order)
 
 
 def _width(spec: tf.TensorSpec) -> int:
@@ -51,7 +54,11 @@ def _width(spec: tf.TensorSpec) -> int:
     return math.prod(spec.shape[1:]) * spec.dtype.size // tf.int32.size
 
 
-def _restored(bits: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+def _bits(tensor: tf.Tensor, width: int) -> tf.Tensor:
+    return tf.reshape(tf.bitcast(tensor, tf.int32), [tf.shape(tensor)[0], width])
+
+
+def _tensor(bits: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
     shape = [-1, *spec.shape[1:]]
     if spec.dtype.size > tf.int32.size:
         return tf.bitcast(tf.reshape(bits, [*shape, 2]), spec.dtype)

@@ -282,11 +282,14 @@ class RowData(RecordData):
         shuffle: int,
         seed: int | None,
     ) -> tf.data.Dataset:
+        # Nothing to convert, which takes longer than everything else that a new data set needs.
+        @tf.autograph.experimental.do_not_convert
         def parse(codes: tf.Tensor, rows: tf.Tensor) -> Batch:
             where = self._location(parts, codes)
             rows = self._require_whole(rows, where)
             return self._parse(rows, _errors.Checks(where))[0]
 
+        @tf.autograph.experimental.do_not_convert
         def keep(codes: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             where = self._location(parts, codes)
             rows = self._require_whole(rows, where)

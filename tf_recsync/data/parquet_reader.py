@@ -114,6 +114,8 @@ class Parquet(_records.RecordData):
         packing = _packing.Packing(self._spec.input_signature())
         paths = [part.file.path for part in parts]
 
+        # Nothing to convert, which takes longer than everything else that a new data set needs.
+        @tf.autograph.experimental.do_not_convert
         def read(part, group, first, last, before) -> tuple[tf.Tensor | tf.RaggedTensor, ...]:
             place = (tf.gather(tf.constant(paths), part), group, first, last)
             columns = _parquet.read_columns(
@@ -133,6 +135,7 @@ class Parquet(_records.RecordData):
                 tf.ragged.boolean_mask(tensor, kept) for tensor in ragged
             )
 
+        unpack = tf.autograph.experimental.do_not_convert(packing.unpack)
         places = tf.constant(_parquet.places_of(parts), tf.int64)
         groups = tf.data.Dataset.from_tensor_slices(tuple(tf.unstack(places, num=5, axis=1)))
         if shuffle:
@@ -146,4 +149,4 @@ class Parquet(_records.RecordData):
             batches = rows.batch(batch_size)
         else:
             batches = rows.rebatch(batch_size)
-        return batches.map(packing.unpack, num_parallel_calls=tf.data.AUTOTUNE)
+        return batches.map(unpack, num_parallel_calls=tf.data.AUTOTUNE)
