@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from absl import app, flags
 from absl.testing import flagsaver
+from data_files import WRITERS
 from programs import EXAMPLES, imported, run, run_here, strict_json
 
 import tf_recsync as recsync
@@ -45,6 +46,8 @@ def example():
         (["--dataset=adult"], "--dataset=adult needs --data_location"),
         (["--dataset=adult", "--data_location=x", "--rows=5"], "--rows applies only"),
         (["--hash_buckets=5"], "--hash_buckets applies only with --dataset=criteo"),
+        (["--label=y"], "--label applies only with --dataset=csv or parquet or tfrecord"),
+        (["--dataset=csv", "--data_location=x"], "--dataset=csv needs --numeric or --categorical"),
         (["--dataset=adult", "--data_location=x", "--test_rows=5"], "--test_rows applies only"),
         (["--dataset=adult", "--data_location=x", "--cardinalities=5"], "--cardinalities applies"),
         (["--cardinalities=5,0"], "--cardinalities must be integers of at least 1, not 5,0"),
@@ -212,6 +215,30 @@ def test_it_trains_locally_and_reports(tmp_path, stock):
     assert (figures["staleness_mean"], figures["workers"], figures["ps"]) == (1.0, 1, 0)
     assert 0.5 < figures["auc"] < 1 and math.isfinite(figures["normalized_entropy"])
     assert "the best possible" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["Csv", "Parquet", "TfRecord"])
+def test_it_trains_on_files_in_each_format(tmp_path, kind):
+    values = [{"click": i % 2, "age": i % 7, "country": "CHUS"[i % 2 :]} for i in range(200)]
+    path = WRITERS[kind](tmp_path / "clicks", values)
+    out = tmp_path / "metrics.json"
+    done = run_here(
+        EXAMPLES / "dlrm_ctr.py" if kind == "TfRecord" else WIDE_DEEP,
+        "--strategy=local",
+        f"--dataset={kind.lower()}",
+        f"--data_location={path}",
+        "--label=click",
+        "--numeric=age",
+        "--categorical=country",
+        "--hash_buckets=100",
+        "--on_error=skip",
+        "--batch_size=20",
+        "--steps=8",
+        f"--metrics_json={out}",
+    )
+    figures = figures_of(done, out)
+    assert (figures["dataset"], figures["steps"]) == (kind.lower(), 8)
+    assert figures["auc"] > 0.9, "the country tells the label"
 
 
 def test_it_trains_on_a_cluster_with_all_its_options_and_saves(tmp_path):

@@ -5,17 +5,20 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_recsync.data import _spec
+
 
 class Packing:
     """Puts all dense tensors of a batch side by side into one; ragged ones stay as they are.
 
     Args:
-        spec: Types of the tensors: of float32 or int64, with a first dimension for the rows.
+        features: What the batches have.
     """
 
-    def __init__(self, spec: Any) -> None:
+    def __init__(self, features: _spec.FeatureSpec) -> None:
         """See the class."""
-        self._spec = spec
+        self._spec = spec = features.input_signature()
+        self._is_narrow = max(features.categorical.values(), default=0) <= 1 << 31
         flat = tf.nest.flatten(spec)
         self._flat = flat
         self._ragged = [i for i, one in enumerate(flat) if isinstance(one, tf.RaggedTensorSpec)]
@@ -30,7 +33,10 @@ class Packing:
         bits = [_bits(tensors[i], _width(self._flat[i])) for i in self._others]
         if self._ids:
             ids = tf.stack([tensors[i] for i in self._ids], 1)
-            bits.append(_bits(ids, 2 * len(self._ids)))
+            if self._is_narrow:
+                bits.append(tf.cast(ids, tf.int32))
+            else:
+                bits.append(_bits(ids, 2 * len(self._ids)))
         return tf.concat(bits, 1), *(tensors[i] for i in self._ragged)
 
     def unpack(self, packed: tf.Tensor, *ragged: tf.RaggedTensor) -> Any:
@@ -42,7 +48,11 @@ class Packing:
             tensors[i] = _tensor(packed[:, place : place + _width(spec)], spec)
             place += _width(spec)
         if self._ids:
-            ids = _tensor(packed[:, place:], tf.TensorSpec([None, len(self._ids)], tf.int64))
+            ids = packed[:, place:]
+            if self._is_narrow:
+                ids = tf.cast(ids, tf.int64)
+            else:
+                ids = _tensor(ids, tf.TensorSpec([None, len(self._ids)], tf.int64))
             columns = tf.unstack(tf.transpose(ids), num=len(self._ids), axis=0)
             tensors.update(zip(self._ids, columns, strict=True))
         in_order = [tensors[i] for i in range(len(self._flat))]

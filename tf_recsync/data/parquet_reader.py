@@ -111,7 +111,7 @@ class Parquet(_records.RecordData):
         shuffle: int,
         seed: int | None,
     ) -> tf.data.Dataset:
-        packing = _packing.Packing(self._spec.input_signature())
+        packing = _packing.Packing(self._spec)
         paths = [part.file.path for part in parts]
 
         # Nothing to convert, which takes longer than everything else that a new data set needs.
