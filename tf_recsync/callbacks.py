@@ -15,19 +15,30 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync._deprecation import without_strategy
-from tf_recsync.checkpoint.callback import Checkpoint as Checkpoint
-from tf_recsync.checkpoint.callback import SavedCheckpoint as SavedCheckpoint
+from tf_recsync.checkpoint.callback import Checkpoint, SavedCheckpoint
 from tf_recsync.cluster import Server
 from tf_recsync.cluster.membership import Order
 from tf_recsync.metrics.exact import group_auc
 from tf_recsync.ops import hop
 from tf_recsync.optimizers.base import global_step_of
-from tf_recsync.publishing import Publication as Publication
-from tf_recsync.publishing import Publish as Publish
+from tf_recsync.publishing import Publication, Publish
 from tf_recsync.staleness import Report, Statistics
 from tf_recsync.strategies.slots import Losses
 from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_reports import WorkerReport
+
+__all__ = [
+    "Checkpoint",
+    "GroupAUC",
+    "HopReport",
+    "HopTimeline",
+    "Publication",
+    "Publish",
+    "SavedCheckpoint",
+    "ShadowReport",
+    "TrainingReport",
+    "WorkerEvents",
+]
 
 
 class _Report(keras.callbacks.Callback):

@@ -20,6 +20,13 @@ from tf_recsync.strategies.comebacks import Comebacks
 from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.synchronization.synchronizer import Crew
 
+__all__ = [
+    "Done",
+    "Drain",
+    "Restart",
+    "Window",
+]
+
 _RETURN_SECONDS = 20.0  # For a server that is up again to be taken in.
 _RETRY_SECONDS = 0.2
 

@@ -17,6 +17,16 @@ import numpy as np
 
 from tf_recsync import _engine
 
+__all__ = [
+    "Constant",
+    "InversePower",
+    "Policy",
+    "Report",
+    "Rescale",
+    "Statistics",
+    "Threshold",
+]
+
 
 @keras.saving.register_keras_serializable(package="tf_recsync.staleness")
 @dataclasses.dataclass(frozen=True)

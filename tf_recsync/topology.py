@@ -23,6 +23,21 @@ import numpy as np
 from tf_recsync._checks import check_at_least
 from tf_recsync._figures import new_figure
 
+__all__ = [
+    "Topology",
+    "complete",
+    "double_ring",
+    "exponential",
+    "from_edges",
+    "from_networkx",
+    "gap_bounds",
+    "grid",
+    "hierarchical",
+    "ring",
+    "ring_based",
+    "star",
+]
+
 _TOLERANCE = 1e-6  # Of sums of weights, which users may give as float32.
 _SINKHORN_ROUNDS = 100_000
 

@@ -33,7 +33,7 @@ class Adam(base.Optimizer):
     decays second moments further; 1 without.
 
     What staleness does to Adam: see "Adam under asynchronous training"
-    in docs/strategies.md.
+    in docs/optimizers.md.
 
     Reference: Kingma and Ba 2015; Liu and Zhao 2021 for rho and lambda.
 
