@@ -31,12 +31,13 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["deflist"]
 myst_links_external_new_tab = False
 
-# Docstrings are in Google's style. What stands in single backticks is code, and a link where it names
-# something that the reference has.
+# Docstrings are in Google's style. What stands in single backticks is code, and a link where it
+# names something that the reference has.
 default_role = "py:obj"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 autodoc_default_options = {
     "members": True,
     "imported-members": True,
@@ -89,6 +90,33 @@ def _from_docs(path: pathlib.PurePosixPath) -> str:
     return text.removeprefix("docs/") if text.startswith("docs/") else f"../{text}"
 
 
+def _with_fences(
+    app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]
+) -> None:
+    """Makes blocks of code of what docstrings have between fences, as Markdown has them."""
+    indent: int | None = None  # Of the fence, within a block.
+    for number, line in enumerate(lines):
+        stripped = line.strip()
+        if stripped.startswith("```"):
+            if indent is None:
+                indent = len(line) - len(line.lstrip())
+                language = stripped.removeprefix("```") or "text"
+                lines[number] = f"{' ' * indent}.. code-block:: {language}\n"
+            else:
+                indent = None
+                lines[number] = ""
+        elif indent is not None and line:
+            lines[number] = "    " + line
+    # "`Tensor`s" is written as Markdown has it; reStructuredText needs something in between.
+    plural = re.compile(r"(?<![\w`])(`[^`]+`)(?=[A-Za-z])")
+    lines[:] = [
+        part if part.lstrip().startswith((">>>", "...")) else plural.sub(r"\1\\ ", part)
+        for line in lines
+        for part in line.split("\n")
+    ]
+
+
 def setup(app: Sphinx) -> None:
     """Sphinx calls this once."""
     app.connect("source-read", _with_text_of_files)
+    app.connect("autodoc-process-docstring", _with_fences, priority=100)  # Before napoleon.

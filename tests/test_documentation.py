@@ -188,5 +188,3 @@ def missing(module: str, node: ast.AST) -> list[str]:
     if isinstance(node, ast.FunctionDef) and gives(node) and not section(text, "Returns", "Yields"):
         lacks.append("Returns")
     return lacks
-
-

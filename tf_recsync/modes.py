@@ -1,17 +1,20 @@
 """The training modes that users choose from, with the arguments of the strategies.
 
-A mode says when a worker may start on a batch, and when the servers apply what workers push. Each
-has a strategy that is it on one group of workers:
+A mode says when a worker may start on a batch, and when the servers apply what workers push. For
+each mode there is a strategy of one group of workers:
 
-| mode | strategy | nobody waits | what the servers apply together |
-|---|---|---|---|
-| `Async` | `AsyncStrategy` | yes | each push |
-| `Hogwild` | `ShadowSyncStrategy`, for the threads of a trainer | yes | each push, without locks |
-| `Sync` | `SyncStrategy` | no | a global batch, all of it computed on the same parameters |
-| `BSP` | `BSPStrategy` | yes | a global batch, however stale |
-| `GBA` | `GBAStrategy` | yes | a global batch, without what is too stale |
-| `BackupWorkers` | `BackupWorkersStrategy` | no | the batches of all workers but the slowest |
-| `BoundedStaleness` | `BoundedStalenessStrategy` | no | each push |
+- `Async` (`AsyncStrategy`): no worker waits, and the servers apply each push.
+- `Hogwild` (`ShadowSyncStrategy`, for the threads of a trainer): no thread waits, and each push is
+  applied without locks.
+- `Sync` (`SyncStrategy`): workers wait, and the servers apply a global batch, all of it computed on
+  the same parameters.
+- `BSP` (`BSPStrategy`): no worker waits, and the servers apply a global batch, however stale.
+- `GBA` (`GBAStrategy`): no worker waits, and the servers apply a global batch, without what is too
+  stale.
+- `BackupWorkers` (`BackupWorkersStrategy`): workers wait, and the servers apply the batches of all
+  workers but the slowest.
+- `BoundedStaleness` (`BoundedStalenessStrategy`): workers wait if they are too far ahead, and the
+  servers apply each push.
 
 A mode can be made, and with it its arguments checked, before there is a cluster.
 
