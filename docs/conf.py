@@ -47,6 +47,7 @@ autodoc_member_order = "groupwise"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+autodoc_inherit_docstrings = False  # Keras's and TensorFlow's documentation has theirs.
 autoclass_content = "class"
 python_maximum_signature_line_length = 88
 add_module_names = False

@@ -64,7 +64,7 @@ class Restart:
         if self.job not in ("worker", "ps"):
             raise ValueError(
                 f'job must be "worker" or "ps", not {self.job!r}; a reader is restarted at any '
-                "time, see docs/cluster.md"
+                "time, see docs/operations.md"
             )
         check_at_least("index", self.index, 0)
         _check_hook("restart", self.restart)
