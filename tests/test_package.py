@@ -182,9 +182,3 @@ def test_python_and_keras_are_those_of_the_documentation():
 
 def test_the_package_says_its_version():
     assert tf_recsync.__version__ == PROJECT["project"]["version"]
-
-
-def test_links_between_documents_lead_somewhere():
-    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
-            assert (document.parent / link).exists(), f"{document.name} links to {link}"

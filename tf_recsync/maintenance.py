@@ -185,15 +185,12 @@ class Window(keras.callbacks.Callback):
 
     Example:
 
-    ```python
-    window = recsync.maintenance.Window(within_seconds=1800)
-    thread = threading.Thread(target=model.fit, args=(dataset,), kwargs={"callbacks": [window]})
-    thread.start()
-    window.request(recsync.maintenance.Drain(worker=3))
-    window.request(recsync.maintenance.Restart("ps", 1))
-    thread.join()
-    print(*window.report, sep="\\n")
-    ```
+    >>> import tf_recsync as recsync
+    >>> window = recsync.maintenance.Window(within_seconds=1800)
+    >>> window.request(recsync.maintenance.Drain(worker=3))
+    >>> window.request(recsync.maintenance.Restart("ps", 1))
+    >>> window.report  # `fit`, with `callbacks=[window]`, has done none of them yet.
+    []
     """
 
     def __init__(self, within_seconds: float):

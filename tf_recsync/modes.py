@@ -57,6 +57,12 @@ class ModeConfig(abc.ABC):
 
     Raises:
         ValueError: if an argument is wrong.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.modes.Async(local_batch_size=512).local_batch_size
+    512
     """
 
     local_batch_size: int | None = None
@@ -116,6 +122,12 @@ class Async(ModeConfig):
 
     Args:
         local_batch_size: as in `ModeConfig`.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.modes.Async().on(workers=4).name
+    'async'
     """
 
     def _on(self, workers: int) -> Mode:
@@ -132,6 +144,12 @@ class Hogwild(ModeConfig):
 
     Args:
         local_batch_size: as in `ModeConfig`.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.modes.Hogwild().on(workers=4).hogwild
+    True
     """
 
     def _on(self, workers: int) -> Mode:
@@ -157,6 +175,12 @@ class Sync(_GlobalBatches):
 
     Raises:
         ValueError: if an argument is wrong, or the sizes do not fit together.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.modes.Sync().on(workers=4).capacity  # One batch of each worker.
+    4
     """
 
     global_batch_size: int | None = None
@@ -193,6 +217,13 @@ class BSP(_GlobalBatches):
 
     Raises:
         ValueError: if an argument is wrong, or the sizes do not fit together.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> mode = recsync.modes.BSP(global_batch_size=1024, local_batch_size=512)
+    >>> mode.on(workers=4).capacity  # Batches that are applied together.
+    2
     """
 
     global_batch_size: int
@@ -232,6 +263,16 @@ class GBA(BSP):
 
     Raises:
         ValueError: if an argument is wrong, or the sizes do not fit together.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> mode = recsync.modes.GBA(
+    ...     global_batch_size=1024, local_batch_size=512, staleness_tolerance=3
+    ... )
+    >>> weight = mode.on(workers=4).weight  # Of tau, which is the age and 1.
+    >>> weight(4), weight(5)
+    (1.0, 0.0)
     """
 
     staleness_tolerance: int | None = None
@@ -282,6 +323,12 @@ class BackupWorkers(_GlobalBatches):
 
     Raises:
         ValueError: if an argument is wrong.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.modes.BackupWorkers(backup_workers=1).on(workers=4).capacity
+    3
     """
 
     backup_workers: int
@@ -320,6 +367,12 @@ class BoundedStaleness(ModeConfig):
 
     Raises:
         ValueError: if an argument is wrong.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.modes.BoundedStaleness(staleness_bound=2).on(workers=4).name
+    'bounded-staleness'
     """
 
     staleness_bound: int

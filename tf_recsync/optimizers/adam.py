@@ -49,6 +49,8 @@ class Adam(base.Optimizer):
             Defaults to True.
         swap: a `tf_recsync.Swap` of the second moment, or None (the default).
         staleness: a policy of `tf_recsync.staleness`, or None (the default) for `Constant()`.
+        tables: as in `tf_recsync.optimizers.Optimizer`.
+        name: as in `tf_recsync.optimizers.Optimizer`.
         **kwargs: see `tf_recsync.optimizers.Optimizer`.
 
     Raises:

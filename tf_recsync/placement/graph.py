@@ -105,7 +105,7 @@ class Unit:
 
     @property
     def memory(self) -> int:
-        """Bytes that weights and accumulators take where they are: (1 + slots) times those of the weights."""
+        """Bytes of weights and accumulators: (1 + slots) times those of the weights."""
         return (1 + self.slots) * self.parameter_bytes
 
 

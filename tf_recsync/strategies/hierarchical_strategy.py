@@ -114,23 +114,27 @@ class HierarchicalStrategy(SynchronizedStrategy):
 
     Example:
 
-    ```python
-    cluster = recsync.LocalCluster(workers=4, ps=4)
-    strategy = recsync.HierarchicalStrategy(
-        cluster,
-        recsync.EASGD(alpha=0.3),
-        groups=2,
-        trainers_per_group=2,
-        ps_per_group=1,
-        placement="auto",
-        compression=recsync.Compression(activations="int8", gradients="bfloat16"),
-    )
-    with strategy.scope():
-        model = build_model()
-        model.compile(recsync.optimizers.Adagrad(0.05), "binary_crossentropy")
-    model.fit(dataset)
-    print(strategy.average_sync_gap(model))
-    ```
+    >>> import keras
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import tf_recsync as recsync
+    >>> x = np.arange(64, dtype=np.float32)[:, None] / 64
+    >>> dataset = tf.data.Dataset.from_tensor_slices((x, x > 0.5)).batch(8)
+    >>> with recsync.LocalCluster(workers=4, ps=2, processes=0) as cluster:
+    ...     strategy = recsync.HierarchicalStrategy(
+    ...         cluster,
+    ...         recsync.ModelAveraging(alpha=0.5),
+    ...         groups=2,
+    ...         trainers_per_group=2,
+    ...         ps_per_group=1,
+    ...     )
+    ...     with strategy.scope():
+    ...         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, "sigmoid")])
+    ...         model.compile(recsync.optimizers.Adagrad(0.05), "binary_crossentropy")
+    ...     history = model.fit(dataset, verbose=0)
+    ...     copies = strategy.copies(model)
+    >>> len(copies)  # Each group has one.
+    2
     """
 
     computing_jobs = ("worker", "ps")  # Layers may run on the servers of groups.
