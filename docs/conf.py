@@ -48,7 +48,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # Keras's and TensorFlow's documentation has theirs.
-autoclass_content = "class"
+autoclass_content = "both"  # Some describe arguments in the constructor.
 python_maximum_signature_line_length = 88
 add_module_names = False
 
