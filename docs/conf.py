@@ -25,6 +25,7 @@ extensions = [
 ]
 exclude_patterns = ["pictures"]
 root_doc = "index"
+highlight_language = "text"  # Of blocks that name none.
 
 # Pages are Markdown, which a code host shows, too.
 myst_heading_anchors = 4
@@ -46,7 +47,6 @@ autodoc_default_options = {
 autodoc_member_order = "groupwise"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # Keras's and TensorFlow's documentation has theirs.
 autoclass_content = "both"  # Some describe arguments in the constructor.
 python_maximum_signature_line_length = 88
