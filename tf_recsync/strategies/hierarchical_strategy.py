@@ -114,12 +114,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
 
     Example:
 
-    >>> import keras
-    >>> import numpy as np
-    >>> import tensorflow as tf
     >>> import tf_recsync as recsync
-    >>> x = np.arange(64, dtype=np.float32)[:, None] / 64
-    >>> dataset = tf.data.Dataset.from_tensor_slices((x, x > 0.5)).batch(8)
     >>> with recsync.LocalCluster(workers=4, ps=2, processes=0) as cluster:
     ...     strategy = recsync.HierarchicalStrategy(
     ...         cluster,
@@ -128,13 +123,9 @@ class HierarchicalStrategy(SynchronizedStrategy):
     ...         trainers_per_group=2,
     ...         ps_per_group=1,
     ...     )
-    ...     with strategy.scope():
-    ...         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, "sigmoid")])
-    ...         model.compile(recsync.optimizers.Adagrad(0.05), "binary_crossentropy")
-    ...     history = model.fit(dataset, verbose=0)
-    ...     copies = strategy.copies(model)
-    >>> len(copies)  # Each group has one.
-    2
+    ...     groups = strategy.arrangement.groups
+    >>> [group.trainers for group in groups]
+    [(0, 1), (2, 3)]
     """
 
     computing_jobs = ("worker", "ps")  # Layers may run on the servers of groups.
