@@ -20,6 +20,8 @@ FUZZ_FLAGS ?= --minutes=5
 FULL ?= 0
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
+# Of make docs: 0 leaves out the programs that stand in the pages.
+DOCS_PROGRAMS ?= 1
 # Of make test-changed: the commit to compare with, and seconds of tests.
 BASE ?=
 BUDGET ?= 180
@@ -77,10 +79,12 @@ SMALL_switching := --workers=4 --processes=3 --seeds=2 --sync_days=2 --mode_days
 BENCHMARKS := $(filter-out benchmarks/summarize.py, \
   $(sort $(shell grep -l '__name__ == "__main__"' benchmarks/*.py)))
 BENCH_INSTALLED := $(VENV)/.bench_installed
+DOCS_INSTALLED := $(VENV)/.docs_installed
 BENCH_RESULTS := build/benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test soak fuzz test-changed coverage lint format bench cc-test bazel-test clean
+.PHONY: help install build demo test soak fuzz test-changed coverage lint format docs bench cc-test \
+  bazel-test clean
 
 help:
 	@echo "make demo        train a Wide & Deep click model on a local cluster"
@@ -93,6 +97,7 @@ help:
 	@echo "make format      have ruff and clang-format rewrite what they can"
 	@echo "make cc-test     the C++ tests, under the sanitizers"
 	@echo "make bazel-test  the same build with Bazel"
+	@echo "make docs        the documentation site, into build/docs; DOCS_PROGRAMS=0 runs no programs of it"
 	@echo "make bench       every benchmark, small; writes benchmarks/results.md"
 	@echo "make build       compile what has changed; make install: .venv first"
 	@echo "make clean       remove what was built, but not .venv"
@@ -161,6 +166,25 @@ format: $(INSTALLED)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 	@clang-format -i $(CC_FILES)
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	@echo "== Installing Sphinx into $(VENV)"
+	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); \
+	  print(*project["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	  > $(VENV)/docs-requirements.txt
+	@$(PIP) install -r $(VENV)/docs-requirements.txt
+	@touch $@
+
+# A warning is an error: of docstrings, links between pages, and links to their headings.
+docs: build $(DOCS_INSTALLED)
+	@echo "== Building build/docs"
+	@$(BIN)/python -m sphinx -q -b html -W --keep-going -d build/docs-trees docs build/docs
+	@$(BIN)/python scripts/check_documentation.py --site=build/docs
+ifneq ($(DOCS_PROGRAMS),0)
+	@echo "== Running the programs of the pages"
+	@$(BIN)/python scripts/check_documentation.py --programs
+endif
+	@echo "== build/docs/index.html"
 
 # tf_keras asks for the package tensorflow, whose files would replace those of
 # tensorflow-cpu: it is installed without what it depends on.

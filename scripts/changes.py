@@ -76,7 +76,7 @@ def touched_tests(
         path = pathlib.PurePath(file)
         if path.suffix not in (".py", ".cc", ".h"):
             continue
-        if file.startswith("tests/"):
+        if file.startswith("tests/") or file == "conftest.py":
             touched[file] = _of_test_file(root, file)
         elif file.startswith("cc/") and path.name.endswith(("_test.cc", "_testing.h")):
             touched[file] = {f for f in dependents(root, file) if _is_cc_test(f)}

@@ -173,7 +173,7 @@ def test_training_goes_on_from_the_backup_before_if_the_newest_is_broken(
         metadata.write_text(metadata.read_text()[:-3])
         with pytest.raises(json.JSONDecodeError):
             model.fit(ones(), epochs=5, callbacks=[backup], verbose=0)
-        for path, older in before.items():  # As docs/cluster.md says.
+        for path, older in before.items():  # As docs/operations.md says.
             shutil.copy(older, path)
     history = model.fit(ones(), epochs=5, callbacks=[backup], verbose=0)
     assert history.epoch == [2, 3, 4]

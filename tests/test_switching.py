@@ -500,7 +500,7 @@ def test_a_tensorflow_checkpoint_of_another_optimizer_or_model_is_an_error(
 def test_the_documents_example_runs(clusters, tmp_path, monkeypatch):
     clusters.close()
     monkeypatch.chdir(tmp_path)
-    document = pathlib.Path(__file__).resolve().parent.parent / "docs" / "strategies.md"
+    document = pathlib.Path(__file__).resolve().parent.parent / "docs" / "modes.md"
     section = document.read_text().partition("## Switching modes at a checkpoint\n")[2]
     (program,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
     exec(compile(program, document.name, "exec"), {})

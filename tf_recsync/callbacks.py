@@ -15,19 +15,30 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync._deprecation import without_strategy
-from tf_recsync.checkpoint.callback import Checkpoint as Checkpoint
-from tf_recsync.checkpoint.callback import SavedCheckpoint as SavedCheckpoint
+from tf_recsync.checkpoint.callback import Checkpoint, SavedCheckpoint
 from tf_recsync.cluster import Server
 from tf_recsync.cluster.membership import Order
 from tf_recsync.metrics.exact import group_auc
 from tf_recsync.ops import hop
 from tf_recsync.optimizers.base import global_step_of
-from tf_recsync.publishing import Publication as Publication
-from tf_recsync.publishing import Publish as Publish
+from tf_recsync.publishing import Publication, Publish
 from tf_recsync.staleness import Report, Statistics
 from tf_recsync.strategies.slots import Losses
 from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_reports import WorkerReport
+
+__all__ = [
+    "Checkpoint",
+    "GroupAUC",
+    "HopReport",
+    "HopTimeline",
+    "Publication",
+    "Publish",
+    "SavedCheckpoint",
+    "ShadowReport",
+    "TrainingReport",
+    "WorkerEvents",
+]
 
 
 class _Report(keras.callbacks.Callback):
@@ -81,9 +92,20 @@ class TrainingReport(_Report):
 
     Example:
 
-    ```python
-    model.fit(dataset, callbacks=[recsync.callbacks.TrainingReport("logs")])
-    ```
+    >>> import keras
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import tf_recsync as recsync
+    >>> x = np.arange(64, dtype=np.float32)[:, None] / 64
+    >>> dataset = tf.data.Dataset.from_tensor_slices((x, x > 0.5)).batch(8)
+    >>> with recsync.LocalCluster(workers=2, ps=1, processes=0) as cluster:
+    ...     strategy = recsync.AsyncStrategy(cluster)
+    ...     with strategy.scope():
+    ...         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, "sigmoid")])
+    ...         model.compile(recsync.optimizers.Adagrad(0.05), "binary_crossentropy")
+    ...     history = model.fit(dataset, verbose=0, callbacks=[recsync.callbacks.TrainingReport()])
+    >>> history.history["staleness"][0] >= 1
+    True
     """
 
     _needs = "staleness"
@@ -173,9 +195,11 @@ class ShadowReport(TrainingReport):
 
     Example:
 
-    ```python
-    model.fit(dataset, callbacks=[recsync.callbacks.ShadowReport("logs")])
-    ```
+    >>> import tf_recsync as recsync
+    >>> callbacks = [recsync.callbacks.ShadowReport()]
+
+    Then `model.fit(dataset, callbacks=callbacks).history["average_sync_gap"]` has a value for each
+    epoch.
     """
 
     _needs = "sync_report"
@@ -215,14 +239,12 @@ class WorkerEvents(_Report):
 
     Example:
 
-    ```python
-    lost = []
-    events = recsync.callbacks.WorkerEvents(
-        on_worker_lost=lost.append,
-        on_worker_back=lambda worker: print("worker", worker, "is back"),
-    )
-    model.fit(dataset, callbacks=[events])
-    ```
+    >>> import tf_recsync as recsync
+    >>> lost = []
+    >>> events = recsync.callbacks.WorkerEvents(on_worker_lost=lost.append)
+    >>> events.on_worker_lost(3)  # `fit` calls it, with `callbacks=[events]`.
+    >>> lost
+    [3]
     """
 
     _needs = "members"
@@ -411,11 +433,11 @@ class HopReport(_Report):
 
     Example:
 
-    ```python
-    report = recsync.callbacks.HopReport("logs", per_worker=True)
-    history = model.fit(dataset, callbacks=[report]).history
-    history["worker_3/waiting_seconds"]  # A value for each epoch.
-    ```
+    >>> import tf_recsync as recsync
+    >>> callbacks = [recsync.callbacks.HopReport(per_worker=True)]
+
+    Then `model.fit(dataset, callbacks=callbacks).history["worker_3/waiting_seconds"]` has a value
+    for each epoch.
     """
 
     _needs = "topology"
@@ -514,9 +536,10 @@ class HopTimeline(_Report):
 
     Example:
 
-    ```python
-    model.fit(dataset, callbacks=[recsync.callbacks.HopTimeline("hop.json")])
-    ```
+    >>> import tf_recsync as recsync
+    >>> callbacks = [recsync.callbacks.HopTimeline("hop.json", limit=100_000)]
+
+    Then `model.fit(dataset, callbacks=callbacks)` writes the file.
     """
 
     _needs = "record_events"

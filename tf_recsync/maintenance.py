@@ -20,6 +20,13 @@ from tf_recsync.strategies.comebacks import Comebacks
 from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.synchronization.synchronizer import Crew
 
+__all__ = [
+    "Done",
+    "Drain",
+    "Restart",
+    "Window",
+]
+
 _RETURN_SECONDS = 20.0  # For a server that is up again to be taken in.
 _RETRY_SECONDS = 0.2
 
@@ -57,7 +64,7 @@ class Restart:
         if self.job not in ("worker", "ps"):
             raise ValueError(
                 f'job must be "worker" or "ps", not {self.job!r}; a reader is restarted at any '
-                "time, see docs/cluster.md"
+                "time, see docs/operations.md"
             )
         check_at_least("index", self.index, 0)
         _check_hook("restart", self.restart)
@@ -178,15 +185,12 @@ class Window(keras.callbacks.Callback):
 
     Example:
 
-    ```python
-    window = recsync.maintenance.Window(within_seconds=1800)
-    thread = threading.Thread(target=model.fit, args=(dataset,), kwargs={"callbacks": [window]})
-    thread.start()
-    window.request(recsync.maintenance.Drain(worker=3))
-    window.request(recsync.maintenance.Restart("ps", 1))
-    thread.join()
-    print(*window.report, sep="\\n")
-    ```
+    >>> import tf_recsync as recsync
+    >>> window = recsync.maintenance.Window(within_seconds=1800)
+    >>> window.request(recsync.maintenance.Drain(worker=3))
+    >>> window.request(recsync.maintenance.Restart("ps", 1))
+    >>> window.report  # `fit`, with `callbacks=[window]`, has done none of them yet.
+    []
     """
 
     def __init__(self, within_seconds: float):

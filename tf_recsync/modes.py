@@ -1,17 +1,20 @@
 """The training modes that users choose from, with the arguments of the strategies.
 
-A mode says when a worker may start on a batch, and when the servers apply what workers push. Each
-has a strategy that is it on one group of workers:
+A mode says when a worker may start on a batch, and when the servers apply what workers push. For
+each mode there is a strategy of one group of workers:
 
-| mode | strategy | nobody waits | what the servers apply together |
-|---|---|---|---|
-| `Async` | `AsyncStrategy` | yes | each push |
-| `Hogwild` | `ShadowSyncStrategy`, for the threads of a trainer | yes | each push, without locks |
-| `Sync` | `SyncStrategy` | no | a global batch, all of it computed on the same parameters |
-| `BSP` | `BSPStrategy` | yes | a global batch, however stale |
-| `GBA` | `GBAStrategy` | yes | a global batch, without what is too stale |
-| `BackupWorkers` | `BackupWorkersStrategy` | no | the batches of all workers but the slowest |
-| `BoundedStaleness` | `BoundedStalenessStrategy` | no | each push |
+- `Async` (`AsyncStrategy`): no worker waits, and the servers apply each push.
+- `Hogwild` (`ShadowSyncStrategy`, for the threads of a trainer): no thread waits, and each push is
+  applied without locks.
+- `Sync` (`SyncStrategy`): workers wait, and the servers apply a global batch, all of it computed on
+  the same parameters.
+- `BSP` (`BSPStrategy`): no worker waits, and the servers apply a global batch, however stale.
+- `GBA` (`GBAStrategy`): no worker waits, and the servers apply a global batch, without what is too
+  stale.
+- `BackupWorkers` (`BackupWorkersStrategy`): workers wait, and the servers apply the batches of all
+  workers but the slowest.
+- `BoundedStaleness` (`BoundedStalenessStrategy`): workers wait if they are too far ahead, and the
+  servers apply each push.
 
 A mode can be made, and with it its arguments checked, before there is a cluster.
 
@@ -54,6 +57,12 @@ class ModeConfig(abc.ABC):
 
     Raises:
         ValueError: if an argument is wrong.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.modes.Async(local_batch_size=512).local_batch_size
+    512
     """
 
     local_batch_size: int | None = None
@@ -113,6 +122,12 @@ class Async(ModeConfig):
 
     Args:
         local_batch_size: as in `ModeConfig`.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.modes.Async().on(workers=4).name
+    'async'
     """
 
     def _on(self, workers: int) -> Mode:
@@ -129,6 +144,12 @@ class Hogwild(ModeConfig):
 
     Args:
         local_batch_size: as in `ModeConfig`.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.modes.Hogwild().on(workers=4).hogwild
+    True
     """
 
     def _on(self, workers: int) -> Mode:
@@ -154,6 +175,12 @@ class Sync(_GlobalBatches):
 
     Raises:
         ValueError: if an argument is wrong, or the sizes do not fit together.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.modes.Sync().on(workers=4).capacity  # One batch of each worker.
+    4
     """
 
     global_batch_size: int | None = None
@@ -190,6 +217,13 @@ class BSP(_GlobalBatches):
 
     Raises:
         ValueError: if an argument is wrong, or the sizes do not fit together.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> mode = recsync.modes.BSP(global_batch_size=1024, local_batch_size=512)
+    >>> mode.on(workers=4).capacity  # Batches that are applied together.
+    2
     """
 
     global_batch_size: int
@@ -229,6 +263,16 @@ class GBA(BSP):
 
     Raises:
         ValueError: if an argument is wrong, or the sizes do not fit together.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> mode = recsync.modes.GBA(
+    ...     global_batch_size=1024, local_batch_size=512, staleness_tolerance=3
+    ... )
+    >>> weight = mode.on(workers=4).weight  # Of tau, which is the age and 1.
+    >>> weight(4), weight(5)
+    (1.0, 0.0)
     """
 
     staleness_tolerance: int | None = None
@@ -279,6 +323,12 @@ class BackupWorkers(_GlobalBatches):
 
     Raises:
         ValueError: if an argument is wrong.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.modes.BackupWorkers(backup_workers=1).on(workers=4).capacity
+    3
     """
 
     backup_workers: int
@@ -317,6 +367,12 @@ class BoundedStaleness(ModeConfig):
 
     Raises:
         ValueError: if an argument is wrong.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.modes.BoundedStaleness(staleness_bound=2).on(workers=4).name
+    'bounded-staleness'
     """
 
     staleness_bound: int

@@ -12,9 +12,14 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tf_recsync.input_parts import InputParts, name_of
-from tf_recsync.table_reader import TableReader as TableReader
-from tf_recsync.table_reader import TableVersion as TableVersion
+from tf_recsync.table_reader import TableReader, TableVersion
 from tf_recsync.tables_apart import GivenInput, TablesApart
+
+__all__ = [
+    "TableReader",
+    "TableVersion",
+    "export_model",
+]
 
 
 def export_model(

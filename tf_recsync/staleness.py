@@ -17,6 +17,16 @@ import numpy as np
 
 from tf_recsync import _engine
 
+__all__ = [
+    "Constant",
+    "InversePower",
+    "Policy",
+    "Report",
+    "Rescale",
+    "Statistics",
+    "Threshold",
+]
+
 
 @keras.saving.register_keras_serializable(package="tf_recsync.staleness")
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +57,14 @@ class Rescale:
 
     Raises:
         ValueError: for a value out of range.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> rescale = recsync.staleness.Rescale(deviation=1.0)
+    >>> policy = recsync.staleness.InversePower(k=1, baseline=1, rescale=rescale)
+    >>> policy(4), policy(4, deviation=2.0)  # On a cluster that deviates twice as much.
+    (0.25, 0.5)
     """
 
     deviation: float
@@ -142,7 +160,14 @@ def _attributes(decay: str, **changes) -> dict:
 @keras.saving.register_keras_serializable(package="tf_recsync.staleness")
 @dataclasses.dataclass(frozen=True)
 class Constant(Policy):
-    """Every gradient counts in full: plain asynchronous SGD."""
+    """Every gradient counts in full: plain asynchronous SGD.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.staleness.Constant()(100)
+    1.0
+    """
 
     def attributes(self) -> dict:
         return _attributes("constant")
@@ -226,6 +251,9 @@ class Threshold(Policy):
 
     Args:
         iota: the largest age that counts, a float of at least 0, in updates.
+
+    Raises:
+        ValueError: if `iota` is below 0.
 
     Example:
 

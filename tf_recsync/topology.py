@@ -23,6 +23,21 @@ import numpy as np
 from tf_recsync._checks import check_at_least
 from tf_recsync._figures import new_figure
 
+__all__ = [
+    "Topology",
+    "complete",
+    "double_ring",
+    "exponential",
+    "from_edges",
+    "from_networkx",
+    "gap_bounds",
+    "grid",
+    "hierarchical",
+    "ring",
+    "ring_based",
+    "star",
+]
+
 _TOLERANCE = 1e-6  # Of sums of weights, which users may give as float32.
 _SINKHORN_ROUNDS = 100_000
 
@@ -157,6 +172,18 @@ def ring(workers: int) -> Topology:
 
     Args:
         workers: at least 1.
+
+    Returns:
+        The graph, with equal weights.
+
+    Raises:
+        ValueError: if there are too few workers.
+
+    Example:
+
+    >>> from tf_recsync import topology
+    >>> topology.ring(4).out_neighbors(0)
+    (1, 3)
     """
     _check_size("workers", workers, 1)
     return _symmetric(workers, _ring_edges(range(workers)), "ring")
@@ -167,6 +194,18 @@ def ring_based(workers: int) -> Topology:
 
     Args:
         workers: even, at least 2.
+
+    Returns:
+        The graph, with doubly stochastic weights.
+
+    Raises:
+        ValueError: if `workers` is odd or too small.
+
+    Example:
+
+    >>> from tf_recsync import topology
+    >>> topology.ring_based(6).out_neighbors(0)
+    (1, 3, 5)
     """
     _check_size("workers", workers, 2, even=True)
     return _symmetric(workers, _ring_based_edges(range(workers)), "ring_based")
@@ -177,6 +216,18 @@ def double_ring(workers: int) -> Topology:
 
     Args:
         workers: a multiple of 4.
+
+    Returns:
+        The graph, with doubly stochastic weights.
+
+    Raises:
+        ValueError: if `workers` is no multiple of 4.
+
+    Example:
+
+    >>> from tf_recsync import topology
+    >>> topology.double_ring(8).out_neighbors(0)
+    (1, 2, 3, 4)
     """
     _check_size("workers", workers, 4)
     if workers % 4:
@@ -192,6 +243,18 @@ def complete(workers: int) -> Topology:
 
     Args:
         workers: at least 1.
+
+    Returns:
+        The graph, with equal weights.
+
+    Raises:
+        ValueError: if there are too few workers.
+
+    Example:
+
+    >>> from tf_recsync import topology
+    >>> topology.complete(4).out_neighbors(0)
+    (1, 2, 3)
     """
     _check_size("workers", workers, 1)
     edges = [(i, j) for i in range(workers) for j in range(i)]
@@ -203,6 +266,18 @@ def star(workers: int) -> Topology:
 
     Args:
         workers: at least 1.
+
+    Returns:
+        The graph, with doubly stochastic weights.
+
+    Raises:
+        ValueError: if there are too few workers.
+
+    Example:
+
+    >>> from tf_recsync import topology
+    >>> topology.star(4).out_neighbors(2)
+    (0,)
     """
     _check_size("workers", workers, 1)
     return _symmetric(workers, [(0, i) for i in range(1, workers)], "star")
@@ -213,6 +288,18 @@ def exponential(workers: int) -> Topology:
 
     Args:
         workers: at least 1.
+
+    Returns:
+        The graph, with equal weights.
+
+    Raises:
+        ValueError: if there are too few workers.
+
+    Example:
+
+    >>> from tf_recsync import topology
+    >>> topology.exponential(8).out_neighbors(0)
+    (1, 2, 4)
     """
     _check_size("workers", workers, 1)
     hops = [2**p for p in range(max(workers - 1, 0).bit_length())]
@@ -226,6 +313,18 @@ def grid(rows: int, columns: int) -> Topology:
     Args:
         rows: at least 1.
         columns: at least 1.
+
+    Returns:
+        The graph, with doubly stochastic weights.
+
+    Raises:
+        ValueError: if there are too few rows or columns.
+
+    Example:
+
+    >>> from tf_recsync import topology
+    >>> topology.grid(2, 3).out_neighbors(0)
+    (1, 3)
     """
     _check_size("rows", rows, 1)
     _check_size("columns", columns, 1)
@@ -244,6 +343,18 @@ def hierarchical(machines: Sequence[int]) -> Topology:
 
     Args:
         machines: the number of workers of each machine, each at least 1.
+
+    Returns:
+        The graph, with doubly stochastic weights.
+
+    Raises:
+        ValueError: if no machine is named, or one has no worker.
+
+    Example:
+
+    >>> from tf_recsync import topology
+    >>> topology.hierarchical([2, 2]).out_neighbors(1)
+    (0, 2)
     """
     if not len(machines):
         raise ValueError("machines must name at least one machine")
@@ -274,9 +385,18 @@ def from_edges(
             where all edges go both ways, and else scaled to be doubly stochastic.
         name: as for `Topology`.
 
+    Returns:
+        The graph.
+
     Raises:
         ValueError: if an edge names a worker that there is not, the graph is not strongly
             connected, or the weights don't fit the edges or are not doubly stochastic.
+
+    Example:
+
+    >>> from tf_recsync import topology
+    >>> topology.from_edges(3, [(0, 1), (1, 2), (2, 0)]).out_neighbors(0)
+    (1,)
     """
     _check_size("workers", workers, 1)
     named = {(int(i), int(j)) for i, j in edges if i != j}
@@ -305,8 +425,18 @@ def from_networkx(graph: nx.Graph, name: str | None = None) -> Topology:
             included; else weights are chosen as `from_edges` does.
         name: as for `Topology`. Defaults to the graph's, if it has one.
 
+    Returns:
+        The graph.
+
     Raises:
         ValueError: as `from_edges`.
+
+    Example:
+
+    >>> import networkx as nx
+    >>> from tf_recsync import topology
+    >>> topology.from_networkx(nx.petersen_graph()).out_neighbors(0)
+    (1, 4, 5)
     """
     worker: dict[Hashable, int] = {node: i for i, node in enumerate(graph)}
     directed = graph.to_directed()

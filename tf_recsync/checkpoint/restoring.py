@@ -60,7 +60,17 @@ def restore(path: str | os.PathLike, model: keras.Model, *, verify: bool = True)
             whole, or one that a delta is based on is missing; the error names it.
         RuntimeError: if a parameter server is lost or silent.
 
-    Example: see `save`.
+    Example:
+
+    >>> import tempfile
+    >>> import keras
+    >>> import tf_recsync as recsync
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     recsync.checkpoint.save(f"{folder}/first", model, metadata={"day": 1})
+    ...     metadata = recsync.checkpoint.restore(f"{folder}/first", model)
+    >>> metadata
+    {'day': 1}
     """
     return _restored(checked_path(path), model, verify)
 

@@ -57,12 +57,13 @@ class Cluster:
       data_service: Hands the workers their data, from this process.
 
     Example:
-      ```python
-      cluster = recsync.cluster_from_tf_config()
-      cluster.connect()
-      with cluster.dispatch_scope(), tf.device("/job:worker/task:0"):
-          print(tf.add(1, 2))
-      ```
+
+    >>> import tf_recsync as recsync
+    >>> with recsync.LocalCluster(workers=2, ps=1, processes=0) as cluster:
+    ...     cluster.connect()
+    ...     members = recsync.AsyncStrategy(cluster).members()
+    >>> [f"{member.job}:{member.index}" for member in members]
+    ['worker:0', 'worker:1', 'ps:0']
     """
 
     def __init__(
@@ -635,12 +636,18 @@ def cluster_from_tf_config(bind_address: str | None = None) -> Cluster:
         worker.
 
     Example:
-      ```python
-      # TF_CONFIG='{"cluster": {"chief": ["10.0.0.1:4711"], "worker": ["10.0.0.2:4711"],
-      #                         "ps": ["10.0.0.3:4711"]},
-      #             "task": {"type": "chief", "index": 0}}'
-      cluster = recsync.cluster_from_tf_config(bind_address="10.0.0.1")
-      ```
+
+    >>> import json
+    >>> import os
+    >>> import tf_recsync as recsync
+    >>> jobs = {"chief": ["10.0.0.1:4711"], "worker": ["10.0.0.2:4711"], "ps": ["10.0.0.3:4711"]}
+    >>> os.environ["TF_CONFIG"] = json.dumps(
+    ...     {"cluster": jobs, "task": {"type": "chief", "index": 0}}
+    ... )
+    >>> cluster = recsync.cluster_from_tf_config(bind_address="10.0.0.1")
+    >>> cluster.workers, cluster.ps
+    (1, 1)
+    >>> del os.environ["TF_CONFIG"]
     """
     config = tf_config.parse_tf_config(os.environ)
     if config.task_type != tf_config.CHIEF:

@@ -64,12 +64,11 @@ class LocalCluster(connection.Cluster):
       log_dir: The folder with the servers' output; None if they are in this process.
 
     Example:
-      ```python
-      with recsync.LocalCluster(workers=4, ps=2) as cluster:
-          cluster.connect()
-          with tf.device("/job:ps/task:0"):
-              table = tf.Variable(tf.zeros([1000, 16]))
-      ```
+
+    >>> import tf_recsync as recsync
+    >>> with recsync.LocalCluster(workers=4, ps=2, processes=0) as cluster:
+    ...     print(cluster.workers, "workers,", cluster.ps, "parameter servers")
+    4 workers, 2 parameter servers
     """
 
     def __init__(

@@ -96,6 +96,13 @@ class ClickData(abc.ABC):
 
     `Criteo`, `Csv`, `Parquet`, `TfRecord` and `Synthetic` share this interface, so that code which
     trains a model needs to know only `spec`, `train` and `test`.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> data = recsync.data.Synthetic(rows=100, test_rows=10, cardinalities=[5])
+    >>> isinstance(data, recsync.data.ClickData), data.train_rows, data.test_rows
+    (True, 100, 10)
     """
 
     @property

@@ -23,6 +23,12 @@ class NumericColumn:
 
     Raises:
         ValueError: If `std` is not positive or `boundaries` do not ascend.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.data.NumericColumn("age", mean=40, std=12, boundaries=(18, 65)).bucket_name
+    'age_bucket'
     """
 
     name: str
@@ -70,6 +76,12 @@ class CategoricalColumn:
     Raises:
         ValueError: Unless there is either a vocabulary or a number of buckets, if `weights` is
             given without `multi_hot`, or if `separator` is blank.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.data.CategoricalColumn("color", vocabulary=("red", "blue")).size
+    4
     """
 
     name: str
@@ -120,6 +132,12 @@ class CrossedColumn:
 
     Raises:
         ValueError: If there are fewer than two columns or `hash_buckets` is negative.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.data.CrossedColumn(("color", "age_bucket"), hash_buckets=100).name
+    'color_x_age_bucket'
     """
 
     columns: tuple[str, ...]

@@ -44,6 +44,8 @@ class Adagrad(base.Optimizer):
         swap: a `tf_recsync.Swap`, or None (the default) for plain Adagrad.
         staleness: a policy of `tf_recsync.staleness`, or None (the default) for
             `Constant()`.
+        tables: as in `tf_recsync.optimizers.Optimizer`.
+        name: as in `tf_recsync.optimizers.Optimizer`.
         **kwargs: see `tf_recsync.optimizers.Optimizer`.
 
     Raises:
@@ -142,7 +144,15 @@ class SwapAdagrad(Adagrad):
             period from the data, e.g. a fifth of a day's steps.
         initial_accumulator_value: a float of at least 0. Defaults to 1e-5, not to Keras's 0.1: the
             first gradients of a row, which are small, then move it by about the learning rate.
+        name: as in `Adagrad`.
         **kwargs: as in `Adagrad`.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> optimizer = recsync.optimizers.SwapAdagrad(0.05, swap=recsync.Swap(period=2000, decay=0.8))
+    >>> optimizer.swap.period
+    2000
     """
 
     def __init__(

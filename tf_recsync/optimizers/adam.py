@@ -33,7 +33,7 @@ class Adam(base.Optimizer):
     decays second moments further; 1 without.
 
     What staleness does to Adam: see "Adam under asynchronous training"
-    in docs/strategies.md.
+    in docs/optimizers.md.
 
     Reference: Kingma and Ba 2015; Liu and Zhao 2021 for rho and lambda.
 
@@ -49,6 +49,8 @@ class Adam(base.Optimizer):
             Defaults to True.
         swap: a `tf_recsync.Swap` of the second moment, or None (the default).
         staleness: a policy of `tf_recsync.staleness`, or None (the default) for `Constant()`.
+        tables: as in `tf_recsync.optimizers.Optimizer`.
+        name: as in `tf_recsync.optimizers.Optimizer`.
         **kwargs: see `tf_recsync.optimizers.Optimizer`.
 
     Raises:

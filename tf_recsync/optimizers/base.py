@@ -109,6 +109,16 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         name: a str or None.
         **kwargs: as in `keras.optimizers.Optimizer`: weight_decay, clipnorm,
             clipvalue, global_clipnorm, use_ema and so on.
+
+    Raises:
+        ValueError: if an argument is wrong.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> optimizer = recsync.optimizers.SGD(0.1, staleness=recsync.staleness.Threshold(iota=3))
+    >>> isinstance(optimizer, recsync.optimizers.Optimizer)
+    True
     """
 
     accumulator_names: tuple[str, ...] = ()

@@ -37,6 +37,8 @@ class Ftrl(base.Optimizer):
         beta: a float of at least 0, the paper's beta. Defaults to 0.
         swap: a `tf_recsync.Swap` of n, or None (the default).
         staleness: a policy of `tf_recsync.staleness`, or None (the default) for `Constant()`.
+        tables: as in `tf_recsync.optimizers.Optimizer`.
+        name: as in `tf_recsync.optimizers.Optimizer`.
         **kwargs: see `tf_recsync.optimizers.Optimizer`.
 
     Raises:

@@ -21,6 +21,8 @@ class SGD(base.Optimizer):
         learning_rate: a float, a schedule or a callable. Defaults to 0.01.
         staleness: a policy of `tf_recsync.staleness`, or None (the default) for
             `Constant()`.
+        tables: as in `tf_recsync.optimizers.Optimizer`.
+        name: as in `tf_recsync.optimizers.Optimizer`.
         **kwargs: see `tf_recsync.optimizers.Optimizer`.
 
     Example:

@@ -24,7 +24,7 @@ class Unit:
             leaves on the trainers: "input", "lookup" (its tables are on the embedding PSs),
             "operations" (outside of any layer) and "loss" (with the metrics).
         flops: Floating-point operations of forward and backward pass for a batch, at least 0.
-        parameter_bytes: Bytes of its weights |w|, in their own dtype. 0 (the default) of a unit
+        parameter_bytes: Bytes of its weights, in their own dtype. 0 (the default) of a unit
             without parameters, and of lookups.
         slots: Accumulators that the optimizer keeps for each element of the weights, 1 by default.
         activation_bytes: Bytes of the outputs for a batch, which are kept until the backward pass
@@ -105,7 +105,7 @@ class Unit:
 
     @property
     def memory(self) -> int:
-        """Bytes that weights and accumulators take where they are: (1 + slots) |w|."""
+        """Bytes of weights and accumulators: (1 + slots) times those of the weights."""
         return (1 + self.slots) * self.parameter_bytes
 
 

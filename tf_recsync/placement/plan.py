@@ -37,8 +37,8 @@ class OperatorPlan:
     whichever is more. With t trainers of r nets each, a step of one net takes F / C of a trainer's
     processor and t r F / C of a server's, for the operations F of its units; b / W of a trainer's
     network and t r b / W of a server's. b are the bytes on edges to other devices, in both
-    directions, and 8 |w| for |w| weights whose operator is on the trainers. Memory is a limit:
-    4 (1 + slots) |w| bytes of weights and accumulators, and the activations of all nets in flight.
+    directions, and `8 w` for `w` weights whose operator is on the trainers. Memory is a limit:
+    `4 (1 + slots) w` bytes of weights and accumulators, and the activations of all nets in flight.
 
     An activation that units on one other device use twice counts twice.
 

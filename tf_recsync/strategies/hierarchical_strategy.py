@@ -114,23 +114,18 @@ class HierarchicalStrategy(SynchronizedStrategy):
 
     Example:
 
-    ```python
-    cluster = recsync.LocalCluster(workers=4, ps=4)
-    strategy = recsync.HierarchicalStrategy(
-        cluster,
-        recsync.EASGD(alpha=0.3),
-        groups=2,
-        trainers_per_group=2,
-        ps_per_group=1,
-        placement="auto",
-        compression=recsync.Compression(activations="int8", gradients="bfloat16"),
-    )
-    with strategy.scope():
-        model = build_model()
-        model.compile(recsync.optimizers.Adagrad(0.05), "binary_crossentropy")
-    model.fit(dataset)
-    print(strategy.average_sync_gap(model))
-    ```
+    >>> import tf_recsync as recsync
+    >>> with recsync.LocalCluster(workers=4, ps=2, processes=0) as cluster:
+    ...     strategy = recsync.HierarchicalStrategy(
+    ...         cluster,
+    ...         recsync.ModelAveraging(alpha=0.5),
+    ...         groups=2,
+    ...         trainers_per_group=2,
+    ...         ps_per_group=1,
+    ...     )
+    ...     groups = strategy.arrangement.groups
+    >>> [group.trainers for group in groups]
+    [(0, 1), (2, 3)]
     """
 
     computing_jobs = ("worker", "ps")  # Layers may run on the servers of groups.

@@ -98,17 +98,21 @@ class HopStrategy(CopiedStrategy):
 
     Example:
 
-    ```python
-    cluster = recsync.LocalCluster(workers=8)
-    strategy = recsync.HopStrategy(
-        cluster, recsync.topology.ring_based(8), max_iteration_gap=4, backup_workers=1
-    )
-    with strategy.scope():
-        model = build_model()
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "binary_crossentropy")
-    model.fit(dataset, epochs=3)
-    print(strategy.hop_report(model))
-    ```
+    >>> import keras
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import tf_recsync as recsync
+    >>> x = np.arange(64, dtype=np.float32)[:, None] / 64
+    >>> dataset = tf.data.Dataset.from_tensor_slices((x, x > 0.5)).batch(8)
+    >>> with recsync.LocalCluster(workers=3, ps=0, processes=0) as cluster:
+    ...     strategy = recsync.HopStrategy(cluster, recsync.topology.ring(3))
+    ...     with strategy.scope():
+    ...         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, "sigmoid")])
+    ...         model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy")
+    ...     history = model.fit(dataset, verbose=0)
+    ...     copies = strategy.copies(model)
+    >>> len(copies)  # Each worker has one.
+    3
     """
 
     copies_tables = True

@@ -63,17 +63,24 @@ class AsyncStrategy(GroupStrategy):
 
     Example:
 
-    ```python
-    cluster = recsync.LocalCluster(workers=4, ps=2)
-    strategy = recsync.AsyncStrategy(cluster)
-    with strategy.scope():
-        model = build_model()
-        model.compile(
-            optimizer=recsync.optimizers.SwapAdagrad(0.05), loss="binary_crossentropy"
-        )
-    model.fit(dataset, epochs=1)
-    print(strategy.staleness(model).dense.mean)
-    ```
+    >>> import keras
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import tf_recsync as recsync
+    >>> x = np.arange(64, dtype=np.float32)[:, None] / 64
+    >>> dataset = tf.data.Dataset.from_tensor_slices((x, x > 0.5)).batch(8)
+    >>> with recsync.LocalCluster(workers=2, ps=1, processes=0) as cluster:
+    ...     strategy = recsync.AsyncStrategy(cluster)
+    ...     with strategy.scope():
+    ...         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, "sigmoid")])
+    ...         model.compile(recsync.optimizers.Adagrad(0.05), "binary_crossentropy")
+    ...     history = model.fit(dataset, verbose=0)
+    ...     updates = int(model.optimizer.iterations)
+    ...     staleness = strategy.staleness(model)
+    >>> updates  # One of each batch.
+    8
+    >>> staleness.dense.count  # Updates of a kernel and a bias.
+    16
     """
 
     def __init__(
@@ -126,6 +133,15 @@ class SyncStrategy(GroupStrategy):
     Raises:
         ValueError: if the cluster lacks workers or parameter servers, or the batch
             sizes do not fit together.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> with recsync.LocalCluster(workers=2, ps=1, processes=0) as cluster:
+    ...     strategy = recsync.SyncStrategy(cluster)
+    ...     mode = strategy.mode
+    >>> mode.capacity  # Batches that are applied together: one of each worker.
+    2
     """
 
     def __init__(
@@ -168,6 +184,15 @@ class BSPStrategy(GroupStrategy):
 
     Raises:
         ValueError: as in `SyncStrategy`.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> with recsync.LocalCluster(workers=2, ps=1, processes=0) as cluster:
+    ...     strategy = recsync.BSPStrategy(cluster, global_batch_size=64, local_batch_size=16)
+    ...     mode = strategy.mode
+    >>> mode.capacity  # Batches that are applied together.
+    4
     """
 
     def __init__(
@@ -231,17 +256,21 @@ class GBAStrategy(GroupStrategy):
 
     Example:
 
-    ```python
-    cluster = recsync.LocalCluster(workers=4, ps=2)
-    strategy = recsync.GBAStrategy(
-        cluster, global_batch_size=2048, local_batch_size=512, staleness_tolerance=4
-    )
-    with strategy.scope():
-        model = build_model()
-        model.compile(recsync.optimizers.Adagrad(0.05), "binary_crossentropy")
-    model.fit(dataset.batch(512))
-    print(strategy.aggregation(model).excluded)
-    ```
+    >>> import keras
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import tf_recsync as recsync
+    >>> x = np.arange(64, dtype=np.float32)[:, None] / 64
+    >>> dataset = tf.data.Dataset.from_tensor_slices((x, x > 0.5)).batch(8)
+    >>> with recsync.LocalCluster(workers=2, ps=1, processes=0) as cluster:
+    ...     strategy = recsync.GBAStrategy(cluster, global_batch_size=16, local_batch_size=8)
+    ...     with strategy.scope():
+    ...         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, "sigmoid")])
+    ...         model.compile(recsync.optimizers.Adagrad(0.05), "binary_crossentropy")
+    ...     history = model.fit(dataset, verbose=0)
+    ...     updates = int(model.optimizer.iterations)
+    >>> updates  # One of each two batches.
+    4
     """
 
     @keywords_after(3)
@@ -292,6 +321,15 @@ class BackupWorkersStrategy(GroupStrategy):
     Raises:
         ValueError: if the cluster lacks workers or parameter servers, or
             `backup_workers` is out of range.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> with recsync.LocalCluster(workers=2, ps=1, processes=0) as cluster:
+    ...     strategy = recsync.BackupWorkersStrategy(cluster, backup_workers=1)
+    ...     mode = strategy.mode
+    >>> mode.capacity  # Batches that are applied together.
+    1
     """
 
     def __init__(
@@ -333,6 +371,15 @@ class BoundedStalenessStrategy(GroupStrategy):
     Raises:
         ValueError: if the cluster lacks workers or parameter servers, or the bound is
             negative.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> with recsync.LocalCluster(workers=2, ps=1, processes=0) as cluster:
+    ...     strategy = recsync.BoundedStalenessStrategy(cluster, staleness_bound=2)
+    ...     mode = strategy.mode
+    >>> mode.capacity  # Each push is applied by itself.
+    1
     """
 
     def __init__(

@@ -61,17 +61,21 @@ class ShadowSyncStrategy(SynchronizedStrategy):
 
     Example:
 
-    ```python
-    cluster = recsync.LocalCluster(workers=4, ps=3)
-    strategy = recsync.ShadowSyncStrategy(
-        cluster, recsync.EASGD(alpha=0.3), threads_per_trainer=2, sync_ps=1
-    )
-    with strategy.scope():
-        model = build_model()
-        model.compile(recsync.optimizers.Adagrad(0.05), "binary_crossentropy")
-    model.fit(dataset)
-    print(strategy.average_sync_gap(model))
-    ```
+    >>> import keras
+    >>> import numpy as np
+    >>> import tensorflow as tf
+    >>> import tf_recsync as recsync
+    >>> x = np.arange(64, dtype=np.float32)[:, None] / 64
+    >>> dataset = tf.data.Dataset.from_tensor_slices((x, x > 0.5)).batch(8)
+    >>> with recsync.LocalCluster(workers=2, ps=0, processes=0) as cluster:
+    ...     strategy = recsync.ShadowSyncStrategy(cluster, recsync.ModelAveraging(alpha=0.5))
+    ...     with strategy.scope():
+    ...         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, "sigmoid")])
+    ...         model.compile(recsync.optimizers.Adagrad(0.05), "binary_crossentropy")
+    ...     history = model.fit(dataset, verbose=0)
+    ...     copies = strategy.copies(model)
+    >>> len(copies)  # Each trainer has one.
+    2
     """
 
     @keywords_after(2)

@@ -224,6 +224,12 @@ class EASGD(Algorithm):
 
     Raises:
         ValueError: if `alpha` is anything else.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.EASGD(alpha=0.3).is_central  # It needs sync PSs.
+    True
     """
 
     alpha: float
@@ -248,6 +254,12 @@ class ModelAveraging(Algorithm):
 
     Raises:
         ValueError: if `alpha` is anything else.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.ModelAveraging(alpha=0.5).is_central
+    False
     """
 
     alpha: float
@@ -278,6 +290,12 @@ class BMUF(Algorithm):
     Raises:
         ValueError: if an argument is anything else, or Nesterov's acceleration is wanted
             without momentum.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.BMUF(alpha=0.5, eta=1.0, momentum=0.9, nesterov=True).is_central
+    False
     """
 
     alpha: float

@@ -28,6 +28,12 @@ class Shadow:
 
     Raises:
         ValueError: if that is negative.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.Shadow(min_interval=0.5)
+    Shadow(min_interval=0.5)
     """
 
     min_interval: float = 0.0
@@ -51,6 +57,12 @@ class Foreground:
 
     Raises:
         ValueError: if not exactly one is given, or it is not allowed.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.Foreground(per_minute=30).interval  # Seconds.
+    2.0
     """
 
     gap: int | None = None

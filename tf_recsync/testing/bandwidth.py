@@ -44,10 +44,11 @@ def set_bandwidth(
 
     Example:
 
-    ```python
-    recsync.testing.set_bandwidth(strategy, 125e6)  # a gigabit per second
-    recsync.testing.set_bandwidth(strategy, 12.5e6, servers=[0])  # one of them slower
-    ```
+    >>> import tf_recsync as recsync
+    >>> with recsync.LocalCluster(workers=2, ps=1, processes=0) as cluster:
+    ...     strategy = recsync.AsyncStrategy(cluster)
+    ...     recsync.testing.set_bandwidth(strategy, 125e6)  # A gigabit per second.
+    ...     recsync.testing.set_bandwidth(strategy, 12.5e6, servers=[0])  # One server is slower.
     """
     job = job or strategy.linked_jobs[0]
     devices = chosen_devices(strategy, strategy.linked_jobs, job, servers)

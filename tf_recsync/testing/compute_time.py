@@ -48,14 +48,11 @@ def set_compute_time(
 
     Example:
 
-    ```python
-    recsync.testing.set_compute_time(
-        strategy,
-        0.03,
-        recsync.testing.SlowWorkers(4.0, range(3, 16, 4))
-        * recsync.testing.RandomSlowdown(5.0, probability=0.02),
-    )
-    ```
+    >>> import tf_recsync as recsync
+    >>> with recsync.LocalCluster(workers=2, ps=1, processes=0) as cluster:
+    ...     strategy = recsync.AsyncStrategy(cluster)
+    ...     slow = recsync.testing.SlowWorkers(4.0, [1])  # Worker 1 takes four times as long.
+    ...     recsync.testing.set_compute_time(strategy, 0.03, slow)
     """
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if seconds is not None and not (is_number and math.isfinite(seconds) and seconds >= 0):

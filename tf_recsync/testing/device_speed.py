@@ -47,11 +47,10 @@ def set_device_speed(
 
     Example:
 
-    ```python
-    recsync.testing.set_device_speed(strategy, 1e9)  # The trainers.
-    recsync.testing.set_device_speed(strategy, 1e9, job="ps")
-    recsync.testing.set_device_speed(strategy, 5e8, servers=[0], job="ps")  # One of them slower.
-    ```
+    >>> import tf_recsync as recsync
+    >>> with recsync.LocalCluster(workers=2, ps=1, processes=0) as cluster:
+    ...     strategy = recsync.AsyncStrategy(cluster)
+    ...     recsync.testing.set_device_speed(strategy, 1e9)  # Of each worker.
     """
     devices = chosen_devices(strategy, strategy.computing_jobs, job, servers)
     set_limit(strategy._speeds, devices, "flops_per_second", flops_per_second)
@@ -93,12 +92,12 @@ def device_use(strategy: FitStrategy, job: str) -> list[Use]:
 
     Example:
 
-    ```python
-    before = recsync.testing.device_use(strategy, "ps")
-    model.fit(dataset)
-    after = recsync.testing.device_use(strategy, "ps")
-    print([b.compute_seconds - a.compute_seconds for a, b in zip(before, after)])
-    ```
+    >>> import tf_recsync as recsync
+    >>> with recsync.LocalCluster(workers=2, ps=1, processes=0) as cluster:
+    ...     strategy = recsync.AsyncStrategy(cluster)
+    ...     used = recsync.testing.device_use(strategy, "ps")
+    >>> len(used)  # One for each parameter server.
+    1
     """
     found = []
     for device in chosen_devices(strategy, ("worker", "ps"), job, None):
