@@ -96,8 +96,11 @@ class DistributedEmbedding(keras.layers.Layer):
         table_stacking: as keras-rs has it, where it says which tables form one; here, tables of
             one dimension on one server always do.
         update_stats: as keras-rs has it, for SparseCores; it has no effect here.
-        **kwargs: `placement`, `memory_limit`, `slots` and `bytes_per_row_overhead` of
-            `EmbeddingCollection`; others go to the Keras layer.
+        placement: as of `EmbeddingCollection`, like the next three. None by default.
+        memory_limit: bytes that a parameter server has for the tables. None, the default, for any.
+        slots: float32 accumulators of an element, for `memory_limit`. 1 by default.
+        bytes_per_row_overhead: other bytes of a row, for `memory_limit`. 8 by default.
+        **kwargs: go to the Keras layer.
 
     Call arguments:
         inputs: ids, in the structure of `feature_configs`: integers [batch] or [batch, k], or
