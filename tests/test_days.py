@@ -79,11 +79,11 @@ def test_a_day_that_is_written_meanwhile_is_found(tmp_path):
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_days_are_told_apart_by_timestamps(tmp_path, kind):
-    values = [row for day in (1, 2, 4) for row in rows(day, day)]
+    values = [row for day in (1, 3) for row in rows(day, day)]
     WRITERS[kind](tmp_path / "all", values)
     reader = functools.partial(getattr(rd, kind), schema=SCHEMA, test_fraction=0)
-    days = rd.Days(tmp_path, "2024-01-01", "2024-01-04", reader, by="timestamp")
-    found = {"2024-01-01": 1, "2024-01-02": 2, "2024-01-03": 0, "2024-01-04": 4}
+    days = rd.Days(tmp_path, "2024-01-01", "2024-01-03", reader, by="timestamp")
+    found = {"2024-01-01": 1, "2024-01-02": 0, "2024-01-03": 3}
     batches = {str(day): data.train(4) for day, data in days}
     assert {
         day: sum(len(label) for _, label in dataset) for day, dataset in batches.items()

@@ -35,10 +35,6 @@ class Texts:
         """Returns for each row what was calculated for its value."""
         return results if self.rows is None else tf.gather(results, self.rows)
 
-    def every(self) -> tf.Tensor:
-        """Returns the text of each row, string `[n]`."""
-        return self.of_rows(self.values)
-
 
 @dataclasses.dataclass(frozen=True)
 class Columns:

@@ -45,7 +45,7 @@ def count(name: str, files: tf.Tensor) -> tf.Tensor:
     """
 
     def some() -> tf.Tensor:
-        return _call(name, "count", files)
+        return _call(name, "count", files, tf.size(files, tf.int64))
 
     return tf.cond(tf.size(files) > 0, some, lambda: tf.constant(0, tf.int64))
 
@@ -56,22 +56,24 @@ def in_passes(dataset: tf.data.Dataset, name: str, more: Mapping[str, int]) -> t
     Args:
         dataset: Rows that have been counted.
         name: Name of the counter.
-        more: What each pass begins with, by file.
+        more: What each pass leaves out besides, by file.
     """
-    specs = dataset.element_spec
+    zeros = tf.nest.map_structure(_zeros, dataset.element_spec)
 
-    begin_with = [file for file, rows in more.items() for _ in range(rows)]
-
-    def nothing(what: str, files: Sequence[str] = ()) -> tf.data.Dataset:
-        zeros = tf.nest.map_structure(_zeros, specs)
-
-        def call(_: tf.Tensor) -> tf.data.Dataset:
-            done = _call(name, what, tf.constant(list(files), tf.string))
+    def nothing(what: str, files: Sequence[str], most: int) -> tf.data.Dataset:
+        def call(number: tf.Tensor) -> tf.data.Dataset:
+            # What depends on no element, TensorFlow would calculate once, when it likes.
+            done = _call(name, what, tf.constant(list(files), tf.string), number)
             return tf.data.Dataset.from_tensors(zeros).take(done)
 
-        return tf.data.Dataset.range(_MOST_READERS).take(1).flat_map(call)
+        return tf.data.Dataset.range(most).take(1).flat_map(call)
 
-    return nothing("begin", begin_with).concatenate(dataset).concatenate(nothing("end"))
+    passes = nothing("begin", (), _MOST_READERS)
+    if more:
+        # Of several readers one counts these.
+        files = [file for file, rows in more.items() for _ in range(rows)]
+        passes = passes.concatenate(nothing("count", files, 1))
+    return passes.concatenate(dataset).concatenate(nothing("end", (), _MOST_READERS))
 
 
 def _zeros(spec: tf.TypeSpec) -> tf.Tensor | tf.RaggedTensor:
@@ -82,14 +84,16 @@ def _zeros(spec: tf.TypeSpec) -> tf.Tensor | tf.RaggedTensor:
     return tf.zeros([size or 0 for size in spec.shape], spec.dtype)
 
 
-def _call(name: str, what: str, files: tf.Tensor) -> tf.Tensor:
-    (done,) = _python_ops.call("count_skipped", [name, what, files], [tf.int64])
+def _call(name: str, what: str, files: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+    (done,) = _python_ops.call("count_skipped", [name, what, files, number], [tf.int64])
     done.set_shape([])
     return done
 
 
 @_python_ops.register("count_skipped")
-def _count_skipped(name: bytes, what: bytes, files: np.ndarray) -> np.ndarray:
+def _count_skipped(
+    name: bytes, what: bytes, files: np.ndarray, unused_number: np.ndarray
+) -> np.ndarray:
     """Does what `count` and the beginning and end of a pass want."""
     if what == b"begin":
         with _lock:

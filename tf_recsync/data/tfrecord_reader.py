@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -371,6 +372,10 @@ def _scan(path: str, keeps_damaged: bool) -> RecordFile:
         damage = error.message
         for record in _rest(path, compression, rows):
             rows, offset = rows + 1, offset + len(record) + _FRAME_BYTES
+    left = 0 if compression else os.path.getsize(path) - offset
+    if not damage and left:
+        # TensorFlow takes less than the head of a record for the end of the file.
+        damage = f"{left} bytes are no record"
     if damage and not keeps_damaged:
         raise ValueError(
             f"The file {path!r} is truncated or corrupted in record {rows + 1} (byte offset "
