@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from tf_recsync import data as rd
-from tf_recsync.data import _errors, _fields
+from tf_recsync.data import _errors, _fields, _text
 from tf_recsync.optimizers import SGD
 
 UNCLOSED = "a field is not closed on its line"
@@ -155,6 +155,16 @@ def test_a_file_that_was_truncated_after_its_lines_were_counted_is_named(cluster
         model.compile(SGD(), "mse")
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         model.fit(dataset.map(lambda _, label: (tf.reshape(label, [-1, 1]), label)), verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"), [("*", ["a", "b"]), ("[ab_]*", ["a", "b"]), ("_*", ["_SUCCESS", "_a"])]
+)
+def test_patterns_stand_for_hidden_files_only_if_they_begin_like_them(tmp_path, pattern, found):
+    for name in ("_SUCCESS", "_a", ".b", "b", "a"):
+        (tmp_path / name).write_text("")
+    files = _text.find_files(tmp_path / pattern)
+    assert files == [str(tmp_path / name) for name in found]
 
 
 def test_names_of_folders_are_columns(tmp_path):

@@ -450,6 +450,8 @@ def test_wrong_arguments_of_readers_are_named(tmp_path, arguments, message):
         (lambda: schema(label=()), r"label=\(\): must be a column"),
         (lambda: schema(label=("a", "a")), "several different ones"),
         (lambda: schema(crosses=(rd.CrossedColumn(("tags", "country")),)), "crosses: 'tags'"),
+        (lambda: schema(partitions=("tags",)), "partitions=.*: 'tags' must not be a multi-hot"),
+        (lambda: schema(partitions=("seen",)), "partitions=.*: 'seen' must not be a multi-hot"),
         (lambda: rd.CategoricalColumn("a", hash_buckets=5, weights="w"), "needs multi_hot=True"),
         (
             lambda: rd.CategoricalColumn("a", hash_buckets=5, multi_hot=True, separator=" "),

@@ -49,12 +49,13 @@ def test_days_are_files_with_dates_in_their_names(tmp_path):
         ("clicks-2024-01-01.csv", 2),
         ("clicks-2024-01-02-part0.csv", 3),
         ("clicks-2024-01-02-part1.csv", 4),
+        ("2024-01-02-clicks-2024-01-02.csv", 5),
         ("12024-01-02.csv", 9),
         (".2024-01-02.csv", 9),
     ):
         write_csv(tmp_path / name, rows(count))
     days = rd.Days(tmp_path, "2024-01-01", "2024-01-02", read)
-    assert counted(days) == {"2024-01-01": 2, "2024-01-02": 7}
+    assert counted(days) == {"2024-01-01": 2, "2024-01-02": 12}
 
 
 def test_missing_days_are_named_or_left_out(tmp_path):
@@ -106,6 +107,12 @@ def test_wrong_arguments_are_named(tmp_path, arguments, message):
     good = {"folder": tmp_path, "start": "2024-01-01", "end": "2024-01-02", "read": read}
     with pytest.raises(ValueError, match=message):
         rd.Days(**(good | arguments))
+
+
+def test_a_file_with_several_dates_in_its_name_is_refused(tmp_path):
+    write_csv(folders(tmp_path) / "clicks-2024-01-01-to-2024-01-03.csv", rows(3))
+    with pytest.raises(ValueError, match="to-2024-01-03.csv' has several dates: 2024-01-01, 2024"):
+        rd.Days(tmp_path, "2024-01-01", "2024-01-02", read)
 
 
 def test_folders_and_files_of_the_same_day_are_refused(tmp_path):

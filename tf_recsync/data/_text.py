@@ -69,7 +69,8 @@ def find_files(path: Paths) -> list[str]:
         path: A file, a folder or a glob pattern, or several of them, in this order. A folder stands
             for its files and those of its folders with names like `day=2024-01-01`, and so on
             down, but for hidden ones: those whose names begin with a dot or, like Spark's
-            `_SUCCESS`, with an underscore.
+            `_SUCCESS`, with an underscore. A pattern stands for hidden ones only if its last part
+            begins like that, too.
 
     Raises:
         FileNotFoundError: If there is no such file; the message names the path.
@@ -82,8 +83,12 @@ def find_files(path: Paths) -> list[str]:
     if os.path.isdir(path):
         files = list(_files_in(path))
     else:
-        # glob leaves hidden files out unless the pattern asks for them.
-        files = [name for name in glob.glob(path) if os.path.isfile(name)]
+        wants_hidden = is_hidden(os.path.basename(path))
+        files = [
+            name
+            for name in glob.glob(path)
+            if os.path.isfile(name) and (wants_hidden or not is_hidden(os.path.basename(name)))
+        ]
     if not files:
         raise FileNotFoundError(f"No file matches path={path!r} (a file, folder or glob pattern).")
     return sorted(files)

@@ -42,7 +42,8 @@ class Days:
 
     Raises:
         FileNotFoundError: If there is no such folder, or days are missing; the message names them.
-        ValueError: If an argument is out of range, or a day has both a folder and files.
+        ValueError: If an argument is out of range, a day has both a folder and files, or a file has
+            several dates in its name.
 
     Example:
         >>> import pathlib, tempfile
@@ -126,7 +127,13 @@ class Days:
             if _text.is_hidden(name):
                 continue
             if not os.path.isdir(path):
-                for date in _dates_in(_DATE.findall(name)):
+                dates = _dates_in(_DATE.findall(name))
+                if len(dates) > 1:
+                    raise ValueError(
+                        f"The name of the file {path!r} has several dates: "
+                        f"{', '.join(map(str, sorted(dates)))}; a file must be of one day."
+                    )
+                for date in dates:
                     files[date].append(path)
             elif _text.has_files(path):
                 for date in _dates_in([name.rpartition("=")[2]]):
@@ -148,13 +155,13 @@ def _date(argument: str, value: Date) -> datetime.date:
     raise ValueError(f"{argument}={value!r}: must be a date like '2024-01-31'.")
 
 
-def _dates_in(texts: Sequence[str]) -> list[datetime.date]:
-    """Returns the dates that texts are; texts that are none are left out."""
-    dates = []
+def _dates_in(texts: Sequence[str]) -> set[datetime.date]:
+    """Returns the different dates that texts are; texts that are none are left out."""
+    dates = set()
     for text in texts:
         if _DATE.fullmatch(text):
             try:
-                dates.append(datetime.date.fromisoformat(text))
+                dates.add(datetime.date.fromisoformat(text))
             except ValueError:
                 continue
     return dates

@@ -53,8 +53,9 @@ class Schema:
 
     Raises:
         ValueError: If a column is neither in `columns` nor in `partitions` or is in both,
-            there is no label, `positive` is empty, a feature name is used twice, a cross has a
-            multi-hot column, the separator is blank or `quotechar` is not one character.
+            there is no label, `positive` is empty, a feature name is used twice, a cross or
+            `partitions` have a multi-hot column, the separator is blank or `quotechar` is not one
+            character.
 
     Example:
         >>> schema = Schema(
@@ -96,6 +97,13 @@ class Schema:
             raise ValueError(f"label={self.label!r}: must be a column, or several different ones.")
         for name in self.used_columns:
             self.check_column(name)
+        for column in self.multi_hot:
+            for name in (column.name, str(column.weights)):
+                if name in self.partitions:
+                    raise ValueError(
+                        f"partitions={self.partitions}: {name!r} must not be a multi-hot column or "
+                        "that of its weights: the name of a folder has one value."
+                    )
         if self.quotechar is not None and (
             len(self.quotechar) != 1
             or self.quotechar in " \r\n"
