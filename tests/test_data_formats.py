@@ -261,6 +261,51 @@ def test_parquet_is_read_by_row_group(tmp_path, monkeypatch):
     assert sum(len(label) for _, label in iterator) == data.train_rows - 10
 
 
+@pytest.mark.parametrize("kind", ["Parquet", "TfRecord"])
+def test_floats_have_the_same_texts_as_categories_in_all_formats(tmp_path, kind):
+    texts = ["7", "1234567", "1234568", "10000000000", "0", "0.1", "0.33333334", "-2.5", "1e-05"]
+    numbers = [np.float32(text).item() for text in texts]
+    if kind == "Parquet":
+        column = pa.array(np.array([*texts, "nan"], np.float32))
+        path = tmp_path / "a"
+        lists = pa.array([[value] for value in column.to_pylist()], pa.list_(pa.float32()))
+        pq.write_table(pa.table({"x": column, "xs": lists, "click": [1.0] * 10}), path)
+    else:
+        values = [{"x": x, "xs": [x], "click": 1.0} for x in [*numbers, float("nan")]]
+        path = write_tfrecord(tmp_path / "a", values)
+    words = tuple(texts)
+    described = rd.Schema(
+        label="click",
+        positive=("1",),
+        categorical=(
+            rd.CategoricalColumn("x", vocabulary=words),
+            rd.CategoricalColumn("xs", vocabulary=words, multi_hot=True),
+        ),
+    )
+    ((features, label),) = read(path, kind, schema=described).train(16)
+    assert features["x"].numpy().tolist() == [*range(2, 11), 0], "what is no number is missing"
+    assert features["xs"].to_list() == [[i] for i in [*range(2, 11), 0]]
+    assert label.numpy().tolist() == [[1]] * 10
+
+
+def test_floats_of_64_and_16_bits_have_their_shortest_texts(tmp_path):
+    texts = ("0.1", "1234567.5", "1e+300", "123456789012345.5")
+    halves = ("0.1", "2", "65504", "0.25")
+    columns = {"double": np.array(texts, np.float64), "half": np.array(halves, np.float16)}
+    pq.write_table(pa.table({**columns, "click": [1] * 4}), tmp_path / "a")
+    described = rd.Schema(
+        label="click",
+        positive=("1",),
+        categorical=(
+            rd.CategoricalColumn("double", vocabulary=texts),
+            rd.CategoricalColumn("half", vocabulary=halves),
+        ),
+    )
+    ((features, _),) = read(tmp_path / "a", "Parquet", schema=described).train(8)
+    assert features["double"].numpy().tolist() == [2, 3, 4, 5]
+    assert features["half"].numpy().tolist() == [2, 3, 4, 5]
+
+
 # --- Malformed rows
 
 
@@ -277,12 +322,14 @@ def malformed(kind: str) -> list[tuple[dict, str]]:
             ({"age": "old"}, "column age: `old` is not a number"),
             ({"click": None}, "column click: `` is none of the labels 1, 0"),
             ({"time": "2024-13-01"}, "column time: `2024-13-01` is no time"),
+            ({"time": 1_704_067_200_000}, "column time: `1704067200000` is no time"),
         ]
     return [
         *changes,
         ({"weight": -1.0}, "column weight: `-1` is no weight of at least 0"),
         ({"gain": float("inf")}, "column gain: `inf` is too large"),
         ({"time": None}, "column time: has no time"),
+        ({"time": 1_704_067_200_000}, "column time: `1704067200000` is no time in seconds since"),
     ]
 
 
@@ -402,6 +449,22 @@ def test_damaged_files_are_named_or_read_up_to_the_damage(tmp_path):
     assert data.skipped == {str(path): 5}
 
 
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_file_with_fewer_records_than_were_counted_is_named(tmp_path, on_error):
+    path = write_tfrecord(tmp_path / "a", rows(10))
+    dataset = read(path, "TfRecord", schema=SMALL, on_error=on_error).train(4)
+    write_tfrecord(path, rows(6))
+    message = f"the file {path} ends before record 7, which it had when its records were counted"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        list(dataset)
+
+
+def test_times_of_records_that_are_floats_are_refused(tmp_path):
+    path = write_tfrecord(tmp_path / "a", [{"click": 1, "time": 1.7e9, "weight": 1.0}])
+    with pytest.raises(ValueError, match="column 'time': must have integers or bytes, and has fl"):
+        read(path, "TfRecord", schema=SMALL)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -502,6 +565,20 @@ def test_rows_of_a_period_are_taken_by_their_timestamps(tmp_path, kind):
         weights = [float(x) for *_, weight in data.train(8) for x in weight]
         assert weights == wanted, form
     assert 10 < len(wanted) < 30
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns", "date32", "date64"])
+def test_times_of_parquet_have_any_unit(tmp_path, unit):
+    nanos = np.array(["2024-01-01T23:59:59.999999999", "2024-01-02"], "datetime64[ns]")
+    column = pa.array(nanos)
+    column = column.cast(getattr(pa, unit)() if "date" in unit else pa.timestamp(unit), safe=False)
+    pq.write_table(
+        pa.table({"click": [1, 0], "weight": [1.0, 2.0], "time": column}), tmp_path / "a"
+    )
+    day = datetime.datetime(2024, 1, 1)
+    between = (day, day + datetime.timedelta(days=1))
+    data = read(tmp_path / "a", "Parquet", schema=SMALL, between=between)
+    assert [weight.numpy().tolist() for *_, weight in data.train(8)] == [[1.0]]
 
 
 @pytest.mark.parametrize("kind", WRITERS)

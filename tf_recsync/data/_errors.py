@@ -14,7 +14,7 @@ import tensorflow as tf
 # than a name and a number.
 LINE_BITS = 40
 
-# Stands for a line that a file no longer has; no text has it.
+# Stands for a line or record that a file no longer has; none is like it.
 MISSING = b"\x00\x02missing\x02\x00"
 
 
@@ -151,28 +151,28 @@ def require_rows(wrong: tf.Tensor, reason: str, checks: Checks) -> tf.Tensor:
     return checks.require(wrong, fail)
 
 
-def require_whole_files(lines: tf.Tensor, where: Location) -> tf.Tensor:
-    """Raises InvalidArgumentError if a file ended before all lines were read that it had.
+def require_whole_files(rows: tf.Tensor, where: Location) -> tf.Tensor:
+    """Raises InvalidArgumentError if a file ended before all rows were read that it had.
 
     Args:
-        lines: string `[batch]`; `MISSING` in place of a line that is not there.
+        rows: string `[batch]`, lines or records; `MISSING` in place of one that is not there.
         where: Where the rows come from.
 
     Returns:
         A bool scalar to depend on.
     """
-    missing = tf.equal(lines, MISSING)
+    missing = tf.equal(rows, MISSING)
 
     def fail() -> tf.Tensor:
-        file, line = where.place(tf.argmax(tf.cast(missing, tf.int32)))
+        file, number = where.place(tf.argmax(tf.cast(missing, tf.int32)))
         return _raise(
             [
                 "the file ",
                 file,
-                " ends before line ",
-                line,
-                ", which it had when its lines were counted: it has changed, or this copy of it "
-                "is truncated",
+                f" ends before {where.unit} ",
+                number,
+                f", which it had when its {where.unit}s were counted: it has changed, or this copy "
+                "of it is truncated",
             ]
         )
 

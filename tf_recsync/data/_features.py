@@ -17,6 +17,8 @@ _TIME = (
 )
 # In seconds; a larger number is no time.
 _LARGEST_TIME = 1e12
+# Floats from this number on have an exponent in their texts, also whole ones.
+LARGEST_WHOLE = 2.0**63
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +183,17 @@ class Features:
             wrong = tf.logical_not(tf.math.is_finite(columns.seconds))
             reason = f"column {schema.timestamp}: has no time"
             found.append(_errors.require_rows(wrong, reason, checks))
+            too_large = tf.logical_and(
+                tf.math.is_finite(columns.seconds), tf.abs(columns.seconds) >= _LARGEST_TIME
+            )
+            check = _errors.require_fields(
+                too_large[:, tf.newaxis],
+                lambda: tf.strings.as_string(columns.seconds, precision=0)[:, tf.newaxis],
+                [str(schema.timestamp)],
+                ["is no time in seconds since 1970"],
+                checks,
+            )
+            found.append(check)
         return found
 
     def _check_weights(self, columns: Columns, checks: _errors.Checks) -> list[tf.Tensor]:

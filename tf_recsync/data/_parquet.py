@@ -291,12 +291,31 @@ def _texts(pa: ModuleType, values: pa.Array) -> list[np.ndarray]:
     if not isinstance(values, pa.DictionaryArray):
         values = values.dictionary_encode()
     texts = values.dictionary
-    if not _is_text(pa.types, texts.type):
-        texts = texts.cast(pa.string())
-    different = [text or b"" for text in texts.cast(pa.binary()).to_numpy(zero_copy_only=False)]
+    if pa.types.is_floating(texts.type):
+        different = [_text_of_float(value) for value in texts.to_numpy(zero_copy_only=False)]
+    else:
+        if not _is_text(pa.types, texts.type):
+            texts = texts.cast(pa.string())
+        different = [text or b"" for text in texts.cast(pa.binary()).to_numpy(zero_copy_only=False)]
     numbers = values.indices.fill_null(len(different)).to_numpy(zero_copy_only=False)
     # What is not there has a text, too.
     return [np.array([*different, b""], object), numbers.astype(np.int32, copy=False)]
+
+
+def _text_of_float(value: np.floating) -> bytes:
+    """Returns the shortest text that stands for a number and no other; an empty one for NaN.
+
+    It is that which `TfRecord` makes in a graph: whole numbers have no decimals.
+    """
+    if np.isnan(value):
+        return b""
+    if abs(float(value)) < _features.LARGEST_WHOLE and float(value).is_integer():
+        return b"%d" % int(value)
+    kind = type(value)
+    digits = np.finfo(kind).precision
+    while kind(text := f"{value:.{digits}g}") != value:
+        digits += 1
+    return text.encode()
 
 
 def _flat(pa: ModuleType, lists: pa.Array) -> tuple[pa.Array, np.ndarray]:
@@ -309,11 +328,15 @@ def _flat(pa: ModuleType, lists: pa.Array) -> tuple[pa.Array, np.ndarray]:
 
 def _seconds(pa: ModuleType, times: pa.Array) -> np.ndarray:
     """Returns seconds since 1970, float64 `[n]`, NaN where there is none."""
-    if pa.types.is_timestamp(times.type) or pa.types.is_date(times.type):
-        zone = times.type.tz if pa.types.is_timestamp(times.type) else None
-        micros = times.cast(pa.timestamp("us", zone)).cast(pa.int64())
-        return micros.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / 1e6
-    return times.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    units = 1.0
+    if pa.types.is_date(times.type):
+        times = times.cast(pa.timestamp("ms"))
+    if pa.types.is_timestamp(times.type):
+        if times.type.unit == "ns":  # More than a float64 holds: it could be the next day.
+            times = times.cast(pa.timestamp("us", times.type.tz), safe=False)
+        units = {"s": 1.0, "ms": 1e3, "us": 1e6}[times.type.unit]
+        times = times.cast(pa.int64())
+    return times.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / units
 
 
 def places_of(parts: Iterable) -> Sequence[tuple[int, int, int, int, int]]:

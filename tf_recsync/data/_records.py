@@ -271,8 +271,9 @@ class RowData(RecordData):
         """Turns a string `[batch]` of rows into a batch and times, float64 `[batch]` or None."""
 
     def _require_whole(self, rows: tf.Tensor, where: _errors.Location) -> tf.Tensor:
-        """Returns the rows if the file had them all."""
-        return rows
+        """Returns the rows; raises if `_errors.MISSING` stands for one that is not there."""
+        with tf.control_dependencies([_errors.require_whole_files(rows, where)]):
+            return tf.identity(rows)
 
     def _batches(
         self,

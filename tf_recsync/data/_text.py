@@ -282,7 +282,3 @@ class TextData(_records.RowData):
         self, parts: Sequence[_records.Part], shuffle: bool = False, seed: int | None = None
     ) -> tf.data.Dataset:
         return read_lines(parts, self._comment)
-
-    def _require_whole(self, lines: tf.Tensor, where: _errors.Location) -> tf.Tensor:
-        with tf.control_dependencies([_errors.require_whole_files(lines, where)]):
-            return tf.identity(lines)

@@ -149,9 +149,10 @@ class TfRecord(_records.RowData):
             sources = sources.shuffle(len(parts), seed=seed, reshuffle_each_iteration=True)
 
         def read(path, compression, code, first, last) -> tf.data.Dataset:
-            records = tf.data.TFRecordDataset(path, compression)
+            records = tf.data.TFRecordDataset(path, compression).skip(first)
+            end = tf.data.Dataset.from_tensors(_errors.MISSING).repeat()
             # What is behind the last record may be damaged.
-            return records.take(last).skip(first).enumerate(code + first + 1)
+            return records.concatenate(end).take(last - first).enumerate(code + first + 1)
 
         return sources.flat_map(read)
 
@@ -286,7 +287,19 @@ def _text_of(column: tf.Tensor) -> tf.Tensor:
     """Returns values as texts; one that is missing is empty."""
     if column.dtype == tf.string:
         return column
-    text = tf.strings.as_string(column, shortest=column.dtype == tf.float32)
+    if column.dtype == tf.float32:
+        # The shortest text that stands for no other number; whole ones have no decimals.
+        text = tf.strings.as_string(column, precision=9, shortest=True)
+        for digits in (8, 7, 6):
+            shorter = tf.strings.as_string(column, precision=digits, shortest=True)
+            is_exact = tf.equal(tf.strings.to_number(shorter, tf.float32), column)
+            text = tf.where(is_exact, shorter, text)
+        is_whole = tf.equal(column, tf.round(column))
+        is_whole = tf.logical_and(is_whole, tf.abs(column) < _features.LARGEST_WHOLE)
+        whole = tf.cast(tf.where(is_whole, column, 0.0), tf.int64)
+        text = tf.where(is_whole, tf.strings.as_string(whole), text)
+    else:
+        text = tf.strings.as_string(column)
     return tf.where(_is_absent(column), "", text)
 
 
@@ -400,7 +413,7 @@ def _types(files: Sequence[RecordFile], schema: Schema) -> dict[str, tf.DType]:
     """Returns the types of the columns, by the first records.
 
     Raises:
-        ValueError: If no record has a label, or a column of numbers has texts.
+        ValueError: If no record has a label, numbers are texts, or times are floats.
     """
     wanted = [name for name in schema.used_columns if name not in schema.partitions]
     found: dict[str, tf.DType] = {}
@@ -425,4 +438,9 @@ def _types(files: Sequence[RecordFile], schema: Schema) -> dict[str, tf.DType]:
         dtype = found.setdefault(name, tf.float32 if name in numbers else tf.string)
         if name in numbers and dtype == tf.string:
             raise ValueError(f"column {name!r}: must have numbers, and has bytes in {names}.")
+        if name == schema.timestamp and dtype == tf.float32:
+            raise ValueError(
+                f"column {name!r}: must have integers or bytes, and has floats in {names}; a float "
+                "of 32 bits may be off by a minute."
+            )
     return found
