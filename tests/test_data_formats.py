@@ -459,6 +459,40 @@ def test_a_file_with_fewer_records_than_were_counted_is_named(tmp_path, on_error
         list(dataset)
 
 
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_parquet_files_that_have_changed_or_gone_are_named(tmp_path, on_error):
+    values = rows(10)
+    path = write_parquet(tmp_path / "a", values, group=5)
+    dataset = read(path, "Parquet", schema=SMALL, on_error=on_error).train(4)
+    changed = f"The file '{path}' has changed since its rows were counted, .*: "
+    for written_rows, message in (
+        (values[:8], changed + "row group 2 has fewer rows"),
+        (values[:5], changed + "it has only 1 row groups"),
+        ([{"click": 1, "weight": 1.0}] * 10, changed + "it has no column 'time'"),
+    ):
+        write_parquet(path, written_rows, group=5)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            list(dataset)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(tf.errors.InvalidArgumentError, match=changed + "it is no Parquet file"):
+        list(dataset)
+    path.unlink()
+    with pytest.raises(tf.errors.UnknownError, match=f"No such file or directory.*{path}"):
+        list(dataset)
+
+
+def test_parquet_columns_that_have_another_type_now_are_named_or_left_out(tmp_path):
+    values = rows(10)
+    path = write_parquet(tmp_path / "a", values, group=5)
+    dataset = read(path, "Parquet", schema=SMALL).train(4)
+    data = read(path, "Parquet", schema=SMALL, on_error="skip")
+    write_parquet(path, [row | {"time": [1]} for row in values], group=5)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"malformed row group 1 in {path}: "):
+        list(dataset)
+    assert list(data.train(4)) == []
+    assert data.skipped == {str(path): 10}
+
+
 def test_times_of_records_that_are_floats_are_refused(tmp_path):
     path = write_tfrecord(tmp_path / "a", [{"click": 1, "time": 1.7e9, "weight": 1.0}])
     with pytest.raises(ValueError, match="column 'time': must have integers or bytes, and has fl"):
@@ -598,6 +632,25 @@ def test_names_of_folders_are_columns_in_all_formats(tmp_path, kind):
     ((features, _),) = read(tmp_path, kind, schema=described).train(8)
     assert features["day"].numpy().tolist() == [2, 3, 3]
     assert features["numeric"].numpy().tolist() == [[1], [2], [2]]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_numbers_in_names_of_folders_may_be_missing_or_malformed(tmp_path, kind):
+    for name, count in (("3", 1), ("__HIVE_DEFAULT_PARTITION__", 2), ("?", 1)):
+        (tmp_path / f"hour={name}").mkdir()
+        WRITERS[kind](tmp_path / f"hour={name}" / "part", [{"age": 5, "click": 1}] * count)
+    numeric = (rd.NumericColumn("hour", mean=1.0), rd.NumericColumn("age"))
+    described = rd.Schema(label="click", positive=("1",), numeric=numeric, partitions=("hour",))
+    ((features, _),) = read(tmp_path, kind, schema=described).train(8)
+    assert features["numeric"].numpy().tolist() == [[2, 5], [0, 5], [0, 5], [0, 5]]
+    (tmp_path / "hour=x").mkdir()
+    path = WRITERS[kind](tmp_path / "hour=x" / "part", [{"age": 5, "click": 1}] * 2)
+    dataset = read(tmp_path, kind, schema=described).train(8)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"{path}, .*hour: `x` is not a numb"):
+        list(dataset)
+    data = read(tmp_path, kind, schema=described, on_error="skip")
+    assert [len(label) for _, label in data.train(8)] == [4]
+    assert data.skipped == {str(path): 2}
 
 
 def test_a_fitted_schema_has_several_values_and_weights(tmp_path):

@@ -73,7 +73,8 @@ def inspect(path: str, schema: Schema) -> ParquetFile:
     try:
         with pa.parquet.ParquetFile(path) as file:
             metadata, columns = file.metadata, file.schema_arrow
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
+        _require_content(error, path)
         raise ValueError(f"The file {path!r} is no Parquet file, or truncated: {error}") from error
     groups = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     if not sum(groups):
@@ -166,6 +167,9 @@ def read_columns(
         counter: Counts its rows.
         place: The path of a file, the number of a row group, and its first row and the one behind
             its last row that are wanted: a string and int64 scalars.
+
+    Returns:
+        The columns; numbers in names of folders are absent.
     """
     request = {
         "numbers": schema.numbers,
@@ -222,27 +226,62 @@ def _read_parquet(
     )
     try:
         table = _read_group(pa, wanted, name, int(group), partitions).slice(first, last - first)
-    except (pa.ArrowInvalid, OSError, KeyError) as error:
+        columns = {column: table[column] for column in table.column_names}
+        arrays = _arrays(pa, wanted, columns, partitions, len(table))
+    except (pa.ArrowException, OSError) as error:
+        _require_content(error, name)
         problem = f"malformed row group {int(group) + 1} in {name}: {error}"
         if not wanted["counter"]:
             raise ValueError(problem) from error
         logging.warning("%s", problem)
         _skipped.add(wanted["counter"], [name] * (last - first))
         return _arrays(pa, wanted, {}, {}, 0)
-    columns = {column: table[column] for column in table.column_names}
-    return _arrays(pa, wanted, columns, partitions, len(table))
+    if len(table) < last - first:
+        raise _changed(name, f"row group {int(group) + 1} has fewer rows")
+    return arrays
+
+
+def _require_content(error: Exception, path: str) -> None:
+    """Raises an error anew that says nothing of what is in a file, like that it is not there."""
+    if isinstance(error, MemoryError):
+        raise error
+    if isinstance(error, OSError) and error.errno is not None:
+        raise OSError(error.errno, f"{error.strerror} (reading {path!r})") from error
+
+
+def _changed(path: str, what: str) -> ValueError:
+    return ValueError(
+        f"The file {path!r} has changed since its rows were counted, or this copy of it is "
+        f"another: {what}."
+    )
 
 
 def _read_group(
     pa: ModuleType, wanted: dict, path: str, group: int, partitions: dict[str, str]
 ) -> pa.Table:
+    """Returns the wanted columns of a row group.
+
+    Raises:
+        ValueError: If the file no longer has the row group or a column; the message names it.
+    """
     names = [*wanted["numbers"], *wanted["texts"], *wanted["lists"], *wanted["weights"]]
     names += [wanted["timestamp"]] if wanted["timestamp"] is not None else []
     names = [name for name in dict.fromkeys(names) if name not in partitions]
     # Texts come as they are in the file: each different one once, and for each row its number.
     texts = [name for name in wanted["texts"] if name not in partitions]
-    with pa.parquet.ParquetFile(path, read_dictionary=texts) as file:
-        return file.read_row_group(group, columns=names, use_threads=False)
+    try:
+        file = pa.parquet.ParquetFile(path, read_dictionary=texts)
+    except (pa.ArrowException, OSError) as error:
+        _require_content(error, path)
+        raise _changed(path, f"it is no Parquet file ({error})") from error
+    with file:
+        if group >= file.num_row_groups:
+            raise _changed(path, f"it has only {file.num_row_groups} row groups")
+        table = file.read_row_group(group, columns=names, use_threads=False)
+    for name in names:
+        if name not in table.column_names:
+            raise _changed(path, f"it has no column {name!r}")
+    return table
 
 
 def _arrays(
@@ -256,9 +295,10 @@ def _arrays(
             return pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), texts)
         return _whole(columns[name]) if name in columns else pa.nulls(0)
 
-    numbers = np.empty([rows, len(wanted["numbers"])], np.float32)
+    numbers = np.full([rows, len(wanted["numbers"])], np.nan, np.float32)
     for place, name in enumerate(wanted["numbers"]):
-        numbers[:, place] = _floats(pa, column(name))
+        if name not in partitions:
+            numbers[:, place] = _floats(pa, column(name))
     arrays = [numbers]
     for name in wanted["texts"]:
         arrays += _texts(pa, column(name))
@@ -281,8 +321,6 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
 
 def _floats(pa: ModuleType, values: pa.Array) -> np.ndarray:
     """Returns float32 `[n]`, NaN where there is none."""
-    if isinstance(values, pa.DictionaryArray):  # Of the name of a folder.
-        values = values.dictionary_decode()
     return values.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
 
 

@@ -1,5 +1,6 @@
 """Reader of Parquet files."""
 
+import dataclasses
 import datetime
 from collections.abc import Sequence
 
@@ -103,6 +104,32 @@ class Parquet(_records.RecordData):
         """What the columns are."""
         return self._schema
 
+    def _with_folder_numbers(
+        self,
+        columns: _features.Columns,
+        paths: Sequence[str],
+        part: tf.Tensor,
+        checks: _errors.Checks,
+    ) -> _features.Columns:
+        """Returns columns with the numbers in the names of the folders of one of the paths."""
+        schema = self._schema
+        names = [name for name in schema.numbers if name in schema.partitions]
+        if not names:
+            return columns
+        texts = tf.gather(tf.constant([_text.folder_values(path, names) for path in paths]), part)
+        of_rows = tf.repeat(
+            tf.strings.strip(texts)[tf.newaxis], tf.size(checks.where.codes), axis=0
+        )
+        found, is_absent = _features.numbers_of(of_rows, names, schema.missing, checks)
+        numbers = tf.unstack(columns.numbers, len(schema.numbers), axis=1)
+        absent = tf.unstack(columns.absent, len(schema.numbers), axis=1)
+        for i, name in enumerate(names):
+            place = schema.numbers.index(name)
+            numbers[place], absent[place] = found[:, i], is_absent[:, i]
+        return dataclasses.replace(
+            columns, numbers=tf.stack(numbers, axis=1), absent=tf.stack(absent, axis=1)
+        )
+
     def _batches(
         self,
         parts: Sequence[_records.Part],
@@ -125,6 +152,7 @@ class Parquet(_records.RecordData):
             codes = begin + tf.range(1, tf.shape(columns.numbers, tf.int64)[0] + 1)
             where = self._location(parts, codes)
             checks = _errors.Checks(where, is_raising=not self._options.skips)
+            columns = self._with_folder_numbers(columns, paths, part, checks)
             batch, seconds = self._features.make(columns, checks)
             packed = packing.pack(batch)
             if not self._options.leaves_out:

@@ -197,12 +197,12 @@ class TfRecord(_records.RowData):
         numbers, absent = [], []
         for name in schema.numbers:
             column = by_name[name]
-            is_absent = _is_absent(column)
             if column.dtype == tf.string:  # Of the name of a folder.
-                column, _ = _features.numbers_of(
-                    column[:, tf.newaxis], [name], schema.missing, checks
-                )
-                column = column[:, 0]
+                texts = tf.strings.strip(column)[:, tf.newaxis]
+                column, is_absent = _features.numbers_of(texts, [name], schema.missing, checks)
+                column, is_absent = column[:, 0], is_absent[:, 0]
+            else:
+                is_absent = _is_absent(column)
             absent.append(is_absent)
             numbers.append(tf.where(is_absent, 0.0, tf.cast(column, tf.float32)))
         empty = tf.zeros([tf.size(rows), 0])
