@@ -383,6 +383,54 @@ def test_csv_lines_with_other_numbers_of_columns_are_left_out(tmp_path):
     assert data.skipped == {str(path): 4}
 
 
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_an_empty_list_of_any_kind_is_missing(tmp_path, on_error):
+    """TensorFlow says of one where a value is wanted, or of another kind, that it is malformed."""
+    whole = {"äge": 5, "gain": 1.5, "word": "a", "tags": ["a", "b"], "tag": [1, 2], "n.s": [18, 2]}
+    whole["n.s"] += [10, 0, 26, 0, 18, 2, 26, 0]  # As bytes it looks like an empty list itself.
+    records = [example(whole | {"click": 1})]
+    kinds = ("bytes_list", "float_list", "int64_list")
+    for name in whole:
+        for kind in kinds:
+            record = example({key: value for key, value in whole.items() if key != name})
+            record.features.feature["click"].int64_list.value.append(1)
+            getattr(record.features.feature[name], kind).SetInParent()
+            records.append(record)
+    path = tmp_path / "a"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for record in records:
+            writer.write(record.SerializeToString())
+    words = [str(i) for i in range(30)]
+    described = rd.Schema(
+        label="click",
+        positive=("1",),
+        numeric=(rd.NumericColumn("äge"), rd.NumericColumn("gain")),
+        categorical=(
+            rd.CategoricalColumn("word", vocabulary=("a",)),
+            rd.CategoricalColumn("tags", vocabulary=("a", "b"), multi_hot=True),
+            rd.CategoricalColumn("tag", vocabulary=("1", "2"), multi_hot=True),
+            rd.CategoricalColumn("n.s", vocabulary=tuple(words), multi_hot=True),
+        ),
+    )
+    data = read(path, "TfRecord", schema=described, on_error=on_error)
+    ((features, label),) = data.train(32)
+    assert len(label) == len(records)
+    assert data.skipped == {}
+    found = {
+        "äge": features["numeric"][:, 0].numpy().tolist(),
+        "gain": features["numeric"][:, 1].numpy().tolist(),
+        "word": features["word"].numpy().tolist(),
+        **{name: features[name].to_list() for name in ("tags", "tag", "n.s")},
+    }
+    ids = [int(i) + 2 for i in whole["n.s"]]
+    values = {"äge": 5, "gain": 1.5, "word": 2, "tags": [2, 3], "tag": [2, 3], "n.s": ids}
+    missing = {"äge": 0, "gain": 0, "word": 0, "tags": [], "tag": [], "n.s": []}
+    for i, name in enumerate(whole):
+        expected = [values[name]] * len(records)
+        expected[1 + 3 * i : 4 + 3 * i] = [missing[name]] * 3
+        assert found[name] == expected, name
+
+
 def test_records_that_are_no_examples_are_named_or_left_out(tmp_path):
     good = rows(10)
     records = [example(row).SerializeToString() for row in good]

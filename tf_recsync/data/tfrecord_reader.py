@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -19,6 +19,8 @@ _LOOKED_AT = 1000
 # What a record has around its data: its length and two checksums.
 _FRAME_BYTES = 16
 _NO_INTEGER = -(1 << 63)
+# For each type of values the first byte of a feature with a list of them, in a regular expression.
+_TAGS = {tf.string: r"\x0a", tf.float32: r"\x12", tf.int64: r"\x1a"}
 _TYPES = {"bytes_list": tf.string, "float_list": tf.float32, "int64_list": tf.int64}
 _DEFAULTS = {tf.string: "", tf.float32: float("nan"), tf.int64: _NO_INTEGER}
 
@@ -183,7 +185,7 @@ class TfRecord(_records.RowData):
         self, rows: tf.Tensor, checks: _errors.Checks
     ) -> tuple[_records.Batch, tf.Tensor | None]:
         schema = self._schema
-        rows = self._require_examples(rows, checks)
+        rows = self._without_empty_lists(self._require_examples(rows, checks))
         names = None
         if checks.is_raising:
             files, numbers = checks.where.places(checks.where.codes)
@@ -236,6 +238,29 @@ class TfRecord(_records.RowData):
             else tf.io.FixedLenFeature([], dtype, _DEFAULTS[dtype])
             for name, dtype in self._types.items()
         }
+
+    def _without_empty_lists(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns the rows with other names for columns with an empty list where TensorFlow raises.
+
+        Those are lists of which one value is wanted, and, if any number is, lists of another kind.
+        """
+        ragged = _ragged_columns(self._schema)
+        patterns = {}
+        for name, dtype in self._types.items():
+            tags = [tag for kind, tag in _TAGS.items() if name not in ragged or kind != dtype]
+            # A feature of two bytes in an entry of the map: the list's tag, and a length of 0.
+            patterns[name] = rf"{re.escape(name)}(\x12\x02[{''.join(tags)}]\x00)"
+        some = rf"\C*(?:{'|'.join(patterns.values())})\C*"
+
+        def rename() -> tf.Tensor:
+            renamed = rows
+            for name, pattern in patterns.items():
+                # Of the same length, for the messages around it say theirs.
+                other = "\0" * len(name.encode())
+                renamed = tf.strings.regex_replace(renamed, pattern, other + r"\1")
+            return renamed
+
+        return tf.cond(tf.reduce_any(tf.strings.regex_full_match(rows, some)), rename, lambda: rows)
 
     def _require_examples(self, rows: tf.Tensor, checks: _errors.Checks) -> tf.Tensor:
         """Returns the rows; in place of those that are malformed an empty one, if none raises.
@@ -345,7 +370,7 @@ def _wrong_examples(request: bytes, records: np.ndarray) -> np.ndarray:
             feature = features[name]
             found = feature.WhichOneof("kind")
             count = len(getattr(feature, found).value) if found else 0
-            if found not in (None, kind) or (count > 1 and name not in lists):
+            if count and (found != kind or (count > 1 and name not in lists)):
                 wrong[place] = True
                 break
     return wrong
@@ -385,7 +410,7 @@ def _scan(path: str, keeps_damaged: bool) -> RecordFile:
         damage = error.message
         for record in _rest(path, compression, rows):
             rows, offset = rows + 1, offset + len(record) + _FRAME_BYTES
-    left = 0 if compression else os.path.getsize(path) - offset
+    left = 0 if compression else tf.io.gfile.stat(path).length - offset
     if not damage and left:
         # TensorFlow takes less than the head of a record for the end of the file.
         damage = f"{left} bytes are no record"
