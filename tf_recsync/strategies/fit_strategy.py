@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.data.experimental.ops import distribute
 
-from tf_recsync import staleness
+from tf_recsync import _engine, staleness
 from tf_recsync.cluster import Cluster, Member
 from tf_recsync.cluster.silence_watch import silence_limit
 from tf_recsync.strategies import (
@@ -542,7 +542,7 @@ class _Caller:
 
 
 class _IsOver:
-    """Whether a call that was on some thread's stack has ended, in whatever way.
+    """Whether a call that was on this thread's stack has ended, in whatever way.
 
     An error that leaves `fit` tells nobody else, and the frames of its traceback refer to Keras's
     iterator for as long as somebody keeps it, as notebooks do.
@@ -552,7 +552,7 @@ class _IsOver:
     """
 
     def __init__(self, frame: types.FrameType):
-        self._id, self._code = id(frame), frame.f_code
+        self._call = (threading.get_ident(), id(frame), frame.f_code)
         self._is_over = False
         self._asked = time.monotonic()
 
@@ -560,15 +560,8 @@ class _IsOver:
         # Every worker's thread asks, between all of its calls.
         if not self._is_over and time.monotonic() - self._asked > _ASK_SECONDS:
             self._asked = time.monotonic()
-            self._is_over = not any(map(self._has, sys._current_frames().values()))
+            self._is_over = not _engine.is_on_stack(*self._call)
         return self._is_over
-
-    def _has(self, frame: types.FrameType | None) -> bool:
-        while frame is not None:
-            if id(frame) == self._id and frame.f_code is self._code:
-                return True
-            frame = frame.f_back
-        return False
 
 
 def _keras_caller() -> _Caller:
