@@ -298,9 +298,9 @@ class TokenListStateOp : public OpKernel {
     const int64_t reissues = state.reissues.size();
     const int64_t waiting = state.waiting.size();
     const int64_t withheld = state.withheld.size();
-    const TensorShape shapes[] = {
-        {},         {servers}, {workers}, {workers}, {held, 2},
-        {reissues}, {waiting}, {waiting}, {4},       {withheld}};
+    const TensorShape shapes[] = {{},        {servers},  {workers}, {workers},
+                                  {held, 2}, {reissues}, {waiting}, {waiting},
+                                  {4},       {withheld}};
     Tensor* outputs[10];
     for (int i = 0; i < 10; ++i) {
       OP_REQUIRES_OK(ctx, ctx->allocate_output(i, shapes[i], &outputs[i]));
