@@ -105,6 +105,7 @@ class DistributedEmbedding(keras.layers.Layer):
     Call arguments:
         inputs: ids, in the structure of `feature_configs`: integers [batch] or [batch, k], or
             tf.RaggedTensor or tf.SparseTensor [batch, any].
+
         weights: of the ids, in the same structure and shapes; None, the default, for none.
 
     Returns:
