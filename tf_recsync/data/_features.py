@@ -60,6 +60,25 @@ class Columns:
     seconds: Texts | tf.Tensor | None
 
 
+class OfSchema(_spec.ClickData):
+    """What data sets have in common whose columns a schema describes."""
+
+    def _describe(self, schema: Schema) -> None:
+        self._schema = schema
+        self._spec = schema.spec
+        self._features = Features(schema)
+
+    @property
+    def spec(self) -> _spec.FeatureSpec:
+        """The names and sizes of the features."""
+        return self._spec
+
+    @property
+    def schema(self) -> Schema:
+        """What the columns are."""
+        return self._schema
+
+
 class Features:
     """Makes the features and labels of a schema.
 

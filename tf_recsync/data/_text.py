@@ -8,8 +8,8 @@ import gzip
 import os
 import urllib.parse
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from collections.abc import Callable, Iterator, Sequence
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -20,6 +20,7 @@ _HIVE_MISSING = "__HIVE_DEFAULT_PARTITION__"
 
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+File = TypeVar("File")  # What a reader knows of a file.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,25 @@ class TextFile:
         """
         begin, end = self.line_of_row(first), self.line_of_row(last - 1) + 1
         return self.header + begin, end - begin
+
+
+def scan_files(
+    scan: Callable[[str], File], path: Paths, test_path: Paths | None
+) -> tuple[list[File], list[File] | None]:
+    """Returns what is known of the files of a data set, and of those with its test rows.
+
+    Args:
+        scan: Finds it out of one file.
+        path: As `find_files` takes it.
+        test_path: Likewise; None where there are no files with test rows, which gives None.
+
+    Raises:
+        FileNotFoundError: If no file matches a path.
+    """
+    files = [scan(name) for name in find_files(path)]
+    if test_path is None:
+        return files, None
+    return files, [scan(name) for name in find_files(test_path)]
 
 
 def find_files(path: Paths) -> list[str]:

@@ -78,10 +78,7 @@ class Criteo(_text.TextData):
                 "least 2 (one id is for missing values)."
             )
         self._spec = _spec.FeatureSpec(_INTEGERS, dict(zip(_CATEGORIES, buckets, strict=True)))
-        files = [_text.scan(name) for name in _text.find_files(path)]
-        test_files = None
-        if test_path is not None:
-            test_files = [_text.scan(name) for name in _text.find_files(test_path)]
+        files, test_files = _text.scan_files(_text.scan, path, test_path)
         super().__init__(files, test_files, test_fraction)
 
     @property

@@ -4,12 +4,12 @@ import datetime
 
 import tensorflow as tf
 
-from tf_recsync.data import _errors, _features, _fields, _fitting, _records, _spec, _text
+from tf_recsync.data import _errors, _features, _fields, _fitting, _records, _text
 from tf_recsync.data.columns import CategoricalColumn
 from tf_recsync.data.schema import Schema
 
 
-class Csv(_text.TextData):
+class Csv(_features.OfSchema, _text.TextData):
     r"""Reader of CSV files; `Schema` says what their columns are and what becomes of them.
 
     The lines of all files are counted once, when the object is made. Blank lines are left out.
@@ -66,24 +66,9 @@ class Csv(_text.TextData):
         if not schema.columns:
             schema = schema.with_columns_of(files[0])
         options = schema.options(on_error, between)
-        self._schema = schema
-        self._spec = schema.spec
-        self._features = _features.Features(schema)
-        test_files = None
-        if test_path is not None:
-            test_files = [schema.scan(name) for name in _text.find_files(test_path)]
-        scanned = [schema.scan(name) for name in files]
+        self._describe(schema)
+        scanned, test_files = _text.scan_files(schema.scan, files, test_path)
         super().__init__(scanned, test_files, test_fraction, schema.comment, options)
-
-    @property
-    def spec(self) -> _spec.FeatureSpec:
-        """The names and sizes of the features."""
-        return self._spec
-
-    @property
-    def schema(self) -> Schema:
-        """What the columns are."""
-        return self._schema
 
     def _parse(
         self, rows: tf.Tensor, checks: _errors.Checks

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_recsync.data import _errors, _features, _packing, _parquet, _records, _spec, _text
+from tf_recsync.data import _errors, _features, _packing, _parquet, _records, _text
 from tf_recsync.data.schema import Schema
 
 # Row groups that are read at the same time.
 _AT_ONCE = 2
 
 
-class Parquet(_records.RecordData):
+class Parquet(_features.OfSchema, _records.RecordData):
     """Reader of Parquet files, by pyarrow; `Schema` says what becomes of their columns.
 
     Only the columns are read that the schema names. Categories and labels may have texts, numbers,
@@ -77,13 +77,12 @@ class Parquet(_records.RecordData):
     ) -> None:
         """See the class."""
         options = schema.options(on_error, between)
-        self._schema = schema
-        self._spec = schema.spec
-        self._features = _features.Features(schema)
-        files = [_parquet.inspect(name, schema) for name in _text.find_files(path)]
-        test_files = None
-        if test_path is not None:
-            test_files = [_parquet.inspect(name, schema) for name in _text.find_files(test_path)]
+        self._describe(schema)
+
+        def inspect(name: str) -> _parquet.ParquetFile:
+            return _parquet.inspect(name, schema)
+
+        files, test_files = _text.scan_files(inspect, path, test_path)
         every = [*files, *(test_files or [])]
         self._timestamp_is_text = every[0].timestamp_is_text
         for file in every:
@@ -93,16 +92,6 @@ class Parquet(_records.RecordData):
                     f"{file.path!r} and not in the other; it must have the same type in all files."
                 )
         super().__init__(files, test_files, test_fraction, options)
-
-    @property
-    def spec(self) -> _spec.FeatureSpec:
-        """The names and sizes of the features."""
-        return self._spec
-
-    @property
-    def schema(self) -> Schema:
-        """What the columns are."""
-        return self._schema
 
     def _with_folder_numbers(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync.data import _errors, _features, _python_ops, _records, _spec, _text
+from tf_recsync.data import _errors, _features, _python_ops, _records, _text
 from tf_recsync.data.schema import Schema
 
 # How many of the first records are looked at for the type of a column.
@@ -42,7 +42,7 @@ class RecordFile:
     damage: str = ""
 
 
-class TfRecord(_records.RowData):
+class TfRecord(_features.OfSchema, _records.RowData):
     """Reader of TFRecord files of `tf.train.Example`s; `Schema` says what becomes of their columns.
 
     The features of an `Example` are the columns, under their names: a list of one value, or of any
@@ -112,27 +112,16 @@ class TfRecord(_records.RowData):
     ) -> None:
         """See the class."""
         options = schema.options(on_error, between)
-        self._schema = schema
-        self._spec = schema.spec
-        self._features = _features.Features(schema)
-        files = [_scan(name, options.skips) for name in _text.find_files(path)]
-        test_files = None
-        if test_path is not None:
-            test_files = [_scan(name, options.skips) for name in _text.find_files(test_path)]
+        self._describe(schema)
+
+        def scan(name: str) -> RecordFile:
+            return _scan(name, options.skips)
+
+        files, test_files = _text.scan_files(scan, path, test_path)
         for file in (*files, *(test_files or ())):
             _text.folder_values(file.path, schema.partitions)
         self._types = _types(files, schema)
         super().__init__(files, test_files, test_fraction, options)
-
-    @property
-    def spec(self) -> _spec.FeatureSpec:
-        """The names and sizes of the features."""
-        return self._spec
-
-    @property
-    def schema(self) -> Schema:
-        """What the columns are."""
-        return self._schema
 
     def _rows(
         self, parts: Sequence[_records.Part], shuffle: bool = False, seed: int | None = None
