@@ -1,7 +1,9 @@
 #include "cc/engine/message_loop.h"
 
+#include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -21,12 +23,27 @@ constexpr size_t kScratch = 16 << 10;
 constexpr int kEvents = 64;
 // How many are accepted before those that are there have their turn.
 constexpr int kAccepts = 16;
-// When nobody can be accepted, as when there is no descriptor left.
+// When nobody can be accepted, as when there are too few descriptors left.
 constexpr std::chrono::seconds kPause(1);
+// Descriptors that are left to others. TensorFlow ends the process when there
+// is none at the moment at which a thread runs its first function, as it reads
+// random numbers from a file.
+constexpr rlim_t kSpareDescriptors = 32;
 
 int CheckedFd(int fd, const char* what) {
   if (fd < 0) throw std::system_error(errno, std::generic_category(), what);
   return fd;
+}
+
+// Whether one more would leave others less than the spare ones: the system
+// gives the lowest number that is free.
+bool AreDescriptorsScarce(int any_fd) {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return false;
+  const int lowest = fcntl(any_fd, F_DUPFD_CLOEXEC, 0);
+  if (lowest < 0) return true;
+  close(lowest);
+  return lowest + kSpareDescriptors >= limit.rlim_cur;
 }
 
 }  // namespace
@@ -193,6 +210,15 @@ bool MessageLoop::ListenTo(uint32_t events) {
   return epoll_ctl(epoll_fd_, EPOLL_CTL_MOD, listen_fd_, &event) == 0;
 }
 
+void MessageLoop::RefuseForNow(const std::string& reason) {
+  if (!has_warned_ && warn_ != nullptr) {
+    warn_("no connection can be accepted for now: " + reason);
+  }
+  has_warned_ = true;
+  // Who goes on waiting would have us called without end.
+  PauseUntil(Clock::now() + kPause);
+}
+
 void MessageLoop::Accept() {
   int listener;
   MakeReceiver make_receiver;
@@ -213,19 +239,14 @@ void MessageLoop::Accept() {
       }
       End(newcomers_.front(), "others wait that may say who they are");
     }
+    if (AreDescriptorsScarce(listener)) return RefuseForNow(ErrorText(EMFILE));
     const int fd =
         accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
       if (errno == EAGAIN || errno == EWOULDBLOCK) return;
       // Whatever is wrong with it, the next one may be right.
       if (errno == EINTR || errno == ECONNABORTED || errno == EPROTO) continue;
-      if (!has_warned_ && warn_ != nullptr) {
-        warn_("no connection can be accepted for now: " + ErrorText(errno));
-      }
-      has_warned_ = true;
-      // Who goes on waiting would have us called without end.
-      PauseUntil(Clock::now() + kPause);
-      return;
+      return RefuseForNow(ErrorText(errno));
     }
     has_warned_ = false;
     SetConnectionOptions(fd);

@@ -66,8 +66,8 @@ class MessageLoop {
   // Listens on a port that is free, on `host` (numeric; empty: all interfaces),
   // and has `make_receiver` make the receiver of each connection, in the loop's
   // thread. Returns the port, or 0 and what is wrong. Once per loop. When a
-  // connection can't be accepted, as without a descriptor for it, that is tried
-  // again a second later; those that connect wait meanwhile.
+  // connection can't be accepted, as with hardly a descriptor left, that is
+  // tried again a second later; those that connect wait meanwhile.
   int Listen(const std::string& host, MakeReceiver make_receiver,
              std::string* error) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -87,6 +87,8 @@ class MessageLoop {
   // milliseconds there is nothing more of that to do; -1: for ever.
   int KeepTime() ABSL_LOCKS_EXCLUDED(mu_);
   void ForgetAdmitted();
+  // Says why, once, and tries again a little later.
+  void RefuseForNow(const std::string& reason) ABSL_LOCKS_EXCLUDED(mu_);
   // Listens to nobody until then.
   void PauseUntil(Clock::time_point end) ABSL_LOCKS_EXCLUDED(mu_);
   bool ListenTo(uint32_t events) ABSL_LOCKS_EXCLUDED(mu_);

@@ -322,7 +322,7 @@ TEST_F(MessageLoopTest, HostsAreResolvedToNumericAddresses) {
             addresses.end());
 }
 
-// A process without descriptors left, as when somebody opens connections and
+// A process with few descriptors left, as when somebody opens connections and
 // says nothing.
 TEST_F(MessageLoopTest, WhatThereIsNoRoomForWaitsUntilThereIs) {
   WaitUntilAccepted();
@@ -335,7 +335,7 @@ TEST_F(MessageLoopTest, WhatThereIsNoRoomForWaitsUntilThereIs) {
   ASSERT_GE(probe, 0);
   close(probe);
   rlimit few = before;
-  few.rlim_cur = probe + 1;  // One more: the end that connects.
+  few.rlim_cur = probe + 20;  // For the end that connects, and for others.
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
   const int fd = ConnectRaw();
   EXPECT_EQ(warned_.WaitFor(1).at(0).first,
