@@ -303,6 +303,7 @@ def _route_ids(w: World) -> dict:
         "weighted": weighted,
         "combiners": [w.choose(["sum", "mean", "sqrtn"]) for _ in range(count)],
         "out_of_range": [w.choose(["error", "clip", "hash"]) for _ in range(count)],
+        "partitions": [w.choose([0, 0, 1, 4]) for _ in range(count)],
         "shard_counts": shards,
         "shard_tables": [w.small(0, tables - 1) for _ in range(sum(shards))],
         "shard_offsets": [w.small(0, 9) for _ in range(sum(shards))],

@@ -23,6 +23,7 @@ def route(**changes):
         "weighted": [False, False],
         "combiners": ["sum", "mean"],
         "out_of_range": ["error", "error"],
+        "partitions": [0, 0],
         "shard_counts": [1, 1],
         "shard_tables": [0, 1],
         "shard_offsets": [0, 5],

@@ -52,6 +52,7 @@ def route(**changes):
         weighted=[False],
         combiners=["sum"],
         out_of_range=["clip"],
+        partitions=[0],
         shard_tables=[0],
         has_bags=[False],
         has_scales=[False],

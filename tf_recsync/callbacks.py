@@ -18,6 +18,7 @@ from tf_recsync._deprecation import without_strategy
 from tf_recsync.checkpoint.callback import Checkpoint, SavedCheckpoint
 from tf_recsync.cluster import Server
 from tf_recsync.cluster.membership import Order
+from tf_recsync.embedding.keys import KeyCounts
 from tf_recsync.metrics.exact import group_auc
 from tf_recsync.ops import hop
 from tf_recsync.optimizers.base import global_step_of
@@ -80,8 +81,10 @@ class TrainingReport(_Report):
     `data_wait` (the share of the epoch that workers waited for batches, 0 to 1) and, as ints,
     `lost_steps` (the batches in flight when a worker was lost), `retried_batches` (those that
     others have trained on in place of lost workers) and `repeated_batches` (those that were
-    trained on twice for that); with a `log_dir`, TensorBoard gets the same scalars and a histogram
-    of the epoch's staleness. Put it before callbacks that read those logs.
+    trained on twice for that). If the model has tables with `keys="any"`, there are also the ints
+    `keys_admitted`, `keys_refused` and `keys_evicted`, of all tables in this epoch. With a
+    `log_dir`, TensorBoard gets the same scalars, a histogram of the epoch's staleness, and what
+    `strategy.tables` says of each table. Put it before callbacks that read those logs.
 
     Args:
         log_dir: a folder for TensorBoard, or None (the default).
@@ -120,11 +123,13 @@ class TrainingReport(_Report):
         self._global_step = 0
         self._losses = Losses()
         self._data_wait = 0.0
+        self._tables: dict[str, KeyCounts] = {}
 
     def on_epoch_begin(self, epoch, logs=None):
         self._started = time.monotonic()
         self._losses = self._strategy.losses(self.model)
         self._before = self._strategy.staleness(self.model)
+        self._tables = self._strategy.tables(self.model)
         self._data_wait = _data_wait(self._strategy, self.model)
         self._global_step = global_step_of(self.model.optimizer)
         self._ended = None
@@ -149,6 +154,12 @@ class TrainingReport(_Report):
             "repeated_batches": losses.repeated - before.repeated,
             **self._more(seconds),
         }
+        tables = self._strategy.tables(self.model)
+        for name in ("admitted", "refused", "evicted") if tables else ():
+            counts = (getattr(own, name) for own in tables.values())
+            earlier = (getattr(own, name) for own in self._tables.values())
+            # What a lost server had counted is gone.
+            report[f"keys_{name}"] = max(sum(counts) - sum(earlier), 0)
         if logs is not None:
             logs.update(report)
         if self._writer is None:
@@ -158,6 +169,9 @@ class TrainingReport(_Report):
             for name, value in report.items():
                 tf.summary.scalar(f"recsync/{name}", value)
             tf.summary.histogram("recsync/staleness_histogram", taus)
+            for table, counts in tables.items():
+                for name, value in dataclasses.asdict(counts).items():
+                    tf.summary.scalar(f"recsync/{table}/{name}", value)
         self._writer.flush()
 
     def on_train_end(self, logs=None):

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
+from tf_recsync.embedding.keys import sorted_entries
 from tf_recsync.input_parts import InputParts, name_of
 from tf_recsync.table_reader import TableReader, TableVersion
 from tf_recsync.tables_apart import GivenInput, TablesApart
@@ -130,7 +131,7 @@ class Inference:
 
         @tf.function(input_signature=[input_signature], autograph=False)
         def serve(inputs):
-            with scope:
+            with scope, sorted_entries():
                 return call(inputs)
 
         self._archive = keras.export.ExportArchive()
@@ -146,7 +147,7 @@ class Inference:
             def serve_parts(tensors):
                 left = iter(tensors)
                 inputs = [part.join([next(left) for _ in part.specs]) for part in parts]
-                with scope:
+                with scope, sorted_entries():
                     return call(tf.nest.pack_sequence_as(input_signature, inputs))
 
             traced.append(serve_parts.get_concrete_function())
@@ -167,8 +168,15 @@ class Inference:
         In a callback of `fit`, what is read is of one moment: workers go on when Keras asks for
         the next step.
         """
+        own = {id(shown): variable for shown, variable in self._pairs}
         for shown, variable in self._pairs:
-            variable.assign(shown._value.read_value(), read_value=False)
+            keyed = getattr(shown, "keyed", None)
+            if keyed is not None:
+                entries, order = keyed.in_order()
+                own[id(keyed.entries)].assign(entries, read_value=False)
+                variable.assign(tf.gather(shown._value.read_value(), order), read_value=False)
+            elif not hasattr(shown, "beside_table"):
+                variable.assign(shown._value.read_value(), read_value=False)
 
     def write(self, folder: str, verbose: bool = False) -> None:
         """Writes what was read last, as a SavedModel.

@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "cc/engine/key_hash.h"
 #include "cc/engine/result.h"
 
 namespace recsync {
@@ -48,6 +49,10 @@ struct RoutedFeature {
   Combiner combiner;
   OutOfRange out_of_range;
   std::vector<ShardPlace> shards;
+  // Of a table with keys: into how many partitions its keys fall, a power of
+  // two. An id is a key then, and stands in place of a row, which the server
+  // finds. 0: ids are rows.
+  int64_t partitions = 0;
 
   // Whether every example has exactly one id, of scale 1.
   bool is_single() const { return length == 1 && !weighted; }
@@ -78,7 +83,7 @@ class RowNumbers {
   explicit RowNumbers(int64_t most) {
     size_t capacity = 16;
     while (capacity < static_cast<size_t>(most) * 2) capacity *= 2;
-    entries_.assign(capacity, {-1, 0});
+    entries_.assign(capacity, {0, -1});
     mask_ = capacity - 1;
   }
 
@@ -86,8 +91,8 @@ class RowNumbers {
   int32_t Number(int64_t row, int32_t next, bool* is_new) {
     uint64_t x = static_cast<uint64_t>(row) * 0x9E3779B97F4A7C15ull;
     size_t i = static_cast<size_t>(x ^ (x >> 32)) & mask_;
-    while (entries_[i].row != row) {
-      if (entries_[i].row < 0) {
+    while (entries_[i].number < 0 || entries_[i].row != row) {
+      if (entries_[i].number < 0) {
         entries_[i] = {row, next};
         *is_new = true;
         return next;
@@ -101,7 +106,7 @@ class RowNumbers {
  private:
   struct Entry {
     int64_t row;
-    int32_t number;
+    int32_t number;  // -1: there is none
   };
   std::vector<Entry> entries_;
   size_t mask_;
@@ -129,6 +134,7 @@ class IdRouter {
       for (const ShardPlace& shard : feature.shards)
         most[shard.table] += input.n;
       if (feature.out_of_range != OutOfRange::kError) continue;
+      if (feature.partitions > 0) continue;  // Every key is one.
       for (int64_t i = 0; i < input.n; ++i) {
         const int64_t id = static_cast<int64_t>(input.ids[i]);
         if (id < 0 || id >= feature.rows) {
@@ -218,14 +224,9 @@ class IdRouter {
         return id;
       case OutOfRange::kClip:
         return std::min(std::max<int64_t>(id, 0), feature.rows - 1);
-      case OutOfRange::kHash: {
-        // The finalizer of MurmurHash3.
-        uint64_t x = static_cast<uint64_t>(id);
-        x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdull;
-        x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ull;
-        x ^= x >> 33;
-        return static_cast<int64_t>(x % static_cast<uint64_t>(feature.rows));
-      }
+      case OutOfRange::kHash:
+        return static_cast<int64_t>(KeyHash(id) %
+                                    static_cast<uint64_t>(feature.rows));
     }
     return id;
   }
@@ -247,10 +248,16 @@ class IdRouter {
         const float bag_scale =
             feature.is_single() ? 1.0f : BagScale(feature, input, begin, end);
         for (int64_t i = begin; i < end; ++i) {
-          const int64_t id = RowOf(feature, static_cast<int64_t>(input.ids[i]));
-          const ShardPlace& place =
-              feature.shards[count == 1 ? 0 : static_cast<size_t>(id % count)];
-          const int64_t row = place.offset + (count == 1 ? id : id / count);
+          int64_t id = static_cast<int64_t>(input.ids[i]);
+          int64_t shard = 0, row = id;
+          if (feature.partitions > 0) {
+            shard = PartitionOfKey(id, feature.partitions) % count;
+          } else {
+            id = RowOf(feature, id);
+            if (count > 1) shard = id % count;
+            row = feature.shards[shard].offset + (count == 1 ? id : id / count);
+          }
+          const ShardPlace& place = feature.shards[shard];
           const float weight =
               input.weights == nullptr ? 1.0f : input.weights[i];
           visit(place.table, row, weight * bag_scale, slot);

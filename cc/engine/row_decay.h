@@ -101,6 +101,12 @@ class RowDecay {
     logs_[row] = now;
   }
 
+  // A row has another value from now on, of which nothing is pending. Lock: the
+  // row's.
+  void BeginRow(int64_t row) const {
+    if (enabled()) logs_[row] = total();
+  }
+
   // Whether all rows are up to date.
   bool is_settled() const { return Load(logs_ + rows_ + 1) == total(); }
 

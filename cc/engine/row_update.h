@@ -15,6 +15,8 @@
 // ahead of their update: a table is much larger than the cache, and a push
 // names rows anywhere in it.
 //
+// A gradient of an earlier life of its row (row_lives.h) is left out.
+//
 // A row of a table whose weights decay is decayed up to now before its update,
 // as if each push had decayed all rows.
 
@@ -32,6 +34,7 @@
 #include "cc/engine/prefetch.h"
 #include "cc/engine/row_decay.h"
 #include "cc/engine/row_groups.h"
+#include "cc/engine/row_lives.h"
 #include "cc/engine/row_locks.h"
 #include "cc/engine/row_partitions.h"
 #include "cc/engine/row_push.h"
@@ -214,8 +217,13 @@ class RowUpdate {
         counted->AddSkipped();
         continue;
       }
-      counted->Add(
-          UpdateRow(groups.row(g), gradient, oldest, &weights, scratch));
+      const int64_t tau =
+          UpdateRow(groups.row(g), gradient, oldest, &weights, scratch);
+      if (tau > 0) {
+        counted->Add(tau);
+      } else if (oldest != kNoLife) {
+        counted->AddSkipped();
+      }
     }
   }
 
@@ -240,7 +248,7 @@ class RowUpdate {
              4 * table_.width);
   }
 
-  // Returns the staleness.
+  // Returns the staleness; 0 if the gradient is of an earlier life of the row.
   int64_t UpdateRow(int64_t row, const float* gradient, int64_t oldest,
                     std::array<float, kRemembered>* weights,
                     Scratch* scratch) const {
@@ -248,6 +256,7 @@ class RowUpdate {
     const auto slots = SlotsOf(row);
     RowLock lock(&RowLocks::Global().Of(table_.id(), row));
     int64_t& version = table_.versions[row];
+    if (oldest >= 0 && LifeOf(oldest) != LifeOf(version)) return 0;
     // The version may have been set back since the push was checked.
     const int64_t tau =
         oldest < 0 ? 1 : std::max<int64_t>(version - oldest + 1, 1);

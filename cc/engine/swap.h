@@ -38,6 +38,8 @@ struct Swap {
   double decay = 1.0;  // lambda_0, in (0, 1].
   int64_t offset = 0;  // Added to the global step; the sum is never negative.
 
+  static constexpr int32_t kNoPeriod = -1;
+
   bool enabled() const { return period > 0; }
 
   // The period that `global_step` (counted from 1) falls into: the number of
@@ -57,13 +59,18 @@ struct Swap {
   }
 
   // The product of lambda_t over the periods entered since `*last_period`,
-  // which it brings up to date. A push that arrives after a younger one (its
+  // which it brings up to date; of an accumulator that has just been given its
+  // first value (kNoPeriod) none is missed. A push that arrives after a younger one (its
   // period is over already) decays nothing.
   template <typename Period>
   float DecaySince(Period* last_period, int64_t global_step) const {
     const Period now = Saturated<Period>(PeriodOf(global_step));
     const Period before = *last_period;
     if (now <= before) return 1.0f;
+    if (before == kNoPeriod) {
+      *last_period = now;
+      return 1.0f;
+    }
     *last_period = now;
     if (now - 1 == before) return static_cast<float>(decay);
     const double missed =

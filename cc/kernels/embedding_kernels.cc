@@ -48,6 +48,7 @@ absl::Status ReadFeatures(OpKernelConstruction* ctx, int tables,
   TF_RETURN_IF_ERROR(ctx->GetAttr("F", &f));
   std::vector<std::string> names, table_names, combiners, out_of_range;
   std::vector<int64_t> rows, lengths, counts, shard_tables, shard_offsets;
+  std::vector<int64_t> partitions;
   std::vector<bool> weighted;
   TF_RETURN_IF_ERROR(ReadList(ctx, "features", f, &names));
   TF_RETURN_IF_ERROR(ReadList(ctx, "tables", f, &table_names));
@@ -56,6 +57,7 @@ absl::Status ReadFeatures(OpKernelConstruction* ctx, int tables,
   TF_RETURN_IF_ERROR(ReadList(ctx, "weighted", f, &weighted));
   TF_RETURN_IF_ERROR(ReadList(ctx, "combiners", f, &combiners));
   TF_RETURN_IF_ERROR(ReadList(ctx, "out_of_range", f, &out_of_range));
+  TF_RETURN_IF_ERROR(ReadList(ctx, "partitions", f, &partitions));
   TF_RETURN_IF_ERROR(ReadList(ctx, "shard_counts", f, &counts));
   int64_t shards = 0;
   for (int i = 0; i < f; ++i) {
@@ -87,6 +89,13 @@ absl::Status ReadFeatures(OpKernelConstruction* ctx, int tables,
       return absl::InvalidArgumentError(absl::StrCat(
           "table_rows must be at least 1 and lengths at least 0, not ", rows[i],
           " and ", lengths[i], " for feature ", names[i]));
+    }
+    feature.partitions = partitions[i];
+    if (partitions[i] < 0 || (partitions[i] & (partitions[i] - 1)) != 0 ||
+        (partitions[i] > 0 && partitions[i] % counts[i] != 0)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "partitions must be 0 or a power of two that the ", counts[i],
+          " shards divide, not ", partitions[i], " for feature ", names[i]));
     }
     for (int64_t s = 0; s < counts[i]; ++s, ++next) {
       if (shard_tables[next] < 0 || shard_tables[next] >= tables ||

@@ -15,6 +15,7 @@
 #include "cc/engine/limits.h"
 #include "cc/engine/memory.h"
 #include "cc/kernels/checked_shape.h"
+#include "cc/kernels/distribution.h"
 #include "cc/kernels/inputs.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -29,23 +30,6 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
-
-absl::Status ParseDistribution(const std::string& name,
-                               Distribution* distribution) {
-  constexpr std::pair<const char*, Distribution> kNames[] = {
-      {"constant", Distribution::kConstant},
-      {"uniform", Distribution::kUniform},
-      {"normal", Distribution::kNormal},
-      {"truncated_normal", Distribution::kTruncatedNormal}};
-  for (const auto& [known, meaning] : kNames) {
-    if (name == known) {
-      *distribution = meaning;
-      return absl::OkStatus();
-    }
-  }
-  return absl::InvalidArgumentError(
-      absl::StrCat("distributions can't be '", name, "'"));
-}
 
 // What lies in an output's buffer: BFloat16 for TensorFlow's bfloat16.
 template <typename T>

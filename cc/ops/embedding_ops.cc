@@ -33,6 +33,7 @@ REGISTER_OP("RecsyncRouteIds")
     .Attr("weighted: list(bool)")
     .Attr("combiners: list(string)")
     .Attr("out_of_range: list(string)")
+    .Attr("partitions: list(int)")
     .Attr("shard_counts: list(int)")
     .Attr("shard_tables: list(int)")
     .Attr("shard_offsets: list(int)")
@@ -78,6 +79,9 @@ lengths: [F], how many ids an example has, or 0 for a ragged feature.
 weighted: [F], whether a feature has weights.
 combiners: [F], 'sum', 'mean' or 'sqrtn'.
 out_of_range: [F], 'error', 'clip' (to the nearest row) or 'hash' (every id).
+partitions: [F], of a table with keys, into how many partitions its keys fall: an
+  id is a key then, which lies in the shard of its partition, modulo the number
+  of shards, and stands in `rows` as it is. 0 where ids are rows.
 shard_counts: [F], into how many shards each feature's table is split.
 shard_tables: The shards' physical tables, feature after feature.
 shard_offsets: The shards' first rows there, feature after feature.

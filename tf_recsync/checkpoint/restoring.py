@@ -114,6 +114,8 @@ def _restored(
     log_decays = [part.log_decay for part in index.parts]
     for folder, own in chain:
         _restore_rows(folder, own, model, targets, log_decays)
+    for own_rows in targets.values():
+        own_rows.tell_of_change()
     strategy = model.distribute_strategy
     if WORKERS in contents and isinstance(strategy, CopiedStrategy) and optimizer is not None:
         strategy.worker_states(model).deserialize(contents[WORKERS])
@@ -130,7 +132,10 @@ def _kept(model: keras.Model, lost: Collection[int]) -> list[tuple[tf.Variable, 
     return [
         (v._value, v._value.numpy())
         for number, v in found.items()
-        if number not in lost and id(v) not in beside and not hasattr(v, "physical_table")
+        if number not in lost
+        and id(v) not in beside
+        and not hasattr(v, "physical_table")
+        and not hasattr(v, "beside_table")
     ]
 
 

@@ -361,7 +361,9 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> None:
 def weights_of(model: keras.Model) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """Path, shape and dtype of each weight that belongs to no collection's table."""
     return tuple(
-        (v.path, tuple(v.shape), v.dtype) for v in model.weights if not hasattr(v, "physical_table")
+        (v.path, tuple(v.shape), v.dtype)
+        for v in model.weights
+        if not hasattr(v, "physical_table") and not hasattr(v, "beside_table")
     )
 
 
@@ -422,7 +424,8 @@ def decays_of_tables(model: keras.Model) -> dict[int, keras.Variable]:
 
 def _names(model: keras.Model) -> dict[int, tuple[keras.Variable, str]]:
     """What lies beside tables: the table's variable and what it is, by its id."""
-    names = {}
+    keyed = ((v, v.keyed.entries) for v in model.variables if hasattr(v, "keyed"))
+    names = {id(entries): (table, "keys") for table, entries in keyed}
     for part in optimizers_of(model):
         for state in getattr(part, "states", ()):
             kinds = dict(zip(part.accumulator_names, state.accumulators, strict=True))

@@ -87,6 +87,8 @@ def plan_placement(
     check_tables(tables)
     check_at_least("ps", ps, 1)
     check_memory_arguments(memory_limit, slots, bytes_per_row_overhead)
+    whole = {name for names in together for name in names}
+    tables = [table if table.name in whole else table.on_servers(ps) for table in tables]
     for table in tables:
         if table.shards is not None and table.shards > ps:
             raise ValueError(
@@ -95,7 +97,8 @@ def plan_placement(
             )
     table_costs = _costs(tables, costs)
     sizes = [
-        row_bytes(table.dimension, table.dtype, slots, bytes_per_row_overhead) for table in tables
+        row_bytes(table.dimension, table.dtype, slots, bytes_per_row_overhead + table.key_bytes)
+        for table in tables
     ]
     units = _units(tables, sizes, table_costs, together)
     # In the unit of the largest cost, so that the smallest of numbers can be divided too.

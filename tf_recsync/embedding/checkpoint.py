@@ -99,6 +99,11 @@ class SavedRows(tf.__internal__.tracking.Trackable):
         with tf.init_scope():
             self._rows.settle()
 
+    def tell_of_change(self) -> None:
+        """To be called when rows were set."""
+        with tf.init_scope():
+            self._rows.tell_of_change()
+
     def read(self, begin: _Number, end: _Number, device: str) -> tf.Tensor:
         """Rows that follow each other, on a device."""
         parts = []
@@ -197,6 +202,7 @@ class _Saveable(saveable_object.SaveableObject):
         for values, (begin, end, device) in zip(restored_tensors, self._slices, strict=True):
             self.op.check(values, begin, end)
             operations += self.op.write(begin, end, values, device)
+        self.op.tell_of_change()
         return tf.group(*filter(None, operations))
 
 

@@ -13,9 +13,17 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync._checks import check_at_least
+from tf_recsync.embedding.key_rules import (
+    Admission,
+    Eviction,
+    check_keyed,
+    key_bytes,
+    shards_for,
+)
 
 COMBINERS = ("sum", "mean", "sqrtn")
 OUT_OF_RANGE = ("error", "clip", "hash")
+UNKNOWN = ("zeros", "trained")
 _BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 _BYTES_PER_SLOT_ELEMENT = 4
 _MOST_DESCRIBED = 1 << 20  # Bytes of an array that is written into a configuration, in digits.
@@ -46,6 +54,14 @@ class TableConfig:
         dtype: Type of the values, `"float32"` (the default) or `"bfloat16"`, half of the memory.
             Updates compute in float32, with float32 accumulators, and are rounded up or down at
             random, so that on average nothing is lost; the optimizer's `seed` decides how.
+        keys: `"any"` for a table whose ids are keys: any int64, or strings, that nobody has
+            numbered. None (the default): ids are the numbers of rows. See below.
+        admission: An `Admission`, which keys get rows. None (the default): all.
+        eviction: An `Eviction`, which key loses its row when the table is full. None (the
+            default): the one that was not looked up for the longest time.
+        unknown: What keys without a row are looked up as: `"zeros"` (the default), or
+            `"trained"`, a row of the table that all of them train together, and that begins as
+            zeros.
 
     The rows get their first values where they lie, a block of rows at a time, so that nobody needs
     memory for the whole table. Values are the same however the table is divided, and in one
@@ -68,6 +84,17 @@ class TableConfig:
     Whatever else needs the whole table at once, or may, is refused by name when a layer is made of
     the table: Orthogonal, Identity, an `Initializer` with a `__call__` of its own, and Keras's
     functions `f(shape, dtype)`. Write such a one as `f(rows, dtype)`.
+
+    With keys, `rows` is how many keys the table has room for, one in 4,096 rows (at least one)
+    excepted, which stand for keys without a row. Training gives each new key that is admitted a
+    row, with first values that depend on the initializer's seed and the key alone. When a table is
+    full, as a whole or, from 8,192 rows on, in one of its partitions (which happens at 95 to 100 %
+    of all rows), another key loses its row for that: its vector and all that the optimizer keeps
+    beside it are gone, and gradients that are still on their way to it are left out. Evaluation
+    and prediction change nothing. Strings are keys by their 64-bit hash (farmhash64, as
+    `tf.fingerprint` has it): of n different strings, two have the same key with a probability of
+    n * n / 3.7e19, 0.002 % for 30 million. `initializer` must be one that draws values. The number
+    of shards is a power of two: by default the largest up to the number of servers.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -100,6 +127,10 @@ class TableConfig:
     combiner: str | None = "sum"
     shards: int | None = None
     dtype: str = "float32"
+    keys: str | None = None
+    admission: Admission | None = None
+    eviction: Eviction | None = None
+    unknown: str = "zeros"
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -115,10 +146,38 @@ class TableConfig:
                     f"shards={self.shards}: must be None or at most rows={self.rows}, as a shard "
                     "needs a row."
                 )
+        _check_choice("keys", self.keys, ("any", None))
+        _check_choice("unknown", self.unknown, UNKNOWN)
+        for name, kind in (("admission", Admission), ("eviction", Eviction)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{name}={value!r}: must be None or an {kind.__name__}.")
+        if self.keys is not None:
+            check_keyed(self)
+            return
+        for name, default in (("admission", None), ("eviction", None), ("unknown", "zeros")):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: must be {default!r} without keys='any'."
+                )
+
+    def on_servers(self, ps: int) -> TableConfig:
+        """The same table with the number of shards that it has on so many parameter servers.
+
+        Where there is a choice, a plan makes it: for tables without keys.
+        """
+        if self.keys is None or self.shards is not None:
+            return self
+        return dataclasses.replace(self, shards=shards_for(self.rows, ps))
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a row at most for its key and what finds it; 0 without keys."""
+        return key_bytes(self.admission) if self.keys else 0
 
     @property
     def bytes(self) -> int:
-        """Memory of the values of all rows, in bytes, without accumulators."""
+        """Memory of the values of all rows, in bytes, without accumulators and keys."""
         return self.rows * row_bytes(self.dimension, self.dtype)
 
     def get_config(self) -> dict[str, Any]:
@@ -145,7 +204,11 @@ class TableConfig:
         """The arguments, with something in the initializer's place."""
         # Not dataclasses.asdict, which would copy an initializer object.
         config = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**config, "initializer": initializer}
+        rules = {
+            name: config[name] and keras.saving.serialize_keras_object(config[name])
+            for name in ("admission", "eviction")
+        }
+        return {**config, **rules, "initializer": initializer}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> TableConfig:
@@ -161,8 +224,9 @@ class TableConfig:
             ValueError: If an argument is out of range.
         """
         config = dict(config)
-        if isinstance(config.get("initializer"), dict):
-            config["initializer"] = keras.saving.deserialize_keras_object(config["initializer"])
+        for name in ("initializer", "admission", "eviction"):
+            if isinstance(config.get(name), dict):
+                config[name] = keras.saving.deserialize_keras_object(config[name])
         return cls(**config)
 
     def __eq__(self, other: object) -> bool:
@@ -177,7 +241,8 @@ class TableConfig:
         return self.get_config() == other.get_config()
 
     def __hash__(self) -> int:
-        return hash((self.name, self.rows, self.dimension, self.combiner, self.shards, self.dtype))
+        own = (self.name, self.rows, self.dimension, self.combiner, self.shards, self.dtype)
+        return hash((*own, self.keys, self.admission, self.eviction, self.unknown))
 
 
 @keras.saving.register_keras_serializable(package="tf_recsync")
@@ -192,8 +257,9 @@ class FeatureConfig:
             rejects them; `"clip"` takes 0 for those below and the last row for those beyond;
             `"hash"` hashes all ids into the rows of the table.
         padding: A number that stands for no id, such as -1 or 0, by which lists of ids are filled
-            up to one length. Where it occurs there is no id: nothing is looked up, it counts in no
-            mean, and it is not out of range. With None (the default) all ids count.
+            up to one length; of strings, such as "", a string. Where it occurs there is no id:
+            nothing is looked up, it counts in no mean, and it is not out of range. With None (the
+            default) all ids count.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -206,17 +272,20 @@ class FeatureConfig:
     name: str
     table: str
     out_of_range: str = "error"
-    padding: int | None = None
+    padding: int | str | None = None
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
         _check_name("name", self.name)
         _check_name("table", self.table)
         _check_choice("out_of_range", self.out_of_range, OUT_OF_RANGE)
+        if isinstance(self.padding, str):
+            return
         is_int = isinstance(self.padding, int) and not isinstance(self.padding, bool)
         if self.padding is not None and not (is_int and -(2**63) <= self.padding < 2**63):
             raise ValueError(
-                f"padding={self.padding!r}: must be None or an int from -2**63 to 2**63 - 1."
+                f"padding={self.padding!r}: must be None, a str, or an int from -2**63 to 2**63 - "
+                "1."
             )
 
     def get_config(self) -> dict[str, Any]:
@@ -288,6 +357,12 @@ def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfi
             raise ValueError(
                 f"feature {feature.name!r}: its table {feature.table!r} is not among the tables "
                 f"{names}."
+            )
+        table = next(table for table in tables if table.name == feature.table)
+        if table.keys is not None and feature.out_of_range != "error":
+            raise ValueError(
+                f"feature {feature.name!r}: out_of_range={feature.out_of_range!r} must be 'error', "
+                f"as no key is out of range in table {table.name!r}, which has keys='any'."
             )
     used = {feature.table for feature in features}
     for name in names:

@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from tf_recsync import ops
 from tf_recsync.embedding.config import FeatureConfig, TableConfig
+from tf_recsync.embedding.key_rules import partitions_of
+from tf_recsync.embedding.keys import KeyedRows, hashed, key_of
 from tf_recsync.embedding.physical_tables import PhysicalTable
 from tf_recsync.ops.bags import Bags
 
@@ -44,11 +46,10 @@ class FeatureInput:
         """Whether every example has one id, of weight 1."""
         return self.length == 1 and self.weights is None
 
-    def without(self, padding: int) -> FeatureInput:
-        """The same without the ids that are equal to a number."""
+    def without(self, padding: int | str) -> FeatureInput:
+        """The same without the ids that are equal to a number, or to a string's key."""
         count = tf.size(self.ids, tf.int64)
-        # The number may be beyond int32.
-        counts = tf.cast(self.ids, tf.int64) != padding
+        counts = tf.logical_not(is_padding(self.ids, padding))
         kept = tf.reshape(tf.where(counts), [-1])
         splits = self.splits
         if splits is None:
@@ -99,8 +100,7 @@ def check_symbolic(
     for feature in features:
         ids, own = inputs[feature.name], (weights or {}).get(feature.name)
         wrong = _wrong(feature)
-        if not tf.as_dtype(ids.dtype).is_integer:
-            raise wrong(f"ids must be int32 or int64, not {ids.dtype}")
+        _check_dtype(feature, tables[feature.table].keys is not None, tf.as_dtype(ids.dtype))
         if len(ids.shape) not in (1, 2):
             raise wrong(f"ids must be [batch] or [batch, k], not {ids.shape}")
         if own is None:
@@ -115,6 +115,16 @@ def check_symbolic(
 def _wrong(feature: FeatureConfig) -> Callable[[str], ValueError]:
     """Makes errors that name a feature."""
     return lambda what: ValueError(f"feature {feature.name!r} of table {feature.table!r}: {what}")
+
+
+def _check_dtype(feature: FeatureConfig, has_keys: bool, dtype: tf.DType) -> None:
+    allowed = "int32, int64 or strings" if has_keys else "int32 or int64"
+    if not (dtype.is_integer or (has_keys and dtype == tf.string)):
+        hint = "" if dtype != tf.string else "; a table with keys='any' takes strings"
+        raise _wrong(feature)(f"ids must be {allowed}, not {dtype.name}{hint}")
+    if feature.padding is None or isinstance(feature.padding, str) == (dtype == tf.string):
+        return
+    raise _wrong(feature)(f"padding={feature.padding!r} can't be among ids of {dtype.name}")
 
 
 def _check_weighable(feature: FeatureConfig, table: TableConfig) -> None:
@@ -141,7 +151,10 @@ def read(
     for feature in features:
         if weights.get(feature.name) is not None:
             _check_weighable(feature, tables[feature.table])
-    read = [_read(f, inputs[f.name], weights.get(f.name)) for f in features]
+    read = [
+        _read(f, tables[f.table].keys is not None, inputs[f.name], weights.get(f.name))
+        for f in features
+    ]
     if any(tables[feature.table].combiner is None for feature in features):
         # The op compares those that it looks up together.
         for feature, own in zip(features, read, strict=True):
@@ -160,10 +173,17 @@ def read(
 
 def read_given(feature: FeatureConfig, ids: Any) -> FeatureInput:
     """Reads the ids of one feature, padding included; raises ValueError as `read` does."""
-    return _read(feature, ids, None)
+    return _read(feature, True, ids, None)
 
 
-def _read(feature: FeatureConfig, ids: Any, weights: Any) -> FeatureInput:
+def is_padding(ids: tf.Tensor, padding: int | str) -> tf.Tensor:
+    """Which ids are equal to a number, or are the key of a string."""
+    # The number may be beyond int32.
+    stands = key_of(tf.constant(padding)) if isinstance(padding, str) else padding
+    return tf.cast(ids, tf.int64) == stands
+
+
+def _read(feature: FeatureConfig, has_keys: bool, ids: Any, weights: Any) -> FeatureInput:
     wrong, is_vector = _wrong(feature), False
     if isinstance(ids, tf.SparseTensor):
         if ids.shape.rank != 2:
@@ -199,8 +219,9 @@ def _read(feature: FeatureConfig, ids: Any, weights: Any) -> FeatureInput:
             if not weights.shape.is_compatible_with(ids.shape):
                 raise wrong(f"the weights are {weights.shape}, the ids {ids.shape}")
             flat_weights = _flat(weights)
-    if not values.dtype.is_integer:
-        raise wrong(f"ids must be int32 or int64, not {values.dtype.name}")
+    _check_dtype(feature, has_keys, values.dtype)
+    if values.dtype == tf.string:
+        values = key_of(values)
     if flat_weights is not None:
         if not flat_weights.dtype.is_floating:
             raise wrong(f"weights must be floats, not {flat_weights.dtype.name}")
@@ -243,6 +264,7 @@ class Routes:
         physical: the physical tables that hold them.
         alone: features of tables of one shard that are looked up by themselves, and
             whether their vectors are pooled.
+        keyed: of each physical table what finds the rows of keys, or None.
 
     Attributes:
         dimensions: the dimensions of `features`.
@@ -256,8 +278,10 @@ class Routes:
         tables: Mapping[str, TableConfig],
         physical: Sequence[PhysicalTable],
         alone: Sequence[tuple[FeatureConfig, bool]] = (),
+        keyed: Sequence[KeyedRows | None] = (),
     ):
         self._features = features
+        self._keyed = keyed
         self._alone = alone
         self._tables = tables
         self.dimensions = [tables[f.table].dimension for f in features]
@@ -312,6 +336,7 @@ class Routes:
             weighted=[own.weights is not None for own in data],
             combiners=combiners,
             out_of_range=[f.out_of_range for f in features],
+            partitions=[partitions_of(t.rows) if t.keys else 0 for t in tables],
             shard_counts=[len(places) for places in shards],
             shard_tables=[number for places in shards for number, _ in places],
             shard_offsets=[offset for places in shards for _, offset in places],
@@ -368,6 +393,10 @@ class Routes:
     def _rows(self, feature: FeatureConfig, data: FeatureInput, values: Sequence[Any]) -> tf.Tensor:
         """The rows that a feature's ids name, in stock ops: [ids, dimension]."""
         table, shards = self._tables[feature.table], self._shards[feature.table]
+        if table.keys:
+            found = [(self._keyed[number], values[number]) for number, _ in shards]
+            keys = tf.cast(data.ids, tf.int64)
+            return tf.add_n([k.plain_rows(keys, k.entries.value, own) for k, own in found])
         ids = in_range(tf.cast(data.ids, tf.int64), feature, table)
         rows = tf.zeros([], tf.float32)
         for index, (number, offset) in enumerate(shards):
@@ -386,14 +415,7 @@ def in_range(ids: tf.Tensor, feature: FeatureConfig, table: TableConfig) -> tf.T
     if feature.out_of_range == "clip":
         return tf.clip_by_value(ids, 0, table.rows - 1)
     if feature.out_of_range == "hash":
-        # MurmurHash3's finalizer, as the op has it.
-        x = tf.bitcast(ids, tf.uint64)
-        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-            x = (x ^ tf.bitwise.right_shift(x, tf.constant(33, tf.uint64))) * tf.constant(
-                factor, tf.uint64
-            )
-        x ^= tf.bitwise.right_shift(x, tf.constant(33, tf.uint64))
-        return tf.cast(x % tf.constant(table.rows, tf.uint64), tf.int64)
+        return tf.cast(hashed(ids) % tf.constant(table.rows, tf.uint64), tf.int64)
     # The op alone: tf.debugging's make a conditional of each check, and with many features
     # most of what there is to trace.
     check = tf.raw_ops.Assert(

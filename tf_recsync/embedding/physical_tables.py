@@ -37,11 +37,17 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class PhysicalTable:
-    """The shards of one dimension and type on one parameter server, one after the other."""
+    """The shards of one dimension and type on one parameter server, one after the other.
+
+    The shard of a table with keys is alone: `keyed` is the table's name, and `key_bytes` what its
+    keys take for each row.
+    """
 
     ps: int
     dimension: int
     dtype: str
+    keyed: str
+    key_bytes: int
     pieces: tuple[Piece, ...]
 
     @property
@@ -51,6 +57,7 @@ class PhysicalTable:
     @property
     def name(self) -> str:
         suffix = "" if self.dtype == "float32" else f"_{self.dtype}"
+        suffix += self.keyed and f"_{self.keyed}"
         return f"ps_{self.ps}_dimension_{self.dimension}{suffix}_embeddings"
 
 
@@ -67,7 +74,7 @@ def physical_tables(
         ValueError: if the plan is for other tables.
     """
     configs = {table.name: table for table in tables}
-    groups: dict[tuple[int, int, str], list[Piece]] = {}
+    groups: dict[tuple[int, int, str, str, int], list[Piece]] = {}
     covered: dict[str, int] = dict.fromkeys(configs, 0)
     for shard in plan.shards:
         config = configs.get(shard.table)
@@ -76,7 +83,14 @@ def physical_tables(
                 f"placement has table {shard.table!r}, which is not among the tables "
                 f"{list(configs)}"
             )
-        group = groups.setdefault((shard.ps, config.dimension, config.dtype), [])
+        if config.keys and shard.count & (shard.count - 1):
+            raise ValueError(
+                f"placement has {shard.count} shards of table {shard.table!r}, whose ids are keys: "
+                "their number must be a power of two"
+            )
+        keyed = shard.table if config.keys else ""
+        key = (shard.ps, config.dimension, config.dtype, keyed, config.key_bytes)
+        group = groups.setdefault(key, [])
         offset = sum(piece.rows for piece in group)
         group.append(Piece(shard.table, shard.index, shard.count, shard.rows, offset))
         covered[shard.table] += shard.rows
@@ -106,7 +120,8 @@ def check_memory(
     """
     for ps in sorted({table.ps for table in tables}):
         held = {
-            piece.table: piece.rows * row_bytes(table.dimension, table.dtype, slots, overhead)
+            piece.table: piece.rows
+            * row_bytes(table.dimension, table.dtype, slots, overhead + table.key_bytes)
             for table in tables
             if table.ps == ps
             for piece in table.pieces
@@ -125,7 +140,7 @@ def check_memory(
 class PhysicalInitializer(keras.initializers.Initializer):
     """The first values of a physical table, made in place where it lies.
 
-    Rows that are given, not drawn, are 0 until they are written.
+    Rows that are given, not drawn, are 0 until they are written, as rows are that have no key.
 
     Args:
         physical: the physical table.
@@ -147,7 +162,8 @@ class PhysicalInitializer(keras.initializers.Initializer):
         del shape, kwargs
         pieces = self._physical.pieces
         drawn = [
-            _ZEROS if isinstance(values, GivenRows) else values
+            # Rows of keys get their values with their keys.
+            _ZEROS if isinstance(values, GivenRows) or self._physical.keyed else values
             for values in (self._values[piece.table] for piece in pieces)
         ]
         return ops.initial_rows(

@@ -67,7 +67,7 @@ class SequenceMask(keras.Operation):
             return None
         there = tf.ones_like(given.ids, tf.bool)
         if padding is not None:
-            there = tf.cast(given.ids, tf.int64) != padding
+            there = tf.logical_not(feature_inputs.is_padding(given.ids, padding))
         return tf.ensure_shape(_in_rows(there, given), [given.batch, given.length or None])
 
     def compute_output_spec(self, ids):

@@ -183,6 +183,14 @@ class TableRows:
         self.settle()
         for begin, end in self.blocks():
             self.write(begin, np.asarray(saved[begin:end]))
+        self.tell_of_change()
+
+    def tell_of_change(self) -> None:
+        """To be called when rows were set: what depends on them is made anew."""
+        for variable, _ in self.shards:
+            rows_changed = getattr(variable, "rows_changed", None)
+            if rows_changed is not None:
+                rows_changed()
 
     def places(self, begin: int, end: int) -> Iterator[tuple[keras.Variable, int, slice]]:
         """Where rows are: a variable, the first of its rows, and which ones of these they are."""

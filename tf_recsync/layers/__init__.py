@@ -7,18 +7,23 @@ from tf_recsync.embedding.interactions import (
     DotInteraction,
     Interaction,
 )
+from tf_recsync.embedding.key_rules import Admission, Eviction
+from tf_recsync.embedding.keys import KeyCounts
 from tf_recsync.layers.distributed_embedding import DistributedEmbedding
 from tf_recsync.layers.embedding_collection import EmbeddingCollection
 from tf_recsync.layers.mean_normalization import MeanNormalization
 
 __all__ = [
+    "Admission",
     "AttentionPooling",
     "BagRows",
     "DistributedEmbedding",
     "DotInteraction",
     "EmbeddingCollection",
+    "Eviction",
     "FeatureConfig",
     "Interaction",
+    "KeyCounts",
     "MeanNormalization",
     "TableConfig",
 ]

@@ -27,8 +27,16 @@ from tf_recsync.embedding.given_vectors import GivenVectors, LayerVectors, given
 from tf_recsync.embedding.initial_values import DrawnRows, first_values
 from tf_recsync.embedding.interaction_lookups import ServerInteractions, server_of, tables_of
 from tf_recsync.embedding.interactions import Interaction, result_widths
+from tf_recsync.embedding.keys import (
+    KeyCounts,
+    KeyedRows,
+    LocalKeys,
+    counts_of_tables,
+    entries_are_sorted,
+)
 from tf_recsync.embedding.physical_tables import (
     PhysicalInitializer,
+    PhysicalTable,
     check_memory,
     physical_tables,
     shards_of,
@@ -166,6 +174,11 @@ class EmbeddingCollection(keras.layers.Layer):
         self._row_memory = {"slots": slots, "bytes_per_row_overhead": bytes_per_row_overhead}
         self._concatenate = bool(concatenate)
         self._first_values = {table.name: first_values(table) for table in tables}
+        self._has_keys = any(table.keys for table in tables)
+        _check_keys(tables, self._first_values)
+        if self._has_keys:
+            # Keras compiles steps in one process with XLA if all layers allow it.
+            self.supports_jit = False
         self._physical: tuple = ()
         self._variables: list[keras.Variable] = []
         self._plan: PlacementPlan | None = None
@@ -188,6 +201,12 @@ class EmbeddingCollection(keras.layers.Layer):
         if embedding_ps == () and not strategy.copies_tables:
             raise ValueError(
                 f"layer {self.name} needs an embedding PS for its tables, and the strategy has none"
+            )
+        if self._has_keys and on_servers and strategy.copies_tables:
+            named = [table.name for table in self._table_configs if table.keys]
+            raise ValueError(
+                f"layer {self.name}: the tables {named} have keys='any' and must be on embedding "
+                "PSs: copies of them would give rows to other keys"
             )
         plan = self._given_placement
         if plan is None or (self._placement_is_restored and plan.ps != servers):
@@ -228,6 +247,8 @@ class EmbeddingCollection(keras.layers.Layer):
                     name=physical.name,
                     autocast=False,
                 )
+            if physical.keyed:
+                self._add_keys(variable, physical, seeds, on_servers)
             variable.physical_table = physical
             variable.collection = self.path
             variable.memory_limit = self._memory_limit
@@ -243,18 +264,78 @@ class EmbeddingCollection(keras.layers.Layer):
             self._by_name,
             self._physical,
             [use for beside in self._beside for use in beside.looked_up],
+            self._keyed,
         )
         self._sequence_routes = [
-            feature_inputs.Routes([f], self._by_name, self._physical) for f in self._sequences
+            feature_inputs.Routes([f], self._by_name, self._physical, keyed=self._keyed)
+            for f in self._sequences
         ]
         self._saved_tables = {
             f"table_{name}": SavedRows(f"table {name!r} of layer {self.name!r}", own, "float32")
             for name, own in shards.items()
         }
+        self._saved_tables |= {
+            f"keys_{name}": SavedRows(f"the keys of table {name!r}", own, "int64")
+            for name, own in self._key_shards().items()
+        }
         for name, table in self._saved_tables.items():
             # Restores it, if a checkpoint was read before the layer was built.
             self._handle_deferred_dependencies(name=name, trackable=table)
         self.built = True
+
+    def _add_keys(self, variable, physical: PhysicalTable, seeds, on_servers: bool) -> None:
+        """Adds what finds the rows of keys of a shard, beside it."""
+        strategy = tf.distribute.get_strategy()
+
+        def add(name: str, shape: tuple[int, ...], dtype: str) -> keras.Variable:
+            placed = contextlib.nullcontext()
+            if on_servers:
+                placed = strategy.placed_on(physical.ps)
+            with _made_at_once(), placed:
+                return self.add_weight(
+                    shape=shape,
+                    dtype=dtype,
+                    initializer="zeros",
+                    name=f"{physical.name}_{name}",
+                    trainable=False,
+                    autocast=False,
+                )
+
+        config, drawn = self._by_name[physical.keyed], self._first_values[physical.keyed]
+        KeyedRows(config, physical, drawn, seeds[physical.keyed], add).attach(variable)
+
+    @property
+    def _keyed(self) -> list[KeyedRows | None]:
+        """Of each physical table what finds the rows of keys; None where ids are rows."""
+        return [getattr(variable, "keyed", None) for variable in self._variables]
+
+    def _key_shards(self) -> dict[str, list]:
+        """Where the keys of each table with keys are, as `shards_of` tells it of its rows."""
+        pairs = [
+            (physical, keyed.entries)
+            for physical, keyed in zip(self._physical, self._keyed, strict=True)
+            if keyed
+        ]
+        return shards_of([physical for physical, _ in pairs], [entries for _, entries in pairs])
+
+    def key_counts(self) -> dict[str, KeyCounts]:
+        """What became of the keys of each table that has `keys="any"`, by the table's name.
+
+        Returns:
+            `KeyCounts`: capacity, used, admitted, refused, evicted, expired and unknown. All but
+            the first two are counted since the layer was made.
+
+        Example:
+            >>> layer = EmbeddingCollection(
+            ...     [TableConfig("users", rows=100, dimension=4, keys="any")],
+            ...     [FeatureConfig("user", "users")],
+            ... )
+            >>> vectors = layer({"user": tf.constant(["anna", "otto", "anna"])}, training=True)
+            >>> layer.key_counts()["users"].used
+            2
+        """
+        counts = counts_of_tables(self).items()
+        return {name.removeprefix(f"{self.path}/"): own for name, own in counts}
 
     def _trackable_children(self, save_type="checkpoint", **kwargs):
         children = super()._trackable_children(save_type, **kwargs)
@@ -269,12 +350,28 @@ class EmbeddingCollection(keras.layers.Layer):
         features = {f.name: own for f, own in zip(self._feature_configs, read, strict=True)}
         given = given_vectors()
         if given is not None:
+            if self._has_keys:
+                raise ValueError(
+                    f"layer {self.name}: tables with keys='any' can't be apart from the model"
+                )
             return self._of_given(features, given)
         values = [variable.value for variable in self._variables]
         # In a worker's step a stand-in is there for the table on its server.
         pulled = all(hasattr(value, "look_up") for value in values)
         # Stock ops alone: an exported model serves without this package.
         plain = not pulled and (in_xla_context() or not training)
+        if self._has_keys and not pulled:
+            plain = entries_are_sorted()
+            if in_xla_context():
+                raise ValueError(
+                    f"layer {self.name} has a table with keys='any', which XLA can't compile: "
+                    "compile the model with jit_compile=False"
+                )
+            if not plain:
+                values = [
+                    value if keyed is None else LocalKeys(value, keyed, bool(training))
+                    for value, keyed in zip(values, self._keyed, strict=True)
+                ]
         parts = self._parts(features, values, plain, pulled)
         found = self._side_by_side(features, parts)
         if self._concatenate:
@@ -371,11 +468,11 @@ class EmbeddingCollection(keras.layers.Layer):
 
     def save_own_variables(self, store):
         """Saves the tables by their names, so that they can be loaded on other servers."""
-        for name, rows in self.table_rows("float32").items():
+        for name, rows in self._saved_rows().items():
             rows.save(store, name)
 
     def load_own_variables(self, store):
-        tables = self.table_rows("float32")
+        tables = self._saved_rows()
         saved = {name: saved_array(store, name) for name in tables if name in store}
         for name, rows in tables.items():
             found = tuple(saved[name].shape) if name in saved else None
@@ -386,6 +483,11 @@ class EmbeddingCollection(keras.layers.Layer):
                 )
         for name, rows in tables.items():
             rows.load(saved[name])
+
+    def _saved_rows(self) -> dict[str, TableRows]:
+        """What is saved, by name: the rows of tables, and their keys."""
+        keys = {f"{name}:keys": TableRows(own) for name, own in self._key_shards().items()}
+        return {**self.table_rows("float32"), **keys}
 
     def table_rows(self, dtype: str | None = None) -> dict[str, TableRows]:
         """The rows of each table, by its name.
@@ -499,7 +601,17 @@ def _assembled(routes, routed, values, pulled: bool) -> tf.Tensor:
 
 
 def look_up(tables: Sequence[Any], bags: Sequence[Bags]) -> list[tf.Tensor]:
-    """Looks up bags in tables of this process: float32 [bags, dimension] for each."""
+    """Looks up bags in tables of this process: float32 [bags, dimension] for each.
+
+    Args:
+        tables: variables, or what stands for them, or `LocalKeys`.
+        bags: what to look up in each of them.
+    """
+    bags = [
+        table.rows(own) if isinstance(table, LocalKeys) else own
+        for table, own in zip(tables, bags, strict=True)
+    ]
+    tables = [table.value if isinstance(table, LocalKeys) else table for table in tables]
     if not all(isinstance(t, tf.Variable) and "GPU" not in t.device for t in tables):
         # What stands for a variable in Keras's stateless calls, or where the op has no kernel.
         return [
@@ -517,6 +629,17 @@ def look_up(tables: Sequence[Any], bags: Sequence[Bags]) -> list[tf.Tensor]:
     widths = [table.shape[1] for table in tables]
     pooled = tf.split(vectors, packed.sizes * tf.constant(widths, tf.int64), num=len(tables))
     return [tf.reshape(v, [-1, width]) for v, width in zip(pooled, widths, strict=True)]
+
+
+def _check_keys(tables: Sequence[TableConfig], values: Mapping[str, Any]) -> None:
+    """Raises ValueError if the rows of a table with keys have values that nobody can draw."""
+    for table in tables:
+        if table.keys and not isinstance(values[table.name], DrawnRows):
+            raise ValueError(
+                f"table {table.name!r}: initializer must be one of Keras's that draws values with "
+                "keys='any', as the row of a key is not known before, not "
+                f"{type(table.initializer).__name__}"
+            )
 
 
 def _returned(

@@ -60,6 +60,9 @@ limit_parallelism = library.recsync_limit_parallelism
 route_ids = library.recsync_route_ids
 assemble = library.recsync_assemble
 initial_rows = library.recsync_initial_rows
+find_rows = library.recsync_find_rows
+used_rows = library.recsync_used_rows
+key_sizes = library.recsync_key_sizes
 
 
 def _undecayed(op: Callable) -> Callable:
@@ -133,6 +136,8 @@ for _name in (
     "RecsyncRouteIds",
     "RecsyncAssembleGrad",
     "RecsyncInitialRows",
+    "RecsyncFindRows",
+    "RecsyncUsedRows",
 ):
     tf.no_gradient(_name)
 

@@ -22,6 +22,7 @@ from tf_recsync import ops
 from tf_recsync import staleness as staleness_lib
 from tf_recsync._checks import check_at_least
 from tf_recsync.embedding.initial_values import seed_of_table
+from tf_recsync.embedding.keys import KeyedRows
 from tf_recsync.embedding.physical_tables import check_memory
 from tf_recsync.embedding.table_rows import saved_array
 from tf_recsync.ops.bags import Bags, PackedBags
@@ -35,6 +36,7 @@ from tf_recsync.synchronization import context
 # Keras names the weight of an Embedding layer so.
 DEFAULT_TABLES = r"(.*/)?embeddings"
 NONFINITE = ("apply", "skip", "error")
+NO_PERIOD = -1  # Of cc/engine/swap.h: the first value of what SWAP decays counts from now on.
 
 
 class Filled(keras.initializers.Constant):
@@ -60,6 +62,19 @@ class VariableState:
     # float64 [rows + 2], see cc/engine/row_decay.h; empty unless a table's weights decay lazily
     log_decays: list[keras.Variable] = dataclasses.field(default_factory=list)
     rowwise: bool = False  # whether accumulators are like versions, not like the variable
+    accumulator_values: tuple[float, ...] = ()  # the first ones, of a table with keys
+
+    @property
+    def keyed(self) -> KeyedRows | None:
+        """What finds the rows of keys, if the variable is a table with keys."""
+        return getattr(self.variable, "keyed", None)
+
+    @property
+    def fresh(self) -> list[tuple[keras.Variable, float]]:
+        """What lies beside a row that is given to another key, and its value then."""
+        values = [*zip(self.accumulators, self.accumulator_values, strict=True)]
+        values += [(variable, float(NO_PERIOD)) for variable in self.last_periods]
+        return values + [(variable, 0.0) for variable in (*self.last_updates, *self.last_steps)]
 
     @property
     def beside(self) -> list[keras.Variable]:
@@ -257,7 +272,8 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         uses_last_update = self.staleness.uses_last_update
         # Of periods and steps: a number for each row should take no more than it has to.
         counted = "int32" if is_table else "int64"
-        return VariableState(
+        is_keyed = hasattr(variable, "keyed")
+        state = VariableState(
             variable=variable,
             is_table=is_table,
             accumulators=accumulators,
@@ -268,7 +284,19 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             last_steps=[beside("last_step", shape, counted)] if self.keeps_steps else [],
             log_decays=self._make_log_decays(variable, beside) if is_table else [],
             rowwise=rowwise,
+            accumulator_values=tuple(
+                float(self.accumulator_initializer(name)((), "float32"))
+                for name in (self.accumulator_names if is_keyed else ())
+            ),
         )
+        if is_keyed:
+            if self.use_ema:
+                raise ValueError(
+                    f"use_ema must be False for table {variable.path}, whose ids are keys: a "
+                    "row's average would go on when the row is given to another key"
+                )
+            variable.keyed.attach_state(state)
+        return state
 
     def _make_log_decays(self, variable, beside) -> list[keras.Variable]:
         """What lets the rows of a table on a parameter server decay when they are needed."""

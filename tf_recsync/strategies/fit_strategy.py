@@ -19,6 +19,7 @@ from tensorflow.python.data.experimental.ops import distribute
 from tf_recsync import _engine, staleness
 from tf_recsync.cluster import Cluster, Member
 from tf_recsync.cluster.silence_watch import silence_limit
+from tf_recsync.embedding.keys import KeyCounts, counts_of_tables
 from tf_recsync.strategies import (
     model_functions,
     reshuffling,
@@ -416,6 +417,30 @@ class FitStrategy(tf.distribute.Strategy):
             raise ValueError(f"model {model.name} must be built: call it, or give it an Input")
         with self._guard.watched():
             return memory_of(model, self._cluster, self._arrangement)
+
+    def tables(self, model: keras.Model) -> dict[str, KeyCounts]:
+        """What became of the keys of a model's tables with `keys="any"`.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            By the name of the table, after that of its layer and a slash, for how many keys there
+            is room, how many have rows, and how many were admitted, refused, evicted, had expired
+            or were unknown since the table was made, as `recsync.layers.KeyCounts`.
+
+        Raises:
+            RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
+
+        Example:
+
+        ```python
+        for name, counts in strategy.tables(model).items():
+            print(name, counts.used, "of", counts.capacity, "rows, evicted:", counts.evicted)
+        ```
+        """
+        with self._guard.watched():
+            return counts_of_tables(model)
 
     def data_wait(self, model: keras.Model) -> list[float]:
         """How long workers have waited for data, to see whether it comes fast enough.

@@ -94,7 +94,8 @@ def memory_of(model: keras.Model, cluster: Cluster, arrangement: Arrangement) ->
 
 def _kinds(model: keras.Model) -> dict[int, str]:
     """What variables of tables are, by their ids."""
-    found: dict[int, str] = {}
+    keys = (v for v in model.variables if hasattr(v, "beside_table"))
+    found: dict[int, str] = {id(v._value): "per_row" for v in keys}
     optimizer = getattr(model, "optimizer", None)
     parts = [] if optimizer is None else base.parts_of(optimizer)
     for state in (s for one in parts for s in getattr(one, "states", ()) if s.is_table):

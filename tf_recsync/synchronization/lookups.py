@@ -32,11 +32,13 @@ class Lookups:
         requests: computes them from a batch's flattened tensors.
         whole: the indices of tables that are used otherwise than for lookups;
             None if that is not known.
+        inserts: whether keys that have no row in their table may be given one.
     """
 
     tables: tuple[tuple[int, ...], ...] = ()
     requests: Callable[..., list[Request]] = lambda *_: []
     whole: frozenset[int] | None = None
+    inserts: bool = False
 
 
 class _DryTable(TableStandIn):
@@ -85,8 +87,9 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
         The lookups that can be computed first; none if the step can't be traced
         this way: then its tables are looked up one by one.
     """
+    inserts = method == "train_step"
     if not layout.tables:
-        return Lookups()
+        return Lookups(inserts=inserts)
     found: list[tuple[tuple[int, ...], Request]] = []
     whole: set[int] = set()
 
@@ -119,7 +122,7 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
             method,
             error,
         )
-        return Lookups()
+        return Lookups(inserts=inserts)
     batch = wrapped.inputs[: len(specs)]
     # What is bound at each call, as the table of a StringLookup, a pruned function would not have.
     bound_late = {id(t) for t in wrapped.graph.deferred_internal_captures}
@@ -134,14 +137,14 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
         late |= more
     early = [(tables, request) for tables, request in found if not late.intersection(tables)]
     if not early:
-        return Lookups(whole=frozenset(whole))
+        return Lookups(whole=frozenset(whole), inserts=inserts)
     pruned = wrapped.prune(batch, [t for _, request in early for t in request.tensors])
 
     def compute(*flat):
         tensors = iter(pruned(*flat))
         return [request.replaced(tensors) for _, request in early]
 
-    return Lookups(tuple(tables for tables, _ in early), compute, frozenset(whole))
+    return Lookups(tuple(tables for tables, _ in early), compute, frozenset(whole), inserts)
 
 
 def _depends_only_on(tensor: tf.Tensor, known: set[str]) -> bool:

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync import ops
+from tf_recsync.embedding.keys import in_same_life
 from tf_recsync.ops.bags import Bags, Computation, PackedBags, Request, merge
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import links
@@ -58,9 +59,14 @@ class ServerPull:
 
 
 class PullPlan:
-    """What one server is asked for, and how its answer is taken apart."""
+    """What one server is asked for, and how its answer is taken apart.
 
-    def __init__(self):
+    Args:
+        inserts: whether keys that have no row in their table may be given one.
+    """
+
+    def __init__(self, inserts: bool):
+        self._inserts = inserts
         self.dense: list[base.VariableState] = []
         self.unversioned: list[keras.Variable] = []
         # By table, in the order of the first lookup.
@@ -189,6 +195,7 @@ class PullPlan:
         pull.rows, arrived = packed.sent(device, more, links.received)
         # The request's arrival, and `after`, is all there is to wait for.
         with tf.control_dependencies(None), tf.control_dependencies(after), tf.device(device):
+            pull.rows, found_versions = find_rows(states, pull.rows, self._inserts)
             gathered, pull.row_versions = ops.gather_rows(
                 base.handles([s.variable for s in states]),
                 base.handles([s.versions for s in states]),
@@ -197,6 +204,8 @@ class PullPlan:
                 **pull.rows.inputs(),
                 **base.log_decays_of(states),
             )
+            if found_versions is not None:
+                pull.row_versions = in_same_life(pull.row_versions, found_versions)
             floats, kept, results = [gathered], {}, {}
             if computations:
                 pull.sizes, *inputs = arrived
@@ -294,6 +303,39 @@ def _compute(
 def _pieces(packed: tf.Tensor, sizes: tf.Tensor, shapes: list[list[int]]) -> list[tf.Tensor]:
     """Takes apart what was packed: pieces of so many elements, [any, *shape] each."""
     return _shaped(cut(packed, sizes, len(shapes)), shapes)
+
+
+def find_rows(
+    states: Sequence[base.VariableState],
+    asked: PackedBags,
+    inserts: bool,
+    expected: tf.Tensor | None = None,
+) -> tuple[PackedBags, tf.Tensor | None]:
+    """Finds the rows of keys; call it under the server's device scope.
+
+    Args:
+        states: the states of the tables.
+        asked: bags of rows, or of keys where a table has keys.
+        inserts: whether keys that have no row may be given one.
+        expected: the versions of the keys' rows when they were found before; None: nobody has.
+
+    Returns:
+        The same bags of rows, and of which life these are, by a version; None if no table has
+        keys.
+    """
+    if not any(state.keyed for state in states):
+        return asked, None
+    parts = tf.split(asked.ids, asked.counts, num=len(states))
+    before = [None] * len(states)
+    if expected is not None:
+        before = tf.split(expected, asked.counts, num=len(states))
+    # Rows of other tables have one life only.
+    found = [
+        state.keyed.find(ids, inserts, own) if state.keyed else (ids, tf.zeros_like(ids))
+        for state, ids, own in zip(states, parts, before, strict=True)
+    ]
+    rows, versions = (tf.concat(own, 0) for own in zip(*found, strict=True))
+    return dataclasses.replace(asked, ids=rows), versions
 
 
 def cut(packed: tf.Tensor, sizes: tf.Tensor | list, count: int) -> list[tf.Tensor]:

@@ -6,8 +6,10 @@ tensor per server; the gradients go back packed, with those versions.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,6 +111,8 @@ class Layout:
         private = [*model.metrics_variables, *logged]
         for variable in model.variables:
             state = states.get(id(variable))
+            if hasattr(variable, "beside_table"):
+                continue  # Servers alone use it.
             if state is None:
                 (private if is_seed(variable) else shared).append(variable)
             elif variable.dtype not in ("float32", "bfloat16" if state.is_table else "float32"):
@@ -146,14 +150,15 @@ class Ahead:
 
 def _plan_lookups(layout: Layout, lookups: Lookups, batch: Any) -> dict[str, PullPlan]:
     """What a batch's lookups ask each server for."""
-    plans: dict[str, PullPlan] = {}
+    plans: dict[str, PullPlan] = collections.defaultdict(
+        functools.partial(PullPlan, lookups.inserts)
+    )
     requests = []
     if lookups.tables:
         requests = lookups.requests(*tf.nest.flatten(batch, expand_composites=True))
     for i, (tables, request) in enumerate(zip(lookups.tables, requests, strict=True)):
         states = [layout.tables[table] for table in tables]
-        plan = plans.setdefault(layout.device(states[0].variable), PullPlan())
-        plan.look_up(i, states, request)
+        plans[layout.device(states[0].variable)].look_up(i, states, request)
     return plans
 
 
@@ -196,6 +201,7 @@ class Step:
         self._aggregation = aggregation
         self._before = before or {}
         self._hogwild = hogwild
+        self._inserts = lookups.inserts
         self._reached: dict[str, Token] = {}  # The token, on each server.
         self._pulled_steps: dict[int, tf.Tensor] = {}  # By the buffer's number.
         self.worker = worker
@@ -253,13 +259,13 @@ class Step:
         is_placed = self._layout.placed.devices.__contains__
         for device, states in self._layout.dense.items():
             if pulled := [state for state in states if not is_placed(id(state.variable))]:
-                plans.setdefault(device, PullPlan()).dense.extend(pulled)
+                plans[device].dense.extend(pulled)
         unversioned = [v for v in self._layout.shared if not is_placed(id(v))]
         for optimizer in self._layout.optimizers:
             unversioned += schedule_variables(optimizer)
         for variable in unversioned:
             where = self._layout.device(variable)
-            plans.setdefault(where, PullPlan()).unversioned.append(variable)
+            plans[where].unversioned.append(variable)
         values: dict[int, tf.Tensor] = {}
         self._start(plans)
         for device, plan in plans.items():
@@ -294,7 +300,7 @@ class Step:
 
     def _pull_request(self, states: list[base.VariableState], request: Request) -> PulledRequest:
         """Pulls what one request needs by itself."""
-        plan = PullPlan()
+        plan = PullPlan(self._inserts)
         plan.look_up(0, states, request)
         found: dict[int, PulledRequest] = {}
         device = self._layout.device(states[0].variable)

@@ -12,13 +12,14 @@ from typing import Any
 import tensorflow as tf
 
 from tf_recsync import ops
+from tf_recsync.embedding.keys import in_same_life
 from tf_recsync.ops.bags import PackedBags
 from tf_recsync.ops.gradient_buffer import Aggregate
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.gradient_buffer import GradientBuffer
-from tf_recsync.synchronization.pull_plan import ServerPull, cut
+from tf_recsync.synchronization.pull_plan import ServerPull, cut, find_rows
 from tf_recsync.synchronization.pulled import Computed, GradientPart
 
 
@@ -227,7 +228,11 @@ class PushPlan:
         if self._rows:
             states = [state for state, _, _, _ in self._rows]
             bags = PackedBags(self._row_counts, self._row_ids)
-            parts.append((states, rows, bags, self._row_versions))
+            versions = self._row_versions
+            bags, found = find_rows(states, bags, inserts=False, expected=versions)
+            if found is not None:
+                versions = in_same_life(versions, found)
+            parts.append((states, rows, bags, versions))
         return parts
 
     def _parts(self) -> list[GradientPart]:

@@ -1,0 +1,311 @@
+"""Tables whose ids are keys: what lies beside one, and how its rows are found."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_recsync import ops
+from tf_recsync.embedding.config import TableConfig
+from tf_recsync.embedding.initial_values import DrawnRows
+from tf_recsync.embedding.key_rules import Admission, Eviction, partitions_of
+from tf_recsync.embedding.physical_tables import PhysicalTable
+from tf_recsync.ops.bags import Bags
+
+_COUNTS = ("calls", "admitted", "refused", "evicted", "expired", "unknown")
+_KEY_COUNTS = 8  # Of cc/engine/key_table.h.
+_LIFE_BITS = 40  # Of cc/engine/row_lives.h.
+
+_are_sorted: contextvars.ContextVar[bool] = contextvars.ContextVar("are_sorted", default=False)
+
+
+@contextlib.contextmanager
+def sorted_entries() -> Iterator[None]:
+    """Inside, functions are traced for variables in which rows are in the order of their keys."""
+    token = _are_sorted.set(True)
+    try:
+        yield
+    finally:
+        _are_sorted.reset(token)
+
+
+def entries_are_sorted() -> bool:
+    """Whether functions are traced for such variables."""
+    return _are_sorted.get()
+
+
+def key_of(ids: tf.Tensor) -> tf.Tensor:
+    """The keys that ids are: int64, of strings their 64-bit hash."""
+    if ids.dtype != tf.string:
+        return tf.cast(ids, tf.int64)
+    # Bytes, so that the hash is what it is in every program.
+    return tf.bitcast(tf.fingerprint(ids, "farmhash64"), tf.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyCounts:
+    """What became of the keys of a table.
+
+    Attributes:
+        capacity: for how many keys there is room.
+        used: how many keys have rows.
+        admitted: how often a key was given a row.
+        refused: lookups in training of keys that have no row and were not given one.
+        evicted: how many keys lost their rows to others.
+        expired: how many keys had not been looked up for too long when they came again.
+        unknown: lookups in evaluation and prediction of keys that have no row.
+    """
+
+    capacity: int
+    used: int
+    admitted: int
+    refused: int
+    evicted: int
+    expired: int
+    unknown: int
+
+    def __add__(self, other: KeyCounts) -> KeyCounts:
+        mine, others = dataclasses.astuple(self), dataclasses.astuple(other)
+        return KeyCounts(*(a + b for a, b in zip(mine, others, strict=True)))
+
+
+class KeyedRows:
+    """The keys of the rows of a shard, and what finds a key's row.
+
+    It lies beside the shard, on the same server.
+
+    Args:
+        config: the table.
+        physical: the shard.
+        drawn: the first values of rows.
+        seed: of these.
+        add: `add(name, shape, dtype)` makes a variable of zeros beside the shard.
+
+    Attributes:
+        entries: int64 [rows, 2], the key of each row, and its usage.
+        state: what the optimizer keeps beside the shard (`VariableState`), or None.
+    """
+
+    def __init__(
+        self, config: TableConfig, physical: PhysicalTable, drawn: DrawnRows, seed: int, add: Any
+    ):
+        (piece,) = physical.pieces
+        self._piece = piece
+        self._config = config
+        admission, eviction = config.admission or Admission(), config.eviction or Eviction()
+        self._place = {
+            "partitions": partitions_of(config.rows),
+            "shard": piece.index,
+            "shards": piece.count,
+            "min_count": admission.min_count,
+        }
+        self._rules = {
+            "eviction": eviction.policy,
+            "half_life": eviction.half_life or 0,
+            "max_idle": eviction.max_idle or 0,
+            "trains_unknown": config.unknown == "trained",
+            "distribution": drawn.distribution,
+            "parameters": list(drawn.parameters),
+            "seed": seed,
+        }
+        with tf.init_scope(), tf.device("/CPU:0"):
+            sizes = ops.key_sizes(rows=piece.rows, **self._place)
+        index, sketch = (int(size) for size in sizes)
+        self.entries = add("keys", (piece.rows, 2), "int64")
+        self._index = add("key_index", (index,), "int32")
+        self._counts = add("key_counts", (_KEY_COUNTS,), "int64")
+        self._sketches = [add("key_sketch", (sketch,), "int8")] if sketch else []
+        self._table: keras.Variable | None = None
+        self.state: Any = None
+
+    def attach(self, table: keras.Variable) -> None:
+        """Lies beside a variable from now on, as `table.keyed`."""
+        self._table = table
+        table.keyed = self
+        for variable in self.variables:
+            variable.beside_table = table
+        self.entries.rows_changed = self.forget_index
+
+    def attach_state(self, state: Any) -> None:
+        """An optimizer keeps something beside the shard from now on (`VariableState`)."""
+        self.state = state
+        self.forget_index()  # With the next one, all rows have versions of their lives.
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """All that lies beside the table for this."""
+        return [self.entries, self._index, self._counts, *self._sketches]
+
+    @property
+    def table(self) -> str:
+        """The name of the table."""
+        return self._config.name
+
+    @property
+    def reserved(self) -> int:
+        """The number of rows that stand for keys without one: the first ones."""
+        return self._place["partitions"] // self._place["shards"]
+
+    def find(
+        self, keys: tf.Tensor, inserts: bool, expected: tf.Tensor | None = None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The rows of keys; call it in the scope of the shard's device.
+
+        Args:
+            keys: int64 [n].
+            inserts: whether keys that have no row may be given one, and lookups count.
+            expected: int64 [n], versions of the rows that the keys had; None: any will do.
+
+        Returns:
+            The rows, int64 [n], and their versions, which a push has to come with.
+        """
+        state = self.state
+        besides = [] if state is None else state.fresh
+        return ops.find_rows(
+            table=self._table._value.handle,
+            entries=self.entries._value.handle,
+            index=self._index._value.handle,
+            counts=self._counts._value.handle,
+            sketches=[variable._value.handle for variable in self._sketches],
+            versions=[] if state is None else [state.versions._value.handle],
+            beside=[variable._value.handle for variable, _ in besides],
+            log_decays=[] if state is None else [v._value.handle for v in state.log_decays],
+            keys=keys,
+            expected=np.zeros([0], np.int64) if expected is None else expected,
+            inserts=inserts,
+            beside_values=[value for _, value in besides],
+            **self._place,
+            **self._rules,
+        )
+
+    def forget_index(self) -> None:
+        """The entries were set: the next lookup makes the index anew."""
+        self._index.assign(tf.zeros(self._index.shape, tf.int32))
+
+    def counts(self) -> KeyCounts:
+        """What became of this shard's keys; nothing large comes from its server."""
+        with tf.device(self._counts._value.device):
+            used = ops.used_rows(self.entries._value.handle)
+            # Those who train it need not wait for that.
+            found = tf.raw_ops.ReadVariableOp(resource=self._counts._value.handle, dtype=tf.int64)
+        counts = dict(zip(_COUNTS, map(int, np.asarray(found)), strict=False))
+        del counts["calls"]
+        return KeyCounts(self._piece.rows - self.reserved, int(used), **counts)
+
+    def plain_rows(self, keys: tf.Tensor, entries: Any, values: Any) -> tf.Tensor:
+        """The rows of keys of this shard in stock ops, zeros for others: [n, dimension].
+
+        Args:
+            keys: int64 [n].
+            entries: the entries as `in_order` puts them.
+            values: the shard's values, in the same order.
+        """
+        own = tf.convert_to_tensor(entries)[self.reserved :]
+        places = tf.minimum(tf.searchsorted(own[:, 0], keys), tf.shape(own)[0] - 1)
+        found = tf.gather(own, places)
+        is_there = (found[:, 0] == keys) & (found[:, 1] != 0)
+        places += self.reserved
+        if self.trains_unknown:
+            partition = tf.cast(
+                hashed(keys) % tf.constant(self._place["partitions"], tf.uint64), tf.int32
+            )
+            shards = self._place["shards"]
+            places = tf.where(is_there, places, partition // shards)
+            is_there |= partition % shards == self._place["shard"]
+        rows = tf.cast(tf.gather(values, tf.where(is_there, places, 0)), tf.float32)
+        return tf.where(is_there[:, tf.newaxis], rows, 0.0)
+
+    def in_order(self) -> tuple[np.ndarray, np.ndarray]:
+        """The entries as `plain_rows` takes them, and the rows of the shard in this order.
+
+        Rows that stand for keys without one come first, then the others by their keys, and those
+        that have no key last. Keys that were not looked up for too long have none.
+        """
+        entries = np.array(self.entries._value.read_value())
+        own = entries[self.reserved :]
+        ticks = own[:, 1].view(np.uint64) >> np.uint64(32)
+        if self._rules["max_idle"]:
+            own[ticks.max() - ticks > self._rules["max_idle"], 1] = 0
+        is_free = own[:, 1] == 0
+        own[is_free, 0] = np.iinfo(np.int64).max
+        order = np.lexsort((is_free, own[:, 0])) + self.reserved
+        order = np.concatenate([np.arange(self.reserved), order])
+        return entries[order], order
+
+    @property
+    def trains_unknown(self) -> bool:
+        """Whether the rows that stand for keys without one are trained."""
+        return self._config.unknown == "trained"
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalKeys:
+    """A shard of a table with keys in this process, where a layer looks it up.
+
+    Attributes:
+        value: the shard's variable.
+        keyed: what finds its rows.
+        inserts: whether keys that have no row may be given one.
+    """
+
+    value: Any
+    keyed: KeyedRows
+    inserts: bool
+
+    def rows(self, bags: Bags) -> Bags:
+        """Bags of rows for bags of keys."""
+        if not isinstance(self.value, tf.Variable):
+            raise ValueError(
+                "a table with keys='any' can't be looked up in Keras's stateless calls, which "
+                "give it no variable"
+            )
+        rows, _ = self.keyed.find(bags.ids, self.inserts)
+        bags = bags._replace(ids=rows)
+        if self.keyed.trains_unknown:
+            return bags
+        # Else an optimizer would train the row that stands for keys without one.
+        bags = bags.explicit()
+        is_known = tf.cast(rows >= self.keyed.reserved, tf.float32)
+        return bags._replace(scales=is_known if bags.scales is None else bags.scales * is_known)
+
+
+def hashed(keys: tf.Tensor) -> tf.Tensor:
+    """MurmurHash3's finalizer of int64 numbers, as the ops have it: uint64."""
+    x = tf.bitcast(keys, tf.uint64)
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        x = (x ^ tf.bitwise.right_shift(x, tf.constant(33, tf.uint64))) * tf.constant(
+            factor, tf.uint64
+        )
+    return x ^ tf.bitwise.right_shift(x, tf.constant(33, tf.uint64))
+
+
+def counts_of_tables(model: keras.Model) -> dict[str, KeyCounts]:
+    """What became of the keys of a model's tables, by the names of the layer and the table."""
+    counts: dict[str, KeyCounts] = {}
+    for variable in model.variables:
+        keyed = getattr(variable, "keyed", None)
+        if keyed is not None:
+            name, own = f"{variable.collection}/{keyed.table}", keyed.counts()
+            counts[name] = counts[name] + own if name in counts else own
+    return counts
+
+
+def in_same_life(gathered: tf.Tensor, found: tf.Tensor) -> tf.Tensor:
+    """Versions that a push has to come with, of rows that were found and then gathered.
+
+    Args:
+        gathered: int64 [n], the rows' versions when they were read.
+        found: int64 [n], as `KeyedRows.find` gave them: of another life, if the row was given to
+            another key meanwhile, or may not be pushed to.
+    """
+    differs = tf.bitwise.right_shift(
+        tf.bitwise.bitwise_xor(gathered, found), tf.constant(_LIFE_BITS, tf.int64)
+    )
+    return tf.where(differs == 0, gathered, found)
