@@ -141,6 +141,62 @@ def _gather_rows(w: World) -> dict:
     return {"variables": tables, "versions": versions if w.chance(0.7) else [], **rows}
 
 
+def _key_place(w: World) -> dict:
+    partitions = w.choose([1, 2, 4])
+    shards = w.choose([n for n in (1, 2, 4) if n <= partitions])
+    place = {"partitions": partitions, "shard": w.small(0, shards - 1), "shards": shards}
+    return {**place, "min_count": w.choose([1, 2, 255])}
+
+
+def _key_sizes(w: World) -> dict:
+    return {"rows": w.choose([2, 8, 50]), **_key_place(w)}
+
+
+def _key_entries(w: World, rows: int) -> np.ndarray:
+    extremes = [0, 1, -1, 2**63 - 1, -(2**63)]
+    keys = w.rng.choice([*extremes, *range(50)], rows)
+    return np.stack([keys, w.rng.choice([0, 1, 2**24 + 1, *extremes], rows)], 1)
+
+
+def _used_rows(w: World) -> dict:
+    return {"entries": w.variable(_key_entries(w, w.choose([0, 3, 50])))}
+
+
+def _find_rows(w: World) -> dict:
+    rows, width = w.choose([4, 50, 300]), w.choose([0, 1, 4])
+    place = _key_place(w)
+    index, sketch = map(int, library.recsync_key_sizes(rows=rows, **place))
+    is_garbage = w.chance(0.2)
+    words = w.rng.integers(-(2**31), 2**31, index) if is_garbage else np.zeros(index)
+    besides = [w.floats(rows, width), w.floats(rows), np.zeros(rows, np.int32)][: w.small(0, 3)]
+    n = w.small(0, 100)
+    versions = w.rng.choice([0, 2**40, 2**62, -1], rows)
+    values = tf.cast(w.floats(rows, width), w.choose([tf.float32, tf.bfloat16]))
+    log_decays = -w.rng.random(rows + 2)
+    return {
+        "table": w.variable(values),
+        "entries": w.variable(_key_entries(w, rows) if w.chance(0.3) else np.zeros([rows, 2], int)),
+        "index": w.variable(words.astype(np.int32)),
+        "counts": w.variable(w.rng.choice([0, 2**62, -1], 8)),
+        "sketches": [w.variable(np.zeros(sketch, np.int8))] if sketch else [],
+        "versions": [w.variable(versions)] if w.chance(0.7) else [],
+        "beside": [w.variable(one) for one in besides],
+        "log_decays": [w.variable(log_decays)] if w.chance(0.3) else [],
+        "keys": w.rng.integers(-(2**63), 2**63 - 1, n) if w.chance(0.3) else np.arange(n),
+        "expected": w.rng.choice([0, 2**40], n) if w.chance(0.3) else np.zeros(0, np.int64),
+        "inserts": w.chance(0.7),
+        "eviction": w.choose(["least_recent", "least_frequent"]),
+        "half_life": w.choose([0, 1, 1000]),
+        "max_idle": w.choose([0, 1, 1000]),
+        "trains_unknown": w.chance(0.5),
+        "distribution": w.choose(["constant", "uniform", "normal"]),
+        "parameters": [0.0, 1.0],
+        "seed": w.small(),
+        "beside_values": [0.5] * len(besides),
+        **place,
+    }
+
+
 def _copy_rows(w: World) -> dict:
     rows, width = w.tables[0]
     return {
@@ -370,6 +426,9 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     },
     "gather_rows": _gather_rows,
     "copy_rows": _copy_rows,
+    "key_sizes": _key_sizes,
+    "used_rows": _used_rows,
+    "find_rows": _find_rows,
     "changed_rows": _changed_rows,
     "pull_dense": _pull_dense,
     "pull_table": _pull_table,

@@ -239,7 +239,7 @@ int64_t KeyTable::UseOrTake(int64_t partition, int64_t key, uint64_t hash,
     const uint64_t usage = UsageOf(row);
     if (!IsExpired(usage, tick)) {
       SetUsage(row, std::max(tick, TickOf(usage)),
-               std::min(UsesAt(usage, tick) + 1, kMostTicks));
+               std::min(UsesAt(usage, tick) + 1, kMostUses));
       return row;
     }
     // Each key expires once, however often it is looked up then.
@@ -309,7 +309,7 @@ int64_t KeyTable::LeastUseful(int64_t partition, uint64_t hash,
     if (TickOf(usage) >= tick) continue;
     uint64_t use = static_cast<uint64_t>(TickOf(usage));
     if (options_.eviction == KeyOptions::Eviction::kLeastFrequent) {
-      use |= static_cast<uint64_t>(UsesAt(usage, tick)) << 32;
+      use |= static_cast<uint64_t>(UsesAt(usage, tick)) << (64 - kUsesBits);
     }
     const std::pair<bool, uint64_t> use_of_row(!IsExpired(usage, tick), use);
     if (least < 0 || use_of_row < use_of_least) {

@@ -103,7 +103,7 @@ enum KeyCount {
 
 // What lies beside a table; nothing is owned.
 struct KeyView {
-  // [rows, 2]: a row's key, and its usage: (last tick << 32) | uses, 0 if the
+  // [rows, 2]: a row's key, and its usage: (last tick << 24) | uses, 0 if the
   // row has no key. (Uses are 0 of a key that was found expired and not
   // admitted again.)
   int64_t* entries = nullptr;
@@ -119,7 +119,9 @@ struct KeyView {
 class KeyTable {
  public:
   // Ticks, and uses of a row, are counted up to this number.
-  static constexpr int64_t kMostTicks = 0xFFFFFFFF;
+  static constexpr int kUsesBits = 24;
+  static constexpr int64_t kMostUses = (int64_t{1} << kUsesBits) - 1;
+  static constexpr int64_t kMostTicks = (int64_t{1} << (64 - kUsesBits)) - 1;
   // Rows of one partition in one shard.
   static constexpr int64_t kMostPartitionRows = int64_t{1} << 28;
   static constexpr int64_t kMostPartitions = int64_t{1} << 20;
@@ -216,7 +218,7 @@ class KeyTable {
     return static_cast<uint64_t>(Load(view_.entries + 2 * row + 1));
   }
   void SetUsage(int64_t row, int64_t tick, int64_t uses) {
-    Store(static_cast<int64_t>(static_cast<uint64_t>(tick) << 32 |
+    Store(static_cast<int64_t>(static_cast<uint64_t>(tick) << kUsesBits |
                                static_cast<uint64_t>(uses)),
           view_.entries + 2 * row + 1);
   }
@@ -224,10 +226,10 @@ class KeyTable {
     return view_.versions == nullptr ? 0 : Load(view_.versions + row);
   }
   static int64_t TickOf(uint64_t usage) {
-    return static_cast<int64_t>(usage >> 32);
+    return static_cast<int64_t>(usage >> kUsesBits);
   }
   static int64_t UsesOf(uint64_t usage) {
-    return static_cast<int64_t>(usage & 0xFFFFFFFF);
+    return static_cast<int64_t>(usage & kMostUses);
   }
   static int64_t RightTick(int64_t tick) {
     return std::clamp<int64_t>(tick, 1, kMostTicks);
@@ -416,8 +418,8 @@ void KeyTable::FindOrInsert(const int64_t* keys, int64_t n, int64_t tick,
     const int64_t row =
         UseOrTake(partition, keys[i], hash, tick, &is_new, &tally);
     if (is_new) {
-      Link(partition, row, hash);
       give(row, keys[i]);
+      Link(partition, row, hash);
     }
     rows[i] = row;
     if (versions != nullptr) {

@@ -284,10 +284,25 @@ TEST(KeyTableTest, UsesAreCountedUpToTheMost) {
   EXPECT_EQ(table.tick(row), 2);
   table.Find(5);
   EXPECT_EQ(table.uses(row), 4);
-  table.SetEntry(row, 5, 2, KeyTable::kMostTicks - 1);
+  table.SetEntry(row, 5, 2, KeyTable::kMostUses - 1);
   table.Train(Keys{5, 5, 5});
-  EXPECT_EQ(table.uses(row), KeyTable::kMostTicks);
+  EXPECT_EQ(table.uses(row), KeyTable::kMostUses);
   EXPECT_EQ(table.tick(row), 3);
+}
+
+TEST(KeyTableTest, AnOlderCallDoesNotMakeAUseOlder) {
+  OwnedKeyTable owned(8, {});
+  KeyTable table = owned.Table();
+  const int64_t older = table.NextTick();
+  const int64_t row = owned.Train(5);  // in a newer call
+  int64_t found = -1, version = -1;
+  const int64_t key = 5;
+  table.FindOrInsert(&key, 1, older, &found, &version,
+                     [](int64_t, int64_t) { FAIL(); });
+  EXPECT_EQ(found, row);
+  EXPECT_EQ(version, owned.versions[row]);
+  EXPECT_EQ(owned.tick(row), older + 1);
+  EXPECT_EQ(owned.uses(row), 2);
 }
 
 TEST(KeyTableTest, TicksAreCountedUpToTheMost) {
@@ -574,14 +589,14 @@ TEST(KeyTableTest, ABuildFreesRowsWhoseEntriesCannotBe) {
     return from;
   };
   const int64_t right = key_of(1, 0), twice = key_of(1, 1000);
-  table.SetEntry(0, right, 3, 1);            // a reserved row
-  table.SetEntry(2, right, 4, 1);            // right
-  table.SetEntry(4, twice, 5, 1);            // right
-  table.SetEntry(6, twice, 90, 1);           // the same once more
-  table.SetEntry(8, key_of(3, 0), 90, 1);    // of the other partition here
-  table.SetEntry(10, key_of(0, 0), 90, 1);   // of the other shard
-  table.SetEntry(12, right, 0, 0);           // a row without a key
-  table.SetEntry(14, kMost, 0xFFFFFFFF, 1);  // the last tick
+  table.SetEntry(0, right, 3, 1);           // a reserved row
+  table.SetEntry(2, right, 4, 1);           // right
+  table.SetEntry(4, twice, 5, 1);           // right
+  table.SetEntry(6, twice, 90, 1);          // the same once more
+  table.SetEntry(8, key_of(3, 0), 90, 1);   // of the other partition here
+  table.SetEntry(10, key_of(0, 0), 90, 1);  // of the other shard
+  table.SetEntry(12, right, 0, 0);          // a row without a key
+  table.SetEntry(14, kMost, KeyTable::kMostTicks, 1);
   const bool is_of_1 = PartitionOfKey(kMost, 4) == 1;
   table.Table().Prepare();
   for (const int64_t row : {0, 6, 8, 10, 12}) {
@@ -590,7 +605,7 @@ TEST(KeyTableTest, ABuildFreesRowsWhoseEntriesCannotBe) {
   }
   EXPECT_EQ(table.Find(Keys{right, twice}), (Keys{2, 4}));
   EXPECT_EQ(table.has_key(14), is_of_1);
-  EXPECT_EQ(table.counts[kTick], is_of_1 ? 0xFFFFFFFF : 5);
+  EXPECT_EQ(table.counts[kTick], is_of_1 ? KeyTable::kMostTicks : 5);
 }
 
 TEST(KeyTableTest, ATableOfRandomWordsWorksAfterABuild) {

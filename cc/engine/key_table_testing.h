@@ -31,16 +31,17 @@ struct OwnedKeyTable {
   int64_t key(int64_t row) const { return entries[2 * row]; }
   int64_t tick(int64_t row) const {
     return static_cast<int64_t>(static_cast<uint64_t>(entries[2 * row + 1]) >>
-                                32);
+                                KeyTable::kUsesBits);
   }
   int64_t uses(int64_t row) const {
-    return entries[2 * row + 1] & int64_t{0xFFFFFFFF};
+    return entries[2 * row + 1] & KeyTable::kMostUses;
   }
   bool has_key(int64_t row) const { return entries[2 * row + 1] != 0; }
   void SetEntry(int64_t row, int64_t key, int64_t tick, int64_t uses) {
     entries[2 * row] = key;
-    entries[2 * row + 1] =
-        static_cast<int64_t>(static_cast<uint64_t>(tick) << 32) | uses;
+    entries[2 * row + 1] = static_cast<int64_t>(static_cast<uint64_t>(tick)
+                                                << KeyTable::kUsesBits) |
+                           uses;
   }
 
   KeyTable Table() {

@@ -159,7 +159,6 @@ TEST(KeyTableThreadsTest, ACopiedRowHasValuesAndLifeOfItsKey) {
       for (int64_t call = 0; call < 30 + calls / kThreads; ++call) {
         std::vector<int64_t> keys;
         for (int i = 0; i < 20; ++i) {
-          // Those of a few threads are the same.
           keys.push_back(static_cast<int64_t>(random() % 1000) - 500);
         }
         KeyTable table = shared.Table();
@@ -226,7 +225,8 @@ TEST(KeyTableThreadsTest, PartsOfACallThatNameTheSameKeysGetTheSameRows) {
 TEST(KeyTableThreadsTest, NobodyFindsAnythingInAnIndexThatIsBeingBuilt) {
   KeyOptions options;
   options.partitions = 2;
-  constexpr int64_t kRows = 1 << 14, kKeys = 6000;
+  // Building takes longer than threads take to get here.
+  constexpr int64_t kRows = 1 << 18, kKeys = 6000;
   std::vector<int64_t> keys;
   for (int64_t key = 0; key < kKeys; ++key) keys.push_back(key);
   Shared shared(kRows, options);
@@ -235,8 +235,11 @@ TEST(KeyTableThreadsTest, NobodyFindsAnythingInAnIndexThatIsBeingBuilt) {
   for (int round = 0; round < 3; ++round) {
     shared.ForgetIndex();
     std::atomic<int64_t> wrong{0};
+    std::atomic<int> there{0};
     InThreads([&](int t) {
       std::vector<int64_t> rows(kKeys);
+      ++there;
+      while (there < kThreads) std::this_thread::yield();
       if (t % 2 == 0) {
         shared.Table().Find(keys.data(), kKeys, rows.data(), nullptr);
       } else {

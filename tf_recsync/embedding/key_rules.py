@@ -13,7 +13,7 @@ POLICIES = ("least_recent", "least_frequent")
 _ROWS_OF_PARTITION, _MOST_PARTITIONS = 4096, 256
 _LEAST_ROWS = 2  # One for a key, and one that stands for keys without a row.
 _MOST_COUNT = 255
-_MOST_CALLS = 2**32 - 1
+_MOST_CALLS = 2**40 - 1
 
 
 @keras.saving.register_keras_serializable(package="tf_recsync")

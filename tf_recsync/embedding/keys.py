@@ -21,6 +21,7 @@ from tf_recsync.ops.bags import Bags
 
 _COUNTS = ("calls", "admitted", "refused", "evicted", "expired", "unknown")
 _KEY_COUNTS = 8  # Of cc/engine/key_table.h.
+_USES_BITS = 24  # The same.
 _LIFE_BITS = 40  # Of cc/engine/row_lives.h.
 
 _are_sorted: contextvars.ContextVar[bool] = contextvars.ContextVar("are_sorted", default=False)
@@ -45,8 +46,8 @@ def key_of(ids: tf.Tensor) -> tf.Tensor:
     """The keys that ids are: int64, of strings their 64-bit hash."""
     if ids.dtype != tf.string:
         return tf.cast(ids, tf.int64)
-    # Bytes, so that the hash is what it is in every program.
-    return tf.bitcast(tf.fingerprint(ids, "farmhash64"), tf.int64)
+    hashes = tf.bitcast(tf.fingerprint(tf.reshape(ids, [-1]), "farmhash64"), tf.int64)
+    return tf.reshape(hashes, tf.shape(ids))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +231,7 @@ class KeyedRows:
         """
         entries = np.array(self.entries._value.read_value())
         own = entries[self.reserved :]
-        ticks = own[:, 1].view(np.uint64) >> np.uint64(32)
+        ticks = own[:, 1].view(np.uint64) >> np.uint64(_USES_BITS)
         if self._rules["max_idle"]:
             own[ticks.max() - ticks > self._rules["max_idle"], 1] = 0
         is_free = own[:, 1] == 0

@@ -1,0 +1,394 @@
+"""Tables whose ids are keys, in one process: against numpy, dicts and tables of numbered ids."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import assert_close
+
+import tf_recsync as recsync
+from tf_recsync import ops
+from tf_recsync.layers import (
+    Admission,
+    DotInteraction,
+    EmbeddingCollection,
+    Eviction,
+    FeatureConfig,
+    TableConfig,
+)
+from tf_recsync.ops.bags import PackedBags
+from tf_recsync.optimizers import SGD, Adagrad, Adam, SwapAdagrad
+
+EXTREMES = [0, -1, 2**63 - 1, -(2**63), 17, 2**40]
+UNIFORM = keras.initializers.RandomUniform(-1, 1, seed=3)
+
+
+def keyed_layer(rows=64, dimension=3, features=("user",), padding=None, **options):
+    options = {"initializer": UNIFORM, "keys": "any", **options}
+    return EmbeddingCollection(
+        [TableConfig("users", rows=rows, dimension=dimension, **options)],
+        [FeatureConfig(name, "users", padding=padding) for name in features],
+        name="embeddings",
+    )
+
+
+def looked_up(layer, keys, training=False) -> np.ndarray:
+    return layer({"user": tf.constant(keys)}, training=training)["user"].numpy()
+
+
+def train(layer, optimizer, keys, gradient=1.0) -> None:
+    """A step whose gradient of each of the keys' vectors is the same number everywhere."""
+    with tf.GradientTape() as tape:
+        loss = gradient * tf.reduce_sum(layer({"user": tf.constant(keys)}, training=True)["user"])
+    variables = layer.trainable_variables
+    optimizer.apply(tape.gradient(loss, variables), variables)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: SGD(0.1), lambda: Adagrad(0.1), lambda: Adam(0.01), lambda: keras.optimizers.SGD(0.1)],
+)
+@pytest.mark.parametrize("as_strings", [False, True])
+def test_keys_are_trained_as_rows_of_a_table_of_numbered_ids(make, as_strings):
+    rng = np.random.default_rng(5)
+    keys = np.array(EXTREMES)
+    names = np.array([f"user {key}" for key in keys]) if as_strings else keys
+    layer = keyed_layer()
+    first = looked_up(layer, names, training=True)
+    assert np.abs(first).min() > 0 and len(np.unique(first)) == first.size
+    numbered = EmbeddingCollection(
+        [TableConfig("rows", len(keys), 3, initializer=first)], [FeatureConfig("user", "rows")]
+    )
+    numbered.build()
+    optimizers = make(), make()
+    for _ in range(12):
+        rows = rng.integers(0, len(keys), 8)
+        gradient = float(rng.normal())
+        train(layer, optimizers[0], names[rows], gradient)
+        train(numbered, optimizers[1], rows, gradient)
+    assert_close([looked_up(layer, names)], [numbered.table_values("rows")])
+    counts = layer.key_counts()["users"]
+    assert (counts.used, counts.admitted, counts.evicted) == (len(keys), len(keys), 0)
+
+
+def test_first_values_depend_on_the_key_and_the_seed_alone():
+    keys = np.arange(-20, 20) * 2**50
+    vectors = looked_up(keyed_layer(), keys, training=True)
+    others = looked_up(keyed_layer(rows=9000), keys[::-1].copy(), training=True)[::-1]
+    np.testing.assert_array_equal(vectors, others)
+    different = keyed_layer(initializer=keras.initializers.RandomUniform(-1, 1, seed=4))
+    assert not np.any(looked_up(different, keys, training=True) == vectors)
+    assert abs(vectors.mean()) < 0.2 and 0.45 < vectors.std() < 0.7
+
+
+def test_lookups_without_training_give_no_key_a_row():
+    layer = keyed_layer()
+    known = looked_up(layer, EXTREMES[:3], training=True)
+    found = looked_up(layer, [*EXTREMES[:3], 5, 6])
+    np.testing.assert_array_equal(found, np.concatenate([known, np.zeros([2, 3])]))
+    counts = layer.key_counts()["users"]
+    assert (counts.used, counts.unknown) == (3, 2)
+
+
+@pytest.mark.parametrize("unknown", ["zeros", "trained"])
+def test_keys_without_a_row_are_zeros_or_share_a_row_that_is_trained(unknown):
+    layer = keyed_layer(unknown=unknown, admission=Admission(200))
+    optimizer = SGD(0.1)
+    for keys in ([1, 2], [3, 3]):
+        train(layer, optimizer, keys)
+    expected = -0.4 if unknown == "trained" else 0.0
+    np.testing.assert_allclose(looked_up(layer, [1, 9]), np.full([2, 3], expected), rtol=1e-6)
+    assert layer.key_counts()["users"].refused == 3  # A batch looks a key up once.
+
+
+def test_a_key_is_admitted_when_it_has_been_looked_up_often_enough():
+    layer = keyed_layer(admission=Admission(3))
+    for times, is_there in ((1, False), (2, False), (3, True)):
+        assert np.any(looked_up(layer, [7], training=True)) == is_there, times
+        looked_up(layer, [7])  # Not in training.
+    counts = layer.key_counts()["users"]
+    assert (counts.used, counts.refused) == (1, 2)
+
+
+def test_the_key_that_was_not_looked_up_for_longest_loses_its_row_and_begins_anew():
+    layer = keyed_layer(rows=5)  # Room for four keys.
+    optimizer = Adagrad(0.1, initial_accumulator_value=0.5)
+    first = looked_up(layer, [1], training=True)
+    for key in (1, 2, 3, 4, 2, 3, 4):
+        train(layer, optimizer, [key])
+    train(layer, optimizer, [5])  # In place of 1.
+    assert not looked_up(layer, [1]).any() and looked_up(layer, [5]).all()
+    train(layer, optimizer, [1])  # In place of 2.
+    assert not looked_up(layer, [2]).any()
+    np.testing.assert_allclose(looked_up(layer, [1]), first - 0.1 / np.sqrt(0.5 + 1.0), rtol=1e-5)
+    counts = layer.key_counts()["users"]
+    assert (counts.used, counts.capacity, counts.admitted, counts.evicted) == (4, 4, 6, 2)
+
+
+def test_the_key_that_was_looked_up_least_often_leaves():
+    layer = keyed_layer(rows=5, eviction=Eviction("least_frequent"))
+    for key in (1, 1, 1, 2, 2, 3, 4, 4, 5):
+        looked_up(layer, [key], training=True)
+    assert looked_up(layer, [1, 2, 3, 4, 5]).any(1).tolist() == [True, True, False, True, True]
+
+
+def test_a_key_that_was_idle_for_too_long_is_unknown_and_begins_anew():
+    layer = keyed_layer(eviction=Eviction(max_idle=3))
+    optimizer = SGD(0.1)
+    train(layer, optimizer, [1])
+    trained = looked_up(layer, [1])
+    for key in (2, 3, 4):
+        train(layer, optimizer, [key])
+    np.testing.assert_array_equal(looked_up(layer, [1]), trained)
+    train(layer, optimizer, [5])
+    assert not looked_up(layer, [1]).any()
+    np.testing.assert_allclose(looked_up(layer, [1], training=True), trained + 0.1, rtol=1e-5)
+    assert layer.key_counts()["users"].expired == 1
+
+
+def test_keys_of_one_batch_do_not_take_each_other_s_rows():
+    layer = keyed_layer(rows=5)
+    vectors = looked_up(layer, range(10), training=True)
+    assert (vectors.any(1).sum(), layer.key_counts()["users"].refused) == (4, 6)
+
+
+def test_a_new_key_s_accumulator_is_not_decayed_for_periods_before_it():
+    layer, optimizer = (
+        keyed_layer(),
+        SwapAdagrad(0.1, swap=recsync.Swap(period=2, decay=0.5), initial_accumulator_value=1.0),
+    )
+    for _ in range(9):
+        train(layer, optimizer, [1])
+    first = looked_up(layer, [2], training=True)
+    train(layer, optimizer, [2])
+    np.testing.assert_allclose(looked_up(layer, [2]), first - 0.1 / np.sqrt(2.0), rtol=1e-5)
+
+
+def state_of(layer, optimizer):
+    optimizer.build(layer.trainable_variables)
+    return optimizer.states[0]
+
+
+def pushed(optimizer, state, rows, versions, gradient) -> None:
+    flat = tf.reshape(tf.constant(gradient, tf.float32), [-1])
+    bags = PackedBags(tf.constant([len(rows)], tf.int64), tf.constant(rows, tf.int64))
+    one = tf.constant(1, tf.int64)
+    optimizer.apply_rows([state], flat, bags, tf.constant(versions, tf.int64), 1.0, one)
+
+
+def test_a_gradient_whose_row_was_given_to_another_key_meanwhile_is_left_out_and_counted():
+    layer, optimizer = keyed_layer(rows=3, dimension=1), SGD(1.0)  # Room for two keys.
+    layer.build()
+    state = state_of(layer, optimizer)
+    (rows, versions) = (np.asarray(t) for t in state.keyed.find(np.array([1, 2]), True))
+    state.keyed.find(np.array([2]), True)
+    (new_row,), (new_version,) = state.keyed.find(np.array([3]), True)
+    assert new_row == rows[0] and new_version > versions[0]
+    before = looked_up(layer, [2, 3])
+    pushed(optimizer, state, rows, versions, [5.0, 5.0])
+    np.testing.assert_allclose(looked_up(layer, [2, 3]), before - [[5.0], [0.0]])
+    pushed(optimizer, state, [int(new_row)], [int(new_version)], [5.0])
+    np.testing.assert_allclose(looked_up(layer, [2, 3]), before - 5.0)
+    counters = recsync.staleness.Statistics.from_counters([state.counters.numpy()])
+    assert (counters.count, counters.skipped) == (2, 1)
+
+
+def test_where_keys_were_summed_up_a_row_of_another_life_is_not_pushed_to():
+    layer, optimizer = keyed_layer(rows=3, dimension=1), SGD(1.0)
+    layer.build()
+    keyed = state_of(layer, optimizer).keyed
+    keys = np.array([1, 2])
+    rows, versions = keyed.find(keys, True)
+    same = keyed.find(keys, False, versions)
+    np.testing.assert_array_equal(same, [rows, versions])
+    keyed.find(np.array([2]), True)
+    keyed.find(np.array([3]), True)  # In place of 1.
+    _, found = keyed.find(np.array([1, 2]), False, versions)
+    assert found.numpy().tolist() == [0, versions.numpy()[1]]
+
+
+def test_export_scores_keys_and_strings_with_stock_ops(tmp_path):
+    for keys, unknown in ((EXTREMES, "zeros"), ([f"é{i}" for i in range(6)], "trained")):
+        inputs = keras.Input((2,), dtype=tf.constant(keys).dtype.name, name="user")
+        layer = keyed_layer(unknown=unknown, eviction=Eviction(max_idle=50))
+        model = keras.Model({"user": inputs}, layer({"user": inputs})["user"])
+        optimizer = SGD(0.1)
+        # The last one is unknown; some rows train that stand for such keys.
+        batch = np.array([keys[:5], keys[1:]]).T
+        train(layer, optimizer, batch[:4])
+        variables = [v for v in layer.variables if v.shape[1:] == (3,)]
+        variables[0].assign_add(
+            tf.one_hot([0], layer.variables[0].shape[0], 0.25)[0][:, None] * tf.ones([1, 3])
+        )
+        recsync.serving.export_model(model, tmp_path / unknown)
+        served = tf.saved_model.load(tmp_path / unknown)
+        expected = model.predict({"user": tf.constant(batch)}, verbose=0)
+        np.testing.assert_allclose(served.serve({"user": tf.constant(batch)}), expected, atol=1e-6)
+        operations = {
+            node.op for f in served.signatures.values() for node in f.graph.as_graph_def().node
+        }
+        assert not any(op.startswith("Recsync") for op in operations)
+
+
+def test_strings_are_keys_by_their_fingerprint():
+    layer = keyed_layer()
+    vectors = looked_up(layer, ["anna", "otto"], training=True)
+    fingerprints = tf.bitcast(tf.fingerprint(["anna", "otto"]), tf.int64)
+    np.testing.assert_array_equal(looked_up(layer, fingerprints), vectors)
+
+
+def test_padding_of_strings_is_no_key():
+    layer = keyed_layer(features=("user",), padding="", combiner=None)
+    ids = tf.constant([["anna", ""], ["otto", "anna"]])
+    vectors = layer({"user": ids}, training=True)["user"]
+    assert vectors.numpy().any(2).tolist() == [[True, False], [True, True]]
+    assert vectors._keras_mask.numpy().tolist() == [[True, False], [True, True]]
+    assert layer.key_counts()["users"].used == 2
+
+
+def test_weighted_bags_and_interactions_of_keys_are_those_of_numbered_rows():
+    keys = np.array(EXTREMES)
+    interaction = DotInteraction("dot", features=("user", "item"))
+
+    def layer_of(initializer, ids):
+        layer = EmbeddingCollection(
+            [
+                TableConfig(
+                    "all", 32, 4, initializer, "mean", **({"keys": "any"} if ids is keys else {})
+                )
+            ],
+            [FeatureConfig(name, "all") for name in ("user", "item", "bag")],
+            interactions=[interaction],
+        )
+        inputs = {
+            "user": tf.constant(ids[[0, 1]]),
+            "item": tf.constant(ids[[2, 3]]),
+            "bag": tf.RaggedTensor.from_row_lengths(ids[[4, 5, 0]], [2, 1]),
+        }
+        weights = {"bag": tf.RaggedTensor.from_row_lengths([0.5, 2.0, 1.0], [2, 1])}
+        return layer, layer(inputs, weights=weights, training=True)
+
+    layer, found = layer_of(UNIFORM, keys)
+    values = np.zeros([32, 4], np.float32)
+    values[: len(keys)] = layer.variables[0].numpy()[
+        [int(layer.variables[0].keyed.find(keys[[i]], False)[0][0]) for i in range(len(keys))]
+    ]
+    _, expected = layer_of(values, np.arange(len(keys)))
+    assert found.keys() == expected.keys()
+    assert_close([found[name] for name in found], [expected[name] for name in found])
+
+
+def test_weights_carry_the_keys(tmp_path):
+    inputs = keras.Input((2,), dtype="string", name="user")
+    layer = keyed_layer(admission=Admission(1), eviction=Eviction("least_frequent", half_life=9))
+    model = keras.Model({"user": inputs}, layer({"user": inputs})["user"])
+    train(layer, SGD(0.1), ["a", "b", "c", "b"])
+    expected = looked_up(layer, ["a", "b", "c", "d"])
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    config = loaded.get_layer("embeddings").table_configs[0]
+    assert config == layer.table_configs[0] and config.eviction.half_life == 9
+    np.testing.assert_array_equal(
+        looked_up(loaded.get_layer("embeddings"), ["a", "b", "c", "d"]), expected
+    )
+    # Keys go on where they were: no one gets a second row, and their rows can be pushed to.
+    train(loaded.get_layer("embeddings"), SGD(0.1), ["a", "b", "e"])
+    assert loaded.get_layer("embeddings").key_counts()["users"].used == 4
+    np.testing.assert_allclose(
+        looked_up(loaded.get_layer("embeddings"), ["a"]), expected[:1] - 0.1, rtol=1e-5
+    )
+
+
+def test_rows_of_keys_that_were_loaded_without_versions_can_be_pushed_to():
+    layer, optimizer = keyed_layer(), SGD(1.0)
+    looked_up(layer, [1, 2], training=True)  # Before there are versions.
+    state = state_of(layer, optimizer)
+    rows, versions = (t.numpy() for t in state.keyed.find(np.array([1, 2, 3]), False))
+    assert (versions[:2] > 0).all() and versions[2] == 0
+    before = looked_up(layer, [1, 2, 3])
+    pushed(optimizer, state, rows, versions, np.ones([3, 3]))
+    np.testing.assert_allclose(looked_up(layer, [1, 2, 3]), before - [[1.0], [1.0], [0.0]])
+
+
+def test_bfloat16_rows_of_keys_are_narrowed_first_values():
+    wide, narrow = (
+        looked_up(keyed_layer(dtype=d), EXTREMES, True) for d in ("float32", "bfloat16")
+    )
+    np.testing.assert_array_equal(
+        narrow, wide.astype(tf.bfloat16.as_numpy_dtype).astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"keys": "some"}, "keys='some'.*'any'"),
+        ({"rows": 1}, "rows=1: a table with keys needs at least 2"),
+        ({"shards": 3, "rows": 90_000}, "shards=3: must be None or a power of two up to 16"),
+        ({"keys": None, "unknown": "trained"}, "unknown='trained': must be 'zeros' without keys"),
+        ({"keys": None, "admission": Admission(2)}, "admission=.*must be None without keys"),
+        ({"eviction": "lru"}, "eviction='lru': must be None or an Eviction"),
+        ({"unknown": "mean"}, "unknown='mean'"),
+    ],
+)
+def test_a_table_with_keys_that_can_t_be_is_refused(change, match):
+    with pytest.raises(ValueError, match=match):
+        TableConfig(**{"name": "t", "rows": 64, "dimension": 2, "keys": "any", **change})
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Admission(0), "min_count must be an integer of at least 1, got 0"),
+        (lambda: Admission(256), "min_count must be at most 255, got 256"),
+        (lambda: Eviction("random"), "policy must be one of .*least_recent.*not 'random'"),
+        (lambda: Eviction(half_life=3), "half_life must be None with policy='least_recent'"),
+        (lambda: Eviction(max_idle=0), "max_idle must be an integer of at least 1"),
+    ],
+)
+def test_rules_for_keys_that_can_t_be_are_refused(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_what_keys_can_t_have_is_refused_by_name():
+    with pytest.raises(ValueError, match="'users': initializer must be one of Keras's that draws"):
+        keyed_layer(initializer=np.zeros([64, 3], np.float32))
+    with pytest.raises(ValueError, match="out_of_range='clip' must be 'error', as no key"):
+        EmbeddingCollection(
+            [TableConfig("users", 64, 2, keys="any")], [FeatureConfig("user", "users", "clip")]
+        )
+    with pytest.raises(ValueError, match="not string; a table with keys='any' takes strings"):
+        plain = EmbeddingCollection([TableConfig("t", 9, 2)], [FeatureConfig("user", "t")])
+        plain({"user": tf.constant(["a"])})
+    with pytest.raises(ValueError, match="padding=-1 can't be among ids of string"):
+        looked_up(keyed_layer(padding=-1), ["a"])
+    with pytest.raises(ValueError, match="use_ema must be False for table .*users"):
+        layer = keyed_layer()
+        layer.build()
+        SGD(0.1, use_ema=True).build(layer.trainable_variables)
+    with pytest.raises(ValueError, match="XLA can't compile: compile the model with jit_compile"):
+        layer = keyed_layer()
+        tf.function(lambda ids: layer({"user": ids}), jit_compile=True)(tf.constant([1, 2]))
+
+
+def test_keras_compiles_a_model_with_keys_without_xla_by_itself():
+    inputs = keras.Input((2,), dtype="int64", name="user")
+    model = keras.Model({"user": inputs}, keyed_layer()({"user": inputs})["user"])
+    model.compile(SGD(0.1), "mse")
+    assert not model.jit_compile
+    model.fit({"user": np.array([[1, 2], [3, 4]])}, np.zeros([2, 3]), verbose=0)
+
+
+def test_the_index_is_made_anew_when_entries_were_set():
+    layer = keyed_layer()
+    vectors = looked_up(layer, EXTREMES, training=True)
+    keyed = layer.variables[0].keyed
+    entries = keyed.entries.numpy()
+    keyed.entries.assign(np.zeros_like(entries))
+    keyed.forget_index()
+    assert not looked_up(layer, EXTREMES).any()
+    keyed.entries.assign(entries)
+    keyed.forget_index()
+    np.testing.assert_array_equal(looked_up(layer, EXTREMES), vectors)
+    assert int(ops.used_rows(keyed.entries._value.handle)) == len(EXTREMES)
