@@ -1,0 +1,275 @@
+"""Tables whose ids are keys on servers: every key gets its gradients, and keeps its row."""
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import events
+
+import tf_recsync as recsync
+from tf_recsync import checkpoint
+from tf_recsync.callbacks import Checkpoint, TrainingReport
+from tf_recsync.embedding.physical_tables import physical_tables
+from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
+from tf_recsync.optimizers import SGD, Adagrad
+
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
+
+BATCH, BATCHES = 4, 60
+UNIFORM = keras.initializers.RandomUniform(-1, 1, seed=3)
+KEYS = np.random.default_rng(7).integers(-(2**63), 2**63 - 1, 40)
+MODES = {
+    "async": (lambda c: recsync.AsyncStrategy(c), 1),
+    "sync": (
+        lambda c: recsync.SyncStrategy(c, global_batch_size=2 * BATCH, local_batch_size=BATCH),
+        2,
+    ),
+    "GBA": (lambda c: recsync.GBAStrategy(c, 2 * BATCH, BATCH, staleness_tolerance=1000), 2),
+    "ShadowSync": (lambda c: recsync.ShadowSyncStrategy(c, recsync.EASGD(0.3), sync_ps=[1]), 1),
+}
+
+
+def sgd(**options):
+    return SGD(1.0, **options)
+
+
+def adagrad():
+    return Adagrad(0.1)
+
+
+@pytest.fixture
+def cluster(clusters):
+    return clusters.get(workers=2, ps=2)
+
+
+def model_of(strategy=None, optimizer=sgd, rows=20_000, dtype="int64", **options):
+    """The gradient of a key's vector is 1 / BATCH for each example that has it."""
+    strategy = strategy or tf.distribute.get_strategy()
+    with strategy.scope():
+        ids = keras.Input((), dtype=dtype, name="user")
+        layer = EmbeddingCollection(
+            [TableConfig("users", rows, 2, UNIFORM, keys="any", **options)],
+            [FeatureConfig("user", "users")],
+            name="keyed",
+        )
+        output = keras.ops.sum(layer({"user": ids})["user"], axis=1, keepdims=True)
+        model = keras.Model({"user": ids}, output)
+        model.compile(optimizer(), loss=lambda y, p: p)
+    return model
+
+
+def dataset(ids) -> tf.data.Dataset:
+    both = {"user": ids}, np.zeros((len(ids), 1), np.float32)
+    return tf.data.Dataset.from_tensor_slices(both).batch(BATCH)
+
+
+def some(keys, batches=BATCHES) -> np.ndarray:
+    """Keys of so many batches, some of them often; all of them come."""
+    rng = np.random.default_rng(2)
+    chosen = np.minimum(rng.geometric(0.1, batches * BATCH) - 1, len(keys) - 1)
+    chosen[: len(keys)] = range(len(keys))
+    return keys[rng.permutation(chosen)]
+
+
+def scores(model, keys) -> np.ndarray:
+    return model.predict(dataset(keys), verbose=0)[:, 0]
+
+
+def first_scores(keys) -> np.ndarray:
+    """What keys score before any update, by a table in this process."""
+    model = model_of()
+    return model({"user": tf.constant(keys)}, training=True).numpy()[:, 0]
+
+
+def entries_of(model) -> np.ndarray:
+    """The keys of a model's table that have rows."""
+    tables = [v for v in model.variables if hasattr(v, "keyed")]
+    entries = np.concatenate([v.keyed.entries.numpy() for v in tables])
+    return entries[entries[:, 1] != 0, 0]
+
+
+def check_adds_up(model, strategy) -> recsync.layers.KeyCounts:
+    (counts,) = strategy.tables(model).values()
+    keys = entries_of(model)
+    assert len(np.unique(keys)) == len(keys) == counts.used <= counts.capacity
+    assert counts.admitted - counts.evicted == counts.used
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        *((mode, {}) for mode in MODES),
+        # Gradients of a key are summed up on the worker, and pushed by the key.
+        ("async", {"global_clipnorm": 1e9}),
+        ("GBA", {"clipnorm": 1e9}),
+    ],
+)
+def test_every_key_gets_all_its_gradients(cluster, mode, options):
+    make, together = MODES[mode]
+    strategy = make(cluster)
+    model = model_of(strategy, lambda: sgd(**options))
+    ids = some(KEYS)
+    model.fit(dataset(ids), verbose=0)
+    counts = np.array([(ids == key).sum() for key in KEYS])
+    # Two elements each, and every update is that of so many batches together.
+    expected = first_scores(KEYS) - 2 * counts / BATCH / together
+    np.testing.assert_allclose(scores(model, KEYS), expected, rtol=1e-4, atol=1e-4)
+    found = check_adds_up(model, strategy)
+    assert (found.used, found.evicted, found.refused) == (len(KEYS), 0, 0)
+    assert scores(model, np.array([5, 6])).tolist() == [0, 0]
+    assert strategy.tables(model)["keyed/users"].unknown == 2
+
+
+def test_the_least_recent_keys_leave_a_full_table(cluster, tmp_path):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = model_of(strategy, adagrad, rows=24, dtype="string")
+    names = np.array([f"user {key}" for key in KEYS])
+    report = TrainingReport(str(tmp_path))
+    history = model.fit(dataset(some(names)), epochs=2, verbose=0, callbacks=[report]).history
+    counts = check_adds_up(model, strategy)
+    assert (counts.used, counts.capacity) == (23, 23) and counts.evicted > 0
+    assert sum(history["keys_evicted"]) == counts.evicted
+    assert sum(history["keys_admitted"]) == counts.admitted
+    told = {tag for _, tag in events(tmp_path)}
+    assert {"recsync/keyed/users/used", "recsync/keys_evicted"} <= told
+    found = scores(model, names)
+    assert np.count_nonzero(found) == 23
+    recsync.serving.export_model(model, tmp_path / "export")
+    served = tf.saved_model.load(tmp_path / "export")
+    scored = served.serve({"user": tf.constant(names)})[:, 0]
+    np.testing.assert_allclose(scored, found, atol=1e-6)
+
+
+def test_steps_whose_rows_were_given_away_meanwhile_train_no_other_key(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    # Room for hardly more than the keys of a step, and workers that take turns.
+    model = model_of(strategy, rows=2 * BATCH)
+    rng = np.random.default_rng(3)
+    ids = np.concatenate([rng.permutation(KEYS)[:BATCH] for _ in range(400)])
+    model.fit(dataset(ids), verbose=0)
+    check_adds_up(model, strategy)
+    keys = entries_of(model)
+    # Since a key got its row, each of its updates has taken half of 1 off its score.
+    updates = 2 * (first_scores(keys) - scores(model, keys))
+    np.testing.assert_allclose(updates, np.round(updates), atol=1e-3)
+    assert updates.min() >= 0
+
+
+@pytest.fixture(scope="module")
+def saved(clusters, tmp_path_factory):
+    """Files of a model of four shards, what keys score with it, and whether they are known."""
+    folder = tmp_path_factory.mktemp("saved")
+    strategy = recsync.AsyncStrategy(clusters.get(workers=1, ps=4))
+    model = model_of(strategy, adagrad)
+    assert len(model.layers[1].placement.shards) == 4
+    model.fit(dataset(some(KEYS)), verbose=0)
+    expected = scores(model, KEYS)
+    model.save_weights(folder / "model.weights.h5")
+    model.save(folder / "model.keras")
+    checkpoint.save(folder / "own", model)
+    tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(folder / "tf"))
+    model.fit(dataset(KEYS), verbose=0)
+    return folder, expected, scores(model, KEYS)
+
+
+@pytest.mark.parametrize("way", ["weights", "keras", "own", "tf"])
+@pytest.mark.parametrize("ps", [0, 2, 3])
+def test_keys_keep_their_rows_on_other_numbers_of_servers(clusters, saved, way, ps):
+    folder, expected, after = saved
+    strategy = tf.distribute.get_strategy()
+    if ps:
+        strategy = recsync.AsyncStrategy(clusters.get(workers=1, ps=ps))
+    model = model_of(strategy, adagrad)
+    with strategy.scope():
+        if way == "keras":
+            model = keras.models.load_model(folder / "model.keras", compile=False)
+            model.compile(adagrad(), loss=lambda y, p: p)
+        model.optimizer.build(model.trainable_variables)
+    # Other keys than those of the file are gone then.
+    model.fit(dataset(np.arange(40)), verbose=0)
+    if way in ("weights", "keras"):
+        model.load_weights(folder / "model.weights.h5")
+    elif way == "own":
+        checkpoint.restore(folder / "own", model)
+    else:
+        read = tf.train.Checkpoint(model=model, optimizer=model.optimizer).read(str(folder / "tf"))
+        read.assert_existing_objects_matched()
+    np.testing.assert_allclose(scores(model, KEYS), expected, rtol=1e-6)
+    assert not scores(model, np.arange(40)).any()
+    assert sorted(entries_of(model)) == sorted(KEYS)
+    # No key gets a second row, and all can be pushed to; accumulators are there, but for weights.
+    model.fit(dataset(KEYS), verbose=0)
+    assert sorted(entries_of(model)) == sorted(KEYS)
+    found = scores(model, KEYS)
+    if way in ("own", "tf"):
+        np.testing.assert_allclose(found, after, rtol=1e-5)
+    assert (found < expected).all()
+
+
+def test_a_chain_of_deltas_has_the_keys_that_came_and_those_that_left(cluster, tmp_path):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = model_of(strategy, adagrad, rows=24)
+    callback = Checkpoint(tmp_path, every_steps=15, full_every=100, keep=None)
+    model.fit(dataset(some(KEYS, 200)), verbose=0, callbacks=[callback])
+    assert len(callback.saved) > 3
+    last = callback.saved[-1].path
+    assert checkpoint.open(last).base is not None
+    expected, keys = scores(model, KEYS), sorted(entries_of(model))
+    other = model_of(strategy, adagrad, rows=24)
+    checkpoint.restore(last, other)
+    np.testing.assert_allclose(scores(other, KEYS), expected, rtol=1e-6)
+    assert sorted(entries_of(other)) == keys
+
+
+def test_a_server_that_dies_comes_back_with_the_keys_of_the_last_checkpoint(cluster, tmp_path):
+    strategy = recsync.AsyncStrategy(cluster)
+    recsync.testing.set_compute_time(strategy, 0.01)
+    model = model_of(strategy, adagrad)
+    callback = Checkpoint(tmp_path, every_steps=20, keep=None)
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if len(callback.saved) == 3 and not callback.recoveries and not self.killed:
+                self.killed = True
+                cluster.kill("ps", 1)
+                threading.Timer(0.2, cluster.restart, ["ps", 1]).start()
+
+        killed = False
+
+    model.fit(dataset(some(KEYS, 400)), verbose=0, callbacks=[callback, Kill()])
+    assert callback.recoveries == 1
+    keys = entries_of(model)
+    assert sorted(keys) == sorted(KEYS)
+    first = first_scores(KEYS)
+    assert (scores(model, KEYS) < first).all()
+    other = model_of(strategy, adagrad)
+    checkpoint.restore(callback.saved[-1].path, other)
+    np.testing.assert_allclose(scores(other, KEYS), scores(model, KEYS), rtol=1e-6)
+
+
+def test_copies_of_a_table_with_keys_are_refused(cluster):
+    strategy = recsync.HopStrategy(cluster, recsync.topology.ring(2))
+    with pytest.raises(
+        ValueError, match=r"\['users'\] have keys='any' and must be on embedding PS"
+    ):
+        model_of(strategy, keras.optimizers.SGD)
+
+
+def test_a_placement_with_another_number_of_shards_is_refused():
+    plan = recsync.plan_placement([TableConfig("users", 20_000, 2, shards=3)], ps=3)
+    table = TableConfig("users", 20_000, 2, keys="any")
+    with pytest.raises(ValueError, match="3 shards of table 'users', whose ids are keys: .* power"):
+        physical_tables([table], plan)
+
+
+def test_plans_give_a_table_with_keys_a_power_of_two_of_shards():
+    table = TableConfig("users", 20_000, 2, keys="any")
+    for ps, shards in ((1, 1), (2, 2), (3, 2), (5, 4), (9, 4)):
+        plan = recsync.plan_placement([table], ps=ps)
+        assert len(plan.shards) == shards
+    # Values and an accumulator, a version, a key and its usage, and what finds it.
+    plan = recsync.plan_placement([table], ps=1, bytes_per_row_overhead=8)
+    assert plan.shards[0].memory == 20_000 * (2 * 4 * 2 + 8 + 32)
