@@ -273,7 +273,7 @@ def test_what_is_trained_without_servers_is_the_same(clusters):
 
 @pytest.mark.parametrize("wrong", [1.0, True, "0", 2**63])
 def test_wrong_padding_is_named(wrong):
-    with pytest.raises(ValueError, match=f"padding={wrong!r}: must be None or an int"):
+    with pytest.raises(ValueError, match=f"padding={wrong!r}: must be None, a str, or an int"):
         FeatureConfig("seen", "films", padding=wrong)
 
 

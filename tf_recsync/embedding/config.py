@@ -24,6 +24,11 @@ from tf_recsync.embedding.key_rules import (
 COMBINERS = ("sum", "mean", "sqrtn")
 OUT_OF_RANGE = ("error", "clip", "hash")
 UNKNOWN = ("zeros", "trained")
+_PARTS = {
+    "admission": Admission,
+    "eviction": Eviction,
+    "optimizer": keras.optimizers.Optimizer,
+}
 _BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 _BYTES_PER_SLOT_ELEMENT = 4
 _MOST_DESCRIBED = 1 << 20  # Bytes of an array that is written into a configuration, in digits.
@@ -62,6 +67,10 @@ class TableConfig:
         unknown: What keys without a row are looked up as: `"zeros"` (the default), or
             `"trained"`, a row of the table that all of them train together, and that begins as
             zeros.
+        optimizer: The optimizer that trains this table, with its own learning rate, staleness
+            policy and SWAP. None (the default): that of the model. The tables of a layer that have
+            equal ones are trained by the first of them. The model must be compiled with
+            `recsync.optimizers.per_table`.
 
     The rows get their first values where they lie, a block of rows at a time, so that nobody needs
     memory for the whole table. Values are the same however the table is divided, and in one
@@ -131,6 +140,7 @@ class TableConfig:
     admission: Admission | None = None
     eviction: Eviction | None = None
     unknown: str = "zeros"
+    optimizer: keras.optimizers.Optimizer | None = None
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -148,7 +158,7 @@ class TableConfig:
                 )
         _check_choice("keys", self.keys, ("any", None))
         _check_choice("unknown", self.unknown, UNKNOWN)
-        for name, kind in (("admission", Admission), ("eviction", Eviction)):
+        for name, kind in _PARTS.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise ValueError(f"{name}={value!r}: must be None or an {kind.__name__}.")
@@ -204,11 +214,9 @@ class TableConfig:
         """The arguments, with something in the initializer's place."""
         # Not dataclasses.asdict, which would copy an initializer object.
         config = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        rules = {
-            name: config[name] and keras.saving.serialize_keras_object(config[name])
-            for name in ("admission", "eviction")
-        }
-        return {**config, **rules, "initializer": initializer}
+        given = {name: config[name] for name in _PARTS if config[name] is not None}
+        parts = {n: keras.saving.serialize_keras_object(part) for n, part in given.items()}
+        return {**config, **parts, "initializer": initializer}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> TableConfig:
@@ -224,7 +232,7 @@ class TableConfig:
             ValueError: If an argument is out of range.
         """
         config = dict(config)
-        for name in ("initializer", "admission", "eviction"):
+        for name in ("initializer", *_PARTS):
             if isinstance(config.get(name), dict):
                 config[name] = keras.saving.deserialize_keras_object(config[name])
         return cls(**config)
@@ -371,6 +379,22 @@ def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfi
                 f"table {name!r}: none of the features {[feature.name for feature in features]} "
                 "is looked up in it; remove the table or give it a feature."
             )
+
+
+def sharing_optimizers(tables: Sequence[TableConfig]) -> list[TableConfig]:
+    """The same tables; those whose optimizers are equal have the first of these."""
+    known: list[tuple[Any, keras.optimizers.Optimizer]] = []
+    shared = []
+    for table in tables:
+        if table.optimizer is not None:
+            config = keras.saving.serialize_keras_object(table.optimizer)
+            found = next((one for other, one in known if other == config), None)
+            if found is None:
+                known.append((config, table.optimizer))
+            elif found is not table.optimizer:
+                table = dataclasses.replace(table, optimizer=found)
+        shared.append(table)
+    return shared
 
 
 def check_tables(tables: Sequence[TableConfig]) -> None:

@@ -39,16 +39,22 @@ class Piece:
 class PhysicalTable:
     """The shards of one dimension and type on one parameter server, one after the other.
 
-    The shard of a table with keys is alone: `keyed` is the table's name, and `key_bytes` what its
-    keys take for each row.
+    The shard of a table with keys is alone, and so are those of tables that have an optimizer of
+    their own: `group` is the name of the first such table, and `key_bytes` what keys take for each
+    row.
     """
 
     ps: int
     dimension: int
     dtype: str
-    keyed: str
+    group: str
     key_bytes: int
     pieces: tuple[Piece, ...]
+
+    @property
+    def keyed(self) -> str:
+        """The name of the table, if its ids are keys; else empty."""
+        return self.group if self.key_bytes else ""
 
     @property
     def rows(self) -> int:
@@ -57,7 +63,7 @@ class PhysicalTable:
     @property
     def name(self) -> str:
         suffix = "" if self.dtype == "float32" else f"_{self.dtype}"
-        suffix += self.keyed and f"_{self.keyed}"
+        suffix += self.group and f"_{self.group}"
         return f"ps_{self.ps}_dimension_{self.dimension}{suffix}_embeddings"
 
 
@@ -74,6 +80,10 @@ def physical_tables(
         ValueError: if the plan is for other tables.
     """
     configs = {table.name: table for table in tables}
+    with_optimizer: dict[int, str] = {}
+    for table in tables:
+        if table.optimizer is not None:
+            with_optimizer.setdefault(id(table.optimizer), table.name)
     groups: dict[tuple[int, int, str, str, int], list[Piece]] = {}
     covered: dict[str, int] = dict.fromkeys(configs, 0)
     for shard in plan.shards:
@@ -88,8 +98,8 @@ def physical_tables(
                 f"placement has {shard.count} shards of table {shard.table!r}, whose ids are keys: "
                 "their number must be a power of two"
             )
-        keyed = shard.table if config.keys else ""
-        key = (shard.ps, config.dimension, config.dtype, keyed, config.key_bytes)
+        own = shard.table if config.keys else with_optimizer.get(id(config.optimizer), "")
+        key = (shard.ps, config.dimension, config.dtype, own, config.key_bytes)
         group = groups.setdefault(key, [])
         offset = sum(piece.rows for piece in group)
         group.append(Piece(shard.table, shard.index, shard.count, shard.rows, offset))

@@ -22,6 +22,7 @@ from tf_recsync.embedding.config import (
     TableConfig,
     check_configs,
     check_memory_arguments,
+    sharing_optimizers,
 )
 from tf_recsync.embedding.given_vectors import GivenVectors, LayerVectors, given_vectors
 from tf_recsync.embedding.initial_values import DrawnRows, first_values
@@ -152,6 +153,7 @@ class EmbeddingCollection(keras.layers.Layer):
     ):
         super().__init__(**kwargs)
         check_configs(tables, features)
+        tables = sharing_optimizers(tables)
         check_memory_arguments(memory_limit, slots, bytes_per_row_overhead)
         widths = result_widths(interactions, tables, features)
         self._interactions = tuple(zip(interactions, widths, strict=True))
@@ -251,6 +253,7 @@ class EmbeddingCollection(keras.layers.Layer):
                 self._add_keys(variable, physical, seeds, on_servers)
             variable.physical_table = physical
             variable.collection = self.path
+            variable.table_optimizer = self._by_name[physical.pieces[0].table].optimizer
             variable.memory_limit = self._memory_limit
             self._variables.append(variable)
         shards = shards_of(self._physical, self._variables)

@@ -225,6 +225,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         # to have its initial values by then.
         with tf.init_scope():
             self._check_memory(variables)
+            self._check_tables(variables)
             super().build(variables)
             self._states = [self._make_state(variable) for variable in variables]
             _warn_of_regularizers(state.variable for state in self._states if state.is_table)
@@ -233,6 +234,16 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                 saved, self._saved_variables = self._saved_variables, None
                 saving.load_variables(self, saved)
             saving.track_variables(self, self._saved_group)
+
+    def _check_tables(self, variables) -> None:
+        """Checks that no table has another optimizer of its own."""
+        for variable in variables:
+            if getattr(variable, "table_optimizer", None) not in (None, self):
+                tables = [piece.table for piece in variable.physical_table.pieces]
+                raise ValueError(
+                    f"the tables {tables} have optimizers of their own, which train them if the "
+                    "model is compiled with recsync.optimizers.per_table(optimizer)"
+                )
 
     def _check_memory(self, variables) -> None:
         """Checks that servers hold no more of an `EmbeddingCollection` than it allows."""
