@@ -361,6 +361,10 @@ def test_what_keys_can_t_have_is_refused_by_name():
     with pytest.raises(ValueError, match="not string; a table with keys='any' takes strings"):
         plain = EmbeddingCollection([TableConfig("t", 9, 2)], [FeatureConfig("user", "t")])
         plain({"user": tf.constant(["a"])})
+    with pytest.raises(ValueError, match="padding='' must be None or an int, as the ids of table"):
+        EmbeddingCollection(
+            [TableConfig("users", 64, 2)], [FeatureConfig("user", "users", padding="")]
+        )
     with pytest.raises(ValueError, match="padding=-1 can't be among ids of string"):
         looked_up(keyed_layer(padding=-1), ["a"])
     with pytest.raises(ValueError, match="use_ema must be False for table .*users"):
@@ -392,3 +396,24 @@ def test_the_index_is_made_anew_when_entries_were_set():
     keyed.forget_index()
     np.testing.assert_array_equal(looked_up(layer, EXTREMES), vectors)
     assert int(ops.used_rows(keyed.entries._value.handle)) == len(EXTREMES)
+
+
+def test_keys_and_vectors_move_from_one_table_to_another():
+    old, new = keyed_layer(rows=9000), keyed_layer(rows=300, admission=Admission(9))
+    new.build()
+    keys = np.arange(-100, 100) * 2**52 + 5
+    vectors = looked_up(old, keys, training=True)
+    read = {int(k): v for ks, vs in old.read_keys("users") for k, v in zip(ks, vs, strict=True)}
+    assert_close([[read.pop(int(key)) for key in keys]], [vectors], 0)
+    assert not read
+    assert new.write_keys("users", keys, vectors) == 200
+    np.testing.assert_array_equal(looked_up(new, keys), vectors)
+    # Of what is too much, keys that were written before leave, and then nobody does.
+    assert new.write_keys("users", np.arange(400), np.ones([400, 3])) == 299
+    assert new.key_counts()["users"].used == 299
+    with pytest.raises(
+        ValueError, match=r"'films' is not among those with keys='any', \['users'\]"
+    ):
+        new.write_keys("films", [1], [[1, 2, 3]])
+    with pytest.raises(ValueError, match=r"vectors have shape \(1, 2\), must have \(1, 3\)"):
+        new.write_keys("users", [1], [[1, 2]])

@@ -250,6 +250,17 @@ def test_a_server_that_dies_comes_back_with_the_keys_of_the_last_checkpoint(clus
     np.testing.assert_allclose(scores(other, KEYS), scores(model, KEYS), rtol=1e-6)
 
 
+def test_vectors_of_keys_are_written_to_and_read_from_all_servers(cluster):
+    model = model_of(recsync.AsyncStrategy(cluster))
+    (layer,) = (own for own in model.layers if own.name == "keyed")
+    vectors = np.arange(80.0).reshape(40, 2)
+    assert layer.write_keys("users", KEYS, vectors) == 40
+    np.testing.assert_array_equal(scores(model, KEYS), vectors.sum(1))
+    read = [pair for block in layer.read_keys("users") for pair in zip(*block, strict=True)]
+    assert sorted(int(key) for key, _ in read) == sorted(KEYS)
+    assert sum(vector.sum() for _, vector in read) == vectors.sum()
+
+
 def test_copies_of_a_table_with_keys_are_refused(cluster):
     strategy = recsync.HopStrategy(cluster, recsync.topology.ring(2))
     with pytest.raises(

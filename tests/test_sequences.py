@@ -271,7 +271,7 @@ def test_what_is_trained_without_servers_is_the_same(clusters):
     assert_close(trained(strategy, False), expected, 1e-4)
 
 
-@pytest.mark.parametrize("wrong", [1.0, True, "0", 2**63])
+@pytest.mark.parametrize("wrong", [1.0, True, b"0", 2**63])
 def test_wrong_padding_is_named(wrong):
     with pytest.raises(ValueError, match=f"padding={wrong!r}: must be None, a str, or an int"):
         FeatureConfig("seen", "films", padding=wrong)

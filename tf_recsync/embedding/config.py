@@ -372,6 +372,11 @@ def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfi
                 f"feature {feature.name!r}: out_of_range={feature.out_of_range!r} must be 'error', "
                 f"as no key is out of range in table {table.name!r}, which has keys='any'."
             )
+        if table.keys is None and isinstance(feature.padding, str):
+            raise ValueError(
+                f"feature {feature.name!r}: padding={feature.padding!r} must be None or an int, as "
+                f"the ids of table {table.name!r} are no strings."
+            )
     used = {feature.table for feature in features}
     for name in names:
         if name not in used:

@@ -18,6 +18,7 @@ from tf_recsync.embedding.initial_values import DrawnRows
 from tf_recsync.embedding.key_rules import Admission, Eviction, partitions_of
 from tf_recsync.embedding.physical_tables import PhysicalTable
 from tf_recsync.ops.bags import Bags
+from tf_recsync.shown_variable import guarded, read_rows
 
 _COUNTS = ("calls", "admitted", "refused", "evicted", "expired", "unknown")
 _KEY_COUNTS = 8  # Of cc/engine/key_table.h.
@@ -62,6 +63,21 @@ class KeyCounts:
         evicted: how many keys lost their rows to others.
         expired: how many keys had not been looked up for too long when they came again.
         unknown: lookups in evaluation and prediction of keys that have no row.
+
+    A lookup is one key of one batch on one server: where every example has one id of a feature, a
+    key counts once in a batch, however many examples have it.
+
+    Example:
+        >>> from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
+        >>> layer = EmbeddingCollection(
+        ...     [TableConfig("users", rows=3, dimension=4, keys="any")],
+        ...     [FeatureConfig("user", "users")],
+        ... )
+        >>> for user in ("anna", "otto", "mia"):
+        ...     vectors = layer({"user": tf.constant([user])}, training=True)
+        >>> counts = layer.key_counts()["users"]
+        >>> counts.capacity, counts.used, counts.admitted, counts.evicted
+        (2, 2, 3, 1)
     """
 
     capacity: int
@@ -98,6 +114,8 @@ class KeyedRows:
         self, config: TableConfig, physical: PhysicalTable, drawn: DrawnRows, seed: int, add: Any
     ):
         (piece,) = physical.pieces
+        # All rows of a variable, counted there.
+        self.piece = dataclasses.replace(piece, index=0, count=1)
         self._piece = piece
         self._config = config
         admission, eviction = config.admission or Admission(), config.eviction or Eviction()
@@ -167,6 +185,9 @@ class KeyedRows:
         Returns:
             The rows, int64 [n], and their versions, which a push has to come with.
         """
+        return self._find(keys, inserts, expected, admits_all=False)
+
+    def _find(self, keys, inserts: bool, expected, admits_all: bool):
         state = self.state
         besides = [] if state is None else state.fresh
         return ops.find_rows(
@@ -174,7 +195,7 @@ class KeyedRows:
             entries=self.entries._value.handle,
             index=self._index._value.handle,
             counts=self._counts._value.handle,
-            sketches=[variable._value.handle for variable in self._sketches],
+            sketches=[] if admits_all else [v._value.handle for v in self._sketches],
             versions=[] if state is None else [state.versions._value.handle],
             beside=[variable._value.handle for variable, _ in besides],
             log_decays=[] if state is None else [v._value.handle for v in state.log_decays],
@@ -182,9 +203,36 @@ class KeyedRows:
             expected=np.zeros([0], np.int64) if expected is None else expected,
             inserts=inserts,
             beside_values=[value for _, value in besides],
-            **self._place,
-            **self._rules,
+            **{**self._place, **self._rules, **({"min_count": 1} if admits_all else {})},
         )
+
+    def read(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The keys of those of some rows that have one, and their vectors."""
+        entries = read_rows(self.entries._value, first, count)
+        vectors = read_rows(self._table._value, first, count)
+        has_key = entries[:, 1] != 0
+        return entries[has_key, 0], vectors[has_key].astype(np.float32)
+
+    def write(self, keys: np.ndarray, vectors: np.ndarray) -> int:
+        """Gives vectors to keys of this shard, admitted or not; says how many have a row now."""
+        table = self._table._value
+        with guarded(table), tf.device(table.device):
+            rows, _ = self._find(keys, True, None, admits_all=True)
+            known = tf.reshape(tf.where(rows >= self.reserved), [-1])
+            tf.raw_ops.ResourceScatterUpdate(
+                resource=table.handle,
+                indices=tf.gather(rows, known),
+                updates=tf.cast(tf.gather(vectors, known), table.dtype),
+            )
+            return int(tf.size(known))
+
+    def owns(self, keys: np.ndarray) -> np.ndarray:
+        """Which keys, int64 [n], belong to this shard."""
+        with tf.init_scope(), tf.device("/CPU:0"):
+            partitions = hashed(keys) % tf.constant(self._place["partitions"], tf.uint64)
+            return (
+                np.asarray(tf.cast(partitions, tf.int64)) % self._piece.count == self._piece.index
+            )
 
     def forget_index(self) -> None:
         """The entries were set: the next lookup makes the index anew."""

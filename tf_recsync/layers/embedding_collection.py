@@ -34,6 +34,7 @@ from tf_recsync.embedding.keys import (
     LocalKeys,
     counts_of_tables,
     entries_are_sorted,
+    key_of,
 )
 from tf_recsync.embedding.physical_tables import (
     PhysicalInitializer,
@@ -43,7 +44,7 @@ from tf_recsync.embedding.physical_tables import (
     shards_of,
 )
 from tf_recsync.embedding.placement import PlacementPlan
-from tf_recsync.embedding.table_rows import TableRows, saved_array
+from tf_recsync.embedding.table_rows import TableRows, rows_of_block, saved_array
 from tf_recsync.ops.bags import Bags, PackedBags
 from tf_recsync.optimizers.plain_update import in_xla_context
 from tf_recsync.shown_variable import shown
@@ -339,6 +340,90 @@ class EmbeddingCollection(keras.layers.Layer):
         """
         counts = counts_of_tables(self).items()
         return {name.removeprefix(f"{self.path}/"): own for name, own in counts}
+
+    def read_keys(self, table: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Reads the keys of a table with `keys="any"`, and their vectors, in blocks.
+
+        Args:
+            table: the table's name.
+
+        Yields:
+            Some keys, int64 [n], and their vectors, float32 [n, dimension]; each key that has a
+            row comes once, in no particular order. Of strings the keys are their hashes.
+
+        Raises:
+            ValueError: if there is no such table, or its ids are the numbers of its rows.
+        """
+        for keyed, rows in self._keyed_shards(table):
+            told = TableRows([(keyed.entries, keyed.piece)])
+            with rows.told(), told.told():
+                for begin, end in rows.blocks():
+                    keys, vectors = keyed.read(begin, end - begin)
+                    if len(keys):
+                        yield keys, vectors
+
+    def write_keys(self, table: str, keys: Any, vectors: Any) -> int:
+        """Gives vectors to keys of a table with `keys="any"`, such as those of another table.
+
+        Keys that have no row get one, whatever the table's `admission` says. What the optimizer
+        keeps beside their rows begins anew with these, and stays with others.
+
+        Args:
+            table: the table's name.
+            keys: int64 or strings [n], each once.
+            vectors: floats [n, dimension].
+
+        Returns:
+            How many of the keys have rows now. The others were refused, as a table has room for no
+            more keys.
+
+        Raises:
+            ValueError: if there is no such table, its ids are the numbers of its rows, or there is
+                not a vector for each key.
+
+        Example:
+            >>> def layer_of(rows):
+            ...     layer = EmbeddingCollection(
+            ...         [TableConfig("users", rows, dimension=2, keys="any")],
+            ...         [FeatureConfig("user", "users")],
+            ...     )
+            ...     layer.build()
+            ...     return layer
+            >>> old, new = layer_of(100), layer_of(200)
+            >>> old.write_keys("users", ["anna", "otto"], [[1.0, 2.0], [3.0, 4.0]])
+            2
+            >>> for keys, vectors in old.read_keys("users"):
+            ...     written = new.write_keys("users", keys, vectors)
+            >>> new({"user": tf.constant(["otto"])})["user"].numpy()
+            array([[3., 4.]], dtype=float32)
+        """
+        keys = np.asarray(key_of(tf.reshape(tf.convert_to_tensor(keys), [-1])))
+        vectors = np.asarray(vectors, np.float32)
+        shards = self._keyed_shards(table)
+        expected = (len(keys), self._by_name[table].dimension)
+        if vectors.shape != expected:
+            raise ValueError(f"vectors have shape {vectors.shape}, must have {expected}")
+        written = 0
+        for keyed, rows in shards:
+            rows.settle()
+            own = np.flatnonzero(keyed.owns(keys))
+            block = rows_of_block(4 * expected[1])
+            for begin in range(0, len(own), block):
+                some = own[begin : begin + block]
+                written += keyed.write(keys[some], vectors[some])
+        return written
+
+    def _keyed_shards(self, table: str) -> list[tuple[KeyedRows, TableRows]]:
+        """What finds the keys of each shard of a table, and the shard's rows by themselves."""
+        found = [
+            (keyed, TableRows([(variable, keyed.piece)]))
+            for variable, keyed in zip(self._variables, self._keyed, strict=True)
+            if keyed is not None and keyed.table == table
+        ]
+        if not found:
+            keyed_tables = [own.name for own in self._table_configs if own.keys]
+            raise ValueError(f"table {table!r} is not among those with keys='any', {keyed_tables}")
+        return found
 
     def _trackable_children(self, save_type="checkpoint", **kwargs):
         children = super()._trackable_children(save_type, **kwargs)
