@@ -60,6 +60,7 @@ SMALL_hierarchical := --easgd_trainers=2 --easgd_ps=2 --easgd_groups=1 --groups=
 SMALL_hop := --workers=8 --processes=4 --iterations=24 --compute_seconds=0.15
 SMALL_hop_accuracy := --workers=4 --epochs=1 --settings=2,7,8,12
 SMALL_hop_queues := --rounds=3
+SMALL_keys := --keys=131072 --batches=8 --rounds=3
 SMALL_interpolation := --rounds=7
 SMALL_local_adagrad := --rounds=3 --steps=30
 SMALL_local_throughput := --batch_size=512 --rounds=3 --round_seconds=1

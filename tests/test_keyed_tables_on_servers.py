@@ -261,6 +261,16 @@ def test_vectors_of_keys_are_written_to_and_read_from_all_servers(cluster):
     assert sum(vector.sum() for _, vector in read) == vectors.sum()
 
 
+def test_a_table_with_keys_that_nobody_trains_is_refused(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = model_of(strategy)
+    model.get_layer("keyed").trainable = False
+    with strategy.scope():
+        model.compile(sgd(), loss=lambda y, p: p)
+    with pytest.raises(ValueError, match="keyed.*must be trained by the model's optimizer"):
+        model.fit(dataset(KEYS), verbose=0)
+
+
 def test_copies_of_a_table_with_keys_are_refused(cluster):
     strategy = recsync.HopStrategy(cluster, recsync.topology.ring(2))
     with pytest.raises(

@@ -113,6 +113,11 @@ class Layout:
             state = states.get(id(variable))
             if hasattr(variable, "beside_table"):
                 continue  # Servers alone use it.
+            if state is None and hasattr(variable, "keyed"):
+                raise ValueError(
+                    f"{variable.path}: a table with keys='any' must be trained by the model's "
+                    "optimizer under this strategy: compile the model, and leave the layer trainable"
+                )
             if state is None:
                 (private if is_seed(variable) else shared).append(variable)
             elif variable.dtype not in ("float32", "bfloat16" if state.is_table else "float32"):
