@@ -303,11 +303,10 @@ def test_rows_of_keys_that_were_loaded_without_versions_can_be_pushed_to():
     layer, optimizer = keyed_layer(), SGD(1.0)
     looked_up(layer, [1, 2], training=True)  # Before there are versions.
     state = state_of(layer, optimizer)
-    rows, versions = (t.numpy() for t in state.keyed.find(np.array([1, 2, 3]), False))
-    assert (versions[:2] > 0).all() and versions[2] == 0
-    before = looked_up(layer, [1, 2, 3])
-    pushed(optimizer, state, rows, versions, np.ones([3, 3]))
-    np.testing.assert_allclose(looked_up(layer, [1, 2, 3]), before - [[1.0], [1.0], [0.0]])
+    rows, versions = (t.numpy() for t in state.keyed.find(np.array([1, 2]), True))
+    before = looked_up(layer, [1, 2])
+    pushed(optimizer, state, rows, versions, np.ones([2, 3]))
+    np.testing.assert_allclose(looked_up(layer, [1, 2]), before - 1.0)
 
 
 def test_bfloat16_rows_of_keys_are_narrowed_first_values():
@@ -417,3 +416,95 @@ def test_keys_and_vectors_move_from_one_table_to_another():
         new.write_keys("films", [1], [[1, 2, 3]])
     with pytest.raises(ValueError, match=r"vectors have shape \(1, 2\), must have \(1, 3\)"):
         new.write_keys("users", [1], [[1, 2]])
+
+
+def model_of(layer, dtype="int64") -> keras.Model:
+    inputs = keras.Input((), dtype=dtype, name="user")
+    return keras.Model({"user": inputs}, layer({"user": inputs})["user"])
+
+
+def test_time_goes_back_with_a_file_and_no_key_is_idle_by_that(tmp_path):
+    layer = keyed_layer(eviction=Eviction(max_idle=5))
+    model = model_of(layer)
+    vectors = looked_up(layer, [1, 2], training=True)
+    model.save_weights(tmp_path / "model.weights.h5")
+    recsync.checkpoint.save(tmp_path / "own", model)
+    for load in (
+        lambda: model.load_weights(tmp_path / "model.weights.h5"),
+        lambda: recsync.checkpoint.restore(tmp_path / "own", model),
+    ):
+        for key in range(10, 20):
+            looked_up(layer, [key], training=True)
+        assert not looked_up(layer, [1, 2]).any()
+        load()
+        np.testing.assert_array_equal(looked_up(layer, [1, 2]), vectors)
+
+
+def test_an_export_knows_the_keys_that_predict_knows(tmp_path):
+    layer = keyed_layer(eviction=Eviction(max_idle=5), admission=Admission(2))
+    model = model_of(layer)
+    looked_up(layer, [1, 1], training=True)
+    train(layer, SGD(0.1), [1, 1])
+    for key in range(10, 20):  # None of them is admitted.
+        looked_up(layer, [key], training=True)
+    recsync.serving.export_model(model, tmp_path)
+    served = tf.saved_model.load(tmp_path)
+    assert not looked_up(layer, [1]).any()
+    np.testing.assert_array_equal(served.serve({"user": tf.constant([1], tf.int64)}), [[0, 0, 0]])
+
+
+def test_set_weights_leaves_what_stands_for_unknown_keys_untrained():
+    layers = keyed_layer(), keyed_layer(admission=Admission(100))
+    looked_up(layers[0], [1, 2], training=True)
+    models, optimizer = [model_of(layer) for layer in layers], SGD(0.1)
+    optimizer.build(models[1].trainable_variables)
+    for of, to in zip(layers[0].variables, layers[1].variables, strict=False):
+        to.assign(of)
+    train(layers[1], optimizer, [1, 7])
+    rows, versions = (t.numpy() for t in optimizer.states[0].keyed.find(np.array([1, 7]), True))
+    pushed(optimizer, optimizer.states[0], rows, versions, np.ones([2, 3]))
+    found = looked_up(layers[1], [1, 7])
+    np.testing.assert_allclose(found[0], looked_up(layers[0], [1])[0] - 0.1 - 1.0, rtol=1e-5)
+    assert not found[1].any()
+
+
+def test_a_file_of_a_table_with_keys_is_not_read_into_one_without_nor_the_other_way(tmp_path):
+    def made(keys):
+        layer = keyed_layer() if keys else keyed_layer(keys=None)
+        return model_of(layer)
+
+    for keys in (True, False):
+        model, other = made(keys), made(not keys)
+        model.save_weights(tmp_path / f"{keys}.weights.h5")
+        recsync.checkpoint.save(tmp_path / f"own {keys}", model)
+        before = other.get_layer("embeddings").table_values("users")
+        there, here = ("keys='any'", "none") if keys else ("none", "keys='any'")
+        with pytest.raises(ValueError, match=f"the saved one has {there}, this one {here}"):
+            other.load_weights(tmp_path / f"{keys}.weights.h5")
+        with pytest.raises(ValueError, match="table 'embeddings/users' has .* in the checkpoint"):
+            recsync.checkpoint.restore(tmp_path / f"own {keys}", other)
+        np.testing.assert_array_equal(other.get_layer("embeddings").table_values("users"), before)
+
+
+def test_names_with_slashes_are_names_of_tables_with_keys_and_those_of_files_are_not():
+    def layer_of(*names):
+        tables = [TableConfig(name, 9, 2, keys="any") for name in names]
+        return EmbeddingCollection(tables, [FeatureConfig(name, name) for name in names])
+
+    layer = layer_of("a/b")
+    layer({"a/b": tf.constant([1, 2])}, training=True)
+    assert layer.key_counts()["a/b"].used == 2
+    with pytest.raises(ValueError, match="'a:keys': files have the keys of table 'a' by this name"):
+        layer_of("a", "a:keys")
+
+
+def test_keras_s_own_export_works_where_this_package_is(tmp_path):
+    layer = keyed_layer()
+    model = model_of(layer)
+    train(layer, SGD(0.1), [1, 2])
+    model.export(tmp_path / "keras", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "keras")
+    served = loaded.serve({"user": tf.constant([2, 3], tf.int64)})
+    np.testing.assert_array_equal(served, looked_up(layer, [2, 3]))
+    with pytest.raises(ValueError, match=r"tables=\"apart\": the tables \['users'\] of the model"):
+        recsync.serving.Inference(model, tables_apart=True)

@@ -63,6 +63,12 @@ class TablesApart:
         signature: Any,
         scope: contextlib.AbstractContextManager,
     ):
+        keyed = [v.keyed.table for v in model.variables if hasattr(v, "keyed")]
+        if keyed:
+            raise ValueError(
+                f'tables="apart": the tables {sorted(set(keyed))} of the model {model.name!r} have '
+                'keys="any", which are looked up inside of the model only: give tables="inside"'
+            )
         self._model, self._structure = model, signature
         probe = _Probe()
         graph = FuncGraph("tables_apart")

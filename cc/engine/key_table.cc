@@ -110,26 +110,36 @@ KeyTable::Lock::Padded* KeyTable::Lock::All() {
   return locks.data();
 }
 
+bool KeyTable::HasLives() const {
+  // The first row's version is set last.
+  return view_.versions == nullptr ||
+         LifeOf(__atomic_load_n(view_.versions, __ATOMIC_ACQUIRE)) ==
+             LifeOf(kVersionOfUnknown);
+}
+
 void KeyTable::Prepare() {
-  uint32_t* const marks = view_.index;
-  const uint32_t wanted =
-      view_.versions == nullptr ? kBuilt : kBuilt | kVersionsMarked;
-  if ((__atomic_load_n(marks, __ATOMIC_ACQUIRE) & wanted) == wanted) return;
+  uint32_t* const built = view_.index;
+  if (__atomic_load_n(built, __ATOMIC_ACQUIRE) != 0 && HasLives()) return;
   MutexLock lock(&BuildMutex(view_.index));
-  const uint32_t done = Load(marks);
-  if ((done & kBuilt) == 0) BuildIndex();
-  if ((wanted & ~done & kVersionsMarked) != 0) {
-    for (int64_t row = 0; row < layout_.partitions; ++row) {
-      Store(kVersionOfUnknown, view_.versions + row);
-    }
-    // Keys that were read from a file without versions.
-    for (int64_t row = layout_.partitions; row < view_.rows; ++row) {
-      if (UsageOf(row) != 0 && LifeOf(VersionOf(row)) == 0) {
-        Store(FirstOfNextLife(0), view_.versions + row);
-      }
+  const bool is_new = Load(built) == 0;
+  if (is_new) BuildIndex();
+  if (view_.versions != nullptr && (is_new || !HasLives())) BeginLives();
+  __atomic_store_n(built, uint32_t{1}, __ATOMIC_RELEASE);
+}
+
+void KeyTable::BeginLives() {
+  // Keys may have been read from a file without versions.
+  for (int64_t row = view_.rows - 1; row >= layout_.partitions; --row) {
+    if (UsageOf(row) != 0 && LifeOf(VersionOf(row)) == 0) {
+      Store(FirstOfNextLife(0), view_.versions + row);
     }
   }
-  __atomic_store_n(marks, done | wanted, __ATOMIC_RELEASE);
+  for (int64_t row = layout_.partitions - 1; row >= 0; --row) {
+    if (LifeOf(VersionOf(row)) != LifeOf(kVersionOfUnknown)) {
+      __atomic_store_n(view_.versions + row, kVersionOfUnknown,
+                       __ATOMIC_RELEASE);
+    }
+  }
 }
 
 void KeyTable::BuildIndex() {
@@ -167,12 +177,8 @@ void KeyTable::BuildIndex() {
     if (Load(NextFree(partition)) != 0) continue;
     Store(static_cast<uint32_t>(RowsOf(partition)), NextFree(partition));
   }
-  int64_t* const now = view_.counts + kTick;
-  int64_t before = Load(now);
-  while (before < last_tick &&
-         !__atomic_compare_exchange_n(now, &before, last_tick, /*weak=*/true,
-                                      __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-  }
+  // Time goes on where it was when the entries were written.
+  Store(last_tick, view_.counts + kTick);
 }
 
 int64_t KeyTable::NextTick() {

@@ -140,8 +140,9 @@ class KeyTable {
   // may call it, and all calls below do; others' calls for the same table block
   // until it is done. Frees rows whose entries can't be: those of keys of other
   // partitions, of reserved rows, and all but the first of a key that is there
-  // twice. Sets the versions of reserved rows to kVersionOfUnknown, and
-  // counts[kTick] to at least the largest tick of the entries.
+  // twice. Sets counts[kTick] to the largest tick of the entries. Has the
+  // versions of reserved rows be those of kVersionOfUnknown's life, and rows
+  // that have keys be in a life.
   void Prepare();
 
   // Begins a call of FindOrInsert, returns its tick: 1 for the first.
@@ -192,12 +193,14 @@ class KeyTable {
   // The counts of one call.
   using Tally = std::array<int64_t, kKeyCounts>;
 
+  // Whether the versions are those of lives.
+  bool HasLives() const;
+  void BeginLives();
+
   // Locks one partition at a time.
   class Lock;
 
   static constexpr int64_t kLine = kCacheLine / sizeof(uint32_t);
-  static constexpr uint32_t kBuilt = 1;           // a mark: the index
-  static constexpr uint32_t kVersionsMarked = 2;  // reserved rows' versions
   static constexpr int64_t kNoSlot = -1;
   // How many keys ahead are fetched, first their slots and then their entries.
   static constexpr int64_t kAhead = 12;

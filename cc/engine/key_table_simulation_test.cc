@@ -36,10 +36,7 @@ class Model {
   // All of a shard but its rows begins anew.
   void SetShards(int64_t shards) {
     shards_.assign(shards, Shard());
-    for (int64_t r = 0; r < rows(); ++r) {
-      Shard& shard = shards_[r % shards];
-      if (rows_[r].key) shard.tick = std::max(shard.tick, rows_[r].tick);
-    }
+    for (int64_t s = 0; s < shards; ++s) SetEntries(s);
     partitions_.assign(options_.partitions, Partition());
     const int64_t in_shard = options_.partitions / shards;
     for (int64_t p = 0; p < options_.partitions; ++p) {
@@ -49,6 +46,15 @@ class Model {
       int64_t width = 16;
       while (width < 4 * most) width *= 2;
       partitions_[p].width = width;
+    }
+  }
+
+  // A shard's entries were set: its time is that of the latest one.
+  void SetEntries(int64_t s) {
+    Shard& shard = shards_[s];
+    shard.tick = 0;
+    for (int64_t r = s; r < rows(); r += shard_count()) {
+      if (rows_[r].key) shard.tick = std::max(shard.tick, rows_[r].tick);
     }
   }
 
@@ -271,6 +277,7 @@ class RandomRun {
           break;
         case 1:  // As whoever restores it does; the mark stands in front.
           shard.index[0] = 0;
+          model_->SetEntries(s);
           break;
         case 2: {
           const int64_t partitions = shard.options.partitions;

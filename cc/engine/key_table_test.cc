@@ -254,6 +254,30 @@ TEST(KeyTableTest, VersionsThatComeLaterThanTheIndexHaveReservedRowsMarked) {
   EXPECT_EQ(table.versions[0], 0);
   EXPECT_EQ(table.Find(key), 1);
   EXPECT_EQ(table.versions[0], kVersionOfUnknown);
+  EXPECT_EQ(table.versions[1], FirstOfNextLife(0));
+}
+
+TEST(KeyTableTest, VersionsThatTakeThePlaceOfOthersAreOfLives) {
+  OwnedKeyTable table(8, {});
+  const int64_t row = table.Train(7);
+  std::fill(table.versions.begin(), table.versions.end(), 0);
+  EXPECT_EQ(table.Find(7), row);
+  EXPECT_EQ(table.versions[0], kVersionOfUnknown);
+  EXPECT_EQ(table.versions[row], FirstOfNextLife(0));
+}
+
+TEST(KeyTableTest, TimeGoesOnWhereItWasWhenTheEntriesWereWritten) {
+  KeyOptions options;
+  options.max_idle = 5;
+  OwnedKeyTable table(8, options);
+  table.Train(7);
+  const auto entries = table.entries;
+  for (int64_t key = 8; key < 20; ++key) table.Train(key);
+  EXPECT_EQ(table.Find(7), 0);
+  table.entries = entries;
+  table.index[0] = 0;
+  EXPECT_NE(table.Find(7), 0);
+  EXPECT_EQ(table.counts[kTick], 1);
 }
 
 TEST(KeyTableTest, KeysOfOtherShardsHaveNoRow) {

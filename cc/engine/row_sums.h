@@ -24,6 +24,7 @@
 
 #include "cc/engine/bags.h"
 #include "cc/engine/prefetch.h"
+#include "cc/engine/row_lives.h"
 #include "cc/engine/row_locks.h"
 #include "cc/engine/row_push.h"
 
@@ -40,6 +41,8 @@ class RowSums {
   void set_width(int64_t width) { width_ = width; }
 
   // Adds `weight` times the gradients of `n` positions, which name rows `ids`.
+  // Of a row that was given to another key meanwhile (row_lives.h) those of its
+  // latest life are summed.
   // size() + n must not exceed kMost.
   void Add(const int64_t* ids, int64_t n, const RowPush& push, float weight) {
     Reserve(n);
@@ -56,13 +59,19 @@ class RowSums {
       if (p + kAhead < n) {
         Prefetch(sums_.data() + places_[p + kAhead] * width_, 4 * width_);
       }
-      AddScaled(push.gradient + push.bags.bag(p) * width_,
-                weight * push.bags.scale(p), width_,
-                sums_.data() + places_[p] * width_);
+      float* sum = sums_.data() + places_[p] * width_;
       if (push.pulled != nullptr) {
         int64_t& oldest = oldest_[places_[p]];
-        oldest = std::min(oldest, push.pulled[p]);
+        const int64_t pulled = push.pulled[p];
+        if (oldest != kNoVersion && LifeOf(pulled) < LifeOf(oldest)) continue;
+        if (oldest != kNoVersion && LifeOf(pulled) > LifeOf(oldest)) {
+          std::fill_n(sum, width_, 0.0f);
+          oldest = pulled;
+        }
+        oldest = std::min(oldest, pulled);
       }
+      AddScaled(push.gradient + push.bags.bag(p) * width_,
+                weight * push.bags.scale(p), width_, sum);
     }
   }
 

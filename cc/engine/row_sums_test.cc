@@ -88,5 +88,26 @@ TEST(RowSumsTest, AgreesWithAMapWhileItGrows) {
   }
 }
 
+TEST(RowSumsTest, OfARowThatWasGivenToAnotherKeyTheLatestLifeIsSummed) {
+  RowSums sums;
+  sums.set_width(1);
+  const int64_t first = FirstOfNextLife(0), second = FirstOfNextLife(first);
+  const auto add = [&](const Ids& ids, const Ids& versions,
+                       const Floats& gradient) {
+    RowPush push;
+    push.gradient = gradient.data();
+    push.pulled = versions.data();
+    sums.Add(ids.data(), static_cast<int64_t>(ids.size()), push, 1.0f);
+  };
+  add({7, 8, 7}, {first + 5, 3, first + 4}, {1, 10, 2});
+  EXPECT_EQ(sums.sum(0)[0], 3);
+  EXPECT_EQ(sums.oldest(0), first + 4);
+  add({7, 7, 7, 7}, {first, second + 2, second + 1, kNoLife}, {4, 8, 16, 32});
+  EXPECT_EQ(sums.sum(0)[0], 24);
+  EXPECT_EQ(sums.oldest(0), second + 1);
+  EXPECT_EQ(sums.sum(1)[0], 10);
+  EXPECT_EQ(sums.oldest(1), 3);
+}
+
 }  // namespace
 }  // namespace recsync

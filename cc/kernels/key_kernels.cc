@@ -189,6 +189,8 @@ class FindRowsOp : public OpKernel {
             __atomic_load_n(view.versions + to[i], __ATOMIC_RELAXED);
       }
       if (before != nullptr && LifeOf(before[i]) != LifeOf(to_versions[i])) {
+        // As a key without a row, which it was or is by now.
+        to[i] = PartitionOfKey(ids[i], options_.partitions) / options_.shards;
         to_versions[i] = kNoLife;
       }
     }

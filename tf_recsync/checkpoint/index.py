@@ -15,6 +15,7 @@ import tensorflow as tf
 from tf_recsync.embedding.physical_tables import Piece
 
 INDEX = "index.json"
+KEYS = "keys"  # What a table's rows have beside them, by name, if its ids are keys.
 WEIGHTS = "dense.weights.h5"  # All weights but the rows of tables, as Keras saves them.
 WORKERS = "workers.npz"  # What `worker_states` of a strategy gives.
 ROWS = "rows"  # The name of the tensor that names a block's rows.

@@ -15,7 +15,7 @@ from absl import logging
 
 from tf_recsync._checks import checked_path
 from tf_recsync.checkpoint.blocks import HERE, BlockReader, moves_of
-from tf_recsync.checkpoint.index import WEIGHTS, WORKERS, Index, chain_of, content_of
+from tf_recsync.checkpoint.index import KEYS, WEIGHTS, WORKERS, Index, chain_of, content_of
 from tf_recsync.checkpoint.saving import (
     decays_of_tables,
     on_servers,
@@ -166,6 +166,19 @@ def _check_model(path: str, index: Index, model: keras.Model) -> None:
         raise ValueError(
             f"the checkpoint {path} is of another model than {model.name!r}: the shapes of tables "
             f"named {name!r} are {there} in the checkpoint, {here} here"
+        )
+    own_keys = {f"{v.collection}/{v.keyed.table}" for v in model.variables if hasattr(v, "keyed")}
+    saved_keys = {
+        rows.name.removesuffix(f"/{KEYS}")
+        for rows in index.rows
+        if rows.name.endswith(f"/{KEYS}") and not rows.is_values
+    }
+    if own_keys != saved_keys:
+        name = min(own_keys ^ saved_keys)
+        there, here = ("no keys", "keys='any'") if name in own_keys else ("keys='any'", "no keys")
+        raise ValueError(
+            f"the checkpoint {path} is of another model than {model.name!r}: table {name!r} has "
+            f"{there} in the checkpoint, {here} here"
         )
     parts = [part for part in optimizers_of(model) if part.built]
     if parts and index.optimizers:

@@ -24,6 +24,7 @@ from tf_recsync.checkpoint.blocks import Source, side_by_side, sources_of
 from tf_recsync.checkpoint.deltas import SavedVersions
 from tf_recsync.checkpoint.index import (
     INDEX,
+    KEYS,
     WEIGHTS,
     WORKERS,
     Base,
@@ -425,7 +426,7 @@ def decays_of_tables(model: keras.Model) -> dict[int, keras.Variable]:
 def _names(model: keras.Model) -> dict[int, tuple[keras.Variable, str]]:
     """What lies beside tables: the table's variable and what it is, by its id."""
     keyed = ((v, v.keyed.entries) for v in model.variables if hasattr(v, "keyed"))
-    names = {id(entries): (table, "keys") for table, entries in keyed}
+    names = {id(entries): (table, KEYS) for table, entries in keyed}
     for part in optimizers_of(model):
         for state in getattr(part, "states", ()):
             kinds = dict(zip(part.accumulator_names, state.accumulators, strict=True))

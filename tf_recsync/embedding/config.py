@@ -103,7 +103,9 @@ class TableConfig:
     and prediction change nothing. Strings are keys by their 64-bit hash (farmhash64, as
     `tf.fingerprint` has it): of n different strings, two have the same key with a probability of
     n * n / 3.7e19, 0.002 % for 30 million. `initializer` must be one that draws values. The number
-    of shards is a power of two: by default the largest up to the number of servers.
+    of shards is a power of two: by default the largest up to the number of servers. SWAP and weight
+    decay begin with a key's row. An optimizer of Keras itself, in one process, does not know that a
+    row was given to another key, and goes on with what it keeps beside it.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -360,6 +362,12 @@ def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfi
         raise ValueError("features=[]: there must be at least one feature.")
     _check_unique("features", [feature.name for feature in features])
     names = [table.name for table in tables]
+    for table in tables:
+        if table.keys and f"{table.name}:keys" in names:
+            raise ValueError(
+                f"table {table.name + ':keys'!r}: files have the keys of table {table.name!r} by "
+                "this name; give it another one."
+            )
     for feature in features:
         if feature.table not in names:
             raise ValueError(

@@ -25,7 +25,7 @@ class Admission:
     keys share counters. After as many lookups of keys without a row as it has counters in one of
     its four arrays, at least four times the rows of the table, all counts are halved. Between two
     halvings no key is admitted late; and even if no key comes twice, fewer than one in five is
-    counted once too often, and two in ten thousand more than that.
+    counted once too often, and two in ten thousand more than that. Counts are not saved.
 
     Args:
         min_count: How often the key must have been looked up, this time included, from 1 to 255.
@@ -63,15 +63,15 @@ class Eviction:
     """Which key loses its row when another one needs it, and which are forgotten.
 
     The key that leaves is the worst of 32 rows that are drawn at random, never one that the same
-    step looks up. Time is counted in lookups of the table's shard, one for each step, of all
-    workers together.
+    step looks up. Time is counted in batches that have keys of the table's shard, of all workers
+    together.
 
     Args:
         policy: `"least_recent"` (the default): the one that was not looked up for the longest
             time. `"least_frequent"`: the one that was looked up least often.
-        half_life: With `"least_frequent"`, after how many steps without a lookup what was
+        half_life: With `"least_frequent"`, after how many batches without a lookup what was
             counted of a key counts half. None (the default): it always counts.
-        max_idle: After how many steps without a lookup a key is as if it had never been there:
+        max_idle: After how many batches without a lookup a key is as if it had never been there:
             inference does not know it, and training gives it a row anew. None (the default): a
             key stays as long as nobody needs its row.
 

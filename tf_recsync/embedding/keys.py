@@ -57,15 +57,16 @@ class KeyCounts:
 
     Attributes:
         capacity: for how many keys there is room.
-        used: how many keys have rows.
+        used: how many keys have rows, those included that were not looked up for too long.
         admitted: how often a key was given a row.
         refused: lookups in training of keys that have no row and were not given one.
         evicted: how many keys lost their rows to others.
         expired: how many keys had not been looked up for too long when they came again.
         unknown: lookups in evaluation and prediction of keys that have no row.
 
-    A lookup is one key of one batch on one server: where every example has one id of a feature, a
-    key counts once in a batch, however many examples have it.
+    A lookup is one key of one batch: where every example has one id of a feature, a key counts once
+    in a batch, however many examples have it. All but `capacity` and `used` are counted since the
+    table was made or, on a server that was lost, since it came back; they are not saved.
 
     Example:
         >>> from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
@@ -155,7 +156,6 @@ class KeyedRows:
     def attach_state(self, state: Any) -> None:
         """An optimizer keeps something beside the shard from now on (`VariableState`)."""
         self.state = state
-        self.forget_index()  # With the next one, all rows have versions of their lives.
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -188,7 +188,8 @@ class KeyedRows:
         return self._find(keys, inserts, expected, admits_all=False)
 
     def _find(self, keys, inserts: bool, expected, admits_all: bool):
-        state = self.state
+        # Whoever only looks up needs no more than a model that is exported has.
+        state = self.state if inserts or expected is not None else None
         besides = [] if state is None else state.fresh
         return ops.find_rows(
             table=self._table._value.handle,
@@ -236,17 +237,25 @@ class KeyedRows:
 
     def forget_index(self) -> None:
         """The entries were set: the next lookup makes the index anew."""
-        self._index.assign(tf.zeros(self._index.shape, tf.int32))
+        index = self._index._value
+        # Where it lies: it is as large as the keys.
+        with guarded(index), tf.device(index.device):
+            index.assign(tf.zeros(index.shape, tf.int32))
 
     def counts(self) -> KeyCounts:
         """What became of this shard's keys; nothing large comes from its server."""
         with tf.device(self._counts._value.device):
             used = ops.used_rows(self.entries._value.handle)
-            # Those who train it need not wait for that.
-            found = tf.raw_ops.ReadVariableOp(resource=self._counts._value.handle, dtype=tf.int64)
-        counts = dict(zip(_COUNTS, map(int, np.asarray(found)), strict=False))
+        counts = dict(zip(_COUNTS, map(int, self._read_counts()), strict=False))
         del counts["calls"]
         return KeyCounts(self._piece.rows - self.reserved, int(used), **counts)
+
+    def _read_counts(self) -> np.ndarray:
+        """As they are: those who train the table need not wait for that."""
+        counts = self._counts._value
+        with tf.device(counts.device):
+            found = tf.raw_ops.ReadVariableOp(resource=counts.handle, dtype=tf.int64)
+        return np.asarray(found)
 
     def plain_rows(self, keys: tf.Tensor, entries: Any, values: Any) -> tf.Tensor:
         """The rows of keys of this shard in stock ops, zeros for others: [n, dimension].
@@ -277,11 +286,13 @@ class KeyedRows:
         Rows that stand for keys without one come first, then the others by their keys, and those
         that have no key last. Keys that were not looked up for too long have none.
         """
+        now = np.uint64(self._read_counts()[0])
         entries = np.array(self.entries._value.read_value())
         own = entries[self.reserved :]
         ticks = own[:, 1].view(np.uint64) >> np.uint64(_USES_BITS)
         if self._rules["max_idle"]:
-            own[ticks.max() - ticks > self._rules["max_idle"], 1] = 0
+            idle = np.maximum(now, ticks) - ticks
+            own[idle > self._rules["max_idle"], 1] = 0
         is_free = own[:, 1] == 0
         own[is_free, 0] = np.iinfo(np.int64).max
         order = np.lexsort((is_free, own[:, 0])) + self.reserved

@@ -63,7 +63,8 @@ class PhysicalTable:
     @property
     def name(self) -> str:
         suffix = "" if self.dtype == "float32" else f"_{self.dtype}"
-        suffix += self.group and f"_{self.group}"
+        # Keras allows no slash.
+        suffix += self.group and f"_{self.group.replace('/', '|')}"
         return f"ps_{self.ps}_dimension_{self.dimension}{suffix}_embeddings"
 
 

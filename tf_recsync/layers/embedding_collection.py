@@ -562,6 +562,13 @@ class EmbeddingCollection(keras.layers.Layer):
     def load_own_variables(self, store):
         tables = self._saved_rows()
         saved = {name: saved_array(store, name) for name in tables if name in store}
+        for name, table in self._by_name.items():
+            if (f"{name}:keys" in store) != bool(table.keys):
+                there, here = ("none", "keys='any'") if table.keys else ("keys='any'", "none")
+                raise ValueError(
+                    f"table {name!r} of layer {self.name!r}: the saved one has {there}, this one "
+                    f"{here}; write_keys gives vectors to keys"
+                )
         for name, rows in tables.items():
             found = tuple(saved[name].shape) if name in saved else None
             if found != rows.shape:

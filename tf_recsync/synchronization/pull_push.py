@@ -116,7 +116,7 @@ class Layout:
             if state is None and hasattr(variable, "keyed"):
                 raise ValueError(
                     f"{variable.path}: a table with keys='any' must be trained by the model's "
-                    "optimizer under this strategy: compile the model, and leave the layer trainable"
+                    "optimizer under this strategy: compile it, and leave the layer trainable"
                 )
             if state is None:
                 (private if is_seed(variable) else shared).append(variable)
