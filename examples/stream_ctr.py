@@ -77,7 +77,7 @@ flags.DEFINE_float(
 )
 flags.DEFINE_integer("steps_per_epoch", 500, "Batches from a report to the next.", lower_bound=1)
 flags.DEFINE_integer(
-    "test_steps", 50, "Batches that follow, to test on after each epoch.", lower_bound=1
+    "test_steps", 200, "Batches that follow, to test on after each epoch.", lower_bound=1
 )
 flags.DEFINE_integer(
     "steps_per_execution", 4, "Steps per call to a worker; more save round trips.", lower_bound=1

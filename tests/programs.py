@@ -82,13 +82,15 @@ def run_here(path: pathlib.Path, *arguments: object) -> subprocess.CompletedProc
     return subprocess.CompletedProcess(command, code, output.getvalue(), errors.getvalue())
 
 
-def run(path: pathlib.Path, *arguments: object) -> subprocess.CompletedProcess:
-    """Runs a program to its end, as users start it."""
+def run(
+    path: pathlib.Path, *arguments: object, timeout: float = 280
+) -> subprocess.CompletedProcess:
+    """Runs a program to its end, as users start it, for so many seconds at most."""
     return subprocess.run(
         [sys.executable, str(path), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=timeout,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
 
