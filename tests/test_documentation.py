@@ -210,7 +210,6 @@ WITHOUT_EXAMPLE = {
     "tf_recsync.callbacks.SavedCheckpoint": "data",
     "tf_recsync.checkpoint.Saved": "data",
     "tf_recsync.layers.BagRows": "data",
-    "tf_recsync.layers.KeyCounts": "data",
     "tf_recsync.maintenance.Done": "data",
     "tf_recsync.placement.DeviceLoads": "data",
     "tf_recsync.serving.TableVersion": "data",
