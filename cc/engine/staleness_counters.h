@@ -10,7 +10,8 @@
 //   sum_sq  sum of tau^2
 //   max     largest tau
 //   bucket  a histogram: exact for tau < 32, eight buckets per octave beyond
-//   skipped updates left out because their gradient was not finite, or their row
+//   skipped updates left out because their gradient was not finite, or their
+//   row
 //           belongs to another key by now; they count in nothing else
 //   window  what `BeginPush` needs: pushes since the window's second half
 //   began,

@@ -60,8 +60,8 @@ struct Swap {
 
   // The product of lambda_t over the periods entered since `*last_period`,
   // which it brings up to date; of an accumulator that has just been given its
-  // first value (kNoPeriod) none is missed. A push that arrives after a younger one (its
-  // period is over already) decays nothing.
+  // first value (kNoPeriod) none is missed. A push that arrives after a younger
+  // one (its period is over already) decays nothing.
   template <typename Period>
   float DecaySince(Period* last_period, int64_t global_step) const {
     const Period now = Saturated<Period>(PeriodOf(global_step));
