@@ -27,6 +27,7 @@ MODES = {
         2,
     ),
     "GBA": (lambda c: recsync.GBAStrategy(c, 2 * BATCH, BATCH, staleness_tolerance=1000), 2),
+    "Hop": (lambda c: recsync.HopStrategy(c, recsync.topology.ring(2)), 1),
     "ShadowSync": (lambda c: recsync.ShadowSyncStrategy(c, recsync.EASGD(0.3), sync_ps=[1]), 1),
 }
 
@@ -44,8 +45,11 @@ def cluster(clusters):
     return clusters.get(workers=2, ps=2)
 
 
-def model_of(strategy=None, optimizer=sgd, rows=20_000, dtype="int64", **options):
-    """The gradient of a key's vector is 1 / BATCH for each example that has it."""
+def model_of(strategy=None, optimizer=sgd, rows=20_000, dtype="int64", units=0, **options):
+    """The gradient of a key's vector is 1 / BATCH for each example that has it.
+
+    With units there is a dense layer, too, on whose output the loss does not depend.
+    """
     strategy = strategy or tf.distribute.get_strategy()
     with strategy.scope():
         ids = keras.Input((), dtype=dtype, name="user")
@@ -54,7 +58,11 @@ def model_of(strategy=None, optimizer=sgd, rows=20_000, dtype="int64", **options
             [FeatureConfig("user", "users")],
             name="keyed",
         )
-        output = keras.ops.sum(layer({"user": ids})["user"], axis=1, keepdims=True)
+        vectors = layer({"user": ids})["user"]
+        output = keras.ops.sum(vectors, axis=1, keepdims=True)
+        if units:
+            others = keras.layers.Dense(units)(keras.ops.stop_gradient(vectors))
+            output += 0.0 * keras.ops.sum(others, axis=1, keepdims=True)
         model = keras.Model({"user": ids}, output)
         model.compile(optimizer(), loss=lambda y, p: p)
     return model
@@ -110,7 +118,7 @@ def check_adds_up(model, strategy) -> recsync.layers.KeyCounts:
 def test_every_key_gets_all_its_gradients(cluster, mode, options):
     make, together = MODES[mode]
     strategy = make(cluster)
-    model = model_of(strategy, lambda: sgd(**options))
+    model = model_of(strategy, lambda: sgd(**options), units=int(mode == "Hop"))
     ids = some(KEYS)
     model.fit(dataset(ids), verbose=0)
     counts = np.array([(ids == key).sum() for key in KEYS])
@@ -271,8 +279,8 @@ def test_a_table_with_keys_that_nobody_trains_is_refused(cluster):
         model.fit(dataset(KEYS), verbose=0)
 
 
-def test_copies_of_a_table_with_keys_are_refused(cluster):
-    strategy = recsync.HopStrategy(cluster, recsync.topology.ring(2))
+def test_copies_of_a_table_with_keys_are_refused(clusters):
+    strategy = recsync.HopStrategy(clusters.get(workers=2, ps=0), recsync.topology.ring(2))
     with pytest.raises(
         ValueError, match=r"\['users'\] have keys='any' and must be on embedding PS"
     ):

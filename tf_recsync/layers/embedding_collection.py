@@ -205,11 +205,11 @@ class EmbeddingCollection(keras.layers.Layer):
             raise ValueError(
                 f"layer {self.name} needs an embedding PS for its tables, and the strategy has none"
             )
-        if self._has_keys and on_servers and strategy.copies_tables:
+        if self._has_keys and embedding_ps == () and strategy.copies_tables:
             named = [table.name for table in self._table_configs if table.keys]
             raise ValueError(
                 f"layer {self.name}: the tables {named} have keys='any' and must be on embedding "
-                "PSs: copies of them would give rows to other keys"
+                "PSs, which the cluster has not: copies of them would give rows to other keys"
             )
         plan = self._given_placement
         if plan is None or (self._placement_is_restored and plan.ps != servers):
