@@ -108,6 +108,7 @@ class KeyedRows:
 
     Attributes:
         entries: int64 [rows, 2], the key of each row, and its usage.
+        piece: all rows of the shard's variable, as `TableRows` takes them to be read there.
         state: what the optimizer keeps beside the shard (`VariableState`), or None.
     """
 
@@ -115,7 +116,6 @@ class KeyedRows:
         self, config: TableConfig, physical: PhysicalTable, drawn: DrawnRows, seed: int, add: Any
     ):
         (piece,) = physical.pieces
-        # All rows of a variable, counted there.
         self.piece = dataclasses.replace(piece, index=0, count=1)
         self._piece = piece
         self._config = config
@@ -152,10 +152,6 @@ class KeyedRows:
         for variable in self.variables:
             variable.beside_table = table
         self.entries.rows_changed = self.forget_index
-
-    def attach_state(self, state: Any) -> None:
-        """An optimizer keeps something beside the shard from now on (`VariableState`)."""
-        self.state = state
 
     @property
     def variables(self) -> list[keras.Variable]:

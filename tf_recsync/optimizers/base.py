@@ -306,7 +306,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                     f"use_ema must be False for table {variable.path}, whose ids are keys: a "
                     "row's average would go on when the row is given to another key"
                 )
-            variable.keyed.attach_state(state)
+            variable.keyed.state = state
         return state
 
     def _make_log_decays(self, variable, beside) -> list[keras.Variable]:
