@@ -22,6 +22,7 @@ from tf_recsync.embedding.keys import KeyCounts
 from tf_recsync.metrics.exact import group_auc
 from tf_recsync.ops import hop
 from tf_recsync.optimizers.base import global_step_of
+from tf_recsync.prometheus import Prometheus
 from tf_recsync.publishing import Publication, Publish
 from tf_recsync.staleness import Report, Statistics
 from tf_recsync.strategies.slots import Losses
@@ -33,6 +34,7 @@ __all__ = [
     "GroupAUC",
     "HopReport",
     "HopTimeline",
+    "Prometheus",
     "Publication",
     "Publish",
     "SavedCheckpoint",

@@ -1,0 +1,160 @@
+"""Figures of a run that Prometheus scrapes while the model trains."""
+
+import builtins
+import socket
+import urllib.error
+import urllib.request
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import AtBatch, compute_time
+from prometheus_client.parser import text_string_to_metric_families
+
+import tf_recsync as recsync
+from tf_recsync.callbacks import Prometheus, TrainingReport
+from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
+
+pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
+
+BATCH, BATCHES = 8, 40
+
+
+@pytest.fixture
+def strategy(clusters):
+    return recsync.AsyncStrategy(clusters.get(workers=2, ps=2))
+
+
+def model_of(strategy):
+    with strategy.scope():
+        ids = keras.Input((3,), dtype="int64", name="ids")
+        table = TableConfig("users", 64, 4, keys="any")
+        layer = EmbeddingCollection([table], [FeatureConfig("ids", "users")], concatenate=True)
+        layer.name = "keyed"
+        model = keras.Model({"ids": ids}, keras.layers.Dense(1, "sigmoid")(layer({"ids": ids})))
+        model.compile(recsync.optimizers.Adagrad(0.1), "binary_crossentropy")
+    return model
+
+
+def dataset():
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, 40, (BATCHES * BATCH, 3))
+    return tf.data.Dataset.from_tensor_slices(({"ids": ids}, ids[:, :1] % 2)).batch(BATCH)
+
+
+def parsed(text) -> dict[str, dict[tuple[str, ...], float]]:
+    """The samples, by their names and the values of their labels."""
+    samples: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = tuple(sample.labels.values())
+            samples.setdefault(sample.name.removeprefix("recsync_"), {})[labels] = sample.value
+    return samples
+
+
+def scraped(prometheus):
+    url = f"http://127.0.0.1:{prometheus.port}/metrics"
+    with urllib.request.urlopen(url, timeout=60) as page:
+        return parsed(page.read().decode())
+
+
+def test_what_is_scraped_is_what_the_strategy_says(strategy):
+    model, prometheus, during = model_of(strategy), Prometheus(port=0, every_seconds=1e-9), []
+    callbacks = [
+        TrainingReport(),
+        prometheus,
+        AtBatch(12, lambda *_: during.append(scraped(prometheus))),
+    ]
+    with compute_time(strategy, 0.01):
+        history = model.fit(dataset(), epochs=2, verbose=0, callbacks=callbacks).history
+    try:
+        found = scraped(prometheus)
+    finally:
+        prometheus.close()
+    assert found["training"] == {(): 0} and during[0]["training"] == {(): 1}
+    assert found["epoch"] == {(): 1}
+    assert found["batches_total"] == {(): 2 * BATCHES}
+    assert 0 < during[0]["batches_total"][()] < 2 * BATCHES
+    assert {name for (name,) in found["log"]} == history.keys()
+    for name in ("loss", "staleness", "keys_admitted"):
+        assert found["log"][name,] == pytest.approx(history[name][-1])
+    losses = strategy.losses(model)
+    assert found["losses_total"]["workers",] == losses.workers == 0
+    waits = found["data_wait_seconds_total"]
+    assert waits == {(str(w),): pytest.approx(s) for w, s in enumerate(strategy.data_wait(model))}
+    (counts,) = strategy.tables(model).values()
+    assert found["table_keys"]["keyed/users", "used"] == counts.used == 40
+    assert found["table_keys"]["keyed/users", "capacity"] == 63
+    servers = {f"{member.job}:{member.index}" for member in strategy.members()}
+    assert {server for server, _ in found["server_state"]} == servers
+    assert found["server_life"].keys() == {(server,) for server in servers}
+    memory = {f"{own.job}:{own.index}": own for own in strategy.memory(model)}
+    of_tables = {s: size for (kind, s), size in found["server_bytes"].items() if kind == "tables"}
+    assert of_tables == {server: own.tables for server, own in memory.items()}
+    with pytest.raises(urllib.error.URLError):
+        scraped(prometheus)
+
+
+def test_a_worker_that_was_lost_is_counted(clusters):
+    cluster = clusters.get(workers=2, ps=1)
+    strategy, prometheus = recsync.AsyncStrategy(cluster), Prometheus(port=0)
+    model = model_of(strategy)
+    before = {(f"{m.job}:{m.index}",): m.life for m in strategy.members()}
+    with compute_time(strategy, 0.02):
+        model.fit(
+            dataset(),
+            verbose=0,
+            callbacks=[prometheus, AtBatch(5, lambda *_: cluster.kill("worker", 1))],
+        )
+    found = scraped(prometheus)
+    prometheus.close()
+    cluster.restart("worker", 1)
+    assert found["losses_total"]["workers",] == 1
+    assert found["server_life"]["worker:1",] == before["worker:1",] + 1
+
+
+def test_a_file_has_the_same_figures_and_is_never_half_written(strategy, tmp_path):
+    path, seen = tmp_path / "run.prom", []
+    prometheus = Prometheus(path=path, every_seconds=1e-9)
+    watch = AtBatch(3, lambda *_: seen.append(parsed(path.read_text())))
+    model_of(strategy).fit(dataset(), verbose=0, callbacks=[prometheus, watch])
+    found = parsed(path.read_text())
+    assert seen[0]["training"] == {(): 1} and found["training"] == {(): 0}
+    assert found["batches_total"] == {(): BATCHES}
+    assert found["table_keys"]["keyed/users", "used"] == 40
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_can_t_be_is_refused_by_name(strategy, monkeypatch):
+    for arguments, match in (
+        ({}, "port=None, path=None: one of them must be given"),
+        ({"port": 1, "path": "a.prom"}, "port=1, path='a.prom': one of them"),
+        ({"port": 70000}, "port must be None or from 0 to 65535, not 70000"),
+        ({"port": True}, "port must be None or from 0 to 65535, not True"),
+        ({"path": "figures.txt"}, r"path must end in '\.prom', not 'figures.txt'"),
+        ({"port": 0, "every_seconds": 0}, "every_seconds must be positive, in seconds, not 0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Prometheus(**arguments)
+    local = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    local.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="Prometheus can't report on a .*none of this package's"):
+        local.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0, callbacks=[Prometheus(port=0)])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match="in use"):
+            model_of(strategy).fit(
+                dataset(), verbose=0, callbacks=[Prometheus(port=taken.getsockname()[1])]
+            )
+    make = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("prometheus_client"):
+            raise ImportError(name)
+        return make(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"pip install 'tf_recsync\[prometheus\]'"):
+        Prometheus(port=0)
