@@ -188,6 +188,8 @@ def _find_rows(w: World) -> dict:
         "eviction": w.choose(["least_recent", "least_frequent"]),
         "half_life": w.choose([0, 1, 1000]),
         "max_idle": w.choose([0, 1, 1000]),
+        "keeps_time": w.chance(0.3),
+        "probability": w.choose([1.0, 1.0, 0.5, 1e-30]),
         "trains_unknown": w.chance(0.5),
         "distribution": w.choose(["constant", "uniform", "normal"]),
         "parameters": [0.0, 1.0],

@@ -1,5 +1,7 @@
 """Tables whose ids are keys, in one process: against numpy, dicts and tables of numbered ids."""
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -108,6 +110,41 @@ def test_a_key_is_admitted_when_it_has_been_looked_up_often_enough():
         looked_up(layer, [7])  # Not in training.
     counts = layer.key_counts()["users"]
     assert (counts.used, counts.refused) == (1, 2)
+
+
+def test_keys_are_admitted_with_a_probability_at_each_lookup():
+    layer = keyed_layer(rows=4000, admission=Admission(probability=0.2))
+    looked_up(layer, np.arange(3000), training=True)
+    counts = layer.key_counts()["users"]
+    assert abs(counts.used - 600) < 5 * np.sqrt(3000 * 0.2 * 0.8)
+    assert counts.refused == 3000 - counts.used
+    for _ in range(60):
+        looked_up(layer, np.arange(3000), training=True)
+    assert layer.key_counts()["users"].used > 2990
+
+
+def test_time_may_be_that_of_the_clock_which_goes_on_while_nobody_trains(tmp_path):
+    layer = keyed_layer(eviction=Eviction(max_idle=1e6, unit="seconds"))
+    vectors = looked_up(layer, [1, 2], training=True)
+    looked_up(layer, [2], training=True)
+    keyed = layer.variables[0].keyed
+    ticks = keyed.entries.numpy()[1:3, 1].astype(np.uint64) >> np.uint64(24)
+    now = (time.time() - 1577836800) * 1024
+    assert (abs(ticks.astype(float) - now) < 600 * 1024).all()
+    assert ticks[0] != ticks[1]  # Also within one 1024th of a second.
+    np.testing.assert_array_equal(looked_up(layer, [1, 2]), vectors)
+    # As if the first key had been looked up two million seconds ago.
+    entries = keyed.entries.numpy()
+    row = int(keyed.find(np.array([1]), False)[0][0])
+    entries[row, 1] -= int(2e6 * 1024) << 24
+    keyed.entries.assign(entries)
+    keyed.forget_index()
+    assert looked_up(layer, [1, 2]).any(1).tolist() == [False, True]
+    model = model_of(layer)
+    recsync.serving.export_model(model, tmp_path)
+    served = tf.saved_model.load(tmp_path)
+    known = served.serve({"user": tf.constant([1, 2], tf.int64)}).numpy().any(1)
+    assert known.tolist() == [False, True]
 
 
 def test_the_key_that_was_not_looked_up_for_longest_loses_its_row_and_begins_anew():
@@ -343,6 +380,12 @@ def test_a_table_with_keys_that_can_t_be_is_refused(change, match):
         (lambda: Eviction("random"), "policy must be one of .*least_recent.*not 'random'"),
         (lambda: Eviction(half_life=3), "half_life must be None with policy='least_recent'"),
         (lambda: Eviction(max_idle=0), "max_idle must be an integer of at least 1"),
+        (lambda: Eviction(max_idle=0.0, unit="seconds"), "max_idle must be positive, in seconds"),
+        (lambda: Eviction(max_idle=2**40), "max_idle must be at most 1073741823, got"),
+        (lambda: Eviction(unit="days"), "unit must be one of .*'seconds'.*, not 'days'"),
+        (lambda: Admission(probability=0), "probability must be above 0 and at most 1, not 0"),
+        (lambda: Admission(probability=1.5), "probability must be above 0 and at most 1, not 1.5"),
+        (lambda: Admission(probability="1"), "probability must be a number, not '1'"),
     ],
 )
 def test_rules_for_keys_that_can_t_be_are_refused(make, match):

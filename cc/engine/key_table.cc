@@ -78,6 +78,10 @@ Result KeyTable::Check(int64_t rows, const KeyOptions& options) {
     return Result::Error("min_count is ", options.min_count,
                          "; it must be from 1 to 255");
   }
+  if (!(options.probability > 0.0) || options.probability > 1.0) {
+    return Result::Error("probability is ", options.probability,
+                         "; it must be above 0 and at most 1");
+  }
   const int64_t partitions = options.partitions / options.shards;
   if (rows < 2 * partitions || rows > kMostPartitionRows * partitions) {
     return Result::Error("rows is ", rows, "; it must be from ", 2 * partitions,
@@ -181,13 +185,14 @@ void KeyTable::BuildIndex() {
   Store(last_tick, view_.counts + kTick);
 }
 
-int64_t KeyTable::NextTick() {
+int64_t KeyTable::NextTick(int64_t now_at_least) {
   Prepare();
   int64_t* const now = view_.counts + kTick;
   int64_t before = Load(now);
   int64_t next;
   do {
     next = std::clamp<int64_t>(before, 0, kMostTicks - 1) + 1;
+    next = std::max(next, std::min(now_at_least, kMostTicks));
   } while (!__atomic_compare_exchange_n(now, &before, next, /*weak=*/true,
                                         __ATOMIC_RELAXED, __ATOMIC_RELAXED));
   return next;
@@ -203,9 +208,9 @@ void KeyTable::Own(int64_t row, int64_t key, int64_t tick) {
 }
 
 void KeyTable::Find(const int64_t* keys, int64_t n, int64_t* rows,
-                    int64_t* versions) {
+                    int64_t* versions, int64_t now) {
   Prepare();
-  const int64_t tick = RightTick(Load(view_.counts + kTick));
+  const int64_t tick = RightTick(std::max(now, Load(view_.counts + kTick)));
   Tally tally{};
   ForEach(keys, n, [&](int64_t i, uint64_t hash, int64_t partition) {
     // Keys of other shards are in no index here.
@@ -254,7 +259,7 @@ int64_t KeyTable::UseOrTake(int64_t partition, int64_t key, uint64_t hash,
       SetUsage(row, TickOf(usage), 0);
     }
   }
-  if (IsAdmitted(partition, hash)) {
+  if (IsAdmitted(partition, hash, tick)) {
     if (slot != kNoSlot) {
       Unlink(partition, slot);
     } else {
@@ -336,8 +341,17 @@ int64_t KeyTable::UsesAt(uint64_t usage, int64_t tick) const {
   return uses >> std::min<int64_t>(idle / options_.half_life, 32);
 }
 
-bool KeyTable::IsAdmitted(int64_t partition, uint64_t hash) {
-  if (layout_.width == 0) return true;
+bool KeyTable::IsAdmitted(int64_t partition, uint64_t hash, int64_t tick) {
+  if (layout_.width > 0 && CountLookup(partition, hash) < options_.min_count) {
+    return false;
+  }
+  if (options_.probability >= 1.0) return true;
+  const uint64_t random = KeyHash(static_cast<int64_t>(
+      hash ^ (static_cast<uint64_t>(tick) * 0x9E3779B97F4A7C15)));
+  return static_cast<double>(random >> 11) * 0x1p-53 < options_.probability;
+}
+
+int64_t KeyTable::CountLookup(int64_t partition, uint64_t hash) {
   uint8_t* const segment = view_.sketch + partition * layout_.sketch_segment;
   uint8_t* const counters = segment + kCacheLine;
   // Other bits than those that lead to a slot.
@@ -368,7 +382,7 @@ bool KeyTable::IsAdmitted(int64_t partition, uint64_t hash) {
     added = 0;
   }
   std::memcpy(segment, &added, sizeof(added));
-  return least >= options_.min_count;
+  return least;
 }
 
 void KeyTable::Link(int64_t partition, int64_t row, uint64_t hash) {

@@ -87,6 +87,8 @@ struct KeyOptions {
   // How often a key must have shown up (counted by the sketch) to be admitted,
   // 1..255.
   int64_t min_count = 1;
+  // With which probability one is then, at each call, above 0.
+  double probability = 1.0;
 };
 
 // What `counts` has, by index.
@@ -145,8 +147,9 @@ class KeyTable {
   // that have keys be in a life.
   void Prepare();
 
-  // Begins a call of FindOrInsert, returns its tick: 1 for the first.
-  int64_t NextTick();
+  // Begins a call of FindOrInsert, returns its tick: 1 for the first. Where
+  // ticks stand for time, `now` is the least that it may be.
+  int64_t NextTick(int64_t now = 0);
 
   // Gives for each key its row, and the row's version at that moment (0 for
   // rows of unknown keys, and without versions in the view; nothing is written
@@ -166,7 +169,8 @@ class KeyTable {
   void Own(int64_t row, int64_t key, int64_t tick);
 
   // The same without inserting, counting uses or the sketch.
-  void Find(const int64_t* keys, int64_t n, int64_t* rows, int64_t* versions);
+  void Find(const int64_t* keys, int64_t n, int64_t* rows, int64_t* versions,
+            int64_t now = 0);
 
   // How many rows have a key. Goes through all entries.
   int64_t Used() const;
@@ -342,7 +346,9 @@ class KeyTable {
   // A row's uses as they count now.
   int64_t UsesAt(uint64_t usage, int64_t tick) const;
   // Whether a key without a row gets one: counts it.
-  bool IsAdmitted(int64_t partition, uint64_t hash);
+  bool IsAdmitted(int64_t partition, uint64_t hash, int64_t tick);
+  // Counts a lookup of a key that has no row, and returns how often it came.
+  int64_t CountLookup(int64_t partition, uint64_t hash);
 
   void Link(int64_t partition, int64_t row, uint64_t hash);
   void Unlink(int64_t partition, int64_t slot);

@@ -1,6 +1,7 @@
 #include "cc/engine/key_table.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -679,6 +680,39 @@ TEST(KeyTableTest, NoKeysAreNothingToDo) {
   EXPECT_EQ(table.Train(Keys{}), Keys{});
   EXPECT_EQ(table.Find(Keys{}), Keys{});
   EXPECT_EQ(table.counts, (Keys{1, 0, 0, 0, 0, 0, 0, 0}));
+}
+
+TEST(KeyTableTest, KeysAreAdmittedWithAProbabilityAtEachLookup) {
+  KeyOptions options;
+  options.probability = 0.25;
+  OwnedKeyTable table(20000, options);
+  const Keys keys = Range(0, 8000);
+  table.Train(keys);
+  const auto used = static_cast<double>(table.Table().Used());
+  EXPECT_NEAR(used, 0.25 * 8000, 5 * std::sqrt(8000 * 0.25 * 0.75));
+  table.Train(keys);
+  const double expected = (1 - 0.75 * 0.75) * 8000;
+  EXPECT_NEAR(static_cast<double>(table.Table().Used()), expected,
+              5 * std::sqrt(expected * 0.75 * 0.75));
+}
+
+TEST(KeyTableTest, TicksMayStandForTime) {
+  KeyOptions options;
+  options.max_idle = 100;
+  OwnedKeyTable owned(8, options);
+  KeyTable table = owned.Table();
+  EXPECT_EQ(table.NextTick(1000), 1000);
+  EXPECT_EQ(table.NextTick(1000), 1001);
+  EXPECT_EQ(table.NextTick(5), 1002);
+  EXPECT_EQ(table.NextTick(KeyTable::kMostTicks + 1), KeyTable::kMostTicks);
+  owned.counts[kTick] = 2000;
+  const int64_t row = owned.Train(7);
+  int64_t found = -1;
+  const int64_t key = 7;
+  table.Find(&key, 1, &found, nullptr, 2101);
+  EXPECT_EQ(found, row);
+  table.Find(&key, 1, &found, nullptr, 2102);
+  EXPECT_EQ(found, 0);
 }
 
 }  // namespace

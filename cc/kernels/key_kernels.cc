@@ -19,6 +19,7 @@
 #include "cc/kernels/variable_access.h"
 #include "cc/kernels/write_session.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/platform/env.h"
 
 namespace recsync {
 namespace {
@@ -35,6 +36,17 @@ absl::Status ReadPlace(OpKernelConstruction* ctx, KeyOptions* options) {
   TF_RETURN_IF_ERROR(ctx->GetAttr("shard", &options->shard));
   TF_RETURN_IF_ERROR(ctx->GetAttr("shards", &options->shards));
   return ctx->GetAttr("min_count", &options->min_count);
+}
+
+// Ticks of a second, and when time begins: more than thirty years fit in.
+constexpr int64_t kTicksOfSecond = 1024;
+constexpr int64_t kFirstSecond = 1577836800;  // 2020
+
+int64_t TickOfNow() {
+  const int64_t micros = tensorflow::Env::Default()->NowMicros();
+  const int64_t since = std::max<int64_t>(micros - kFirstSecond * 1000000, 0);
+  return since / 1000000 * kTicksOfSecond +
+         since % 1000000 * kTicksOfSecond / 1000000;
 }
 
 absl::Status CheckKeyTable(int64_t rows, const KeyOptions& options) {
@@ -94,6 +106,10 @@ class FindRowsOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("inserts", &inserts_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("half_life", &options_.half_life));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("max_idle", &options_.max_idle));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("keeps_time", &keeps_time_));
+    float probability;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("probability", &probability));
+    options_.probability = probability;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("trains_unknown", &trains_unknown_));
     std::string eviction;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("eviction", &eviction));
@@ -166,7 +182,8 @@ class FindRowsOp : public OpKernel {
                                 : expected->flat<int64_t>().data();
     int64_t* to = rows->flat<int64_t>().data();
     int64_t* to_versions = versions->flat<int64_t>().data();
-    const int64_t tick = inserts_ ? table.NextTick() : 0;
+    const int64_t now = keeps_time_ ? TickOfNow() : 0;
+    const int64_t tick = inserts_ ? table.NextTick(now) : 0;
     const auto give = [&](int64_t row, int64_t key) {
       Give(held, decay, row, key, tick, &table);
     };
@@ -175,7 +192,8 @@ class FindRowsOp : public OpKernel {
         table.FindOrInsert(ids + begin, end - begin, tick, to + begin,
                            to_versions + begin, give);
       } else {
-        table.Find(ids + begin, end - begin, to + begin, to_versions + begin);
+        table.Find(ids + begin, end - begin, to + begin, to_versions + begin,
+                   now);
       }
     });
     if (view.versions == nullptr) {
@@ -340,6 +358,7 @@ class FindRowsOp : public OpKernel {
   KeyOptions options_;
   bool inserts_;
   bool trains_unknown_;
+  bool keeps_time_;
   InitialRows first_;
   std::vector<float> values_;     // The first ones of what lies beside rows.
   std::vector<int64_t> decayed_;  // 0, if the table has log-decays

@@ -35,6 +35,8 @@ REGISTER_OP("RecsyncFindRows")
     .Attr("half_life: int")
     .Attr("max_idle: int")
     .Attr("min_count: int")
+    .Attr("probability: float")
+    .Attr("keeps_time: bool")
     .Attr("trains_unknown: bool")
     .Attr("distribution: string")
     .Attr("parameters: list(float)")
@@ -78,9 +80,13 @@ partitions: Of the whole table, a power of two.
 shard: Which one of its shards the table is.
 shards: A power of two, at most `partitions`.
 eviction: 'least_recent' or 'least_frequent'.
-half_life: Calls without use after which uses count half; 0: they always count.
-max_idle: Calls without use after which a key is unknown; 0: it never is.
+half_life: Ticks without use after which uses count half; 0: they always count.
+max_idle: Ticks without use after which a key is unknown; 0: it never is.
 min_count: From 1 to 255, how often a key must have shown up to be admitted.
+probability: Above 0, with which it is admitted then, at each call.
+keeps_time: Whether a tick is at least the time since the beginning of 2020, in
+  1/1024 seconds, of calls that come faster one more than the last; else each call
+  that inserts is one.
 trains_unknown: Whether the rows of unknown keys may be pushed to.
 distribution: Of first values, see RecsyncInitialRows.
 parameters: Two.

@@ -24,6 +24,7 @@ _COUNTS = ("calls", "admitted", "refused", "evicted", "expired", "unknown")
 _KEY_COUNTS = 8  # Of cc/engine/key_table.h.
 _USES_BITS = 24  # The same.
 _LIFE_BITS = 40  # Of cc/engine/row_lives.h.
+_ADMITS_ALL = {"min_count": 1, "probability": 1.0}
 
 _are_sorted: contextvars.ContextVar[bool] = contextvars.ContextVar("are_sorted", default=False)
 
@@ -120,6 +121,7 @@ class KeyedRows:
         self._piece = piece
         self._config = config
         admission, eviction = config.admission or Admission(), config.eviction or Eviction()
+        self._eviction = eviction
         self._place = {
             "partitions": partitions_of(config.rows),
             "shard": piece.index,
@@ -128,8 +130,10 @@ class KeyedRows:
         }
         self._rules = {
             "eviction": eviction.policy,
-            "half_life": eviction.half_life or 0,
-            "max_idle": eviction.max_idle or 0,
+            "half_life": eviction.ticks("half_life"),
+            "max_idle": eviction.ticks("max_idle"),
+            "keeps_time": eviction.keeps_time,
+            "probability": admission.probability,
             "trains_unknown": config.unknown == "trained",
             "distribution": drawn.distribution,
             "parameters": list(drawn.parameters),
@@ -200,7 +204,7 @@ class KeyedRows:
             expected=np.zeros([0], np.int64) if expected is None else expected,
             inserts=inserts,
             beside_values=[value for _, value in besides],
-            **{**self._place, **self._rules, **({"min_count": 1} if admits_all else {})},
+            **{**self._place, **self._rules, **(_ADMITS_ALL if admits_all else {})},
         )
 
     def read(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -282,7 +286,7 @@ class KeyedRows:
         Rows that stand for keys without one come first, then the others by their keys, and those
         that have no key last. Keys that were not looked up for too long have none.
         """
-        now = np.uint64(self._read_counts()[0])
+        now = np.uint64(max(int(self._read_counts()[0]), self._eviction.now()))
         entries = np.array(self.entries._value.read_value())
         own = entries[self.reserved :]
         ticks = own[:, 1].view(np.uint64) >> np.uint64(_USES_BITS)
