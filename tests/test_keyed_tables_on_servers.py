@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import events
+from helpers import events, held_back
 
 import tf_recsync as recsync
 from tf_recsync import checkpoint
@@ -247,7 +247,8 @@ def test_a_server_that_dies_comes_back_with_the_keys_of_the_last_checkpoint(clus
 
         killed = False
 
-    model.fit(dataset(some(KEYS, 400)), verbose=0, callbacks=[callback, Kill()])
+    data = held_back(dataset(some(KEYS, 400)), 300, lambda: callback.recoveries)
+    model.fit(data, verbose=0, callbacks=[callback, Kill()])
     assert callback.recoveries == 1
     keys = entries_of(model)
     assert sorted(keys) == sorted(KEYS)
