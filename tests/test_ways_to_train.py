@@ -195,3 +195,29 @@ def test_one_worker_trains_as_one_process_does_and_two_learn(cluster, way):
         np.testing.assert_allclose(history[name], values, **tolerance, err_msg=name)
     for own, other in zip(weights, expected_weights, strict=True):
         np.testing.assert_allclose(own, other, **tolerance)
+
+
+class SaysItIsBuilt(keras.Model):
+    """A model without a `build` of its own, whose layers are built when it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.look_up = EmbeddingCollection([TableConfig("t", ROWS, 4)], [FeatureConfig("id", "t")])
+        self.click = keras.layers.Dense(1, activation="sigmoid")
+
+    def call(self, inputs):
+        return self.click(self.look_up({"id": inputs["id"]})["id"])
+
+
+def test_layers_of_a_model_whose_build_was_called_are_built_before_they_train(clusters):
+    strategy = recsync.AsyncStrategy(clusters.get(workers=2, ps=1))
+    inputs, clicks, _ = data()
+    with strategy.scope():
+        model = SaysItIsBuilt()
+        with pytest.warns(UserWarning, match="does not have a `build"):
+            model.build({"id": (None,)})
+        model.compile(adagrad(), "binary_crossentropy")
+    batches = tf.data.Dataset.from_tensor_slices(({"id": inputs["id"]}, clicks)).batch(BATCH)
+    losses = model.fit(batches, epochs=3, verbose=0, shuffle=False).history["loss"]
+    assert losses[-1] < losses[0]
+    assert len(model.optimizer.states) == len(model.trainable_variables) == 3

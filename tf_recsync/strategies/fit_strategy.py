@@ -349,7 +349,10 @@ class FitStrategy(tf.distribute.Strategy):
         if getattr(model, "run_eagerly", False):
             raise ValueError("run_eagerly=True can't be used under this strategy")
         self._put_functions(model)
-        if model.built and model.optimizer is not None and not model.optimizer.built:
+        # A model that defines no `build` says that it is built when that was called, whatever its
+        # layers are; Keras builds these when it has a batch.
+        is_built = all(layer.built for layer in model._flatten_layers())
+        if is_built and model.optimizer is not None and not model.optimizer.built:
             with self.scope():
                 model.optimizer.build(model.trainable_variables)
 
