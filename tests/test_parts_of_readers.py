@@ -114,6 +114,22 @@ def test_what_zip_puts_together_stays_together_in_parts():
     assert batches[PART_BATCHES] == [[20, 2], [40, 4]]
 
 
+def test_a_part_has_no_elements_by_random_numbers_of_its_own():
+    """As Keras shuffles arrays: whichever reader has the parts, and if one has several."""
+    tf.random.set_seed(5)
+    order = tf.data.Dataset.range(1).map(lambda _: tf.random.shuffle(tf.range(20), seed=3))
+    indices = order.flat_map(lambda all: tf.data.Dataset.from_tensor_slices(all).batch(4))
+    values = tf.data.Dataset.from_tensors(tf.range(20) * 10).repeat()
+    dataset = tf.data.Dataset.zip(indices, values).map(lambda i, all: tf.gather(all, i))
+    assert why_indivisible(dataset) == "" and not pairs_sources(dataset)
+    parts = rest_of_parts(dataset, 2, 0, ())
+    for _ in range(3):
+        values = [value for batch in found(parts).values() for value in batch]
+        assert sorted(values) == [10 * i for i in range(20)]
+    both = tf.data.Dataset.zip(indices, tf.data.Dataset.range(5)).map(lambda i, j: i)
+    assert "ZipDataset behind random numbers" in why_indivisible(both)
+
+
 @pytest.mark.parametrize(
     ("dataset", "pairs"),
     [

@@ -5,6 +5,8 @@ reads what. Here the source's elements go in turn to as many parts as there are 
 the whole dataset over its own elements, and so has batches in an order of its own, which have
 numbers. What the service hands out are the numbers of the parts, each to one reader. What `zip`
 puts together is divided behind it: every n-th element of two datasets need not belong together.
+Unless functions before it draw random numbers, as the one does by which Keras shuffles arrays: each
+part would draw others, and have other elements in its turns. There the source is divided.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2
 from tensorflow.python.data.ops import dataset_ops, options
 
 from tf_recsync.strategies.done_batches import Ranges, rest_of
@@ -31,6 +33,8 @@ _DIVIDED = {
 }
 # What elements of other datasets get beside them: it does not matter which has which.
 _BESIDE = {"RandomDataset", "RandomDatasetV2", "TensorDataset"}
+# Ops that draw numbers, others each time that they run.
+_DRAWS = re.compile(r"Random\w*|\w*TruncatedNormal|Multinomial|Stateful\w+|(Eager)?PyFunc")
 # What makes several elements of one, which are of a source then.
 _OPENING = re.compile(r"FlatMap|Interleave|Unbatch")
 _INDEX = "recsync_index"
@@ -63,16 +67,7 @@ def pairs_sources(dataset: tf.data.Dataset) -> bool:
     itself."""
     graph = _described(dataset)
     datasets = _datasets(graph)
-    counters = _counters(graph)
-
-    def sources(name: str, is_opened: bool = False) -> int:
-        op, inputs = datasets[name]
-        is_opened = is_opened or _OPENING.search(op) is not None
-        if inputs:
-            return sum(sources(own, is_opened) for own in inputs)
-        return is_opened or (op not in _BESIDE and name not in counters)
-
-    return any(op == _ZIP and sources(name) > 1 for name, (op, _) in datasets.items())
+    return any(op == _ZIP and len(_sources(graph, n)) > 1 for n, (op, _) in datasets.items())
 
 
 def rest_of_parts(
@@ -157,6 +152,12 @@ def _divided(graph: graph_pb2.GraphDef) -> tuple[list[node_def_pb2.NodeDef], set
     while pending:
         name = pending.pop()
         op, inputs = datasets[name]
+        if op == _ZIP and _is_drawn(graph, name):
+            sources = _sources(graph, name)
+            if len(sources) > 1:
+                passed.add(f"{op} behind random numbers")
+            found.update(sources)
+            continue
         if op == _ZIP or not inputs:
             found.add(name)
             continue
@@ -164,6 +165,44 @@ def _divided(graph: graph_pb2.GraphDef) -> tuple[list[node_def_pb2.NodeDef], set
             passed.add(op)
         pending += inputs
     return [node for node in graph.node if node.name in found], passed
+
+
+def _sources(graph: graph_pb2.GraphDef, name: str) -> list[str]:
+    """The sources of a dataset but for those of what elements get beside them."""
+    datasets, counters = _datasets(graph), _counters(graph)
+
+    def sources(name: str, is_opened: bool) -> list[str]:
+        op, inputs = datasets[name]
+        is_opened = is_opened or _OPENING.search(op) is not None
+        if inputs:
+            return [source for own in inputs for source in sources(own, is_opened)]
+        is_beside = not is_opened and (op in _BESIDE or name in counters)
+        return [] if is_beside else [name]
+
+    return sources(name, False)
+
+
+def _is_drawn(graph: graph_pb2.GraphDef, name: str) -> bool:
+    """Whether functions of a dataset, or of what it is made of, draw random numbers."""
+    datasets = _datasets(graph)
+    nodes = {node.name: node for node in graph.node}
+    functions = {function.signature.name: function for function in graph.library.function}
+    pending, seen = [nodes[name]], set()
+    while pending:
+        node = pending.pop()
+        if _DRAWS.fullmatch(node.op):
+            return True
+        if node.name in datasets:
+            pending += [nodes[own] for own in datasets[node.name][1]]
+        called = {own for value in node.attr.values() for own in _functions_in(value)} - seen
+        seen |= called
+        pending += [inner for own in called for inner in functions[own].node_def]
+    return False
+
+
+def _functions_in(value: attr_value_pb2.AttrValue) -> list[str]:
+    """The names of the functions that an attribute has."""
+    return [own.name for own in (value.func, *value.list.func) if own.name]
 
 
 def _counters(graph: graph_pb2.GraphDef) -> set[str]:
