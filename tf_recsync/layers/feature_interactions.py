@@ -61,6 +61,7 @@ class Cross(keras.layers.Layer):
 
     Call arguments:
         first: x_0, [batch, features].
+
         x: What the layer before returned, [batch, features]. None (the default) for the network's
             first layer, where it is `first`.
 
