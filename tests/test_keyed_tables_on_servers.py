@@ -219,6 +219,8 @@ def test_keys_keep_their_rows_on_other_numbers_of_servers(clusters, saved, way, 
 
 def test_a_chain_of_deltas_has_the_keys_that_came_and_those_that_left(cluster, tmp_path):
     strategy = recsync.AsyncStrategy(cluster)
+    # So that there is time to write several while keys come and go.
+    recsync.testing.set_compute_time(strategy, 0.03)
     model = model_of(strategy, adagrad, rows=24)
     callback = Checkpoint(tmp_path, every_steps=15, full_every=100, keep=None)
     model.fit(dataset(some(KEYS, 200)), verbose=0, callbacks=[callback])
