@@ -16,8 +16,6 @@ from tf_recsync._checks import check_seconds
 from tf_recsync.strategies.fit_strategy import FitStrategy
 
 _MOST_PORTS = 65535
-# Sums of all calls of fit that a server's life can set back, as Prometheus expects of counters.
-_COUNTERS = ("workers", "steps", "batches", "retried", "repeated")
 
 
 def _import_client() -> ModuleType:
@@ -222,7 +220,7 @@ class Prometheus(keras.callbacks.Callback):
                 "losses",
                 "What was lost with workers, and done again.",
                 ("what",),
-                {(name,): float(losses[name]) for name in _COUNTERS},
+                {(name,): float(count) for name, count in losses.items()},
                 True,
             ),
             _Figure(

@@ -18,6 +18,7 @@ from tf_recsync.checkpoint.blocks import HERE, BlockReader, moves_of
 from tf_recsync.checkpoint.index import KEYS, WEIGHTS, WORKERS, Index, chain_of, content_of
 from tf_recsync.checkpoint.saving import (
     decays_of_tables,
+    is_of_table,
     on_servers,
     optimizers_of,
     owners_of,
@@ -132,10 +133,7 @@ def _kept(model: keras.Model, lost: Collection[int]) -> list[tuple[tf.Variable, 
     return [
         (v._value, v._value.numpy())
         for number, v in found.items()
-        if number not in lost
-        and id(v) not in beside
-        and not hasattr(v, "physical_table")
-        and not hasattr(v, "beside_table")
+        if number not in lost and id(v) not in beside and not is_of_table(v)
     ]
 
 

@@ -361,11 +361,12 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> None:
 
 def weights_of(model: keras.Model) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """Path, shape and dtype of each weight that belongs to no collection's table."""
-    return tuple(
-        (v.path, tuple(v.shape), v.dtype)
-        for v in model.weights
-        if not hasattr(v, "physical_table") and not hasattr(v, "beside_table")
-    )
+    return tuple((v.path, tuple(v.shape), v.dtype) for v in model.weights if not is_of_table(v))
+
+
+def is_of_table(variable: keras.Variable) -> bool:
+    """Whether a variable is a collection's table, or what finds the rows of its keys."""
+    return hasattr(variable, "physical_table") or hasattr(variable, "beside_table")
 
 
 def tables_of(model: keras.Model) -> list[tuple[str, tuple[int, int]]]:

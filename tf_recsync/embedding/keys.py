@@ -173,7 +173,11 @@ class KeyedRows:
         return self._place["partitions"] // self._place["shards"]
 
     def find(
-        self, keys: tf.Tensor, inserts: bool, expected: tf.Tensor | None = None
+        self,
+        keys: tf.Tensor,
+        inserts: bool,
+        expected: tf.Tensor | None = None,
+        admits_all: bool = False,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """The rows of keys; call it in the scope of the shard's device.
 
@@ -181,13 +185,11 @@ class KeyedRows:
             keys: int64 [n].
             inserts: whether keys that have no row may be given one, and lookups count.
             expected: int64 [n], versions of the rows that the keys had; None: any will do.
+            admits_all: whether keys get rows whatever the table's admission says.
 
         Returns:
             The rows, int64 [n], and their versions, which a push has to come with.
         """
-        return self._find(keys, inserts, expected, admits_all=False)
-
-    def _find(self, keys, inserts: bool, expected, admits_all: bool):
         # Whoever only looks up needs no more than a model that is exported has.
         state = self.state if inserts or expected is not None else None
         besides = [] if state is None else state.fresh
@@ -218,7 +220,7 @@ class KeyedRows:
         """Gives vectors to keys of this shard, admitted or not; says how many have a row now."""
         table = self._table._value
         with guarded(table), tf.device(table.device):
-            rows, _ = self._find(keys, True, None, admits_all=True)
+            rows, _ = self.find(keys, inserts=True, admits_all=True)
             known = tf.reshape(tf.where(rows >= self.reserved), [-1])
             tf.raw_ops.ResourceScatterUpdate(
                 resource=table.handle,
