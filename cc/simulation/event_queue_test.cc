@@ -1,0 +1,59 @@
+#include "cc/simulation/event_queue.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <utility>
+#include <vector>
+
+namespace recsync {
+namespace {
+
+void Run(EventQueue* events) {
+  while (events->RunNext()) {
+  }
+}
+
+TEST(EventQueueTest, EventsHappenInTheOrderOfTheirTimes) {
+  EventQueue events;
+  std::mt19937 random(1);
+  std::vector<double> times;
+  for (int i = 0; i < 1000; ++i) {
+    events.At(random() % 50, [&] { times.push_back(events.now()); });
+  }
+  Run(&events);
+  EXPECT_EQ(times.size(), 1000u);
+  EXPECT_TRUE(std::is_sorted(times.begin(), times.end()));
+}
+
+TEST(EventQueueTest, ThoseOfOneTimeHappenInTheOrderInWhichTheyWereAdded) {
+  EventQueue events;
+  std::vector<int> order;
+  for (int i = 0; i < 100; ++i) {
+    events.At(i % 2, [&order, i] { order.push_back(i); });
+  }
+  Run(&events);
+  for (int i = 0; i < 50; ++i) {
+    EXPECT_EQ(order[i], 2 * i);
+    EXPECT_EQ(order[50 + i], 2 * i + 1);
+  }
+}
+
+TEST(EventQueueTest, AnEventAddsOthersAndThePastIsNow) {
+  EventQueue events;
+  std::vector<std::pair<int, double>> happened;
+  events.At(2.0, [&] {
+    events.At(1.0, [&] { happened.emplace_back(1, events.now()); });
+    events.At(std::nan(""), [&] { happened.emplace_back(2, events.now()); });
+    events.After(0.5, [&] { happened.emplace_back(3, events.now()); });
+  });
+  Run(&events);
+  EXPECT_EQ(happened, (std::vector<std::pair<int, double>>{
+                          {1, 2.0}, {2, 2.0}, {3, 2.5}}));
+  EXPECT_TRUE(events.empty());
+}
+
+}  // namespace
+}  // namespace recsync
