@@ -11,6 +11,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
+from tf_recsync.cluster import fetch
+
 
 class Guard(Protocol):
     """Sees to it that calls to variables' servers end."""
@@ -70,6 +72,16 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
     def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
         with self.told():
             return super()._read_variable_op(no_copy)
+
+    def numpy(self) -> np.ndarray:
+        """The value, as TensorFlow's does; the server keeps nothing of the call (`fetch`)."""
+        return fetch(self.read_value()) if tf.executing_eagerly() else super().numpy()
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __float__(self) -> float:
+        return float(self.numpy())
 
     def _settle(self) -> None:
         if tf.executing_eagerly():
@@ -151,10 +163,10 @@ def read_untrained(variable: tf.Variable) -> np.ndarray:
         variable: any variable, on whatever server.
     """
     if shown(variable) is None:
-        return np.asarray(variable.read_value())
+        return fetch(variable.read_value())
     with guarded(variable):
         value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-        return np.asarray(value)
+        return fetch(value)
 
 
 def read_rows(variable: tf.Variable, first: int, count: int) -> np.ndarray:
@@ -174,7 +186,7 @@ def read_rows(variable: tf.Variable, first: int, count: int) -> np.ndarray:
             rows = tf.raw_ops.ResourceGather(
                 resource=variable.handle, indices=indices, dtype=variable.dtype
             )
-        return np.asarray(rows)
+        return fetch(rows)
 
 
 def assign_rows(variable: tf.Variable, first: int, values: np.ndarray) -> None:

@@ -31,6 +31,7 @@ from tf_recsync.checkpoint.index import (
     data_file,
     field_name,
 )
+from tf_recsync.cluster import fetch
 from tf_recsync.embedding.physical_tables import Piece
 from tf_recsync.embedding.table_rows import TableRows, narrowed_tensor, rows_of_block
 from tf_recsync.shown_variable import read_rows
@@ -157,7 +158,7 @@ class Source:
             return list(ops.copy_rows(handles, rows, dtypes=dtypes).values), 0.0
         logs = [self.log_decays._value.handle]
         copied = ops.copy_rows(handles, rows, dtypes=dtypes, log_decays=logs, decayed=[0])
-        return list(copied.values), float(copied.log_decay)
+        return list(copied.values), float(fetch(copied.log_decay))
 
 
 def _is_trained_alone(device: str) -> bool:
@@ -433,7 +434,7 @@ class BlockReader:
             around = tf.raw_ops.ConcatV2(values=[next(ends), rows, next(ends)], axis=_number(0))
             count = around.shape[0]
             after, before = (_taken(around, slice(i, count - 1 + i, 1)) for i in (1, 0))
-            return bool(tf.raw_ops.All(input=after > before, axis=np.array([0])))
+            return bool(fetch(tf.raw_ops.All(input=after > before, axis=np.array([0]))))
 
     def _prefix(self, block: Block) -> str:
         return block_prefix(self._path, self._number, block.number)

@@ -26,6 +26,7 @@ from tf_recsync.checkpoint.saving import (
     weights_of,
 )
 from tf_recsync.checkpoint.weights import load_weights
+from tf_recsync.cluster import fetch
 from tf_recsync.embedding.table_rows import RowsApart, TableRows
 from tf_recsync.optimizers.saving import check_signature
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
@@ -131,7 +132,7 @@ def _kept(model: keras.Model, lost: Collection[int]) -> list[tuple[tf.Variable, 
     beside |= {id(log_decays) for log_decays in decays_of_tables(model).values()}
     found = {id(v._value): v for v in [*model.variables, *model.optimizer.variables]}
     return [
-        (v._value, v._value.numpy())
+        (v._value, fetch(v._value.read_value()))
         for number, v in found.items()
         if number not in lost and id(v) not in beside and not is_of_table(v)
     ]

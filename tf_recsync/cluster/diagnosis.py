@@ -12,8 +12,9 @@ from tensorflow.python.eager import context
 
 from tf_recsync.cluster import server_defs
 from tf_recsync.cluster.connection import Cluster
+from tf_recsync.cluster.devices import device_of
 from tf_recsync.cluster.membership import Server
-from tf_recsync.cluster.signs_of_life import device_of, is_reachable
+from tf_recsync.cluster.signs_of_life import is_reachable
 
 
 class Cause(enum.Enum):

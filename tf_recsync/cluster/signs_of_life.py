@@ -17,6 +17,7 @@ from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 
 from tf_recsync.cluster import tf_config
+from tf_recsync.cluster.devices import device_of, fetch
 from tf_recsync.cluster.membership import Server
 
 _GREETING_SECONDS = 1.0  # For the answer to it.
@@ -30,24 +31,6 @@ if TYPE_CHECKING:
     from tf_recsync.cluster.connection import Cluster
 
 Peer = tuple[str, int]  # A numeric address and a port.
-
-
-def device_of(job: str, index: int) -> str:
-    """The name of a server, as TensorFlow's devices begin with it.
-
-    Args:
-      job: "worker", "ps" or "chief".
-      index: Its number in the job, from 0.
-    """
-    return f"/job:{job}/replica:0/task:{index}"
-
-
-def processor_of(job: str, index: int) -> str:
-    """The device name of a server's processor: the only device that this package's ops run on."""
-    return f"{device_of(job, index)}/device:CPU:0"
-
-
-CHIEF = processor_of("chief", 0)  # This process's.
 
 
 def is_reachable(device: str) -> bool:
@@ -225,7 +208,7 @@ def _ask(device: str) -> Exception | None:
     """Has a server run an op; why it could not, or None."""
     try:
         with tf.device(device):
-            tf.add(1, 2).numpy()
+            fetch(tf.add(1, 2))
     except (tf.errors.OpError, RuntimeError) as error:
         logging.debug("%s can't be reached: %s", device, error)
         return error

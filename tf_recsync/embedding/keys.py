@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync import ops
+from tf_recsync.cluster import fetch
 from tf_recsync.embedding.config import TableConfig
 from tf_recsync.embedding.initial_values import DrawnRows
 from tf_recsync.embedding.key_rules import Admission, Eviction, partitions_of
@@ -227,7 +228,7 @@ class KeyedRows:
                 indices=tf.gather(rows, known),
                 updates=tf.cast(tf.gather(vectors, known), table.dtype),
             )
-            return int(tf.size(known))
+            return int(fetch(tf.size(known)))
 
     def owns(self, keys: np.ndarray) -> np.ndarray:
         """Which keys, int64 [n], belong to this shard."""
@@ -250,14 +251,14 @@ class KeyedRows:
             used = ops.used_rows(self.entries._value.handle)
         counts = dict(zip(_COUNTS, map(int, self._read_counts()), strict=False))
         del counts["calls"]
-        return KeyCounts(self._piece.rows - self.reserved, int(used), **counts)
+        return KeyCounts(self._piece.rows - self.reserved, int(fetch(used)), **counts)
 
     def _read_counts(self) -> np.ndarray:
         """As they are: those who train the table need not wait for that."""
         counts = self._counts._value
         with tf.device(counts.device):
             found = tf.raw_ops.ReadVariableOp(resource=counts.handle, dtype=tf.int64)
-        return np.asarray(found)
+        return fetch(found)
 
     def plain_rows(self, keys: tf.Tensor, entries: Any, values: Any) -> tf.Tensor:
         """The rows of keys of this shard in stock ops, zeros for others: [n, dimension].
@@ -289,7 +290,7 @@ class KeyedRows:
         that have no key last. Keys that were not looked up for too long have none.
         """
         now = np.uint64(max(int(self._read_counts()[0]), self._eviction.now()))
-        entries = np.array(self.entries._value.read_value())
+        entries = np.array(fetch(self.entries._value.read_value()))
         own = entries[self.reserved :]
         ticks = own[:, 1].view(np.uint64) >> np.uint64(_USES_BITS)
         if self._rules["max_idle"]:

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tf_recsync.cluster import fetch
 from tf_recsync.shown_variable import read_untrained
 from tf_recsync.swap import Swap
 
@@ -204,7 +205,7 @@ class CountsSteps:
         self._examples_here = examples or self._examples_here
         if self.step_variable is None:
             return
-        before, step = self.step_state, int(np.asarray(self._iterations._value.read_value()))
+        before, step = self.step_state, int(fetch(self._iterations._value.read_value()))
         new_step, after = self._going_on(before, step)
         if after != before:
             self._assign(before, step, after, new_step)

@@ -18,6 +18,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync import staleness
+from tf_recsync.cluster import fetch
 from tf_recsync.embedding.checkpoint import SavedCounters, SavedIntegers, SavedRows
 from tf_recsync.embedding.physical_tables import shards_of
 from tf_recsync.embedding.table_rows import TableRows, narrowed
@@ -41,11 +42,11 @@ def save_variables(optimizer: Any, store: Any) -> None:
         store[_SIGNATURE] = np.frombuffer(json.dumps(signature(optimizer)).encode(), np.uint8)
         store[_STEPS] = optimizer.step_state.array
     for i, variable in enumerate(_others(optimizer, collections)):
-        store[str(i)] = np.asarray(variable._value.read_value())
+        store[str(i)] = fetch(variable._value.read_value())
     for name, states in collections.items():
         for slot, variables in _slots(states).items():
             if slot == _COUNTERS:
-                values = [np.asarray(v._value.read_value()) for v in variables]
+                values = fetch([v._value.read_value() for v in variables])
                 store[_key(name, slot)] = staleness.sum_counters(values)
                 continue
             for table, rows in _rows(states, variables).items():

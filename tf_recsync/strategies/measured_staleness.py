@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 from tf_recsync import staleness
+from tf_recsync.cluster import fetch
 from tf_recsync.optimizers import base
 from tf_recsync.strategies.model_variables import optimizers_of
 from tf_recsync.synchronization.copies import is_copied
@@ -32,7 +33,7 @@ def measured_staleness(model: keras.Model, mode: Mode, pushes_gradients: bool) -
     for state in states:
         # Groups count what is applied to their copies themselves.
         if state.is_table or synchronizer is None or not is_copied(state.variable):
-            found[state.variable.path] = [np.asarray(state.counters._value.read_value())]
+            found[state.variable.path] = [fetch(state.counters._value.read_value())]
     for counts in [] if synchronizer is None else synchronizer.counted():
         for state, counters in zip(dense, counts, strict=True):
             found.setdefault(state.variable.path, []).append(counters)

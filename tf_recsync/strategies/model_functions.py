@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, Server
+from tf_recsync.cluster import Cluster, Server, fetch
 from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.call_board import CallBoard
 from tf_recsync.strategies.checks import OnBatchLost
@@ -512,8 +512,7 @@ class Steps:
             # told the one before may be late, and end this one.
             if not self._calls_are_told and time.monotonic() - called < self.call_limit:
                 turns = times
-            # Not by numpy: of a scalar from a server that is being cut off it makes a ValueError.
-            turns = int(turns)
+            turns = int(fetch(turns))
             state.steps += turns * unrolled
             if turns < times:
                 break  # The call has lasted long enough.

@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
+from tf_recsync.cluster import fetch
 from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.model_functions import Settings
@@ -87,8 +87,8 @@ class PredictFunction:
                 number, outputs = function(slot.state.iterator, *slot.state.inputs)
             except tf.errors.OutOfRangeError:
                 return 0, True, None
-            predicted = Predicted(keras.tree.map_structure(np.asarray, outputs))
-            number = int(number)
+            number, outputs = fetch((number, outputs))
+            predicted, number = Predicted(outputs), int(number)
             batches.note(slot, [number])
             return 1, False, (number, predicted)
 

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.cluster import Cluster, Server, processor_of
+from tf_recsync.cluster import Cluster, Server, fetch, processor_of
 from tf_recsync.optimizers import base
 from tf_recsync.strategies.model_variables import copied_variables
 from tf_recsync.synchronization.arrangement import Arrangement
@@ -122,7 +122,7 @@ def _size(value: tf.Variable) -> int:
 def _resident(server: Server) -> int | None:
     try:
         with tf.device(processor_of(*server)):
-            found = int(ops.resident_memory())
+            found = int(fetch(ops.resident_memory()))
     except tf.errors.OpError:
         return None
     return None if found < 0 else found

@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync import ops
-from tf_recsync.cluster import Cluster, LocalCluster, device_of, reason
+from tf_recsync.cluster import Cluster, LocalCluster, device_of, fetch, reason
 from tf_recsync.synchronization.hop_exchange import listed
 
 
@@ -36,7 +36,7 @@ def check_threads(
         together = sum(needed[server] for server in servers)
         try:
             with tf.device(device_of(job, servers[0])):
-                threads = int(ops.server_threads(together))
+                threads = int(fetch(ops.server_threads(together)))
         except tf.errors.OpError as error:
             logging.warning(
                 "%s:%d does not answer, and whether it has threads enough is not known: %s",

@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync import ops
+from tf_recsync.cluster import fetch
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.step_counts import ROW
 from tf_recsync.synchronization.remote_values import PackedReader, on_worker
@@ -206,7 +207,7 @@ class WorkerState:
             # If it is not, it ends the call, whose results nobody gets.
             self.row.assign_add(on_worker(np.array([0, 1])), read_value=False)
             while True:
-                applied = int(np.asarray(self.row.read_value())[0])
+                applied = int(fetch(self.row.read_value())[0])
                 if applied == last or time.monotonic() > deadline:
                     return applied
                 last = applied
@@ -214,7 +215,7 @@ class WorkerState:
 
     def read_steps(self) -> int:
         """The steps that the worker has done."""
-        return int(np.asarray(self._counts.read_value())[0])
+        return int(fetch(self._counts.read_value())[0])
 
 
 def new_log() -> tf.Tensor:
@@ -233,7 +234,7 @@ def initial_values(variables: Sequence[keras.Variable]) -> list[np.ndarray]:
     values = []
     for variable in variables:
         try:
-            values.append(np.asarray(variable._value.read_value()))
+            values.append(fetch(variable._value.read_value()))
         except tf.errors.InvalidArgumentError as error:
             raise RuntimeError(
                 f"{variable.path} can't be used, because it was made before this process connected "

@@ -15,7 +15,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync import staleness
-from tf_recsync.cluster import reason
+from tf_recsync.cluster import fetch, reason
 from tf_recsync.ops.gradient_buffer import Aggregate, Revoked
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
@@ -220,7 +220,7 @@ class Aggregation(AtOnce):
 
     def begin(self) -> None:
         """Has tokens and buffers go on at the optimizer's global step; nobody may be in a step."""
-        step = int(np.asarray(self._own_step(self._optimizers[0]).read_value()))
+        step = int(fetch(self._own_step(self._optimizers[0]).read_value()))
         if self.mode.uses_buffers:
             pending = self._pending()
             if pending:
@@ -331,10 +331,10 @@ class Aggregation(AtOnce):
         """Takes a worker's tokens away; whether it had any."""
         # The thread that finds out may be in the device scope of the lost worker.
         with tf.device(self._tokens.device):
-            loss = self._tokens.lose(self._place(worker))
+            loss = fetch(self._tokens.lose(self._place(worker)))
         # Until all servers know: if one does not answer, they are told the next time.
-        self._revoked.update(loss.tickets.numpy().tolist())
-        self._withheld.update(loss.withheld.numpy().tolist())
+        self._revoked.update(loss.tickets.tolist())
+        self._withheld.update(loss.withheld.tolist())
         if len(loss.tickets):
             logging.warning("worker:%d took %d tokens with it.", worker, len(loss.tickets))
         return bool(len(loss.tickets))
@@ -366,7 +366,7 @@ class Aggregation(AtOnce):
                 arguments = [reached, sorted(spent), tickets[0]]
                 spend(*(tf.constant(argument, tf.int64) for argument in arguments))
         with tf.device(self._tokens.device):
-            reissued = int(self._tokens.reissue(np.array(sorted(again), np.int64)))
+            reissued = int(fetch(self._tokens.reissue(np.array(sorted(again), np.int64))))
         self._withheld.clear()
         logging.info("%d tokens are handed out again; servers have %d.", reissued, len(spent))
 
@@ -561,5 +561,4 @@ class _Buffer:
         """Drops pushes with these tickets that come from now on; see `GradientBuffer.revoke`."""
         # As above: whoever asks may be in the scope of a device that is gone.
         with tf.device(self.device):
-            revoked = self.buffer.revoke(np.array(tickets, np.int64))
-            return Revoked(*(tensor.numpy() for tensor in revoked))
+            return fetch(self.buffer.revoke(np.array(tickets, np.int64)))

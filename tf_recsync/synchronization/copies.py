@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, ask, device_of, reason
+from tf_recsync.cluster import Cluster, ask, device_of, fetch, reason
 from tf_recsync.shown_variable import ShownVariable
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.remote_values import PackedReader, at, on_worker
@@ -284,7 +284,7 @@ class Copies:
     def current(self) -> list[np.ndarray]:
         """The values of `variables` that users see at the moment."""
         with _refreshing:
-            return self.divided([np.asarray(variable.read_value()) for variable in self.seen])
+            return self.divided(fetch([variable.read_value() for variable in self.seen]))
 
     def assigned_since(self) -> list[np.ndarray | None]:
         """What users have assigned and copies take over when they are trained again, by variable.

@@ -11,6 +11,7 @@ from tensorflow.python.eager import context
 
 from tf_recsync import staleness
 from tf_recsync._checks import check_at_least
+from tf_recsync.cluster import fetch
 from tf_recsync.ops import gradient_buffer as buffer_ops
 from tf_recsync.ops.bags import PackedBags
 from tf_recsync.optimizers import base
@@ -320,7 +321,7 @@ class GradientBuffer:
     def state(self) -> State:
         """What it has counted; eager only."""
         with tf.device(self._device):
-            counters = buffer_ops.gradient_buffer_state(self._handle).numpy()
+            counters = fetch(buffer_ops.gradient_buffer_state(self._handle))
         n = len(_COUNTS)
         counts = dict(zip(_COUNTS, counters[:n].tolist(), strict=True))
         age_sum, age_max = counters[n : n + 2].tolist()

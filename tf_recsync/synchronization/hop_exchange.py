@@ -12,11 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, Server, device_of, is_reachable
+from tf_recsync.cluster import Cluster, Server, device_of, fetch, is_reachable
 from tf_recsync.ops import hop
 from tf_recsync.synchronization.hop_edges import Edges
 from tf_recsync.synchronization.hop_events import EventLog
@@ -431,7 +430,7 @@ class Exchange:
 
     def _iteration(self, worker: int) -> int:
         with self._at(worker):
-            return int(hop.state(self.handle(worker)).iteration)
+            return int(fetch(hop.state(self.handle(worker)).iteration))
 
     def _tell_neighbors(self, worker: int, since: int, until: int) -> dict[int, int]:
         """Tells a worker's neighbors when it takes part; returns their iterations."""
@@ -442,7 +441,7 @@ class Exchange:
             # One that is gone as well, its own thread will find out.
             with self._at(neighbor), contextlib.suppress(tf.errors.OpError):
                 handle = self.handle(neighbor)
-                iterations[neighbor] = int(hop.set_neighbor(handle, worker, since, until))
+                iterations[neighbor] = int(fetch(hop.set_neighbor(handle, worker, since, until)))
         return iterations
 
     def _void_bounds(self) -> None:
@@ -483,7 +482,7 @@ class Exchange:
             job, index = self._holders[worker]
             try:
                 with at(self._cluster, index, job):
-                    state, events = parse(np.asarray(look()(handle)))
+                    state, events = parse(fetch(look()(handle)))
             except tf.errors.OpError:
                 return  # It is lost, which its own thread finds out.
             with self._lock:

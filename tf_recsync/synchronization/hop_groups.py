@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.cluster import Cluster, Server
+from tf_recsync.cluster import Cluster, Server, fetch
 from tf_recsync.ops import hop
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import Copies
@@ -378,8 +378,7 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
     def _read_applied(self, group: int, copy: list[tf.Variable]) -> int:
         job, index = self._counting(group)
         with at(self._cluster, index, job):
-            # Not by numpy: of a scalar from a server that is being cut off it makes a ValueError.
-            return int(copy[self._global_step].read_value())
+            return int(fetch(copy[self._global_step].read_value()))
 
     def _exchange(self, loop: _Loop) -> None:
         """An iteration: sends the parameters, waits for the neighbors', and averages."""

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.cluster import CHIEF, Cluster, processor_of
+from tf_recsync.cluster import CHIEF, Cluster, fetch, processor_of
 
 
 class PackedReader:
@@ -83,9 +83,9 @@ class PackedReader:
         """The variables' values, and what comes after those of int64."""
         values: list[np.ndarray] = [None] * len(self._shapes)
         rest = np.zeros([0], np.int64)
-        for indices, part in zip(self._groups, parts, strict=True):
+        for indices, part in zip(self._groups, fetch(list(parts)), strict=True):
             sizes = [math.prod(self._shapes[i]) for i in indices]
-            *split, more = np.split(np.asarray(part), np.cumsum(sizes))
+            *split, more = np.split(part, np.cumsum(sizes))
             rest = more if more.size else rest
             for i, value in zip(indices, split, strict=True):
                 values[i] = value.reshape(self._shapes[i])

@@ -17,7 +17,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tf_recsync.cluster import Cluster, processor_of
+from tf_recsync.cluster import Cluster, fetch, processor_of
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.remote_values import at, on_worker
@@ -209,7 +209,7 @@ class Trainers:
             tf.errors.OpError: if one is lost.
         """
         counted = [variable for shard in self._shards for variable in shard.traffic]
-        return sum(int(np.asarray(variable.read_value())) for variable in counted)
+        return sum(int(fetch(variable.read_value())) for variable in counted)
 
     def extras(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps besides the copies: the center, and the algorithm's vectors.
@@ -371,7 +371,7 @@ class Trainers:
 
     def _center(self, shard: _Shard) -> np.ndarray:
         """The sync PSs' copy of a shard."""
-        return np.concatenate([np.asarray(part.read_value()) for part in shard.parts])
+        return np.concatenate([fetch(part.read_value()) for part in shard.parts])
 
     def _current_vectors(self, shard: _Shard) -> _Vectors:
         """The algorithm's vectors for a group that has none: another's, if there is one."""
@@ -382,7 +382,7 @@ class Trainers:
             # One that is lost its own threads find out.
             with contextlib.suppress(tf.errors.OpError), at(self._cluster, index, job):
                 own = vectors[shard.number]
-                shard.first_vectors = {n: np.asarray(v.read_value()) for n, v in own.items()}
+                shard.first_vectors = {n: fetch(v.read_value()) for n, v in own.items()}
                 return shard.first_vectors
         if self._all_gone or others:
             # They are gone with the groups that had them, and begin anew, with the parameters.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_recsync._checks import check_at_least
+from tf_recsync.cluster import fetch
 from tf_recsync.ops import tokens
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 
@@ -168,8 +169,8 @@ class TokenList:
 
     def state(self) -> TokenListState:
         """Where the list stands, and who waits; only in eager code."""
-        raw = tokens.token_list_state(self._handle)
-        values = tokens.RawState(*(tensor.numpy().tolist() for tensor in raw))
+        raw = fetch(tokens.token_list_state(self._handle))
+        values = tokens.RawState(*(array.tolist() for array in raw))
         held: dict[int, tuple[int, ...]] = {}
         for worker, index in values.held:
             held[worker] = (*held.get(worker, ()), index)

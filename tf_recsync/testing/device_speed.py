@@ -8,6 +8,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tf_recsync import ops
+from tf_recsync.cluster import fetch
 from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.testing.limits import chosen_devices, set_limit
 
@@ -102,7 +103,6 @@ def device_use(strategy: FitStrategy, job: str) -> list[Use]:
     found = []
     for device in chosen_devices(strategy, ("worker", "ps"), job, None):
         with strategy._guard.watched(), tf.device(device):
-            amounts, seconds = ops.reserved()
-            (flop, bytes_), (computing, passing) = amounts.numpy(), seconds.numpy()
+            (flop, bytes_), (computing, passing) = fetch(ops.reserved())
         found.append(Use(int(flop), float(computing), int(bytes_), float(passing)))
     return found

@@ -1,0 +1,80 @@
+"""What the coordinator reads from servers, and what that leaves there."""
+
+import pathlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tf_recsync.cluster import fetch, processor_of
+
+READS = 3000  # TensorFlow's copies of as many tensors leave more than 3 MB on a server.
+
+
+@pytest.fixture
+def cluster(clusters):
+    cluster = clusters.get(workers=1, ps=1)
+    cluster.connect()
+    return cluster
+
+
+def kilobytes(process: int) -> int:
+    """The memory that a process has for itself."""
+    status = pathlib.Path(f"/proc/{process}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0])
+
+
+def grows_by(cluster, read) -> int:
+    """The kilobytes by which a worker grows while something is read from it."""
+    for _ in range(READS // 6):
+        read()
+    before = kilobytes(cluster.pid("worker", 0))
+    for _ in range(READS):
+        read()
+    return kilobytes(cluster.pid("worker", 0)) - before
+
+
+def test_a_structure_of_tensors_of_several_servers_becomes_arrays(cluster):
+    with tf.device(processor_of("worker", 0)):
+        there = {"a": tf.range(3), "b": (tf.constant([[1.5]]), tf.constant("text"))}
+    with tf.device(processor_of("ps", 0)):
+        there["c"] = [tf.constant(7, tf.int64)]
+    there["d"] = tf.constant([True])  # Here.
+    there["e"] = 5
+    found = fetch(there)
+    np.testing.assert_array_equal(found["a"], [0, 1, 2])
+    assert found["a"].dtype == np.int32
+    np.testing.assert_array_equal(found["b"][0], np.array([[1.5]], np.float32))
+    assert found["b"][1] == b"text"
+    assert found["c"][0] == 7 and found["c"][0].dtype == np.int64
+    assert found["d"].tolist() == [True]
+    assert found["e"] == 5
+
+
+def test_a_server_keeps_nothing_of_what_was_read(cluster):
+    with tf.device(processor_of("worker", 0)):
+        value = tf.range(10)
+    assert grows_by(cluster, lambda: fetch(value)) < 1500
+
+
+def test_a_worker_that_is_back_keeps_nothing_either(cluster):
+    def read():
+        with tf.device(processor_of("worker", 0)):
+            return fetch(tf.range(10))
+
+    read()
+    cluster.kill("worker", 0)
+    with pytest.raises(tf.errors.OpError):
+        read()
+    cluster.restart("worker", 0)
+    cluster.readmit(timeout=30.0)
+    assert grows_by(cluster, read) < 1500
+
+
+def test_users_read_variables_without_a_trace_too(cluster):
+    from tf_recsync.shown_variable import ShownVariable
+
+    with tf.device(processor_of("worker", 0)):
+        variable = ShownVariable(41, dtype=tf.int64)
+    assert int(variable) == 41 and float(variable) == 41.0
+    assert grows_by(cluster, variable.numpy) < 1500
