@@ -85,7 +85,7 @@ def test_arguments_of_the_strategy_are_checked(two):
         (lambda: "adam", "tf_recsync.optimizers.*not keras.*Adam"),
         (lambda: keras.optimizers.Adagrad(0.1), "tf_recsync.optimizers.*not keras.*Adagrad"),
         (lambda: SGD(0.1, use_ema=True), "use_ema"),
-        (lambda: SGD(0.1, gradient_accumulation_steps=2), "gradient_accumulation_steps"),
+        (lambda: SGD(0.1, loss_scale_factor=2.0), "loss_scale_factor"),
     ],
 )
 def test_optimizers_that_can_not_work_are_refused(two, make, message):

@@ -54,7 +54,8 @@ def fetch(tensors: Any) -> Any:
 
 
 def _is_here(value: Any) -> bool:
-    return not isinstance(value, tf.Tensor) or not value.device.startswith(("/job:worker", "/job:ps"))
+    there = ("/job:worker", "/job:ps")
+    return not isinstance(value, tf.Tensor) or not value.device.startswith(there)
 
 
 def _bring(tensors: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -226,7 +226,11 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         with tf.init_scope():
             self._check_memory(variables)
             self._check_tables(variables)
+            accumulated = self.gradient_accumulation_steps
+            if self._accumulates_on_servers:
+                self.gradient_accumulation_steps = None  # No variables for them here.
             super().build(variables)
+            self.gradient_accumulation_steps = accumulated
             self._states = [self._make_state(variable) for variable in variables]
             _warn_of_regularizers(state.variable for state in self._states if state.is_table)
             self._make_step_variable()
@@ -403,6 +407,20 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             variables = trainable_variables or self._trainable_variables
             grads = push.for_clipping(grads, variables)
         super().apply(grads, trainable_variables)
+
+    @property
+    def iterations(self):
+        """The updates of the parameters so far, as of Keras's optimizers."""
+        return self._iterations if self._accumulates_on_servers else super().iterations
+
+    def _backend_apply_gradients(self, grads, trainable_variables):
+        if context.current_push() is None:
+            super()._backend_apply_gradients(grads, trainable_variables)
+            return
+        # Each gradient is pushed: the servers add up those of several steps.
+        grads = self._clip_gradients(grads)
+        self._apply_weight_decay(trainable_variables)
+        self._backend_update_step(grads, trainable_variables, self.learning_rate)
 
     def finalize_variable_values(self, var_list):
         # Keras calls this at the end of fit, which may have been stopped with

@@ -61,10 +61,12 @@ class StepState:
     SIZE = 10  # Of the array that it is saved as.
 
     @classmethod
-    def new(cls, examples: int, capacity: int, swap: Swap | None, schedule: int) -> StepState:
+    def new(
+        cls, examples: int, capacity: int, swap: Swap | None, schedule: int, scale: int = 1
+    ) -> StepState:
         """That of an optimizer that has made no step."""
         period = swap.period if swap else 0
-        return cls(examples, capacity, period, Fraction(period), 0, schedule, Fraction(1), 0)
+        return cls(examples, capacity, period, Fraction(period), 0, schedule, Fraction(scale), 0)
 
     @classmethod
     def from_array(cls, array: np.ndarray) -> StepState:
@@ -302,13 +304,16 @@ class CountsSteps:
             )
         schedule = _checksum(self._learning_rate)
         if schedule != before.schedule_given:
-            after = dataclasses.replace(after, schedule_given=schedule, schedule_scale=Fraction(1))
+            # Keras counts a schedule's steps in batches, not in updates of accumulated ones.
+            scale = Fraction(self.accumulated_batches)
+            after = dataclasses.replace(after, schedule_given=schedule, schedule_scale=scale)
         return step, after
 
     def _make_step_variable(self) -> None:
         """Makes the variable that checkpoints keep `step_state` in."""
         schedule = _checksum(self._learning_rate)
-        state = StepState.new(self._known_examples(), self._capacity(), self.swap, schedule)
+        counts = self._known_examples(), self._capacity()
+        state = StepState.new(*counts, self.swap, schedule, self.accumulated_batches)
         self._own_state = state
         self.step_variable = self.add_variable(
             shape=(StepState.SIZE,),
@@ -319,19 +324,30 @@ class CountsSteps:
 
     def _known_examples(self) -> int:
         told = getattr(self._distribution_strategy, "examples_per_step", None)
-        return told or self._examples_here
+        return told * self.accumulated_batches if told else self._examples_here
 
     def _capacity(self) -> int:
         mode = getattr(self._distribution_strategy, "mode", None)
-        return 1 if mode is None else mode.capacity
+        return 1 if mode is None else mode.capacity * self.accumulated_batches
+
+    @property
+    def accumulated_batches(self) -> int:
+        """How many batches in the place of one the servers add up: 1 if this process does."""
+        return (self._accumulates_on_servers and self.gradient_accumulation_steps) or 1
+
+    @property
+    def _accumulates_on_servers(self) -> bool:
+        return getattr(self._distribution_strategy, "pushes_gradients", False)
 
     def _get_current_learning_rate(self):
         schedule = self._learning_rate
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule) and self.built:
             scale = self.step_state.schedule_scale
             if scale != 1:
-                # In the precision that schedules compute in.
-                return schedule(keras.ops.cast(self._iterations, "float32") * float(scale))
+                # In the precision that schedules compute in; and as of the last of several batches.
+                batches = self._iterations * self.accumulated_batches
+                step = keras.ops.cast(batches + self.accumulated_batches - 1, "float32")
+                return schedule(step * float(scale / self.accumulated_batches))
         return super()._get_current_learning_rate()
 
 

@@ -64,3 +64,10 @@ def check_optimizers(strategy: tf.distribute.Strategy, model: keras.Model) -> No
             raise ValueError(
                 f"optimizer {optimizer.name} was not made inside this strategy's scope()"
             )
+        if optimizer.gradient_accumulation_steps and strategy.arrangement.has_copies:
+            raise ValueError(
+                "gradient_accumulation_steps of the optimizer can't be used under this strategy, "
+                "whose groups have copies of their own: "
+                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}; leave it "
+                "unset, or use a strategy of one group, such as AsyncStrategy"
+            )

@@ -144,6 +144,11 @@ class Steps:
         self._holding = threading.Lock()
         self._held: contextlib.ExitStack | None = None  # What ends when workers go on.
 
+    @property
+    def mode(self) -> Mode:
+        """When workers start, and when servers apply what they push."""
+        return self._settings.mode
+
     def __call__(self, iterator: Any) -> dict[str, Any]:
         """Waits until `steps_per_execution` more steps are finished; gives the metrics."""
         if not isinstance(iterator, DistributedIterator):
@@ -669,7 +674,7 @@ class Steps:
             self._aggregation_of(layout),
             self.method == "train_step" and self._settings.prefetch_lookups,
             self._step_logs,
-            self._settings.mode.hogwild,
+            self.mode.hogwild,
             self._teller_of(layout),
             self._is_numbered,
         )

@@ -48,18 +48,18 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
                 "optimizer must be one of tf_recsync.optimizers (or a keras MultiOptimizer of "
                 f"them) under this strategy, not {type(one).__module__}.{type(one).__name__}"
             )
-        for name in ("use_ema", "gradient_accumulation_steps", "loss_scale_factor"):
+        for name in ("use_ema", "loss_scale_factor"):
             if getattr(one, name):
-                instead = ""
-                if name == "gradient_accumulation_steps":
-                    instead = (
-                        ", and use a strategy that adds up the gradients of several local batches, "
-                        "such as GBAStrategy(cluster, global_batch_size=..., local_batch_size=...)"
-                    )
                 raise ValueError(
                     f"{name} of the optimizer can't be used under this strategy: "
-                    f"{name}={getattr(one, name)!r}; leave it unset{instead}"
+                    f"{name}={getattr(one, name)!r}; leave it unset"
                 )
+    accumulated = {one.gradient_accumulation_steps for one in inner}
+    if len(accumulated) > 1:
+        raise ValueError(
+            "gradient_accumulation_steps must be the same of all optimizers of a model, not "
+            f"{[one.gradient_accumulation_steps for one in inner]}"
+        )
     for variable in model.trainable_variables:
         if variable.constraint is not None:
             raise ValueError(

@@ -36,6 +36,7 @@ from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
 from tf_recsync.synchronization.copies import Copies, is_copied
 from tf_recsync.synchronization.group_variables import GroupVariables
+from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout
 from tf_recsync.synchronization.synchronizer import Crew, Synchronizer
 
@@ -88,6 +89,13 @@ class TrainFunction(Steps):
         self._suspended: set[int] = set()  # Workers whose tokens are not given back yet.
         # Keras drops it when it leaves a pass.
         self._iterator: weakref.ref[DistributedIterator] | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """When servers apply what workers push: the strategy's mode, for accumulated batches."""
+        optimizers = self._variables.optimizers
+        batches = optimizers[0].accumulated_batches if optimizers else 1
+        return super().mode.accumulating(batches)
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         while True:
@@ -361,7 +369,7 @@ class TrainFunction(Steps):
         return self._arrangement.groups
 
     def _aggregation_of(self, layout: Layout) -> AtOnce:
-        mode, group = self._settings.mode, layout.group
+        mode, group = self.mode, layout.group
         if mode.uses_tokens and group.index not in self.aggregations:
             variables = GroupVariables(group, self.synchronizer.copies)
             can_come_back = bool(self.spared().intersection(group.holders))
@@ -516,14 +524,14 @@ class TrainFunction(Steps):
             )
         self.local_batch_size = size = iterator.distributed.batch_size
         for optimizer in self._variables.optimizers:
-            optimizer.count_steps_of(size and size * self._settings.mode.capacity)
+            optimizer.count_steps_of(size and size * self.mode.capacity)
         self.know_batches(iterator.distributed)
         self.ensure_synchronizer()
         layout = super()._continue(iterator)
         for begin in (self.synchronizer.copies.begin, self.synchronizer.begin):
             self._begin_without_the_gone(begin)
         # Within a run, clocks go on.
-        if is_new or self._settings.mode.uses_buffers:
+        if is_new or self.mode.uses_buffers:
             self._of_each_group(Aggregation.begin)
         self._is_open = True
         return layout
@@ -606,7 +614,7 @@ class TrainFunction(Steps):
         for group in arrangement.groups:
             if arrangement.has_copies:
                 found += [holder for holder in group.holders if holder[0] == "ps"]
-            elif self._settings.mode.uses_tokens:
+            elif self.mode.uses_tokens:
                 found.append(group.holders[0])
         return found
 

@@ -67,6 +67,31 @@ class Mode:
         """Checks what users choose."""
         check_last_global_batch(self.last_global_batch)
 
+    def accumulating(self, batches: int) -> Mode:
+        """The mode with so many batches in the place of one, whose gradients servers add up.
+
+        Args:
+            batches: an int of at least 1; 1 is the mode itself.
+
+        Raises:
+            ValueError: if workers would wait for one another's single batches.
+        """
+        if batches == 1:
+            return self
+        if self.gate == "clock":
+            raise ValueError(
+                f"gradient_accumulation_steps of the optimizer must be None in the mode "
+                f"{self.name}, in which workers wait for one another's single batches, "
+                f"not {batches}"
+            )
+        return dataclasses.replace(
+            self,
+            repeats=self.repeats * batches,
+            capacity=self.capacity * batches,
+            uses_buffers=True,
+            hogwild=False,
+        )
+
     @property
     def uses_tokens(self) -> bool:
         """Whether workers take tokens."""

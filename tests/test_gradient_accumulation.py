@@ -1,0 +1,117 @@
+"""`gradient_accumulation_steps` of an optimizer, whose gradients servers add up."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import assert_close
+
+import tf_recsync as recsync
+from tf_recsync.optimizers import SGD, Adagrad, Adam
+
+STEPS, BATCHES = 3, 12
+
+
+def model_of(make, strategy=None):
+    with (strategy or tf.distribute.get_strategy()).scope():
+        ids = keras.Input((), dtype="int64", name="id")
+        inputs = keras.Input((4,), name="x")
+        vectors = keras.layers.Embedding(7, 3, name="table")(ids)
+        outputs = keras.layers.Dense(1, name="top")(keras.layers.Concatenate()([vectors, inputs]))
+        model = keras.Model({"id": ids, "x": inputs}, outputs)
+        model.compile(make(), "mse")
+    return model
+
+
+def dataset(batches=BATCHES):
+    rng = np.random.default_rng(4)
+    n = batches * 8
+    x = {"id": rng.integers(0, 7, n), "x": rng.normal(size=(n, 4)).astype(np.float32)}
+    y = rng.normal(size=(n, 1)).astype(np.float32)
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+
+
+def trained(make, strategy=None, epochs=2):
+    keras.utils.set_random_seed(5)
+    model = model_of(make, strategy)
+    model.fit(dataset(), epochs=epochs, verbose=0, shuffle=False)
+    return model
+
+
+SCHEDULE = keras.optimizers.schedules.PiecewiseConstantDecay([13], [0.3, 0.02])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SGD(SCHEDULE, gradient_accumulation_steps=STEPS),
+        lambda: Adagrad(0.2, gradient_accumulation_steps=STEPS),
+        lambda: Adam(0.05, lazy=False, gradient_accumulation_steps=STEPS),
+    ],
+    ids=["SGD", "Adagrad", "Adam"],
+)
+def test_a_worker_trains_as_one_process(clusters, make):
+    strategy = recsync.AsyncStrategy(clusters.get(workers=1, ps=2))
+    mine, theirs = trained(make, strategy), trained(make)
+    for own, other in zip(mine.get_weights(), theirs.get_weights(), strict=True):
+        assert_close(own, other)
+    assert int(mine.optimizer.iterations) == int(theirs.optimizer.iterations) == 8
+
+
+@pytest.mark.parametrize("mode", ["async", "sync", "GBA"])
+def test_workers_add_up_gradients_in_the_place_of_single_ones(clusters, mode):
+    cluster = clusters.get(workers=2, ps=2)
+    sizes = {"global_batch_size": 16, "local_batch_size": 8}
+    strategy, batches = {
+        "async": lambda: (recsync.AsyncStrategy(cluster), 1),
+        "sync": lambda: (recsync.SyncStrategy(cluster), 2),
+        "GBA": lambda: (recsync.GBAStrategy(cluster, **sizes), 2),
+    }[mode]()
+    model = model_of(lambda: SGD(0.1, gradient_accumulation_steps=STEPS), strategy)
+    assert strategy.mode.capacity == batches
+    before = model.evaluate(dataset(), verbose=0)
+    history = model.fit(dataset(), epochs=4, verbose=0)
+    updates = int(model.optimizer.iterations)
+    assert updates == 4 * BATCHES // (STEPS * batches)
+    assert history.history["loss"][-1] < before
+    # The same with a global batch of as many batches.
+    assert model.train_function.mode.capacity == STEPS * batches
+
+
+def test_a_checkpoint_goes_on_with_single_batches_by_examples(clusters, tmp_path):
+    strategy = recsync.AsyncStrategy(clusters.get(workers=1, ps=2), local_batch_size=8)
+    model = trained(lambda: SGD(0.1, gradient_accumulation_steps=STEPS), strategy, epochs=1)
+    assert model.optimizer.examples_per_step == 8 * STEPS
+    path = str(tmp_path / "model.weights.h5")
+    model.save_weights(path)
+    single = model_of(lambda: SGD(0.1), strategy)
+    single.optimizer.build(single.trainable_variables)
+    single.load_weights(path)
+    assert int(single.optimizer.iterations) == STEPS * int(model.optimizer.iterations) == BATCHES
+
+
+def test_no_server_keeps_variables_for_it_and_the_configuration_stays(clusters):
+    strategy = recsync.AsyncStrategy(clusters.get(workers=1, ps=2))
+    model = model_of(lambda: SGD(0.1, gradient_accumulation_steps=STEPS), strategy)
+    model.optimizer.build(model.trainable_variables)
+    assert not [v.path for v in model.optimizer.variables if "accumulator" in v.path]
+    assert model.optimizer.get_config()["gradient_accumulation_steps"] == STEPS
+
+
+def test_it_is_refused_where_nobody_adds_gradients_up(clusters):
+    cluster = clusters.get(workers=2, ps=2)
+    make = lambda: SGD(0.1, gradient_accumulation_steps=2)  # noqa: E731
+    bounded = model_of(make, recsync.BoundedStalenessStrategy(cluster, staleness_bound=1))
+    with pytest.raises(ValueError, match="gradient_accumulation_steps .* wait for one another"):
+        bounded.fit(dataset(), verbose=0)
+    copies = model_of(make, recsync.ShadowSyncStrategy(cluster, recsync.EASGD(alpha=0.5)))
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2; leave it unset, or use"):
+        copies.fit(dataset(), verbose=0)
+    parts = [SGD(0.1, gradient_accumulation_steps=2), SGD(0.1)]
+    optimizers = keras.optimizers
+    different = model_of(
+        lambda: optimizers.MultiOptimizer(optimizers.OptimizerMap(parts[0], {"top": parts[1]})),
+        recsync.AsyncStrategy(cluster),
+    )
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps must be the same .*None, 2"):
+        different.fit(dataset(), verbose=0)
