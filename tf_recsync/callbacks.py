@@ -24,6 +24,7 @@ from tf_recsync.ops import hop
 from tf_recsync.optimizers.base import global_step_of
 from tf_recsync.prometheus import Prometheus
 from tf_recsync.publishing import Publication, Publish
+from tf_recsync.run_status import Status
 from tf_recsync.staleness import Report, Statistics
 from tf_recsync.strategies.slots import Losses
 from tf_recsync.synchronization.hop_events import Recording
@@ -39,6 +40,7 @@ __all__ = [
     "Publish",
     "SavedCheckpoint",
     "ShadowReport",
+    "Status",
     "TrainingReport",
     "WorkerEvents",
 ]

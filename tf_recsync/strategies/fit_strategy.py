@@ -492,6 +492,35 @@ class FitStrategy(tf.distribute.Strategy):
             return Losses()
         return model.train_function.losses
 
+    def describe_waits(self, model: keras.Model) -> str:
+        """Who waits for whom while a model trains, in words, to see what holds a run up.
+
+        In modes in which workers wait for each other, the parameter server that hands out tokens is
+        asked, and under a `HopStrategy` each worker.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+
+        Returns:
+            A text such as "worker 0 (2.1 s) waits for step 7 (token 14) on server 0 (at step 6); of
+            step 6, at work: worker 3 (has token 13)"; empty where nobody ever waits for anybody,
+            or nothing trains.
+
+        Raises:
+            RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
+
+        Example:
+
+        ```python
+        print(strategy.describe_waits(model))  # In a callback.
+        ```
+        """
+        function = getattr(model, "train_function", None)
+        if not isinstance(function, model_functions.Steps):
+            return ""
+        with self._guard.watched():
+            return function.describe_waits()
+
     def members(self) -> tuple[Member, ...]:
         """What each server of the cluster does at the moment, as far as is known here.
 

@@ -287,6 +287,10 @@ class Steps:
             return 0
         return self._run.completed - self._epoch_began - self.skipped_batches
 
+    def describe_waits(self) -> str:
+        """Who waits for whom in the pass that runs, in words; empty if nobody ever does."""
+        return "" if self._run is None else self._run.describe_waits()
+
     @property
     def skipped_batches(self) -> int:
         """The steps of the epoch to come, or that runs, that an earlier process has done."""

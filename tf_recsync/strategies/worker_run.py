@@ -558,6 +558,12 @@ class WorkerRun:
         parts += filter(None, [self._crew.describe()])
         return ", ".join(parts) or "all workers are idle"
 
+    def describe_waits(self) -> str:
+        """Who waits for whom, in words; empty if nobody ever does, or the pass is over."""
+        if self._stopped or self._error is not None or not self._crew.has_waits:
+            return ""
+        return self._crew.describe()
+
     # The watch's side.
 
     def _suspects(self) -> list[Server]:

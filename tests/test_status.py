@@ -1,0 +1,179 @@
+"""What `python -m tf_recsync.status` shows of a run."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_recsync as recsync
+from tf_recsync.run_status import RunStatus, ServerStatus, running, status_folder
+
+
+def status_of(**changes) -> RunStatus:
+    worker = ServerStatus("worker:0", "working", 0.25, 0, batches=1234, data_wait=75.0)
+    ps = ServerStatus("ps:0", "ready", 3723.0, 1)
+    status = RunStatus(
+        *(1000.0, 900.0, 42, "train.py --epochs=3", "GBAStrategy", "train", 1, 3, 1500, 2000, 12.5),
+        losses={"steps": 2, "retried": 0},
+        logs={"loss": 0.51234},
+        waiting="worker 0 has waited 2.0 s for worker 1",
+        servers=[worker, ps],
+    )
+    return dataclasses.replace(status, **changes)
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "tf_recsync.status", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=dict(os.environ, **environment),
+    )
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """Programs of others are not to be seen."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_table_has_the_progress_the_servers_and_who_waits():
+    lines = status_of().table(now=1001.0).splitlines()
+    assert lines == [
+        "GBAStrategy, process 42: train.py --epochs=3",
+        "trains for 0:01:40; epoch 2 of 3, batch 1,500 of 2,000, 12.5 batches/s",
+        "loss 0.5123",
+        "losses: steps 2",
+        "waiting: worker 0 has waited 2.0 s for worker 1",
+        "",
+        "server    state        for  times lost  batches  waited for data",
+        "worker:0  working    0.2 s           0    1,234          0:01:15",
+        "ps:0      ready    1:02:03           1",
+    ]
+    assert "as of 9.0 s ago" in status_of().table(now=1009.0)
+    ended = status_of(doing="end", expected=None, losses={}, logs={}, waiting="").table(now=1009.0)
+    assert "has ended after training for 0:01:40; epoch 2 of 3, batch 1,500, 12.5" in ended
+    assert "as of" not in ended and "losses" not in ended and "waiting" not in ended
+
+
+def test_a_file_gives_what_was_written_or_an_error_that_names_it(tmp_path):
+    path = tmp_path / "a.json"
+    status_of().write(path)
+    assert RunStatus.read(path) == status_of()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    for wrong in ("", "[]", "{}", '{"servers": [{"name": 1}]}'):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match="a.json has no status"):
+            RunStatus.read(path)
+
+
+def test_files_of_programs_that_are_gone_are_removed(own_folder):
+    folder = status_folder()
+    folder.mkdir()
+    gone, mine = folder / "999999999.status.json", folder / f"{os.getpid()}.status.json"
+    for path in (gone, mine):
+        status_of().write(path)
+    assert running() == [mine]
+    assert not gone.exists()
+
+
+def fit(strategy, callback, epochs=2):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(recsync.optimizers.SGD(0.1), "mse")
+    x = np.ones((96, 2), np.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[callback], validation_data=data)
+    return model
+
+
+class Seen(recsync.callbacks.Status):
+    """Keeps all that was written."""
+
+    def __init__(self, **arguments):
+        super().__init__(every_seconds=1e-3, **arguments)
+        self.all = []
+
+    def _write(self, doing):
+        super()._write(doing)
+        self.all.append(self.last)
+
+
+@pytest.mark.parametrize("kind", ["async", "sync", "hop"])
+def test_a_run_says_what_it_does_until_it_ends(clusters, own_folder, kind):
+    if kind == "hop":
+        cluster = clusters.get(workers=3, ps=0)
+        strategy = recsync.HopStrategy(cluster, recsync.topology.ring(3))
+    else:
+        cluster = clusters.get(workers=2, ps=2)
+        make = recsync.AsyncStrategy if kind == "async" else recsync.SyncStrategy
+        strategy = make(cluster)
+    seen = Seen()
+    files = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            files.append([RunStatus.read(path) for path in running()])
+
+    callbacks = keras.callbacks.CallbackList([seen, Looks()])
+    fit(strategy, callbacks)
+    assert [len(found) for found in files] == [1, 1]
+    assert not list(status_folder().iterdir())
+    first, last = seen.all[0], seen.all[-1]
+    assert (first.doing, first.batches, last.doing) == ("train", 0, "end")
+    assert (last.epoch, last.epochs, last.pid) == (1, 2, os.getpid())
+    assert last.strategy == type(strategy).__name__
+    workers = [server for server in last.servers if server.name.startswith("worker")]
+    assert len(last.servers) == cluster.workers + cluster.ps
+    assert sum(worker.batches for worker in workers) >= last.batches > 0
+    assert all(server.batches is None for server in last.servers if server not in workers)
+    texts = {status.waiting for status in seen.all}
+    assert texts == {""} if kind == "async" else len(texts - {""}) > 0
+    assert "loss" in last.logs
+
+
+def test_what_can_t_be_reported_on_is_refused(clusters, tmp_path):
+    with pytest.raises(ValueError, match="every_seconds"):
+        recsync.callbacks.Status(every_seconds=0)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones((8, 2), np.float32)
+    with pytest.raises(ValueError, match="can't report on a _DefaultDistributionStrategy"):
+        model.fit(x, x[:, :1], verbose=0, callbacks=[recsync.callbacks.Status()])
+
+
+def test_the_command_shows_a_program_that_runs_and_says_why_it_can_t(tmp_path):
+    path = tmp_path / "run.json"
+    status_of().write(path)
+    commands = {
+        "table": ["--once", f"--path={path}"],
+        "no file": ["--once", f"--path={tmp_path / 'none'}"],
+        "no program": ["--once"],
+        "both": ["--pid=3", f"--path={path}"],
+    }
+    done = {}
+    threads = [
+        threading.Thread(
+            target=lambda name=name, a=a: done.update({name: run(*a, TMPDIR=str(tmp_path))})
+        )
+        for name, a in commands.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done["table"].returncode == 0
+    assert done["table"].stdout.splitlines()[0] == "GBAStrategy, process 42: train.py --epochs=3"
+    assert done["no file"].returncode == 1 and "no file" in done["no file"].stderr
+    assert done["no program"].returncode == 1
+    assert "give recsync.callbacks.Status() to fit" in done["no program"].stderr
+    assert "--path can't be used with --pid" in done["both"].stdout + done["both"].stderr

@@ -1,0 +1,94 @@
+"""What a run does at the moment: `python -m tf_recsync.status`.
+
+Shows the progress of a program that trains, the state of each server of its cluster, and who waits
+for whom, as a table that is shown anew every two seconds, until Ctrl-C or the end of the program.
+The program has to give `recsync.callbacks.Status()` to `fit`, and to run on this machine as the
+same user.
+
+    python -m tf_recsync.status              # of all programs that run
+    python -m tf_recsync.status --pid=4711   # of one of them
+    python -m tf_recsync.status --once       # once, for a log or another program
+    python -m tf_recsync.status --path=FILE  # of a file that Status(path=FILE) writes
+
+Exit codes: 0; 1 if there is no such program; 2 for wrong flags.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import time
+
+from absl import app, flags
+
+from tf_recsync.run_status import RunStatus, running, status_folder
+
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def _define_flags() -> None:
+    flags.DEFINE_integer("pid", None, "The process of the program; default: all.", lower_bound=1)
+    flags.DEFINE_string("path", None, "The file of Status(path=...), in place of a process.")
+    flags.DEFINE_float("every", 2.0, "Seconds until it is shown anew.", lower_bound=0.1)
+    flags.DEFINE_boolean("once", False, "Show it once.")
+
+
+def _paths(args: flags.FlagValues) -> list[pathlib.Path]:
+    if args.path is not None:
+        return [pathlib.Path(args.path)]
+    if args.pid is None:
+        return running()
+    return [path for path in running() if path.name.startswith(f"{args.pid}.")]
+
+
+def _shown(args: flags.FlagValues) -> str:
+    """The text of all programs that are asked for; empty if there are none."""
+    tables = []
+    for path in _paths(args):
+        try:
+            tables.append(RunStatus.read(path).table(time.time()))
+        except FileNotFoundError:
+            continue  # It has ended meanwhile.
+    return "\n\n".join(tables)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns the exit code."""
+    args = flags.FLAGS
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    if args.path is not None and args.pid is not None:
+        raise app.UsageError("--path can't be used with --pid")
+    was_shown = False
+    try:
+        while True:
+            text = _shown(args)
+            if not text:
+                break
+            was_shown = True
+            if args.once:
+                sys.stdout.write(f"{text}\n")
+                return 0
+            sys.stdout.write(f"{_CLEAR}{text}\n")
+            sys.stdout.flush()
+            time.sleep(args.every)
+    except KeyboardInterrupt:
+        return 0
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"tf_recsync status: {error}\n")
+        return 1
+    if was_shown:
+        sys.stdout.write("The program has ended.\n")
+        return 0
+    what = f"no file {args.path}" if args.path else "no program of yours gives a status"
+    what += f" in process {args.pid}" if args.pid else ""
+    advice = (
+        "" if args.path else (f" (in {status_folder()}): give recsync.callbacks.Status() to fit")
+    )
+    sys.stderr.write(f"tf_recsync status: {what}{advice}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    _define_flags()
+    app.run(main)
