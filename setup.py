@@ -162,7 +162,7 @@ setup(
     ext_modules=[
         OpLibrary("tf_recsync._recsync_ops", sources("engine", "ops", "kernels")),
         ServerLibrary("tf_recsync._recsync_transport", sources("engine", "transport")),
-        Extension("tf_recsync._engine", sources("engine", "python")),
+        Extension("tf_recsync._engine", sources("engine", "simulation", "python")),
     ],
     cmdclass={"build_ext": BuildExt},
 )

@@ -1,6 +1,7 @@
 #!/bin/bash
-# Builds the C++ tests of the engine (cc/engine/*_test.cc) and runs them, both
-# side by side on all cores.
+# Builds the C++ tests of the engine and of the simulations that run on it
+# (*_test.cc in cc/engine and cc/simulation) and runs them, both side by side on
+# all cores.
 #
 #   scripts/cc_test.sh                           # all builds, all tests
 #   scripts/cc_test.sh thread                    # one build
@@ -32,6 +33,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly CXX="${CXX:-g++}"
 readonly BUILDS=(thread address plain)
 readonly ROOT=build/cc-test
+readonly FOLDERS=(cc/engine cc/simulation)  # No two of their sources share a name.
 
 fail() {
   echo "cc_test.sh: $*" >&2
@@ -49,10 +51,10 @@ named_tests=()
 for argument in "$@"; do
   if [[ " ${BUILDS[*]} " == *" $argument "* ]]; then
     builds+=("$argument")
-  elif [[ "$argument" == *_test && -f "cc/engine/$argument.cc" ]]; then
+  elif [[ "$argument" == *_test && -n "$(find "${FOLDERS[@]}" -name "$argument.cc")" ]]; then
     named_tests+=("$argument")
   else
-    fail "'$argument' is neither a build (${BUILDS[*]}) nor a test in cc/engine"
+    fail "'$argument' is neither a build (${BUILDS[*]}) nor a test in ${FOLDERS[*]}"
   fi
 done
 [[ ${#builds[@]} -gt 0 ]] || builds=("${BUILDS[@]}")
@@ -107,8 +109,8 @@ tests_of() {
     printf '%s\n' "${named_tests[@]}"
     return
   fi
-  for source in $(ls -S cc/engine/*_simulation_test.cc) \
-    $(ls -S cc/engine/*_threads_test.cc) $(ls -S cc/engine/*_test.cc); do
+  for source in $(ls -S cc/engine/*_simulation_test.cc) $(ls -S cc/engine/*_threads_test.cc) \
+    $(ls -S ${FOLDERS[@]/%//*_test.cc}); do
     name="$(basename "$source" .cc)"
     if [[ "$1" != plain ]] || grep -q simulation_length_testing.h "$source"; then
       echo "$name"
@@ -143,22 +145,23 @@ write_makefile() {
   echo "#include <gtest/gtest.h>" | update "$folder/precompiled.h"
   {
     echo "engine_$build :="
-    for source in cc/engine/*.cc; do
+    for source in ${FOLDERS[@]/%//*.cc}; do
       [[ "$source" == *_test.cc ]] ||
         echo "engine_$build += $folder/$(basename "$source" .cc).o"
     done
     cat << END
 SHELL := /bin/bash
+vpath %.cc ${FOLDERS[*]}
 $folder/precompiled.h.gch: $folder/precompiled.h $folder/flags
 	@$CXX $test_flags -x c++-header \$< -o \$@
 # make takes the rule whose pattern says most.
-$folder/%.o: cc/engine/%.cc $folder/flags
+$folder/%.o: %.cc $folder/flags
 	@$CXX $flags -MMD -MP -c \$< -o \$@
-$folder/%_test.o: cc/engine/%_test.cc $folder/flags $folder/precompiled.h.gch
+$folder/%_test.o: %_test.cc $folder/flags $folder/precompiled.h.gch
 	@$CXX $test_flags -include $folder/precompiled.h -MMD -MP -c \$< -o \$@
-$folder/%_simulation_test.o: cc/engine/%_simulation_test.cc $folder/flags
+$folder/%_simulation_test.o: %_simulation_test.cc $folder/flags
 	@$CXX $flags -MMD -MP -c \$< -o \$@
-$folder/%_threads_test.o: cc/engine/%_threads_test.cc $folder/flags
+$folder/%_threads_test.o: %_threads_test.cc $folder/flags
 	@$CXX $flags -MMD -MP -c \$< -o \$@
 $folder/%_test: $folder/%_test.o \$(engine_$build)
 	@$CXX $flags \$^ -lgtest -lgtest_main -ldl -o \$@

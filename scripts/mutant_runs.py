@@ -192,7 +192,8 @@ class Place:
         command += [*shlex.split(_FLAVORS[flavor]), "-fno-omit-frame-pointer"]
         engine = sorted(
             str(path.relative_to(self._tree))
-            for path in (self._tree / "cc" / "engine").glob("*.cc")
+            for folder in ("engine", "simulation")
+            for path in (self._tree / "cc" / folder).glob("*.cc")
             if not path.stem.endswith("_test")
         )
         faulty = changes.dependents(self._tree, self._fault.file) if self._fault else set()

@@ -39,7 +39,7 @@ import faults as faults_  # noqa: E402
 import mutant_runs  # noqa: E402
 import tree_environment  # noqa: E402
 
-_CC_FOLDERS = ("cc/engine/", "cc/kernels/")
+_CC_FOLDERS = ("cc/engine/", "cc/kernels/", "cc/simulation/")
 
 
 def main() -> None:

@@ -41,6 +41,7 @@ import tree_environment  # noqa: E402
 
 # Blocks stay apart with -Og, as with -O0, but inner loops take a quarter of the time.
 _FLAGS = "-Og -g1 -fsanitize-coverage=trace-pc -fno-optimize-sibling-calls"
+_CC_FOLDERS = ("cc/engine", "cc/simulation")
 _STEPS = ("build", "cc", "python", "report")
 
 
@@ -112,7 +113,7 @@ def _record_cc_tests(
             sys.exit(f"{source} does not compile:\n{done.stderr}")
         return target
 
-    sources = sorted((tree / "cc" / "engine").glob("*.cc"))
+    sources = [s for f in _CC_FOLDERS for s in sorted((tree / f).glob("*.cc"))]
     tests = [s for s in sources if s.stem.endswith("_test") and re.search(pattern, s.stem)]
     engine = [s for s in sources if not s.stem.endswith("_test")]
     relative = [s.relative_to(tree) for s in [*engine, *tests]]
@@ -130,7 +131,11 @@ def _record_cc_tests(
         environ_of_test = {**length, **os.environ, "RECORDING_FOLDER": str(folder)}
         with open(folder / f"{test.stem}.log", "w") as log:
             done = subprocess.run([program], env=environ_of_test, stdout=log, stderr=log)
-        record = {"seconds": time.monotonic() - began, "passed": done.returncode == 0}
+        record = {
+            "test": str(test.relative_to(tree)),
+            "seconds": time.monotonic() - began,
+            "passed": done.returncode == 0,
+        }
         (folder / f"{test.stem}.json").write_text(json.dumps(record))
         if done.returncode:
             print(f"{test.stem} failed with status {done.returncode}; see {log.name}", flush=True)
@@ -167,7 +172,7 @@ def _report(tree: pathlib.Path, output: pathlib.Path) -> None:
     recorded = coverage_map.Recorded()
     for path in sorted((output / "cc").glob("*.json")):
         record = json.loads(path.read_text())
-        test = recorded.add_test(f"cc/engine/{path.stem}.cc", record["seconds"], record["passed"])
+        test = recorded.add_test(record["test"], record["seconds"], record["passed"])
         binary = path.with_suffix("")
         ran = np.nonzero(np.fromfile(f"{binary}.blocks", np.uint8))[0].tolist()
         recorded.add_blocks(test, f"cc/{path.stem}", ran)

@@ -11,7 +11,7 @@
 namespace recsync {
 namespace {
 
-void Run(EventQueue* events) {
+void RunAll(EventQueue* events) {
   while (events->RunNext()) {
   }
 }
@@ -23,7 +23,7 @@ TEST(EventQueueTest, EventsHappenInTheOrderOfTheirTimes) {
   for (int i = 0; i < 1000; ++i) {
     events.At(random() % 50, [&] { times.push_back(events.now()); });
   }
-  Run(&events);
+  RunAll(&events);
   EXPECT_EQ(times.size(), 1000u);
   EXPECT_TRUE(std::is_sorted(times.begin(), times.end()));
 }
@@ -34,7 +34,7 @@ TEST(EventQueueTest, ThoseOfOneTimeHappenInTheOrderInWhichTheyWereAdded) {
   for (int i = 0; i < 100; ++i) {
     events.At(i % 2, [&order, i] { order.push_back(i); });
   }
-  Run(&events);
+  RunAll(&events);
   for (int i = 0; i < 50; ++i) {
     EXPECT_EQ(order[i], 2 * i);
     EXPECT_EQ(order[50 + i], 2 * i + 1);
@@ -49,7 +49,7 @@ TEST(EventQueueTest, AnEventAddsOthersAndThePastIsNow) {
     events.At(std::nan(""), [&] { happened.emplace_back(2, events.now()); });
     events.After(0.5, [&] { happened.emplace_back(3, events.now()); });
   });
-  Run(&events);
+  RunAll(&events);
   EXPECT_EQ(happened, (std::vector<std::pair<int, double>>{
                           {1, 2.0}, {2, 2.0}, {3, 2.5}}));
   EXPECT_TRUE(events.empty());
