@@ -11,10 +11,13 @@ constexpr TokenList::Token kNoToken = {-1, -1, -1};
 
 }  // namespace
 
-TokenList::TokenList(const Options& options)
+TokenList::TokenList(const Options& options, std::function<Time()> now)
     : options_(options),
+      now_(std::move(now)),
       steps_(options.servers, 0),
-      workers_(options.workers) {}
+      workers_(options.workers),
+      tickets_(options.workers),
+      live_clocks_{{0, options.workers}} {}
 
 TokenList::~TokenList() { Close(); }
 
@@ -24,6 +27,7 @@ int64_t TokenList::max_step() const {
 }
 
 TokenList::Ticket TokenList::Take(int worker, Callback done) {
+  const Time now = now_();
   Replies replies;
   Ticket ticket;
   {
@@ -34,15 +38,15 @@ TokenList::Ticket TokenList::Take(int worker, Callback done) {
     } else {
       Worker& caller = workers_[worker];
       if (!caller.live) {
-        const bool alone =
-            std::none_of(workers_.begin(), workers_.end(),
-                         [](const Worker& other) { return other.live; });
-        if (!alone) caller.clock = SlowestClock();
+        if (!live_clocks_.empty()) caller.clock = SlowestClock();
         caller.live = true;
+        ++live_clocks_[caller.clock];
       }
       if (options_.gate != Gate::kStep) caller.held.clear();
-      calls_.emplace(ticket, Call{worker, std::chrono::steady_clock::now(),
-                                  std::move(done)});
+      calls_.emplace(ticket, Call{worker, now, std::move(done)});
+      TakeOut(worker);
+      tickets_[worker].insert(ticket);
+      PutBack(worker);
       Serve(&replies);
     }
   }
@@ -57,7 +61,11 @@ bool TokenList::Cancel(Ticket ticket) {
   const auto found = calls_.find(ticket);
   if (found == calls_.end()) return false;
   dropped = std::move(found->second.done);
+  const int worker = found->second.worker;
   calls_.erase(found);
+  TakeOut(worker);
+  tickets_[worker].erase(ticket);
+  PutBack(worker);
   return true;
 }
 
@@ -116,8 +124,12 @@ void TokenList::ReportStep(int server, int64_t step) {
   {
     MutexLock lock(&mu_);
     if (step <= steps_[server]) return;
+    const bool was_smallest = steps_[server] == smallest_step_;
     steps_[server] = step;
-    smallest_step_ = *std::min_element(steps_.begin(), steps_.end());
+    if (!was_smallest) return;
+    const int64_t smallest = *std::min_element(steps_.begin(), steps_.end());
+    if (smallest == smallest_step_) return;
+    smallest_step_ = smallest;
     if (options_.gate != Gate::kStep) return;
     SkipUseless();
     Serve(&replies);
@@ -134,11 +146,12 @@ bool TokenList::Seek(int64_t step) {
   steps_.assign(steps_.size(), step);
   smallest_step_ = step;
   workers_.assign(workers_.size(), Worker());
+  live_clocks_ = {{0, options_.workers}};
   return true;
 }
 
 TokenList::State TokenList::GetState() {
-  const Time now = std::chrono::steady_clock::now();
+  const Time now = now_();
   MutexLock lock(&mu_);
   State state;
   state.position = position_;
@@ -165,6 +178,8 @@ void TokenList::Close() {
           {std::move(entry.second.done), Answer::kClosed, kNoToken});
     }
     calls_.clear();
+    for (std::set<Ticket>& tickets : tickets_) tickets.clear();
+    waiters_.clear();
   }
   Send(replies);
 }
@@ -173,28 +188,10 @@ void TokenList::Send(const Replies& replies) {
   for (const Reply& reply : replies) reply.done(reply.answer, reply.token);
 }
 
-int64_t TokenList::SlowestClock() const {
-  int64_t slowest = std::numeric_limits<int64_t>::max();
-  for (const Worker& worker : workers_) {
-    if (worker.live) slowest = std::min(slowest, worker.clock);
-  }
-  return slowest;
-}
+int64_t TokenList::SlowestClock() const { return live_clocks_.begin()->first; }
 
 int64_t TokenList::NextIndex() const {
   return reissues_.empty() ? position_ : *reissues_.begin();
-}
-
-bool TokenList::IsOpen(int worker) const {
-  switch (options_.gate) {
-    case Gate::kNone:
-      return true;
-    case Gate::kStep:
-      return NextIndex() / options_.repeats <= smallest_step_;
-    case Gate::kClock:
-      return workers_[worker].clock - SlowestClock() <= options_.clock_bound;
-  }
-  return true;
 }
 
 TokenList::Token TokenList::HandOut(int worker, Ticket ticket) {
@@ -204,37 +201,82 @@ TokenList::Token TokenList::HandOut(int worker, Ticket ticket) {
   } else {
     reissues_.erase(reissues_.begin());
   }
-  workers_[worker].held[index] = ticket;
-  ++workers_[worker].clock;
+  Worker& holder = workers_[worker];
+  holder.held[index] = ticket;
+  // Who waits is live.
+  const auto clock = live_clocks_.find(holder.clock);
+  if (--clock->second == 0) live_clocks_.erase(clock);
+  ++live_clocks_[++holder.clock];
   ++counts_.taken;
   return {index, index / options_.repeats, ticket};
 }
 
 void TokenList::Serve(Replies* replies) {
-  auto call = calls_.begin();
-  while (call != calls_.end()) {
-    const int worker = call->second.worker;
-    if (!IsOpen(worker)) {
-      ++call;
-      continue;
-    }
-    replies->push_back({std::move(call->second.done), Answer::kToken,
-                        HandOut(worker, call->first)});
-    calls_.erase(call);
-    // The clock that moved may have opened the gate of one who came before.
-    call = calls_.begin();
+  if (options_.gate == Gate::kClock) return ServeClocks(replies);
+  // The gate is the same for all.
+  while (!calls_.empty() &&
+         (options_.gate == Gate::kNone ||
+          NextIndex() / options_.repeats <= smallest_step_)) {
+    Answered(calls_.begin()->first, replies);
   }
 }
 
-void TokenList::Remove(int worker, Replies* replies) {
-  workers_[worker].live = false;
-  for (auto call = calls_.begin(); call != calls_.end();) {
-    if (call->second.worker != worker) {
-      ++call;
-      continue;
+void TokenList::ServeClocks(Replies* replies) {
+  std::set<Waiter> open;
+  while (!waiters_.empty() || !open.empty()) {
+    // The slowest clock rises from one answer to the next: who is in `open`
+    // stays there, and others come.
+    const int64_t slowest = SlowestClock();
+    while (!waiters_.empty() &&
+           waiters_.begin()->first - slowest <= options_.clock_bound) {
+      open.merge(waiters_.begin()->second);
+      waiters_.erase(waiters_.begin());
     }
+    if (open.empty()) return;
+    const Ticket ticket = open.begin()->first;
+    open.erase(open.begin());
+    Answered(ticket, replies);
+  }
+}
+
+void TokenList::Answered(Ticket ticket, Replies* replies) {
+  const auto call = calls_.find(ticket);
+  const int worker = call->second.worker;
+  TakeOut(worker);
+  tickets_[worker].erase(ticket);
+  replies->push_back(
+      {std::move(call->second.done), Answer::kToken, HandOut(worker, ticket)});
+  calls_.erase(call);
+  PutBack(worker);
+}
+
+void TokenList::TakeOut(int worker) {
+  const std::set<Ticket>& tickets = tickets_[worker];
+  if (options_.gate != Gate::kClock || tickets.empty()) return;
+  const auto waiters = waiters_.find(workers_[worker].clock);
+  if (waiters == waiters_.end()) return;
+  waiters->second.erase({*tickets.begin(), worker});
+  if (waiters->second.empty()) waiters_.erase(waiters);
+}
+
+void TokenList::PutBack(int worker) {
+  const std::set<Ticket>& tickets = tickets_[worker];
+  if (options_.gate != Gate::kClock || tickets.empty()) return;
+  waiters_[workers_[worker].clock].insert({*tickets.begin(), worker});
+}
+
+void TokenList::Remove(int worker, Replies* replies) {
+  TakeOut(worker);
+  for (const Ticket ticket : std::exchange(tickets_[worker], {})) {
+    const auto call = calls_.find(ticket);
     replies->push_back({std::move(call->second.done), Answer::kGone, kNoToken});
-    call = calls_.erase(call);
+    calls_.erase(call);
+  }
+  Worker& gone = workers_[worker];
+  if (gone.live) {
+    gone.live = false;
+    const auto clock = live_clocks_.find(gone.clock);
+    if (--clock->second == 0) live_clocks_.erase(clock);
   }
   Serve(replies);
 }

@@ -31,10 +31,11 @@
 // it to the front: whoever asks has made sure that no server has it, as nobody
 // else's push would count there. Otherwise it is gone.
 //
-// Thread safe, and never blocks for longer than it takes to look at all workers
-// and all that wait. Callbacks are called without a lock, by the thread whose
-// call opened the gate; they may call the list, but must not block. The
-// destructor closes the list.
+// Thread safe, and never blocks for long: a call takes logarithmic time in the
+// workers and in those that wait, for each that it answers; GetState, Seek and
+// the report that completes a step look at all of them. Callbacks are called
+// without a lock, by the thread whose call opened the gate; they may call the
+// list, but must not block. The destructor closes the list.
 
 #ifndef TF_RECSYNC_CC_ENGINE_TOKEN_LIST_H_
 #define TF_RECSYNC_CC_ENGINE_TOKEN_LIST_H_
@@ -44,6 +45,7 @@
 #include <functional>
 #include <map>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -116,7 +118,12 @@ class TokenList {
     Counts counts;
   };
 
-  explicit TokenList(const Options& options);
+  using Time = std::chrono::steady_clock::time_point;
+
+  // `now` tells for how long calls have waited; a simulation has its own time.
+  explicit TokenList(
+      const Options& options,
+      std::function<Time()> now = &std::chrono::steady_clock::now);
   ~TokenList();
   TokenList(const TokenList&) = delete;
   TokenList& operator=(const TokenList&) = delete;
@@ -165,13 +172,14 @@ class TokenList {
   void Close() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  using Time = std::chrono::steady_clock::time_point;
-
   struct Call {
     int worker;
     Time since;
     Callback done;
   };
+
+  // A worker that waits, and the first of its calls: who came first is first.
+  using Waiter = std::pair<Ticket, int>;
 
   // A callback to be called when the lock is gone.
   struct Reply {
@@ -185,16 +193,23 @@ class TokenList {
 
   int64_t SlowestClock() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   int64_t NextIndex() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  bool IsOpen(int worker) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   Token HandOut(int worker, Ticket ticket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Answers whose gates are open, in the order they came.
   void Serve(Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void ServeClocks(Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Answers one with a token.
+  void Answered(Ticket ticket, Replies* replies)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // A worker's calls, or its clock, change between these two.
+  void TakeOut(int worker) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void PutBack(int worker) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The part that Lose and Leave share; what the worker holds stays.
   void Remove(int worker, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Drops the tokens below the smallest step.
   void SkipUseless() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const Options options_;
+  const std::function<Time()> now_;
   Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   Ticket next_ticket_ ABSL_GUARDED_BY(mu_) = 1;
@@ -206,6 +221,12 @@ class TokenList {
   std::vector<Worker> workers_ ABSL_GUARDED_BY(mu_);
   // Tickets rise, so this is the order in which they came.
   std::map<Ticket, Call> calls_ ABSL_GUARDED_BY(mu_);
+  // Of calls_, by worker.
+  std::vector<std::set<Ticket>> tickets_ ABSL_GUARDED_BY(mu_);
+  // How many live workers have a clock.
+  std::map<int64_t, int> live_clocks_ ABSL_GUARDED_BY(mu_);
+  // Those that wait, by their clocks; with kClock.
+  std::map<int64_t, std::set<Waiter>> waiters_ ABSL_GUARDED_BY(mu_);
   Counts counts_ ABSL_GUARDED_BY(mu_);
 };
 

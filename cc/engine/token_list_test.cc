@@ -335,5 +335,39 @@ TEST(TokenListTest, ACallbackMayCallTheList) {
   list.Close();
 }
 
+TEST(TokenListTest, WaitsLastAsLongAsTheGivenTimeSays) {
+  TokenList::Time now{};
+  TokenList list({1, Gate::kStep, 0, 1, 2}, [&now] { return now; });
+  Take(&list, 0);
+  now += std::chrono::hours(1);
+  Take(&list, 1);
+  now += std::chrono::seconds(5);
+  const std::vector<TokenList::Waiting> waiting = list.GetState().waiting;
+  ASSERT_EQ(waiting.size(), 1u);
+  EXPECT_EQ(waiting[0].worker, 1);
+  EXPECT_EQ(waiting[0].seconds, 5.0);
+}
+
+TEST(TokenListTest, SeveralCallsOfAWorkerWaitInTheOrderTheyCame) {
+  TokenList list({1, Gate::kClock, 0, 1, 3});
+  const auto first = Take(&list, 0);
+  const auto ahead = Take(&list, 0);
+  const auto further = Take(&list, 0);
+  EXPECT_EQ(first->outcome, 0);
+  const auto second = Take(&list, 1);
+  EXPECT_EQ(second->outcome, 1);
+  const auto other = Take(&list, 1);
+  EXPECT_EQ(ahead->outcome, kWaits);
+  // Now all clocks are 1: who came first is first, but once only.
+  const auto third = Take(&list, 2);
+  EXPECT_EQ(third->outcome, 2);
+  EXPECT_EQ(ahead->outcome, 3);
+  EXPECT_EQ(other->outcome, 4);
+  EXPECT_EQ(further->outcome, kWaits);
+  EXPECT_TRUE(list.Cancel(further->ticket));
+  Take(&list, 2);
+  EXPECT_EQ(further->outcome, kWaits);
+}
+
 }  // namespace
 }  // namespace recsync
