@@ -5,6 +5,7 @@
 namespace recsync {
 void RegisterWaitingBindings(pybind11::module_& m);
 void RegisterNetworkBindings(pybind11::module_& m);
+void RegisterSimulationBindings(pybind11::module_& m);
 void RegisterStackBindings(pybind11::module_& m);
 void RegisterStalenessBindings(pybind11::module_& m);
 }  // namespace recsync
@@ -13,6 +14,7 @@ PYBIND11_MODULE(_engine, m) {
   m.doc() = "Engine classes of tf_recsync that are used outside a graph.";
   recsync::RegisterStalenessBindings(m);
   recsync::RegisterNetworkBindings(m);
+  recsync::RegisterSimulationBindings(m);
   recsync::RegisterStackBindings(m);
   recsync::RegisterWaitingBindings(m);
 }

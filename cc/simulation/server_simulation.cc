@@ -187,7 +187,12 @@ Result ServerSimulation::Run(const std::function<bool()>& goes_on) {
   }
   Flush();
   after_ = Now();
-  return Result::Ok();
+  return error_;
+}
+
+bool ServerSimulation::Fail(const Result& result) {
+  if (error_.ok()) error_ = result;
+  return result.ok();
 }
 
 double ServerSimulation::Pass(Link* link, int64_t bytes, double bandwidth) {
@@ -316,10 +321,10 @@ double ServerSimulation::ComputeSeconds(int w, double now) {
   if (options_.factor) {
     const double factor = options_.factor(w, step, now);
     if (!(factor >= 0.0 && std::isfinite(factor))) {
-      error_ = Result::Error(
-          "a slowdown's factor must be finite and at least "
-          "0, not ",
-          factor, " of worker ", w, " in step ", step);
+      Fail(
+          Result::Error("a slowdown's factor must be finite and at least 0, "
+                        "not ",
+                        factor, " of worker ", w, " in step ", step));
       return 0.0;
     }
     seconds *= factor;
@@ -372,10 +377,7 @@ void ServerSimulation::Collect(int w, int s) {
   push.ticket = workers_[w].taken.ticket;
   push.pulled_step = pulled(w, s);
   std::unique_ptr<Aggregate> aggregate;
-  if (Result pushed = server.buffer->Push(push, &aggregate); !pushed.ok()) {
-    error_ = pushed;
-    return;
-  }
+  if (!Fail(server.buffer->Push(push, &aggregate))) return;
   if (aggregate == nullptr) return Applied(w, s);
   const double applied = server.processor.Reserve(
       options_.seconds_per_application +
@@ -387,10 +389,7 @@ void ServerSimulation::Collect(int w, int s) {
 
 void ServerSimulation::ApplyStep(int w, int s, int64_t step) {
   GradientBuffer& buffer = *servers_[s]->buffer;
-  if (Result applied = buffer.Applied(step); !applied.ok()) {
-    error_ = applied;
-    return;
-  }
+  if (!Fail(buffer.Applied(step))) return;
   if (options_.gate == TokenList::Gate::kStep) {
     events_.After(latency_to_home(s), [this, s, at = buffer.applied()] {
       tokens_->ReportStep(s, at);
@@ -450,10 +449,7 @@ void ServerSimulation::Flush() {
     if (!options_.flush) {
       left_over_ += state.pending;
     } else if (const auto aggregate = server->buffer->Flush()) {
-      if (Result applied = server->buffer->Applied(aggregate->step());
-          !applied.ok()) {
-        error_ = applied;
-      }
+      Fail(server->buffer->Applied(aggregate->step()));
     }
   }
 }

@@ -210,6 +210,9 @@ class ServerSimulation {
   template <typename Event>
   void When(double time, Event event);
 
+  // Keeps the first error, with which all ends; whether this is none.
+  bool Fail(const Result& result);
+
   // When a worker's next batch is ready, from `now` on.
   double NextBatch(Worker* worker);
   bool Claim();

@@ -70,6 +70,42 @@ class Report:
     age_max: int
     staleness: staleness.Statistics
 
+    @classmethod
+    def of(
+        cls,
+        states: Sequence[State],
+        *,
+        abandoned: int = 0,
+        left_over: int = 0,
+        lost: int = 0,
+        reissued: int = 0,
+    ) -> Report:
+        """The report of what buffers have counted.
+
+        Args:
+            states: theirs.
+            abandoned: see above, like the others.
+            left_over: see above.
+            lost: see above.
+            reissued: see above.
+        """
+        counted = sum(state.ages.count for state in states)
+        return cls(
+            global_step=max((state.step for state in states), default=0),
+            included=sum(state.included for state in states),
+            decayed=sum(state.decayed for state in states),
+            excluded=sum(state.excluded for state in states),
+            late=sum(state.late for state in states),
+            spent=sum(state.spent for state in states),
+            abandoned=abandoned,
+            left_over=left_over,
+            lost=lost,
+            reissued=reissued,
+            age_mean=sum(s.ages.mean * s.ages.count for s in states) / max(counted, 1),
+            age_max=max((state.ages.max for state in states), default=0),
+            staleness=staleness.Statistics.sum(state.staleness for state in states),
+        )
+
 
 class Aggregation(AtOnce):
     """The token list and the gradient buffers of one model, for one group of trainers.
@@ -442,21 +478,12 @@ class Aggregation(AtOnce):
                 raise
         parts = [*self._counted_before, *([] if self._known is None else [self._known])]
         states = [state for of_buffers, _ in parts for state in of_buffers]
-        counted = sum(state.ages.count for state in states)
-        return Report(
-            global_step=max((state.step for state in states), default=0),
-            included=sum(state.included for state in states),
-            decayed=sum(state.decayed for state in states),
-            excluded=sum(state.excluded for state in states),
-            late=sum(state.late for state in states),
-            spent=sum(state.spent for state in states),
+        return Report.of(
+            states,
             abandoned=self._abandoned,
             left_over=self._left_over,
             lost=sum(tokens.lost for _, tokens in parts),
             reissued=sum(tokens.reissued for _, tokens in parts),
-            age_mean=sum(s.ages.mean * s.ages.count for s in states) / max(counted, 1),
-            age_max=max((state.ages.max for state in states), default=0),
-            staleness=staleness.Statistics.sum(state.staleness for state in states),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -82,6 +82,29 @@ class State:
     applications: int
     staleness: staleness.Statistics
     ages: Ages
+
+    @classmethod
+    def of(
+        cls,
+        counts: Mapping[str, int],
+        age_sum: int,
+        age_max: int,
+        measured: staleness.Statistics,
+    ) -> State:
+        """What the engine's buffer has counted.
+
+        Args:
+            counts: what stands under the same names here.
+            age_sum: of the tokens of the pushes counted, like the next one.
+            age_max: the largest of these.
+            measured: their staleness.
+        """
+        count = counts["included"] + counts["excluded"]
+        return cls(
+            **counts,
+            staleness=measured,
+            ages=Ages(count, age_sum / max(count, 1), age_max, counts["excluded"]),
+        )
 
 
 class GradientBuffer:
@@ -325,12 +348,8 @@ class GradientBuffer:
         n = len(_COUNTS)
         counts = dict(zip(_COUNTS, counters[:n].tolist(), strict=True))
         age_sum, age_max = counters[n : n + 2].tolist()
-        count = counts["included"] + counts["excluded"]
-        return State(
-            **counts,
-            staleness=staleness.Statistics.from_counters([counters[n + 2 :]]),
-            ages=Ages(count, age_sum / max(count, 1), age_max, counts["excluded"]),
-        )
+        measured = staleness.Statistics.from_counters([counters[n + 2 :]])
+        return State.of(counts, age_sum, age_max, measured)
 
     def _shaped(self, aggregate: buffer_ops.Aggregate) -> buffer_ops.Aggregate:
         aggregate.rows.counts.set_shape([len(self._tables)])

@@ -1,0 +1,17 @@
+"""Clusters of thousands of machines, simulated in virtual time.
+
+What decides who waits, and what is applied when, is the C++ code that decides it on real servers.
+"""
+
+from tf_recsync.simulation._result import Result, Times, Utilization
+from tf_recsync.simulation._run import run
+from tf_recsync.simulation._settings import Network, Server
+
+__all__ = [
+    "Network",
+    "Result",
+    "Server",
+    "Times",
+    "Utilization",
+    "run",
+]

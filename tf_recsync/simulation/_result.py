@@ -1,0 +1,199 @@
+"""What a simulation of parameter servers found."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+
+from tf_recsync import staleness
+from tf_recsync._figures import new_figure
+from tf_recsync.synchronization import aggregation
+
+_CAUSES = ("data", "token", "pull", "compute", "push")
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Where the workers' time has gone: float64 [workers] each, in seconds of virtual time.
+
+    Attributes:
+        data: waits for batches.
+        token: waits for tokens: for other workers, and for the messages.
+        pull: from then on until the parameters are there.
+        compute: until the gradients are there.
+        push: until all servers are done with them.
+        steps: the steps that each worker has done, int64 [workers].
+    """
+
+    data: np.ndarray
+    token: np.ndarray
+    pull: np.ndarray
+    compute: np.ndarray
+    push: np.ndarray
+    steps: np.ndarray
+
+    def shares(self) -> dict[str, float]:
+        """Of the time of all workers together, what went where; by the attributes' names."""
+        sums = {cause: float(getattr(self, cause).sum()) for cause in _CAUSES}
+        total = sum(sums.values())
+        return {cause: value / total if total else 0.0 for cause, value in sums.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Utilization:
+    """For which share of the time something was busy.
+
+    Attributes:
+        processors: of each server, the mean of its threads; float64 [ps].
+        server_in: its link from the network, float64 [ps]; 0 where bandwidth has no limit.
+        server_out: its link into the network, float64 [ps].
+        worker_in: the link from the network of each of the workers' machines.
+        worker_out: its link into the network.
+    """
+
+    processors: np.ndarray
+    server_in: np.ndarray
+    server_out: np.ndarray
+    worker_in: np.ndarray
+    worker_out: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a simulated run of workers on parameter servers gave. Nothing of it was measured.
+
+    All but `seconds` and `steps` is of the time after the first `warmup_steps`.
+
+    Attributes:
+        mode: the name of the mode.
+        workers: how many there were.
+        ps: how many parameter servers.
+        seconds: how long the run took, in virtual time.
+        steps: the steps that all workers have done together.
+        steps_per_second: of all workers together.
+        staleness: as `strategy.staleness(model)` gives it. Each server counts the pushes to it as
+            those to one dense variable, whose path is "ps:0" for the first; `rows` is empty
+            without a model.
+        aggregation: as `strategy.aggregation(model)` gives it; None in modes without tokens.
+        utilization: how busy processors and links were.
+        times: where the workers' time has gone.
+    """
+
+    mode: str
+    workers: int
+    ps: int
+    seconds: float
+    steps: int
+    steps_per_second: float
+    staleness: staleness.Report
+    aggregation: aggregation.Report | None
+    utilization: Utilization
+    times: Times
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures in short, as JSON has them: numbers, texts, lists and dicts of these."""
+        stale = self.staleness.dense
+        found: dict[str, Any] = {
+            "simulated": True,
+            "mode": self.mode,
+            "workers": self.workers,
+            "ps": self.ps,
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "steps_per_second": self.steps_per_second,
+            "staleness": {
+                "mean": stale.mean,
+                "variance": stale.deviation**2,
+                "max": stale.max,
+                "histogram": [list(bucket) for bucket in stale.histogram],
+            },
+            "shares_of_time": self.times.shares(),
+            "utilization": {
+                field.name: float(getattr(self.utilization, field.name).mean())
+                for field in dataclasses.fields(Utilization)
+            },
+        }
+        if self.aggregation is not None:
+            counts = dataclasses.asdict(self.aggregation)
+            del counts["staleness"]
+            found["aggregation"] = counts
+        return found
+
+    def __str__(self) -> str:
+        """A table of the figures."""
+        stale = self.staleness.dense
+        shares = ", ".join(f"{cause} {share:.1%}" for cause, share in self.times.shares().items())
+        lines = [
+            f"simulated: {self.mode}, {self.workers} workers, {self.ps} parameter servers",
+            f"  steps        {self.steps} in {self.seconds:.6g} s, {self.steps_per_second:.6g} a "
+            "second",
+            f"  staleness    mean {stale.mean:.6g}, variance {stale.deviation**2:.6g}, "
+            f"max {stale.max}",
+            f"  time goes to {shares}",
+            f"  busy         {self._busy()}",
+        ]
+        if self.aggregation is not None:
+            one = self.aggregation
+            lines.append(
+                f"  pushes       {one.included} included ({one.decayed} decayed), "
+                f"{one.excluded} excluded, {one.late} late, {one.left_over} left over; "
+                f"global step {one.global_step}"
+            )
+        return "\n".join(lines)
+
+    def _busy(self) -> str:
+        """How busy processors and links were, on average and at most."""
+        parts = []
+        for field in dataclasses.fields(Utilization):
+            share = getattr(self.utilization, field.name)
+            parts.append(f"{field.name} {share.mean():.1%} (most {share.max():.1%})")
+        return ", ".join(parts)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the staleness, where the workers' time goes, and how busy servers and links are.
+
+        Args:
+            path: of the picture; its ending says the format, such as ".png" or ".svg".
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        figure = new_figure(11.0, 3.4, "Result.plot")
+        stale, of_time, busy = figure.subplots(1, 3)
+        edges = [edge for edge, _ in self.staleness.dense.histogram]
+        counts = [count for _, count in self.staleness.dense.histogram]
+        widths = np.diff([min(edges, default=1) - 1, *edges])
+        stale.bar(
+            np.array(edges) - widths,
+            np.array(counts) / np.maximum(widths, 1),
+            widths,
+            align="edge",
+            color="#33556b",
+        )
+        stale.set_xlabel(f"staleness: mean {self.staleness.dense.mean:.5g}")
+        stale.set_ylabel("pushes")
+        _bars(of_time, self.times.shares(), "share of the workers' time")
+        shares = {
+            field.name: float(getattr(self.utilization, field.name).mean())
+            for field in dataclasses.fields(Utilization)
+        }
+        _bars(busy, shares, "busy, mean of all")
+        figure.suptitle(
+            f"simulated: {self.mode}, {self.workers} workers, {self.ps} PSs, "
+            f"{self.steps_per_second:.5g} steps a second",
+            fontsize=10,
+        )
+        figure.savefig(path, dpi=120)
+
+
+def _bars(axes: Any, shares: dict[str, float], label: str) -> None:
+    """Shares by their names, from top to bottom."""
+    names = list(shares)
+    axes.barh(range(len(names)), [shares[name] for name in names], color="#b3541e")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel(label)

@@ -1,0 +1,195 @@
+"""Workers on parameter servers, simulated by `cc/simulation/server_simulation.h`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tf_recsync import _engine, staleness
+from tf_recsync._checks import check_at_least
+from tf_recsync.simulation._factors import Factors
+from tf_recsync.simulation._result import Result, Times, Utilization
+from tf_recsync.simulation._settings import Network, Server, check_number
+from tf_recsync.synchronization import aggregation
+from tf_recsync.synchronization.gradient_buffer import State
+from tf_recsync.synchronization.modes import Mode
+from tf_recsync.testing.slowdown import Slowdown
+
+
+def simulate(
+    mode: Mode,
+    workers: int,
+    ps: int,
+    compute_seconds: float | Sequence[float],
+    steps: int,
+    slowdown: Slowdown | None,
+    noise: float,
+    network: Network,
+    server: Server,
+    pull_bytes: int,
+    push_bytes: int,
+    reader_seconds: float,
+    reader_ahead: int,
+    warmup_steps: int,
+    seed: int,
+) -> Result:
+    """Checks the arguments of `run`, and runs it."""
+    _check(workers, ps, steps, warmup_steps, reader_ahead, pull_bytes, push_bytes, seed)
+    check_number("noise", noise)
+    check_number("reader_seconds", reader_seconds)
+    for name, value, kind in (("network", network, Network), ("server", server, Server)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be a recsync.simulation.{kind.__name__}, not {value!r}")
+    factors = None if slowdown is None else Factors(slowdown, workers, steps // workers + 1)
+    weight = mode.weight.attributes()
+    by_name = {name.removeprefix("staleness_"): value for name, value in weight.items()}
+    bandwidth = math.inf if network.bandwidth is None else float(network.bandwidth)
+    of_servers = bandwidth if network.server_bandwidth is None else float(network.server_bandwidth)
+    found = _engine.simulate_servers(
+        workers=workers,
+        servers=ps,
+        steps=steps,
+        warmup_steps=warmup_steps,
+        seed=seed,
+        uses_tokens=mode.uses_tokens,
+        uses_buffers=mode.uses_buffers,
+        gate=mode.gate,
+        repeats=mode.repeats,
+        clock_bound=mode.clock_bound,
+        capacity=mode.capacity,
+        drop_late=mode.drop_late,
+        weight=by_name,
+        flush=mode.last_global_batch == "weigh",
+        compute_seconds=_by_worker(compute_seconds, workers),
+        noise=noise,
+        more_factors=factors.block if factors and not factors.depend_on_time else None,
+        factor=factors.one if factors and factors.depend_on_time else None,
+        reader_seconds=reader_seconds,
+        reader_ahead=reader_ahead,
+        worker_bandwidth=bandwidth,
+        server_bandwidth=of_servers,
+        latency=network.latency,
+        workers_per_machine=network.workers_per_machine,
+        pull_bytes=pull_bytes,
+        push_bytes=push_bytes,
+        threads=server.threads,
+        seconds_per_pull=server.seconds_per_pull,
+        seconds_per_application=server.seconds_per_application,
+        seconds_per_byte=server.seconds_per_byte,
+    )
+    before, after = found["before"], found["after"]
+    seconds = after["seconds"] - before["seconds"]
+    return Result(
+        mode=mode.name,
+        workers=workers,
+        ps=ps,
+        seconds=after["seconds"],
+        steps=after["steps"],
+        steps_per_second=(after["steps"] - before["steps"]) / seconds if seconds else math.inf,
+        staleness=_staleness(before, after),
+        aggregation=_aggregation(before, after, found["left_over"]) if mode.uses_tokens else None,
+        utilization=_utilization(before, after, server.threads),
+        times=_times(before, after),
+    )
+
+
+def _check(
+    workers: int,
+    ps: int,
+    steps: int,
+    warmup_steps: int,
+    reader_ahead: int,
+    pull_bytes: int,
+    push_bytes: int,
+    seed: int,
+) -> None:
+    """Checks what is an integer."""
+    check_at_least("workers", workers, 1)
+    check_at_least("ps", ps, 1)
+    check_at_least("steps", steps, 1)
+    check_at_least("warmup_steps", warmup_steps, 0)
+    if warmup_steps >= steps:
+        raise ValueError(f"warmup_steps must be less than steps={steps}, not {warmup_steps}")
+    check_at_least("reader_ahead", reader_ahead, 0)
+    check_at_least("pull_bytes", pull_bytes, 0)
+    check_at_least("push_bytes", push_bytes, 0)
+    check_at_least("seed", seed, 0)
+    if seed >= 2**64:
+        raise ValueError(f"seed must be below 2 ** 64, not {seed}")
+
+
+def _by_worker(compute_seconds: float | Sequence[float], workers: int) -> list[float]:
+    """The compute time of each worker."""
+    if isinstance(compute_seconds, (Sequence, np.ndarray)) and not isinstance(compute_seconds, str):
+        seconds = [float(s) if isinstance(s, np.number) else s for s in compute_seconds]
+        if len(seconds) != workers:
+            raise ValueError(
+                f"compute_seconds must be a number, or one for each of {workers} workers, not "
+                f"{len(seconds)} numbers"
+            )
+        for w, value in enumerate(seconds):
+            check_number(f"compute_seconds[{w}]", value)
+        return seconds
+    check_number("compute_seconds", compute_seconds)
+    return [float(compute_seconds)] * workers
+
+
+def _staleness(before: dict[str, Any], after: dict[str, Any]) -> staleness.Report:
+    """The staleness since an earlier state."""
+
+    def counters(state: dict[str, Any]) -> list[np.ndarray]:
+        return [buffer["staleness"] for buffer in state["buffers"]] or list(state["staleness"])
+
+    of = staleness.Statistics.from_counters
+    servers = {
+        f"ps:{s}": of([late]).since(of([early]))
+        for s, (early, late) in enumerate(zip(counters(before), counters(after), strict=True))
+    }
+    return staleness.Report(
+        dense=staleness.Statistics.sum(servers.values()), rows=of([]), variables=servers
+    )
+
+
+def _aggregation(
+    before: dict[str, Any], after: dict[str, Any], left_over: int
+) -> aggregation.Report:
+    """What became of pushes since an earlier state."""
+    states = []
+    for early, late in zip(before["buffers"], after["buffers"], strict=True):
+        counts = {
+            name: value if name in ("step", "applied", "pending") else value - early[name]
+            for name, value in late.items()
+            if name not in ("staleness", "age_sum", "age_max")
+        }
+        of = staleness.Statistics.from_counters
+        measured = of([late["staleness"]]).since(of([early["staleness"]]))
+        states.append(
+            State.of(counts, late["age_sum"] - early["age_sum"], late["age_max"], measured)
+        )
+    return aggregation.Report.of(states, left_over=left_over)
+
+
+def _utilization(before: dict[str, Any], after: dict[str, Any], threads: int) -> Utilization:
+    """How busy all was since an earlier state."""
+    seconds = after["seconds"] - before["seconds"]
+
+    def share(name: str, of: int = 1) -> np.ndarray:
+        busy = after[name] - before[name]
+        return busy / (seconds * of) if seconds else np.zeros_like(busy)
+
+    return Utilization(
+        processors=share("processor", threads),
+        server_in=share("server_in"),
+        server_out=share("server_out"),
+        worker_in=share("worker_in"),
+        worker_out=share("worker_out"),
+    )
+
+
+def _times(before: dict[str, Any], after: dict[str, Any]) -> Times:
+    """Where the workers' time has gone since an earlier state."""
+    data, token, pull, compute, push, steps = (after["times"] - before["times"]).T
+    return Times(data, token, pull, compute, push, steps.astype(np.int64))
