@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "cc/engine/philox.h"
+#include "cc/simulation/random_numbers.h"
 
 namespace recsync {
 namespace {
@@ -28,18 +28,6 @@ double SecondsOf(Link::Time time) {
 
 int64_t ShareOf(int64_t bytes, int servers) {
   return bytes / servers + (bytes % servers != 0);
-}
-
-// Of a normal distribution, the number of this step.
-double Normal(uint64_t seed, int worker, int64_t step) {
-  const PhiloxWords words =
-      Philox(seed, {static_cast<uint32_t>(worker), static_cast<uint32_t>(step),
-                    static_cast<uint32_t>(static_cast<uint64_t>(step) >> 32),
-                    0x4E4F4953});
-  constexpr double kScale = 1.0 / 4294967296.0;
-  constexpr double kTwoPi = 6.283185307179586;
-  const double radius = std::sqrt(-2.0 * std::log((words[0] + 0.5) * kScale));
-  return radius * std::cos(kTwoPi * (words[1] * kScale));
 }
 
 Result CheckNumber(const char* name, double value, double most) {
@@ -75,6 +63,7 @@ Result CheckOptions(const ServerSimulationOptions& options) {
   for (const auto& [name, value, most] :
        {std::tuple<const char*, int64_t, int64_t>(
             "warmup_steps", options.warmup_steps, options.steps - 1),
+        {"evaluate_every", options.evaluate_every, kMostSteps},
         {"clock_bound", options.clock_bound,
          std::numeric_limits<int64_t>::max()},
         {"reader_ahead", options.reader_ahead, kMostOfAll},
@@ -133,7 +122,9 @@ double ServerSimulation::Processor::Reserve(double seconds, double now) {
   return done;
 }
 
-ServerSimulation::Server::Server(const ServerSimulationOptions& options)
+ServerSimulation::Server::Server(
+    const ServerSimulationOptions& options,
+    std::vector<GradientBufferOptions::Table> tables)
     : processor(options.threads) {
   if (!options.uses_buffers) return;
   GradientBufferOptions mode;
@@ -141,11 +132,14 @@ ServerSimulation::Server::Server(const ServerSimulationOptions& options)
   mode.divisor = static_cast<double>(options.capacity);
   mode.weight = options.weight;
   mode.drop_late = options.drop_late;
+  mode.tables = std::move(tables);
   buffer = std::make_unique<GradientBuffer>(mode);
 }
 
-ServerSimulation::ServerSimulation(const ServerSimulationOptions& options)
+ServerSimulation::ServerSimulation(const ServerSimulationOptions& options,
+                                   Learner* learner)
     : options_(options),
+      learner_(learner),
       pull_bytes_(ShareOf(options.pull_bytes, options.servers)),
       push_bytes_(ShareOf(options.push_bytes, options.servers)),
       workers_(options.workers),
@@ -156,7 +150,10 @@ ServerSimulation::ServerSimulation(const ServerSimulationOptions& options)
     workers_[w].fetched.assign(options.reader_ahead, 0.0);
   }
   for (int s = 0; s < options.servers; ++s) {
-    servers_.push_back(std::make_unique<Server>(options));
+    servers_.push_back(std::make_unique<Server>(
+        options, learner == nullptr
+                     ? std::vector<GradientBufferOptions::Table>()
+                     : learner->TablesOf(s)));
   }
   if (options.uses_tokens) {
     TokenList::Options list;
@@ -173,7 +170,7 @@ ServerSimulation::ServerSimulation(const ServerSimulationOptions& options)
 Result ServerSimulation::Run(const std::function<bool()>& goes_on) {
   before_ = Now();
   for (int w = 0; w < options_.workers; ++w) {
-    if (Claim()) Begin(w);
+    if (Claim(w)) Begin(w);
   }
   int events = 0;
   while (error_.ok() && events_.RunNext()) {
@@ -210,8 +207,9 @@ void ServerSimulation::When(double time, Event event) {
   }
 }
 
-bool ServerSimulation::Claim() {
+bool ServerSimulation::Claim(int w) {
   if (claimed_ == options_.steps) return false;
+  if (learner_ != nullptr) learner_->Begin(w, claimed_);
   ++claimed_;
   return true;
 }
@@ -282,6 +280,7 @@ void ServerSimulation::Pull(int w, int s) {
 void ServerSimulation::Read(int w, int s) {
   Server& server = *servers_[s];
   if (!options_.uses_buffers) pulled(w, s) = server.version;
+  if (learner_ != nullptr) learner_->Pull(w, s);
   const double sent = Pass(&server.out, pull_bytes_, options_.server_bandwidth);
   if (options_.worker_bandwidth == ServerSimulationOptions::kUnlimited) {
     Answered(w, sent + options_.latency);
@@ -307,6 +306,7 @@ void ServerSimulation::Answered(int w, double time) {
   worker.computed = worker.pulled + ComputeSeconds(w, worker.pulled);
   worker.times.compute += worker.computed - worker.pulled;
   ++worker.begun;
+  if (learner_ != nullptr) learner_->Compute(w);
   events_.At(worker.computed, [this, w] { Computed(w); });
 }
 
@@ -315,8 +315,9 @@ double ServerSimulation::ComputeSeconds(int w, double now) {
   const int64_t step = workers_[w].begun;
   if (options_.noise > 0.0) {
     const double sigma = options_.noise;
-    seconds *=
-        std::exp(sigma * Normal(options_.seed, w, step) - sigma * sigma / 2);
+    RandomNumbers random(options_.seed, RandomNumbers::kNoise,
+                         static_cast<uint32_t>(w), step);
+    seconds *= std::exp(sigma * random.Normal() - sigma * sigma / 2);
   }
   if (options_.factor) {
     const double factor = options_.factor(w, step, now);
@@ -339,7 +340,7 @@ void ServerSimulation::Computed(int w) {
   if (answers_at_once()) {
     worker.to_answer = options_.servers;
     worker.pulled = 0.0;
-    worker.has_next = Claim();
+    worker.has_next = Claim(w);
     if (worker.has_next) worker.next_batch = NextBatch(&worker);
   }
   // Workers begin with different servers.
@@ -376,6 +377,7 @@ void ServerSimulation::Collect(int w, int s) {
   push.token_value = workers_[w].taken.value;
   push.ticket = workers_[w].taken.ticket;
   push.pulled_step = pulled(w, s);
+  if (learner_ != nullptr) learner_->Collect(w, s, &push);
   std::unique_ptr<Aggregate> aggregate;
   if (!Fail(server.buffer->Push(push, &aggregate))) return;
   if (aggregate == nullptr) return Applied(w, s);
@@ -383,13 +385,16 @@ void ServerSimulation::Collect(int w, int s) {
       options_.seconds_per_application +
           options_.seconds_per_byte * static_cast<double>(push_bytes_),
       events_.now());
-  const int64_t step = aggregate->step();
-  When(applied, [this, w, s, step] { ApplyStep(w, s, step); });
+  When(applied,
+       [this, w, s, given = std::shared_ptr<Aggregate>(std::move(aggregate))] {
+         ApplyStep(w, s, *given);
+       });
 }
 
-void ServerSimulation::ApplyStep(int w, int s, int64_t step) {
+void ServerSimulation::ApplyStep(int w, int s, const Aggregate& aggregate) {
   GradientBuffer& buffer = *servers_[s]->buffer;
-  if (!Fail(buffer.Applied(step))) return;
+  if (learner_ != nullptr) learner_->ApplyStep(s, aggregate);
+  if (!Fail(buffer.Applied(aggregate.step()))) return;
   if (options_.gate == TokenList::Gate::kStep) {
     events_.After(latency_to_home(s), [this, s, at = buffer.applied()] {
       tokens_->ReportStep(s, at);
@@ -406,6 +411,7 @@ void ServerSimulation::Applied(int w, int s) {
     StalenessCounters(server.staleness.data())
         .Add(server.version - pulled(w, s) + 1);
     ++server.version;
+    if (learner_ != nullptr) learner_->Apply(w, s);
   }
   if (!answers_at_once()) {
     // A server tells the token list how far it is, and the list the worker.
@@ -436,20 +442,25 @@ void ServerSimulation::StepDone(int w) {
   ++workers_[w].times.steps;
   ++done_;
   if (done_ == options_.warmup_steps) before_ = Now();
+  if (learner_ != nullptr && options_.evaluate_every > 0 &&
+      done_ % options_.evaluate_every == 0) {
+    learner_->Evaluate(done_, events_.now());
+  }
   if (answers_at_once()) return;
-  if (Claim()) return Begin(w);
+  if (Claim(w)) return Begin(w);
   // Nobody waits for it any more.
   if (options_.gate == TokenList::Gate::kClock) tokens_->Leave(w);
 }
 
 void ServerSimulation::Flush() {
   if (!options_.uses_buffers) return;
-  for (const std::unique_ptr<Server>& server : servers_) {
-    const GradientBufferState state = server->buffer->state();
+  for (int s = 0; s < options_.servers; ++s) {
+    GradientBuffer& buffer = *servers_[s]->buffer;
     if (!options_.flush) {
-      left_over_ += state.pending;
-    } else if (const auto aggregate = server->buffer->Flush()) {
-      Fail(server->buffer->Applied(aggregate->step()));
+      left_over_ += buffer.state().pending;
+    } else if (const auto aggregate = buffer.Flush()) {
+      if (learner_ != nullptr) learner_->ApplyStep(s, *aggregate);
+      Fail(buffer.Applied(aggregate->step()));
     }
   }
 }

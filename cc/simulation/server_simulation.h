@@ -49,6 +49,7 @@
 #include "cc/engine/staleness_weight.h"
 #include "cc/engine/token_list.h"
 #include "cc/simulation/event_queue.h"
+#include "cc/simulation/learner.h"
 
 namespace recsync {
 
@@ -60,8 +61,9 @@ struct ServerSimulationOptions {
 
   int workers = 1;
   int servers = 1;
-  int64_t steps = 1;         // of all workers together
-  int64_t warmup_steps = 0;  // of these, those before before() is taken
+  int64_t steps = 1;           // of all workers together
+  int64_t warmup_steps = 0;    // of these, those before before() is taken
+  int64_t evaluate_every = 0;  // steps, of what is learned; 0: not at all
   uint64_t seed = 0;
 
   // The mode; see synchronization/modes.py.
@@ -130,7 +132,9 @@ struct ServerSimulationState {
 class ServerSimulation {
  public:
   // The options have passed CheckOptions.
-  explicit ServerSimulation(const ServerSimulationOptions& options);
+  // `learner` is not owned; without one, nobody learns.
+  explicit ServerSimulation(const ServerSimulationOptions& options,
+                            Learner* learner = nullptr);
   ServerSimulation(const ServerSimulation&) = delete;
   ServerSimulation& operator=(const ServerSimulation&) = delete;
 
@@ -180,7 +184,8 @@ class ServerSimulation {
   };
 
   struct Server {
-    explicit Server(const ServerSimulationOptions& options);
+    Server(const ServerSimulationOptions& options,
+           std::vector<GradientBufferOptions::Table> tables);
     Link in;
     Link out;
     Processor processor;
@@ -215,7 +220,8 @@ class ServerSimulation {
 
   // When a worker's next batch is ready, from `now` on.
   double NextBatch(Worker* worker);
-  bool Claim();
+  // Gives a worker another batch; false if there is none.
+  bool Claim(int worker);
 
   // In the order of a step.
   void Begin(int worker);
@@ -229,7 +235,7 @@ class ServerSimulation {
   void Arrived(int worker, int server);
   void Enqueue(int worker, int server);
   void Collect(int worker, int server);
-  void ApplyStep(int worker, int server, int64_t step);
+  void ApplyStep(int worker, int server, const Aggregate& aggregate);
   void Applied(int worker, int server);
   // A server is done with a worker's step, which hears of it at `heard`.
   void Finished(int worker, double heard);
@@ -240,15 +246,17 @@ class ServerSimulation {
   ServerSimulationState Now() const;
 
   const ServerSimulationOptions options_;
+  Learner* const learner_;    // or null
   const int64_t pull_bytes_;  // of a server
   const int64_t push_bytes_;
-  EventQueue events_;
   std::vector<Worker> workers_;
   std::vector<Machine> machines_;
   std::vector<std::unique_ptr<Server>> servers_;
   // The version, or the step of the buffer, that a worker has pulled.
   std::vector<int64_t> pulled_;
   std::unique_ptr<TokenList> tokens_;
+  // Has aggregates that must be gone before their buffers are.
+  EventQueue events_;
   int64_t claimed_ = 0;  // batches
   int64_t done_ = 0;     // steps
   int64_t left_over_ = 0;
