@@ -18,7 +18,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from tf_recsync import modes, simulation
+from tf_recsync import modes, optimizers, simulation, staleness
+from tf_recsync._checks import check_at_least
+from tf_recsync.simulation._settings import check_number
+from tf_recsync.swap import Swap
 from tf_recsync.testing import ChangingSlowdown, RandomSlowdown, Slowdown, SlowWorkers
 
 _EXIT_WRONG_ARGUMENTS = 2
@@ -38,6 +41,18 @@ _NEEDED = {
     "backup": ("backup_workers",),
     "bounded": ("staleness_bound",),
 }
+
+
+_MODELS = ("logistic_regression", "factorization_machine")
+_OF_MODELS = ("features", "vocabulary", "signal", "evaluations")
+_OF_OPTIMIZERS = ("optimizer", "learning_rate", "staleness_baseline", "swap_period")
+_OPTIMIZERS = {
+    "sgd": optimizers.SGD,
+    "adagrad": optimizers.Adagrad,
+    "swap_adagrad": optimizers.SwapAdagrad,
+}
+_LEARNING_RATE = 0.05
+_DIMENSION = 4
 
 
 class _Parser(argparse.ArgumentParser):
@@ -102,6 +117,19 @@ def _parser() -> argparse.ArgumentParser:
     group("--seconds_per_pull", type=float, default=0.0, help="on a server; default 0")
     group("--seconds_per_application", type=float, default=0.0, help="on a server; default 0")
     group("--seconds_per_byte", type=float, default=0.0, help="on a server; default 0")
+    group = parser.add_argument_group(
+        "what is learned, as in recsync.simulation.ClickModel; by default nothing"
+    ).add_argument
+    group("--model", choices=_MODELS, help="of made clicks")
+    group("--features", type=int, help="categorical ones; default 10")
+    group("--vocabulary", type=int, help="the ids of each; default 1000")
+    group("--dimension", type=int, help="of a factorization_machine; default 4")
+    group("--signal", type=float, help="how far true logits deviate; default 1")
+    group("--evaluations", type=int, help="of the AUC in the course of the run; default 10")
+    group("--optimizer", choices=_OPTIMIZERS, help="default adagrad")
+    group("--learning_rate", type=float, help="default 0.05")
+    group("--staleness_baseline", type=float, help="of InversePower(k=2); default no weights")
+    group("--swap_period", type=int, help="of swap_adagrad; default 10000")
     group = parser.add_argument_group("what becomes of the result").add_argument
     group("--json", type=pathlib.Path, help="a file for the figures, with the arguments")
     group("--plot", type=pathlib.Path, help="a file for a picture, as gba.png; needs matplotlib")
@@ -160,6 +188,43 @@ def _mode(arguments: argparse.Namespace) -> modes.ModeConfig:
     return kind(**{name: value for name, value in given.items() if value is not None})
 
 
+def _model(arguments: argparse.Namespace) -> simulation.ClickModel | None:
+    """What is learned; a ValueError if the arguments do not fit together."""
+    given = {
+        name: getattr(arguments, name)
+        for name in (*_OF_MODELS, "dimension", *_OF_OPTIMIZERS)
+        if getattr(arguments, name) is not None
+    }
+    if arguments.model is None:
+        if given:
+            raise ValueError(f"--{next(iter(given))} needs --model")
+        return None
+    is_machine = arguments.model == "factorization_machine"
+    if arguments.dimension is not None and not is_machine:
+        raise ValueError(f"--dimension is not of --model={arguments.model}")
+    check_at_least("dimension", given.get("dimension", 1), 1)
+    return simulation.ClickModel(
+        dimension=given.get("dimension", _DIMENSION) if is_machine else 0,
+        optimizer=_optimizer(arguments),
+        **{name: value for name, value in given.items() if name in _OF_MODELS},
+    )
+
+
+def _optimizer(arguments: argparse.Namespace) -> optimizers.Optimizer:
+    """The optimizer of what is learned."""
+    kind = arguments.optimizer or "adagrad"
+    options: dict[str, Any] = {}
+    if arguments.staleness_baseline is not None:
+        options["staleness"] = staleness.InversePower(k=2, baseline=arguments.staleness_baseline)
+    if arguments.swap_period is not None:
+        if kind != "swap_adagrad":
+            raise ValueError(f"--swap_period is of --optimizer=swap_adagrad, not of {kind}")
+        options["swap"] = Swap(period=arguments.swap_period)
+    rate = _LEARNING_RATE if arguments.learning_rate is None else arguments.learning_rate
+    check_number("learning_rate", rate)
+    return _OPTIMIZERS[kind](rate, **options)
+
+
 def _run(arguments: argparse.Namespace) -> simulation.Result:
     """The result of what the arguments say; a ValueError if something is wrong."""
     slowdowns = [arguments.slow_workers, arguments.random_slowdown, arguments.changing_slowdown]
@@ -192,6 +257,7 @@ def _run(arguments: argparse.Namespace) -> simulation.Result:
         reader_seconds=arguments.reader_seconds,
         reader_ahead=arguments.reader_ahead,
         warmup_steps=arguments.warmup_steps,
+        model=_model(arguments),
         seed=arguments.seed,
     )
 

@@ -103,6 +103,10 @@ class Policy:
         """The policy as attributes of the update ops."""
         raise TypeError("use Constant, InversePower or Threshold")
 
+    def short_attributes(self) -> dict:
+        """The same, by the names that the C++ class has."""
+        return {k.removeprefix("staleness_"): v for k, v in self.attributes().items()}
+
     def __call__(
         self, tau: float, *, last_update: float = 0.0, deviation: float = 0.0, mean: float = 0.0
     ) -> float:
@@ -114,10 +118,8 @@ class Policy:
             deviation: the deviation of tau measured so far; 0: none yet.
             mean: the mean of tau measured so far.
         """
-        attributes = self.attributes()
-        del attributes["deviation_window"]
-        prefix = "staleness_"
-        arguments = {k.removeprefix(prefix): v for k, v in attributes.items()}
+        arguments = self.short_attributes()
+        del arguments["deviation_window"]
         return _engine.staleness_weight(
             tau, last_update=last_update, deviation=deviation, mean=mean, **arguments
         )

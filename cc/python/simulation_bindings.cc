@@ -5,10 +5,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "cc/engine/staleness_counters.h"
+#include "cc/simulation/click_learner.h"
 #include "cc/simulation/server_simulation.h"
 
 namespace recsync {
@@ -71,8 +74,7 @@ class Blocks {
   int64_t known_ = 0;
 };
 
-py::array_t<int64_t> Array(
-    const std::vector<std::array<int64_t, StalenessCounters::kSize>>& rows) {
+py::array_t<int64_t> Array(const std::vector<StalenessTotals>& rows) {
   py::array_t<int64_t> array({rows.size(), size_t{StalenessCounters::kSize}});
   int64_t* to = array.mutable_data();
   for (const auto& row : rows) to = std::copy(row.begin(), row.end(), to);
@@ -115,6 +117,7 @@ py::dict DictOf(const State& state) {
   }
   dict["times"] = times;
   dict["staleness"] = Array(state.staleness);
+  dict["rows_staleness"] = Array(state.rows_staleness);
   py::list buffers;
   for (const GradientBufferState& buffer : state.buffers) {
     buffers.append(DictOf(buffer));
@@ -126,6 +129,75 @@ py::dict DictOf(const State& state) {
   dict["worker_in"] = Array(state.worker_in);
   dict["worker_out"] = Array(state.worker_out);
   return dict;
+}
+
+// A policy's attributes, without their prefix.
+StalenessWeight WeightOf(const py::dict& attributes) {
+  StalenessWeight weight;
+  const auto number = [&](const char* name) {
+    return attributes[name].cast<double>();
+  };
+  if (!ParseStalenessDecay(attributes["decay"].cast<std::string>(),
+                           &weight.decay)) {
+    throw py::value_error("decay must be constant, inverse_power or threshold");
+  }
+  weight.power = number("power");
+  weight.baseline = number("baseline");
+  weight.normalized = attributes["normalized"].cast<bool>();
+  weight.iota = number("iota");
+  weight.update_sensitivity = number("update_sensitivity");
+  weight.target_deviation = number("target_deviation");
+  weight.target_mean = number("target_mean");
+  weight.window = attributes["deviation_window"].cast<int64_t>();
+  return weight;
+}
+
+LearnerUpdate UpdateOf(const py::dict& optimizer) {
+  LearnerUpdate update;
+  const auto rule = optimizer["rule"].cast<std::string>();
+  if (rule == "sgd") {
+    update.rule = LearnerUpdate::Rule::kSgd;
+  } else if (rule == "adagrad") {
+    update.rule = LearnerUpdate::Rule::kAdagrad;
+  } else if (rule == "rowwise_adagrad") {
+    update.rule = LearnerUpdate::Rule::kRowwiseAdagrad;
+  } else {
+    throw py::value_error("rule must be sgd, adagrad or rowwise_adagrad, not " +
+                          rule);
+  }
+  update.learning_rate = optimizer["learning_rate"].cast<float>();
+  update.epsilon = optimizer["epsilon"].cast<float>();
+  update.initial_accumulator =
+      optimizer["initial_accumulator_value"].cast<float>();
+  update.options.swap.period = optimizer["swap_period"].cast<int64_t>();
+  update.options.swap.decay = optimizer["swap_decay"].cast<double>();
+  update.options.weight = WeightOf(optimizer["staleness"].cast<py::dict>());
+  if (!ParseNonfinite(optimizer["nonfinite"].cast<std::string>(),
+                      &update.options.nonfinite)) {
+    throw py::value_error("nonfinite must be apply, skip or error");
+  }
+  return update;
+}
+
+std::unique_ptr<ClickLearner> LearnerOf(int workers, int servers,
+                                        const py::dict& model) {
+  ClickLearnerOptions options;
+  options.workers = workers;
+  options.servers = servers;
+  options.data.features = model["features"].cast<int>();
+  options.data.vocabulary = model["vocabulary"].cast<int>();
+  options.data.numbers = model["numbers"].cast<int>();
+  options.data.dimension = model["dimension"].cast<int>();
+  options.data.signal = model["signal"].cast<double>();
+  options.data.seed = model["seed"].cast<uint64_t>();
+  options.batch_size = model["batch_size"].cast<int>();
+  options.test_examples = model["test_examples"].cast<int>();
+  options.dense = UpdateOf(model["dense"].cast<py::dict>());
+  options.rows = UpdateOf(model["rows"].cast<py::dict>());
+  if (const Result checked = CheckOptions(options); !checked.ok()) {
+    throw py::value_error(checked.error());
+  }
+  return std::make_unique<ClickLearner>(options);
 }
 
 py::dict SimulateServers(
@@ -140,7 +212,8 @@ py::dict SimulateServers(
     double server_bandwidth, double latency, int workers_per_machine,
     int64_t pull_bytes, int64_t push_bytes, int threads,
     double seconds_per_pull, double seconds_per_application,
-    double seconds_per_byte) {
+    double seconds_per_byte, const std::optional<py::dict>& model,
+    int64_t evaluate_every) {
   Options options;
   options.workers = workers;
   options.servers = servers;
@@ -154,14 +227,7 @@ py::dict SimulateServers(
   options.clock_bound = clock_bound;
   options.capacity = capacity;
   options.drop_late = drop_late;
-  if (!ParseStalenessDecay(weight["decay"].cast<std::string>(),
-                           &options.weight.decay)) {
-    throw py::value_error("decay must be constant, inverse_power or threshold");
-  }
-  options.weight.power = weight["power"].cast<double>();
-  options.weight.baseline = weight["baseline"].cast<double>();
-  options.weight.normalized = weight["normalized"].cast<bool>();
-  options.weight.iota = weight["iota"].cast<double>();
+  options.weight = WeightOf(weight);
   options.flush = flush;
   options.compute_seconds = compute_seconds;
   options.noise = noise;
@@ -191,7 +257,10 @@ py::dict SimulateServers(
   if (const Result checked = CheckOptions(options); !checked.ok()) {
     throw py::value_error(checked.error());
   }
-  ServerSimulation simulation(options);
+  std::unique_ptr<ClickLearner> learner;
+  if (model) learner = LearnerOf(workers, servers, *model);
+  options.evaluate_every = evaluate_every;
+  ServerSimulation simulation(options, learner.get());
   Result done = Result::Ok();
   {
     py::gil_scoped_release release;
@@ -206,6 +275,15 @@ py::dict SimulateServers(
   result["before"] = DictOf(simulation.before());
   result["after"] = DictOf(simulation.after());
   result["left_over"] = simulation.left_over();
+  if (learner) {
+    result["auc"] = learner->Auc();
+    result["bayes_auc"] = learner->bayes_auc();
+    py::list evaluations;
+    for (const ClickLearner::Evaluation& one : learner->evaluations()) {
+      evaluations.append(py::make_tuple(one.steps, one.seconds, one.auc));
+    }
+    result["evaluations"] = evaluations;
+  }
   return result;
 }
 
@@ -224,19 +302,23 @@ void RegisterSimulationBindings(py::module_& m) {
         py::arg("latency"), py::arg("workers_per_machine"),
         py::arg("pull_bytes"), py::arg("push_bytes"), py::arg("threads"),
         py::arg("seconds_per_pull"), py::arg("seconds_per_application"),
-        py::arg("seconds_per_byte"),
+        py::arg("seconds_per_byte"), py::arg("model").none(true),
+        py::arg("evaluate_every"),
         R"(Runs workers on parameter servers in virtual time.
 
 The arguments are those of ServerSimulationOptions in C++, which says more.
 `weight` is a policy's attributes, without their prefix. `more_factors(first)`
 gives the factors of some steps from `first` on, float32 [workers, steps];
-`factor(worker, step, seconds)` one; both may be None.
+`factor(worker, step, seconds)` one; both may be None. `model` is a ClickLearner's
+options, with the optimizers of its "dense" part and of its "rows" as dicts; None
+for time alone.
 
 Returns:
   What there is "before" (after the first `warmup_steps`) and "after": `times` is
   float64 [workers, 6], the seconds of data, token, pull, compute and push, and
-  the steps; `staleness` int64 [servers, STALENESS_COUNTERS]; `buffers` a dict
-  for each server. And the pushes that were "left_over" in buffers.
+  the steps; `staleness` int64 [servers, STALENESS_COUNTERS], as `rows_staleness`;
+  `buffers` a dict for each server. And the pushes that were "left_over" in buffers;
+  with a model its "auc", "bayes_auc", and "evaluations" as (steps, seconds, AUC).
 
 Raises:
   ValueError: An option is out of its range, or a factor.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include "cc/engine/update_rules.h"
 #include "cc/simulation/random_numbers.h"
@@ -51,6 +52,32 @@ double DenseLogitOf(const float* dense, const float* numbers, int count) {
 }
 
 }  // namespace
+
+Result CheckOptions(const ClickLearnerOptions& options) {
+  constexpr int kMost = 1 << 24;
+  const ClickDataOptions& data = options.data;
+  for (const auto& [name, value, least, most] :
+       {std::tuple<const char*, int64_t, int64_t, int64_t>(
+            "features", data.features, 1, 1 << 16),
+        {"vocabulary", data.vocabulary, 1, kMost},
+        {"numbers", data.numbers, 0, 1 << 16},
+        {"dimension", data.dimension, 0, 1 << 10},
+        {"batch_size", options.batch_size, 1, 1 << 16},
+        {"test_examples", options.test_examples, 1, kMost},
+        {"features * vocabulary * (1 + dimension)",
+         int64_t{data.features} * data.vocabulary * (1 + data.dimension), 1,
+         int64_t{1} << 28}}) {
+    if (value < least || value > most) {
+      return Result::Error(name, " must be from ", least, " to ", most,
+                           ", not ", value);
+    }
+  }
+  if (!(data.signal >= 0.0 && std::isfinite(data.signal))) {
+    return Result::Error("signal must be at least 0 and finite, not ",
+                         data.signal);
+  }
+  return Result::Ok();
+}
 
 ClickLearner::Table::Table(int64_t rows, int64_t width,
                            const LearnerUpdate& update)
@@ -317,14 +344,6 @@ double ClickLearner::Auc() const {
                      test_.numbers.data() + int64_t{e} * numbers, numbers));
   }
   return AreaUnderCurve(test_.labels, scores);
-}
-
-const ClickLearner::Counters& ClickLearner::dense_staleness() const {
-  return dense_->counters();
-}
-
-const ClickLearner::Counters& ClickLearner::rows_staleness(int server) const {
-  return tables_[server]->counters();
 }
 
 }  // namespace recsync

@@ -17,6 +17,7 @@
 #include <memory>
 #include <vector>
 
+#include "cc/engine/result.h"
 #include "cc/engine/row_partitions.h"
 #include "cc/engine/row_update.h"
 #include "cc/engine/staleness_counters.h"
@@ -47,6 +48,8 @@ struct ClickLearnerOptions {
   LearnerUpdate rows;   // of the table
 };
 
+Result CheckOptions(const ClickLearnerOptions& options);
+
 class ClickLearner : public Learner {
  public:
   struct Evaluation {
@@ -54,8 +57,8 @@ class ClickLearner : public Learner {
     double seconds;
     double auc;
   };
-  using Counters = std::array<int64_t, StalenessCounters::kSize>;
 
+  // The options have passed CheckOptions.
   explicit ClickLearner(const ClickLearnerOptions& options);
 
   std::vector<GradientBufferOptions::Table> TablesOf(int server) const override;
@@ -65,6 +68,9 @@ class ClickLearner : public Learner {
   void Apply(int worker, int server) override;
   void Collect(int worker, int server, GradientPush* push) override;
   void ApplyStep(int server, const Aggregate& aggregate) override;
+  const StalenessTotals& RowsStaleness(int server) const override {
+    return tables_[server]->counters();
+  }
   void Evaluate(int64_t steps, double seconds) override;
 
   // An element of a row of the whole table: 0 is the linear part.
@@ -78,9 +84,8 @@ class ClickLearner : public Learner {
   double bayes_auc() const { return bayes_auc_; }
   const std::vector<Evaluation>& evaluations() const { return evaluations_; }
 
-  // What was counted of the dense part, and of a server's rows.
-  const Counters& dense_staleness() const;
-  const Counters& rows_staleness(int server) const;
+  // What was counted of the dense part.
+  const StalenessTotals& dense_staleness() const { return dense_->counters(); }
 
  private:
   // A table on a server, with what lies beside it.
@@ -95,7 +100,7 @@ class ClickLearner : public Learner {
     int64_t version(int64_t row) const { return versions_[row]; }
     int64_t rows() const { return static_cast<int64_t>(versions_.size()); }
     int64_t width() const { return width_; }
-    const Counters& counters() const { return counters_; }
+    const StalenessTotals& counters() const { return counters_; }
 
     // Updates rows whose gradients are one after the other.
     void Update(const int64_t* ids, int64_t n, const RowPush& push,
@@ -114,7 +119,7 @@ class ClickLearner : public Learner {
     std::vector<int64_t> versions_;
     std::vector<int32_t> last_periods_;
     std::vector<float> last_updates_;
-    Counters counters_{};
+    StalenessTotals counters_{};
     RowPartitions partitions_;
   };
 

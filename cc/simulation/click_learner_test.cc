@@ -231,8 +231,8 @@ TEST(ClickLearnerTest, TheDensePartIsAsStaleAsPushesToItsServer) {
   ASSERT_TRUE(simulation.Run([] { return true; }).ok());
   EXPECT_EQ(learner.dense_staleness(), simulation.after().staleness[0]);
   // Rows that not every batch names are less stale.
-  ClickLearner::Counters rows = learner.rows_staleness(0);
-  ClickLearner::Counters dense = learner.dense_staleness();
+  StalenessTotals rows = learner.RowsStaleness(0);
+  StalenessTotals dense = learner.dense_staleness();
   EXPECT_GT(StalenessCounters(rows.data()).Mean(), 1.0);
   EXPECT_LT(StalenessCounters(rows.data()).Mean(),
             StalenessCounters(dense.data()).Mean());

@@ -7,12 +7,17 @@
 #ifndef TF_RECSYNC_CC_SIMULATION_LEARNER_H_
 #define TF_RECSYNC_CC_SIMULATION_LEARNER_H_
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
 #include "cc/engine/gradient_buffer.h"
+#include "cc/engine/staleness_counters.h"
 
 namespace recsync {
+
+// The values of StalenessCounters.
+using StalenessTotals = std::array<int64_t, StalenessCounters::kSize>;
 
 class Learner {
  public:
@@ -34,6 +39,9 @@ class Learner {
   virtual void Collect(int worker, int server, GradientPush* push) = 0;
   // The server applies what the buffer gave out.
   virtual void ApplyStep(int server, const Aggregate& aggregate) = 0;
+
+  // What was counted of the rows of a server's tables.
+  virtual const StalenessTotals& RowsStaleness(int server) const = 0;
 
   // So many steps are done, at a time in seconds.
   virtual void Evaluate(int64_t steps, double seconds) = 0;

@@ -477,6 +477,9 @@ ServerSimulationState ServerSimulation::Now() const {
     state.server_in.push_back(server->in.Reserved().seconds.count());
     state.server_out.push_back(server->out.Reserved().seconds.count());
   }
+  for (int s = 0; learner_ != nullptr && s < options_.servers; ++s) {
+    state.rows_staleness.push_back(learner_->RowsStaleness(s));
+  }
   for (const Machine& machine : machines_) {
     state.worker_in.push_back(machine.in.Reserved().seconds.count());
     state.worker_out.push_back(machine.out.Reserved().seconds.count());

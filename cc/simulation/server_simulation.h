@@ -118,7 +118,8 @@ struct ServerSimulationState {
   // By server: StalenessCounters of what it has applied at once, the state of
   // its buffer if it has one, and for how long it was busy, in seconds: its
   // processor (the sum of its threads) and its links.
-  std::vector<std::array<int64_t, StalenessCounters::kSize>> staleness;
+  std::vector<StalenessTotals> staleness;
+  std::vector<StalenessTotals> rows_staleness;  // none without a learner
   std::vector<GradientBufferState> buffers;
   std::vector<double> processor;
   std::vector<double> server_in;
@@ -190,7 +191,7 @@ class ServerSimulation {
     Link out;
     Processor processor;
     int64_t version = 0;
-    std::array<int64_t, StalenessCounters::kSize> staleness{};
+    StalenessTotals staleness{};
     std::unique_ptr<GradientBuffer> buffer;
   };
 

@@ -62,6 +62,21 @@ class Utilization:
 
 
 @dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """How good the model was in the course of a run.
+
+    Attributes:
+        steps: the steps that all workers had done together.
+        seconds: since all began, in virtual time.
+        auc: on the model's examples for tests.
+    """
+
+    steps: int
+    seconds: float
+    auc: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
     """What a simulated run of workers on parameter servers gave. Nothing of it was measured.
 
@@ -75,11 +90,14 @@ class Result:
         steps: the steps that all workers have done together.
         steps_per_second: of all workers together.
         staleness: as `strategy.staleness(model)` gives it. Each server counts the pushes to it as
-            those to one dense variable, whose path is "ps:0" for the first; `rows` is empty
-            without a model.
+            those to one dense variable, whose path is "ps:0" for the first. Of a model's rows
+            on it, which `rows` sums up, the path is "ps:0/rows".
         aggregation: as `strategy.aggregation(model)` gives it; None in modes without tokens.
         utilization: how busy processors and links were.
         times: where the workers' time has gone.
+        auc: of the model at the end, on its examples for tests; None without one.
+        bayes_auc: of the true probabilities, on the same examples.
+        evaluations: in the course of the run, in its order.
     """
 
     mode: str
@@ -92,10 +110,12 @@ class Result:
     aggregation: aggregation.Report | None
     utilization: Utilization
     times: Times
+    auc: float | None = None
+    bayes_auc: float | None = None
+    evaluations: tuple[Evaluation, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The figures in short, as JSON has them: numbers, texts, lists and dicts of these."""
-        stale = self.staleness.dense
         found: dict[str, Any] = {
             "simulated": True,
             "mode": self.mode,
@@ -104,12 +124,7 @@ class Result:
             "seconds": self.seconds,
             "steps": self.steps,
             "steps_per_second": self.steps_per_second,
-            "staleness": {
-                "mean": stale.mean,
-                "variance": stale.deviation**2,
-                "max": stale.max,
-                "histogram": [list(bucket) for bucket in stale.histogram],
-            },
+            "staleness": _in_short(self.staleness.dense),
             "shares_of_time": self.times.shares(),
             "utilization": {
                 field.name: float(getattr(self.utilization, field.name).mean())
@@ -120,6 +135,10 @@ class Result:
             counts = dataclasses.asdict(self.aggregation)
             del counts["staleness"]
             found["aggregation"] = counts
+        if self.auc is not None:
+            found["rows_staleness"] = _in_short(self.staleness.rows)
+            found["auc"], found["bayes_auc"] = self.auc, self.bayes_auc
+            found["evaluations"] = [dataclasses.asdict(one) for one in self.evaluations]
         return found
 
     def __str__(self) -> str:
@@ -142,6 +161,12 @@ class Result:
                 f"{one.excluded} excluded, {one.late} late, {one.left_over} left over; "
                 f"global step {one.global_step}"
             )
+        if self.auc is not None:
+            rows = self.staleness.rows
+            lines.append(
+                f"  AUC          {self.auc:.5f}, of the true probabilities {self.bayes_auc:.5f}; "
+                f"staleness of rows: mean {rows.mean:.6g}, variance {rows.deviation**2:.6g}"
+            )
         return "\n".join(lines)
 
     def _busy(self) -> str:
@@ -161,8 +186,9 @@ class Result:
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        figure = new_figure(11.0, 3.4, "Result.plot")
-        stale, of_time, busy = figure.subplots(1, 3)
+        columns = 4 if self.evaluations else 3
+        figure = new_figure(3.7 * columns, 3.4, "Result.plot")
+        stale, of_time, busy, *learned = figure.subplots(1, columns)
         edges = [edge for edge, _ in self.staleness.dense.histogram]
         counts = [count for _, count in self.staleness.dense.histogram]
         widths = np.diff([min(edges, default=1) - 1, *edges])
@@ -181,12 +207,28 @@ class Result:
             for field in dataclasses.fields(Utilization)
         }
         _bars(busy, shares, "busy, mean of all")
+        for axes in learned:
+            steps = [one.steps for one in self.evaluations]
+            axes.plot(steps, [one.auc for one in self.evaluations], ".-", color="#33556b")
+            axes.axhline(self.bayes_auc, color="#b3541e", linestyle=":")
+            axes.set_xlabel("steps of all workers")
+            axes.set_ylabel("AUC; dotted: the best possible")
         figure.suptitle(
             f"simulated: {self.mode}, {self.workers} workers, {self.ps} PSs, "
             f"{self.steps_per_second:.5g} steps a second",
             fontsize=10,
         )
         figure.savefig(path, dpi=120)
+
+
+def _in_short(statistics: staleness.Statistics) -> dict[str, Any]:
+    """Statistics as JSON has them."""
+    return {
+        "mean": statistics.mean,
+        "variance": statistics.deviation**2,
+        "max": statistics.max,
+        "histogram": [list(bucket) for bucket in statistics.histogram],
+    }
 
 
 def _bars(axes: Any, shares: dict[str, float], label: str) -> None:

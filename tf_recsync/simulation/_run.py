@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tf_recsync._checks import check_at_least
 from tf_recsync.modes import ModeConfig
 from tf_recsync.simulation import _servers
+from tf_recsync.simulation._click_model import ClickModel
 from tf_recsync.simulation._result import Result
 from tf_recsync.simulation._settings import Network, Server
 from tf_recsync.testing.slowdown import Slowdown
@@ -28,13 +29,13 @@ def run(
     reader_seconds: float = 0.0,
     reader_ahead: int = 2,
     warmup_steps: int = 0,
+    model: ClickModel | None = None,
     seed: int = 0,
 ) -> Result:
     """Simulates workers that train on parameter servers, in virtual time.
 
     Token lists, gradient buffers and the counters of staleness are those of real servers. Time
-    passes as fast as it can be computed. No gradients are computed. The same arguments give the
-    same result.
+    passes as fast as it can be computed. The same arguments give the same result.
 
     Args:
         mode: one of `recsync.modes`.
@@ -60,6 +61,8 @@ def run(
         warmup_steps: the first steps, which are left out of what is reported; an int from 0, the
             default, to `steps` - 1. All workers begin at the same time, with a staleness that
             rises from 1: take some tens for each of them.
+        model: what the workers learn; None (the default) for nothing: then only time passes. How
+            long steps take and what they pull and push does not depend on it.
         seed: of the noise, an int of 64 bits. Defaults to 0.
 
     Returns:
@@ -83,7 +86,7 @@ def run(
         raise ValueError(f"mode must be one of recsync.modes, not {mode!r}")
     check_at_least("workers", workers, 1)
     return _servers.simulate(
-        mode.on(workers),
+        mode,
         workers=workers,
         ps=ps,
         compute_seconds=compute_seconds,
@@ -97,5 +100,6 @@ def run(
         reader_seconds=reader_seconds,
         reader_ahead=reader_ahead,
         warmup_steps=warmup_steps,
+        model=model,
         seed=seed,
     )

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tf_recsync import _engine, staleness
 from tf_recsync._checks import check_at_least
+from tf_recsync.modes import ModeConfig
+from tf_recsync.simulation._click_model import ClickModel, check_seed
 from tf_recsync.simulation._factors import Factors
-from tf_recsync.simulation._result import Result, Times, Utilization
+from tf_recsync.simulation._result import Evaluation, Result, Times, Utilization
 from tf_recsync.simulation._settings import Network, Server, check_number
 from tf_recsync.synchronization import aggregation
 from tf_recsync.synchronization.gradient_buffer import State
-from tf_recsync.synchronization.modes import Mode
 from tf_recsync.testing.slowdown import Slowdown
 
 
 def simulate(
-    mode: Mode,
+    config: ModeConfig,
     workers: int,
     ps: int,
     compute_seconds: float | Sequence[float],
@@ -34,6 +35,7 @@ def simulate(
     reader_seconds: float,
     reader_ahead: int,
     warmup_steps: int,
+    model: ClickModel | None,
     seed: int,
 ) -> Result:
     """Checks the arguments of `run`, and runs it."""
@@ -43,9 +45,10 @@ def simulate(
     for name, value, kind in (("network", network, Network), ("server", server, Server)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be a recsync.simulation.{kind.__name__}, not {value!r}")
+    if model is not None and not isinstance(model, ClickModel):
+        raise ValueError(f"model must be a recsync.simulation.ClickModel or None, not {model!r}")
+    mode = config.on(workers)
     factors = None if slowdown is None else Factors(slowdown, workers, steps // workers + 1)
-    weight = mode.weight.attributes()
-    by_name = {name.removeprefix("staleness_"): value for name, value in weight.items()}
     bandwidth = math.inf if network.bandwidth is None else float(network.bandwidth)
     of_servers = bandwidth if network.server_bandwidth is None else float(network.server_bandwidth)
     found = _engine.simulate_servers(
@@ -61,7 +64,7 @@ def simulate(
         clock_bound=mode.clock_bound,
         capacity=mode.capacity,
         drop_late=mode.drop_late,
-        weight=by_name,
+        weight=mode.weight.short_attributes(),
         flush=mode.last_global_batch == "weigh",
         compute_seconds=_by_worker(compute_seconds, workers),
         noise=noise,
@@ -79,6 +82,8 @@ def simulate(
         seconds_per_pull=server.seconds_per_pull,
         seconds_per_application=server.seconds_per_application,
         seconds_per_byte=server.seconds_per_byte,
+        model=None if model is None else model.attributes(config.local_batch_size),
+        evaluate_every=max(1, steps // model.evaluations) if model and model.evaluations else 0,
     )
     before, after = found["before"], found["after"]
     seconds = after["seconds"] - before["seconds"]
@@ -93,6 +98,9 @@ def simulate(
         aggregation=_aggregation(before, after, found["left_over"]) if mode.uses_tokens else None,
         utilization=_utilization(before, after, server.threads),
         times=_times(before, after),
+        auc=found.get("auc"),
+        bayes_auc=found.get("bayes_auc"),
+        evaluations=tuple(Evaluation(*one) for one in found.get("evaluations", ())),
     )
 
 
@@ -116,9 +124,7 @@ def _check(
     check_at_least("reader_ahead", reader_ahead, 0)
     check_at_least("pull_bytes", pull_bytes, 0)
     check_at_least("push_bytes", push_bytes, 0)
-    check_at_least("seed", seed, 0)
-    if seed >= 2**64:
-        raise ValueError(f"seed must be below 2 ** 64, not {seed}")
+    check_seed(seed)
 
 
 def _by_worker(compute_seconds: float | Sequence[float], workers: int) -> list[float]:
@@ -140,16 +146,24 @@ def _by_worker(compute_seconds: float | Sequence[float], workers: int) -> list[f
 def _staleness(before: dict[str, Any], after: dict[str, Any]) -> staleness.Report:
     """The staleness since an earlier state."""
 
-    def counters(state: dict[str, Any]) -> list[np.ndarray]:
+    def pushes(state: dict[str, Any]) -> list[np.ndarray]:
         return [buffer["staleness"] for buffer in state["buffers"]] or list(state["staleness"])
 
-    of = staleness.Statistics.from_counters
-    servers = {
-        f"ps:{s}": of([late]).since(of([early]))
-        for s, (early, late) in enumerate(zip(counters(before), counters(after), strict=True))
-    }
+    def rows(state: dict[str, Any]) -> list[np.ndarray]:
+        return list(state["rows_staleness"])
+
+    def since(get: Callable[[dict[str, Any]], list[np.ndarray]]) -> list[staleness.Statistics]:
+        of = staleness.Statistics.from_counters
+        pairs = zip(get(before), get(after), strict=True)
+        return [of([late]).since(of([early])) for early, late in pairs]
+
+    by_name = {f"ps:{s}": one for s, one in enumerate(since(pushes))}
+    by_name.update({f"ps:{s}/rows": one for s, one in enumerate(since(rows))})
+    of_sum = staleness.Statistics.sum
     return staleness.Report(
-        dense=staleness.Statistics.sum(servers.values()), rows=of([]), variables=servers
+        dense=of_sum(one for name, one in by_name.items() if not name.endswith("/rows")),
+        rows=of_sum(one for name, one in by_name.items() if name.endswith("/rows")),
+        variables=by_name,
     )
 
 

@@ -1,0 +1,159 @@
+"""What simulated workers learn."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+
+from tf_recsync import optimizers
+from tf_recsync._checks import check_at_least
+from tf_recsync.optimizers import Optimizer
+from tf_recsync.simulation._settings import check_number
+
+_BATCH_SIZE = 64  # Where nothing else is said.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClickModel:
+    """A click model, and made data whose best possible model is known.
+
+    An example has ids of categorical features and numbers. Whether it is clicked is drawn from a
+    probability that a model of the same kind gives, so that the best AUC is known. Workers learn
+    a logistic regression of these features or, with a `dimension`, a factorization machine. The
+    rows of its table are spread over the servers, and have versions of their own; the weights of
+    numbers and the bias are one dense variable on server 0. They are updated by the
+    C++ code that updates them on real servers, each with the staleness that it has in the
+    simulation.
+
+    Reference: Rendle 2010, "Factorization Machines".
+
+    Args:
+        features: how many categorical features there are, an int of at least 1. Defaults to 10.
+        vocabulary: the ids of each, an int of at least 1. Small ids are more frequent than large
+            ones. Defaults to 1000.
+        numbers: how many numbers an example has, an int of at least 0. Defaults to 8.
+        dimension: of the factors of each id, an int of at least 0. Defaults to 0: a logistic
+            regression.
+        signal: how far the true logits deviate, about, at least 0; the more, the higher is the
+            best AUC. Defaults to 1.0.
+        batch_size: examples of a worker's batch, an int of at least 1. Defaults to None: the
+            mode's `local_batch_size` or, if that is None, 64.
+        optimizer: an `SGD`, `Adagrad` or `SwapAdagrad` of `recsync.optimizers`, with its
+            `staleness` and `swap`. Defaults to None: `Adagrad(0.05)`.
+        table_optimizer: the table's, if it has one of its own. Defaults to None: `optimizer`.
+        test_examples: on which the AUC is computed, an int of at least 1. Defaults to 20,000.
+        evaluations: how often it is computed in the course of the run, at equal numbers of steps;
+            an int of at least 0. Defaults to 10.
+        seed: of the data and of the first factors, an int of 64 bits. Defaults to 0.
+
+    Raises:
+        ValueError: if an argument is wrong.
+
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> result = recsync.simulation.run(
+    ...     recsync.modes.Async(),
+    ...     workers=4,
+    ...     compute_seconds=0.1,
+    ...     steps=3000,
+    ...     model=recsync.simulation.ClickModel(vocabulary=20),
+    ... )
+    >>> 0.65 < result.bayes_auc < 0.85  # Of the true probabilities.
+    True
+    >>> result.auc > result.bayes_auc - 0.02
+    True
+    """
+
+    features: int = 10
+    vocabulary: int = 1000
+    numbers: int = 8
+    dimension: int = 0
+    signal: float = 1.0
+    batch_size: int | None = None
+    optimizer: Optimizer | None = None
+    table_optimizer: Optimizer | None = None
+    test_examples: int = 20_000
+    evaluations: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("features", "vocabulary", "test_examples"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("numbers", "dimension", "evaluations"):
+            check_at_least(name, getattr(self, name), 0)
+        if self.batch_size is not None:
+            check_at_least("batch_size", self.batch_size, 1)
+        check_number("signal", self.signal)
+        check_seed(self.seed)
+        for name in ("optimizer", "table_optimizer"):
+            if getattr(self, name) is not None:
+                _check_optimizer(name, getattr(self, name))
+
+    def attributes(self, local_batch_size: int | None) -> dict[str, Any]:
+        """What the engine is told.
+
+        Args:
+            local_batch_size: the mode's.
+
+        Raises:
+            ValueError: if that is another one.
+        """
+        if None not in (local_batch_size, self.batch_size) and local_batch_size != self.batch_size:
+            raise ValueError(
+                f"the model's batch_size must be None or the mode's local_batch_size="
+                f"{local_batch_size}, not {self.batch_size}"
+            )
+        dense = self.optimizer or optimizers.Adagrad(0.05)
+        names = ("features", "vocabulary", "numbers", "dimension", "signal", "test_examples")
+        return {
+            **{name: getattr(self, name) for name in (*names, "seed")},
+            "batch_size": self.batch_size or local_batch_size or _BATCH_SIZE,
+            "dense": _of_optimizer(dense, is_table=False),
+            "rows": _of_optimizer(self.table_optimizer or dense, is_table=True),
+        }
+
+
+def check_seed(seed: int) -> None:
+    """Raises a ValueError unless a seed is an int of 64 bits."""
+    check_at_least("seed", seed, 0)
+    if seed >= 2**64:
+        raise ValueError(f"seed must be below 2 ** 64, not {seed}")
+
+
+def _check_optimizer(name: str, optimizer: Optimizer) -> None:
+    """Raises a ValueError if a simulation can't update by an optimizer."""
+    if type(optimizer) not in (optimizers.SGD, optimizers.Adagrad, optimizers.SwapAdagrad):
+        raise ValueError(
+            f"{name} must be an SGD, Adagrad or SwapAdagrad of recsync.optimizers, not "
+            f"{optimizer!r}"
+        )
+    if not isinstance(optimizer._learning_rate, keras.Variable):
+        raise ValueError(f"{name} must have a constant learning rate")
+    for option in ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema"):
+        if getattr(optimizer, option):
+            raise ValueError(
+                f"{name} must be without {option}, which a simulation does not have, not "
+                f"{getattr(optimizer, option)!r}"
+            )
+    if optimizer.nonfinite == "error":
+        raise ValueError(f"{name} must have nonfinite='apply' or 'skip', not 'error'")
+
+
+def _of_optimizer(optimizer: Optimizer, is_table: bool) -> dict[str, Any]:
+    """An optimizer's rule and its options."""
+    rule = "sgd"
+    if isinstance(optimizer, optimizers.Adagrad):
+        rule = "rowwise_adagrad" if optimizer.rowwise and is_table else "adagrad"
+    return {
+        "rule": rule,
+        "learning_rate": float(optimizer.learning_rate),
+        "epsilon": getattr(optimizer, "epsilon", 0.0),
+        "initial_accumulator_value": getattr(optimizer, "initial_accumulator_value", 0.0),
+        "swap_period": optimizer.swap.period if optimizer.swap else 0,
+        "swap_decay": optimizer.swap.decay if optimizer.swap else 1.0,
+        "staleness": optimizer.staleness.short_attributes(),
+        "nonfinite": optimizer.nonfinite,
+    }
