@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import heapq
 import json
+import re
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -301,3 +304,111 @@ def test_the_program_refuses_wrong_arguments_in_one_line(arguments, message, cap
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_what_is_learned_does_not_depend_on_the_number_of_servers():
+    model = recsync.simulation.ClickModel(dimension=2, vocabulary=50, test_examples=2000)
+
+    def result(ps):
+        return run(
+            modes.Async(),
+            workers=9,
+            ps=ps,
+            compute_seconds=1.0,
+            steps=600,
+            noise=0.3,
+            model=model,
+        )
+
+    one, several = result(1), result(4)
+    assert one.evaluations == several.evaluations
+    assert one.staleness.rows == several.staleness.rows
+    assert len(one.evaluations) == 10
+    assert one.evaluations[-1].steps == 600
+    assert one.evaluations[-1].auc == one.auc > one.evaluations[0].auc
+
+
+def test_one_worker_becomes_almost_as_good_as_the_truth():
+    model = recsync.simulation.ClickModel(
+        features=3,
+        vocabulary=4,
+        numbers=2,
+        batch_size=32,
+        optimizer=recsync.optimizers.SGD(0.2),
+        table_optimizer=recsync.optimizers.Adagrad(0.2),
+        test_examples=4000,
+    )
+    result = run(modes.Async(), workers=1, compute_seconds=1.0, steps=400, model=model)
+    assert result.bayes_auc - 0.02 < result.auc < result.bayes_auc + 0.01
+    still = recsync.optimizers.SGD(0.0)
+    frozen = dataclasses.replace(model, optimizer=still, table_optimizer=still)
+    assert run(modes.Async(), workers=1, compute_seconds=1.0, steps=9, model=frozen).auc == 0.5
+
+
+def test_stale_gradients_do_harm_and_staleness_weights_help():
+    def auc(workers, policy=None):
+        model = recsync.simulation.ClickModel(
+            vocabulary=30,
+            batch_size=16,
+            optimizer=recsync.optimizers.SGD(0.3, staleness=policy),
+            test_examples=4000,
+            evaluations=0,
+        )
+        return run(
+            modes.Async(), workers=workers, compute_seconds=1.0, steps=2000, noise=0.2, model=model
+        ).auc
+
+    fresh, stale = auc(1), auc(200)
+    assert fresh > stale + 0.03
+    assert auc(200, recsync.staleness.InversePower(k=1, baseline=10)) > stale + 0.03
+
+
+def test_the_size_of_batches_is_the_modes():
+    model = recsync.simulation.ClickModel(batch_size=16)
+    mode = modes.GBA(global_batch_size=64, local_batch_size=32)
+    with pytest.raises(ValueError, match="batch_size must be None or .*=32, not 16"):
+        run(mode, model=model, **RIGHT)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"features": 0}, "features must be an integer of at least 1, got 0"),
+        ({"dimension": -1}, "dimension must be an integer of at least 0, got -1"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
+        ({"signal": -1.0}, "signal must be a finite number, at least 0, not -1"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"optimizer": "sgd"}, "optimizer must be an SGD, Adagrad or SwapAdagrad .*, not 'sgd'"),
+        ({"table_optimizer": recsync.optimizers.Adam()}, "table_optimizer must be an SGD"),
+        (
+            {"optimizer": recsync.optimizers.SGD(weight_decay=0.1)},
+            "optimizer must be without weight_decay, which .* not 0.1",
+        ),
+        (
+            {"optimizer": recsync.optimizers.SGD(nonfinite="error")},
+            "optimizer must have nonfinite='apply' or 'skip', not 'error'",
+        ),
+        (
+            {"optimizer": recsync.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 9))},
+            "optimizer must have a constant learning rate",
+        ),
+    ],
+)
+def test_what_can_not_be_learned_is_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        recsync.simulation.ClickModel(**wrong)
+
+
+def test_the_program_learns(capsys):
+    learned = ["--mode=async", "--model=factorization_machine", "--dimension=2", "--vocabulary=9"]
+    assert simulate.main([*PROGRAM, *learned, "--optimizer=sgd", "--learning_rate=1"]) == 0
+    assert "AUC          0." in capsys.readouterr().out
+    for wrong, message in [
+        (["--learning_rate=1"], "--learning_rate needs --model"),
+        (["--model=logistic_regression", "--dimension=2"], "--dimension is not of --model=log"),
+        (["--model=logistic_regression", "--swap_period=9"], "--swap_period is of --optimizer="),
+        (["--model=factorization_machine", "--dimension=0"], "dimension must be .* got 0"),
+    ]:
+        with pytest.raises(SystemExit):
+            simulate.main([*PROGRAM, "--mode=async", *wrong])
+        assert re.search(message, capsys.readouterr().err)
