@@ -174,7 +174,8 @@ class Result:
         parts = []
         for field in dataclasses.fields(Utilization):
             share = getattr(self.utilization, field.name)
-            parts.append(f"{field.name} {share.mean():.1%} (most {share.max():.1%})")
+            mean, most = f"{share.mean():.1%}", f"{share.max():.1%}"
+            parts.append(f"{field.name} {mean}" + (f" (most {most})" if most != mean else ""))
         return ", ".join(parts)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
