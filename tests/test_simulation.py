@@ -23,23 +23,28 @@ modes = recsync.modes
 
 
 def starts_and_ends(seconds, steps):
-    """(time, is an end, worker, number of its step) of workers that wait for nobody, in order.
+    """("start" or "end", worker) of workers that wait for nobody, in the order of time.
+
+    Each has two batches ahead that nobody else gets.
 
     Args:
         seconds: gives how long a worker's step takes.
         steps: how many all do.
     """
     workers = 3
+    left = steps - 3 * workers
+    ahead = [2] * workers
     waiting = [(seconds(w, 0), w, 0) for w in range(workers)]
     heapq.heapify(waiting)
-    happened = [("start", w, 0) for w in range(workers)]
-    begun = workers
+    happened = [("start", w) for w in range(workers)]
     while waiting:
         time, w, step = heapq.heappop(waiting)
-        happened.append(("end", w, step))
-        if begun < steps:
-            begun += 1
-            happened.append(("start", w, step + 1))
+        happened.append(("end", w))
+        if ahead[w]:
+            another = left > 0
+            left -= another
+            ahead[w] += another - 1
+            happened.append(("start", w))
             heapq.heappush(waiting, (time + seconds(w, step + 1), w, step + 1))
     return happened
 
@@ -66,7 +71,7 @@ def test_the_staleness_of_asynchronous_workers_is_that_of_brute_force():
         warmup_steps=0,
     )
     version, pulled, counted = 0, {}, collections.Counter()
-    for kind, worker, _ in starts_and_ends(seconds_of, 500):
+    for kind, worker in starts_and_ends(seconds_of, 500):
         if kind == "start":
             pulled[worker] = version
         else:
@@ -86,7 +91,7 @@ def test_global_batches_are_those_of_brute_force(decay):
     result = run(mode, workers=3, compute_seconds=OF_WORKERS, steps=503, slowdown=BY_STEPS)
     tokens = step = pending = included = decayed = excluded = ages = 0
     token, pulled, counted = {}, {}, collections.Counter()
-    for kind, worker, _ in starts_and_ends(seconds_of, 503):
+    for kind, worker in starts_and_ends(seconds_of, 503):
         if kind == "start":
             token[worker], pulled[worker] = tokens // 4, step
             tokens += 1

@@ -147,7 +147,6 @@ ServerSimulation::ServerSimulation(const ServerSimulationOptions& options,
       pulled_(static_cast<size_t>(options.workers) * options.servers) {
   for (int w = 0; w < options.workers; ++w) {
     workers_[w].machine = w / options.workers_per_machine;
-    workers_[w].fetched.assign(options.reader_ahead, 0.0);
   }
   for (int s = 0; s < options.servers; ++s) {
     servers_.push_back(std::make_unique<Server>(
@@ -169,10 +168,11 @@ ServerSimulation::ServerSimulation(const ServerSimulationOptions& options,
 
 Result ServerSimulation::Run(const std::function<bool()>& goes_on) {
   before_ = Now();
-  for (int w = 0; w < options_.workers; ++w) {
-    if (Claim(w)) Begin(w);
+  for (int i = 0; i < options_.reader_ahead; ++i) {
+    for (Worker& worker : workers_) Fetch(&worker, 0.0);
   }
-  int events = 0;
+  for (int w = 0; w < options_.workers; ++w) Begin(w);
+  int64_t events = 0;
   while (error_.ok() && events_.RunNext()) {
     if (++events % kEventsAtOnce == 0 && !goes_on()) {
       return Result::Error("the simulation was ended");
@@ -207,30 +207,33 @@ void ServerSimulation::When(double time, Event event) {
   }
 }
 
-bool ServerSimulation::Claim(int w) {
-  if (claimed_ == options_.steps) return false;
-  if (learner_ != nullptr) learner_->Begin(w, claimed_);
-  ++claimed_;
+void ServerSimulation::Fetch(Worker* worker, double time) {
+  if (claimed_ == options_.steps) return;
+  worker->made = std::max(worker->made, time) + options_.reader_seconds;
+  worker->ahead.push_back({claimed_++, worker->made});
+}
+
+bool ServerSimulation::NextBatch(int w, double* time) {
+  Worker& worker = workers_[w];
+  if (options_.reader_ahead == 0) Fetch(&worker, events_.now());
+  if (worker.ahead.empty()) return false;
+  const Batch batch = worker.ahead.front();
+  worker.ahead.pop_front();
+  *time = std::max(events_.now(), batch.ready);
+  if (options_.reader_ahead > 0) Fetch(&worker, *time);
+  if (learner_ != nullptr) learner_->Begin(w, batch.number);
   return true;
 }
 
-double ServerSimulation::NextBatch(Worker* worker) {
-  const double now = events_.now();
-  if (options_.reader_seconds == 0.0) return now;
-  if (options_.reader_ahead == 0) return now + options_.reader_seconds;
-  // It began when the batch before was made, and there was room.
-  double& fetched = worker->fetched[worker->begun % options_.reader_ahead];
-  worker->made = std::max(worker->made, fetched) + options_.reader_seconds;
-  fetched = std::max(now, worker->made);
-  return fetched;
-}
-
-// The worker has claimed a batch, and nothing of another step to do.
+// The worker has nothing of another step to do.
 void ServerSimulation::Begin(int w) {
-  Worker& worker = workers_[w];
-  worker.done = events_.now();
-  const double batch = NextBatch(&worker);
-  When(batch, [this, w] { HasBatch(w); });
+  workers_[w].done = events_.now();
+  double time;
+  if (NextBatch(w, &time)) {
+    When(time, [this, w] { HasBatch(w); });
+  } else if (options_.gate == TokenList::Gate::kClock) {
+    tokens_->Leave(w);  // Nobody waits for it any more.
+  }
 }
 
 void ServerSimulation::HasBatch(int w) {
@@ -285,11 +288,11 @@ void ServerSimulation::Read(int w, int s) {
   if (options_.worker_bandwidth == ServerSimulationOptions::kUnlimited) {
     Answered(w, sent + options_.latency);
   } else {
-    When(sent + options_.latency, [this, w, s] { Answer(w, s); });
+    When(sent + options_.latency, [this, w] { Answer(w); });
   }
 }
 
-void ServerSimulation::Answer(int w, int) {
+void ServerSimulation::Answer(int w) {
   Answered(w, Pass(&machines_[workers_[w].machine].in, pull_bytes_,
                    options_.worker_bandwidth));
 }
@@ -339,9 +342,7 @@ void ServerSimulation::Computed(int w) {
   worker.done = events_.now();
   if (answers_at_once()) {
     worker.to_answer = options_.servers;
-    worker.pulled = 0.0;
-    worker.has_next = Claim(w);
-    if (worker.has_next) worker.next_batch = NextBatch(&worker);
+    worker.has_next = NextBatch(w, &worker.next_batch);
   }
   // Workers begin with different servers.
   for (int i = 0; i < options_.servers; ++i) {
@@ -446,10 +447,7 @@ void ServerSimulation::StepDone(int w) {
       done_ % options_.evaluate_every == 0) {
     learner_->Evaluate(done_, events_.now());
   }
-  if (answers_at_once()) return;
-  if (Claim(w)) return Begin(w);
-  // Nobody waits for it any more.
-  if (options_.gate == TokenList::Gate::kClock) tokens_->Leave(w);
+  if (!answers_at_once()) Begin(w);
 }
 
 void ServerSimulation::Flush() {

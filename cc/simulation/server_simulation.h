@@ -7,9 +7,9 @@
 //   simulation.after().staleness[0]  // StalenessCounters of server 0
 //
 // A step of a worker:
-//   data     it waits for its batch. Its reader makes batches one after the
-//            other and keeps `reader_ahead` of them ready; with 0 it begins
-//            when the step before is done.
+//   data     it waits for its batch. Its reader takes batches one after the
+//            other, which nobody else gets, and keeps `reader_ahead` of them
+//            ready; with 0 it begins when the step before is done.
 //   token    in modes with tokens it asks server 0 for one, which goes from
 //            there to all servers.
 //   pull     each server's processor reads `pull_bytes / servers`, which pass
@@ -36,6 +36,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -152,6 +153,11 @@ class ServerSimulation {
  private:
   using Times = ServerSimulationState::Times;
 
+  struct Batch {
+    int64_t number;
+    double ready;  // when its reader has made it
+  };
+
   struct Worker {
     int machine = 0;
     int64_t begun = 0;    // steps
@@ -165,8 +171,8 @@ class ServerSimulation {
     bool has_next = false;    // a batch after this one
     double next_batch = 0.0;  // when it has that
     TokenList::Token taken{-1, -1, -1};
-    double made = 0.0;            // when its reader had made the last batch
-    std::vector<double> fetched;  // when the last `reader_ahead` were
+    double made = 0.0;        // when its reader has made the last batch
+    std::deque<Batch> ahead;  // of the worker
     Times times;
   };
 
@@ -219,10 +225,11 @@ class ServerSimulation {
   // Keeps the first error, with which all ends; whether this is none.
   bool Fail(const Result& result);
 
-  // When a worker's next batch is ready, from `now` on.
-  double NextBatch(Worker* worker);
-  // Gives a worker another batch; false if there is none.
-  bool Claim(int worker);
+  // A worker's reader takes another batch, if there is one, at a time.
+  void Fetch(Worker* worker, double time);
+  // Gives a worker its next batch, which it has at `time`; false if there is
+  // none left.
+  bool NextBatch(int worker, double* time);
 
   // In the order of a step.
   void Begin(int worker);
@@ -230,7 +237,7 @@ class ServerSimulation {
   void HasToken(int worker, TokenList::Answer answer, TokenList::Token token);
   void Pull(int worker, int server);
   void Read(int worker, int server);
-  void Answer(int worker, int server);
+  void Answer(int worker);
   void Answered(int worker, double time);
   void Computed(int worker);
   void Arrived(int worker, int server);

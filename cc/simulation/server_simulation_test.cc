@@ -132,7 +132,7 @@ TEST(ServerSimulationTest, SynchronousWorkersAreAsFastAsTheSlowest) {
 
 TEST(ServerSimulationTest, OneBackupWorkerHidesTheSlowest) {
   Options options = InBuffers(OfWorkers(4, 400, 1.0), 4, 3, true);
-  options.compute_seconds = {1.0, 1.0, 1.0, 50.0};
+  options.compute_seconds = {1.0, 1.0, 1.0, 5.0};
   const Simulated simulated(options);
   // Whoever is first in a step takes the slowest one's token, too, and is late
   // with that: a step takes up to two seconds.

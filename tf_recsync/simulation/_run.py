@@ -38,7 +38,7 @@ def run(
     passes as fast as it can be computed. The same arguments give the same result.
 
     Args:
-        mode: one of `recsync.modes`.
+        mode: one of `recsync.modes`. `Hogwild` takes the time of `Async`, and no update is lost.
         workers: how many there are, an int of at least 1.
         ps: how many parameter servers there are, an int of at least 1, the default. All get equal
             shares of what is pulled and pushed.
@@ -56,8 +56,9 @@ def run(
             default.
         push_bytes: what it pushes, in the same way.
         reader_seconds: how long a worker's reader takes for a batch, at least 0. Defaults to 0.0.
-        reader_ahead: how many batches the reader keeps ready, an int of at least 0. Defaults to
-            2, as in this package's strategies; with 0 it begins when the step before is done.
+        reader_ahead: how many batches the reader keeps ready, which no other worker gets; an int
+            of at least 0. Defaults to 2, as in this package's strategies; with 0 it begins when
+            the step before is done.
         warmup_steps: the first steps, which are left out of what is reported; an int from 0, the
             default, to `steps` - 1. All workers begin at the same time, with a staleness that
             rises from 1: take some tens for each of them.
