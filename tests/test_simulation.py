@@ -183,6 +183,20 @@ def test_a_warm_up_is_left_out_of_all_reports():
     assert report.global_step == 100
 
 
+def test_what_slow_workers_do_at_the_end_can_be_left_out():
+    settings = {"workers": 10, "compute_seconds": 1.0, "steps": 1000}
+    slow = SlowWorkers(5.0, [3])
+    whole = run(modes.Async(), slowdown=slow, **settings)
+    rest = run(modes.Async(), slowdown=slow, warmup_steps=100, cooldown_steps=100, **settings)
+    assert whole.seconds == rest.seconds
+    assert rest.steps == 1000
+    # Nine workers, and one that takes five times as long.
+    assert rest.steps_per_second == pytest.approx(9.2, rel=0.02)
+    assert whole.steps_per_second == pytest.approx(1000 / whole.seconds)
+    assert whole.steps_per_second < rest.steps_per_second
+    assert rest.staleness.dense.count == pytest.approx(800, abs=10)
+
+
 def test_the_seed_decides_the_noise():
     def seconds(seed):
         return run(
@@ -209,6 +223,7 @@ RIGHT = {"workers": 4, "ps": 2, "compute_seconds": 1.0, "steps": 40}
         ({"workers": 0}, "workers must be an integer of at least 1, got 0"),
         ({"ps": 1.5}, "ps must be an integer of at least 1, got 1.5"),
         ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
+        ({"warmup_steps": 9, "cooldown_steps": 31}, "cooldown_steps must be less .*=31, not 31"),
         ({"warmup_steps": 40}, "warmup_steps must be less than steps=40, not 40"),
         ({"compute_seconds": -1.0}, "compute_seconds must be a finite number, at least 0, not -1"),
         ({"compute_seconds": [1.0] * 3}, "one for each of 4 workers, not 3 numbers"),

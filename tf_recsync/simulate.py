@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--compute_seconds", type=float, required=True, help="that a step computes")
     add("--steps", type=int, required=True, help="of all workers together")
     add("--warmup_steps", type=int, default=0, help="the first ones, not reported; default 0")
+    add("--cooldown_steps", type=int, default=0, help="the last ones, likewise; default 0")
     add("--seed", type=int, default=0, help="of the noise; default 0")
     group = parser.add_argument_group("the mode, as in recsync.modes").add_argument
     group("--local_batch_size", type=int, help="examples of a worker's batch")
@@ -257,6 +258,7 @@ def _run(arguments: argparse.Namespace) -> simulation.Result:
         reader_seconds=arguments.reader_seconds,
         reader_ahead=arguments.reader_ahead,
         warmup_steps=arguments.warmup_steps,
+        cooldown_steps=arguments.cooldown_steps,
         model=_model(arguments),
         seed=arguments.seed,
     )

@@ -202,6 +202,7 @@ std::unique_ptr<ClickLearner> LearnerOf(int workers, int servers,
 
 py::dict SimulateServers(
     int workers, int servers, int64_t steps, int64_t warmup_steps,
+    int64_t cooldown_steps,
     uint64_t seed, bool uses_tokens, bool uses_buffers, const std::string& gate,
     int64_t repeats, int64_t clock_bound, int64_t capacity, bool drop_late,
     const py::dict& weight, bool flush,
@@ -219,6 +220,7 @@ py::dict SimulateServers(
   options.servers = servers;
   options.steps = steps;
   options.warmup_steps = warmup_steps;
+  options.cooldown_steps = cooldown_steps;
   options.seed = seed;
   options.uses_tokens = uses_tokens;
   options.uses_buffers = uses_buffers;
@@ -274,6 +276,7 @@ py::dict SimulateServers(
   py::dict result;
   result["before"] = DictOf(simulation.before());
   result["after"] = DictOf(simulation.after());
+  result["seconds"] = simulation.seconds();
   result["left_over"] = simulation.left_over();
   if (learner) {
     result["auc"] = learner->Auc();
@@ -292,6 +295,7 @@ py::dict SimulateServers(
 void RegisterSimulationBindings(py::module_& m) {
   m.def("simulate_servers", &SimulateServers, py::kw_only(), py::arg("workers"),
         py::arg("servers"), py::arg("steps"), py::arg("warmup_steps"),
+        py::arg("cooldown_steps"),
         py::arg("seed"), py::arg("uses_tokens"), py::arg("uses_buffers"),
         py::arg("gate"), py::arg("repeats"), py::arg("clock_bound"),
         py::arg("capacity"), py::arg("drop_late"), py::arg("weight"),
@@ -314,7 +318,8 @@ options, with the optimizers of its "dense" part and of its "rows" as dicts; Non
 for time alone.
 
 Returns:
-  What there is "before" (after the first `warmup_steps`) and "after": `times` is
+  What there is "before" (after the first `warmup_steps`) and "after" (before the last
+  `cooldown_steps`), and the "seconds" of all: `times` is
   float64 [workers, 6], the seconds of data, token, pull, compute and push, and
   the steps; `staleness` int64 [servers, STALENESS_COUNTERS], as `rows_staleness`;
   `buffers` a dict for each server. And the pushes that were "left_over" in buffers;

@@ -63,6 +63,8 @@ Result CheckOptions(const ServerSimulationOptions& options) {
   for (const auto& [name, value, most] :
        {std::tuple<const char*, int64_t, int64_t>(
             "warmup_steps", options.warmup_steps, options.steps - 1),
+        {"cooldown_steps", options.cooldown_steps,
+         options.steps - options.warmup_steps - 1},
         {"evaluate_every", options.evaluate_every, kMostSteps},
         {"clock_bound", options.clock_bound,
          std::numeric_limits<int64_t>::max()},
@@ -183,7 +185,7 @@ Result ServerSimulation::Run(const std::function<bool()>& goes_on) {
     return Result::Error("all wait for each other after ", done_, " steps");
   }
   Flush();
-  after_ = Now();
+  if (options_.cooldown_steps == 0) after_ = Now();
   return error_;
 }
 
@@ -443,6 +445,11 @@ void ServerSimulation::StepDone(int w) {
   ++workers_[w].times.steps;
   ++done_;
   if (done_ == options_.warmup_steps) before_ = Now();
+  // At the end, buffers are flushed before.
+  if (options_.cooldown_steps > 0 &&
+      done_ == options_.steps - options_.cooldown_steps) {
+    after_ = Now();
+  }
   if (learner_ != nullptr && options_.evaluate_every > 0 &&
       done_ % options_.evaluate_every == 0) {
     learner_->Evaluate(done_, events_.now());

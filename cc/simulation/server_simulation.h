@@ -63,7 +63,8 @@ struct ServerSimulationOptions {
   int workers = 1;
   int servers = 1;
   int64_t steps = 1;           // of all workers together
-  int64_t warmup_steps = 0;    // of these, those before before() is taken
+  int64_t warmup_steps = 0;    // of these, the first: before before()
+  int64_t cooldown_steps = 0;  // and the last: after after()
   int64_t evaluate_every = 0;  // steps, of what is learned; 0: not at all
   uint64_t seed = 0;
 
@@ -144,9 +145,12 @@ class ServerSimulation {
   // shall go on; an error if not, or if a factor is out of its range.
   Result Run(const std::function<bool()>& goes_on);
 
-  // After the first `warmup_steps`, and at the end.
+  // After the first `warmup_steps`, and before the last `cooldown_steps`; at the
+  // end if there are none of these.
   const ServerSimulationState& before() const { return before_; }
   const ServerSimulationState& after() const { return after_; }
+  // How long all took.
+  double seconds() const { return events_.now(); }
   // Pushes that the buffers held at the end and that were not applied.
   int64_t left_over() const { return left_over_; }
 

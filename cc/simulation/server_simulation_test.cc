@@ -288,6 +288,21 @@ TEST(ServerSimulationTest, EveryPushIsCountedOnceOnEachServer) {
   }
 }
 
+TEST(ServerSimulationTest, TheBeginningAndTheEndCanBeLeftOut) {
+  Options options = OfWorkers(2, 100, 1.0);
+  options.compute_seconds = {1.0, 3.0};
+  options.warmup_steps = 20;
+  options.cooldown_steps = 30;
+  ServerSimulation simulation(options);
+  ASSERT_TRUE(simulation.Run([] { return true; }).ok());
+  EXPECT_EQ(simulation.before().steps, 20);
+  EXPECT_EQ(simulation.after().steps, 70);
+  // Four steps in three seconds.
+  EXPECT_NEAR(simulation.before().seconds, 15.0, 1.0);
+  EXPECT_NEAR(simulation.after().seconds, 52.0, 1.0);
+  EXPECT_GT(simulation.seconds(), 74.0);
+}
+
 TEST(ServerSimulationTest, ItEndsWhenItIsToldToAndWhenAFactorIsNoNumber) {
   Options options = OfWorkers(4, 100000);
   ServerSimulation ended(options);

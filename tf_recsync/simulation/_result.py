@@ -80,7 +80,8 @@ class Evaluation:
 class Result:
     """What a simulated run of workers on parameter servers gave. Nothing of it was measured.
 
-    All but `seconds` and `steps` is of the time after the first `warmup_steps`.
+    All but `seconds` and `steps` is of the time after the `warmup_steps` and before the
+    `cooldown_steps`.
 
     Attributes:
         mode: the name of the mode.

@@ -29,6 +29,7 @@ def run(
     reader_seconds: float = 0.0,
     reader_ahead: int = 2,
     warmup_steps: int = 0,
+    cooldown_steps: int = 0,
     model: ClickModel | None = None,
     seed: int = 0,
 ) -> Result:
@@ -62,6 +63,9 @@ def run(
         warmup_steps: the first steps, which are left out of what is reported; an int from 0, the
             default, to `steps` - 1. All workers begin at the same time, with a staleness that
             rises from 1: take some tens for each of them.
+        cooldown_steps: the last steps, which are left out, too; an int from 0, the default, to
+            less than the others. Slow workers end later, as each has batches of its own: some
+            for each of them.
         model: what the workers learn; None (the default) for nothing: then only time passes. How
             long steps take and what they pull and push does not depend on it.
         seed: of the noise, an int of 64 bits. Defaults to 0.
@@ -101,6 +105,7 @@ def run(
         reader_seconds=reader_seconds,
         reader_ahead=reader_ahead,
         warmup_steps=warmup_steps,
+        cooldown_steps=cooldown_steps,
         model=model,
         seed=seed,
     )

@@ -35,11 +35,14 @@ def simulate(
     reader_seconds: float,
     reader_ahead: int,
     warmup_steps: int,
+    cooldown_steps: int,
     model: ClickModel | None,
     seed: int,
 ) -> Result:
     """Checks the arguments of `run`, and runs it."""
-    _check(workers, ps, steps, warmup_steps, reader_ahead, pull_bytes, push_bytes, seed)
+    _check(
+        workers, ps, steps, warmup_steps, cooldown_steps, reader_ahead, pull_bytes, push_bytes, seed
+    )
     check_number("noise", noise)
     check_number("reader_seconds", reader_seconds)
     for name, value, kind in (("network", network, Network), ("server", server, Server)):
@@ -56,6 +59,7 @@ def simulate(
         servers=ps,
         steps=steps,
         warmup_steps=warmup_steps,
+        cooldown_steps=cooldown_steps,
         seed=seed,
         uses_tokens=mode.uses_tokens,
         uses_buffers=mode.uses_buffers,
@@ -91,8 +95,8 @@ def simulate(
         mode=mode.name,
         workers=workers,
         ps=ps,
-        seconds=after["seconds"],
-        steps=after["steps"],
+        seconds=found["seconds"],
+        steps=steps,
         steps_per_second=(after["steps"] - before["steps"]) / seconds if seconds else math.inf,
         staleness=_staleness(before, after),
         aggregation=_aggregation(before, after, found["left_over"]) if mode.uses_tokens else None,
@@ -109,6 +113,7 @@ def _check(
     ps: int,
     steps: int,
     warmup_steps: int,
+    cooldown_steps: int,
     reader_ahead: int,
     pull_bytes: int,
     push_bytes: int,
@@ -121,6 +126,12 @@ def _check(
     check_at_least("warmup_steps", warmup_steps, 0)
     if warmup_steps >= steps:
         raise ValueError(f"warmup_steps must be less than steps={steps}, not {warmup_steps}")
+    check_at_least("cooldown_steps", cooldown_steps, 0)
+    if warmup_steps + cooldown_steps >= steps:
+        raise ValueError(
+            f"cooldown_steps must be less than steps - warmup_steps={steps - warmup_steps}, not "
+            f"{cooldown_steps}"
+        )
     check_at_least("reader_ahead", reader_ahead, 0)
     check_at_least("pull_bytes", pull_bytes, 0)
     check_at_least("push_bytes", push_bytes, 0)
