@@ -145,8 +145,8 @@ class ServerSimulation {
   // shall go on; an error if not, or if a factor is out of its range.
   Result Run(const std::function<bool()>& goes_on);
 
-  // After the first `warmup_steps`, and before the last `cooldown_steps`; at the
-  // end if there are none of these.
+  // After the first `warmup_steps`, and before the last `cooldown_steps`; at
+  // the end if there are none of these.
   const ServerSimulationState& before() const { return before_; }
   const ServerSimulationState& after() const { return after_; }
   // How long all took.
