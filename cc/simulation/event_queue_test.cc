@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <random>
 #include <utility>
 #include <vector>
@@ -39,6 +40,36 @@ TEST(EventQueueTest, ThoseOfOneTimeHappenInTheOrderInWhichTheyWereAdded) {
     EXPECT_EQ(order[i], 2 * i);
     EXPECT_EQ(order[50 + i], 2 * i + 1);
   }
+}
+
+TEST(EventQueueTest, EventsThatComeAndGoHappenAsInASortedList) {
+  std::mt19937 random(7);
+  EventQueue events;
+  // By time and number, all that is still to happen.
+  std::vector<std::pair<double, int>> expected;
+  int added = 0, happened = 0;
+  bool in_order = true;
+  std::function<void(int)> happen = [&](int number) {
+    const auto first = std::min_element(expected.begin(), expected.end());
+    in_order &= first->second == number && first->first == events.now();
+    expected.erase(first);
+    ++happened;
+    for (int more = random() % 3; more > 0 && added < 5000; --more) {
+      const double time = events.now() + random() % 4;
+      expected.emplace_back(time, added);
+      events.At(time, [&happen, added] { happen(added); });
+      ++added;
+    }
+  };
+  for (; added < 200; ++added) {
+    const double time = random() % 10;
+    expected.emplace_back(time, added);
+    events.At(time, [&happen, added] { happen(added); });
+  }
+  RunAll(&events);
+  EXPECT_TRUE(in_order);
+  EXPECT_EQ(happened, added);
+  EXPECT_GT(added, 200);
 }
 
 TEST(EventQueueTest, AnEventAddsOthersAndThePastIsNow) {
