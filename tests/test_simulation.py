@@ -311,6 +311,10 @@ def test_the_program_prints_a_table_and_writes_files(tmp_path, capsys):
         (["--mode=fast"], "argument --mode: invalid choice: 'fast' (choose from"),
         (["--mode=async", "--staleness_bound=3"], "--staleness_bound is of --mode=bounded, not"),
         (["--mode=bsp"], "--mode=bsp needs --global_batch_size"),
+        (
+            ["--mode=async", "--json=/nowhere/a.json"],
+            "directory: '/nowhere/a.json'",
+        ),
         (["--mode=async", "--ps=0"], "ps must be an integer of at least 1, got 0"),
         (["--mode=async", "--bandwidth=-1"], "bandwidth must be a finite number, positive, not -1"),
         (["--mode=async", "--slow_workers=4"], "slow_workers must be like 4:0,1,2, not '4'"),

@@ -2,8 +2,8 @@
 
 Prints a table of what `recsync.simulation.run` gives, and writes it as JSON and as a picture:
 
-    python -m tf_recsync.simulate --mode=gba --workers=800 --ps=100 --compute_seconds=0.5 \
-        --local_batch_size=512 --global_batch_size=51200 --noise=0.2 --steps=20000 \
+    python -m tf_recsync.simulate --mode=gba --workers=800 --ps=100 --compute_seconds=0.5 \\
+        --local_batch_size=512 --global_batch_size=51200 --noise=0.2 --steps=20000 \\
         --json=gba.json --plot=gba.png
 
 All figures are simulated. Exit codes: 0; 2 for wrong arguments, with a line that says which.
@@ -65,6 +65,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m tf_recsync.simulate",
+        usage="%(prog)s --mode=MODE --workers=N --compute_seconds=S --steps=N [what is below]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -286,14 +287,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         result = _run(arguments)
-    except ValueError as error:
+        sys.stdout.write(f"{result}\n")
+        if arguments.json is not None:
+            content = {"arguments": _for_json(arguments), **result.as_dict()}
+            arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if arguments.plot is not None:
+            result.plot(arguments.plot)
+    except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
-    sys.stdout.write(f"{result}\n")
-    if arguments.json is not None:
-        content = {"arguments": _for_json(arguments), **result.as_dict()}
-        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if arguments.plot is not None:
-        result.plot(arguments.plot)
     return 0
 
 
