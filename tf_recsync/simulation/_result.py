@@ -191,16 +191,11 @@ class Result:
         columns = 4 if self.evaluations else 3
         figure = new_figure(3.7 * columns, 3.4, "Result.plot")
         stale, of_time, busy, *learned = figure.subplots(1, columns)
-        edges = [edge for edge, _ in self.staleness.dense.histogram]
-        counts = [count for _, count in self.staleness.dense.histogram]
-        widths = np.diff([min(edges, default=1) - 1, *edges])
-        stale.bar(
-            np.array(edges) - widths,
-            np.array(counts) / np.maximum(widths, 1),
-            widths,
-            align="edge",
-            color="#33556b",
-        )
+        edges, counts = np.array(self.staleness.dense.histogram, float).reshape(-1, 2).T
+        # Buckets are exact below 32, and eight for each power of two beyond.
+        widths = np.maximum(1.0, 2.0 ** (np.floor(np.log2(np.maximum(edges, 1.0))) - 3))
+        widths[edges < 32] = 1.0
+        stale.bar(edges + 0.5 - widths, counts / widths, widths, align="edge", color="#33556b")
         stale.set_xlabel(f"staleness: mean {self.staleness.dense.mean:.5g}")
         stale.set_ylabel("pushes")
         _bars(of_time, self.times.shares(), "share of the workers' time")
