@@ -63,7 +63,7 @@ flags.DEFINE_integer(
     "max_idle", None, "Steps without a lookup after which an id is forgotten.", lower_bound=1
 )
 flags.DEFINE_enum(
-    "unknown", "zeros", ["zeros", "trained"], "What ids without a row are looked up as."
+    "unknown", "zeros", ["zeros", "trained", "mean"], "What ids without a row are looked up as."
 )
 flags.DEFINE_integer(
     "active_ids", 20_000, "How many ids each feature has at a time.", lower_bound=2

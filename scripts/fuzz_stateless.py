@@ -182,6 +182,9 @@ def _find_rows(w: World) -> dict:
         "versions": [w.variable(versions)] if w.chance(0.7) else [],
         "beside": [w.variable(one) for one in besides],
         "log_decays": [w.variable(log_decays)] if w.chance(0.3) else [],
+        "means": [w.variable(w.rng.choice([0, 5, 1e300, np.nan], 2 + width))]
+        if w.chance(0.5)
+        else [],
         "keys": w.rng.integers(-(2**63), 2**63 - 1, n) if w.chance(0.3) else np.arange(n),
         "expected": w.rng.choice([0, 2**40], n) if w.chance(0.3) else np.zeros(0, np.int64),
         "inserts": w.chance(0.7),
@@ -191,6 +194,7 @@ def _find_rows(w: World) -> dict:
         "keeps_time": w.chance(0.3),
         "probability": w.choose([1.0, 1.0, 0.5, 1e-30]),
         "trains_unknown": w.chance(0.5),
+        "mean_rows": w.choose([0, 16, 2**62]),
         "distribution": w.choose(["constant", "uniform", "normal"]),
         "parameters": [0.0, 1.0],
         "seed": w.small(),

@@ -19,7 +19,7 @@ from tf_recsync.layers import (
     TableConfig,
 )
 from tf_recsync.ops.bags import PackedBags
-from tf_recsync.optimizers import SGD, Adagrad, Adam, SwapAdagrad
+from tf_recsync.optimizers import SGD, Adagrad, Adam, Ftrl, SwapAdagrad
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63), 17, 2**40]
 UNIFORM = keras.initializers.RandomUniform(-1, 1, seed=3)
@@ -101,6 +101,131 @@ def test_keys_without_a_row_are_zeros_or_share_a_row_that_is_trained(unknown):
     expected = -0.4 if unknown == "trained" else 0.0
     np.testing.assert_allclose(looked_up(layer, [1, 9]), np.full([2, 3], expected), rtol=1e-6)
     assert layer.key_counts()["users"].refused == 3  # A batch looks a key up once.
+
+
+def rows_of_keys(layer) -> np.ndarray:
+    return np.concatenate([vectors for _, vectors in layer.read_keys("users")])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: SGD(0.1), lambda: Adam(0.01), lambda: Ftrl(0.1), lambda: keras.optimizers.SGD(0.1)],
+)
+def test_keys_without_a_row_may_be_the_mean_of_the_others_and_train_nothing(make, dtype):
+    layer, zeros = (
+        keyed_layer(unknown=unknown, admission=Admission(2), dtype=dtype)
+        for unknown in ("mean", "zeros")
+    )
+    assert not looked_up(layer, [9]).any()
+    tolerance = 1e-6 if dtype == "float32" else 2**-8
+    for own in (layer, zeros):
+        optimizer = make()
+        for new in range(100, 105):
+            for key in (1, 2, 3):
+                train(own, optimizer, [key, key])
+            before = rows_of_keys(own)
+            train(own, optimizer, [1, new, new])
+            if own is layer and new > 100:
+                expected = np.broadcast_to(before.mean(0), [2, 3])
+                np.testing.assert_allclose(looked_up(own, [9, new]), expected, rtol=tolerance)
+    # As if the others had never been there.
+    assert layer.key_counts()["users"].used == zeros.key_counts()["users"].used == 3
+    np.testing.assert_array_equal(looked_up(layer, [1, 2, 3]), looked_up(zeros, [1, 2, 3]))
+
+
+def test_in_training_too_keys_that_are_not_admitted_are_the_mean():
+    layer = keyed_layer(unknown="mean", admission=Admission(2), features=("user", "item"))
+    keys = tf.constant([1, 2, 3])
+    for _ in range(2):
+        layer({"user": keys, "item": keys[:0]}, training=True)
+    known = rows_of_keys(layer)
+    found = layer({"user": tf.constant([1, 50]), "item": tf.constant([60, 60])}, training=True)
+    for vectors in (found["user"][1], *found["item"]):
+        np.testing.assert_allclose(vectors, known.mean(0), rtol=1e-6)
+
+
+def test_bags_of_known_and_unknown_keys_are_sums_of_rows_and_the_mean():
+    def layer_of(unknown):
+        layer = EmbeddingCollection(
+            [TableConfig("all", 64, 3, UNIFORM, "mean", keys="any", unknown=unknown)],
+            [FeatureConfig("bag", "all")],
+        )
+        layer.build()
+        layer.write_keys("all", [1, 2], [[1.0, 2.0, 3.0], [5.0, 6.0, 7.0]])
+        return layer
+
+    def found_and_gradient(layer, training):
+        inputs = {"bag": tf.RaggedTensor.from_row_lengths([1, 8, 9, 2, 9], [2, 0, 2, 1])}
+        weights = {"bag": tf.RaggedTensor.from_row_lengths([1.0, 3.0, 0.5, 1.5, 2.0], [2, 0, 2, 1])}
+        with tf.GradientTape() as tape:
+            found = layer(inputs, weights=weights, training=training)["bag"]
+        gradient = tape.gradient(found, layer.trainable_variables)[0]
+        return found.numpy(), None if gradient is None else tf.convert_to_tensor(gradient).numpy()
+
+    # Nothing is admitted: the table is read alone, or a step's lookup is its keys' first one.
+    mean, known = np.array([3.0, 4.0, 5.0]), np.array([1.0, 2.0, 3.0])
+    other = np.array([5.0, 6.0, 7.0])
+    expected = [(known + 3 * mean) / 4, np.zeros(3), (0.5 * mean + 1.5 * other) / 2, mean]
+    layer = layer_of("mean")
+    found, _ = found_and_gradient(layer, False)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_pass_for_the_mean_takes_a_part_of_the_rows_with_each_lookup():
+    layer = keyed_layer(rows=9000, unknown="mean")  # Two partitions.
+    keys = np.arange(300) * 2**50
+    looked_up(layer, keys, training=True)
+    assert not looked_up(layer, np.arange(1, 20)).any()
+    for _ in range(7):
+        looked_up(layer, keys, training=True)
+    found = looked_up(layer, np.arange(1, 20))
+    expected = np.broadcast_to(rows_of_keys(layer).astype(float).mean(0), found.shape)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_keys_that_have_left_or_have_expired_are_in_no_mean():
+    layer = keyed_layer(rows=5, unknown="mean", eviction=Eviction(max_idle=4))
+    for key in (1, 2, 3, 4, 5):  # The first has left for the last.
+        looked_up(layer, [key], training=True)
+    np.testing.assert_allclose(looked_up(layer, [1])[0], rows_of_keys(layer).mean(0), rtol=1e-5)
+    for _ in range(4):
+        looked_up(layer, [5], training=True)
+    np.testing.assert_allclose(*looked_up(layer, [5, 1]), rtol=1e-6)
+
+
+def test_files_have_the_mean_and_what_is_read_or_written_makes_no_wrong_one(tmp_path):
+    layer = keyed_layer(unknown="mean")
+    model = model_of(layer)
+    train(layer, SGD(0.1), [1, 2, 3])
+    expected = looked_up(layer, [2, 9])
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    recsync.checkpoint.save(tmp_path / "own", model)
+    loaded = keras.models.load_model(tmp_path / "model.keras").get_layer("embeddings")
+    assert loaded.table_configs[0].unknown == "mean"
+    np.testing.assert_array_equal(looked_up(loaded, [2, 9]), expected)
+    for load in (
+        lambda model: model.load_weights(tmp_path / "model.weights.h5"),
+        lambda model: recsync.checkpoint.restore(tmp_path / "own", model),
+    ):
+        other = keyed_layer(unknown="mean")
+        other_model = model_of(other)
+        looked_up(other, np.arange(20, 70), training=True)  # In the middle of a pass.
+        load(other_model)
+        np.testing.assert_array_equal(looked_up(other, [2, 9]), expected)
+        known = rows_of_keys(other)
+        looked_up(other, [1], training=True)
+        np.testing.assert_allclose(looked_up(other, [9])[0], known.mean(0), rtol=1e-5)
+
+
+def test_vectors_that_are_written_are_in_the_mean_at_once():
+    layer = keyed_layer(rows=9000, unknown="mean")
+    layer.build()
+    vectors = np.random.default_rng(1).normal(size=[200, 3]).astype(np.float32)
+    assert layer.write_keys("users", np.arange(200), vectors) == 200
+    expected = vectors.astype(float).mean(0)
+    np.testing.assert_allclose(looked_up(layer, [777])[0], expected, rtol=1e-5, atol=1e-7)
 
 
 def test_a_key_is_admitted_when_it_has_been_looked_up_often_enough():
@@ -245,7 +370,8 @@ def test_where_keys_were_summed_up_a_row_of_another_life_is_not_pushed_to():
 
 
 def test_export_scores_keys_and_strings_with_stock_ops(tmp_path):
-    for keys, unknown in ((EXTREMES, "zeros"), ([f"é{i}" for i in range(6)], "trained")):
+    names = [f"é{i}" for i in range(6)]
+    for keys, unknown in ((EXTREMES, "zeros"), (names, "trained"), (names, "mean")):
         inputs = keras.Input((2,), dtype=tf.constant(keys).dtype.name, name="user")
         layer = keyed_layer(unknown=unknown, eviction=Eviction(max_idle=50))
         model = keras.Model({"user": inputs}, layer({"user": inputs})["user"])
@@ -364,7 +490,7 @@ def test_bfloat16_rows_of_keys_are_narrowed_first_values():
         ({"keys": None, "unknown": "trained"}, "unknown='trained': must be 'zeros' without keys"),
         ({"keys": None, "admission": Admission(2)}, "admission=.*must be None without keys"),
         ({"eviction": "lru"}, "eviction='lru': must be None or an Eviction"),
-        ({"unknown": "mean"}, "unknown='mean'"),
+        ({"unknown": "median"}, "unknown='median'.*'zeros', 'trained', 'mean'"),
     ],
 )
 def test_a_table_with_keys_that_can_t_be_is_refused(change, match):

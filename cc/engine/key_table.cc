@@ -210,7 +210,7 @@ void KeyTable::Own(int64_t row, int64_t key, int64_t tick) {
 void KeyTable::Find(const int64_t* keys, int64_t n, int64_t* rows,
                     int64_t* versions, int64_t now) {
   Prepare();
-  const int64_t tick = RightTick(std::max(now, Load(view_.counts + kTick)));
+  const int64_t tick = Now(now);
   Tally tally{};
   ForEach(keys, n, [&](int64_t i, uint64_t hash, int64_t partition) {
     // Keys of other shards are in no index here.

@@ -175,6 +175,29 @@ class KeyTable {
   // How many rows have a key. Goes through all entries.
   int64_t Used() const;
 
+  // What Find takes for the present, where no call that inserts began later
+  // than `now`.
+  int64_t Now(int64_t now) const {
+    return RightTick(std::max(now, Load(view_.counts + kTick)));
+  }
+
+  int64_t rows() const { return view_.rows; }
+  // How many rows are reserved: the first ones.
+  int64_t reserved() const { return layout_.partitions; }
+
+  // Whether a row has a key, which has not expired by `tick`.
+  bool HasKey(int64_t row, int64_t tick) const {
+    const uint64_t usage = UsageOf(row);
+    return usage != 0 && !IsExpired(usage, tick);
+  }
+
+  // Raises the version of a reserved row whose value has changed. Lock: the
+  // row's. After Prepare.
+  void RaiseReserved(int64_t row) const {
+    if (view_.versions == nullptr) return;
+    Store(VersionOf(row) + 1, view_.versions + row);
+  }
+
  private:
   // How the arrays are divided. The index has a line for the whole table, whose
   // first word has the marks, and a segment for each partition: a word with the

@@ -43,6 +43,10 @@ class ABSL_LOCKABLE SpinLock {
       }
     }
   }
+  // Whether it is the caller's now; does not block.
+  bool TryLock() ABSL_EXCLUSIVE_TRYLOCK_FUNCTION(true) {
+    return !held_.exchange(true, std::memory_order_acquire);
+  }
   void Unlock() ABSL_UNLOCK_FUNCTION() {
     held_.store(false, std::memory_order_release);
   }

@@ -9,6 +9,7 @@
 #include "cc/engine/bfloat16.h"
 #include "cc/engine/initial_rows.h"
 #include "cc/engine/key_hash.h"
+#include "cc/engine/key_mean.h"
 #include "cc/engine/key_table.h"
 #include "cc/engine/row_locks.h"
 #include "cc/kernels/distribution.h"
@@ -133,7 +134,7 @@ class FindRowsOp : public OpKernel {
     first_.seed = static_cast<uint64_t>(seed);
     const Result checked = CheckInitialRows(first_);
     OP_REQUIRES(ctx, checked.ok(), absl::InvalidArgumentError(checked.error()));
-    int beside, sketches, versions, decayed;
+    int beside, sketches, versions, decayed, means;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("num_beside", &beside));
     OP_REQUIRES_OK(ctx, ReadList(ctx, "beside_values", beside, &values_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("num_sketches", &sketches));
@@ -147,6 +148,14 @@ class FindRowsOp : public OpKernel {
                 absl::InvalidArgumentError(
                     "there must be at most one of versions and log_decays"));
     if (decayed == 1) decayed_ = {0};
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("num_means", &means));
+    OP_REQUIRES(ctx, means <= 1,
+                absl::InvalidArgumentError(
+                    absl::StrCat("means must be one or none, not ", means)));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("mean_rows", &mean_rows_));
+    OP_REQUIRES(ctx, mean_rows_ >= 0,
+                absl::InvalidArgumentError(absl::StrCat(
+                    "mean_rows must be 0 or more, not ", mean_rows_)));
   }
 
   void Compute(OpKernelContext* ctx) override {
@@ -166,7 +175,7 @@ class FindRowsOp : public OpKernel {
     Tensor* versions;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, keys->shape(), &rows));
     OP_REQUIRES_OK(ctx, ctx->allocate_output(1, keys->shape(), &versions));
-    if (n == 0) return;
+    if (n == 0 && held.mean == nullptr) return;
     const WriteSession session(ctx, held.All());
     OP_REQUIRES_OK(ctx, session.status());
     KeyView view;
@@ -183,7 +192,8 @@ class FindRowsOp : public OpKernel {
     int64_t* to = rows->flat<int64_t>().data();
     int64_t* to_versions = versions->flat<int64_t>().data();
     const int64_t now = keeps_time_ ? TickOfNow() : 0;
-    const int64_t tick = inserts_ ? table.NextTick(now) : 0;
+    const int64_t tick =
+        inserts_ && n > 0 ? table.NextTick(now) : table.Now(now);
     const auto give = [&](int64_t row, int64_t key) {
       Give(held, decay, row, key, tick, &table);
     };
@@ -196,6 +206,9 @@ class FindRowsOp : public OpKernel {
                    now);
       }
     });
+    if (held.mean != nullptr) {
+      Advance(held, decay, table, std::max(n, mean_rows_), tick);
+    }
     if (view.versions == nullptr) {
       std::fill_n(to_versions, n, int64_t{0});
       return;
@@ -224,11 +237,12 @@ class FindRowsOp : public OpKernel {
     Var* sketch = nullptr;      // null without
     Var* versions = nullptr;    // null without
     Var* log_decays = nullptr;  // null without
+    Var* mean = nullptr;        // null without
     std::vector<Var*> beside;
 
     std::vector<Var*> All() const {
       std::vector<Var*> all = {table, entries, index, counts};
-      for (Var* one : {sketch, versions, log_decays}) {
+      for (Var* one : {sketch, versions, log_decays, mean}) {
         if (one != nullptr) all.push_back(one);
       }
       all.insert(all.end(), beside.begin(), beside.end());
@@ -246,7 +260,7 @@ class FindRowsOp : public OpKernel {
       }
       return absl::OkStatus();
     };
-    std::vector<Var*> own, sketches, versions;
+    std::vector<Var*> own, sketches, versions, means;
     for (const char* name : {"table", "entries", "index", "counts"}) {
       TF_RETURN_IF_ERROR(find(name, &own));
     }
@@ -259,6 +273,8 @@ class FindRowsOp : public OpKernel {
     TF_RETURN_IF_ERROR(find("versions", &versions));
     if (!versions.empty()) held->versions = versions[0];
     TF_RETURN_IF_ERROR(find("beside", &held->beside));
+    TF_RETURN_IF_ERROR(find("means", &means));
+    if (!means.empty()) held->mean = means[0];
     std::vector<VariablePtr> log_decays;
     TF_RETURN_IF_ERROR(LookupLogDecays(ctx, decayed_, 1, &log_decays));
     if (log_decays[0] != nullptr) {
@@ -301,6 +317,10 @@ class FindRowsOp : public OpKernel {
       TF_RETURN_IF_ERROR(check("versions", held.versions, tensorflow::DT_INT64,
                                TensorShape({rows})));
       view->versions = Data<int64_t>(held.versions);
+    }
+    if (held.mean != nullptr) {
+      TF_RETURN_IF_ERROR(check("means", held.mean, tensorflow::DT_DOUBLE,
+                               TensorShape({KeyMean::StateSize(width)})));
     }
     return absl::OkStatus();
   }
@@ -355,8 +375,24 @@ class FindRowsOp : public OpKernel {
     table->Own(row, key, tick);
   }
 
+  // Goes on with the mean of the rows that have keys.
+  static void Advance(const Held& held, const RowDecay& decay,
+                      const KeyTable& table, int64_t rows, int64_t tick) {
+    const Tensor& values = *held.table->tensor();
+    const KeyMean mean(Data<double>(held.mean),
+                       values.NumElements() / values.dim_size(0));
+    if (values.dtype() == tensorflow::DT_BFLOAT16) {
+      mean.Advance(table, rows, tick, decay,
+                   static_cast<BFloat16*>(values.data()));
+    } else {
+      mean.Advance(table, rows, tick, decay,
+                   static_cast<float*>(values.data()));
+    }
+  }
+
   KeyOptions options_;
   bool inserts_;
+  int64_t mean_rows_;
   bool trains_unknown_;
   bool keeps_time_;
   InitialRows first_;

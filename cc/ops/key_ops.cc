@@ -19,6 +19,7 @@ REGISTER_OP("RecsyncFindRows")
     .Input("versions: num_versions * resource")
     .Input("beside: num_beside * resource")
     .Input("log_decays: num_decayed * resource")
+    .Input("means: num_means * resource")
     .Input("keys: int64")
     .Input("expected: int64")
     .Output("rows: int64")
@@ -27,6 +28,7 @@ REGISTER_OP("RecsyncFindRows")
     .Attr("num_versions: int >= 0")
     .Attr("num_beside: int >= 0")
     .Attr("num_decayed: int >= 0")
+    .Attr("num_means: int >= 0")
     .Attr("inserts: bool")
     .Attr("partitions: int")
     .Attr("shard: int")
@@ -38,6 +40,7 @@ REGISTER_OP("RecsyncFindRows")
     .Attr("probability: float")
     .Attr("keeps_time: bool")
     .Attr("trains_unknown: bool")
+    .Attr("mean_rows: int")
     .Attr("distribution: string")
     .Attr("parameters: list(float)")
     .Attr("seed: int")
@@ -67,6 +70,10 @@ sketches: With min_count > 1, an int8 variable, zeros at first.
 versions: An int64 variable [rows], if there is one.
 beside: What else is given a first value: float or int32 variables [rows, ...].
 log_decays: If the table's weights decay, a double variable [rows + 2].
+means: If unknown keys shall be looked up as the mean of the rows that have keys,
+  a double variable [width + 2], zeros at first. The call goes on with a pass
+  over the rows, then, which at its end writes the mean into the rows that stand
+  for unknown keys, see cc/engine/key_mean.h.
 keys: [n], any.
 expected: [n], versions of the keys' rows, or empty. A key whose row is in
   another life by now counts as unknown to those who push.
@@ -88,6 +95,8 @@ keeps_time: Whether a tick is at least the time since the beginning of 2020, in
   1/1024 seconds, of calls that come faster one more than the last; else each call
   that inserts is one.
 trains_unknown: Whether the rows of unknown keys may be pushed to.
+mean_rows: With means, through how many rows that have keys a call goes at least,
+  if it has fewer keys than that.
 distribution: Of first values, see RecsyncInitialRows.
 parameters: Two.
 seed: Of first values.

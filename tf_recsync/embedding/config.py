@@ -23,7 +23,7 @@ from tf_recsync.embedding.key_rules import (
 
 COMBINERS = ("sum", "mean", "sqrtn")
 OUT_OF_RANGE = ("error", "clip", "hash")
-UNKNOWN = ("zeros", "trained")
+UNKNOWN = ("zeros", "trained", "mean")
 _PARTS = {
     "admission": Admission,
     "eviction": Eviction,
@@ -64,9 +64,10 @@ class TableConfig:
         admission: An `Admission`, which keys get rows. None (the default): all.
         eviction: An `Eviction`, which key loses its row when the table is full. None (the
             default): the one that was not looked up for the longest time.
-        unknown: What keys without a row are looked up as: `"zeros"` (the default), or
+        unknown: What keys without a row are looked up as: `"zeros"` (the default);
             `"trained"`, a row of the table that all of them train together, and that begins as
-            zeros.
+            zeros; or `"mean"`, the mean of the rows that have keys, see below. With `"zeros"` and
+            `"mean"`, the gradients of such keys are left out.
         optimizer: The optimizer that trains this table, with its own learning rate, staleness
             policy and SWAP. None (the default): that of the model. The tables of a layer that have
             equal ones are trained by the first of them. The model must be compiled with
@@ -106,6 +107,13 @@ class TableConfig:
     of shards is a power of two: by default the largest up to the number of servers. SWAP and weight
     decay begin with a key's row. An optimizer of Keras itself, in one process, does not know that a
     row was given to another key, and goes on with what it keeps beside it.
+
+    With `unknown="mean"`, each shard has a mean of its own rows, of those whose keys have not
+    expired. The mean is zeros at first. Each lookup in training goes on with a pass over the rows,
+    by as many rows as the lookup has keys, and at least 16. When the pass has come to the end, keys
+    without a row are looked up as the mean of what the pass has met, and the next lookup begins a
+    pass anew. So no part of a mean is older than two passes, and where a batch has more keys than
+    the table has rows, each batch makes the mean anew. Besides, `write_keys` does.
 
     Raises:
         ValueError: If an argument is out of range.

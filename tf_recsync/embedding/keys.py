@@ -25,6 +25,7 @@ _COUNTS = ("calls", "admitted", "refused", "evicted", "expired", "unknown")
 _KEY_COUNTS = 8  # Of cc/engine/key_table.h.
 _USES_BITS = 24  # The same.
 _LIFE_BITS = 40  # Of cc/engine/row_lives.h.
+_LEAST_PASSED = 16  # Rows of a pass for the mean, in a lookup.
 _ADMITS_ALL = {"min_count": 1, "probability": 1.0}
 
 _are_sorted: contextvars.ContextVar[bool] = contextvars.ContextVar("are_sorted", default=False)
@@ -147,6 +148,9 @@ class KeyedRows:
         self._index = add("key_index", (index,), "int32")
         self._counts = add("key_counts", (_KEY_COUNTS,), "int64")
         self._sketches = [add("key_sketch", (sketch,), "int8")] if sketch else []
+        # A row that is next, how many were added up, and their sums (cc/engine/key_mean.h).
+        passed = (2 + physical.dimension,)
+        self._means = [add("key_mean", passed, "float64")] if config.unknown == "mean" else []
         self._table: keras.Variable | None = None
         self.state: Any = None
 
@@ -161,7 +165,7 @@ class KeyedRows:
     @property
     def variables(self) -> list[keras.Variable]:
         """All that lies beside the table for this."""
-        return [self.entries, self._index, self._counts, *self._sketches]
+        return [self.entries, self._index, self._counts, *self._sketches, *self._means]
 
     @property
     def table(self) -> str:
@@ -193,6 +197,19 @@ class KeyedRows:
         """
         # Whoever only looks up needs no more than a model that is exported has.
         state = self.state if inserts or expected is not None else None
+        means = self._means if inserts and not admits_all else []
+        return self._find(keys, inserts, expected, admits_all, state, means)
+
+    def _find(
+        self,
+        keys: Any,
+        inserts: bool,
+        expected: tf.Tensor | None,
+        admits_all: bool,
+        state: Any,
+        means: list[keras.Variable],
+        mean_rows: int = _LEAST_PASSED,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         besides = [] if state is None else state.fresh
         return ops.find_rows(
             table=self._table._value.handle,
@@ -203,10 +220,12 @@ class KeyedRows:
             versions=[] if state is None else [state.versions._value.handle],
             beside=[variable._value.handle for variable, _ in besides],
             log_decays=[] if state is None else [v._value.handle for v in state.log_decays],
+            means=[variable._value.handle for variable in means],
             keys=keys,
             expected=np.zeros([0], np.int64) if expected is None else expected,
             inserts=inserts,
             beside_values=[value for _, value in besides],
+            mean_rows=mean_rows,
             **{**self._place, **self._rules, **(_ADMITS_ALL if admits_all else {})},
         )
 
@@ -230,6 +249,17 @@ class KeyedRows:
             )
             return int(fetch(tf.size(known)))
 
+    def renew_mean(self) -> None:
+        """Computes anew what keys without a row are looked up as, if it is the mean of the rows."""
+        if not self._means:
+            return
+        self._forget_pass()
+        table = self._table._value
+        none = np.zeros([0], np.int64)
+        with guarded(table), tf.device(table.device):
+            found = self._find(none, False, None, True, self.state, self._means, self._piece.rows)
+            fetch(found[0])  # Waits for it.
+
     def owns(self, keys: np.ndarray) -> np.ndarray:
         """Which keys, int64 [n], belong to this shard."""
         with tf.init_scope(), tf.device("/CPU:0"):
@@ -239,11 +269,13 @@ class KeyedRows:
             )
 
     def forget_index(self) -> None:
-        """The entries were set: the next lookup makes the index anew."""
-        index = self._index._value
-        # Where it lies: it is as large as the keys.
-        with guarded(index), tf.device(index.device):
-            index.assign(tf.zeros(index.shape, tf.int32))
+        """The entries were set: the next lookup makes the index anew, and begins a pass."""
+        self._forget_pass()
+        _clear(self._index)
+
+    def _forget_pass(self) -> None:
+        for mean in self._means:
+            _clear(mean)
 
     def counts(self) -> KeyCounts:
         """What became of this shard's keys; nothing large comes from its server."""
@@ -263,6 +295,8 @@ class KeyedRows:
     def plain_rows(self, keys: tf.Tensor, entries: Any, values: Any) -> tf.Tensor:
         """The rows of keys of this shard in stock ops, zeros for others: [n, dimension].
 
+        A key without a row is of the shard that has its partition.
+
         Args:
             keys: int64 [n].
             entries: the entries as `in_order` puts them.
@@ -273,7 +307,7 @@ class KeyedRows:
         found = tf.gather(own, places)
         is_there = (found[:, 0] == keys) & (found[:, 1] != 0)
         places += self.reserved
-        if self.trains_unknown:
+        if self.unknown != "zeros":
             partition = tf.cast(
                 hashed(keys) % tf.constant(self._place["partitions"], tf.uint64), tf.int32
             )
@@ -303,9 +337,9 @@ class KeyedRows:
         return entries[order], order
 
     @property
-    def trains_unknown(self) -> bool:
-        """Whether the rows that stand for keys without one are trained."""
-        return self._config.unknown == "trained"
+    def unknown(self) -> str:
+        """What keys without a row are looked up as, as `TableConfig` says it."""
+        return self._config.unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,8 +356,13 @@ class LocalKeys:
     keyed: KeyedRows
     inserts: bool
 
-    def rows(self, bags: Bags) -> Bags:
-        """Bags of rows for bags of keys."""
+    def rows(self, bags: Bags) -> tuple[Bags, Bags | None]:
+        """Bags of rows for bags of keys.
+
+        Returns:
+            Bags of rows, and bags whose vectors are to be added to theirs without a gradient; None
+            where there are none.
+        """
         if not isinstance(self.value, tf.Variable):
             raise ValueError(
                 "a table with keys='any' can't be looked up in Keras's stateless calls, which "
@@ -331,12 +370,23 @@ class LocalKeys:
             )
         rows, _ = self.keyed.find(bags.ids, self.inserts)
         bags = bags._replace(ids=rows)
-        if self.keyed.trains_unknown:
-            return bags
+        unknown = self.keyed.unknown
+        if unknown == "trained" or (unknown == "mean" and not self.inserts):
+            return bags, None
         # Else an optimizer would train the row that stands for keys without one.
-        bags = bags.explicit()
-        is_known = tf.cast(rows >= self.keyed.reserved, tf.float32)
-        return bags._replace(scales=is_known if bags.scales is None else bags.scales * is_known)
+        bags, is_known = bags.explicit(), rows >= self.keyed.reserved
+        if unknown == "mean":
+            # Not by scales of 0: some rules also change a row whose gradient is 0.
+            return bags.where(is_known), bags.where(~is_known)
+        factor = tf.cast(is_known, tf.float32)
+        return bags._replace(scales=factor if bags.scales is None else bags.scales * factor), None
+
+
+def _clear(variable: keras.Variable) -> None:
+    """Sets a variable to zeros where it lies: it may be as large as the keys."""
+    value = variable._value
+    with guarded(value), tf.device(value.device):
+        value.assign(tf.zeros(value.shape, value.dtype))
 
 
 def hashed(keys: tf.Tensor) -> tf.Tensor:

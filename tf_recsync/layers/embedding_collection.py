@@ -411,6 +411,7 @@ class EmbeddingCollection(keras.layers.Layer):
             for begin in range(0, len(own), block):
                 some = own[begin : begin + block]
                 written += keyed.write(keys[some], vectors[some])
+            keyed.renew_mean()
         return written
 
     def _keyed_shards(self, table: str) -> list[tuple[KeyedRows, TableRows]]:
@@ -702,11 +703,22 @@ def look_up(tables: Sequence[Any], bags: Sequence[Bags]) -> list[tf.Tensor]:
         tables: variables, or what stands for them, or `LocalKeys`.
         bags: what to look up in each of them.
     """
-    bags = [
-        table.rows(own) if isinstance(table, LocalKeys) else own
+    found = [
+        table.rows(own) if isinstance(table, LocalKeys) else (own, None)
         for table, own in zip(tables, bags, strict=True)
     ]
     tables = [table.value if isinstance(table, LocalKeys) else table for table in tables]
+    pooled = _pooled(tables, [own for own, _ in found])
+    fixed = {number: own for number, (_, own) in enumerate(found) if own is not None}
+    if fixed:
+        vectors = _pooled([tables[number] for number in fixed], list(fixed.values()))
+        for number, own in zip(fixed, vectors, strict=True):
+            pooled[number] += tf.stop_gradient(own)
+    return pooled
+
+
+def _pooled(tables: Sequence[Any], bags: Sequence[Bags]) -> list[tf.Tensor]:
+    """The sums of rows of tables, by bags of rows."""
     if not all(isinstance(t, tf.Variable) and "GPU" not in t.device for t in tables):
         # What stands for a variable in Keras's stateless calls, or where the op has no kernel.
         return [

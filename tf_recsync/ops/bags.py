@@ -38,6 +38,12 @@ class Bags(NamedTuple):
             return self
         return self._replace(bags=tf.range(tf.size(self.ids)), count=self.size)
 
+    def where(self, chosen: tf.Tensor) -> Bags:
+        """The same bags with some of their ids alone, bool [n]; `bags` must be there."""
+        parts = (self.ids, self.bags, self.scales)
+        ids, bags, scales = (p if p is None else tf.boolean_mask(p, chosen) for p in parts)
+        return Bags(ids, bags, scales, self.count)
+
     def pool(self, rows: tf.Tensor) -> tf.Tensor:
         """Pools looked-up rows [n, dimension], in stock ops: [bags, dimension]."""
         if self.scales is not None:
