@@ -12,7 +12,7 @@ import tf_recsync as recsync
 from tf_recsync import checkpoint
 from tf_recsync.callbacks import Checkpoint, TrainingReport
 from tf_recsync.embedding.physical_tables import physical_tables
-from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
+from tf_recsync.layers import Admission, EmbeddingCollection, FeatureConfig, TableConfig
 from tf_recsync.optimizers import SGD, Adagrad
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
@@ -91,10 +91,14 @@ def first_scores(keys) -> np.ndarray:
     return model({"user": tf.constant(keys)}, training=True).numpy()[:, 0]
 
 
+def keyed_tables(model) -> list[keras.Variable]:
+    """The shards of a model's table."""
+    return [v for v in model.variables if hasattr(v, "keyed")]
+
+
 def entries_of(model) -> np.ndarray:
     """The keys of a model's table that have rows."""
-    tables = [v for v in model.variables if hasattr(v, "keyed")]
-    entries = np.concatenate([v.keyed.entries.numpy() for v in tables])
+    entries = np.concatenate([v.keyed.entries.numpy() for v in keyed_tables(model)])
     return entries[entries[:, 1] != 0, 0]
 
 
@@ -149,6 +153,48 @@ def test_the_least_recent_keys_leave_a_full_table(cluster, tmp_path):
     served = tf.saved_model.load(tmp_path / "export")
     scored = served.serve({"user": tf.constant(names)})[:, 0]
     np.testing.assert_allclose(scored, found, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"global_clipnorm": 1e9}])
+def test_keys_without_a_row_are_the_mean_of_their_shard_and_train_nothing(cluster, options):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = model_of(
+        strategy, lambda: sgd(**options), rows=8192, unknown="mean", admission=Admission(3)
+    )
+    model.fit(dataset(np.tile(KEYS, 3)), verbose=0)
+    expected = first_scores(KEYS)
+    rng = np.random.default_rng(4)
+    # Each batch passes by 128 of the 4096 rows of each shard, or more, while others come once each.
+    others = rng.integers(-(2**63), 2**63 - 1, 80 * BATCH)
+    before = scores(model, KEYS)
+    model.fit(dataset(others), verbose=0)
+    counts = check_adds_up(model, strategy)
+    assert (counts.used, counts.refused) == (len(KEYS), 2 * len(KEYS) + len(others))
+    np.testing.assert_array_equal(scores(model, KEYS), before)
+    assert (before < expected).all()
+    by_shard = [before[table.keyed.owns(KEYS)].mean() for table in keyed_tables(model)]
+    assert len(by_shard) == 2 and abs(by_shard[0] - by_shard[1]) > 1e-3
+    found = scores(model, others)
+    for mean, table in zip(by_shard, keyed_tables(model), strict=True):
+        np.testing.assert_allclose(found[table.keyed.owns(others)], mean, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ps", [0, 4])
+def test_means_are_those_of_a_file_on_other_numbers_of_servers(cluster, clusters, tmp_path, ps):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = model_of(strategy, rows=20_000, unknown="mean")
+    layer = model.get_layer("keyed")
+    layer.write_keys("users", KEYS, np.random.default_rng(1).normal(size=[40, 2]))
+    others = np.arange(40)
+    expected = scores(model, others)
+    assert len(np.unique(expected)) == 2  # One of each shard.
+    checkpoint.save(tmp_path / "own", model)
+    other = tf.distribute.get_strategy()
+    if ps:
+        other = recsync.AsyncStrategy(clusters.get(workers=1, ps=ps))
+    restored = model_of(other, rows=20_000, unknown="mean")
+    checkpoint.restore(tmp_path / "own", restored)
+    np.testing.assert_allclose(scores(restored, others), expected, rtol=1e-6)
 
 
 def test_steps_whose_rows_were_given_away_meanwhile_train_no_other_key(cluster):
@@ -217,18 +263,22 @@ def test_keys_keep_their_rows_on_other_numbers_of_servers(clusters, saved, way, 
     assert (found < expected).all()
 
 
-def test_a_chain_of_deltas_has_the_keys_that_came_and_those_that_left(cluster, tmp_path):
+def test_a_chain_of_deltas_has_the_keys_that_came_and_those_that_left_and_the_mean(
+    cluster, tmp_path
+):
     strategy = recsync.AsyncStrategy(cluster)
     # So that there is time to write several while keys come and go.
     recsync.testing.set_compute_time(strategy, 0.03)
-    model = model_of(strategy, adagrad, rows=24)
+    model = model_of(strategy, adagrad, rows=24, unknown="mean")
     callback = Checkpoint(tmp_path, every_steps=15, full_every=100, keep=None)
     model.fit(dataset(some(KEYS, 200)), verbose=0, callbacks=[callback])
     assert len(callback.saved) > 3
     last = callback.saved[-1].path
     assert checkpoint.open(last).base is not None
     expected, keys = scores(model, KEYS), sorted(entries_of(model))
-    other = model_of(strategy, adagrad, rows=24)
+    left = expected[~np.isin(KEYS, keys)]
+    assert left.all() and (left == scores(model, np.array([5]))).all()
+    other = model_of(strategy, adagrad, rows=24, unknown="mean")
     checkpoint.restore(last, other)
     np.testing.assert_allclose(scores(other, KEYS), expected, rtol=1e-6)
     assert sorted(entries_of(other)) == keys
