@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "cc/engine/key_mean.h"
 #include "cc/engine/key_table.h"
+#include "cc/engine/row_decay.h"
 #include "cc/engine/row_gather.h"
 
 namespace {
@@ -26,8 +28,12 @@ class Map {
 
 class Ours : public Map {
  public:
-  Ours(int64_t rows, const KeyOptions& options)
+  // With a width, rows have values, whose mean calls that insert go on with.
+  Ours(int64_t rows, const KeyOptions& options, int64_t width)
       : options_(options),
+        width_(width),
+        values_(rows * width, 1.0f),
+        mean_(recsync::KeyMean::StateSize(width)),
         entries_(2 * rows),
         index_(KeyTable::IndexSize(rows, options)),
         sketch_(KeyTable::SketchSize(rows, options)),
@@ -46,6 +52,9 @@ class Ours : public Map {
               &recsync::RowLocks::Global().Of(entries_.data(), row));
           table.Own(row, key, tick);
         });
+    if (width_ == 0) return;
+    recsync::KeyMean(mean_.data(), width_)
+        .Advance(table, n, tick, recsync::RowDecay(), values_.data());
   }
   void Find(const int64_t* keys, int64_t n, int64_t* rows) override {
     KeyTable(options_, view_).Find(keys, n, rows, nullptr);
@@ -53,6 +62,9 @@ class Ours : public Map {
 
  private:
   const KeyOptions options_;
+  const int64_t width_;
+  std::vector<float> values_;
+  std::vector<double> mean_;
   std::vector<int64_t> entries_;
   std::vector<uint32_t> index_;
   std::vector<uint8_t> sketch_;
@@ -94,13 +106,16 @@ std::unique_ptr<Map>& Current() {
 extern "C" {
 
 // Makes an empty map the one that is measured: 0 is ours, 1 the standard
-// library's, 2 Abseil's. Each has room for all rows from the first.
-void MakeMap(int system, int64_t rows, int64_t partitions, int64_t min_count) {
+// library's, 2 Abseil's. Each has room for all rows from the first. Ours keeps
+// the mean of rows of `mean_width` elements, unless that is 0.
+void MakeMap(int system, int64_t rows, int64_t partitions, int64_t min_count,
+             int64_t mean_width) {
   Current().reset();
   KeyOptions options;
   options.partitions = partitions;
   options.min_count = min_count;
-  if (system == 0) Current() = std::make_unique<Ours>(rows, options);
+  if (system == 0)
+    Current() = std::make_unique<Ours>(rows, options, mean_width);
   if (system == 1) {
     Current() =
         std::make_unique<Other<std::unordered_map<int64_t, int64_t>>>(rows);

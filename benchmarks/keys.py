@@ -5,6 +5,8 @@ What is measured, in nanoseconds for each key, on one thread:
 - `find`: lookups of known keys, drawn evenly from all, in batches;
 - `train`: the same as in training, which also counts uses and may insert (`recsync` alone; for
   others it is an insertion of keys that are there);
+- `train_mean`: `train` in a table whose keys without a row are looked up as the mean of the others,
+  of rows of `--dimension` floats: each call goes on with that mean (`recsync` alone);
 - `insert`: insertions of new keys into a map that has room for them;
 - `evict`: insertions of new keys into a full table, each of which takes another key's row
   (`recsync` alone);
@@ -104,10 +106,10 @@ class Native:
         self._library = library
         self._data = data
 
-    def make(self, system: str, rows: int, min_count: int = 1) -> None:
+    def make(self, system: str, rows: int, min_count: int = 1, mean_width: int = 0) -> None:
         self._library.MakeMap(
             NATIVE.index(system),
-            *map(ctypes.c_int64, (rows, FLAGS.partitions, min_count)),
+            *map(ctypes.c_int64, (rows, FLAGS.partitions, min_count, mean_width)),
         )
 
     def insert(self, keys: np.ndarray) -> None:
@@ -134,6 +136,9 @@ class Native:
             times["evict"] = per_key(self.insert, data.new)
             self.make(system, FLAGS.keys, min_count=REFUSING)
             times["refuse"] = per_key(self.insert, data.new)
+            self.make(system, 5 * FLAGS.keys // 4, mean_width=FLAGS.dimension)
+            self.insert(data.known)
+            times["train_mean"] = per_key(self.insert, data.looked_up)
         return {(system, kind): value for kind, value in times.items()}
 
 
@@ -204,6 +209,8 @@ def main(argv: list[str]) -> None:
         for system, kind in rounds[0]
         if system != common.OURS and kind != "train"
     }
+    means = [times[common.OURS, "train_mean"] / times[common.OURS, "train"] for times in rounds]
+    ratios["ratio_train_mean_train"] = round(statistics.median(means), 2)
     names = ("keys", "batch", "partitions", "dimension", "rounds")
     settings = {name: getattr(FLAGS, name) for name in names}
     common.report({"benchmark": "keys", **settings, **ratios})

@@ -143,6 +143,16 @@ def test_in_training_too_keys_that_are_not_admitted_are_the_mean():
     found = layer({"user": tf.constant([1, 50]), "item": tf.constant([60, 60])}, training=True)
     for vectors in (found["user"][1], *found["item"]):
         np.testing.assert_allclose(vectors, known.mean(0), rtol=1e-6)
+    # Steps of `fit`, some of which have none but such keys.
+    inputs = {name: keras.Input((), dtype="int64", name=name) for name in ("user", "item")}
+    vectors = layer(inputs)
+    model = keras.Model(inputs, keras.ops.sum(vectors["user"] + vectors["item"], axis=1))
+    model.compile(SGD(0.5), loss=lambda y, p: p)
+    ids = np.array([70, 71, 72, 1, 73, 74])
+    model.fit({"user": ids, "item": ids[::-1].copy()}, ids, 2, shuffle=False, verbose=0)
+    # The middle one of the batches has 72 and 1 twice.
+    expected = known - [[0.5], [0.0], [0.0]]
+    np.testing.assert_allclose(layer({"user": keys, "item": keys})["user"], expected, rtol=1e-5)
 
 
 def test_bags_of_known_and_unknown_keys_are_sums_of_rows_and_the_mean():

@@ -175,8 +175,8 @@ class KeyTable {
   // How many rows have a key. Goes through all entries.
   int64_t Used() const;
 
-  // What Find takes for the present, where no call that inserts began later
-  // than `now`.
+  // The tick of calls that do not insert: that of the last one that did, or
+  // `now` if that is later.
   int64_t Now(int64_t now) const {
     return RightTick(std::max(now, Load(view_.counts + kTick)));
   }

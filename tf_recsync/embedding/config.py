@@ -110,10 +110,11 @@ class TableConfig:
 
     With `unknown="mean"`, each shard has a mean of its own rows, of those whose keys have not
     expired. The mean is zeros at first. Each lookup in training goes on with a pass over the rows,
-    by as many rows as the lookup has keys, and at least 16. When the pass has come to the end, keys
-    without a row are looked up as the mean of what the pass has met, and the next lookup begins a
-    pass anew. So no part of a mean is older than two passes, and where a batch has more keys than
-    the table has rows, each batch makes the mean anew. Besides, `write_keys` does.
+    by as many rows as the lookup has keys, and at least 16; eight rows without a key count as one.
+    When the pass has come to the end, keys without a row are looked up as the mean of what the pass
+    has met, and the next lookup begins a pass anew. So no part of a mean is older than two passes,
+    and where a batch has more keys than the table has rows, each batch makes the mean anew.
+    `write_keys` does so, too.
 
     Raises:
         ValueError: If an argument is out of range.

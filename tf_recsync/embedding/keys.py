@@ -295,7 +295,8 @@ class KeyedRows:
     def plain_rows(self, keys: tf.Tensor, entries: Any, values: Any) -> tf.Tensor:
         """The rows of keys of this shard in stock ops, zeros for others: [n, dimension].
 
-        A key without a row is of the shard that has its partition.
+        Unless keys without a row are zeros, too, they have the row that stands for them in the
+        shard of their partition.
 
         Args:
             keys: int64 [n].
