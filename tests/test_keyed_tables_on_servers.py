@@ -156,9 +156,11 @@ def test_the_least_recent_keys_leave_a_full_table(cluster, tmp_path):
     np.testing.assert_allclose(scored, found, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"global_clipnorm": 1e9}])
-def test_keys_without_a_row_are_the_mean_of_their_shard_and_train_nothing(cluster, options):
-    strategy = recsync.AsyncStrategy(cluster)
+@pytest.mark.parametrize(
+    ("mode", "options"), [("async", {}), ("async", {"global_clipnorm": 1e9}), ("GBA", {})]
+)
+def test_keys_without_a_row_are_the_mean_of_their_shard_and_train_nothing(cluster, mode, options):
+    strategy = MODES[mode][0](cluster)
     model = model_of(
         strategy, lambda: sgd(**options), rows=8192, unknown="mean", admission=Admission(3)
     )
