@@ -159,7 +159,9 @@ def test_the_least_recent_keys_leave_a_full_table(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("mode", "options"), [("async", {}), ("async", {"global_clipnorm": 1e9}), ("GBA", {})]
 )
-def test_keys_without_a_row_are_the_mean_of_their_shard_and_train_nothing(cluster, mode, options):
+def test_keys_without_a_row_are_the_mean_of_their_shard_and_train_nothing(
+    cluster, mode, options, tmp_path
+):
     strategy = MODES[mode][0](cluster)
     model = model_of(
         strategy, lambda: sgd(**options), rows=8192, unknown="mean", admission=Admission(3)
@@ -180,6 +182,10 @@ def test_keys_without_a_row_are_the_mean_of_their_shard_and_train_nothing(cluste
     found = scores(model, others)
     for mean, table in zip(by_shard, keyed_tables(model), strict=True):
         np.testing.assert_allclose(found[table.keyed.owns(others)], mean, rtol=1e-5)
+    recsync.serving.export_model(model, tmp_path)
+    served = tf.saved_model.load(tmp_path)
+    scored = served.serve({"user": tf.constant(others)})[:, 0]
+    np.testing.assert_allclose(scored, found, rtol=1e-6)
 
 
 def test_steps_whose_rows_were_given_away_meanwhile_train_no_other_key(cluster):

@@ -371,12 +371,11 @@ class LocalKeys:
             )
         rows, _ = self.keyed.find(bags.ids, self.inserts)
         bags = bags._replace(ids=rows)
-        unknown = self.keyed.unknown
-        if unknown == "trained" or (unknown == "mean" and not self.inserts):
+        if self.keyed.unknown == "trained":
             return bags, None
         # Else an optimizer would train the row that stands for keys without one.
         bags, is_known = bags.explicit(), rows >= self.keyed.reserved
-        if unknown == "mean":
+        if self.keyed.unknown == "mean":
             # Not by scales of 0: some rules also change a row whose gradient is 0.
             return bags.where(is_known), bags.where(~is_known)
         factor = tf.cast(is_known, tf.float32)
