@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "cc/engine/hop_clock.h"
+
 namespace recsync {
 
 struct HopOptions {
@@ -25,6 +27,7 @@ struct HopOptions {
   // worker checks what it can see of the protocol's invariants; empty: it does
   // not.
   std::vector<int64_t> gap_bounds;
+  HopClock now = HopNow;  // what events and waits are timed by
 
   // How far the worker may be ahead of what an out-neighbor has announced.
   int64_t Allowance() const { return notify_ack ? 2 : max_iteration_gap; }

@@ -7,6 +7,7 @@
 #ifndef TF_RECSYNC_CC_ENGINE_HOP_OUTBOXES_H_
 #define TF_RECSYNC_CC_ENGINE_HOP_OUTBOXES_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -15,7 +16,6 @@
 
 #include "cc/engine/hop_options.h"
 #include "cc/engine/hop_state.h"
-#include "cc/engine/hop_timeline.h"
 #include "cc/engine/outbox.h"
 
 namespace recsync {
@@ -27,12 +27,13 @@ class HopOutboxes {
   using Collected = std::function<void(HopAnswer, Parcel)>;
 
   explicit HopOutboxes(const HopOptions& options) : options_(options) {
+    // The numbers of parcels are above those of this worker's life before.
+    const int64_t first_number = std::max<int64_t>(1, options.now());
     for (const auto* side : {&options.in_neighbors, &options.out_neighbors}) {
       for (const int64_t neighbor : *side) {
-        // Its numbers are above those of this worker's life before.
         boxes_.try_emplace(neighbor,
                            /*newest_only=*/options.staleness_bound >= 0,
-                           /*first_number=*/HopNow());
+                           first_number);
       }
     }
   }

@@ -21,7 +21,7 @@ enum class HopPhase { kIdle, kComputing, kUpdates, kTokens, kAcknowledgements };
 
 enum class HopSpan { kCompute, kUpdates, kTokens, kSend, kReceive, kJump };
 
-// Something that the worker did. Times are microseconds since the Unix epoch.
+// Something that the worker did. Times are microseconds of HopOptions::now.
 struct HopEvent {
   HopSpan span;
   int64_t begin;
@@ -53,6 +53,24 @@ struct HopState {
   UpdateQueueCounts updates;
   int64_t queued;       // updates that are there
   int64_t lost_events;  // too many to be kept
+
+  // All numbers that are no lists, but for the iteration and the phase, in the
+  // order in which they are told to Python (hop_reports.py).
+  std::vector<int64_t> Numbers() const {
+    return {counts.iterations,
+            counts.used,
+            counts.jumps,
+            counts.skipped,
+            counts.sent,
+            counts.replaced,
+            counts.waiting_for_updates,
+            counts.waiting_for_tokens,
+            updates.unusable,
+            updates.superseded,
+            queued,
+            lost_events,
+            awaited};
+  }
 };
 
 }  // namespace recsync

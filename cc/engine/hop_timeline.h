@@ -6,33 +6,30 @@
 #ifndef TF_RECSYNC_CC_ENGINE_HOP_TIMELINE_H_
 #define TF_RECSYNC_CC_ENGINE_HOP_TIMELINE_H_
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <utility>
 #include <vector>
 
+#include "cc/engine/hop_clock.h"
 #include "cc/engine/hop_state.h"
 
 namespace recsync {
-
-// Now, in microseconds since the Unix epoch.
-inline int64_t HopNow() {
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::microseconds>(now).count();
-}
 
 // The phase that the worker is in, the events that nobody has taken yet, and
 // what was counted.
 class HopTimeline {
  public:
+  explicit HopTimeline(HopClock now) : now_(std::move(now)) {}
+
   // `neighbor`: for whose tokens it waits, -1 if not for one neighbor's.
   // `awaited`: the iteration that those it waits for have to come to, or -1.
   void SetPhase(HopPhase phase, int64_t neighbor = -1, int64_t awaited = -1) {
     phase_ = phase;
     neighbor_ = neighbor;
     awaited_ = awaited;
-    began_ = HopNow();
+    began_ = now_();
   }
 
   // An event; the oldest is lost where nobody takes them.
@@ -50,7 +47,7 @@ class HopTimeline {
     if (iteration > before + 1) {
       ++counts_.jumps;
       counts_.skipped += iteration - before - 1;
-      const int64_t now = HopNow();
+      const int64_t now = now_();
       Note(HopSpan::kJump, now, now, iteration, -1);
     }
     ++counts_.iterations;
@@ -68,7 +65,7 @@ class HopTimeline {
 
   // It has waited since `begin` for tokens, or for updates, and is idle now.
   void EndWait(HopSpan span, int64_t begin, int64_t iteration) {
-    const int64_t end = HopNow();
+    const int64_t end = now_();
     (span == HopSpan::kTokens ? counts_.waiting_for_tokens
                               : counts_.waiting_for_updates) += end - begin;
     Note(span, begin, end, iteration, -1);
@@ -87,7 +84,7 @@ class HopTimeline {
   // What it knows of the worker's state.
   void Fill(HopState* state) const {
     state->phase = phase_;
-    state->seconds = 1e-6 * static_cast<double>(HopNow() - began_);
+    state->seconds = 1e-6 * static_cast<double>(now_() - began_);
     state->counts = counts_;
     state->lost_events = lost_events_;
     if (neighbor_ >= 0) state->missing.push_back(neighbor_);
@@ -97,6 +94,7 @@ class HopTimeline {
  private:
   static constexpr size_t kMaxEvents = 1 << 16;
 
+  const HopClock now_;
   HopPhase phase_ = HopPhase::kIdle;
   int64_t neighbor_ = -1;
   int64_t awaited_ = -1;

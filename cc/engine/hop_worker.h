@@ -77,7 +77,8 @@ class HopWorker {
         invariants_(options),
         updates_(options, &invariants_),
         tokens_(options, &waits_),
-        outboxes_(options) {
+        outboxes_(options),
+        timeline_(options.now) {
     Begin(0);
   }
   ~HopWorker() { Close(); }
@@ -168,7 +169,7 @@ class HopWorker {
 
   // Waits for the updates of an iteration that the mode asks for.
   void Receive(int64_t iteration, ReceiveDone done) ABSL_LOCKS_EXCLUDED(mu_) {
-    const int64_t begin = HopNow();
+    const int64_t begin = options_.now();
     {
       MutexLock lock(&mu_);
       receiving_ = iteration;
@@ -234,14 +235,14 @@ class HopWorker {
   // Whether an in-neighbor's update, in its parcel of this number, would be of
   // any use. One that has come is not.
   bool Wanted(int64_t neighbor, int64_t number, int64_t iteration) {
-    return updates_.Wanted(neighbor, number, iteration, HopNow());
+    return updates_.Wanted(neighbor, number, iteration, options_.now());
   }
 
   // An in-neighbor's update has come, in its parcel of this number. kRepeated,
   // and nothing happens, if that has come before.
   Delivered Deliver(int64_t neighbor, int64_t number, int64_t iteration,
                     Update update) ABSL_LOCKS_EXCLUDED(mu_) {
-    const int64_t now = HopNow();
+    const int64_t now = options_.now();
     const std::optional<int64_t> begin =
         updates_.Arrive(neighbor, number, iteration, now);
     if (!begin.has_value()) return Delivered::kRepeated;
@@ -279,7 +280,7 @@ class HopWorker {
     if (box != nullptr) box->Acknowledge(number);
     if (iteration < 0) return;
     MutexLock lock(&mu_);
-    timeline_.Note(Span::kSend, begin, HopNow(), iteration, neighbor);
+    timeline_.Note(Span::kSend, begin, options_.now(), iteration, neighbor);
   }
 
   // A worker takes part from iteration `since` on, and until `until` at most:
@@ -358,7 +359,7 @@ class HopWorker {
   // Takes tokens, or acknowledgements, from all out-neighbors.
   void Acquire(Phase phase, int64_t tokens, Done done)
       ABSL_LOCKS_EXCLUDED(mu_) {
-    const int64_t begin = HopNow();
+    const int64_t begin = options_.now();
     Done acquired = [this, begin, done = std::move(done)](Answer answer) {
       if (answer == Answer::kOk) {
         MutexLock lock(&mu_);

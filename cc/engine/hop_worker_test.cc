@@ -605,5 +605,42 @@ TEST(HopWorkerTest, AnInterruptionBeforeAWaitIsNotLost) {
   ends(&with_acks, [&](Outcome* o) { with_acks.Send(0, o->Done()); });
 }
 
+TEST(HopWorkerTest, TimesAreThoseOfTheClockThatItIsGiven) {
+  int64_t now = 0;
+  HopOptions options = Two();
+  options.now = [&now] { return now; };
+  Worker worker(options);
+  ASSERT_TRUE(Go(&worker, 0));
+  now = 30;
+  Outcome received;
+  worker.Receive(0, received.ReceiveDone());
+  now = 100;
+  ASSERT_EQ(worker.Deliver(1, 1, 0, 100), Worker::Delivered::kQueued);
+  ASSERT_EQ(worker.Deliver(2, 1, 0, 200), Worker::Delivered::kQueued);
+  ASSERT_TRUE(received.ok());
+  now = 150;
+  EXPECT_EQ(worker.GetState().counts.waiting_for_updates, 70);
+  EXPECT_NEAR(worker.GetState().seconds, 50e-6, 1e-12);
+  bool has_computed = false;
+  for (const Worker::Event& event : worker.TakeEvents()) {
+    if (event.span != Worker::Span::kCompute) continue;
+    has_computed = true;
+    EXPECT_EQ(event.begin, 0);
+    EXPECT_EQ(event.end, 30);
+  }
+  EXPECT_TRUE(has_computed);
+}
+
+TEST(HopWorkerTest, ParcelsHaveNumbersFromOneOnWhereTimeBeginsAtZero) {
+  HopOptions options = Two();
+  options.now = [] { return 0; };
+  Worker worker(options);
+  worker.Enter(0, 1, [](Answer) {});
+  int64_t number = 0;
+  worker.Collect(
+      1, [&](Answer, Worker::Parcel parcel) { number = parcel.number; });
+  EXPECT_EQ(number, 1);
+}
+
 }  // namespace
 }  // namespace recsync

@@ -243,7 +243,6 @@ class HopStateOp : public OpKernel {
     WorkerPtr worker;
     OP_REQUIRES_OK(ctx, LookupWorker(ctx, &worker));
     const Worker::State state = worker->GetState();
-    const Worker::Counts& counts = state.counts;
     OP_REQUIRES_OK(ctx, WriteScalar<int64_t>(ctx, 0, state.iteration));
     OP_REQUIRES_OK(
         ctx, WriteScalar<int64_t>(ctx, 1, static_cast<int64_t>(state.phase)));
@@ -253,13 +252,7 @@ class HopStateOp : public OpKernel {
     OP_REQUIRES_OK(ctx, WriteVector(ctx, 3, state.missing));
     OP_REQUIRES_OK(ctx, WriteVector(ctx, 4, state.tokens));
     OP_REQUIRES_OK(ctx, WriteVector(ctx, 5, state.declined));
-    OP_REQUIRES_OK(
-        ctx, WriteVector(ctx, 6,
-                         {counts.iterations, counts.used, counts.jumps,
-                          counts.skipped, counts.sent, counts.replaced,
-                          counts.waiting_for_updates, counts.waiting_for_tokens,
-                          state.updates.unusable, state.updates.superseded,
-                          state.queued, state.lost_events, state.awaited}));
+    OP_REQUIRES_OK(ctx, WriteVector(ctx, 6, state.Numbers()));
   }
 };
 
