@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "cc/engine/hop_options.h"
+
 namespace recsync {
 
 constexpr int64_t kInfinity = std::numeric_limits<int64_t>::max() / 4;
@@ -37,6 +39,15 @@ struct Setting {
       : name(std::move(name)),
         graph(std::move(graph)),
         backup_workers(this->graph.size(), 0) {}
+
+  // How far a receiver may be ahead of a sender that it waits for.
+  int64_t Ahead() const { return std::max<int64_t>(staleness_bound, 0) + 1; }
+  // How far a sender may be ahead of its receiver; 0: not bounded.
+  int64_t Allowance() const { return notify_ack ? 2 : max_iteration_gap; }
+  bool Sends(int64_t i, int64_t j) const {
+    return std::find(graph[i].begin(), graph[i].end(), j) != graph[i].end();
+  }
+
   Setting Gap(int64_t gap) && {
     max_iteration_gap = gap;
     return std::move(*this);
@@ -107,9 +118,11 @@ inline Graph OneWay(int64_t n) {
   return graph;
 }
 
+// For each pair of workers a number.
+using Matrix = std::vector<std::vector<int64_t>>;
+
 // The lengths of the shortest paths between all pairs.
-inline std::vector<std::vector<int64_t>> ShortestPaths(
-    std::vector<std::vector<int64_t>> lengths) {
+inline Matrix ShortestPaths(Matrix lengths) {
   const size_t n = lengths.size();
   for (size_t k = 0; k < n; ++k) {
     for (size_t i = 0; i < n; ++i) {
@@ -120,6 +133,72 @@ inline std::vector<std::vector<int64_t>> ShortestPaths(
     }
   }
   return lengths;
+}
+
+// 0 from a worker to itself, infinite to all others.
+inline Matrix NoPaths(int64_t n) {
+  Matrix lengths(n, std::vector<int64_t>(n, kInfinity));
+  for (int64_t i = 0; i < n; ++i) lengths[i][i] = 0;
+  return lengths;
+}
+
+// 1 from a worker to each out-neighbor.
+inline Matrix EdgesOf(const Setting& setting) {
+  Matrix edges = NoPaths(setting.graph.size());
+  for (size_t i = 0; i < setting.graph.size(); ++i) {
+    for (const int64_t j : setting.graph[i]) edges[i][j] = 1;
+  }
+  return edges;
+}
+
+// How far each worker may be ahead of each neighbor.
+inline Matrix StepsOf(const Setting& setting) {
+  Matrix steps = NoPaths(setting.graph.size());
+  for (size_t i = 0; i < setting.graph.size(); ++i) {
+    for (const int64_t j : setting.graph[i]) {
+      // The receiver waits for the sender, unless it may do without it.
+      if (setting.backup_workers[j] == 0) {
+        steps[j][i] = std::min(steps[j][i], setting.Ahead());
+      }
+      if (setting.Allowance() > 0) {
+        steps[i][j] = std::min(steps[i][j], setting.Allowance());
+      }
+    }
+  }
+  return steps;
+}
+
+// And of each worker, by paths.
+inline Matrix BoundsOf(const Setting& setting) {
+  return ShortestPaths(StepsOf(setting));
+}
+
+// The options of a worker.
+inline HopOptions OptionsOf(const Setting& setting, int64_t i) {
+  const Matrix bounds = BoundsOf(setting);
+  HopOptions options;
+  const int64_t n = setting.graph.size();
+  for (int64_t j = 0; j < n; ++j) {
+    if (setting.Sends(j, i)) options.in_neighbors.push_back(j);
+  }
+  const int64_t in = options.in_neighbors.size();
+  options.weights.assign(in, 1.0 / (1.0 + in));
+  options.out_neighbors = setting.graph[i];
+  options.max_iteration_gap = setting.max_iteration_gap;
+  options.backup_workers = setting.backup_workers[i];
+  options.staleness_bound = setting.staleness_bound;
+  options.max_jump = setting.max_jump;
+  options.jump_trigger = setting.jump_trigger;
+  options.notify_ack = setting.notify_ack;
+  // Section 4.1 without token queues, 4.2 with them.
+  int64_t gap = setting.max_iteration_gap;
+  for (const int64_t j : options.in_neighbors) {
+    if (setting.max_iteration_gap == 0) gap = std::max(gap, bounds[j][i]);
+    options.gap_bounds.push_back(bounds[j][i] < kInfinity ? bounds[j][i] : -1);
+  }
+  options.slots = gap + 1;
+  options.capacity = (gap + 1) * (in + 1);
+  return options;
 }
 
 }  // namespace recsync

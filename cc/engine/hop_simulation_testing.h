@@ -28,10 +28,10 @@ class HopSimulation {
  public:
   HopSimulation(const Setting& setting, uint32_t seed)
       : setting_(setting), random_(seed), n_(setting.graph.size()) {
-    MakeBounds();
+    CheckBounds();
     members_.resize(n_);
     for (int64_t i = 0; i < n_; ++i) {
-      workers_.push_back(std::make_unique<Worker>(Options(i)));
+      workers_.push_back(std::make_unique<Worker>(OptionsOf(setting_, i)));
     }
   }
 
@@ -119,55 +119,9 @@ class HopSimulation {
     std::map<int64_t, std::set<int64_t>> come;  // parcels' numbers by sender
   };
 
-  HopOptions Options(int64_t i) const {
-    HopOptions options;
-    for (int64_t j = 0; j < n_; ++j) {
-      if (Sends(j, i)) options.in_neighbors.push_back(j);
-    }
-    const int64_t in = options.in_neighbors.size();
-    options.weights.assign(in, 1.0 / (1.0 + in));
-    options.out_neighbors = setting_.graph[i];
-    options.max_iteration_gap = setting_.max_iteration_gap;
-    options.backup_workers = setting_.backup_workers[i];
-    options.staleness_bound = setting_.staleness_bound;
-    options.max_jump = setting_.max_jump;
-    options.jump_trigger = setting_.jump_trigger;
-    options.notify_ack = setting_.notify_ack;
-    // Section 4.1 without token queues, 4.2 with them.
-    int64_t gap = setting_.max_iteration_gap;
-    for (const int64_t j : options.in_neighbors) {
-      if (setting_.max_iteration_gap == 0) gap = std::max(gap, bounds_[j][i]);
-      options.gap_bounds.push_back(bounds_[j][i] < kInfinity ? bounds_[j][i]
-                                                             : -1);
-    }
-    options.slots = gap + 1;
-    options.capacity = (gap + 1) * (in + 1);
-    return options;
-  }
-
-  // Bounds along edges and, by paths, between all pairs.
-  void MakeBounds() {
-    std::vector<std::vector<int64_t>> none(n_,
-                                           std::vector<int64_t>(n_, kInfinity));
-    for (int64_t i = 0; i < n_; ++i) none[i][i] = 0;
-    auto edges = none;
-    steps_ = none;
-    for (int64_t i = 0; i < n_; ++i) {
-      for (const int64_t j : setting_.graph[i]) {
-        edges[i][j] = 1;
-        // The receiver waits for the sender, unless it may do without it.
-        if (setting_.backup_workers[j] == 0) {
-          steps_[j][i] = std::min(steps_[j][i], Ahead());
-        }
-        if (Allowance() > 0) {
-          steps_[i][j] = std::min(steps_[i][j], Allowance());
-        }
-      }
-    }
-    lengths_ = ShortestPaths(edges);
-    bounds_ = ShortestPaths(steps_);
-    // With the same backup workers everywhere it is at least as strict as the
-    // paper's table 1.
+  // With the same backup workers everywhere the bounds are at least as strict
+  // as the paper's table 1.
+  void CheckBounds() {
     const std::set<int64_t> counts(setting_.backup_workers.begin(),
                                    setting_.backup_workers.end());
     if (counts.size() > 1) return;
@@ -175,26 +129,16 @@ class HopSimulation {
       for (int64_t j = 0; j < n_; ++j) {
         const int64_t without_tokens =
             *counts.begin() > 0 ? kInfinity : Ahead() * lengths_[j][i];
-        const int64_t by_tokens =
-            Allowance() > 0 ? Allowance() * lengths_[i][j] : kInfinity;
+        const int64_t by_tokens = setting_.Allowance() > 0
+                                      ? setting_.Allowance() * lengths_[i][j]
+                                      : kInfinity;
         ASSERT_LE(bounds_[i][j], std::min(without_tokens, by_tokens));
       }
     }
   }
 
-  // How far a receiver may be ahead of a sender that it waits for.
-  int64_t Ahead() const {
-    return std::max<int64_t>(setting_.staleness_bound, 0) + 1;
-  }
-  // How far a sender may be ahead of its receiver; 0: not bounded.
-  int64_t Allowance() const {
-    return setting_.notify_ack ? 2 : setting_.max_iteration_gap;
-  }
-
-  bool Sends(int64_t i, int64_t j) const {
-    const auto& out = setting_.graph[i];
-    return std::find(out.begin(), out.end(), j) != out.end();
-  }
+  int64_t Ahead() const { return setting_.Ahead(); }
+  bool Sends(int64_t i, int64_t j) const { return setting_.Sends(i, j); }
 
   std::vector<int64_t> Neighbors(int64_t i) const {
     std::vector<int64_t> neighbors;
@@ -399,7 +343,7 @@ class HopSimulation {
     next.life = members_[i].life + 1;
     members_[i] = next;
     // Until it is back nothing is asked of it.
-    workers_[i] = std::make_unique<Worker>(Options(i));
+    workers_[i] = std::make_unique<Worker>(OptionsOf(setting_, i));
     for (const int64_t j : Neighbors(i)) workers_[j]->CancelCollect(i);
     Depart(i, {0, -1});
   }
@@ -437,7 +381,7 @@ class HopSimulation {
       Depart(i, {0, -1});
       return;
     }
-    workers_[i] = std::make_unique<Worker>(Options(i));
+    workers_[i] = std::make_unique<Worker>(OptionsOf(setting_, i));
     workers_[i]->Begin(first);
     members_[i].first = first;
     members_[i].reduced = first - 1;
@@ -624,9 +568,9 @@ class HopSimulation {
   int64_t repeated_ = 0;       // parcels with updates that came, perhaps again
   bool is_disturbed_ = false;  // somebody is about to be gone, or back
   bool has_departed_ = false;
-  std::vector<std::vector<int64_t>> lengths_;  // of shortest paths
-  std::vector<std::vector<int64_t>> steps_;    // the bounds between neighbors
-  std::vector<std::vector<int64_t>> bounds_;   // between all
+  const Matrix lengths_ = ShortestPaths(EdgesOf(setting_));
+  const Matrix steps_ = StepsOf(setting_);  // the bounds between neighbors
+  const Matrix bounds_ = BoundsOf(setting_);
   std::vector<Member> members_;
   std::vector<Event> events_;
   std::vector<std::unique_ptr<Worker>> workers_;
