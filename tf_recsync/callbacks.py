@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -20,14 +19,13 @@ from tf_recsync.cluster import Server
 from tf_recsync.cluster.membership import Order
 from tf_recsync.embedding.keys import KeyCounts
 from tf_recsync.metrics.exact import group_auc
-from tf_recsync.ops import hop
 from tf_recsync.optimizers.base import global_step_of
 from tf_recsync.prometheus import Prometheus
 from tf_recsync.publishing import Publication, Publish
 from tf_recsync.run_status import Status
 from tf_recsync.staleness import Report, Statistics
 from tf_recsync.strategies.slots import Losses
-from tf_recsync.synchronization.hop_events import Recording
+from tf_recsync.synchronization.hop_events import Recording, write_trace
 from tf_recsync.synchronization.hop_reports import WorkerReport
 
 __all__ = [
@@ -595,39 +593,5 @@ class HopTimeline(_Report):
                 recording.lost,
                 recording.limit,
             )
-        with open(self._path, "w") as file:
-            file.write('{"displayTimeUnit": "ms",\n')
-            file.write(f'"otherData": {{"lost_events": {recording.lost}}},\n"traceEvents": [')
-            for number, event in enumerate(self._trace(recording)):
-                # One by one: there may be a great many.
-                file.write(",\n" if number else "\n")
-                json.dump(event, file)
-            file.write("\n]}\n")
-
-    def _trace(self, recording: Recording) -> Iterator[dict]:
-        """The events in the form of Chrome's traces."""
-        for worker in range(self._strategy.topology.size):
-            yield _named("process_name", worker, 0, f"worker {worker}")
-            for row, name in enumerate(("step", "send", "receive")):
-                yield _named("thread_name", worker, row, name)
-        first = min((event[2] for event in recording.events()), default=0)
-        for worker, span, begin, end, iteration, neighbor in recording.events():
-            name = hop.SPANS[span]
-            about = {"iteration": iteration}
-            if neighbor >= 0:
-                about["neighbor"] = neighbor
-            yield {
-                "name": name,
-                "cat": "hop",
-                "ph": "X",
-                "ts": begin - first,
-                # What takes no time would not be seen.
-                "dur": max(end - begin, 1),
-                "pid": worker,
-                "tid": {"send": 1, "receive": 2}.get(name, 0),
-                "args": about,
-            }
-
-
-def _named(kind: str, process: int, row: int, name: str) -> dict:
-    return {"name": kind, "ph": "M", "pid": process, "tid": row, "args": {"name": name}}
+        workers = self._strategy.topology.size
+        write_trace(self._path, workers, recording.events, recording.lost)

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 
 namespace recsync {
+void RegisterHopClusterBindings(pybind11::module_& m);
 void RegisterWaitingBindings(pybind11::module_& m);
 void RegisterNetworkBindings(pybind11::module_& m);
 void RegisterSimulationBindings(pybind11::module_& m);
@@ -12,6 +13,7 @@ void RegisterStalenessBindings(pybind11::module_& m);
 
 PYBIND11_MODULE(_engine, m) {
   m.doc() = "Engine classes of tf_recsync that are used outside a graph.";
+  recsync::RegisterHopClusterBindings(m);
   recsync::RegisterStalenessBindings(m);
   recsync::RegisterNetworkBindings(m);
   recsync::RegisterSimulationBindings(m);

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+
+from tf_recsync.ops import hop
 
 
 class EventLog:
@@ -146,3 +150,56 @@ class Recording:
                     self._parts.appendleft(first[excess:])
                 self._count -= excess
                 self._lost += excess
+
+
+def write_trace(
+    path: str | os.PathLike[str],
+    workers: int,
+    events: Callable[[], Iterable[tuple[int, ...]]],
+    lost: int = 0,
+) -> None:
+    """Writes what workers did into a file of Chrome's traces; see `callbacks.HopTimeline`.
+
+    Args:
+        path: of the file.
+        workers: how many there are.
+        events: gives them, as `Recording.events` does; called twice.
+        lost: how many are missing.
+    """
+    with open(path, "w") as file:
+        file.write('{"displayTimeUnit": "ms",\n')
+        file.write(f'"otherData": {{"lost_events": {lost}}},\n"traceEvents": [')
+        for number, event in enumerate(_trace(workers, events)):
+            # One by one: there may be a great many.
+            file.write(",\n" if number else "\n")
+            json.dump(event, file)
+        file.write("\n]}\n")
+
+
+def _trace(workers: int, events: Callable[[], Iterable[tuple[int, ...]]]) -> Iterator[dict]:
+    """The events in the form of Chrome's traces."""
+    for worker in range(workers):
+        yield _named("process_name", worker, 0, f"worker {worker}")
+        for row, name in enumerate(("step", "send", "receive")):
+            yield _named("thread_name", worker, row, name)
+    first = min((event[2] for event in events()), default=0)
+    for worker, span, begin, end, iteration, neighbor in events():
+        name = hop.SPANS[span]
+        about = {"iteration": iteration}
+        if neighbor >= 0:
+            about["neighbor"] = neighbor
+        yield {
+            "name": name,
+            "cat": "hop",
+            "ph": "X",
+            "ts": begin - first,
+            # What takes no time would not be seen.
+            "dur": max(end - begin, 1),
+            "pid": worker,
+            "tid": {"send": 1, "receive": 2}.get(name, 0),
+            "args": about,
+        }
+
+
+def _named(kind: str, process: int, row: int, name: str) -> dict:
+    return {"name": kind, "ph": "M", "pid": process, "tid": row, "args": {"name": name}}

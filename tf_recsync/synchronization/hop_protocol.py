@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import uuid
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -68,37 +70,46 @@ class Protocol:
     check_invariants: bool
 
     def bounds(self) -> np.ndarray:
-        """[n, n]: how far worker i can be ahead of worker j."""
-        return gap_bounds(
+        """[n, n], read-only: how far worker i can be ahead of worker j."""
+        return self._bounds
+
+    @functools.cached_property
+    def _bounds(self) -> np.ndarray:
+        bounds = gap_bounds(
             self.topology,
             self.max_iteration_gap,
             backup_workers=self.backup_workers,
             staleness_bound=self.staleness_bound,
             notify_ack=self.notify_ack,
         )
+        bounds.setflags(write=False)
+        return bounds
 
     def make(self, worker: int) -> tf.Tensor:
         """Makes what a worker keeps beside its parameters, on the device of the scope."""
+        return hop.worker(shared_name=f"recsync_hop_{uuid.uuid4().hex}", **self.options(worker))
+
+    def options(self, worker: int) -> dict[str, Any]:
+        """How a worker takes part, by the names of the attributes of `RecsyncHopWorker`."""
         topology, bounds = self.topology, self.bounds()
         senders = topology.in_neighbors(worker)
         ahead = [bounds[sender, worker] for sender in senders]
         # How many iterations may be in the queue: with token queues as in section 4.2, else
         # as far as a sender can be ahead (section 4.1).
         gap = self.max_iteration_gap or int(max([1.0, *ahead]))
-        return hop.worker(
-            shared_name=f"recsync_hop_{uuid.uuid4().hex}",
-            in_neighbors=senders,
-            weights=[topology.weights[sender, worker] for sender in senders],
-            out_neighbors=topology.out_neighbors(worker),
-            max_iteration_gap=self.max_iteration_gap or 0,
-            slots=gap + 1,
-            capacity=(gap + 1) * (len(senders) + 1),
-            backup_workers=self.backup_workers[worker],
-            staleness_bound=-1 if self.staleness_bound is None else self.staleness_bound,
-            max_jump=1 if self.skip is None else self.skip.max_jump,
-            jump_trigger=0 if self.skip is None else self.skip.trigger,
-            notify_ack=self.notify_ack,
-            gap_bounds=[int(a) if np.isfinite(a) else -1 for a in ahead]
+        return {
+            "in_neighbors": senders,
+            "weights": [float(topology.weights[sender, worker]) for sender in senders],
+            "out_neighbors": topology.out_neighbors(worker),
+            "max_iteration_gap": self.max_iteration_gap or 0,
+            "slots": gap + 1,
+            "capacity": (gap + 1) * (len(senders) + 1),
+            "backup_workers": self.backup_workers[worker],
+            "staleness_bound": -1 if self.staleness_bound is None else self.staleness_bound,
+            "max_jump": 1 if self.skip is None else self.skip.max_jump,
+            "jump_trigger": 0 if self.skip is None else self.skip.trigger,
+            "notify_ack": self.notify_ack,
+            "gap_bounds": [int(a) if np.isfinite(a) else -1 for a in ahead]
             if self.check_invariants
             else [],
-        )
+        }

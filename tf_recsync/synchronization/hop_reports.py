@@ -72,6 +72,29 @@ class State:
     counts: tuple[int, ...]
     awaited: int = -1
 
+    @classmethod
+    def of(
+        cls,
+        iteration: int,
+        phase: int,
+        seconds: float,
+        missing: Sequence[int],
+        tokens: Sequence[int],
+        declined: Sequence[int],
+        counts: Sequence[int],
+    ) -> State:
+        """Of what the engine tells: an index of `hop.PHASES`, and `HopState::Numbers`."""
+        return cls(
+            iteration=iteration,
+            phase=hop.PHASES[phase],
+            seconds=seconds,
+            missing=tuple(missing),
+            tokens=tuple(tokens),
+            declined=tuple(declined),
+            counts=tuple(counts[:_COUNTS]),
+            awaited=counts[_COUNTS],
+        )
+
     @property
     def lost_events(self) -> int:
         """How many events it could not keep since it was made."""
@@ -109,16 +132,7 @@ def parse(told: np.ndarray) -> tuple[State, np.ndarray]:
     iteration, phase, micros, missing, tokens, declined, counts = (
         tuple(part.tolist()) for part in parts[:-1]
     )
-    state = State(
-        iteration=iteration[0],
-        phase=hop.PHASES[phase[0]],
-        seconds=micros[0] * 1e-6,
-        missing=missing,
-        tokens=tokens,
-        declined=declined,
-        counts=counts[:_COUNTS],
-        awaited=counts[_COUNTS],
-    )
+    state = State.of(iteration[0], phase[0], micros[0] * 1e-6, missing, tokens, declined, counts)
     return state, parts[-1].reshape(-1, 5)
 
 

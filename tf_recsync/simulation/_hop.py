@@ -1,0 +1,353 @@
+"""Decentralized training (Hop) in virtual time, on the engine's own workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from tf_recsync import _engine
+from tf_recsync._checks import check_at_least, check_seconds
+from tf_recsync.synchronization.hop_events import write_trace
+from tf_recsync.synchronization.hop_protocol import Protocol
+from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport
+from tf_recsync.synchronization.sync_report import SyncReport
+
+_NO_LIMIT = 2**62  # Steps.
+
+
+@dataclasses.dataclass(frozen=True)
+class LogisticRegression:
+    """A small problem that simulated workers learn, with Keras's SGD, from a start of zeros.
+
+    Examples are drawn once: inputs from a normal distribution, labels from a logistic model
+    of them. Each step of a worker draws a batch of them.
+
+    Attributes:
+        features: the inputs of an example, at least 1. Default 32.
+        examples: how many there are, at least 1, and with `features` at most 2 ** 20 numbers.
+            Default 4096.
+        batch_size: the examples of a step, at least 1. Default 128.
+        learning_rate: positive. Default 0.1.
+        momentum: from 0, less than 1. Default 0.
+        weight_decay: of half the square of each parameter, at least 0. Default 0.
+        seed: of the examples and of the batches, at least 0. Default 0.
+
+    Raises:
+        ValueError: if an attribute is wrong.
+
+    >>> from tf_recsync.simulation._hop import LogisticRegression
+    >>> LogisticRegression(features=8, momentum=0.9).batch_size
+    128
+    """
+
+    features: int = 32
+    examples: int = 4096
+    batch_size: int = 128
+    learning_rate: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("features", "examples", "batch_size"):
+            check_at_least(name, getattr(self, name), 1)
+        check_at_least("seed", self.seed, 0)
+        if self.features * self.examples > 2**20:
+            raise ValueError(
+                f"features * examples must be at most {2**20}, not {self.features * self.examples}"
+            )
+        _check_real("learning_rate", self.learning_rate, "positive", lambda v: v > 0)
+        _check_real("momentum", self.momentum, "in [0, 1)", lambda v: 0 <= v < 1)
+        _check_real("weight_decay", self.weight_decay, "at least 0", lambda v: v >= 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """The loss of the mean of all workers' parameters, at one moment.
+
+    Attributes:
+        seconds: of virtual time.
+        steps: of all workers, that were done by then.
+        loss: of all examples.
+    """
+
+    seconds: float
+    steps: int
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkUse:
+    """What has passed a machine's network card.
+
+    Attributes:
+        sent_bytes: to other machines.
+        received_bytes: from other machines.
+        sending_seconds: how long that took, one message after the other.
+        receiving_seconds: how long that took.
+    """
+
+    sent_bytes: int
+    received_bytes: int
+    sending_seconds: float
+    receiving_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class HopResult:
+    """What simulated decentralized training came to. All times are of virtual time.
+
+    Attributes:
+        seconds: when the last step ended, or everything stopped.
+        steps: finished steps, by worker.
+        hop_report: as `HopStrategy.hop_report` gives.
+        sync_report: as `HopStrategy.sync_report` gives.
+        largest_gaps: int64 [n, n]: how far worker i was ahead of worker j at most, in
+            iterations, before the first worker left at the end.
+        bounds: [n, n]: how far it may be (table 1 of the paper), infinite if unbounded.
+        losses: in the order of time; empty if nothing was learned.
+        links: of each machine.
+        events: (worker, what, begin, end, iteration, neighbor or -1), as `Recording.events`
+            gives, in microseconds; empty if they were not recorded.
+    """
+
+    seconds: float
+    steps: tuple[int, ...]
+    hop_report: list[WorkerReport]
+    sync_report: SyncReport
+    largest_gaps: np.ndarray
+    bounds: np.ndarray
+    losses: tuple[Loss, ...] = ()
+    links: tuple[LinkUse, ...] = ()
+    events: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def steps_per_second(self) -> float:
+        """Of all workers together."""
+        return sum(self.steps) / self.seconds if self.seconds else 0.0
+
+    @property
+    def seconds_per_iteration(self) -> float:
+        """Of a worker, on the average; iterations that were skipped count as none."""
+        return self.seconds * len(self.steps) / sum(self.steps) if any(self.steps) else 0.0
+
+    def seconds_to(self, loss: float) -> float | None:
+        """When the loss was first found to be at most this; None if never.
+
+        Args:
+            loss: what it has to come to.
+        """
+        return next((look.seconds for look in self.losses if look.loss <= loss), None)
+
+    def write_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Writes what workers did when, as `callbacks.HopTimeline` does.
+
+        Args:
+            path: of the file, a `.json`. Its folder must exist.
+        """
+        write_trace(path, len(self.steps), lambda: self.events)
+
+    def __str__(self) -> str:
+        waited = [r.waited_for_updates for r in self.hop_report]
+        tokens = [r.waited_for_tokens for r in self.hop_report]
+        total = max(self.seconds * len(self.steps), 1e-300)
+        lines = [
+            ("simulated seconds", f"{self.seconds:.3f}"),
+            ("steps", f"{sum(self.steps)} of {len(self.steps)} workers"),
+            ("steps per second", f"{self.steps_per_second:.2f}"),
+            ("seconds per iteration", f"{self.seconds_per_iteration:.4f}"),
+            ("waiting for updates", f"{sum(waited) / total:.1%} of the workers' time"),
+            ("waiting for tokens or acknowledgements", f"{sum(tokens) / total:.1%}"),
+            ("largest iteration gap", f"{int(self.largest_gaps.max(initial=0))}"),
+            ("iterations skipped", f"{sum(r.iterations_skipped for r in self.hop_report)}"),
+        ]
+        if self.losses:
+            lines.append(("loss", f"{self.losses[-1].loss:.5f}"))
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def simulate_hop(
+    protocol: Protocol,
+    compute: Callable[[int, int, float], float],
+    *,
+    steps: int | None = None,
+    seconds: float | None = None,
+    machines: Sequence[int] | None = None,
+    bandwidth: float | Sequence[float] = math.inf,
+    latency: float = 0.0,
+    update_bytes: int = 0,
+    batch_size: int | None = None,
+    model: LogisticRegression | None = None,
+    loss_seconds: float = 1.0,
+    target_loss: float | None = None,
+    record_events: bool = False,
+) -> HopResult:
+    """Runs decentralized training in virtual time.
+
+    The workers are those of the product: the same C++ class decides who waits for whom. A step
+    and the ways of an update are as in cc/simulation/hop_cluster.h. All workers take steps from
+    one pool, as batches of a dataset; one that finds none left leaves.
+
+    Args:
+        protocol: of `hop_checks.checked_protocol`, as `HopStrategy` and `Hop` have.
+        compute: gives the seconds that a worker computes in a step, at least 0: of the worker's
+            index, the steps that it has done, and the seconds since training began.
+        steps: of all workers together, at least 1; None (the default): without end.
+        seconds: after which everything stops, positive; None (the default): not before the steps
+            are done. One of the two must be given.
+        machines: of each worker, on which machine it is, from 0 on; None (the default): each on
+            one of its own.
+        bandwidth: in bytes per second, of each machine's network card in each direction, or one
+            for all; positive. Default infinite.
+        latency: seconds of a message from one machine to another, at least 0. Default 0.
+        update_bytes: of an update, at least 0. Default 0.
+        batch_size: the examples of a step, for examples per second; None (the default): the
+            model's, or not known.
+        model: what is learned; None (the default): nothing, only time passes.
+        loss_seconds: of virtual time between two looks at the loss, positive. Default 1.
+        target_loss: at which training ends when a look finds it reached; None (the default): not.
+        record_events: whether what workers do is kept. Default False.
+
+    Returns:
+        What it came to.
+
+    Raises:
+        ValueError: if an argument is wrong.
+
+    >>> from tf_recsync import topology
+    >>> from tf_recsync.simulation._hop import simulate_hop
+    >>> from tf_recsync.strategies.hop_checks import checked_protocol
+    >>> protocol = checked_protocol(
+    ...     topology.ring(4), 5, 0, None, None, "parallel", "token_queue", True
+    ... )
+    >>> simulate_hop(protocol, lambda worker, step, now: 0.5, steps=40).seconds
+    5.0
+    """
+    size = protocol.topology.size
+    machines = _checked_machines(machines, size)
+    bandwidths = _checked_bandwidths(bandwidth, max(machines) + 1)
+    _check_limits(steps, seconds)
+    check_seconds("loss_seconds", loss_seconds)
+    check_at_least("update_bytes", update_bytes, 0)
+    _check_real("latency", latency, "at least 0, in seconds", lambda v: v >= 0)
+    if batch_size is not None:
+        check_at_least("batch_size", batch_size, 1)
+    if target_loss is not None:
+        if model is None:
+            raise ValueError(f"target_loss needs a model to be learned, got {target_loss!r}")
+        _check_real("target_loss", target_loss, "a number", lambda v: True)
+    told = _engine.run_hop_cluster(
+        workers=[protocol.options(worker) for worker in range(size)],
+        serial=protocol.is_serial,
+        compute_seconds=compute,
+        machines=machines,
+        bytes_per_second=bandwidths,
+        latency=latency,
+        update_bytes=update_bytes,
+        steps=_NO_LIMIT if steps is None else steps,
+        seconds=math.inf if seconds is None else seconds,
+        keeps_events=record_events,
+        problem=None if model is None else _problem(model),
+        learning_rate=0.0 if model is None else model.learning_rate,
+        momentum=0.0 if model is None else model.momentum,
+        loss_seconds=loss_seconds,
+        target_loss=-math.inf if target_loss is None else target_loss,
+    )
+    reports = Reports([protocol.topology.in_neighbors(worker) for worker in range(size)])
+    for worker, state in enumerate(told["states"]):
+        reports.update(worker, State.of(**state))
+    if batch_size is None and model is not None:
+        batch_size = model.batch_size
+    return _result(protocol, told, reports.all(), update_bytes, batch_size)
+
+
+def _result(
+    protocol: Protocol,
+    told: dict[str, Any],
+    reports: list[WorkerReport],
+    update_bytes: int,
+    batch_size: int | None,
+) -> HopResult:
+    sync = SyncReport(
+        syncs=told["steps"],
+        seconds=[r.waited_for_updates + r.waited_for_tokens for r in reports],
+        steps=sum(told["steps"]),
+        trained_seconds=told["seconds"],
+        elements=update_bytes // 4,
+        sync_ps_bytes=0,
+        local_batch_size=batch_size,
+    )
+    links = zip(told["sent"], told["received"], strict=True)
+    return HopResult(
+        seconds=told["seconds"],
+        steps=tuple(told["steps"]),
+        hop_report=reports,
+        sync_report=sync,
+        largest_gaps=np.array(told["largest_gaps"], np.int64),
+        bounds=protocol.bounds(),
+        losses=tuple(Loss(*look) for look in told["losses"]),
+        links=tuple(
+            LinkUse(sent, received, sending, receiving)
+            for (sent, sending), (received, receiving) in links
+        ),
+        events=tuple(map(tuple, told["events"].tolist())),
+    )
+
+
+def _problem(model: LogisticRegression) -> _engine.LogisticProblem:
+    return _engine.LogisticProblem(
+        examples=model.examples,
+        features=model.features,
+        batch_size=model.batch_size,
+        weight_decay=model.weight_decay,
+        seed=model.seed,
+    )
+
+
+def _check_real(name: str, value: float, allowed: str, holds: Callable[[float], bool]) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not holds(value):
+        raise ValueError(f"{name} must be {allowed}, not {value!r}")
+
+
+def _check_limits(steps: int | None, seconds: float | None) -> None:
+    if steps is None and seconds is None:
+        raise ValueError("steps or seconds must be given, or training would have no end")
+    if steps is not None:
+        check_at_least("steps", steps, 1)
+    if seconds is not None:
+        check_seconds("seconds", seconds)
+
+
+def _checked_machines(machines: Sequence[int] | None, workers: int) -> list[int]:
+    if machines is None:
+        return list(range(workers))
+    machines = list(machines)
+    if len(machines) != workers:
+        raise ValueError(
+            f"machines must be one for each of the {workers} workers, not {len(machines)}"
+        )
+    for machine in machines:
+        check_at_least("machines", machine, 0)
+    # A number of which nobody is would be a link that nobody has.
+    if set(machines) != set(range(len(set(machines)))):
+        raise ValueError(f"machines must be numbered from 0 on without gaps, not {machines!r}")
+    return [int(machine) for machine in machines]
+
+
+def _checked_bandwidths(bandwidth: float | Sequence[float], machines: int) -> list[float]:
+    given = [bandwidth] * machines if isinstance(bandwidth, Real) else list(bandwidth)
+    if len(given) != machines:
+        raise ValueError(f"bandwidth must be one for all, or {machines}, not {len(given)}")
+    for one in given:
+        is_number = isinstance(one, Real) and not isinstance(one, bool)
+        if not is_number or not one > 0:
+            raise ValueError(f"bandwidth must be positive, in bytes per second, not {one!r}")
+    return [float(one) for one in given]
