@@ -122,7 +122,7 @@ def test_reports_are_those_of_a_strategy():
     assert sync.examples_per_second == pytest.approx(80 * 32 / 5.0)
     assert sync.elements == 12_500
     assert [link.sent_bytes for link in result.links] == [40 * 50_000] * 4
-    assert result.links[0].sending_seconds == pytest.approx(2.0)
+    assert result.links[0].seconds == pytest.approx(2 * 2.0)
     assert "16.00" in str(result)
 
 
@@ -141,6 +141,19 @@ def test_a_slow_network_card_is_shared_by_the_workers_of_a_machine():
     assert seconds([0, 0, 0, 1, 1, 1], 1e6) < seconds(None, 1e6)
     assert seconds([0, 0, 0, 1, 1, 1], [1e6, 1e5]) > seconds([0, 0, 0, 1, 1, 1], 1e6)
     assert seconds([0] * 6, 1.0) == pytest.approx(5.0)
+
+
+def test_a_card_that_does_not_send_and_receive_at_once_takes_as_long_as_both():
+    # As the links of set_bandwidth: three updates out and three in, after computing.
+    result = simulate_hop(
+        protocol_of(topology.ring_based(6), order="serial"),
+        lambda i, k, now: 0.1,
+        steps=6 * 40,
+        bandwidth=4e6,
+        duplex=False,
+        update_bytes=240_000,
+    )
+    assert result.seconds_per_iteration == pytest.approx(0.1 + 6 * 0.06, rel=0.02)
 
 
 def test_skipping_brings_a_slow_worker_to_the_pace_of_the_others():
@@ -226,6 +239,7 @@ def test_what_computing_raises_ends_the_simulation():
         ({"steps": 1, "bandwidth": 0}, "bandwidth must be positive"),
         ({"steps": 1, "bandwidth": [1.0]}, "one for all, or 3, not 1"),
         ({"steps": 1, "latency": math.inf}, "latency"),
+        ({"steps": 1, "duplex": 1}, "duplex"),
         ({"steps": 1, "update_bytes": -1}, "update_bytes"),
         ({"steps": 1, "target_loss": 0.5}, "needs a model"),
         ({"steps": 1, "batch_size": 0}, "batch_size"),

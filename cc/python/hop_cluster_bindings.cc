@@ -14,7 +14,6 @@
 
 #include "cc/engine/hop_options.h"
 #include "cc/engine/limits.h"
-#include "cc/engine/link.h"
 #include "cc/simulation/hop_cluster.h"
 #include "cc/simulation/logistic_problem.h"
 
@@ -57,10 +56,10 @@ py::dict Told(const HopState& state) {
   return told;
 }
 
-py::list Told(const std::vector<Link::Total>& totals) {
+py::list Told(const std::vector<HopCluster::Traffic>& traffic) {
   py::list told;
-  for (const Link::Total& total : totals) {
-    told.append(py::make_tuple(total.amount, total.seconds.count()));
+  for (const auto& [sent, received, seconds] : traffic) {
+    told.append(py::make_tuple(sent, received, seconds));
   }
   return told;
 }
@@ -85,8 +84,9 @@ py::dict RunHopCluster(
     const std::vector<py::dict>& workers, bool serial,
     std::function<double(int64_t, int64_t, double)> compute_seconds,
     std::vector<int64_t> machines, std::vector<double> bytes_per_second,
-    double latency, int64_t update_bytes, int64_t steps, double seconds,
-    bool keeps_events, const std::optional<LogisticProblem::Options>& problem,
+    bool duplex, double latency, int64_t update_bytes, int64_t steps,
+    double seconds, bool keeps_events,
+    const std::optional<LogisticProblem::Options>& problem,
     double learning_rate, double momentum, double loss_seconds,
     double target_loss) {
   std::optional<LogisticProblem> made;
@@ -98,6 +98,7 @@ py::dict RunHopCluster(
   options.compute_seconds = std::move(compute_seconds);
   options.machines = std::move(machines);
   options.bytes_per_second = std::move(bytes_per_second);
+  options.duplex = duplex;
   options.latency = latency;
   options.update_bytes = update_bytes;
   options.steps = steps;
@@ -124,8 +125,7 @@ py::dict RunHopCluster(
     losses.append(py::make_tuple(loss.seconds, loss.steps, loss.loss));
   }
   told["losses"] = losses;
-  told["sent"] = Told(cluster.Sent());
-  told["received"] = Told(cluster.Received());
+  told["traffic"] = Told(cluster.traffic());
   return told;
 }
 
@@ -155,7 +155,7 @@ void RegisterHopClusterBindings(py::module_& m) {
            py::arg("batch_size"), py::arg("weight_decay"), py::arg("seed"));
   m.def("run_hop_cluster", &RunHopCluster, py::kw_only(), py::arg("workers"),
         py::arg("serial"), py::arg("compute_seconds"), py::arg("machines"),
-        py::arg("bytes_per_second"), py::arg("latency"),
+        py::arg("bytes_per_second"), py::arg("duplex"), py::arg("latency"),
         py::arg("update_bytes"), py::arg("steps"), py::arg("seconds"),
         py::arg("keeps_events"), py::arg("problem"), py::arg("learning_rate"),
         py::arg("momentum"), py::arg("loss_seconds"), py::arg("target_loss"),

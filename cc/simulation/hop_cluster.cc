@@ -117,18 +117,14 @@ std::vector<HopState> HopCluster::States() const {
   return states;
 }
 
-std::vector<Link::Total> HopCluster::Sent() const {
-  std::vector<Link::Total> sent;
-  for (const Machine& one : machines_) sent.push_back(one.sending.Reserved());
-  return sent;
-}
-
-std::vector<Link::Total> HopCluster::Received() const {
-  std::vector<Link::Total> received;
-  for (const Machine& one : machines_) {
-    received.push_back(one.receiving.Reserved());
+std::vector<HopCluster::Traffic> HopCluster::traffic() const {
+  std::vector<Traffic> traffic;
+  for (const Machine& machine : machines_) {
+    const double seconds = machine.first.Reserved().seconds.count() +
+                           machine.second.Reserved().seconds.count();
+    traffic.push_back({machine.sent, machine.received, seconds});
   }
-  return received;
+  return traffic;
 }
 
 // Workers.
@@ -325,11 +321,15 @@ void HopCluster::Transfer(int64_t from, int64_t to,
     deliver();
     return;
   }
+  Machine& sender = machines_[source];
+  sender.sent += options_.update_bytes;
   const double sent =
-      machines_[source].sending.Reserve(options_.update_bytes, events_.now());
+      sender.first.Reserve(options_.update_bytes, events_.now());
   events_.At(sent, [this, target, latency = Latency(from, to), deliver] {
-    const double received = machines_[target].receiving.Reserve(
-        options_.update_bytes, events_.now());
+    Machine& receiver = machines_[target];
+    receiver.received += options_.update_bytes;
+    VirtualLink& link = options_.duplex ? receiver.second : receiver.first;
+    const double received = link.Reserve(options_.update_bytes, events_.now());
     events_.At(received + latency, deliver);
   });
 }

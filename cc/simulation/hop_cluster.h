@@ -39,7 +39,6 @@
 #include "cc/engine/hop_options.h"
 #include "cc/engine/hop_state.h"
 #include "cc/engine/hop_worker.h"
-#include "cc/engine/link.h"
 #include "cc/engine/result.h"
 #include "cc/simulation/event_queue.h"
 #include "cc/simulation/logistic_problem.h"
@@ -71,6 +70,9 @@ struct HopClusterOptions {
   std::vector<int64_t> machines;
   // Of each machine's network card, in each direction; positive.
   std::vector<double> bytes_per_second;
+  // Whether a card sends and receives at the same time; if not, both pass one
+  // link, one after the other.
+  bool duplex = true;
   // Of a message from one machine to another, at least 0.
   double latency = 0.0;
   int64_t update_bytes = 0;
@@ -123,9 +125,14 @@ class HopCluster {
   // What workers did, if it was to be kept; of each in the order of time.
   const std::vector<Event>& events() const { return kept_events_; }
   const std::vector<Loss>& losses() const { return losses_; }
-  // What has passed each machine's network card.
-  std::vector<Link::Total> Sent() const;
-  std::vector<Link::Total> Received() const;
+  // What has passed a machine's network card, and how long that took in all.
+  struct Traffic {
+    int64_t sent = 0;  // bytes
+    int64_t received = 0;
+    double seconds = 0.0;
+  };
+  // By machine.
+  std::vector<Traffic> traffic() const;
 
  private:
   using Worker = HopWorker<Update>;
@@ -133,9 +140,11 @@ class HopCluster {
 
   struct Machine {
     explicit Machine(double bytes_per_second)
-        : sending(bytes_per_second), receiving(bytes_per_second) {}
-    VirtualLink sending;
-    VirtualLink receiving;
+        : first(bytes_per_second), second(bytes_per_second) {}
+    VirtualLink first;
+    VirtualLink second;  // Nothing passes it if there is but one.
+    int64_t sent = 0;    // bytes
+    int64_t received = 0;
   };
 
   struct Member {

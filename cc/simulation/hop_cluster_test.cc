@@ -99,14 +99,19 @@ TEST(HopClusterTest, WorkersOfAMachineShareItsLinksAndNeedNoneAmongThemselves) {
   auto cluster = HasRun(options);
   // All four of an iteration pass one card, while others compute.
   EXPECT_NEAR(cluster->seconds(), kCompute + 10 * 4 * 0.010 + 0.010, 1e-6);
-  for (const Link::Total& total : cluster->Sent()) {
-    EXPECT_EQ(total.amount, 10 * 4 * 10'000'000);
-    EXPECT_NEAR(total.seconds.count(), 0.4, 1e-6);
+  for (const HopCluster::Traffic& traffic : cluster->traffic()) {
+    EXPECT_EQ(traffic.sent, 10 * 4 * 10'000'000);
+    EXPECT_EQ(traffic.received, 10 * 4 * 10'000'000);
+    EXPECT_NEAR(traffic.seconds, 2 * 0.4, 1e-6);
   }
+  // In both directions together it takes twice as long.
+  options.duplex = false;
+  EXPECT_GT(HasRun(options)->seconds(), 10 * 8 * 0.010);
+  options.duplex = true;
   options.machines.assign(8, 1);
   cluster = HasRun(options);
   EXPECT_NEAR(cluster->seconds(), 10 * kCompute, 1e-6);
-  EXPECT_EQ(cluster->Sent()[1].amount, 0);
+  EXPECT_EQ(cluster->traffic()[1].sent, 0);
 }
 
 TEST(HopClusterTest, AllGoAtThePaceOfASlowWorkerWithoutBackupWorkers) {
@@ -242,11 +247,14 @@ TEST_P(HopClusterSettingsTest, RandomTimesKeepTheBoundsOfTable1AndLoseNothing) {
     }
     EXPECT_EQ(come + declined, sent);
     // And each that was not declined has passed both cards.
-    for (const auto& totals : {cluster->Sent(), cluster->Received()}) {
-      int64_t passed = 0;
-      for (const Link::Total& total : totals) passed += total.amount;
-      EXPECT_EQ(passed, come * options.update_bytes);
+    int64_t out = 0;
+    int64_t in = 0;
+    for (const HopCluster::Traffic& traffic : cluster->traffic()) {
+      out += traffic.sent;
+      in += traffic.received;
     }
+    EXPECT_EQ(out, come * options.update_bytes);
+    EXPECT_EQ(in, come * options.update_bytes);
   }
 }
 

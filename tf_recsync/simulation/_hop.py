@@ -89,14 +89,12 @@ class LinkUse:
     Attributes:
         sent_bytes: to other machines.
         received_bytes: from other machines.
-        sending_seconds: how long that took, one message after the other.
-        receiving_seconds: how long that took.
+        seconds: how long all of that took, in both directions together.
     """
 
     sent_bytes: int
     received_bytes: int
-    sending_seconds: float
-    receiving_seconds: float
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +179,7 @@ def simulate_hop(
     seconds: float | None = None,
     machines: Sequence[int] | None = None,
     bandwidth: float | Sequence[float] = math.inf,
+    duplex: bool = True,
     latency: float = 0.0,
     update_bytes: int = 0,
     batch_size: int | None = None,
@@ -206,6 +205,9 @@ def simulate_hop(
             one of its own.
         bandwidth: in bytes per second, of each machine's network card in each direction, or one
             for all; positive. Default infinite.
+        duplex: whether a network card sends and receives at the same time (the default). If not,
+            it has the bandwidth for both directions together, as the links that
+            `recsync.testing.set_bandwidth` limits.
         latency: seconds of a message from one machine to another, at least 0. Default 0.
         update_bytes: of an update, at least 0. Default 0.
         batch_size: the examples of a step, for examples per second; None (the default): the
@@ -236,6 +238,8 @@ def simulate_hop(
     _check_limits(steps, seconds)
     check_seconds("loss_seconds", loss_seconds)
     check_at_least("update_bytes", update_bytes, 0)
+    if not isinstance(duplex, bool):
+        raise ValueError(f"duplex must be a bool, not {duplex!r}")
     _check_real("latency", latency, "at least 0, in seconds", lambda v: v >= 0)
     if batch_size is not None:
         check_at_least("batch_size", batch_size, 1)
@@ -249,6 +253,7 @@ def simulate_hop(
         compute_seconds=compute,
         machines=machines,
         bytes_per_second=bandwidths,
+        duplex=duplex,
         latency=latency,
         update_bytes=update_bytes,
         steps=_NO_LIMIT if steps is None else steps,
@@ -284,7 +289,6 @@ def _result(
         sync_ps_bytes=0,
         local_batch_size=batch_size,
     )
-    links = zip(told["sent"], told["received"], strict=True)
     return HopResult(
         seconds=told["seconds"],
         steps=tuple(told["steps"]),
@@ -293,10 +297,7 @@ def _result(
         largest_gaps=np.array(told["largest_gaps"], np.int64),
         bounds=protocol.bounds(),
         losses=tuple(Loss(*look) for look in told["losses"]),
-        links=tuple(
-            LinkUse(sent, received, sending, receiving)
-            for (sent, sending), (received, receiving) in links
-        ),
+        links=tuple(LinkUse(*traffic) for traffic in told["traffic"]),
         events=tuple(map(tuple, told["events"].tolist())),
     )
 
