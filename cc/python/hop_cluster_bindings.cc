@@ -16,6 +16,7 @@
 #include "cc/engine/limits.h"
 #include "cc/simulation/hop_cluster.h"
 #include "cc/simulation/logistic_problem.h"
+#include "cc/simulation/virtual_network.h"
 
 namespace recsync {
 
@@ -56,7 +57,7 @@ py::dict Told(const HopState& state) {
   return told;
 }
 
-py::list Told(const std::vector<HopCluster::Traffic>& traffic) {
+py::list Told(const std::vector<VirtualNetwork::Traffic>& traffic) {
   py::list told;
   for (const auto& [sent, received, seconds] : traffic) {
     told.append(py::make_tuple(sent, received, seconds));

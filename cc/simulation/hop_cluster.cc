@@ -10,10 +10,11 @@
 namespace recsync {
 
 HopCluster::HopCluster(HopClusterOptions options)
-    : options_(std::move(options)), n_(options_.workers.size()), members_(n_) {
-  for (const double bytes_per_second : options_.bytes_per_second) {
-    machines_.emplace_back(bytes_per_second);
-  }
+    : options_(std::move(options)),
+      n_(options_.workers.size()),
+      network_(options_.bytes_per_second, options_.duplex, options_.latency,
+               &events_),
+      members_(n_) {
   for (int64_t i = 0; i < n_; ++i) {
     HopOptions own = options_.workers[i];
     own.now = [this] { return Microseconds(); };
@@ -115,16 +116,6 @@ std::vector<HopState> HopCluster::States() const {
     states.push_back(member.worker->GetState());
   }
   return states;
-}
-
-std::vector<HopCluster::Traffic> HopCluster::traffic() const {
-  std::vector<Traffic> traffic;
-  for (const Machine& machine : machines_) {
-    const double seconds = machine.first.Reserved().seconds.count() +
-                           machine.second.Reserved().seconds.count();
-    traffic.push_back({machine.sent, machine.received, seconds});
-  }
-  return traffic;
 }
 
 // Workers.
@@ -312,26 +303,9 @@ void HopCluster::Ask(int64_t from, int64_t to, std::shared_ptr<Parcel> parcel) {
 
 void HopCluster::Transfer(int64_t from, int64_t to,
                           std::shared_ptr<Parcel> parcel, int64_t began) {
-  const int64_t source = options_.machines[from];
-  const int64_t target = options_.machines[to];
-  const auto deliver = [this, from, to, parcel, began] {
-    Deliver(from, to, parcel, began);
-  };
-  if (source == target) {
-    deliver();
-    return;
-  }
-  Machine& sender = machines_[source];
-  sender.sent += options_.update_bytes;
-  const double sent =
-      sender.first.Reserve(options_.update_bytes, events_.now());
-  events_.At(sent, [this, target, latency = Latency(from, to), deliver] {
-    Machine& receiver = machines_[target];
-    receiver.received += options_.update_bytes;
-    VirtualLink& link = options_.duplex ? receiver.second : receiver.first;
-    const double received = link.Reserve(options_.update_bytes, events_.now());
-    events_.At(received + latency, deliver);
-  });
+  network_.Send(
+      options_.machines[from], options_.machines[to], options_.update_bytes,
+      [this, from, to, parcel, began] { Deliver(from, to, parcel, began); });
 }
 
 void HopCluster::Deliver(int64_t from, int64_t to,
@@ -347,11 +321,6 @@ void HopCluster::Deliver(int64_t from, int64_t to,
                                    began);
     Collect(from, to);
   });
-}
-
-double HopCluster::Latency(int64_t from, int64_t to) const {
-  return options_.machines[from] == options_.machines[to] ? 0.0
-                                                          : options_.latency;
 }
 
 // The rest.

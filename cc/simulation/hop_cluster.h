@@ -27,7 +27,6 @@
 #define TF_RECSYNC_CC_SIMULATION_HOP_CLUSTER_H_
 
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -42,7 +41,7 @@
 #include "cc/engine/result.h"
 #include "cc/simulation/event_queue.h"
 #include "cc/simulation/logistic_problem.h"
-#include "cc/simulation/virtual_link.h"
+#include "cc/simulation/virtual_network.h"
 
 namespace recsync {
 
@@ -125,27 +124,14 @@ class HopCluster {
   // What workers did, if it was to be kept; of each in the order of time.
   const std::vector<Event>& events() const { return kept_events_; }
   const std::vector<Loss>& losses() const { return losses_; }
-  // What has passed a machine's network card, and how long that took in all.
-  struct Traffic {
-    int64_t sent = 0;  // bytes
-    int64_t received = 0;
-    double seconds = 0.0;
-  };
   // By machine.
-  std::vector<Traffic> traffic() const;
+  std::vector<VirtualNetwork::Traffic> traffic() const {
+    return network_.traffic();
+  }
 
  private:
   using Worker = HopWorker<Update>;
   using Parcel = Worker::Parcel;
-
-  struct Machine {
-    explicit Machine(double bytes_per_second)
-        : first(bytes_per_second), second(bytes_per_second) {}
-    VirtualLink first;
-    VirtualLink second;  // Nothing passes it if there is but one.
-    int64_t sent = 0;    // bytes
-    int64_t received = 0;
-  };
 
   struct Member {
     std::unique_ptr<Worker> worker;
@@ -177,7 +163,9 @@ class HopCluster {
                 int64_t began);
   void Deliver(int64_t from, int64_t to, std::shared_ptr<Parcel> parcel,
                int64_t began);
-  double Latency(int64_t from, int64_t to) const;
+  double Latency(int64_t from, int64_t to) const {
+    return network_.Latency(options_.machines[from], options_.machines[to]);
+  }
 
   // Has something happen now, but not inside of whoever calls.
   void Soon(EventQueue::Event event) { events_.After(0.0, std::move(event)); }
@@ -194,7 +182,7 @@ class HopCluster {
   const HopClusterOptions options_;
   const int64_t n_;
   EventQueue events_;
-  std::deque<Machine> machines_;  // Links can't be moved.
+  VirtualNetwork network_;
   std::vector<Member> members_;
   std::vector<int64_t> steps_;
   std::vector<std::vector<int64_t>> largest_gaps_;

@@ -99,7 +99,7 @@ TEST(HopClusterTest, WorkersOfAMachineShareItsLinksAndNeedNoneAmongThemselves) {
   auto cluster = HasRun(options);
   // All four of an iteration pass one card, while others compute.
   EXPECT_NEAR(cluster->seconds(), kCompute + 10 * 4 * 0.010 + 0.010, 1e-6);
-  for (const HopCluster::Traffic& traffic : cluster->traffic()) {
+  for (const VirtualNetwork::Traffic& traffic : cluster->traffic()) {
     EXPECT_EQ(traffic.sent, 10 * 4 * 10'000'000);
     EXPECT_EQ(traffic.received, 10 * 4 * 10'000'000);
     EXPECT_NEAR(traffic.seconds, 2 * 0.4, 1e-6);
@@ -249,7 +249,7 @@ TEST_P(HopClusterSettingsTest, RandomTimesKeepTheBoundsOfTable1AndLoseNothing) {
     // And each that was not declined has passed both cards.
     int64_t out = 0;
     int64_t in = 0;
-    for (const HopCluster::Traffic& traffic : cluster->traffic()) {
+    for (const VirtualNetwork::Traffic& traffic : cluster->traffic()) {
       out += traffic.sent;
       in += traffic.received;
     }
