@@ -7,13 +7,11 @@
 
 #include <cstdint>
 #include <functional>
-#include <optional>
-#include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "cc/engine/hop_options.h"
-#include "cc/engine/limits.h"
 #include "cc/simulation/hop_cluster.h"
 #include "cc/simulation/logistic_problem.h"
 #include "cc/simulation/virtual_network.h"
@@ -86,11 +84,9 @@ py::dict RunHopCluster(
     std::function<double(int64_t, int64_t, double)> compute_seconds,
     std::vector<int64_t> machines, std::vector<double> bytes_per_second,
     bool duplex, double latency, int64_t update_bytes, int64_t steps,
-    double seconds, bool keeps_events,
-    const std::optional<LogisticProblem::Options>& problem,
+    double seconds, bool keeps_events, const LogisticProblem* problem,
     double learning_rate, double momentum, double loss_seconds,
     double target_loss) {
-  std::optional<LogisticProblem> made;
   HopClusterOptions options;
   for (const py::dict& worker : workers) {
     options.workers.push_back(OptionsOf(worker));
@@ -105,10 +101,9 @@ py::dict RunHopCluster(
   options.steps = steps;
   options.seconds = seconds;
   options.keeps_events = keeps_events;
-  if (problem.has_value()) {
-    made.emplace(*problem);
-    options.learning =
-        HopLearning{&*made, learning_rate, momentum, loss_seconds, target_loss};
+  if (problem != nullptr) {
+    options.learning = HopLearning{problem, learning_rate, momentum,
+                                   loss_seconds, target_loss};
   }
   HopCluster cluster(std::move(options));
   const Result result = cluster.Run();
@@ -135,25 +130,6 @@ py::dict RunHopCluster(
 void RegisterHopClusterBindings(py::module_& m);
 
 void RegisterHopClusterBindings(py::module_& m) {
-  py::class_<LogisticProblem::Options>(
-      m, "LogisticProblem", "A small problem to learn; see logistic_problem.h.")
-      .def(py::init([](int64_t examples, int64_t features, int64_t batch_size,
-                       double weight_decay, uint64_t seed) {
-             const auto is_size = [](int64_t size) {
-               return 1 <= size && size <= kMostEntries;
-             };
-             if (!is_size(examples) || !is_size(features) ||
-                 !is_size(batch_size) || examples * features > kMostEntries) {
-               throw py::value_error(
-                   "examples, features and batch_size must be at least 1, and "
-                   "examples * features at most " +
-                   std::to_string(kMostEntries));
-             }
-             return LogisticProblem::Options{examples, features, batch_size,
-                                             weight_decay, seed};
-           }),
-           py::kw_only(), py::arg("examples"), py::arg("features"),
-           py::arg("batch_size"), py::arg("weight_decay"), py::arg("seed"));
   m.def("run_hop_cluster", &RunHopCluster, py::kw_only(), py::arg("workers"),
         py::arg("serial"), py::arg("compute_seconds"), py::arg("machines"),
         py::arg("bytes_per_second"), py::arg("duplex"), py::arg("latency"),

@@ -12,89 +12,21 @@ from typing import Any
 import numpy as np
 
 from tf_recsync import _engine
-from tf_recsync._checks import check_at_least, check_seconds
+from tf_recsync._checks import check_at_least
+from tf_recsync.simulation._learning import (
+    LinkUse,
+    LogisticRegression,
+    Loss,
+    checked_bandwidth,
+    limits,
+    seconds_to,
+    table,
+)
+from tf_recsync.simulation._settings import check_number
 from tf_recsync.synchronization.hop_events import write_trace
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport
 from tf_recsync.synchronization.sync_report import SyncReport
-
-_NO_LIMIT = 2**62  # Steps.
-
-
-@dataclasses.dataclass(frozen=True)
-class LogisticRegression:
-    """A small problem that simulated workers learn, with Keras's SGD, from a start of zeros.
-
-    Examples are drawn once: inputs from a normal distribution, labels from a logistic model
-    of them. Each step of a worker draws a batch of them.
-
-    Attributes:
-        features: the inputs of an example, at least 1. Default 32.
-        examples: how many there are, at least 1, and with `features` at most 2 ** 20 numbers.
-            Default 4096.
-        batch_size: the examples of a step, at least 1. Default 128.
-        learning_rate: positive. Default 0.1.
-        momentum: from 0, less than 1. Default 0.
-        weight_decay: of half the square of each parameter, at least 0. Default 0.
-        seed: of the examples and of the batches, at least 0. Default 0.
-
-    Raises:
-        ValueError: if an attribute is wrong.
-
-    >>> from tf_recsync.simulation._hop import LogisticRegression
-    >>> LogisticRegression(features=8, momentum=0.9).batch_size
-    128
-    """
-
-    features: int = 32
-    examples: int = 4096
-    batch_size: int = 128
-    learning_rate: float = 0.1
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self):
-        for name in ("features", "examples", "batch_size"):
-            check_at_least(name, getattr(self, name), 1)
-        check_at_least("seed", self.seed, 0)
-        if self.features * self.examples > 2**20:
-            raise ValueError(
-                f"features * examples must be at most {2**20}, not {self.features * self.examples}"
-            )
-        _check_real("learning_rate", self.learning_rate, "positive", lambda v: v > 0)
-        _check_real("momentum", self.momentum, "in [0, 1)", lambda v: 0 <= v < 1)
-        _check_real("weight_decay", self.weight_decay, "at least 0", lambda v: v >= 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Loss:
-    """The loss of the mean of all workers' parameters, at one moment.
-
-    Attributes:
-        seconds: of virtual time.
-        steps: of all workers, that were done by then.
-        loss: of all examples.
-    """
-
-    seconds: float
-    steps: int
-    loss: float
-
-
-@dataclasses.dataclass(frozen=True)
-class LinkUse:
-    """What has passed a machine's network card.
-
-    Attributes:
-        sent_bytes: to other machines.
-        received_bytes: from other machines.
-        seconds: how long all of that took, in both directions together.
-    """
-
-    sent_bytes: int
-    received_bytes: int
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +73,7 @@ class HopResult:
         Args:
             loss: what it has to come to.
         """
-        return next((look.seconds for look in self.losses if look.loss <= loss), None)
+        return seconds_to(self.losses, loss)
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
         """Writes what workers did when, as `callbacks.HopTimeline` does.
@@ -167,8 +99,7 @@ class HopResult:
         ]
         if self.losses:
             lines.append(("loss", f"{self.losses[-1].loss:.5f}"))
-        width = max(len(name) for name, _ in lines)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+        return table(lines)
 
 
 def simulate_hop(
@@ -214,7 +145,8 @@ def simulate_hop(
             model's, or not known.
         model: what is learned; None (the default): nothing, only time passes.
         loss_seconds: of virtual time between two looks at the loss, positive. Default 1.
-        target_loss: at which training ends when a look finds it reached; None (the default): not.
+        target_loss: at least 0, at which training ends when a look finds it reached; None (the
+            default): not.
         record_events: whether what workers do is kept. Default False.
 
     Returns:
@@ -235,18 +167,18 @@ def simulate_hop(
     size = protocol.topology.size
     machines = _checked_machines(machines, size)
     bandwidths = _checked_bandwidths(bandwidth, max(machines) + 1)
-    _check_limits(steps, seconds)
-    check_seconds("loss_seconds", loss_seconds)
+    most_steps, most_seconds = limits(steps, seconds)
+    check_number("loss_seconds", loss_seconds, positive=True)
     check_at_least("update_bytes", update_bytes, 0)
     if not isinstance(duplex, bool):
         raise ValueError(f"duplex must be a bool, not {duplex!r}")
-    _check_real("latency", latency, "at least 0, in seconds", lambda v: v >= 0)
+    check_number("latency", latency)
     if batch_size is not None:
         check_at_least("batch_size", batch_size, 1)
     if target_loss is not None:
+        check_number("target_loss", target_loss)
         if model is None:
             raise ValueError(f"target_loss needs a model to be learned, got {target_loss!r}")
-        _check_real("target_loss", target_loss, "a number", lambda v: True)
     told = _engine.run_hop_cluster(
         workers=[protocol.options(worker) for worker in range(size)],
         serial=protocol.is_serial,
@@ -256,10 +188,10 @@ def simulate_hop(
         duplex=duplex,
         latency=latency,
         update_bytes=update_bytes,
-        steps=_NO_LIMIT if steps is None else steps,
-        seconds=math.inf if seconds is None else seconds,
+        steps=most_steps,
+        seconds=most_seconds,
         keeps_events=record_events,
-        problem=None if model is None else _problem(model),
+        problem=None if model is None else model.problem(),
         learning_rate=0.0 if model is None else model.learning_rate,
         momentum=0.0 if model is None else model.momentum,
         loss_seconds=loss_seconds,
@@ -302,31 +234,6 @@ def _result(
     )
 
 
-def _problem(model: LogisticRegression) -> _engine.LogisticProblem:
-    return _engine.LogisticProblem(
-        examples=model.examples,
-        features=model.features,
-        batch_size=model.batch_size,
-        weight_decay=model.weight_decay,
-        seed=model.seed,
-    )
-
-
-def _check_real(name: str, value: float, allowed: str, holds: Callable[[float], bool]) -> None:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not holds(value):
-        raise ValueError(f"{name} must be {allowed}, not {value!r}")
-
-
-def _check_limits(steps: int | None, seconds: float | None) -> None:
-    if steps is None and seconds is None:
-        raise ValueError("steps or seconds must be given, or training would have no end")
-    if steps is not None:
-        check_at_least("steps", steps, 1)
-    if seconds is not None:
-        check_seconds("seconds", seconds)
-
-
 def _checked_machines(machines: Sequence[int] | None, workers: int) -> list[int]:
     if machines is None:
         return list(range(workers))
@@ -347,8 +254,4 @@ def _checked_bandwidths(bandwidth: float | Sequence[float], machines: int) -> li
     given = [bandwidth] * machines if isinstance(bandwidth, Real) else list(bandwidth)
     if len(given) != machines:
         raise ValueError(f"bandwidth must be one for all, or {machines}, not {len(given)}")
-    for one in given:
-        is_number = isinstance(one, Real) and not isinstance(one, bool)
-        if not is_number or not one > 0:
-            raise ValueError(f"bandwidth must be positive, in bytes per second, not {one!r}")
-    return [float(one) for one in given]
+    return [checked_bandwidth("bandwidth", one) for one in given]

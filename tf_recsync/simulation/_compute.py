@@ -1,0 +1,92 @@
+"""How long the steps of simulated workers compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from tf_recsync._checks import check_at_least
+from tf_recsync.simulation._factors import Factors
+from tf_recsync.simulation._settings import check_number
+from tf_recsync.testing.slowdown import Slowdown
+
+
+class ComputeTime:
+    """Gives the seconds that a worker computes in a step.
+
+    They are a base time, times the factor of a slowdown, times a lognormal factor of mean 1.
+
+    Args:
+        seconds: the base time, at least 0: a number, or one for each worker.
+        workers: how many workers there are, an int of at least 1.
+        slowdown: of `recsync.testing`; None (the default) for none.
+        noise: sigma of the lognormal factor, at least 0; default 0.
+        seed: of that, an int of at least 0; default 0.
+
+    Raises:
+        ValueError: if an argument is wrong.
+
+    >>> from tf_recsync import testing
+    >>> from tf_recsync.simulation._compute import ComputeTime
+    >>> compute = ComputeTime(0.5, workers=4, slowdown=testing.SlowWorkers(6.0, [1]))
+    >>> compute(0, 0, 0.0), compute(1, 0, 0.0)
+    (0.5, 3.0)
+    """
+
+    def __init__(
+        self,
+        seconds: float | Sequence[float],
+        workers: int,
+        slowdown: Slowdown | None = None,
+        noise: float = 0.0,
+        seed: int = 0,
+    ):
+        check_at_least("workers", workers, 1)
+        each = np.ndim(seconds) > 0
+        given = list(seconds) if each else [seconds] * workers
+        if len(given) != workers:
+            raise ValueError(
+                f"compute_seconds must be a number, or one for each of {workers} workers, not "
+                f"{len(given)} numbers"
+            )
+        for worker, value in enumerate(given):
+            name = f"compute_seconds[{worker}]" if each else "compute_seconds"
+            check_number(name, float(value) if isinstance(value, np.number) else value)
+        self._base = [float(value) for value in given]
+        check_number("noise", noise)
+        check_at_least("seed", seed, 0)
+        self._noise = float(noise)
+        self._random = [np.random.default_rng([seed, worker]) for worker in range(workers)]
+        self._factors = None if slowdown is None else Factors(slowdown, workers, 1 << 10)
+        self._blocks: dict[int, np.ndarray] = {}
+        self._block_steps = 0
+
+    def __call__(self, worker: int, step: int, now: float) -> float:
+        """The seconds of a worker's step.
+
+        Args:
+            worker: its index.
+            step: the steps that it has done.
+            now: the seconds since training began.
+        """
+        seconds = self._base[worker]
+        if self._factors is not None:
+            seconds *= self._factor(worker, step, now)
+        if self._noise:
+            # A step is asked for once, so that the same seed gives the same times.
+            normal = self._random[worker].standard_normal()
+            seconds *= math.exp(self._noise * normal - 0.5 * self._noise**2)
+        return seconds
+
+    def _factor(self, worker: int, step: int, now: float) -> float:
+        if self._factors.depend_on_time:
+            return self._factors.one(worker, step, now)
+        if not self._block_steps:
+            self._blocks[0] = self._factors.block(0)
+            self._block_steps = self._blocks[0].shape[1]
+        block, within = divmod(step, self._block_steps)
+        if block not in self._blocks:
+            self._blocks[block] = self._factors.block(block * self._block_steps)
+        return float(self._blocks[block][worker, within])
