@@ -215,25 +215,27 @@ void CopySynchronizer::Count(int64_t group, double began) {
   seconds_[group] += events_->now() - began;
 }
 
-CopySynchronizer::Shared CopySynchronizer::Read(int64_t group, int64_t shard) {
+CopySynchronizer::Shared CopySynchronizer::Read(int64_t group, int64_t shard,
+                                                int64_t number) {
   const Range range = Elements(shard);
   const Vector& copy = (*copies_)[group];
-  Tell(Entry::Kind::kRead, group, shard);
+  Tell(Entry::Kind::kRead, group, shard, number);
   return std::make_shared<Vector>(copy.begin() + range.begin,
                                   copy.begin() + range.end);
 }
 
-void CopySynchronizer::Move(int64_t group, int64_t shard,
+void CopySynchronizer::Move(int64_t group, int64_t shard, int64_t number,
                             const Vector& target) {
   const Range range = Elements(shard);
   Interpolate(target.data(), options_.alpha, range.size(),
               (*copies_)[group].data() + range.begin, nullptr);
-  Tell(Entry::Kind::kMove, group, shard);
+  Tell(Entry::Kind::kMove, group, shard, number);
 }
 
 void CopySynchronizer::SyncCentral(int64_t group, int64_t shard, Then then) {
   const double began = events_->now();
-  const Shared sent = Read(group, shard);
+  const int64_t number = ++begun_;
+  const Shared sent = Read(group, shard, number);
   const Shared answer = std::make_shared<Vector>(sent->size());
   const int64_t parts = options_.sync_ps.size();
   const auto left = std::make_shared<int64_t>(parts);
@@ -249,10 +251,10 @@ void CopySynchronizer::SyncCentral(int64_t group, int64_t shard, Then then) {
       Interpolate(sent->data() + own.begin, this_->options_.alpha, own.size(),
                   this_->center_.data() + first, answer->data() + own.begin);
       this_->sync_ps_bytes_ += 2 * bytes;
-      this_->Tell(Entry::Kind::kExchange, group, shard, part);
+      this_->Tell(Entry::Kind::kExchange, group, shard, number, part);
       this_->network_->Send(ps, holder, bytes, [=] {
         if (--*left > 0) return;
-        this_->Move(group, shard, *answer);
+        this_->Move(group, shard, number, *answer);
         this_->Count(group, began);
         then();
       });
@@ -265,6 +267,7 @@ void CopySynchronizer::SyncAll(int64_t shard, Then then) {
   // What a synchronization has while it goes on.
   struct Sync {
     double began;
+    int64_t number;
     std::vector<Shared> read;
     Vector mean;
     std::vector<int64_t> come;      // pieces that each group has to average
@@ -275,7 +278,9 @@ void CopySynchronizer::SyncAll(int64_t shard, Then then) {
   const int64_t groups = options_.groups;
   auto sync = std::make_shared<Sync>();
   sync->began = events_->now();
-  for (int64_t i = 0; i < groups; ++i) sync->read.push_back(Read(i, shard));
+  sync->number = ++begun_;
+  for (int64_t i = 0; i < groups; ++i)
+    sync->read.push_back(Read(i, shard, sync->number));
   sync->mean.resize(sync->read.front()->size());
   sync->come.assign(groups, 0);
   sync->gathered.assign(groups, 0);
@@ -286,7 +291,7 @@ void CopySynchronizer::SyncAll(int64_t shard, Then then) {
   };
   const auto gather = [this, sync, shard](int64_t group) {
     if (++sync->gathered[group] < options_.groups) return;
-    Move(group, shard, Target(group, shard, sync->mean));
+    Move(group, shard, sync->number, Target(group, shard, sync->mean));
     Count(group, sync->began);
     if (--sync->left == 0) sync->then();
   };

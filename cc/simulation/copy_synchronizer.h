@@ -76,7 +76,8 @@ class CopySynchronizer {
     Kind kind;
     int64_t group;
     int64_t shard;
-    int64_t part;  // of kExchange, else -1
+    int64_t part;    // of kExchange, else -1
+    int64_t number;  // of the synchronization, from 1 on
   };
   using Listener = std::function<void(const Entry&)>;
   using Copies = std::vector<std::vector<float>>;
@@ -130,8 +131,8 @@ class CopySynchronizer {
   // All shards, one after the other; group -1: all groups at once.
   void SyncShards(int64_t group, int64_t shard, Then then);
   void Count(int64_t group, double began);
-  Shared Read(int64_t group, int64_t shard);
-  void Move(int64_t group, int64_t shard, const Vector& target);
+  Shared Read(int64_t group, int64_t shard, int64_t number);
+  void Move(int64_t group, int64_t shard, int64_t number, const Vector& target);
   Vector Target(int64_t group, int64_t shard, const Vector& mean);
 
   // Loops.
@@ -145,8 +146,9 @@ class CopySynchronizer {
   void LookAtGate();
   void Open();
 
-  void Tell(Entry::Kind kind, int64_t group, int64_t shard, int64_t part = -1) {
-    if (listener_ != nullptr) listener_({kind, group, shard, part});
+  void Tell(Entry::Kind kind, int64_t group, int64_t shard, int64_t number,
+            int64_t part = -1) {
+    if (listener_ != nullptr) listener_({kind, group, shard, part, number});
   }
 
   const CopySyncOptions options_;
@@ -164,7 +166,8 @@ class CopySynchronizer {
   std::vector<int64_t> syncs_;
   std::vector<double> seconds_;
   int64_t sync_ps_bytes_ = 0;
-  int64_t away_ = 0;  // threads
+  int64_t begun_ = 0;  // synchronizations
+  int64_t away_ = 0;   // threads
   bool is_endless_ = false;
 
   bool is_closed_ = false;

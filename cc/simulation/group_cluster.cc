@@ -126,7 +126,8 @@ Result GroupCluster::Run() {
           entry.kind == Kind::kRead       ? Entry::Kind::kSyncRead
           : entry.kind == Kind::kExchange ? Entry::Kind::kExchange
                                           : Entry::Kind::kMove;
-      log_.push_back({kind, entry.group, entry.shard, entry.part, -1});
+      log_.push_back(
+          {kind, entry.group, entry.shard, entry.part, entry.number});
     };
   }
   synchronizer_ = std::make_unique<CopySynchronizer>(

@@ -109,7 +109,7 @@ class GroupCluster {
     int64_t group;
     int64_t shard;
     int64_t thread;  // or the part of kExchange, or -1
-    int64_t step;    // of the thread, or -1
+    int64_t step;    // of the thread, or the number of the synchronization
   };
 
   // How long a device was busy.

@@ -17,6 +17,7 @@ from tf_recsync.simulation._learning import (
     LinkUse,
     LogisticRegression,
     Loss,
+    check_count,
     checked_bandwidth,
     limits,
     seconds_to,
@@ -169,7 +170,7 @@ def simulate_hop(
     bandwidths = _checked_bandwidths(bandwidth, max(machines) + 1)
     most_steps, most_seconds = limits(steps, seconds)
     check_number("loss_seconds", loss_seconds, positive=True)
-    check_at_least("update_bytes", update_bytes, 0)
+    check_count("update_bytes", update_bytes)
     if not isinstance(duplex, bool):
         raise ValueError(f"duplex must be a bool, not {duplex!r}")
     check_number("latency", latency)

@@ -9,6 +9,8 @@ from tf_recsync import _engine
 from tf_recsync._checks import check_at_least
 from tf_recsync.simulation._settings import check_number
 
+_MOST = 2**62  # Of steps, bytes or operations: what the engine can count, with room for sums.
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogisticRegression:
@@ -108,6 +110,17 @@ class LinkUse:
     seconds: float
 
 
+def check_count(name: str, value: float, least: int = 0, whole: bool = True) -> None:
+    """Raises a ValueError if an argument is less than `least`, more than can be counted, or no
+    integer where it has to be one."""
+    if whole:
+        check_at_least(name, value, least)
+    else:
+        check_number(name, value)
+    if value > _MOST:
+        raise ValueError(f"{name} must be at most {_MOST}, not {value!r}")
+
+
 def limits(steps: int | None, seconds: float | None) -> tuple[int, float]:
     """Steps and seconds after which a simulation ends, of arguments one of which may be None.
 
@@ -117,10 +130,10 @@ def limits(steps: int | None, seconds: float | None) -> tuple[int, float]:
     if steps is None and seconds is None:
         raise ValueError("steps or seconds must be given, or training would have no end")
     if steps is not None:
-        check_at_least("steps", steps, 1)
+        check_count("steps", steps, 1)
     if seconds is not None:
         check_number("seconds", seconds, positive=True)
-    return 2**62 if steps is None else steps, math.inf if seconds is None else float(seconds)
+    return _MOST if steps is None else steps, math.inf if seconds is None else float(seconds)
 
 
 def checked_bandwidth(name: str, value: float) -> float:
