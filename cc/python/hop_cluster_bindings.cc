@@ -55,6 +55,16 @@ py::dict Told(const HopState& state) {
   return told;
 }
 
+py::array_t<int64_t> Told(const std::vector<std::vector<int64_t>>& matrix) {
+  const auto size = static_cast<py::ssize_t>(matrix.size());
+  py::array_t<int64_t> told({size, size});
+  auto cells = told.mutable_unchecked<2>();
+  for (py::ssize_t i = 0; i < size; ++i) {
+    for (py::ssize_t j = 0; j < size; ++j) cells(i, j) = matrix[i][j];
+  }
+  return told;
+}
+
 py::list Told(const std::vector<VirtualNetwork::Traffic>& traffic) {
   py::list told;
   for (const auto& [sent, received, seconds] : traffic) {
@@ -114,7 +124,7 @@ py::dict RunHopCluster(
   py::list states;
   for (const HopState& state : cluster.States()) states.append(Told(state));
   told["states"] = states;
-  told["largest_gaps"] = cluster.largest_gaps();
+  told["largest_gaps"] = Told(cluster.largest_gaps());
   told["events"] = Told(cluster.events());
   py::list losses;
   for (const HopCluster::Loss& loss : cluster.losses()) {

@@ -35,28 +35,36 @@ class HopResult:
     """What simulated decentralized training came to. All times are of virtual time.
 
     Attributes:
+        protocol: how workers exchanged parameters.
         seconds: when the last step ended, or everything stopped.
         steps: finished steps, by worker.
         hop_report: as `HopStrategy.hop_report` gives.
         sync_report: as `HopStrategy.sync_report` gives.
         largest_gaps: int64 [n, n]: how far worker i was ahead of worker j at most, in
             iterations, before the first worker left at the end.
-        bounds: [n, n]: how far it may be (table 1 of the paper), infinite if unbounded.
         losses: in the order of time; empty if nothing was learned.
         links: of each machine.
         events: (worker, what, begin, end, iteration, neighbor or -1), as `Recording.events`
             gives, in microseconds; empty if they were not recorded.
     """
 
+    protocol: Protocol
     seconds: float
     steps: tuple[int, ...]
     hop_report: list[WorkerReport]
     sync_report: SyncReport
     largest_gaps: np.ndarray
-    bounds: np.ndarray
     losses: tuple[Loss, ...] = ()
     links: tuple[LinkUse, ...] = ()
     events: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """[n, n]: how far worker i may be ahead of worker j (table 1 of the paper).
+
+        Infinite if unbounded.
+        """
+        return self.protocol.bounds()
 
     @property
     def steps_per_second(self) -> float:
@@ -223,12 +231,12 @@ def _result(
         local_batch_size=batch_size,
     )
     return HopResult(
+        protocol=protocol,
         seconds=told["seconds"],
         steps=tuple(told["steps"]),
         hop_report=reports,
         sync_report=sync,
-        largest_gaps=np.array(told["largest_gaps"], np.int64),
-        bounds=protocol.bounds(),
+        largest_gaps=told["largest_gaps"],
         losses=tuple(Loss(*look) for look in told["losses"]),
         links=tuple(LinkUse(*traffic) for traffic in told["traffic"]),
         events=tuple(map(tuple, told["events"].tolist())),

@@ -91,9 +91,10 @@ class Protocol:
 
     def options(self, worker: int) -> dict[str, Any]:
         """How a worker takes part, by the names of the attributes of `RecsyncHopWorker`."""
-        topology, bounds = self.topology, self.bounds()
+        topology, ahead = self.topology, []
         senders = topology.in_neighbors(worker)
-        ahead = [bounds[sender, worker] for sender in senders]
+        if self.check_invariants or self.max_iteration_gap is None:
+            ahead = [self.bounds()[sender, worker] for sender in senders]
         # How many iterations may be in the queue: with token queues as in section 4.2, else
         # as far as a sender can be ahead (section 4.1).
         gap = self.max_iteration_gap or int(max([1.0, *ahead]))
