@@ -14,17 +14,28 @@ GroupCluster::GroupCluster(GroupClusterOptions options)
     : options_(std::move(options)) {}
 
 Result GroupCluster::Check() const {
-  for (const auto& [name, value, least] :
-       {std::tuple("groups", options_.groups, int64_t{1}),
-        std::tuple("trainers", options_.trainers, int64_t{1}),
-        std::tuple("threads", options_.threads, int64_t{1}),
-        std::tuple("servers", options_.servers, int64_t{0}),
-        std::tuple("sync_ps", options_.sync_ps, int64_t{0}),
-        std::tuple("bytes", options_.sync.bytes, int64_t{0}),
-        std::tuple("gap", options_.sync.gap, int64_t{1}),
-        std::tuple("steps", options_.steps, int64_t{0})}) {
-    if (value >= least) continue;
-    return Result::Error(name, " must be at least ", least, ", not ", value);
+  constexpr int64_t kMost = int64_t{1} << 14;  // of each; and in all 64 times
+  constexpr int64_t kBytes = VirtualNetwork::kMostBytes;
+  constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+  for (const auto& [name, value, least, most] :
+       {std::tuple("groups", options_.groups, int64_t{1}, kMost),
+        std::tuple("trainers", options_.trainers, int64_t{1}, kMost),
+        std::tuple("threads", options_.threads, int64_t{1}, kMost),
+        std::tuple("servers", options_.servers, int64_t{0}, kMost),
+        std::tuple("sync_ps", options_.sync_ps, int64_t{0}, kMost),
+        std::tuple("bytes", options_.sync.bytes, int64_t{0}, kBytes),
+        std::tuple("gap", options_.sync.gap, int64_t{1}, kAny),
+        std::tuple("steps", options_.steps, int64_t{0}, kAny)}) {
+    if (least <= value && value <= most) continue;
+    return Result::Error(name, " must be from ", least, " to ", most, ", not ",
+                         value);
+  }
+  for (const auto& [name, each] :
+       {std::pair("threads", options_.trainers * options_.threads),
+        std::pair("servers", options_.servers)}) {
+    if (options_.groups * each <= 64 * kMost) continue;
+    return Result::Error(name, " of all groups must be at most ", 64 * kMost,
+                         ", not ", options_.groups * each);
   }
   if (options_.servers == 0 && options_.trainers > 1) {
     return Result::Error("a group without servers is one trainer, not ",
@@ -68,10 +79,13 @@ Result GroupCluster::Check() const {
                          work.bytes_back != 0)) {
         return Result::Error("only servers have shards and messages");
       }
-      if (work.amount < 0 || work.bytes_to < 0 || work.bytes_back < 0) {
-        return Result::Error("amount and bytes must be at least 0, not ",
-                             work.amount, ", ", work.bytes_to, " and ",
-                             work.bytes_back);
+      if (work.amount < 0) {
+        return Result::Error("amount must be at least 0, not ", work.amount);
+      }
+      for (const int64_t bytes : {work.bytes_to, work.bytes_back}) {
+        if (0 <= bytes && bytes <= kBytes) continue;
+        return Result::Error("bytes of work must be from 0 to ", kBytes,
+                             ", not ", bytes);
       }
     }
   }

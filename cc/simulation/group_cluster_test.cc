@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -191,6 +192,15 @@ TEST(GroupClusterTest, StalenessAmongThreadsIsTheirNumberOfSteps) {
   }
 }
 
+TEST(GroupClusterTest, TimesWithoutAnEndAreNoError) {
+  GroupClusterOptions options = Trainers(2, 1, 6, Algorithm::kEasgd);
+  options.sync.schedule = Schedule::kGap;
+  options.compute_seconds = [](int64_t trainer, int64_t, double) {
+    return trainer == 0 ? 1e300 : std::numeric_limits<double>::infinity();
+  };
+  EXPECT_EQ(Sum(HasRun(options)->steps()), 6);
+}
+
 // Hierarchical training: a forward and a backward part on each group PS, what
 // trainers do between.
 GroupClusterOptions Hierarchical(int64_t groups, int64_t trainers, int64_t nets,
@@ -346,6 +356,11 @@ TEST(GroupClusterTest, OptionsThatDoNotGoTogetherAreRefused) {
     return text.find(part) != std::string::npos;
   };
   EXPECT_TRUE(has(error([](auto* o) { o->groups = 0; }), "groups"));
+  EXPECT_TRUE(has(error([](auto* o) { o->groups = 20'000; }), "20000"));
+  EXPECT_TRUE(has(error([](auto* o) { o->trainers = o->threads = 10'000; }),
+                  "threads"));
+  EXPECT_TRUE(
+      has(error([](auto* o) { o->sync.bytes = int64_t{1} << 41; }), "bytes"));
   EXPECT_TRUE(has(error([](auto* o) { o->servers = 0; }), "one trainer"));
   EXPECT_TRUE(has(error([](auto* o) { o->sync_ps = 1; }), "sync_ps"));
   EXPECT_TRUE(has(error([](auto* o) { o->sync.algorithm = Algorithm::kEasgd; }),

@@ -49,9 +49,14 @@ Result HopCluster::Check() const {
     return Result::Error("latency must be finite and at least 0, not ",
                          options_.latency);
   }
-  if (options_.update_bytes < 0 || options_.steps < 0) {
-    return Result::Error("update_bytes and steps must be at least 0, not ",
-                         options_.update_bytes, " and ", options_.steps);
+  if (options_.update_bytes < 0 ||
+      options_.update_bytes > VirtualNetwork::kMostBytes) {
+    return Result::Error("update_bytes must be from 0 to ",
+                         VirtualNetwork::kMostBytes, ", not ",
+                         options_.update_bytes);
+  }
+  if (options_.steps < 0) {
+    return Result::Error("steps must be at least 0, not ", options_.steps);
   }
   if (!(options_.seconds >= 0)) {
     return Result::Error("seconds must be at least 0, not ", options_.seconds);
@@ -332,7 +337,7 @@ void HopCluster::Stop() {
 }
 
 int64_t HopCluster::Microseconds() const {
-  return std::llround(1e6 * events_.now());
+  return std::llround(std::min(1e6 * events_.now(), 1e18));
 }
 
 void HopCluster::Fail(int64_t i) {

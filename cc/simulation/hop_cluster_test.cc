@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <random>
@@ -422,6 +423,15 @@ TEST(HopClusterTest, EventsSayWhenWorkersComputedAndWaited) {
   }
   EXPECT_EQ(waited[2], 0);
   EXPECT_GT(waited[0], 0);
+}
+
+TEST(HopClusterTest, TimesWithoutAnEndAreNoError) {
+  HopClusterOptions options = ClusterOf(Setting("", Ring(3)).Gap(5), 9);
+  options.update_bytes = 1000;
+  options.compute_seconds = [](int64_t worker, int64_t, double) {
+    return worker == 0 ? 1e300 : std::numeric_limits<double>::infinity();
+  };
+  EXPECT_EQ(HasRun(options)->steps(), (std::vector<int64_t>(3, 3)));
 }
 
 TEST(HopClusterTest, OptionsThatDoNotGoTogetherAreRefused) {

@@ -7,6 +7,7 @@
 #ifndef TF_RECSYNC_CC_SIMULATION_VIRTUAL_LINK_H_
 #define TF_RECSYNC_CC_SIMULATION_VIRTUAL_LINK_H_
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 
@@ -22,7 +23,8 @@ class VirtualLink {
   // Reserves the link for a message that is there at `now`, at least 0; returns
   // when its last byte has passed.
   double Reserve(int64_t amount, double now) {
-    const Seconds since_begin(now);
+    // What comes after more than a century comes then: the clock has an end.
+    const Seconds since_begin(std::min(now, kLatest));
     const Link::Time time(
         std::chrono::duration_cast<Link::Time::duration>(since_begin));
     const Link::Time passed = link_.Reserve(amount, per_second_, time);
@@ -35,6 +37,7 @@ class VirtualLink {
 
  private:
   using Seconds = std::chrono::duration<double>;
+  static constexpr double kLatest = 4e9;
 
   const double per_second_;
   Link link_;

@@ -20,6 +20,9 @@ namespace recsync {
 
 class VirtualNetwork {
  public:
+  // The bytes that a message has at most.
+  static constexpr int64_t kMostBytes = int64_t{1} << 40;
+
   // What has passed a machine's network card, and how long that took in all.
   struct Traffic {
     int64_t sent = 0;  // bytes

@@ -12,6 +12,7 @@ import numpy as np
 from tf_recsync import _engine, staleness
 from tf_recsync._checks import check_at_least
 from tf_recsync.simulation._learning import (
+    MOST_BYTES,
     LinkUse,
     LogisticRegression,
     Loss,
@@ -176,7 +177,7 @@ def run_groups(
     **given: Any,
 ) -> dict[str, Any]:
     """What the engine tells of a run; see `run_group_cluster` in cc/python."""
-    check_count("parameter_bytes", parameter_bytes)
+    check_count("parameter_bytes", parameter_bytes, most=MOST_BYTES)
     check_number("latency", latency)
     check_number("loss_seconds", loss_seconds, positive=True)
     if not isinstance(duplex, bool):

@@ -10,7 +10,7 @@ from typing import Literal
 from tf_recsync._checks import check_at_least
 from tf_recsync.placement import OperatorPlan
 from tf_recsync.simulation._groups import GroupResult, simulate_groups
-from tf_recsync.simulation._learning import LogisticRegression, check_count
+from tf_recsync.simulation._learning import MOST_BYTES, LogisticRegression, check_count
 from tf_recsync.simulation._settings import check_number
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
@@ -53,7 +53,7 @@ class GroupStep:
             )
         for flop, count in zip(self.ps_flop, self.ps_bytes, strict=True):
             check_count("ps_flop", flop, whole=False)
-            check_count("ps_bytes", count)
+            check_count("ps_bytes", count, most=MOST_BYTES)
         check_number("forward_share", self.forward_share)
         if self.forward_share > 1:
             raise ValueError(f"forward_share must be from 0 to 1, not {self.forward_share!r}")

@@ -14,6 +14,7 @@ import numpy as np
 from tf_recsync import _engine
 from tf_recsync._checks import check_at_least
 from tf_recsync.simulation._learning import (
+    MOST_BYTES,
     LinkUse,
     LogisticRegression,
     Loss,
@@ -178,7 +179,7 @@ def simulate_hop(
     bandwidths = _checked_bandwidths(bandwidth, max(machines) + 1)
     most_steps, most_seconds = limits(steps, seconds)
     check_number("loss_seconds", loss_seconds, positive=True)
-    check_count("update_bytes", update_bytes)
+    check_count("update_bytes", update_bytes, most=MOST_BYTES)
     if not isinstance(duplex, bool):
         raise ValueError(f"duplex must be a bool, not {duplex!r}")
     check_number("latency", latency)

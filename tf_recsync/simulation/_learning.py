@@ -9,7 +9,8 @@ from tf_recsync import _engine
 from tf_recsync._checks import check_at_least
 from tf_recsync.simulation._settings import check_number
 
-_MOST = 2**62  # Of steps, bytes or operations: what the engine can count, with room for sums.
+_MOST = 2**62  # Of steps and operations: what the engine can count, with room for sums.
+MOST_BYTES = 2**40  # Of a message.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,15 +111,17 @@ class LinkUse:
     seconds: float
 
 
-def check_count(name: str, value: float, least: int = 0, whole: bool = True) -> None:
-    """Raises a ValueError if an argument is less than `least`, more than can be counted, or no
-    integer where it has to be one."""
+def check_count(
+    name: str, value: float, least: int = 0, most: int = _MOST, whole: bool = True
+) -> None:
+    """Raises a ValueError if an argument is not from `least` to `most`, or is no integer where it
+    has to be one."""
     if whole:
         check_at_least(name, value, least)
     else:
         check_number(name, value)
-    if value > _MOST:
-        raise ValueError(f"{name} must be at most {_MOST}, not {value!r}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, not {value!r}")
 
 
 def limits(steps: int | None, seconds: float | None) -> tuple[int, float]:
