@@ -91,7 +91,7 @@ TEST(GroupClusterTest, SyncPsAreTheLimitOfManyTrainersInTheForegroundOnly) {
   // As FR-EASGD-5 and S-EASGD with 24 threads in figure 5 of the paper.
   const auto run = [](int64_t trainers, Schedule schedule) {
     GroupClusterOptions options =
-        Trainers(trainers, 24, trainers * 24 * 100, Algorithm::kEasgd);
+        Trainers(trainers, 24, trainers * 24 * 50, Algorithm::kEasgd);
     options.sync_ps = 2;
     options.sync.schedule = schedule;
     options.sync.gap = 5;
@@ -104,10 +104,10 @@ TEST(GroupClusterTest, SyncPsAreTheLimitOfManyTrainersInTheForegroundOnly) {
   const double alone = 24 / kCompute;
   // 14 trainers is where they meet.
   EXPECT_NEAR(most / alone, 13.9, 0.1);
-  EXPECT_NEAR(run(5, Schedule::kGap), 5 * alone, 0.03 * 5 * alone);
-  EXPECT_NEAR(run(10, Schedule::kGap), 10 * alone, 0.06 * 10 * alone);
-  EXPECT_NEAR(run(17, Schedule::kGap), most, 0.03 * most);
-  EXPECT_NEAR(run(20, Schedule::kGap), most, 0.03 * most);
+  EXPECT_NEAR(run(5, Schedule::kGap), 5 * alone, 0.05 * 5 * alone);
+  EXPECT_NEAR(run(10, Schedule::kGap), 10 * alone, 0.1 * 10 * alone);
+  EXPECT_NEAR(run(17, Schedule::kGap), most, 0.05 * most);
+  EXPECT_NEAR(run(20, Schedule::kGap), most, 0.05 * most);
   EXPECT_NEAR(run(20, Schedule::kBackground), 20 * alone, 1e-6 * alone);
 }
 
@@ -296,25 +296,25 @@ TEST(GroupClusterTest, ShardsOfAGroupAreSynchronizedByThemselves) {
 }
 
 TEST(GroupClusterTest, EveryAlgorithmLearns) {
-  const LogisticProblem problem({/*examples=*/512, /*features=*/8,
-                                 /*batch_size=*/32, /*weight_decay=*/0.01,
+  const LogisticProblem problem({/*examples=*/256, /*features=*/4,
+                                 /*batch_size=*/16, /*weight_decay=*/0.01,
                                  /*seed=*/3});
   const auto run = [&](GroupClusterOptions options) {
     options.learning.emplace();
     options.learning->problem = &problem;
     options.learning->learning_rate = 0.1f;
-    options.learning->loss_seconds = 0.1;
+    options.learning->loss_seconds = 0.5;
     return HasRun(std::move(options));
   };
   // One thread alone, for longer.
   const double alone =
-      run(Trainers(1, 1, 3000, Algorithm::kNone))->losses().back().loss;
+      run(Trainers(1, 1, 1000, Algorithm::kNone))->losses().back().loss;
   EXPECT_LT(alone, 0.6);
   for (const Algorithm algorithm :
        {Algorithm::kEasgd, Algorithm::kModelAveraging, Algorithm::kBmuf}) {
     for (const Schedule schedule :
          {Schedule::kBackground, Schedule::kGap, Schedule::kInterval}) {
-      GroupClusterOptions options = Trainers(4, 3, 12 * 200, algorithm);
+      GroupClusterOptions options = Trainers(3, 2, 6 * 200, algorithm);
       options.sync.schedule = schedule;
       options.sync.gap = 4;
       options.sync.interval = schedule == Schedule::kInterval ? 0.05 : 0.0;
@@ -329,12 +329,13 @@ TEST(GroupClusterTest, EveryAlgorithmLearns) {
     }
   }
   GroupClusterOptions options = Hierarchical(3, 2, 2, 2);
-  options.steps = 3 * 4 * 300;
+  options.steps = 3 * 4 * 200;
   options.sync.algorithm = Algorithm::kBmuf;
   options.sync.momentum = 0.5f;
   options.sync.nesterov = true;
   options.sync.eta = 0.5f;
   options.sync.bytes = 100'000;
+  options.sync.interval = 0.02;
   EXPECT_NEAR(run(options)->losses().back().loss, alone, 0.02);
 }
 
