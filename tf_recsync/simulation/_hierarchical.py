@@ -34,8 +34,13 @@ class GroupStep:
     Raises:
         ValueError: if an attribute is wrong.
 
-    >>> from tf_recsync.simulation._hierarchical import GroupStep
-    >>> GroupStep(trainer_flop=1e9, ps_flop=(2e9, 1e9), ps_bytes=(4000, 4000)).servers
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> step = recsync.simulation.GroupStep(
+    ...     trainer_flop=1e9, ps_flop=(2e9, 1e9), ps_bytes=(4000, 4000)
+    ... )
+    >>> step.servers
     2
     """
 

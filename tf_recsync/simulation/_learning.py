@@ -34,8 +34,10 @@ class LogisticRegression:
     Raises:
         ValueError: if an attribute is wrong.
 
-    >>> from tf_recsync.simulation._learning import LogisticRegression
-    >>> LogisticRegression(features=8, momentum=0.9).batch_size
+    Example:
+
+    >>> import tf_recsync as recsync
+    >>> recsync.simulation.LogisticRegression(features=8, momentum=0.9).batch_size
     128
     """
 
