@@ -84,7 +84,7 @@ DOCS_INSTALLED := $(VENV)/.docs_installed
 BENCH_RESULTS := build/benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test soak fuzz test-changed coverage lint format docs bench cc-test \
+.PHONY: help install build demo test soak fuzz test-changed coverage lint format docs bench results cc-test \
   bazel-test clean
 
 help:
@@ -96,6 +96,7 @@ help:
 	@echo "make coverage    record which test reaches which line"
 	@echo "make lint        ruff and clang-format, which must find nothing"
 	@echo "make format      have ruff and clang-format rewrite what they can"
+	@echo "make results     the papers' figures, simulated; writes docs/results"
 	@echo "make cc-test     the C++ tests, under the sanitizers"
 	@echo "make bazel-test  the same build with Bazel"
 	@echo "make docs        the documentation site, into build/docs; DOCS_PROGRAMS=0 runs no programs of it"
@@ -207,6 +208,13 @@ bench: build $(BENCH_INSTALLED)
 	  $(or $(BENCH_FLAGS),$(SMALL_$(basename $(notdir $(b))))) && ) true
 	@$(BIN)/python benchmarks/summarize.py --output=benchmarks/results.md $(BENCH_RESULTS)/*.json
 	@echo "== benchmarks/results.md"
+
+# Some minutes; what is there already is not computed again, so that it can be interrupted.
+results: build $(BENCH_INSTALLED)
+	@mkdir -p docs/results
+	@echo "== Simulated figures of the papers, into docs/results: remove its files to have them anew"
+	@$(BIN)/python scripts/results_on_servers.py --output=docs/results
+	@$(BIN)/python scripts/results_with_copies.py --output=docs/results
 
 cc-test: $(INSTALLED)
 	@FULL=$(FULL) scripts/cc_test.sh

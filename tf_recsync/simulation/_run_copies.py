@@ -148,9 +148,9 @@ def run_shadow_sync(
 ) -> GroupResult:
     """Simulates trainers that have copies of the parameters, as of `ShadowSyncStrategy`.
 
-    Time is virtual. When copies are synchronized is decided as there, and they move by the engine's own
-    interpolation. Tables on embedding PSs are not simulated: what a step needs of them is a part
-    of its time.
+    Time is virtual. When copies are synchronized is decided as there, and they move by the
+    engine's own interpolation. Tables on embedding PSs are not simulated: what a step needs of
+    them is a part of its time.
 
     Reference: Zheng et al. 2021, "ShadowSync".
 
