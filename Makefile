@@ -72,6 +72,7 @@ SMALL_scaling := --workers=1,4 --rounds=2 --round_seconds=2
 SMALL_shadowsync := --trainers=2,4 --quality_trainers=2,4 --gaps=10 --thread_trainers=2 \
   --thread_counts=1,2 --rounds=1 --seeds=1 --rows=4096 --speed_seconds=6 --compute_seconds=0.15 \
   --processes=4
+SMALL_simulation := --workers=4 --steps_per_worker=24
 SMALL_tables := --gigabytes=0.2 --rounds=3 --save_seconds=2
 SMALL_switching := --workers=4 --processes=3 --seeds=2 --sync_days=2 --mode_days=1 \
   --return_days=1 --rows=8192
