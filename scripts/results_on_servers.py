@@ -297,10 +297,10 @@ def gba(seeds: int, scale: float) -> Row:
         "fitted_to": f"the speed of sync relative to async, {target:.3f}, with {workers} workers",
         "predicted": "the speeds of the other modes; a tenth of the workers are backup workers, "
         "and the bound of staleness is 2, neither of which the paper says",
-        "differs": "Bounded staleness, which in the paper is slower than sync, is faster here: steps "
-        "of independent lengths rarely leave a worker far behind, and workers that are slow for "
-        "long, which would hold it up, would make backup workers as fast as async. The paper's "
-        "cluster has both.",
+        "differs": "Bounded staleness, which in the paper is slower than sync, is faster here: "
+        "steps of independent lengths rarely leave a worker far behind, and workers that are slow "
+        "for long, which would hold it up, would make backup workers as fast as async. The "
+        "paper's cluster has both.",
         "rows": rows,
     }
 
