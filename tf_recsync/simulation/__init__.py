@@ -3,6 +3,7 @@
 What decides who waits, and what is applied when, is the C++ code that decides it on real servers.
 """
 
+from tf_recsync.simulation._calibrate import Calibration, calibrate
 from tf_recsync.simulation._click_model import ClickModel
 from tf_recsync.simulation._groups import GroupResult
 from tf_recsync.simulation._hierarchical import GroupStep
@@ -14,6 +15,7 @@ from tf_recsync.simulation._run_copies import run_hierarchical, run_hop, run_sha
 from tf_recsync.simulation._settings import Network, Server
 
 __all__ = [
+    "Calibration",
     "ClickModel",
     "Evaluation",
     "GroupResult",
@@ -27,6 +29,7 @@ __all__ = [
     "Server",
     "Times",
     "Utilization",
+    "calibrate",
     "run",
     "run_hierarchical",
     "run_hop",

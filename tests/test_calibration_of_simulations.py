@@ -1,0 +1,67 @@
+"""What simulations are told of a model, measured on a real cluster."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_recsync as recsync
+from tf_recsync.simulation import Calibration, calibrate, run
+
+
+def model_of(strategy):
+    with strategy.scope():
+        ids = keras.Input((), dtype="int64", name="id")
+        vectors = keras.layers.Embedding(100, 4, name="table")(ids)
+        model = keras.Model({"id": ids}, keras.layers.Dense(3, name="top")(vectors))
+        model.compile(recsync.optimizers.SGD(0.01), "mse")
+    return model
+
+
+def dataset():
+    ids = np.tile(np.arange(5), 20)  # Five rows in each batch.
+    data = tf.data.Dataset.from_tensor_slices(({"id": ids}, np.zeros((100, 3), np.float32)))
+    return data.batch(5)
+
+
+def test_steps_are_measured_by_worker_and_rows_by_what_a_step_updates(clusters):
+    strategy = recsync.AsyncStrategy(clusters.get(workers=2, ps=2))
+    slow = recsync.testing.SlowWorkers(4.0, [1])
+    recsync.testing.set_compute_time(strategy, 0.05, slow)
+    measured = calibrate(model_of(strategy), dataset(), steps=60)
+    fast, slow = measured.compute_seconds
+    # Whatever the machine does besides, no step takes less.
+    assert fast >= 0.045 and slow >= 0.18 and slow > 2 * fast
+    dense, rows = 4 * (4 * 3 + 3), 5 * (4 * 4 + 8)
+    # Rows are counted a moment after the steps.
+    assert measured.pull_bytes == measured.push_bytes == pytest.approx(dense + rows, abs=20)
+    assert measured.ps == 2
+    assert "2 workers, 2 parameter servers" in str(measured)
+    result = run(
+        recsync.modes.Async(),
+        steps=4000,
+        warmup_steps=400,
+        cooldown_steps=2000,
+        **measured.arguments(),
+    )
+    assert result.steps_per_second == pytest.approx(1 / fast + 1 / slow, rel=0.02)
+
+
+def test_workers_of_a_larger_cluster_are_those_that_were_measured_again_and_again():
+    measured = Calibration((0.1, 0.3), 10, 20, 13.3, ps=2)
+    assert measured.arguments() == {
+        **{"workers": 2, "ps": 2, "compute_seconds": [0.1, 0.3]},
+        **{"pull_bytes": 10, "push_bytes": 20},
+    }
+    larger = measured.arguments(workers=5, ps=7)
+    assert larger["compute_seconds"] == [0.1, 0.3, 0.1, 0.3, 0.1] and larger["ps"] == 7
+    with pytest.raises(ValueError, match="workers"):
+        measured.arguments(workers=0)
+
+
+def test_what_can_t_be_measured_is_refused(clusters):
+    cluster = clusters.get(workers=2, ps=2)
+    with pytest.raises(ValueError, match="AsyncStrategy.*not of a SyncStrategy"):
+        calibrate(model_of(recsync.SyncStrategy(cluster)), dataset())
+    with pytest.raises(ValueError, match="steps must be an integer of at least 20, got 19"):
+        calibrate(model_of(recsync.AsyncStrategy(cluster)), dataset(), steps=19)
