@@ -15,6 +15,8 @@ from tf_recsync.optimizers.base import parts_of
 from tf_recsync.strategies.fit_strategy import FitStrategy
 
 _ROW_EXTRA_BYTES = 8  # Of a row's number.
+_LEAST = 3  # Steps of a worker that are measured.
+_MOST = 20  # How many times as many steps as are asked for are made at most.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +90,8 @@ def calibrate(model: keras.Model, dataset: tf.data.Dataset, steps: int = 200) ->
     Args:
         model: compiled in the scope of an `AsyncStrategy`.
         dataset: as of `fit`; it is repeated.
-        steps: that are measured, of all workers together; an int of at least 10 for each worker.
-            Half as many come before them.
+        steps: that are measured at least, of all workers together; an int of at least 10 for each
+            worker. Half as many come before them, and more if a worker has done none by then.
 
     Returns:
         What was measured. The bytes are those of the dense variables, and of the rows of tables
@@ -97,6 +99,7 @@ def calibrate(model: keras.Model, dataset: tf.data.Dataset, steps: int = 200) ->
 
     Raises:
         ValueError: if the model's strategy is another one, or there are too few steps.
+        RuntimeError: if a worker does none of twenty times as many steps.
 
     Example:
 
@@ -128,18 +131,16 @@ def calibrate(model: keras.Model, dataset: tf.data.Dataset, steps: int = 200) ->
     check_at_least("steps", steps, 10 * workers)
     readings = _Readings(steps)
     # The end of the pass, at which fast workers wait for slow ones, is not measured.
-    model.fit(
-        dataset.repeat(), steps_per_epoch=2 * steps, verbose=0, callbacks=[readings], epochs=1
-    )
+    model.fit(dataset.repeat(), steps_per_epoch=_MOST * steps, verbose=0, callbacks=[readings])
+    if len(readings.taken) < 2:
+        raise RuntimeError(
+            f"of {_MOST * steps} steps, some workers have done none: by worker they did "
+            f"{strategy.worker_steps(model)}"
+        )
     first, last = readings.taken
     done = [b - a for a, b in zip(first.steps, last.steps, strict=True)]
     waited = [b - a for a, b in zip(first.waited, last.waited, strict=True)]
     seconds = last.time - first.time
-    if not all(done):
-        raise ValueError(
-            f"steps must be so many that each worker does some of them, not {steps}: they did "
-            f"{done}"
-        )
     dense, rows = 0, 0.0
     for state in (state for one in parts_of(model.optimizer) for state in one.states):
         size = math.prod(state.variable.shape)
@@ -172,19 +173,22 @@ class _Reading:
 
 
 class _Readings(keras.callbacks.Callback):
-    """Reads how far workers are when a quarter of the steps is done, and three quarters."""
+    """Reads how far workers are after some steps, and again after more; then training ends."""
 
     def __init__(self, steps: int):
         super().__init__()
-        self._due = [steps // 2, steps // 2 + steps]
+        self._steps = steps
         self.taken: list[_Reading] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
         if len(self.taken) == 2:
+            self.model.stop_training = True
             return
         steps = strategy.worker_steps(self.model)
-        if sum(steps) < self._due[len(self.taken)]:
+        before = self.taken[0].steps if self.taken else [0] * len(steps)
+        more = [now - earlier for now, earlier in zip(steps, before, strict=True)]
+        if sum(more) < self._steps / (1 if self.taken else 2) or min(more) < _LEAST:
             return
         variables = strategy.staleness(self.model).variables
         self.taken.append(
