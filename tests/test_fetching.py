@@ -78,3 +78,20 @@ def test_users_read_variables_without_a_trace_too(cluster):
         variable = ShownVariable(41, dtype=tf.int64)
     assert int(variable) == 41 and float(variable) == 41.0
     assert grows_by(cluster, variable.numpy) < 1500
+
+
+def test_what_users_read_is_theirs_to_change(clusters):
+    import keras
+
+    import tf_recsync as recsync
+
+    strategy = recsync.AsyncStrategy(clusters.get(workers=1, ps=1))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(recsync.optimizers.SGD(0.1), "mse")
+        model.optimizer.build(model.trainable_variables)
+    weights = model.get_weights()
+    weights[0] *= 2
+    model.set_weights(weights)
+    np.testing.assert_array_equal(model.get_weights()[0], weights[0])
+    assert {model.optimizer.iterations.value.numpy(): "found"}[0] == "found"

@@ -115,3 +115,43 @@ def test_it_is_refused_where_nobody_adds_gradients_up(clusters):
     )
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps must be the same .*None, 2"):
         different.fit(dataset(), verbose=0)
+
+
+@pytest.mark.parametrize("make", [SGD, Adagrad, Adam])
+def test_files_are_read_where_gradients_are_added_up_otherwise(clusters, tmp_path, make):
+    strategy = recsync.AsyncStrategy(clusters.get(workers=1, ps=2), local_batch_size=8)
+    there = trained(lambda: make(0.1, gradient_accumulation_steps=STEPS), strategy, epochs=1)
+    path = str(tmp_path / "model.weights.h5")
+    there.save_weights(path)
+    here = model_of(lambda: make(0.1, gradient_accumulation_steps=STEPS))
+    here.optimizer.build(here.trainable_variables)
+    here.optimizer.examples_per_step = 8 * STEPS
+    here.load_weights(path)
+    assert int(here.optimizer.iterations) == int(there.optimizer.iterations)
+    for own, other in zip(here.get_weights(), there.get_weights(), strict=True):
+        np.testing.assert_array_equal(own, other)
+    here.fit(dataset(5), verbose=0)  # Two gradients wait for a third one.
+    here.save_weights(path)
+    again = model_of(lambda: make(0.1, gradient_accumulation_steps=STEPS))
+    again.optimizer.build(again.trainable_variables)
+    again.load_weights(path)
+    for one, other in zip(again.optimizer.variables, here.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy(), err_msg=one.path)
+    there.load_weights(path)
+    for own, other in zip(here.get_weights(), there.get_weights(), strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
+def test_each_worker_of_a_ring_adds_up_its_own(clusters):
+    strategy = recsync.HopStrategy(clusters.get(workers=3, ps=0), recsync.topology.ring(3))
+    model = model_of(lambda: SGD(0.1, gradient_accumulation_steps=2), strategy)
+    history = model.fit(dataset(), epochs=3, verbose=0)
+    assert history.history["loss"][-1] < history.history["loss"][0]
+
+
+def test_it_can_t_be_changed_behind_the_servers_back(clusters):
+    strategy = recsync.AsyncStrategy(clusters.get(workers=1, ps=2))
+    model = trained(lambda: SGD(0.1, gradient_accumulation_steps=2), strategy, epochs=1)
+    model.optimizer.gradient_accumulation_steps = None
+    with pytest.raises(ValueError, match="set to 1 after .* with 2: compile the model again"):
+        model.fit(dataset(), verbose=0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -79,7 +80,7 @@ def test_a_file_gives_what_was_written_or_an_error_that_names_it(tmp_path):
 def test_files_of_programs_that_are_gone_are_removed(own_folder):
     folder = status_folder()
     folder.mkdir()
-    gone, mine = folder / "999999999.status.json", folder / f"{os.getpid()}.status.json"
+    gone, mine = folder / "999999999-0.status.json", folder / f"{os.getpid()}-0.status.json"
     for path in (gone, mine):
         status_of().write(path)
     assert running() == [mine]
@@ -103,8 +104,8 @@ class Seen(recsync.callbacks.Status):
         super().__init__(every_seconds=1e-3, **arguments)
         self.all = []
 
-    def _write(self, doing):
-        super()._write(doing)
+    def _put(self, doing):
+        super()._put(doing)
         self.all.append(self.last)
 
 
@@ -177,3 +178,63 @@ def test_the_command_shows_a_program_that_runs_and_says_why_it_can_t(tmp_path):
     assert done["no program"].returncode == 1
     assert "give recsync.callbacks.Status() to fit" in done["no program"].stderr
     assert "--path can't be used with --pid" in done["both"].stdout + done["both"].stderr
+
+
+class Labels(keras.metrics.Metric):
+    """A metric of two values."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = self.add_weight(shape=(2,), initializer="zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add([1.0, 2.0])
+
+    def result(self):
+        return self.total.value
+
+
+def test_nothing_that_a_status_can_t_show_or_write_ends_training(clusters, own_folder):
+    strategy = recsync.AsyncStrategy(clusters.get(workers=2, ps=2))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(recsync.optimizers.SGD(0.1), "mse", metrics=[Labels()])
+    x = np.ones((96, 2), np.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
+
+    class Removes(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            shutil.rmtree(status_folder())
+            status_folder().write_text("something else")
+
+        def on_epoch_end(self, epoch, logs=None):
+            status_folder().unlink(missing_ok=True)
+
+    seen = Seen()
+    model.fit(data, epochs=2, verbose=0, callbacks=[Removes(), seen])
+    assert seen.last.batches == 12 and set(seen.last.logs) == {"loss"}
+
+
+def test_a_fit_that_fails_leaves_no_status(clusters, own_folder):
+    strategy = recsync.AsyncStrategy(clusters.get(workers=2, ps=2))
+
+    class Bad(keras.layers.Layer):
+        def call(self, x):
+            return tf.debugging.check_numerics(x / 0.0, "no number")
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1), Bad()])
+        model.compile(recsync.optimizers.SGD(0.1), "mse")
+    x = np.ones((96, 2), np.float32)
+    status = recsync.callbacks.Status()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no number"):
+        model.fit(x, x[:, :1], verbose=0, callbacks=[status])
+    assert not running()
+    assert status not in model.train_function.observers
+
+
+def test_validation_is_told_of(clusters, own_folder):
+    strategy = recsync.AsyncStrategy(clusters.get(workers=2, ps=2))
+    seen = Seen()
+    fit(strategy, seen)
+    assert "evaluate" in {status.doing for status in seen.all}

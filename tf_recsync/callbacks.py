@@ -306,6 +306,10 @@ class WorkerEvents(_Report):
 
     def on_train_end(self, logs=None):
         self.tell()
+        self.failed()
+
+    def failed(self) -> None:
+        """Is told no more: training has ended."""
         for function in (self.model.train_function, self.model.test_function):
             function.observers.discard(self)
         self._told = None

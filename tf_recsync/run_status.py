@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
+from absl import logging
 
 from tf_recsync._checks import check_seconds
 from tf_recsync.strategies.fit_strategy import FitStrategy
 
 _SUFFIX = ".status.json"
+_numbers = itertools.count()  # Of the callbacks of this process: each has a file of its own.
 
 
 def status_folder() -> pathlib.Path:
@@ -205,7 +210,8 @@ class Status(keras.callbacks.Callback):
         self.last: RunStatus | None = None  # What was written last.
         self._is_kept = path is not None
         if path is None:
-            self._path = status_folder() / f"{os.getpid()}{_SUFFIX}"
+            self._path = status_folder() / f"{os.getpid()}-{next(_numbers)}{_SUFFIX}"
+            weakref.finalize(self, self._path.unlink, missing_ok=True)
         else:
             self._path = pathlib.Path(path)
         self._every_seconds = every_seconds
@@ -213,6 +219,7 @@ class Status(keras.callbacks.Callback):
         self._epoch = 0
         self._doing = "train"
         self._logs: dict[str, float] = {}
+        self._has_warned = False
 
     def set_model(self, model):
         super().set_model(model)
@@ -225,17 +232,11 @@ class Status(keras.callbacks.Callback):
     # What Keras calls.
 
     def on_train_begin(self, logs=None):
-        if not self._is_kept:
-            folder = self._path.parent
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                raise PermissionError(
-                    f"{folder} belongs to another user: give path, or another TMPDIR"
-                )
         self._began, self._epoch, self._logs, self.last = time.time(), 0, {}, None
         for function in (self.model.train_function, self.model.test_function):
             function.observers.add(self)
-        self._write("train")
+        self._has_warned, self._doing = False, "train"
+        self._put("train")
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
@@ -251,17 +252,27 @@ class Status(keras.callbacks.Callback):
     def on_test_begin(self, logs=None):
         if self._began:  # Not where it is given to `evaluate`.
             self._doing = "evaluate"
+            self._write("evaluate")
+
+    def on_test_batch_end(self, batch, logs=None):
+        if self._began:
+            self.tell()
 
     def on_test_end(self, logs=None):
         self._doing = "train"
 
     def on_train_end(self, logs=None):
+        self._write("end")
+        self.failed()
+
+    def failed(self) -> None:
+        """Training has ended, perhaps by an error."""
         for function in (self.model.train_function, self.model.test_function):
             function.observers.discard(self)
-        self._write("end")
         self._began = 0.0
         if not self._is_kept:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._path.unlink()
 
     def tell(self) -> None:
         """Writes the file, if it has become old; in the thread of `fit`."""
@@ -269,9 +280,28 @@ class Status(keras.callbacks.Callback):
             self._write(self._doing)
 
     def _note(self, logs: Any) -> None:
-        self._logs = {name: float(value) for name, value in (logs or {}).items()}
+        # A metric may have several values, which a line has no place for.
+        numbers = {name: value for name, value in (logs or {}).items() if np.size(value) == 1}
+        self._logs = {name: float(np.reshape(value, ())) for name, value in numbers.items()}
 
     def _write(self, doing: str) -> None:
+        """As `_put`, but a file that can't be written ends no training."""
+        try:
+            self._put(doing)
+        except OSError as error:
+            if not self._has_warned:
+                logging.warning("The status can't be written at the moment: %s", error)
+            self._has_warned = True
+
+    def _put(self, doing: str) -> None:
+        if not self._is_kept:
+            folder = self._path.parent
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                raise PermissionError(
+                    f"{folder} belongs to another user: give path, or another TMPDIR"
+                )
+        self._due = time.monotonic() + self._every_seconds
         strategy, function = self.model.distribute_strategy, self.model.train_function
         now, before = time.time(), self.last
         batches = function.epoch_steps
@@ -308,14 +338,13 @@ class Status(keras.callbacks.Callback):
             ],
         )
         self.last.write(self._path)
-        self._due = time.monotonic() + self._every_seconds
 
 
 def running() -> list[pathlib.Path]:
     """The files of this user's programs that run; those of programs that are gone are removed."""
     found = []
     for path in sorted(status_folder().glob(f"*{_SUFFIX}")):
-        number = path.name.removesuffix(_SUFFIX)
+        number = path.name.partition("-")[0]
         if number.isdecimal() and os.path.exists(f"/proc/{number}"):
             found.append(path)
         else:

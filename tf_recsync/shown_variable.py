@@ -75,7 +75,10 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
 
     def numpy(self) -> np.ndarray:
         """The value, as TensorFlow's does; the server keeps nothing of the call (`fetch`)."""
-        return fetch(self.read_value()) if tf.executing_eagerly() else super().numpy()
+        if not tf.executing_eagerly():
+            return super().numpy()
+        # A copy, and a number if it is one: users change arrays, and look numbers up.
+        return fetch(self.read_value()).copy()[()]
 
     def __int__(self) -> int:
         return int(self.numpy())

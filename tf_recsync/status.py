@@ -38,7 +38,7 @@ def _paths(args: flags.FlagValues) -> list[pathlib.Path]:
         return [pathlib.Path(args.path)]
     if args.pid is None:
         return running()
-    return [path for path in running() if path.name.startswith(f"{args.pid}.")]
+    return [path for path in running() if path.name.startswith(f"{args.pid}-")]
 
 
 def _shown(args: flags.FlagValues) -> str:

@@ -207,7 +207,7 @@ class CountsSteps:
         self._examples_here = examples or self._examples_here
         if self.step_variable is None:
             return
-        before, step = self.step_state, int(fetch(self._iterations._value.read_value()))
+        before, step = self.step_state, self.finished_steps
         new_step, after = self._going_on(before, step)
         if after != before:
             self._assign(before, step, after, new_step)
@@ -251,7 +251,7 @@ class CountsSteps:
 
     def _assign(self, before: StepState, step: int, after: StepState, new_step: int) -> None:
         if new_step != step:
-            self._iterations.assign(new_step)
+            self._iterations.assign(new_step * self.batches_counted)
         self.step_variable.assign(after.array)
         if step == 0:
             return
@@ -328,12 +328,23 @@ class CountsSteps:
 
     def _capacity(self) -> int:
         mode = getattr(self._distribution_strategy, "mode", None)
-        return 1 if mode is None else mode.capacity * self.accumulated_batches
+        return (1 if mode is None else mode.capacity) * self.accumulated_batches
 
     @property
     def accumulated_batches(self) -> int:
-        """How many batches in the place of one the servers add up: 1 if this process does."""
-        return (self._accumulates_on_servers and self.gradient_accumulation_steps) or 1
+        """How many batches are added up in the place of one, on the servers or here."""
+        return self.gradient_accumulation_steps or 1
+
+    @property
+    def batches_counted(self) -> int:
+        """By how much Keras's counter rises for a global step: it counts batches in one process."""
+        return 1 if self._accumulates_on_servers else self.accumulated_batches
+
+    @property
+    def finished_steps(self) -> int:
+        """The global steps that are done."""
+        counted = fetch(self._iterations._value.read_value())
+        return int(counted) // self.batches_counted
 
     @property
     def _accumulates_on_servers(self) -> bool:
@@ -344,9 +355,11 @@ class CountsSteps:
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule) and self.built:
             scale = self.step_state.schedule_scale
             if scale != 1:
-                # In the precision that schedules compute in; and as of the last of several batches.
-                batches = self._iterations * self.accumulated_batches
-                step = keras.ops.cast(batches + self.accumulated_batches - 1, "float32")
+                batches = self._iterations
+                if self._accumulates_on_servers:  # As of the last of several batches.
+                    batches = (batches + 1) * self.accumulated_batches - 1
+                # In the precision that schedules compute in.
+                step = keras.ops.cast(batches, "float32")
                 return schedule(step * float(scale / self.accumulated_batches))
         return super()._get_current_learning_rate()
 

@@ -28,6 +28,8 @@ _COUNTERS = "staleness"
 _STEPS = "step_state"
 _SIGNATURE = "signature"
 _KEPT = "kept"
+# Gradients that wait for others in one process: whoever has none begins anew.
+_ACCUMULATED = "accumulated_"
 
 
 def save_variables(optimizer: Any, store: Any) -> None:
@@ -42,7 +44,14 @@ def save_variables(optimizer: Any, store: Any) -> None:
         store[_SIGNATURE] = np.frombuffer(json.dumps(signature(optimizer)).encode(), np.uint8)
         store[_STEPS] = optimizer.step_state.array
     for i, variable in enumerate(_others(optimizer, collections)):
-        store[str(i)] = fetch(variable._value.read_value())
+        value = fetch(variable._value.read_value())
+        if variable is optimizer._iterations:
+            value, waiting = np.divmod(value, optimizer.batches_counted)
+        store[str(i)] = value
+    for i, variable in enumerate(_accumulated(optimizer)):
+        store[f"{_ACCUMULATED}{i}"] = fetch(variable._value.read_value())
+    if _accumulated(optimizer):
+        store[f"{_ACCUMULATED}batches"] = waiting
     for name, states in collections.items():
         for slot, variables in _slots(states).items():
             if slot == _COUNTERS:
@@ -77,6 +86,7 @@ def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
         )
         return
     collections = _collections(optimizer)
+    waiting = {key: saved.pop(key) for key in [*saved] if key.startswith(_ACCUMULATED)}
     if kept is not None:
         renamed = check_signature(optimizer, json.loads(bytes(kept).decode()))
         keys = {_key(old, ""): _key(new, "") for old, new in renamed.items()}
@@ -110,9 +120,27 @@ def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
             f"{', '.join(wrong[:5])})"
         )
     for variable, value in values:
+        if variable is optimizer._iterations:
+            value = value * optimizer.batches_counted
         variable.assign(narrowed(value, variable.dtype))
     for key, rows in tables.items():
         rows.load(saved[key])
+    accumulated = _accumulated(optimizer)
+    sums = [_whole(waiting.get(f"{_ACCUMULATED}{i}")) for i in range(len(accumulated))]
+    batches = int(_whole(waiting.get(f"{_ACCUMULATED}batches", 0)))
+    # Of so many batches in the place of one, as many can wait here.
+    fits = (
+        bool(sums)
+        and 0 < batches < optimizer.batches_counted
+        and all(
+            value is not None and value.shape == tuple(variable.shape)
+            for variable, value in zip(accumulated, sums, strict=True)
+        )
+    )
+    for variable, value in zip(accumulated, sums, strict=True):
+        variable.assign(value if fits else np.zeros(variable.shape))
+    if fits:
+        optimizer._iterations.assign_add(batches)
     if steps is not None:
         optimizer.load_steps(steps)
 
@@ -291,6 +319,8 @@ def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -
     for i, variable in enumerate(_others(optimizer, collections)):
         saved = SavedIntegers(variable) if id(variable) in counted else variable
         group._track_trackable(saved, slots.get(id(variable), f"variable_{i}"))
+    for i, variable in enumerate(_accumulated(optimizer)):
+        group._track_trackable(variable, f"{_ACCUMULATED}{i}")
     # A model's layers save what is in their attributes only.
     dense = [s.variable for s in optimizer.states if _is_saved_whole(s)]
     for i, variable in enumerate(dense):
@@ -372,9 +402,16 @@ def _others(optimizer: Any, collections: dict[str, list]) -> list[keras.Variable
         for variable in variables
     }
     own.add(id(optimizer.step_variable))
+    own.update(map(id, _accumulated(optimizer)))
     # Rows are saved as they are decayed by then.
     own.update(id(variable) for state in optimizer.states for variable in state.log_decays)
     return [variable for variable in optimizer.variables if id(variable) not in own]
+
+
+def _accumulated(optimizer: Any) -> list[keras.Variable]:
+    """Keras's sums of gradients, where this process adds up those of several steps."""
+    found = getattr(optimizer, "_accumulated_gradients", None)
+    return [variable for variable in found or [] if variable is not None]
 
 
 def _slots(states: list) -> dict[str, list[keras.Variable]]:

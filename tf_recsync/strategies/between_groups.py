@@ -109,7 +109,7 @@ class ByHop(Between):
         parameters = _parameters_among(copies, model)
         if not parameters:
             raise ValueError("the model has no dense parameters that groups could exchange by Hop")
-        global_step = optimizers_of(model)[0].iterations._value
+        global_step = optimizers_of(model)[0]._iterations._value
         return GroupHopSynchronizer(
             self.algorithm.exchange,
             self.algorithm.updates_per_iteration,

@@ -88,6 +88,9 @@ class Observer(Protocol):
     def tell(self) -> None:
         """Passes on what has happened since."""
 
+    def failed(self) -> None:
+        """Training or evaluation ends with an error, and Keras calls no callback any more."""
+
 
 class Steps:
     """Trains or evaluates: runs workers, and merges their metrics.
@@ -165,6 +168,8 @@ class Steps:
         except BaseException as error:  # Ctrl-C, too, after which the caller may go on.
             if iterator.run is not None:
                 self._end_failed(iterator.run, error)
+            if not self._can_recover():
+                self._give_up()
             raise
         finally:
             self._is_advancing = False
@@ -478,6 +483,11 @@ class Steps:
         """What functions refer to is made anew: they are traced again before they are used."""
         self._functions, self._current, self._owners = {}, {}, {}
         self._made_board = self._unrolled = None
+
+    def _give_up(self) -> None:
+        """An error goes to Keras, and to the user."""
+        for observer in list(self.observers):
+            observer.failed()
 
     def _tell_observers(self) -> None:
         for observer in list(self.observers):

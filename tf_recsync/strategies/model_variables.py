@@ -72,7 +72,7 @@ def peeked_variables(model: keras.Model) -> list[keras.Variable]:
     """Those that callbacks look at while workers train: reading them holds nobody."""
     found = list(model.metrics_variables)
     for optimizer in base.parts_of(model.optimizer):
-        found += [optimizer.iterations, *(s.counters for s in getattr(optimizer, "states", ()))]
+        found += [optimizer._iterations, *(s.counters for s in getattr(optimizer, "states", ()))]
         if isinstance(optimizer._learning_rate, keras.Variable):
             found.append(optimizer._learning_rate)
     return found

@@ -89,12 +89,20 @@ class TrainFunction(Steps):
         self._suspended: set[int] = set()  # Workers whose tokens are not given back yet.
         # Keras drops it when it leaves a pass.
         self._iterator: weakref.ref[DistributedIterator] | None = None
+        self._accumulated: int | None = None  # Batches that servers add up in the place of one.
 
     @property
     def mode(self) -> Mode:
         """When servers apply what workers push: the strategy's mode, for accumulated batches."""
         optimizers = self._variables.optimizers
         batches = optimizers[0].accumulated_batches if optimizers else 1
+        if self._accumulated is None:
+            self._accumulated = batches
+        if batches != self._accumulated:
+            raise ValueError(
+                f"gradient_accumulation_steps of the optimizer was set to {batches} after the "
+                f"model had been trained with {self._accumulated}: compile the model again"
+            )
         return super().mode.accumulating(batches)
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
@@ -113,6 +121,7 @@ class TrainFunction(Steps):
                     if not is_recovered:
                         self._leave_kept(iterator)
                 if not is_recovered:
+                    self._give_up()
                     raise
 
     # Where it is in the data.
