@@ -181,11 +181,13 @@ $(DOCS_INSTALLED): $(INSTALLED)
 # A warning is an error: of docstrings, links between pages, and links to their headings.
 docs: build $(DOCS_INSTALLED)
 	@echo "== Building build/docs"
+	@$(BIN)/python scripts/run_tutorials.py --check
 	@$(BIN)/python -m sphinx -q -b html -W --keep-going -d build/docs-trees docs build/docs
 	@$(BIN)/python scripts/check_documentation.py --site=build/docs
 ifneq ($(DOCS_PROGRAMS),0)
 	@echo "== Running the programs of the pages"
 	@$(BIN)/python scripts/check_documentation.py --programs
+	@$(BIN)/python scripts/run_tutorials.py --execute-only
 endif
 	@echo "== build/docs/index.html"
 

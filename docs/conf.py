@@ -19,7 +19,7 @@ project_copyright = author
 version = release = tf_recsync.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",  # Markdown as myst_parser has it, and notebooks.
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
 ]
@@ -31,6 +31,9 @@ highlight_language = "text"  # Of blocks that name none.
 myst_heading_anchors = 4
 myst_enable_extensions = ["deflist"]
 myst_links_external_new_tab = False
+
+# Notebooks are shown with the outputs that they have; scripts/run_tutorials.py runs them.
+nb_execution_mode = "off"
 
 # Docstrings are in Google's style. What stands in single backticks is code, and a link where it
 # names something that the reference has.

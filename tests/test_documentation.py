@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import pathlib
 import re
 from collections.abc import Iterator
@@ -281,7 +282,20 @@ def test_public_methods_have_docstrings_or_override_some_that_have():
 
 def documents() -> list[pathlib.Path]:
     """All pages, and the documents at the top of the repository."""
-    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    return sorted([*ROOT.glob("*.md"), *pages()])
+
+
+def pages() -> list[pathlib.Path]:
+    """All pages of the site: Markdown and notebooks."""
+    return [path for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".ipynb")]
+
+
+def text_of(document: pathlib.Path) -> str:
+    """A document as Markdown; of a notebook its cells of text."""
+    if document.suffix == ".md":
+        return document.read_text()
+    cells = json.loads(document.read_text())["cells"]
+    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
 
 
 def without_code(text: str) -> str:
@@ -291,13 +305,13 @@ def without_code(text: str) -> str:
 
 def anchors(document: pathlib.Path) -> set[str]:
     """What links to a page's headings are called, as a code host and the site make them."""
-    headings = re.findall(r"^#+ (.*)$", without_code(document.read_text()), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", without_code(text_of(document)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def links(document: pathlib.Path) -> list[str]:
     """The links of a page within the repository."""
-    found = re.findall(r"\]\(([^)\s]+)\)", without_code(document.read_text()))
+    found = re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(document)))
     return [link for link in found if not re.match(r"[a-z]+:", link)]
 
 
@@ -323,13 +337,12 @@ def test_documents_that_the_code_names_exist():
 
 
 def test_every_page_is_in_the_contents_of_the_site():
-    docs = ROOT / "docs"
-    listed = {docs / "index.md"}
-    for page in docs.rglob("*.md"):
-        for contents in re.findall(r"```{toctree}\n(.*?)```", page.read_text(), re.DOTALL):
+    listed = {ROOT / "docs" / "index"}
+    for page in pages():
+        for contents in re.findall(r"```{toctree}\n(.*?)```", text_of(page), re.DOTALL):
             names = [line for line in contents.split("\n") if line and not line.startswith(":")]
-            listed |= {page.parent / f"{name}.md" for name in names}
-    assert set(docs.rglob("*.md")) == listed
+            listed |= {page.parent / name for name in names}
+    assert {page.with_suffix("") for page in pages()} == listed
 
 
 def test_the_reference_has_every_public_name():
