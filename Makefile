@@ -20,7 +20,7 @@ FUZZ_FLAGS ?= --minutes=5
 FULL ?= 0
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
-# Of make docs: 0 leaves out the programs that stand in the pages.
+# Of make docs: 0 leaves out the programs that stand in the pages, and the tutorials.
 DOCS_PROGRAMS ?= 1
 # Of make test-changed: the commit to compare with, and seconds of tests.
 BASE ?=
@@ -187,6 +187,7 @@ docs: build $(DOCS_INSTALLED)
 ifneq ($(DOCS_PROGRAMS),0)
 	@echo "== Running the programs of the pages"
 	@$(BIN)/python scripts/check_documentation.py --programs
+	@echo "== Running the tutorials"
 	@$(BIN)/python scripts/run_tutorials.py --execute-only
 endif
 	@echo "== build/docs/index.html"

@@ -53,6 +53,7 @@ def execute(name: str) -> nbformat.NotebookNode:
             timeout=SECONDS,
             kernel_name="python3",
             coalesce_streams=True,
+            extra_arguments=["--log-level=ERROR"],  # Not that it listens without encryption, too.
             resources={"metadata": {"path": empty}},
         ).execute()
     for number, cell in enumerate(notebook.cells):

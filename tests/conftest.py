@@ -56,7 +56,14 @@ def pytest_sessionstart(session):
 # long for another at the end; and a process that takes one file after the other finds the cluster
 # that it needs more often, if those that share one stand together.
 _FIRST = (
-    *("test_examples", "test_hop_examples", "test_readers", "test_data_wait", "test_cluster"),
+    *(
+        "test_tutorials",
+        "test_examples",
+        "test_hop_examples",
+        "test_readers",
+        "test_data_wait",
+        "test_cluster",
+    ),
     *("test_hierarchical_strategy", "test_hop_between_groups", "test_scripted_groups"),
     *("test_placement_of_operators",),
     *("test_shadow_strategy", "test_preprocessing_layers", "test_saving_within_epoch"),

@@ -54,11 +54,14 @@ def test_a_notebook_has_its_outputs_and_a_plot_and_nothing_of_a_machine(name):
     assert any("image/png" in output.get("data", {}) for output in outputs(name))
     texts = [output["text"] for output in outputs(name) if output["output_type"] == "stream"]
     text = "".join("".join(lines) for lines in texts)
+    # What a cell shows besides is a picture: the text of an object has its address.
+    shown = [output["data"] for output in outputs(name) if "data" in output]
+    assert all("image/png" in data for data in shown)
     assert text and not re.search(r"/tmp/|/home/|/root/|/work/|warning:|\x08", text, re.IGNORECASE)
     assert all(output.get("name") != "stderr" for output in outputs(name))
 
 
-@pytest.mark.parametrize("name", ["quick_start"])
+@pytest.mark.parametrize("name", ["quick_start", "your_own_click_log"])
 def test_a_tutorial_runs_as_a_plain_program(name, tmp_path: pathlib.Path):
     done = subprocess.run(
         [sys.executable, str(TUTORIALS / f"{name}.py")],

@@ -141,8 +141,8 @@ print("mean staleness in each epoch:", [round(s, 2) for s in together.history["s
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3))
-for name, history in {"one process": alone, "two workers": together}.items():
-    axes.plot(range(1, 4), history.history["val_AUC"], marker="o", label=name)
+axes.plot(range(1, 4), alone.history["val_AUC"], "o-", label="one process")
+axes.plot(range(1, 4), together.history["val_AUC"], "s--", label="two workers")
 axes.axhline(data.best_auc(), color="gray", linestyle=":", label="the best possible")
 axes.set(xlabel="epoch", ylabel="AUC on the test data", xticks=[1, 2, 3])
 axes.legend()
@@ -157,6 +157,7 @@ cluster.close()
 # %% [markdown]
 # ## Where to go from here
 #
+# - The next tutorial reads [your own click log](your_own_click_log.ipynb).
 # - [Quick start](../quick_start.md) explains each line once more, and shows programs that train
 #   larger models.
 # - [Choosing a strategy](../strategies.md) compares the ways in which workers can work together.
