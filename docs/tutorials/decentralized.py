@@ -79,7 +79,7 @@ axes.axis("off")
 plt.show()
 
 # %% [markdown]
-# ## A worker that is slow now and then
+# ## Workers that are slow now and then
 #
 # `recsync.testing` has each step take 20 ms more, and on each worker every tenth step, at random,
 # six times as long, as if other programs disturbed it.
