@@ -12,8 +12,8 @@
 # # Decentralized training
 #
 # At the end of this tutorial you will have trained a model without parameter servers, on six
-# workers that average their parameters with neighbors in a graph. You will have seen how one worker
-# that is slow now and then holds up the others, and how a backup worker prevents that.
+# workers that average their parameters with neighbors in a graph. You will have seen how workers
+# that are slow now and then hold up the others, and how a backup worker prevents that.
 
 # %%
 import os
