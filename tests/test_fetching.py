@@ -63,9 +63,12 @@ def test_a_worker_that_is_back_keeps_nothing_either(cluster):
             return fetch(tf.range(10))
 
     read()
+    with tf.device(processor_of("worker", 0)):
+        lost = [tf.constant(5), tf.range(10)]
     cluster.kill("worker", 0)
-    with pytest.raises(tf.errors.OpError):
-        read()
+    for call in (read, lambda: fetch(lost[0]), lambda: fetch(lost)):
+        with pytest.raises(tf.errors.OpError):
+            call()
     cluster.restart("worker", 0)
     cluster.readmit(timeout=30.0)
     assert grows_by(cluster, read) < 1500

@@ -58,14 +58,15 @@ def _is_here(value: Any) -> bool:
     return not isinstance(value, tf.Tensor) or not value.device.startswith(there)
 
 
-def _bring(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+def _bring(tensors: list[tf.Tensor]) -> list[Any]:
     try:
         with tf.device(CHIEF):
             return _copier(tuple(tensor.dtype for tensor in tensors))(*tensors)
     except tf.errors.OpError as error:
-        # A copy by itself tells whose loss it was as callers expect it.
+        # A copy by itself tells whose loss it was as callers expect it. Not by NumPy: of a tensor
+        # of a server that is being cut off it makes a ValueError.
         logging.debug("tensors could not be fetched by a function: %s", error)
-        return tensors
+        return [tensor.numpy() for tensor in tensors]
 
 
 @functools.lru_cache(maxsize=256)
