@@ -10,23 +10,22 @@ simulated. Each says what was fitted to the paper, and what the simulation predi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(folder) for folder in pathlib.Path(__file__).resolve().parents[:2]]
+
+import kept_results  # noqa: E402
 
 import tf_recsync as recsync  # noqa: E402
 from tf_recsync import modes, simulation  # noqa: E402
 from tf_recsync._figures import new_figure  # noqa: E402
 
-Row = dict[str, Any]
+Row = kept_results.Row
 
 # Liu and Zhao 2021, "The Trend of Staleness as Scaling": mean and variance by workers.
 _PAPER_STALENESS = {1000: (875.0, 4770.0), 3000: (2090.0, 11300.0)}
@@ -45,29 +44,13 @@ _GBA_WORKERS = 400
 def main() -> None:
     """Writes what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=pathlib.Path, required=True, help="A folder.")
-    parser.add_argument("--seeds", type=int, default=5, help="How many runs are averaged.")
     parser.add_argument("--scale", type=float, default=1.0, help="Of workers and steps.")
-    arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, tuple[Callable[..., Row], Callable[[Row, str], None]]] = {
+    parts: dict[str, kept_results.Part] = {
         "staleness": (staleness, draw_staleness),
         "weights": (weights, draw_weights),
         "gba": (gba, draw_gba),
     }
-    for name, (compute, draw) in parts.items():
-        path = arguments.output / f"{name}.json"
-        if not path.exists():
-            began = time.monotonic()
-            found = {
-                "simulated": True,
-                "command": "python scripts/results_on_servers.py --output=docs/results "
-                f"--seeds={arguments.seeds} --scale={arguments.scale:g}",
-                **compute(arguments.seeds, arguments.scale),
-            }
-            path.write_text(json.dumps(found, indent=1) + "\n")
-            print(f"{path}: {time.monotonic() - began:.0f} s")
-        draw(json.loads(path.read_text()), str(arguments.output / f"{name}.png"))
+    kept_results.write(parser, "results_on_servers.py", parts)
 
 
 # The distribution of staleness.

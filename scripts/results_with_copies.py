@@ -10,17 +10,17 @@ simulated. Each says what was fitted to the paper, and what the simulation predi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(folder) for folder in pathlib.Path(__file__).resolve().parents[:2]]
+
+import kept_results  # noqa: E402
 
 import tf_recsync as recsync  # noqa: E402
 from tf_recsync import topology  # noqa: E402
@@ -36,7 +36,7 @@ from tf_recsync.strategies.hop_checks import checked_protocol  # noqa: E402
 from tf_recsync.testing import RandomSlowdown, SlowWorkers  # noqa: E402
 from tf_recsync.testing.slowdown import Slowdown  # noqa: E402
 
-Row = dict[str, Any]
+Row = kept_results.Row
 
 _GIGABIT = 125e6  # Bytes per second.
 _VGG11_BYTES = 4 * 9_200_000  # On CIFAR-10.
@@ -52,29 +52,13 @@ _HOP_TARGET = 0.5  # Of a loss that begins with 0.69 and ends at 0.44.
 def main() -> None:
     """Writes what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=pathlib.Path, required=True, help="A folder.")
-    parser.add_argument("--seeds", type=int, default=5, help="How many runs are averaged.")
     parser.add_argument("--iterations", type=int, default=300, help="Of each of Hop's workers.")
-    arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, tuple[Callable[..., Row], Callable[[Row, str], None]]] = {
+    parts: dict[str, kept_results.Part] = {
         "hop": (hop, draw_hop),
         "shadowsync": (shadowsync, draw_shadowsync),
         "hierarchical": (hierarchical, draw_hierarchical),
     }
-    for name, (compute, draw) in parts.items():
-        path = arguments.output / f"{name}.json"
-        if not path.exists():
-            began = time.monotonic()
-            found = {
-                "simulated": True,
-                "command": "python scripts/results_with_copies.py --output=docs/results "
-                f"--seeds={arguments.seeds} --iterations={arguments.iterations}",
-                **compute(arguments.seeds, arguments.iterations),
-            }
-            path.write_text(json.dumps(found, indent=1) + "\n")
-            print(f"{path}: {time.monotonic() - began:.0f} s")
-        draw(json.loads(path.read_text()), str(arguments.output / f"{name}.png"))
+    kept_results.write(parser, "results_with_copies.py", parts)
 
 
 # Hop.
