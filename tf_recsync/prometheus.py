@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from tf_recsync._checks import check_seconds
-from tf_recsync.strategies.fit_strategy import FitStrategy
+from tf_recsync.strategies.fit_strategy import FitStrategy, check_reported
 
 _MOST_PORTS = 65535
 
@@ -147,11 +147,7 @@ class Prometheus(keras.callbacks.Callback):
 
     def set_model(self, model):
         super().set_model(model)
-        if not isinstance(model.distribute_strategy, FitStrategy):
-            raise ValueError(
-                "callbacks.Prometheus can't report on a "
-                f"{type(model.distribute_strategy).__name__}; it is none of this package's"
-            )
+        check_reported("callbacks.Prometheus", model.distribute_strategy)
 
     def on_train_begin(self, logs=None):
         if self.port is not None and self._server is None:

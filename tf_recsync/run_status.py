@@ -20,7 +20,7 @@ import numpy as np
 from absl import logging
 
 from tf_recsync._checks import check_seconds
-from tf_recsync.strategies.fit_strategy import FitStrategy
+from tf_recsync.strategies.fit_strategy import check_reported
 
 _SUFFIX = ".status.json"
 _numbers = itertools.count()  # Of the callbacks of this process: each has a file of its own.
@@ -223,11 +223,7 @@ class Status(keras.callbacks.Callback):
 
     def set_model(self, model):
         super().set_model(model)
-        if not isinstance(model.distribute_strategy, FitStrategy):
-            raise ValueError(
-                "callbacks.Status can't report on a "
-                f"{type(model.distribute_strategy).__name__}; it is none of this package's"
-            )
+        check_reported("callbacks.Status", model.distribute_strategy)
 
     # What Keras calls.
 

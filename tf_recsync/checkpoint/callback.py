@@ -276,8 +276,7 @@ class Checkpoint(WritingRows):
                 f'recovery="partial" can\'t be under a {type(strategy).__name__}, whose workers or '
                 'groups have copies: use "all" or None'
             )
-        mode = getattr(getattr(self.model, "train_function", None), "mode", strategy.mode)
-        is_at_once = not is_copied and not mode.uses_buffers
+        is_at_once = not is_copied and not strategy.mode_of(self.model).uses_buffers
         return self._recovery == "partial" or (self._recovery is None and is_at_once)
 
     def _recover(self, lost: Sequence[tf.Variable], *, is_partial: bool) -> DataPosition | None:

@@ -134,6 +134,11 @@ class FitStrategy(tf.distribute.Strategy):
         """When the workers of a group start, and when its servers apply what they push."""
         return self._settings.mode
 
+    def mode_of(self, model: keras.Model) -> Mode:
+        """The same for a model whose optimizer may have servers add up several batches."""
+        function = getattr(model, "train_function", None)
+        return function.mode if isinstance(function, model_functions.Steps) else self.mode
+
     @property
     def embedding_ps(self) -> tuple[int, ...]:
         """The task indices of the parameter servers on which embedding tables are placed."""
@@ -390,7 +395,7 @@ class FitStrategy(tf.distribute.Strategy):
             RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
         """
         with self._guard.watched():
-            return measured_staleness(model, self.mode, self.pushes_gradients)
+            return measured_staleness(model, self.mode_of(model), self.pushes_gradients)
 
     def memory(self, model: keras.Model) -> list[ServerMemory]:
         """The memory that a model takes on each server, and that of the servers' processes.
@@ -648,3 +653,11 @@ def _keras_caller() -> _Caller:
         frame = frame.f_back
     logging.warning("Called outside of model.fit, evaluate and predict; use strategy.attach.")
     return found
+
+
+def check_reported(name: str, strategy: tf.distribute.Strategy) -> None:
+    """Raises a ValueError if what has this name can't report on a strategy of another package."""
+    if not isinstance(strategy, FitStrategy):
+        raise ValueError(
+            f"{name} can't report on a {type(strategy).__name__}; it is none of this package's"
+        )

@@ -39,7 +39,7 @@ def measured_staleness(model: keras.Model, mode: Mode, pushes_gradients: bool) -
             found.setdefault(state.variable.path, []).append(counters)
     of = staleness.Statistics.from_counters
     collected = of([c for s in dense for c in found.get(s.variable.path, [])])
-    if getattr(getattr(model, "train_function", None), "mode", mode).uses_buffers:
+    if mode.uses_buffers:
         live = getattr(getattr(model, "train_function", None), "aggregations", {}).values()
         collected = staleness.Statistics.sum(one.report().staleness for one in live)
     return staleness.Report(
