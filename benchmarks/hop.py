@@ -47,6 +47,7 @@ from absl import app, flags, logging
 
 import tf_recsync as recsync
 from tf_recsync import topology
+from tf_recsync.synchronization.events import Event
 from tf_recsync.testing import RandomSlowdown, Slowdown, SlowWorkers
 
 FLAGS = flags.FLAGS
@@ -219,12 +220,12 @@ def _seconds_per_batch(points: list[tuple[float, int, float]]) -> float:
     return (half[-1][0] - half[0][0]) / (half[-1][1] - half[0][1])
 
 
-def _entered_seconds(events: Iterable[tuple[int, ...]]) -> float:
+def _entered_seconds(events: Iterable[Event]) -> float:
     """The mean iteration of all workers, by when they entered the iterations of the last epoch."""
     entered: dict[int, list[tuple[int, float]]] = {}
-    for worker, span, begin, _, iteration, _ in events:
-        if span == 0:
-            entered.setdefault(worker, []).append((iteration, begin * 1e-6))
+    for event in events:
+        if event.name == "compute":
+            entered.setdefault(event.worker, []).append((event.iteration, event.begin * 1e-6))
     # As the simulation has it: over the second half of what all got to.
     last = min(max(iteration for iteration, _ in points) for points in entered.values())
     means = []

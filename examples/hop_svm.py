@@ -104,7 +104,7 @@ def main(argv: list[str]) -> None:
             callbacks.insert(0, recsync.callbacks.HopReport(FLAGS.output_dir))
             if FLAGS.output_dir:
                 path = os.path.join(FLAGS.output_dir, "timeline.json")
-                callbacks.append(recsync.callbacks.HopTimeline(path))
+                callbacks.append(recsync.callbacks.Timeline(path))
         start = time.monotonic()
         model.fit(
             dataset.batch(FLAGS.batch_size),

@@ -122,7 +122,7 @@ def _compress_gradient(w: World) -> dict:
 _of_buffer = _sharing("buffer", "gradient_buffer", _gradient_buffer)
 _of_tokens = _sharing("list", "token_list", _token_list)
 _of_hop = _sharing("worker", "hop_worker", _hop_worker)
-_of_log = _sharing("log", "batch_log", lambda w: {})
+_of_log = _sharing("log", "worker_log", lambda w: {})
 
 RECIPES: dict[str, Callable[[World], dict]] = {
     "gradient_buffer": _gradient_buffer,
@@ -151,9 +151,15 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     "report_step": _of_tokens(server=_ints(0, 2), step=_ints()),
     "seek_tokens": _of_tokens(step=_ints()),
     "token_list_state": _of_tokens(),
-    "batch_log": lambda w: {},
+    "worker_log": lambda w: {},
     "note_batch": _of_log(number=_ints()),
     "noted_batches": _of_log(known=_ints(0, 1)),
+    "note_events": _of_log(
+        iteration=_ints(),
+        times=lambda w: np.array([[w.choose([0.0, 1.5, 1e300, np.nan]), 2.0]]),
+        activities=lambda w: [w.choose([0, 4, 10, 11])],
+    ),
+    "take_events": _of_log(),
     "hop_worker": _hop_worker,
     "hop_begin": _of_hop(first=_ints(0, 1)),
     "hop_next": _of_hop(variables=dense_variables, T=lambda w: tf.float32),

@@ -7,7 +7,6 @@ import tensorflow as tf
 
 import tf_recsync as recsync
 from tf_recsync import topology
-from tf_recsync.ops.hop import SPANS
 
 WORKERS, UNITS = 4, 5000
 BYTES = 4 * UNITS  # Of an update.
@@ -27,8 +26,8 @@ def recorded(strategy, batches):
     with strategy.record_events(model) as recording:
         model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(1), verbose=0)
     return [
-        (worker, SPANS[span], begin * 1e-6, end * 1e-6, iteration, neighbor)
-        for worker, span, begin, end, iteration, neighbor in recording.events()
+        (e.worker, e.name, e.begin * 1e-6, e.end * 1e-6, e.iteration, e.neighbor)
+        for e in recording.events()
     ]
 
 

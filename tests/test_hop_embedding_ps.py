@@ -131,7 +131,7 @@ def test_tables_are_one_for_all_workers_and_dense_parameters_are_exchanged(
     assert {device.split("/")[1] for device in devices} == {"job:ps"}
     assert len(set(devices)) == PS
     start, kernel = tables_of(model), model.dense.kernel.numpy()[:, 0]
-    timeline = recsync.callbacks.HopTimeline(tmp_path / "timeline.json")
+    timeline = recsync.callbacks.Timeline(tmp_path / "timeline.json")
     history = model.fit(
         tf.data.Dataset.from_tensor_slices((inputs, labels)),
         verbose=0,

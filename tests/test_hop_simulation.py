@@ -13,7 +13,7 @@ from tf_recsync.strategies.hop_checks import checked_protocol
 from tf_recsync.synchronization.hop_protocol import Skip
 from tf_recsync.synchronization.hop_reports import WorkerReport
 
-_COMPUTE, _UPDATES = 0, 1  # Indices of hop.SPANS.
+_COMPUTE, _UPDATES = 0, 1  # Indices of ACTIVITIES.
 
 
 def protocol_of(
@@ -74,7 +74,7 @@ def test_times_are_those_of_the_papers_rules(protocol):
     )
     enter, averaged = entered_and_averaged(protocol, times)
     checked = 0
-    for worker, what, begin, end, iteration, _ in result.events:
+    for worker, what, begin, end, iteration, *_ in result.events:
         if what == _COMPUTE:
             assert begin == pytest.approx(1e6 * enter[worker, iteration], abs=3)
         # Who stopped at the end of the data is waited for no more.

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 import tf_recsync as recsync
 from tf_recsync import topology
-from tf_recsync.ops.hop import SPANS
 
 WORKERS, BATCH, WIDTH = 4, 4, 3
 SLOW, SECONDS = 2, 0.02
@@ -30,9 +29,9 @@ def dataset(batches):
 def entries(recording):
     """When each worker entered which iteration, in microseconds."""
     entered = collections.defaultdict(list)
-    for worker, span, begin, _, iteration, _ in recording.events():
-        if SPANS[span] == "compute":
-            entered[worker].append((begin, iteration))
+    for event in recording.events():
+        if event.name == "compute":
+            entered[event.worker].append((event.begin, event.iteration))
     return entered
 
 

@@ -25,7 +25,7 @@ def keywords_after(count: int) -> Callable[[Callable], Callable]:
         def wrapped(self, *arguments: Any, **named: Any) -> None:
             more = dict(zip(names[count:], arguments[count:], strict=False))
             if more and len(arguments) <= len(names) and not more.keys() & named.keys():
-                _warn(f"{type(self).__name__} takes {', '.join(more)} by name only")
+                warn(f"{type(self).__name__} takes {', '.join(more)} by name only")
                 named, arguments = {**more, **named}, arguments[:count]
             init(self, *arguments, **named)
 
@@ -41,7 +41,7 @@ def renamed(old: str, new: str) -> Callable[[Callable], Callable]:
         @functools.wraps(init)
         def wrapped(self, *arguments: Any, **named: Any) -> None:
             if old in named and new not in named:
-                _warn(f"{type(self).__name__} calls {old} {new}")
+                warn(f"{type(self).__name__} calls {old} {new}")
                 named[new] = named.pop(old)
             init(self, *arguments, **named)
 
@@ -56,7 +56,7 @@ def renamed_method(new: str) -> Callable[[Callable], Callable]:
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)
         def wrapped(self, *arguments: Any, **named: Any) -> Any:
-            _warn(f"{type(self).__name__} calls {method.__name__} {new}")
+            warn(f"{type(self).__name__} calls {method.__name__} {new}")
             return method(self, *arguments, **named)
 
         return wrapped
@@ -76,7 +76,7 @@ def renamed_names(module: str, names: Mapping[str, tuple[str, Any]]) -> Callable
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         new, value = names[name]
-        _warn(f"{module} calls {name} {new}")
+        warn(f"{module} calls {name} {new}")
         return value
 
     return get
@@ -89,13 +89,14 @@ def without_strategy(init: Callable) -> Callable:
     def wrapped(self, *arguments: Any, **named: Any) -> None:
         is_first = bool(arguments) and isinstance(arguments[0], tf.distribute.Strategy)
         if is_first or "strategy" in named:
-            _warn(f"{type(self).__name__} takes no strategy, as it learns it from the model")
+            warn(f"{type(self).__name__} takes no strategy, as it learns it from the model")
             named.pop("strategy", None)
         init(self, *arguments[is_first:], **named)
 
     return wrapped
 
 
-def _warn(what: str) -> None:
+def warn(what: str) -> None:
+    """Says that what a user wrote is called something else now."""
     message = f"{what}; what you wrote works for one version more."
     warnings.warn(message, FutureWarning, stacklevel=3)

@@ -19,17 +19,6 @@ enum class HopDelivered { kQueued, kDropped, kRepeated, kBroken, kClosed };
 
 enum class HopPhase { kIdle, kComputing, kUpdates, kTokens, kAcknowledgements };
 
-enum class HopSpan { kCompute, kUpdates, kTokens, kSend, kReceive, kJump };
-
-// Something that the worker did. Times are microseconds of HopOptions::now.
-struct HopEvent {
-  HopSpan span;
-  int64_t begin;
-  int64_t end;
-  int64_t iteration;
-  int64_t neighbor;  // -1 where there is none
-};
-
 struct HopCounts {
   int64_t iterations = 0;  // entered
   int64_t used = 0;        // updates that were averaged

@@ -6,12 +6,11 @@
 #ifndef TF_RECSYNC_CC_ENGINE_HOP_TIMELINE_H_
 #define TF_RECSYNC_CC_ENGINE_HOP_TIMELINE_H_
 
-#include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <utility>
 #include <vector>
 
+#include "cc/engine/event_log.h"
 #include "cc/engine/hop_clock.h"
 #include "cc/engine/hop_state.h"
 
@@ -32,15 +31,7 @@ class HopTimeline {
     began_ = now_();
   }
 
-  // An event; the oldest is lost where nobody takes them.
-  void Note(HopSpan span, int64_t begin, int64_t end, int64_t iteration,
-            int64_t neighbor) {
-    if (events_.size() == kMaxEvents) {
-      events_.pop_front();
-      ++lost_events_;
-    }
-    events_.push_back({span, begin, end, iteration, neighbor});
-  }
+  void Note(const Event& event) { events_.Note(event); }
 
   // The worker enters an iteration; this is the one that it was in.
   void Enter(int64_t iteration, int64_t before) {
@@ -48,7 +39,7 @@ class HopTimeline {
       ++counts_.jumps;
       counts_.skipped += iteration - before - 1;
       const int64_t now = now_();
-      Note(HopSpan::kJump, now, now, iteration, -1);
+      Note({Activity::kJump, now, now, iteration});
     }
     ++counts_.iterations;
     SetPhase(HopPhase::kComputing);
@@ -58,49 +49,43 @@ class HopTimeline {
   // on.
   void BeginReceive(int64_t now, int64_t iteration, int64_t awaited) {
     if (phase_ == HopPhase::kComputing) {
-      Note(HopSpan::kCompute, began_, now, iteration, -1);
+      Note({Activity::kCompute, began_, now, iteration});
     }
     SetPhase(HopPhase::kUpdates, -1, awaited);
   }
 
   // It has waited since `begin` for tokens, or for updates, and is idle now.
-  void EndWait(HopSpan span, int64_t begin, int64_t iteration) {
+  void EndWait(Activity activity, int64_t begin, int64_t iteration) {
     const int64_t end = now_();
-    (span == HopSpan::kTokens ? counts_.waiting_for_tokens
-                              : counts_.waiting_for_updates) += end - begin;
-    Note(span, begin, end, iteration, -1);
+    (activity == Activity::kTokens ? counts_.waiting_for_tokens
+                                   : counts_.waiting_for_updates) +=
+        end - begin;
+    Note({activity, begin, end, iteration});
     SetPhase(HopPhase::kIdle);
   }
 
   void CountUsed(int64_t updates) { counts_.used += updates; }
 
   // Takes the events that were noted since the last call.
-  std::vector<HopEvent> TakeEvents() {
-    std::vector<HopEvent> events(events_.begin(), events_.end());
-    events_.clear();
-    return events;
-  }
+  std::vector<Event> TakeEvents() { return events_.Take(); }
 
   // What it knows of the worker's state.
   void Fill(HopState* state) const {
     state->phase = phase_;
     state->seconds = 1e-6 * static_cast<double>(now_() - began_);
     state->counts = counts_;
-    state->lost_events = lost_events_;
+    state->lost_events = events_.lost();
     if (neighbor_ >= 0) state->missing.push_back(neighbor_);
     state->awaited = awaited_;
   }
 
  private:
-  static constexpr size_t kMaxEvents = 1 << 16;
-
   const HopClock now_;
   HopPhase phase_ = HopPhase::kIdle;
   int64_t neighbor_ = -1;
   int64_t awaited_ = -1;
   int64_t began_ = 0;  // the phase
-  std::deque<HopEvent> events_;
-  int64_t lost_events_ = 0;
+  EventLog events_;
   HopCounts counts_;
 };
 

@@ -41,6 +41,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "cc/engine/cancellable_wait.h"
+#include "cc/engine/event_log.h"
 #include "cc/engine/hop_invariants.h"
 #include "cc/engine/hop_options.h"
 #include "cc/engine/hop_outboxes.h"
@@ -61,8 +62,6 @@ class HopWorker {
   using Delivered = HopDelivered;
   using State = HopState;
   using Phase = HopPhase;
-  using Span = HopSpan;
-  using Event = HopEvent;
   using Counts = HopCounts;
   using Violation = HopViolation;
   using Received = typename HopUpdates<Update>::Received;
@@ -187,7 +186,7 @@ class HopWorker {
           {
             MutexLock lock(&mu_);
             timeline_.CountUsed(received->size());
-            timeline_.EndWait(Span::kUpdates, begin, iteration);
+            timeline_.EndWait(Activity::kUpdates, begin, iteration);
           }
           (*shared)(Answer::kOk, std::move(*received));
         });
@@ -248,7 +247,7 @@ class HopWorker {
     if (!begin.has_value()) return Delivered::kRepeated;
     {
       MutexLock lock(&mu_);
-      timeline_.Note(Span::kReceive, *begin, now, iteration, neighbor);
+      timeline_.Note({Activity::kReceive, *begin, now, iteration, neighbor});
     }
     if (!invariants_.CheckGap(neighbor, iteration)) return Delivered::kBroken;
     return updates_.Add(neighbor, iteration, std::move(update));
@@ -280,7 +279,8 @@ class HopWorker {
     if (box != nullptr) box->Acknowledge(number);
     if (iteration < 0) return;
     MutexLock lock(&mu_);
-    timeline_.Note(Span::kSend, begin, options_.now(), iteration, neighbor);
+    timeline_.Note(
+        {Activity::kSend, begin, options_.now(), iteration, neighbor});
   }
 
   // A worker takes part from iteration `since` on, and until `until` at most:
@@ -363,7 +363,7 @@ class HopWorker {
     Done acquired = [this, begin, done = std::move(done)](Answer answer) {
       if (answer == Answer::kOk) {
         MutexLock lock(&mu_);
-        timeline_.EndWait(Span::kTokens, begin, iteration_);
+        timeline_.EndWait(Activity::kTokens, begin, iteration_);
       }
       done(answer);
     };

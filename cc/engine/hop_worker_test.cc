@@ -324,9 +324,9 @@ TEST(HopWorkerTest, AnUpdateIsReceivedFromWhenItWasAskedForUntilItIsThere) {
   std::this_thread::sleep_for(std::chrono::milliseconds(5));
   Deliver(&worker, 1, 0);
   Deliver(&worker, 2, 0);  // Nobody asked.
-  const std::vector<Worker::Event> events = worker.TakeEvents();
+  const std::vector<Event> events = worker.TakeEvents();
   ASSERT_EQ(events.size(), 2);
-  EXPECT_EQ(events[0].span, Worker::Span::kReceive);
+  EXPECT_EQ(events[0].activity, Activity::kReceive);
   EXPECT_EQ(events[0].neighbor, 1);
   EXPECT_GE(events[0].end - events[0].begin, 4000);
   EXPECT_EQ(events[1].end, events[1].begin);
@@ -352,8 +352,8 @@ TEST(HopWorkerTest, AParcelThatComesTwiceCountsOnce) {
   EXPECT_EQ(worker.GetState().updates.enqueued, 3);
   EXPECT_EQ(worker.GetState().declined, (Updates{0, 0}));
   int64_t receptions = 0;
-  for (const Worker::Event& event : worker.TakeEvents()) {
-    receptions += event.span == Worker::Span::kReceive;
+  for (const Event& event : worker.TakeEvents()) {
+    receptions += event.activity == Activity::kReceive;
   }
   EXPECT_EQ(receptions, 3);
 }
@@ -622,8 +622,8 @@ TEST(HopWorkerTest, TimesAreThoseOfTheClockThatItIsGiven) {
   EXPECT_EQ(worker.GetState().counts.waiting_for_updates, 70);
   EXPECT_NEAR(worker.GetState().seconds, 50e-6, 1e-12);
   bool has_computed = false;
-  for (const Worker::Event& event : worker.TakeEvents()) {
-    if (event.span != Worker::Span::kCompute) continue;
+  for (const Event& event : worker.TakeEvents()) {
+    if (event.activity != Activity::kCompute) continue;
     has_computed = true;
     EXPECT_EQ(event.begin, 0);
     EXPECT_EQ(event.end, 30);

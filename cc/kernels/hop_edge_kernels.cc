@@ -263,20 +263,7 @@ class HopEventsOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     WorkerPtr worker;
     OP_REQUIRES_OK(ctx, LookupWorker(ctx, &worker));
-    const std::vector<Worker::Event> events = worker->TakeEvents();
-    Tensor* output;
-    OP_REQUIRES_OK(
-        ctx,
-        ctx->allocate_output(
-            0, TensorShape({static_cast<int64_t>(events.size()), 5}), &output));
-    auto rows = output->matrix<int64_t>();
-    for (size_t i = 0; i < events.size(); ++i) {
-      rows(i, 0) = static_cast<int64_t>(events[i].span);
-      rows(i, 1) = events[i].begin;
-      rows(i, 2) = events[i].end;
-      rows(i, 3) = events[i].iteration;
-      rows(i, 4) = events[i].neighbor;
-    }
+    OP_REQUIRES_OK(ctx, WriteEvents(ctx, 0, worker->TakeEvents()));
   }
 };
 

@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "cc/engine/event_log.h"
 #include "cc/engine/limits.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
@@ -90,6 +91,24 @@ absl::Status WriteVector(tensorflow::OpKernelContext* ctx, Output output,
   int64_t* to;
   TF_RETURN_IF_ERROR(MakeVector<int64_t>(ctx, output, values.size(), &to));
   std::copy(values.begin(), values.end(), to);
+  return absl::OkStatus();
+}
+
+// Events as rows [n, 5]: activity, begin, end, iteration, neighbor.
+inline absl::Status WriteEvents(tensorflow::OpKernelContext* ctx, int output,
+                                const std::vector<Event>& events) {
+  tensorflow::Tensor* to;
+  const int64_t count = events.size();
+  TF_RETURN_IF_ERROR(
+      ctx->allocate_output(output, tensorflow::TensorShape({count, 5}), &to));
+  auto rows = to->matrix<int64_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    rows(i, 0) = static_cast<int64_t>(events[i].activity);
+    rows(i, 1) = events[i].begin;
+    rows(i, 2) = events[i].end;
+    rows(i, 3) = events[i].iteration;
+    rows(i, 4) = events[i].neighbor;
+  }
   return absl::OkStatus();
 }
 

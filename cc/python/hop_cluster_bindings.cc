@@ -80,7 +80,7 @@ py::array_t<int64_t> Told(const std::vector<HopCluster::Event>& events) {
   for (size_t i = 0; i < events.size(); ++i) {
     const auto& [worker, event] = events[i];
     rows(i, 0) = worker;
-    rows(i, 1) = static_cast<int64_t>(event.span);
+    rows(i, 1) = static_cast<int64_t>(event.activity);
     rows(i, 2) = event.begin;
     rows(i, 3) = event.end;
     rows(i, 4) = event.iteration;

@@ -383,9 +383,9 @@ void HopCluster::NoteLoss() {
 }
 
 void HopCluster::KeepEvents(int64_t i) {
-  const std::vector<HopEvent> events = members_[i].worker->TakeEvents();
+  const std::vector<recsync::Event> events = members_[i].worker->TakeEvents();
   if (!options_.keeps_events) return;
-  for (const HopEvent& event : events) kept_events_.push_back({i, event});
+  for (const recsync::Event& event : events) kept_events_.push_back({i, event});
 }
 
 std::string HopCluster::Standstill() const {

@@ -87,7 +87,7 @@ class HopCluster {
  public:
   struct Event {
     int64_t worker;
-    HopEvent event;
+    recsync::Event event;
   };
 
   struct Loss {

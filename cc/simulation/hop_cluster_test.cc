@@ -408,11 +408,11 @@ TEST(HopClusterTest, EventsSayWhenWorkersComputedAndWaited) {
   std::map<int64_t, int64_t> computed, waited;
   for (const auto& [worker, event] : cluster->events()) {
     EXPECT_LE(event.begin, event.end);
-    if (event.span == HopSpan::kCompute) {
+    if (event.activity == Activity::kCompute) {
       EXPECT_EQ(event.end - event.begin, worker == 2 ? 30'000 : 10'000);
       ++computed[worker];
     }
-    if (event.span == HopSpan::kUpdates) {
+    if (event.activity == Activity::kUpdates) {
       waited[worker] += event.end - event.begin;
     }
   }

@@ -11,7 +11,6 @@ from tensorflow.python.framework import auto_control_deps_utils
 from tf_recsync.ops import library
 
 PHASES = ("idle", "computing", "waiting for updates", "waiting for tokens", "waiting for acks")
-SPANS = ("compute", "wait for updates", "wait for tokens", "send", "receive", "jump")
 FOREVER = tf.int64.max
 
 # tf.function may leave it out where nobody uses its result.

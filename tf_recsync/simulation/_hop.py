@@ -25,7 +25,7 @@ from tf_recsync.simulation._learning import (
     table,
 )
 from tf_recsync.simulation._settings import check_number
-from tf_recsync.synchronization.hop_events import write_trace
+from tf_recsync.synchronization.events import Event, write_trace
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport
 from tf_recsync.synchronization.sync_report import SyncReport
@@ -45,7 +45,7 @@ class HopResult:
             iterations, before the first worker left at the end.
         losses: in the order of time; empty if nothing was learned.
         links: of each machine.
-        events: (worker, what, begin, end, iteration, neighbor or -1), as `Recording.events`
+        events: as `Recording.events`
             gives, in microseconds; empty if they were not recorded.
     """
 
@@ -57,7 +57,7 @@ class HopResult:
     largest_gaps: np.ndarray
     losses: tuple[Loss, ...] = ()
     links: tuple[LinkUse, ...] = ()
-    events: tuple[tuple[int, ...], ...] = ()
+    events: tuple[Event, ...] = ()
 
     @property
     def bounds(self) -> np.ndarray:
@@ -86,7 +86,7 @@ class HopResult:
         return seconds_to(self.losses, loss)
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Writes what workers did when, as `callbacks.HopTimeline` does.
+        """Writes what workers did when, as `callbacks.Timeline` does.
 
         Args:
             path: of the file, a `.json`. Its folder must exist.
@@ -240,7 +240,7 @@ def _result(
         largest_gaps=told["largest_gaps"],
         losses=tuple(Loss(*look) for look in told["losses"]),
         links=tuple(LinkUse(*traffic) for traffic in told["traffic"]),
-        events=tuple(map(tuple, told["events"].tolist())),
+        events=tuple(Event(*row) for row in told["events"].tolist()),
     )
 
 

@@ -17,6 +17,7 @@ from absl import logging
 from tensorflow.python.data.experimental.ops import distribute
 
 from tf_recsync import _engine, staleness
+from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster, Member
 from tf_recsync.cluster.silence_watch import silence_limit
 from tf_recsync.embedding.keys import KeyCounts, counts_of_tables
@@ -36,6 +37,7 @@ from tf_recsync.strategies.server_memory import ServerMemory, memory_of
 from tf_recsync.strategies.slots import Losses
 from tf_recsync.strategies.worker_datasets import DatasetFunction, WorkerDatasets
 from tf_recsync.synchronization.arrangement import Arrangement
+from tf_recsync.synchronization.events import Recording
 from tf_recsync.synchronization.modes import Mode
 
 _ASK_SECONDS = 0.2  # How often it is looked whether Keras has left.
@@ -475,6 +477,47 @@ class FitStrategy(tf.distribute.Strategy):
         if not isinstance(model.train_function, model_functions.Steps):
             return [0.0] * self._cluster.workers
         return model.train_function.data_wait()
+
+    def record_events(
+        self,
+        model: keras.Model,
+        limit: int = 1_000_000,
+        failed: Callable[[], object] | None = None,
+    ) -> Recording:
+        """Records what workers do when; `callbacks.Timeline` makes a file of it.
+
+        While somebody records, workers note what their steps do, from the beginning of the next
+        epoch on; those of a `HopStrategy` note most of it always. Nothing is kept while nobody
+        records.
+
+        Args:
+            model: a model that was compiled in this strategy's scope.
+            limit: how many events are kept, the latest ones, at 56 bytes each; an int of at
+                least 1. A step is four or five of them; a worker's iteration under a
+                `HopStrategy` is four, and two for each of its neighbors.
+            failed: is called when training fails, before `fit` raises the error; default
+                None. What it raises takes the error's place.
+
+        Returns:
+            A recording, to be stopped when it is enough; also a context manager.
+
+        Raises:
+            ValueError: if `limit` is wrong, or the model is from elsewhere.
+
+        Example:
+
+        ```python
+        with strategy.record_events(model) as recording:
+            model.fit(dataset)
+        for event in recording.events():
+            print(event.worker, event.name, event.end - event.begin)  # Microseconds.
+        print(recording.totals()[0]["compute"].seconds)  # Of worker 0, all in all.
+        ```
+        """
+        check_at_least("limit", limit, 1)
+        self.attach(model)
+        function = model.train_function
+        return function.recordings.record(limit, function.collect_events, failed)
 
     def losses(self, model: keras.Model) -> Losses:
         """What was lost with workers that died or fell silent while the model trained.

@@ -15,13 +15,13 @@ from tf_recsync.strategies import worker_functions
 from tf_recsync.strategies.model_functions import Settings
 from tf_recsync.strategies.model_variables import OnWorkers, copied_variables
 from tf_recsync.strategies.step_counts import DataWait, add_step, read_steps
+from tf_recsync.strategies.step_events import NotedEvents
 from tf_recsync.strategies.step_logs import StepLogs
 from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.strategies.worker_functions import Repeated
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.copies import Copies, is_copied
 from tf_recsync.synchronization.hop import HopSynchronizer
-from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Layout, Step
@@ -79,7 +79,6 @@ class HopTrainFunction(TrainFunction):
         stall_seconds: float,
         read: str | int,
     ):
-        self.events = EventLog()
         self._protocol = protocol
 
         def make(copies: Copies) -> HopSynchronizer:
@@ -92,17 +91,13 @@ class HopTrainFunction(TrainFunction):
                 exchange_dtype(model),
                 stall_seconds,
                 settings.bandwidths,
-                self.events,
+                self.recordings,
             )
 
         super().__init__(model, settings, OnWorkers(model), make, read)
 
-    def _failed(self) -> None:
-        super()._failed()
-        self.events.fail()
-
     def collect_events(self) -> None:
-        """Has the workers tell what they have done up to now."""
+        super().collect_events()
         if self.synchronizer is not None:
             self.synchronizer.reports()
 
@@ -117,6 +112,7 @@ class HopTrainFunction(TrainFunction):
             self._step_logs,
             self.call_limit,
             self._is_numbered,
+            self.is_recorded,
         )
 
 
@@ -129,6 +125,7 @@ def _trace(
     step_logs: StepLogs,
     call_limit: float,
     is_numbered: bool,
+    is_recorded: bool,
 ) -> Repeated:
     """Traces `model.train_step` and the exchange around it, once for all workers."""
     parameters = [v._value for v in model.trainable_variables if is_copied(v)]
@@ -141,7 +138,7 @@ def _trace(
     else:
         train = _by_itself(model, step_logs)
 
-    def run_step(batch, waited, worker, began, count, log, hop_handle) -> None:
+    def run_step(batch, waited, worker, began, count, log, hop_handle) -> tf.Operation:
         iteration = hop.next_iteration(hop_handle, handles, dtype)
         with tf.control_dependencies([iteration]):
             # What a worker sends in parallel order is also what the average takes the place of.
@@ -161,7 +158,7 @@ def _trace(
         with tf.control_dependencies([received]):
             for variable in constrained:
                 variable._value.assign(variable.constraint(variable._value.read_value()))
-            add_step(count, [received, *done], waited, log, batch.number)
+            return add_step(count, [received, *done], waited, log, batch.number)
 
     def step(iterator, worker, began, count, log, hop_handle):
         wait = DataWait()
@@ -169,7 +166,12 @@ def _trace(
         # Without a batch nothing may happen, not even what needs none of it.
         with tf.control_dependencies(batch.evidence):
             waited = wait.until(batch.evidence)
-            run_step(batch, waited, worker, began, count, log, hop_handle)
+            counted = run_step(batch, waited, worker, began, count, log, hop_handle)
+            if is_recorded:
+                # What comes after it the worker of Hop notes itself.
+                events = NotedEvents(log, count)
+                events.waited(wait)
+                events.counted(counted, is_joint=True)
 
     specs = [
         tf.data.IteratorSpec(worker_functions.given_spec(element_spec, is_numbered)),

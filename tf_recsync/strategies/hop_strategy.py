@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import keras
 
-from tf_recsync._checks import check_at_least, check_seconds
+from tf_recsync._checks import check_seconds
 from tf_recsync._deprecation import keywords_after, renamed, renamed_method
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies import hop_checks
@@ -23,7 +23,6 @@ from tf_recsync.strategies.model_variables import AsShown
 from tf_recsync.strategies.server_threads import check_threads
 from tf_recsync.synchronization.arrangement import Arrangement, each_worker
 from tf_recsync.synchronization.hop import threads_needed
-from tf_recsync.synchronization.hop_events import Recording
 from tf_recsync.synchronization.hop_protocol import Skip
 from tf_recsync.synchronization.hop_reports import WorkerReport
 from tf_recsync.synchronization.modes import Mode
@@ -189,43 +188,6 @@ class HopStrategy(CopiedStrategy):
     def workers(self, model: keras.Model) -> list[WorkerReport]:
         """The earlier name of `hop_report`."""
         return self.hop_report(model)
-
-    def record_events(
-        self,
-        model: keras.Model,
-        limit: int = 1_000_000,
-        failed: Callable[[], object] | None = None,
-    ) -> Recording:
-        """Records what workers do from now on; `callbacks.HopTimeline` makes a file of it.
-
-        Nothing is kept while nobody records.
-
-        Args:
-            model: a model that was compiled in this strategy's scope.
-            limit: how many events are kept, the latest ones, at 48 bytes each; an int of at
-                least 1. A worker's iteration is 3 of them, and 2 for each of its neighbors.
-            failed: is called when training fails, before `fit` raises the error; default
-                None. What it raises takes the error's place.
-
-        Returns:
-            A recording, to be stopped when it is enough; also a context manager.
-
-        Raises:
-            ValueError: if `limit` is wrong, or the model is from elsewhere.
-
-        Example:
-
-        ```python
-        with strategy.record_events(model) as recording:
-            model.fit(dataset)
-        for worker, what, begin, end, iteration, neighbor in recording.events():
-            ...
-        ```
-        """
-        check_at_least("limit", limit, 1)
-        self.attach(model)
-        function = model.train_function
-        return function.events.record(limit, function.collect_events, failed)
 
     def _check_servers(self, cluster: Cluster, arrangement: Arrangement) -> None:
         needed = [threads_needed(self.topology, worker) for worker in range(self.topology.size)]

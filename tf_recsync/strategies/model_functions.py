@@ -31,9 +31,9 @@ from tf_recsync.strategies.step_logs import Logged, NewLogged, StepLogs
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import (
     MetricsMerger,
+    WorkerLog,
     WorkerState,
     initial_values,
-    new_log,
 )
 from tf_recsync.synchronization import links, speeds
 from tf_recsync.synchronization.arrangement import Arrangement, Group
@@ -104,6 +104,7 @@ class Steps:
     method = ""
     threads = 1  # That call each worker.
     most_unrolled = worker_functions.MOST_UNROLLED  # Steps of a function, at most.
+    is_recorded = False  # Whether workers note what their steps do when.
 
     def __init__(self, model: keras.Model, settings: Settings, variables: OnServers):
         self._model = model
@@ -401,7 +402,8 @@ class Steps:
                 iterator = batches.iterator(slot)
             private = private_values(slot)
             try:
-                log = None if batches.done is None else new_log()
+                has_numbers = batches.done is not None
+                log = WorkerLog.made(has_numbers) if has_numbers or is_training else None
                 owner = self._owner_of(slot)
                 state = self._open(slot.index, iterator, private, before, owner, log)
             except BaseException:
@@ -544,7 +546,7 @@ class Steps:
         private,
         before: WorkerState | None,
         owner: str,
-        log: tf.Tensor | None,
+        log: WorkerLog | None,
     ) -> WorkerState:
         """What a worker needs for a pass; made in its device scope."""
         return WorkerState(worker, iterator, private, before, owner, log)
@@ -633,7 +635,12 @@ class Steps:
         is_training = self.method == "train_step"
         limits = self._settings.speeds() if is_training else {}
         key = self._variables.trace_key(
-            spec, bandwidths, lengths, compute_time, tuple(limits.items()), self._is_numbered
+            spec,
+            bandwidths,
+            lengths,
+            compute_time,
+            tuple(limits.items()),
+            (self._is_numbered, self.is_recorded),
         )
         if key not in self._functions:
             self._step_logs = StepLogs(self._model, self.method, spec, self._logged)
@@ -691,6 +698,7 @@ class Steps:
             self.mode.hogwild,
             self._teller_of(layout),
             self._is_numbered,
+            self.is_recorded,
         )
         given = worker_functions.given_spec(element_spec, self._is_numbered)
         specs = worker_functions.worker_specs(layout, given)

@@ -6,7 +6,7 @@ counts those of each worker, too: each has a row there in each of its lives, an 
 also says how often the worker was told to end the call that it is in.
 
 Where lost batches are done by others, the worker keeps the numbers of those that it has done, too,
-in a log (`ops.batch_log`), until the coordinator has them.
+in a log (`ops.worker_log`), until the coordinator has them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ class DataWait:
 
     Args:
         ready: what has to be done before the step, its batch apart: operations or tensors.
+
+    Attributes:
+        since: when it begins, a float64 scalar, in seconds since the Unix epoch.
+        ended: when it ends, likewise; None before `until`.
     """
 
     def __init__(self, ready: Iterable[tf.Operation | tf.Tensor] = ()):
+        self.ended: tf.Tensor | None = None
         with tf.control_dependencies(list(ready)):
-            self._since = tf.timestamp()
+            self.since = tf.timestamp()
 
     def until(self, evidence: Iterable[tf.Tensor]) -> tf.Tensor:
         """The microseconds from then on until there is a batch, an int64 scalar.
@@ -38,8 +43,9 @@ class DataWait:
         Args:
             evidence: tensors that are there only if the batch is.
         """
-        with tf.control_dependencies([self._since, *evidence]):
-            seconds = tf.timestamp() - self._since
+        with tf.control_dependencies([self.since, *evidence]):
+            self.ended = tf.timestamp()
+        seconds = self.ended - self.since
         # A machine's clock may be set back.
         return tf.cast(1e6 * tf.maximum(seconds, 0), tf.int64)
 

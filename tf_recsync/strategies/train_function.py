@@ -24,17 +24,19 @@ from tf_recsync.strategies.group_crew import GroupCrew
 from tf_recsync.strategies.model_functions import Settings, Steps
 from tf_recsync.strategies.model_variables import OnServers, copied_variables, peeked_variables
 from tf_recsync.strategies.operators import Batches
+from tf_recsync.strategies.pass_batches import PassBatches
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.recovery import Recovery, find_lost, make_anew, recovered
 from tf_recsync.strategies.slots import Slot
 from tf_recsync.strategies.watched_calls import check_parameter_servers, lose_the_gone
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
-from tf_recsync.strategies.worker_state import WorkerState
+from tf_recsync.strategies.worker_state import WorkerLog, WorkerState
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
 from tf_recsync.synchronization.copies import Copies, is_copied
+from tf_recsync.synchronization.events import Recordings
 from tf_recsync.synchronization.group_variables import GroupVariables
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout
@@ -73,6 +75,7 @@ class TrainFunction(Steps):
         self.synchronizer: Synchronizer | None = None  # From `ensure_synchronizer` on.
         self.aggregations: dict[int, Aggregation] = {}  # By group, in modes that use tokens.
         self.local_batch_size: int | None = None  # Of the data that were trained on last.
+        self.recordings = Recordings()  # Of what workers do.
         self._make_synchronizer = make_synchronizer or (
             lambda copies: Synchronizer(settings.arrangement, copies, threads)
         )
@@ -328,6 +331,34 @@ class TrainFunction(Steps):
         """Training has failed; the error is raised next."""
         if self.synchronizer is not None:  # As before the model was built.
             self.synchronizer.release()
+        self.recordings.fail()
+
+    # What is recorded of its steps.
+
+    @property
+    def is_recorded(self) -> bool:
+        return self.recordings.are_made
+
+    def collect_events(self) -> None:
+        """Has the workers tell what they have done up to now."""
+        for slot in [] if self._run is None else self._run.slots:
+            if slot.state is not None and not slot.lost:
+                # Its thread finds out.
+                with contextlib.suppress(tf.errors.OpError), self.watched():
+                    self._take_events(slot, slot.state)
+
+    def _take_events(self, slot: Slot, state: WorkerState) -> None:
+        told = state.take_events(slot.device)
+        if told is not None:
+            self.recordings.add(slot.index, *told, thread=slot.number % self.threads)
+
+    def _note_sync(self, group: int, seconds: float, shard: int) -> None:
+        self.recordings.add_sync(self._arrangement.groups[group].trainers[0], seconds, shard)
+
+    def _read_worker(self, slot: Slot, batches: PassBatches) -> bool:
+        if self.is_recorded:
+            self._take_events(slot, slot.state)
+        return super()._read_worker(slot, batches)
 
     # The groups, and what keeps them together.
 
@@ -351,6 +382,7 @@ class TrainFunction(Steps):
                 self._variables.pieces,
             )
             self.synchronizer = self._make_synchronizer(copies)
+            self.synchronizer.tell_of_syncs(self._note_sync)
             if self._before is not None:
                 self.synchronizer.count_on(self._before)
                 self._before = None
@@ -456,7 +488,7 @@ class TrainFunction(Steps):
         private,
         before: WorkerState | None,
         owner: str,
-        log: tf.Tensor | None,
+        log: WorkerLog | None,
     ) -> WorkerState:
         group = self._group_of(worker)
         aggregation = self._shared_by(group.index)

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync.strategies.step_counts import DataWait, add_applied, add_step, read_steps, read_told
+from tf_recsync.strategies.step_events import NotedEvents, StepEvents
 from tf_recsync.strategies.step_logs import Logged, StepLogs
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization import links
@@ -142,6 +143,7 @@ def trace_steps(
     hogwild: bool = False,
     teller: str = "",
     is_numbered: bool = False,
+    is_recorded: bool = False,
 ) -> Callable:
     """Traces `model.train_step` or `model.test_step` for the workers.
 
@@ -160,6 +162,7 @@ def trace_steps(
         hogwild: see `Step`.
         teller: see `trace_loop`.
         is_numbered: whether the iterators give pairs of a batch's number and the batch.
+        is_recorded: whether the worker notes in its log what the steps do when.
 
     Returns:
         A concrete function of (iterator, the worker's index, when the pass began,
@@ -201,6 +204,7 @@ def trace_steps(
         number: tf.Tensor | None = None  # Of its batch.
         waited: tf.Tensor | None = None  # For its batch.
         following: BatchAhead | None = None
+        events = NotedEvents(log, count) if is_recorded else StepEvents()
         for i in range(unrolled):
             step = None
             wait: DataWait | None = None
@@ -214,8 +218,10 @@ def trace_steps(
                 heard = step.arrived
                 operations = [o for o in operations if o.device not in heard]
                 operations += [tensor.op for tensor in heard.values()]
+            is_joint = step is not None
             if i:
                 counted = [add_step(count, operations, waited, log, number)]
+                events.counted(counted[0], is_joint)
             wait = wait or DataWait(counted)
             with tf.control_dependencies(counted):
                 if following is None:
@@ -226,10 +232,12 @@ def trace_steps(
             # Of a batch taken ahead, evidence waits for more than the batch.
             arrived = batch.evidence if following is None else following.arrived
             waited = wait.until(arrived)
+            events.waited(wait)
             # Without a batch nothing may happen, not even what needs none of it.
             with tf.control_dependencies(batch.evidence):
                 if step is None:
                     step = pull(batch, worker, handles, {})
+                events.pulled(step, batch.evidence, is_joint)
                 following = None
                 if i + 1 < unrolled and (prefetch_lookups or not aggregation.takes_tokens):
                     following = BatchAhead(iterator, batch)
@@ -243,10 +251,13 @@ def trace_steps(
                 operations, computed = compute(
                     model, layout, method, step, batch.data, seconds, handles, step_logs
                 )
+                events.computed(computed)
                 if is_training and layout.owner:
                     operations.append(add_applied(row, layout.owner, operations))
         told = read_told(row, teller) if teller else None
-        with tf.control_dependencies([add_step(count, operations, waited, log, number)]):
+        counted = [add_step(count, operations, waited, log, number)]
+        events.counted(counted[0], is_joint=False)
+        with tf.control_dependencies(counted):
             if told is not None:
                 return tf.identity(told)
             tf.no_op()

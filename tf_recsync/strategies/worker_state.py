@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from absl import logging
 
 from tf_recsync import ops
 from tf_recsync.cluster import fetch
+from tf_recsync.ops import events as events_ops
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.step_counts import ROW
 from tf_recsync.synchronization.remote_values import PackedReader, on_worker
@@ -29,7 +31,7 @@ class WorkerState:
         private: the initial values of the variables that it keeps for itself.
         before: its state earlier in the pass, before it was lost; or None.
         owner: the device that counts global steps; "" for the worker itself.
-        log: the handle of its log of batches, see `new_log`; None where they have no numbers.
+        log: its log; None where there is nothing to log.
 
     Attributes:
         iterator: as above; None from `close` on.
@@ -47,7 +49,7 @@ class WorkerState:
         private: list[np.ndarray],
         before: WorkerState | None = None,
         owner: str = "",
-        log: tf.Tensor | None = None,
+        log: WorkerLog | None = None,
     ):
         self.iterator: PassIterator | None = iterator
         self.unrolled = 0
@@ -98,7 +100,7 @@ class WorkerState:
         """What its functions take besides an iterator (see `worker_functions.trace_steps`)."""
         counts = self._counts.handle
         row = counts if self.row is None else self.row.handle
-        log = counts if self._log is None else self._log
+        log = counts if self._log is None else self._log.handle
         handles = [variable.handle for variable in self._variables]
         return [self._worker, self._began, counts, row, log, *handles]
 
@@ -144,11 +146,11 @@ class WorkerState:
         """
         handles = [v.handle for v in (self._counts, *self._variables[:count])]
         with self._reading:
-            if self._log is None:
+            if self._log is None or not self._log.has_numbers:
                 counts, *values = reader(handles, device)
             else:
                 (counts, *values), numbers = reader.with_log(
-                    handles, device, self._log, self._known
+                    handles, device, self._log.handle, self._known
                 )
                 self._known += len(numbers)
                 if not self._is_settled:
@@ -162,6 +164,24 @@ class WorkerState:
         """The worker was lost: of its batches, what is not known by now counts as not done."""
         with self._reading:
             self._is_settled = True
+
+    def take_events(self, device: str) -> tuple[np.ndarray, int] | None:
+        """What the worker has noted of its steps since the last time, and how much is missing.
+
+        Args:
+            device: the worker's.
+
+        Returns:
+            As `ops.events.take`; None if it has no log.
+
+        Raises:
+            tf.errors.OpError: it does not answer.
+        """
+        if self._log is None:
+            return None
+        with tf.device(device):
+            events, lost = fetch(events_ops.take()(self._log.handle))
+        return events, int(lost)
 
     def join(self, iterator: PassIterator) -> None:
         """Goes on with other batches; call it in the worker's device scope.
@@ -218,11 +238,25 @@ class WorkerState:
         return int(fetch(self._counts.read_value())[0])
 
 
-def new_log() -> tf.Tensor:
-    """The handle of a new log of batches on the worker in whose device scope it is called."""
-    # The ops of this package run on processors alone.
-    with tf.device("CPU:0"):
-        return ops.batch_log()
+@dataclasses.dataclass(frozen=True)
+class WorkerLog:
+    """A log on a worker of what it has done, made for a pass.
+
+    Attributes:
+        handle: of the resource.
+        has_numbers: whether the worker notes the numbers of its batches there. While somebody
+            records, it notes what its steps do, too.
+    """
+
+    handle: tf.Tensor
+    has_numbers: bool
+
+    @classmethod
+    def made(cls, has_numbers: bool) -> WorkerLog:
+        """A new one on the worker in whose device scope it is called."""
+        # The ops of this package run on processors alone.
+        with tf.device("CPU:0"):
+            return cls(ops.worker_log(), has_numbers)
 
 
 def initial_values(variables: Sequence[keras.Variable]) -> list[np.ndarray]:

@@ -18,7 +18,7 @@ from absl import logging
 from tf_recsync.cluster import Cluster
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import Copies
-from tf_recsync.synchronization.hop_events import EventLog
+from tf_recsync.synchronization.events import Recordings
 from tf_recsync.synchronization.hop_exchange import Exchange, listed
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import WorkerReport
@@ -59,7 +59,7 @@ class ExchangeSynchronizer(Synchronizer):
         dtype: tf.DType,
         stall_seconds: float,
         bandwidths: Callable[[], dict[str, float]],
-        events: EventLog,
+        recordings: Recordings,
         shards: Sequence[int] = (0,),
         threads: int = 1,
     ):
@@ -81,7 +81,7 @@ class ExchangeSynchronizer(Synchronizer):
                 lambda group: not copies.is_of_earlier_life(group),
                 stall_seconds,
                 bandwidths,
-                events,
+                recordings,
                 self._joining,
                 lambda error: self.fail(error),
             )

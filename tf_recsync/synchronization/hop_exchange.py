@@ -17,8 +17,8 @@ from absl import logging
 
 from tf_recsync.cluster import Cluster, Server, device_of, fetch, is_reachable
 from tf_recsync.ops import hop
+from tf_recsync.synchronization.events import Recordings
 from tf_recsync.synchronization.hop_edges import Edges
-from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.hop_invariants import Invariants
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport, look, parse
@@ -63,7 +63,7 @@ class Exchange:
         is_current: Callable[[int], bool],
         stall_seconds: float,
         bandwidths: Callable[[], dict[str, float]],
-        events: EventLog,
+        recordings: Recordings,
         joining: threading.RLock,
         fail: Callable[[Exception], None],
     ):
@@ -93,7 +93,8 @@ class Exchange:
         self._joining = joining
         self._monitor: threading.Thread | None = None
         self._stop_monitor = threading.Event()
-        self._events = events
+        self._recordings = recordings
+        self._lost_events: dict[int, int] = {}  # That each worker could not keep, so far.
         workers = range(protocol.topology.size)
         self._reports = Reports([protocol.topology.in_neighbors(worker) for worker in workers])
         # Since when (time.monotonic()) calls are under way, and to which servers.
@@ -366,7 +367,7 @@ class Exchange:
         handle = self._protocol.make(worker)
         hop.begin(handle, first)
         with self._lock:
-            self._events.restarted(worker)
+            self._lost_events.pop(worker, None)
             self._reports.restarted(worker)
             self._handles[worker] = handle
             self._deleters[worker] = ResourceDeleter(handle, handle.device)
@@ -488,7 +489,9 @@ class Exchange:
             with self._lock:
                 if self._handles.get(worker) is not handle:
                     return  # It was lost, and is back as another.
-                self._events.add(worker, events, state.lost_events)
+                lost = state.lost_events - self._lost_events.get(worker, 0)
+                self._lost_events[worker] = state.lost_events
+                self._recordings.add(worker, events, lost)
                 self._reports.update(worker, state)
                 found[worker] = state
 

@@ -21,8 +21,8 @@ from tf_recsync.cluster import Cluster, Server, fetch
 from tf_recsync.ops import hop
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.events import Recordings
 from tf_recsync.synchronization.hop import ExchangeSynchronizer
-from tf_recsync.synchronization.hop_events import EventLog
 from tf_recsync.synchronization.hop_exchange import Exchange
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import WorkerReport
@@ -114,7 +114,7 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
             tf.float32,
             stall_seconds,
             bandwidths,
-            EventLog(),
+            Recordings(),
             list(self._parameters),
             threads,
         )
@@ -386,7 +386,7 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
         job, index = loop.holder
         with self._call(loop, loop.holder), at(self._cluster, index, job):
             _iteration(len(loop.parameters))(loop.exchange.handle(loop.group), *loop.parameters)
-        self._counts.count_sync([loop.group], time.monotonic() - began)
+        self._counts.count_sync([loop.group], time.monotonic() - began, shard=loop.shard)
 
     def _all_holders(self, loop: _Loop) -> list[Server]:
         """Those of all groups that hold a loop's shard."""

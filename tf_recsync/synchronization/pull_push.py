@@ -289,6 +289,11 @@ class Step:
         pulls = {device: pull.arrived for device, pull in self._pulls.items()}
         return {device: tensor for device, tensor in pulls.items() if tensor is not None}
 
+    @property
+    def token(self) -> tf.Tensor | None:
+        """The step's token, on a server that has got it; None if it takes none."""
+        return next((token.value for token in self._reached.values()), None)
+
     def _start(self, devices: Iterable[str]) -> None:
         """Takes the step's token, and notes how far the servers are before it pulls."""
         aggregation = self._aggregation

@@ -378,4 +378,4 @@ class ShadowSynchronizer(Synchronizer):
             with tf.device(device):
                 is_done = self._trainers.sync(members, shard)
             if is_done:
-                self._counts.count_sync(members, time.monotonic() - began)
+                self._counts.count_sync(members, time.monotonic() - began, shard=shard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +51,14 @@ class SyncCounts:
 
     Args:
         groups: how many groups of trainers there are.
+
+    Attributes:
+        synced: is told of each synchronization that took a time: the group, the seconds, the
+            shard; None (the default): nobody is.
     """
 
     def __init__(self, groups: int):
+        self.synced: Callable[[int, float, int], object] | None = None
         self._lock = threading.Lock()
         # Of each group, all its shards together.
         self._syncs = [0] * groups
@@ -80,12 +85,16 @@ class SyncCounts:
         with self._lock:
             self._steps += steps
 
-    def count_sync(self, groups: Iterable[int], seconds: float, times: int = 1) -> None:
+    def count_sync(
+        self, groups: Sequence[int], seconds: float, times: int = 1, shard: int = 0
+    ) -> None:
         """A shard of these groups was synchronized so often, in so many seconds."""
         with self._lock:
             for group in groups:
                 self._syncs[group] += times
                 self._seconds[group] += seconds
+        for group in groups if self.synced is not None and seconds else ():
+            self.synced(group, seconds, shard)
 
     def report(self, shards: int, elements: int, sync_ps_bytes: int = 0) -> SyncReport:
         """What was counted.

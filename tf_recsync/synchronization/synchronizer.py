@@ -93,7 +93,12 @@ class Synchronizer(Crew):
 
     def count_on(self, other: Synchronizer) -> None:
         """Goes on with what another one has counted, whose place it takes."""
-        self._counts = other._counts
+        told, self._counts = self._counts.synced, other._counts
+        self._counts.synced = told
+
+    def tell_of_syncs(self, synced: Callable[[int, float, int], object]) -> None:
+        """Tells somebody of each synchronization; see `SyncCounts.synced`."""
+        self._counts.synced = synced
 
     @property
     def there(self) -> list[int]:
