@@ -68,6 +68,7 @@ SMALL_metrics_cost := --batch_size=512 --rounds=15 --round_seconds=0.3
 SMALL_modes := --workers=8 --processes=5 --compute_seconds=0.2 --steps=96 --rounds=1 \
   --day_seconds=12
 SMALL_ps_throughput := --batch_size=512 --rounds=3 --round_seconds=2 --legacy_choice=legacy:10
+SMALL_recording := --rounds=3 --steps=160
 SMALL_scaling := --workers=1,4 --rounds=2 --round_seconds=2
 SMALL_shadowsync := --trainers=2,4 --quality_trainers=2,4 --gaps=10 --thread_trainers=2 \
   --thread_counts=1,2 --rounds=1 --seeds=1 --rows=4096 --speed_seconds=6 --compute_seconds=0.15 \

@@ -12,6 +12,8 @@ from helpers import events
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 import tf_recsync as recsync
+from tf_recsync.ops.events import ACTIVITIES
+from tf_recsync.synchronization.events import Recordings
 
 WORKERS, BATCH, WIDTH, BATCHES, SECONDS = 2, 4, 3, 24, 0.02
 
@@ -191,6 +193,42 @@ def test_a_timeline_has_a_process_for_each_worker_and_rows_for_what_overlaps(clu
             times.sort()
             # A microsecond that a span without a duration is given.
             assert all(b[0] >= a[1] - 1 for a, b in zip(times, times[1:], strict=False))
+
+
+def rows(activities):
+    """Events as a worker tells them: of each the name, the begin and the end in milliseconds."""
+    return np.array(
+        [
+            [ACTIVITIES.index(name), 1000 * begin, 1000 * end, 0, -1]
+            for name, begin, end in activities
+        ]
+    )
+
+
+def test_a_picture_shows_a_stretch_of_time_with_the_rows_that_have_something_in_it(tmp_path):
+    recordings = Recordings()
+    recording = recordings.record(100, lambda: None)
+    recordings.add(0, rows([("compute", 0, 400), ("push", 400, 500)]), 0)
+    recordings.add(1, rows([("wait for tokens", 100, 1900), ("send", 1950, 2000)]), 0)
+    recordings.add(1, rows([("compute", 5000, 6000)]), 0, thread=1)
+    path = tmp_path / "picture.svg"
+
+    def shown(**stretch):
+        recording.plot(path, **stretch)
+        # Matplotlib writes each text as a comment above its shapes.
+        return set(re.findall(r"<!-- (.*?) -->", path.read_text()))
+
+    first = shown(seconds=1.5)
+    assert {"worker 0, step", "worker 1, step", "compute", "push", "wait for tokens"} <= first
+    assert not {"worker 1, send", "worker 1, step 1", "send"} & first
+    later = shown(begin=1.9, seconds=4.0)
+    assert {"worker 1, step", "worker 1, send", "worker 1, step 1", "send", "compute"} <= later
+    assert not {"worker 0, step", "push"} & later
+    assert "compute" not in shown(begin=100.0)
+    with pytest.raises(ValueError, match="begin must be at least 0, in seconds, not -1"):
+        recording.plot(path, begin=-1)
+    with pytest.raises(ValueError, match="seconds must be positive, in seconds, not 0"):
+        recording.plot(path, seconds=0)
 
 
 def test_the_earlier_name_of_a_timeline_works_with_a_warning(tmp_path):

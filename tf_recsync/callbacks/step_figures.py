@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Set
 
 import keras
 import tensorflow as tf
@@ -63,9 +64,8 @@ class StepFigures:
         self._writer = writer
         self._recording: Recording = self._strategy.record_events(model, 1, self.close)
         self._seen: set[str] = set()  # Of _SHARES, those that ever were above 0.
+        self._has_layout = False
         self.skip()
-        with writer.as_default(step=0):
-            tf.summary.experimental.write_raw_pb(_layout())
 
     def skip(self) -> None:
         """The next figures are those from now on."""
@@ -102,6 +102,10 @@ class StepFigures:
         with self._writer.as_default(step=step):
             for name, value in figures.items():
                 tf.summary.scalar(name, value)
+            if not self._has_layout:
+                self._has_layout = True
+                prefixes = {name.partition("/")[0] for name in figures}
+                tf.summary.experimental.write_raw_pb(_layout(prefixes))
         self._writer.flush()
 
     def close(self) -> None:
@@ -134,8 +138,12 @@ class StepFigures:
         return {f"{name}/worker_{worker}": value for name, value in (speed, *shares.items())}
 
 
-def _layout() -> bytes:
-    """What TensorBoard's custom scalars show: a chart for each figure, of all workers."""
+def _layout(prefixes: Set[str]) -> bytes:
+    """What TensorBoard's custom scalars show: a chart for each figure, of all workers.
+
+    Args:
+        prefixes: of the figures that there are.
+    """
     from tensorboard.plugins.custom_scalar import layout_pb2, summary
 
     categories = [
@@ -147,8 +155,10 @@ def _layout() -> bytes:
                     multiline=layout_pb2.MultilineChartContent(tag=[f"^{prefix}/"]),
                 )
                 for prefix, title in charts.items()
+                if prefix in prefixes
             ],
         )
         for group, charts in _CHARTS.items()
+        if not prefixes.isdisjoint(charts)
     ]
     return summary.pb(layout_pb2.Layout(category=categories)).SerializeToString()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tf_recsync._checks import check_seconds
 from tf_recsync.ops.events import ACTIVITIES
 
 
@@ -182,6 +183,27 @@ class Recording:
             for worker, of_one in sums.items()
         }
 
+    def plot(
+        self, path: str | os.PathLike[str], *, begin: float = 0.0, seconds: float = 1.0
+    ) -> None:
+        """Draws a stretch of time, with what each worker did in it.
+
+        Args:
+            path: of the picture; its ending says which kind, such as ".png".
+            begin: of the stretch, in seconds since the first event, at least 0. Defaults to 0.
+            seconds: its length, positive. Defaults to 1.
+
+        Raises:
+            ValueError: if `begin` or `seconds` is wrong.
+            ImportError: if matplotlib is not installed (the extra `plot`).
+        """
+        from tf_recsync.synchronization import event_picture
+
+        check_seconds("seconds", seconds)
+        if not 0 <= begin < float("inf"):
+            raise ValueError(f"begin must be at least 0, in seconds, not {begin!r}")
+        event_picture.draw(os.fspath(path), list(self.events()), begin, seconds)
+
     def _collect_now(self) -> None:
         collect = self._collect
         if collect is not None:
@@ -263,15 +285,14 @@ def write_trace(
 def _trace(workers: int, events: Callable[[], Iterable[Sequence[int]]]) -> Iterator[dict]:
     """The events in the form of Chrome's traces."""
     first: int | None = None
-    rows: set[tuple[int, int, int]] = set()  # (worker, thread, row) of all that there are.
+    rows: set[tuple[int, int, str]] = set()  # Of all that there are, with their workers.
     for event in map(Event._make, events()):
         first = event.begin if first is None else min(first, event.begin)
-        rows.add((event.worker, event.thread, _row_of(event)))
+        rows.add((event.worker, *row_of(event)))
     for worker in range(workers):
         yield _named("process_name", worker, 0, f"worker {worker}")
-    for worker, thread, row in sorted(rows):
-        name = f"{_ROWS[row]} {thread}" if thread else _ROWS[row]
-        yield _named("thread_name", worker, _number(thread, row), name)
+    for worker, number, name in sorted(rows):
+        yield _named("thread_name", worker, number, name)
     for event in map(Event._make, events()):
         about = {}
         if event.iteration >= 0:
@@ -286,18 +307,16 @@ def _trace(workers: int, events: Callable[[], Iterable[Sequence[int]]]) -> Itera
             # What takes no time would not be seen.
             "dur": max(event.end - event.begin, 1),
             "pid": event.worker,
-            "tid": _number(event.thread, _row_of(event)),
+            "tid": row_of(event)[0],
             "args": about,
         }
 
 
-def _row_of(event: Event) -> int:
-    return _ROWS.index(_ROW_OF.get(event.name, "step"))
-
-
-def _number(thread: int, row: int) -> int:
-    """The number that a row has in the file, where it stands beneath those of lower numbers."""
-    return thread * len(_ROWS) + row
+def row_of(event: Event) -> tuple[int, str]:
+    """The row of its worker in which an event stands, beneath those of lower numbers; its name."""
+    row = _ROW_OF.get(event.name, "step")
+    number = event.thread * len(_ROWS) + _ROWS.index(row)
+    return number, f"{row} {event.thread}" if event.thread else row
 
 
 def _named(kind: str, process: int, row: int, name: str) -> dict:
