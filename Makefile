@@ -87,7 +87,7 @@ BENCH_RESULTS := build/benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help install build demo test soak fuzz test-changed coverage lint format docs bench results cc-test \
-  bazel-test clean
+  bazel-test wheel clean
 
 help:
 	@echo "make demo        train a Wide & Deep click model on a local cluster"
@@ -103,6 +103,7 @@ help:
 	@echo "make bazel-test  the same build with Bazel"
 	@echo "make docs        the documentation site, into build/docs; DOCS_PROGRAMS=0 runs no programs of it"
 	@echo "make bench       every benchmark, small; writes benchmarks/results.md"
+	@echo "make wheel       the packages, into dist: the sources, and a wheel for this machine's Python"
 	@echo "make build       compile what has changed; make install: .venv first"
 	@echo "make clean       remove what was built, but not .venv"
 
@@ -192,6 +193,22 @@ ifneq ($(DOCS_PROGRAMS),0)
 	@$(BIN)/python scripts/run_tutorials.py --execute-only
 endif
 	@echo "== build/docs/index.html"
+
+# TensorFlow's libraries stay outside of the wheel: they are those of the TensorFlow that loads it.
+# The tag says the oldest glibc that it works with; a build in an image of manylinux gives an older
+# one (docs/installation.md).
+wheel: build
+	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); \
+	  print(*project["project"]["optional-dependencies"]["packages"], sep="\n")' \
+	  > $(VENV)/packages-requirements.txt
+	@$(PIP) install -r $(VENV)/packages-requirements.txt
+	@rm -rf build/dist dist
+	@echo "== Building the source distribution and the wheel"
+	@$(BIN)/python -m build --no-isolation --sdist --outdir=dist . > /dev/null
+	@$(BIN)/python -m build --no-isolation --wheel --outdir=build/dist . > /dev/null
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir=dist \
+	  --exclude 'libtensorflow_*' build/dist/*.whl
+	@ls -l dist
 
 # tf_keras asks for the package tensorflow, whose files would replace those of
 # tensorflow-cpu: it is installed without what it depends on.

@@ -11,6 +11,7 @@ import concurrent.futures
 import hashlib
 import os
 import pathlib
+import runpy
 import shlex
 import subprocess
 import sysconfig
@@ -19,7 +20,6 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = pathlib.Path(__file__).resolve().parent
-REQUIRED_TENSORFLOW = "2.21"
 TENSORFLOW_HEADERS = "cc/tensorflow_headers.h"
 
 
@@ -64,13 +64,10 @@ class BuildExt(build_ext):
             import tensorflow as tf
         except ImportError as error:
             raise RuntimeError(
-                f"building tf_recsync needs tensorflow {REQUIRED_TENSORFLOW} and pybind11: {error}"
+                f"building tf_recsync needs tensorflow and pybind11: {error}"
             ) from error
-        if not tf.__version__.startswith(REQUIRED_TENSORFLOW + "."):
-            raise RuntimeError(
-                f"tf_recsync is built against TensorFlow {REQUIRED_TENSORFLOW}, "
-                f"found {tf.__version__}"
-            )
+        # The check that the package does when it is imported.
+        runpy.run_path(str(ROOT / "tf_recsync" / "_compatibility.py"))["check_tensorflow"]()
         compiler = shlex.split(os.environ.get("CXX", "g++"))
         # TensorFlow's headers count as system headers: their warnings are not ours.
         flags = [f.replace("-I", "-isystem", 1) for f in tf.sysconfig.get_compile_flags()]

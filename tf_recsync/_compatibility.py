@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 
-# Kept in step with the extras in pyproject.toml; a test compares them.
+# What setup.py checks, too. The requirements in pyproject.toml say the same; a test compares them.
 TENSORFLOW_MINIMUM = (2, 21)
 TENSORFLOW_BELOW = (2, 22)
-_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly")
+# Of scripts/other_tensorflow.sh: "1" builds with, and loads beside, any version.
+ANY_TENSORFLOW = "TF_RECSYNC_ANY_TENSORFLOW"
+_DISTRIBUTIONS = (
+    *("tensorflow", "tensorflow-cpu", "tensorflow-gpu"),
+    *("tf-nightly", "tf-nightly-cpu"),
+)
 
 
 def installed_tensorflow() -> tuple[str, str] | None:
@@ -26,7 +32,8 @@ def check_tensorflow() -> None:
     Reads the installed distribution's metadata, before TensorFlow is imported:
     an op library of another version would fail with `undefined symbol`.
     """
-    needed = "TensorFlow >=2.21,<2.22 (pip install 'tf_recsync[tensorflow-cpu]')"
+    least, below = (".".join(map(str, v)) for v in (TENSORFLOW_MINIMUM, TENSORFLOW_BELOW))
+    needed = f"TensorFlow >={least},<{below} (pip install 'tf_recsync[tensorflow-cpu]')"
     found = installed_tensorflow()
     if found is None:
         raise ImportError(f"tf_recsync needs {needed}; no TensorFlow is installed.")
@@ -35,5 +42,7 @@ def check_tensorflow() -> None:
         number = tuple(int(part) for part in version.split(".")[:2])
     except ValueError:
         number = (0, 0)
+    if os.environ.get(ANY_TENSORFLOW) == "1":
+        return
     if not TENSORFLOW_MINIMUM <= number < TENSORFLOW_BELOW:
         raise ImportError(f"tf_recsync needs {needed}; {name} {version} is installed.")
