@@ -1,13 +1,16 @@
 """Turns the benchmarks' JSON lines into a page of Markdown.
 
-The ratios come first, since they depend on the machine the least. Below are the figures of each
-system, and at the end what they were measured on. `make bench` runs it.
+Each benchmark is a short table: the figure that depends on the machine the least comes first,
+mostly a ratio, and a sentence says what it means. All other figures are in a JSON file beside the
+page. `make bench` runs it.
 
     python benchmarks/summarize.py --output=benchmarks/results.md build/benchmarks/*.json
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -21,9 +24,100 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("output", None, "The page to write.", required=True)
 
 Line = dict[str, Any]
+_MOST_COLUMNS = 6
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "torch")
-# Summary keys that have a column of their own; those before the ratios.
-_SETTINGS = ("benchmark", "batch_size", "mode", "cluster", "experiment", "variant")
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """How the page shows a benchmark.
+
+    Attributes:
+        says: what the first column means.
+        columns: the keys of its lines that are shown, the figure first. Lines without that one are
+            left out.
+    """
+
+    says: str
+    columns: tuple[str, ...]
+
+
+# By the names of the programs. One that is not here has its ratios and settings.
+SUMMARIES = {
+    "adam_staleness": Summary("The error of each variant.", ()),
+    "all_reduce": Summary(
+        "The speed of our all-reduce of workers' copies over that of TensorFlow's collectives.",
+        ("ratio", "ratio_min", "ratio_max", "elements", "workers"),
+    ),
+    "async_quality": Summary(
+        "By how much the AUC differs from that of the first line of the same experiment.",
+        ("difference", "experiment", "variant", "workers", "auc", "seeds"),
+    ),
+    "coordinator": Summary(
+        "The workers' speed over that of workers which wait for nothing but their computing.",
+        ("of_ideal", "workers", "coordinator_ms", "worker_kilobytes", "start_seconds"),
+    ),
+    "hierarchical": Summary(
+        "The speed over that of the first line of the same experiment.",
+        ("relative_to_first", "experiment", "setting", "groups", "trainers", "ps"),
+    ),
+    "hop": Summary(
+        "How much shorter an iteration is than in the first line of the same experiment and graph.",
+        ("speedup", "ideal_speedup", "experiment", "graph", "setting", "workers"),
+    ),
+    "hop_accuracy": Summary(
+        "By how much the accuracy on the test file differs from that of one process.",
+        ("difference", "setting", "accuracy", "jumps"),
+    ),
+    "hop_queues": Summary(
+        "Our speed over that of TensorFlow's queues, for each part of an exchange.",
+        ("ratio", "variant", "ratio_min", "ratio_max"),
+    ),
+    "interpolation": Summary(
+        "The speed of moving two copies towards each other, over TensorFlow's and a plain loop's.",
+        ("ratio_tensorflow", "ratio_plain_loop", "megabytes", "threads"),
+    ),
+    "local_adagrad": Summary(
+        "The speed of training in one process with our Adagrad, over that with Keras's.",
+        ("ratio", "ratio_min", "ratio_max", "cpu_ratio", "batch_size"),
+    ),
+    "local_throughput": Summary(
+        "The speed of a step in one process over that of plain Keras.",
+        ("ratio", "ratio_min", "ratio_max", "batch_size"),
+    ),
+    "metrics_cost": Summary(
+        "The speed with AUC and NormalizedEntropy over that without metrics.",
+        ("ratio", "ratio_min", "ratio_max", "cost_percent", "batch_size"),
+    ),
+    "modes": Summary(
+        "The examples per second over those of asynchronous training on the same cluster.",
+        ("relative_to_async", "mode", "cluster", "workers", "staleness_mean", "excluded"),
+    ),
+    "ps_throughput": Summary(
+        "The speed of training on parameter servers over that of TensorFlow's own strategy.",
+        ("ratio", "ratio_a", "ratio_b", "ratio_one_process", "batch_size"),
+    ),
+    "recording": Summary(
+        "The speed while a timeline is recorded over that without.",
+        ("ratio", "ratio_min", "ratio_max", "microseconds", "batch_size"),
+    ),
+    "scaling": Summary(
+        "The speed of several workers over that of one, and by how many there are.",
+        ("ratio", "efficiency", "workers", "compute_ms", "batch_size"),
+    ),
+    "shadowsync": Summary(
+        "The examples per second over those without synchronization.",
+        ("relative_to_no_synchronization", "experiment", "setting", "trainers", "sync_gap"),
+    ),
+    "simulation": Summary(
+        "The simulated speed over that of the real cluster, and the same for the staleness.",
+        ("speed_ratio", "staleness_ratio", "mode", "workers"),
+    ),
+    "switching": Summary(
+        "By how much the mean AUC of the days in a mode differs from staying synchronous.",
+        ("in_mode", "mode", "at_switch", "after_return", "workers", "seeds"),
+    ),
+}
 
 
 def read(path: pathlib.Path) -> list[tuple[Line, list[Line]]]:
@@ -96,40 +190,47 @@ def machine() -> str:
 
 def is_ratio(key: str) -> bool:
     """Whether a summary's figure depends little on the machine."""
-    return (
-        "ratio" in key or "percent" in key or key.startswith("relative_to_") or key == "efficiency"
-    )
+    return "ratio" in key or "percent" in key or "_to_" in key or key == "efficiency"
 
 
-def page(paths: list[pathlib.Path]) -> str:
-    """The page."""
-    blocks = [block for path in paths for block in read(path)]
+def columns_of(name: str, lines: list[Line]) -> tuple[str, ...]:
+    """The keys that are shown of a benchmark's lines."""
+    if name in SUMMARIES and SUMMARIES[name].columns:
+        return SUMMARIES[name].columns
+    keys = [key for key in dict.fromkeys(k for line in lines for k in line) if key != "benchmark"]
+    return tuple(sorted(keys, key=lambda key: not is_ratio(key))[:_MOST_COLUMNS])
+
+
+def title_of(name: str) -> str:
+    """The first sentence of what the program says of itself."""
+    source = pathlib.Path(__file__).with_name(f"{name}.py").read_text()
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+def page(lines: list[Line]) -> str:
+    """The page of all benchmarks' summaries."""
     text = [
         "# Benchmark results",
         "",
-        "Written by `make bench`. The programs in this folder say what they measure and how.",
-        "Ratios are those of systems that took turns on the same machine, ours over the other one",
-        "unless the program says otherwise, and medians of their rounds.",
+        "Written by `make bench`, on a machine whose speed others may share. The programs in this",
+        "folder say what they measure and how; [results.json](results.json) has all figures.",
+        "Ratios are those of systems that took turns on the same machine, medians of their rounds.",
         "",
-        "## Ratios",
+        machine(),
         "",
     ]
-    names = list(dict.fromkeys(summary["benchmark"] for summary, _ in blocks))
-    for name in names:
-        own = [summary for summary, _ in blocks if summary["benchmark"] == name]
-        settings = [{k: v for k, v in line.items() if not is_ratio(k)} for line in own]
-        ratios = [{k: v for k, v in line.items() if is_ratio(k)} for line in own]
-        first = [{k: s[k] for k in _SETTINGS if k in s} for s in settings]
-        rest = [{k: v for k, v in s.items() if k not in _SETTINGS} for s in settings]
-        merged = [{**f, **r, **o} for f, r, o in zip(first, ratios, rest, strict=True)]
-        text += [*table(merged), ""]
-    text += ["## Figures of this machine", "", machine(), ""]
-    for name in names:
-        lines = [
-            line for summary, systems in blocks if summary["benchmark"] == name for line in systems
+    for name in dict.fromkeys(line["benchmark"] for line in lines):
+        own = [line for line in lines if line["benchmark"] == name]
+        columns = columns_of(name, own)
+        shown = [
+            {column: line.get(column) for column in columns}
+            for line in own
+            if line.get(columns[0]) is not None
         ]
-        if lines:
-            text += [f"### {name}", "", *table(lines), ""]
+        text += [f"## {name}", "", title_of(name), ""]
+        if name in SUMMARIES:
+            text += [SUMMARIES[name].says, ""]
+        text += [*table(shown), ""]
     return "\n".join(text)
 
 
@@ -137,7 +238,12 @@ def main(argv: list[str]) -> None:
     paths = [pathlib.Path(name) for name in argv[1:]]
     if not paths:
         raise app.UsageError("name the files that benchmarks wrote with --json")
-    pathlib.Path(FLAGS.output).write_text(page(paths))
+    blocks = [block for path in paths for block in read(path)]
+    output = pathlib.Path(FLAGS.output)
+    output.write_text(page([summary for summary, _ in blocks]))
+    kept = [{**summary, "systems": systems} for summary, systems in blocks]
+    text = ",\n".join(json.dumps(one) for one in kept)
+    output.with_suffix(".json").write_text(f"[\n{text}\n]\n")
 
 
 if __name__ == "__main__":

@@ -27,20 +27,32 @@ def summarize(folder, **files):
     return done, page.read_text() if page.exists() else None
 
 
-def test_ratios_come_before_the_figures_of_each_system(tmp_path):
+def test_a_benchmark_is_a_short_table_whose_figure_comes_first(tmp_path):
     lines = [
         {"system": "recsync", "examples_per_second": 98765.0},
-        {"benchmark": "speed", "batch_size": 512, "ratio": 1.25},
+        {"benchmark": "metrics_cost", "batch_size": 512, "rounds": 15, "ratio": 1.25},
     ]
-    rows = [{"benchmark": "rows", "variant": "narrow", "ratio_bound": 0.5, "seeds": [1, 2, 3]}]
+    rows = [
+        {"benchmark": "hop", "experiment": "random", "speedup": 1.5, "loss": 0.4},
+        {"benchmark": "hop", "experiment": "summary", "loss": 0.3},
+    ]
+    unknown = [{"benchmark": "keys", "keys": 8, "found_to_map": 0.5, "seeds": [1, 2, 3]}]
     done, page = summarize(
-        tmp_path, speed="\n".join(map(json.dumps, lines)) + "\n", rows=json.dumps(rows)
+        tmp_path,
+        speed="\n".join(map(json.dumps, lines)) + "\n",
+        rows=json.dumps(rows),
+        more=json.dumps(unknown),
     )
     assert done.returncode == 0, done.stderr
-    ratios, figures = page.split("## Figures of this machine")
-    assert "| speed | 512 | 1.25 |" in ratios and "| rows | narrow | 0.5 |" in ratios
-    assert "98765" in figures.replace(",", "") and "98765" not in ratios
-    assert "seeds" not in page
+    sections = {part.partition("\n")[0]: part for part in page.split("## ")[1:]}
+    assert list(sections) == ["metrics_cost", "hop", "keys"]
+    assert "What metrics cost" in sections["metrics_cost"]
+    assert "\n| 1.25 |  |  |  | 512 |\n" in sections["metrics_cost"]
+    assert "\n| 1.5 |  | random |  |  |  |\n" in sections["hop"]
+    assert "summary" not in sections["hop"]  # It has no speedup.
+    assert "| found_to_map | keys |\n| --- | --- |\n| 0.5 | 8 |" in sections["keys"]
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert kept[0]["systems"] == lines[:1] and kept[1]["loss"] == 0.4
 
 
 def test_a_summary_without_its_benchmark_is_refused_by_file(tmp_path):
