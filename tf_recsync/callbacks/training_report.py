@@ -191,6 +191,7 @@ class ShadowReport(TrainingReport):
 
     Args:
         log_dir: a folder for TensorBoard, or None (the default).
+        update_freq: as that of `TrainingReport`; "epoch" is the default.
 
     Example:
 
