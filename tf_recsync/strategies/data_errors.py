@@ -25,12 +25,6 @@ def check(error: tf.errors.OpError) -> None:
             "the dataset must not call Python (from_generator, py_function, numpy_function): "
             "the readers that run it are other processes"
         ) from error
-    if "Input dataset was expected to contain" in error.message:
-        raise ValueError(
-            "the dataset asserts its cardinality before its last transformations (by "
-            "assert_cardinality, or as those of tf_recsync.data do), and of several readers each "
-            "has a part of it: use one reader, or assert at the end"
-        ) from error
     if "split provider" in error.message:
         raise ValueError(
             "the dataset can't be divided among several readers, as the elements of its source "

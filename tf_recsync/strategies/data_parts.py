@@ -12,7 +12,7 @@ part would draw others, and have other elements in its turns. There the source i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -24,6 +24,7 @@ from tf_recsync.strategies.done_batches import Ranges, rest_of
 # The numbers of a part's batches begin with so much times the part's number.
 PART_BATCHES = 2**40
 _ZIP = "ZipDataset"
+_ASSERTION = "AssertCardinalityDataset"
 # Whose elements can be counted off: and which of their attributes says the types of these.
 _DIVIDED = {
     "RangeDataset": "output_types",
@@ -68,6 +69,48 @@ def pairs_sources(dataset: tf.data.Dataset) -> bool:
     graph = _described(dataset)
     datasets = _datasets(graph)
     return any(op == _ZIP and len(_sources(graph, n)) > 1 for n, (op, _) in datasets.items())
+
+
+def without_assertions(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A dataset without what asserts a cardinality in it: parts of it have another one."""
+    try:
+        graph = _described(dataset)
+    except tf.errors.OpError:
+        return dataset  # Whoever registers it says what is wrong.
+    found = _bypass(graph.node, [])
+    for function in graph.library.function:
+        found |= _bypass(function.node_def, [function.ret])
+    if not found:
+        return dataset
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+    rebuilt = dataset_ops._VariantDataset(variant, dataset.element_spec)
+    return rebuilt.with_options(dataset.options())
+
+
+def _bypass(
+    nodes: MutableSequence[node_def_pb2.NodeDef], results: Sequence[MutableMapping[str, str]]
+) -> bool:
+    """Takes assertions of cardinalities out of a graph, or of a function with these results.
+
+    Returns:
+        Whether there were any.
+    """
+    asserted = {node.name: node.input[0] for node in nodes if node.op == _ASSERTION}
+
+    def behind(output: str) -> str:
+        while _name(output) in asserted:
+            output = asserted[_name(output)]
+        return output
+
+    for node in nodes:
+        for place, name in enumerate(node.input):
+            node.input[place] = behind(name)
+    for result in results:
+        for key, name in result.items():
+            result[key] = behind(name)
+    for node in [node for node in nodes if node.name in asserted]:
+        nodes.remove(node)
+    return bool(asserted)
 
 
 def rest_of_parts(

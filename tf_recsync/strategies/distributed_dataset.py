@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from absl import logging
-from tensorflow.python.data.experimental.ops import cardinality, data_service_ops
+from tensorflow.python.data.experimental.ops import data_service_ops
 from tensorflow.python.data.experimental.service import _pywrap_server_lib
-from tensorflow.python.data.ops import dataset_ops, prefetch_op
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.cluster.data_service import DataService
@@ -33,12 +32,6 @@ from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.synchronization.remote_values import on_worker
 
 _REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
-# What may come after an assertion without a change to the elements.
-_TRAILING = (
-    cardinality._AssertCardinalityDataset,
-    dataset_ops._OptionsDataset,
-    prefetch_op._PrefetchDataset,
-)
 
 
 def register(
@@ -130,19 +123,6 @@ def _register(
     return RegisteredDataset(
         address, name, dataset_id, dataset.element_spec, cluster.workers, readers
     )
-
-
-def _without_assertions(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A dataset without what asserts its cardinality at its end: a part of it has another one."""
-    inner = found = dataset
-    while isinstance(inner, _TRAILING):
-        if isinstance(inner, cardinality._AssertCardinalityDataset):
-            found = inner._input_dataset
-        inner = inner._input_dataset
-    if found is dataset:
-        return dataset
-    # What may have come after it.
-    return found.prefetch(tf.data.AUTOTUNE).with_options(dataset.options())
 
 
 class RegisteredDataset:
@@ -511,12 +491,12 @@ class DistributedDataset:
         end: int | None = None,
     ) -> RegisteredDataset:
         dataset = self.dataset
-        if self.readers > 1 or parts > 1:
-            dataset = _without_assertions(dataset)
         # The servers' names mean nothing to the service: pin nothing.
         with tf.device("/CPU:0"):
             if reshuffling.is_reshuffled(dataset):
                 dataset = reshuffling.in_pass(dataset, number)
+            if self.readers > 1 or parts > 1:
+                dataset = data_parts.without_assertions(dataset)
             if end is not None:
                 dataset = dataset.take(end)
             if self.is_numbered and (parts > 1 or self.readers > 1):

@@ -348,10 +348,10 @@ class Steps:
         batches, expected = iterator.distributed.batches, iterator.distributed.expected
         self._epoch_batches = batches if batches is not None else float("inf")
         self._expected = done + expected if expected is not None else float("inf")
-        self._merger = MetricsMerger(self._merged_variables, len(self._model.metrics_variables))
         for slot in run.slots:
             if slot.state is not None:
                 slot.state.reset_metrics = True
+        self._merger = MetricsMerger(self._merged_variables, len(self._model.metrics_variables))
         run.grant(float("inf") if steps is None else steps - skipped)
 
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
@@ -751,15 +751,18 @@ class Steps:
         Raises:
             tf.errors.OpError: if it is lost.
         """
-        state = slot.state
+        # A worker's thread may be late with what it has read, and another epoch or pass have begun
+        # meanwhile, to which that does not belong.
+        state, merger = slot.state, self._merger
         values = state.read(
             self._reader,
             len(self._merged_variables),
             slot.device,
             lambda numbers: batches.note(slot, numbers),
         )
-        if values is not None and not state.reset_metrics and self._merger is not None:
-            self._merger.update(slot.number, state, values)
+        is_current = batches is self._batches and not state.reset_metrics
+        if values is not None and merger is not None and is_current:
+            merger.update(slot.number, state, values)
         return values is not None
 
 
