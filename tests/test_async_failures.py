@@ -100,9 +100,30 @@ def test_models_and_optimizers_from_outside_of_the_scope_are_refused(two):
         outside.compile(SGD(0.1), LOSS)
         with pytest.raises(ValueError, match="model clicks was not made inside.*scope"):
             two.attach(outside)
+    with pytest.raises(ValueError, match="sgd was made in .* fit, of a model that was made in the"):
+        outside.fit(dataset(), verbose=0)
     optimizer = SGD(0.1)
     with pytest.raises(ValueError, match="optimizer sgd was not made inside.*scope"):
         compiled(two, make=lambda: optimizer).fit(dataset(), verbose=0)
+
+
+def test_layers_from_outside_of_the_scope_are_refused(two):
+    outside = keras.layers.Dense(1, name="outside")
+    outside.build((None, 2))
+    model = compiled(two, lambda: keras.Sequential([keras.Input((2,)), outside]))
+    ones = np.ones((4, 2))
+    with pytest.raises(ValueError, match="variable outside/kernel of model .* not made inside"):
+        model.fit(ones, ones[:, :1], verbose=0)
+    np.testing.assert_array_equal(outside.bias, [0])
+
+
+def test_datasets_of_single_examples_are_refused(two):
+    model = compiled(two, slope_model, lambda: SGD(1.0), mean_output)
+    single = tf.data.Dataset.from_tensor_slices((np.ones((30, 1)), np.ones(30)))
+    with pytest.raises(ValueError, match=r"must have batches.*shape=\(\).*call dataset.batch"):
+        model.fit(single, verbose=0)
+    model.fit(single.batch(1), verbose=0)
+    assert model.get_weights()[0] == -30
 
 
 def test_options_of_models_that_can_not_work_are_refused(two):

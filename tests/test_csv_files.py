@@ -96,7 +96,9 @@ def test_a_quoted_line_break_is_an_error_that_names_the_line(tmp_path):
         words(path)
     assert f"malformed row in {path}, line 2: {UNCLOSED}" in str(error.value)
     with pytest.raises(ValueError, match=f"a.csv, line 2: {UNCLOSED}"):
-        rd.Schema.fit(path, columns=["w", "click"], label="click", positive="1", categorical=["w"])
+        rd.Schema.fit(
+            path, columns=["w", "click"], label="click", positive=["1"], categorical=["w"]
+        )
 
 
 @pytest.mark.parametrize("is_zipped", [False, True])

@@ -331,6 +331,15 @@ def test_wrong_schemas_are_named(tmp_path):
         (lambda: fit(path, buckets={"age": 1}), r"buckets\['age'\]=1"),
         (lambda: fit(path, crosses=[rd.CrossedColumn(("colour", "age"))]), "crosses: 'age'"),
         (lambda: fit(path, positive=[]), "positive"),
+        (lambda: fit(path, positive="yes"), r"positive='yes': .* as \('yes',\)"),
+        (lambda: fit(path, positive=(1,)), r"positive=\(1,\): must have texts, not 1"),
+        (lambda: fit(path, numeric="age"), r"numeric='age': .* as \('age',\)"),
+        (lambda: fit(path, hashed=["country"]), r"hashed=\['country'\]: must be None or a dict"),
+        (lambda: rd.Schema(label="y", positive="10"), "positive='10'"),
+        (
+            lambda: rd.Schema(label="y", positive=("1",), numeric=("age",)),
+            "numeric: must have objects of NumericColumn, not 'age'",
+        ),
         (lambda: rd.NumericColumn("a", std=0), "std=0"),
         (lambda: rd.NumericColumn("a", boundaries=(2, 1)), "boundaries"),
         (lambda: rd.CategoricalColumn("a"), "vocabulary or hash_buckets"),
@@ -339,6 +348,17 @@ def test_wrong_schemas_are_named(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_labels_of_which_none_is_positive_are_logged_with_their_values(tmp_path, caplog):
+    path = write(tmp_path / "a.csv", CSV_ROWS, ",")
+    caplog.set_level("WARNING", logger="absl")
+    fit(path)
+    assert "positive" not in caplog.text
+    schema = fit(path, positive=["Yes"], negative=())
+    assert "label='click' has the values ['no', 'yes'], and positive=('Yes',)" in caplog.text
+    _, labels = collect(rd.Csv(path, schema, test_fraction=0).train(4))
+    assert labels.tolist() == [0, 0, 0, 0]
 
 
 # --- Adult

@@ -376,6 +376,7 @@ def test_batches_that_cannot_be_profiled_are_rejected(batches, message):
         ({"dtype": "int8"}, "dtype='int8': must be one of 'float32', 'bfloat16'"),
         ({"shards": 0}, "shards must be .*, got 0"),
         ({"shards": 11}, "shards=11: must be None or at most rows=10"),
+        ({"rows": 2**60}, r"rows=1152921504606846976 .* less than 2\*\*63 bytes, not 9.2e\+18"),
     ],
 )
 def test_wrong_arguments_of_a_table_are_named(arguments, message):

@@ -232,4 +232,6 @@ cluster.close()
 #   malformed rows.
 # - [Raw ids: tables with keys](../keys.md) says when to use keys, and what is admitted and evicted.
 # - [Continual training, day by day](../continual.md) goes further with `Days`.
+# - [Serving](../serving.md#from-rows-of-a-log-to-the-models-inputs) says how a program that serves
+#   the model makes ids of the raw texts of a row.
 # - The next tutorial takes [a model from synchronous training to GBA](from_sync_to_gba.ipynb).

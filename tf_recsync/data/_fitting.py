@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from absl import logging
 
 from tf_recsync.data import _fields, _text
 from tf_recsync.data.columns import NumericColumn
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 # What counts as a number, in the syntax that Python and TensorFlow have in common.
 NUMBER = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2})?"
+
+_NAMED = 5  # Values of labels in a warning, at most.
 
 
 def first_line(path: str, separator: str, comment: str | None, quotechar: str | None) -> list[str]:
@@ -39,14 +42,17 @@ def read_values(
 ) -> tuple[dict[str, list[float]], dict[str, set[str]]]:
     """Returns the values that are present: of each numeric column all, of the others each once.
 
-    `separators` says what stands between the values of a categorical column that has several.
+    `separators` says what stands between the values of a categorical column that has several. A
+    warning is logged if no row has a positive label.
     """
     for name in (*numeric, *categorical):
         layout.check_column(name)
     position = {name: i for i, name in enumerate(layout.all_columns)}
     numbers: dict[str, list[float]] = {name: [] for name in numeric}
     words: dict[str, set[str]] = {name: set() for name in categorical}
+    labels: set[str] = set()
     for where, fields in _rows(files, layout):
+        labels.update(fields[position[name]] for name in layout.labels)
         for name in numeric:
             text = fields[position[name]]
             if text in ("", layout.missing):
@@ -65,6 +71,18 @@ def read_values(
             values -= {"", layout.missing}
         if not values:
             raise ValueError(f"column {name!r}: has no value in {list(files)}.")
+    if labels.isdisjoint(layout.positive):
+        # Of a rare event, a small file may have none. More often the value is written otherwise.
+        found = sorted(labels)[:_NAMED]
+        logging.warning(
+            "No row of %s has a positive label: label=%r has the values %s%s, and positive=%r. "
+            "All labels of these rows will be 0.",
+            list(files),
+            layout.label,
+            found,
+            " and others" if len(labels) > _NAMED else "",
+            layout.positive,
+        )
     return numbers, words
 
 

@@ -29,7 +29,7 @@ class Schema:
             the first line of the first file. Parquet and TFRecord have names for their columns, of
             which a schema need not name all.
         label: The column with the label, or several of them: the labels are then a dict.
-        positive: Which values of it mean 1.
+        positive: Which values of it mean 1, as texts: `("1",)`.
         negative: Which values of it mean 0; any other value is an error. Empty (the default)
             accepts all values that are not positive.
         numeric: Columns of numbers. Default none.
@@ -53,9 +53,10 @@ class Schema:
 
     Raises:
         ValueError: If a column is neither in `columns` nor in `partitions` or is in both,
-            there is no label, `positive` is empty, a feature name is used twice, a cross or
-            `partitions` have a multi-hot column, the separator is blank or `quotechar` is not one
-            character.
+            there is no label, `positive` is empty, values of the label or names are no texts, or
+            one text in place of several, a column is described by another kind of object, a
+            feature name is used twice, a cross or `partitions` have a multi-hot column, the
+            separator is blank or `quotechar` is not one character.
 
     Example:
         >>> schema = Schema(
@@ -87,6 +88,19 @@ class Schema:
 
     def __post_init__(self) -> None:
         """Checks that the parts fit together."""
+        for argument in ("columns", "positive", "negative", "partitions"):
+            _check_texts(argument, getattr(self, argument))
+        for argument, kind in (
+            ("numeric", NumericColumn),
+            ("categorical", CategoricalColumn),
+            ("crosses", CrossedColumn),
+        ):
+            for column in getattr(self, argument):
+                if not isinstance(column, kind):
+                    hint = "" if kind is CrossedColumn else "; Schema.fit takes names of columns"
+                    raise ValueError(
+                        f"{argument}: must have objects of {kind.__name__}, not {column!r}{hint}."
+                    )
         for name in self.partitions:
             if name in self.columns:
                 raise ValueError(
@@ -225,7 +239,8 @@ class Schema:
         """Computes vocabularies, means, deviations and bucket boundaries from CSV files.
 
         The schema goes for Parquet and TFRecord files with the same columns, too. The values of the
-        named columns are held in memory.
+        named columns are held in memory. If no row has a positive label, the log says so, and
+        which values the label has.
 
         Args:
             path: A file, a folder or a glob pattern; plain or gzip.
@@ -265,6 +280,24 @@ class Schema:
                 has no value at all, or an argument is out of range.
         """
         files = _text.find_files(path)
+        for argument, value in (
+            ("positive", positive),
+            ("negative", negative),
+            ("numeric", numeric),
+            ("categorical", categorical),
+            ("columns", () if columns is None else columns),
+            ("log1p", log1p),
+            ("partitions", partitions),
+        ):
+            _check_texts(argument, value)
+        for argument, value in (
+            ("buckets", buckets),
+            ("hashed", hashed),
+            ("multi_hot", multi_hot),
+            ("weights", weights),
+        ):
+            if value is not None and not isinstance(value, Mapping):
+                raise ValueError(f"{argument}={value!r}: must be None or a dict, by columns.")
         buckets, hashed = dict(buckets or {}), dict(hashed or {})
         multi_hot, weights = dict(multi_hot or {}), dict(weights or {})
         for argument, names, allowed in (
@@ -368,3 +401,12 @@ class Schema:
         """
         _text.folder_values(path, self.partitions)
         return _text.scan(path, self.header_lines(path), self.comment)
+
+
+def _check_texts(argument: str, texts: Sequence[str]) -> None:
+    """Raises a ValueError if an argument has no texts, or is one, which would be its letters."""
+    if isinstance(texts, str):
+        raise ValueError(f"{argument}={texts!r}: must be a sequence of texts, as ({texts!r},).")
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"{argument}={texts!r}: must have texts, not {text!r}.")

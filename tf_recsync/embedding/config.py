@@ -31,6 +31,7 @@ _PARTS = {
 }
 _BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 _BYTES_PER_SLOT_ELEMENT = 4
+_MOST_BYTES = 2**63 - 1  # Of a table: what its plan counts in.
 _MOST_DESCRIBED = 1 << 20  # Bytes of an array that is written into a configuration, in digits.
 
 
@@ -160,6 +161,12 @@ class TableConfig:
         check_at_least("dimension", self.dimension, 1)
         _check_choice("combiner", self.combiner, (*COMBINERS, None))
         _check_choice("dtype", self.dtype, tuple(_BYTES_PER_ELEMENT))
+        if self.bytes > _MOST_BYTES:
+            raise ValueError(
+                f"rows={self.rows} of dimension={self.dimension} in table {self.name!r}: must be "
+                f"less than 2**63 bytes, not {self.bytes:.1e}. For raw or hashed ids, give the "
+                "table keys='any', and as many rows as there is memory for."
+            )
         if self.shards is not None:
             check_at_least("shards", self.shards, 1)
             if self.shards > self.rows:

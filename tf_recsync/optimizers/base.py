@@ -396,8 +396,9 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         if push is None:
             if getattr(self._distribution_strategy, "pushes_gradients", False):
                 raise ValueError(
-                    "gradients can only be applied by a worker's step under this strategy: use "
-                    "fit; train_on_batch and training loops of your own can't be used"
+                    f"optimizer {self.name} was made in a strategy's scope(), so its gradients can "
+                    "only be applied by a worker's step: use fit, of a model that was made in the "
+                    "scope(), too; train_on_batch and training loops of your own can't be used"
                 )
             super().apply(grads, trainable_variables)
             return

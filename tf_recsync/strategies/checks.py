@@ -57,6 +57,31 @@ def checked_output(output: str | int, groups: int) -> str | int:
     return int(output) if is_number else output
 
 
+def check_made_in_scope(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+    """Raises a ValueError if a model, or a trained variable of its, was not made in the scope."""
+    if model._distribute_strategy is not strategy:
+        raise ValueError(
+            f"model {model.name} was not made inside this strategy's scope(): build and "
+            "compile it there"
+        )
+    for variable in model.trainable_variables:
+        if not strategy.extended.variable_created_in_scope(variable.value):
+            raise ValueError(
+                f"variable {variable.path} of model {model.name} was not made inside this "
+                "strategy's scope(): make the layers there, too"
+            )
+
+
+def check_is_batched(dataset: tf.data.Dataset) -> None:
+    """Raises a ValueError if the elements of a dataset are plainly single examples."""
+    for part in tf.nest.flatten(dataset.element_spec):
+        if isinstance(part, tf.TensorSpec) and part.shape.rank == 0:
+            raise ValueError(
+                f"the dataset must have batches, but a part of its elements is a {part}: call "
+                "dataset.batch(n), with the number of examples of one worker's step"
+            )
+
+
 def check_optimizers(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Raises a ValueError if an optimizer is none of this package, or was not made in the scope."""
     for optimizer in optimizers_of(model):

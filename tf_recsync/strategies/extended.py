@@ -57,6 +57,11 @@ class Extended(tf.distribute.StrategyExtended):
         self._cluster.check_open()
         return super()._scope(strategy)
 
+    def variable_created_in_scope(self, v: tf.Variable) -> bool:
+        # Plain variables of a table's pieces, or of a model that is built while it is traced, know
+        # no strategy; but none that is trained is on this process's own device.
+        return isinstance(v, CopiedVariable) or tf.DeviceSpec.from_string(v.device).job == "ps"
+
     def _create_variable(self, next_creator, **kwargs):
         near = kwargs.get("colocate_with")
         device = None if near is None else near.device

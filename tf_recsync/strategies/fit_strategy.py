@@ -22,6 +22,7 @@ from tf_recsync.cluster import Cluster, Member
 from tf_recsync.cluster.silence_watch import silence_limit
 from tf_recsync.embedding.keys import KeyCounts, counts_of_tables
 from tf_recsync.strategies import (
+    checks,
     model_functions,
     reshuffling,
     watched_calls,
@@ -184,9 +185,12 @@ class FitStrategy(tf.distribute.Strategy):
             A dataset whose batches go to one worker each.
 
         Raises:
-            ValueError: if datasets that workers make can't be used so.
+            ValueError: if the dataset has single examples in place of batches, or datasets that
+                workers make can't be used so.
         """
         _check_options(options)
+        if isinstance(dataset, tf.data.Dataset):
+            checks.check_is_batched(dataset)
         caller = _keras_caller()
         if caller.model is not None:
             self.attach(caller.model)
@@ -336,15 +340,11 @@ class FitStrategy(tf.distribute.Strategy):
             model: a model that was built in this strategy's `scope()`.
 
         Raises:
-            ValueError: if the model or its optimizer was made outside of the scope, or
-                can't be trained on parameter servers.
+            ValueError: if the model, one of its layers or its optimizer was made outside of the
+                scope, or can't be trained on parameter servers.
         """
         self._cluster.check_open()
-        if model._distribute_strategy is not self:
-            raise ValueError(
-                f"model {model.name} was not made inside this strategy's scope(): build and "
-                "compile it there"
-            )
+        checks.check_made_in_scope(self, model)
         self._check_optimizer(model)
         if _is_jit_compiled(model):
             raise ValueError(
