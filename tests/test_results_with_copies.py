@@ -27,13 +27,14 @@ def rows(name, **wanted):
 
 
 def test_a_run_gives_the_rows_that_are_kept(program, tmp_path):
-    found = program.hop(1, 3)
+    compute, draw = program.PARTS["hop"]
+    found = compute(1, 3)
     kept = json.loads((RESULTS / "hop.json").read_text())
     names = ("figure", "graph", "setting")
     assert [[row[name] for name in names] for row in found["rows"]] == [
         [row[name] for name in names] for row in kept["rows"]
     ]
-    program.draw_hop(found, str(tmp_path / "hop.png"))
+    draw(found, str(tmp_path / "hop.png"))
     assert (tmp_path / "hop.png").stat().st_size > 10_000
 
 
