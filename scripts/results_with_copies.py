@@ -18,13 +18,25 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 sys.path[:0] = [str(folder) for folder in pathlib.Path(__file__).resolve().parents[:2]]
 
 import kept_results  # noqa: E402
-from results import hierarchical, hop, shadowsync  # noqa: E402
+from results import (  # noqa: E402
+    hierarchical,
+    hierarchical_easgd,
+    hop,
+    hop_graphs,
+    hop_servers,
+    shadowsync,
+    shadowsync_quality,
+)
 from results.parts import PROGRAM  # noqa: E402
 
 PARTS: dict[str, kept_results.Part] = {
     "hop": (hop.compute, hop.draw),
+    "hop_servers": (hop_servers.compute, hop_servers.draw),
+    "hop_graphs": (hop_graphs.compute, hop_graphs.draw),
     "shadowsync": (shadowsync.compute, shadowsync.draw),
+    "shadowsync_quality": (shadowsync_quality.compute, shadowsync_quality.draw),
     "hierarchical": (hierarchical.compute, hierarchical.draw),
+    "hierarchical_easgd": (hierarchical_easgd.compute, hierarchical_easgd.draw),
 }
 
 

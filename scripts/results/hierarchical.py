@@ -12,7 +12,7 @@ from tf_recsync.simulation._hierarchical import GroupStep, simulate_hierarchical
 def compute(seeds: int, iterations: int) -> Row:
     """Figure 10 of Huang et al. 2021."""
     del seeds, iterations  # Nothing is by chance.
-    graph = _click_model(batch=200)
+    graph = click_model(batch=200)
 
     def row(figure: str, groups: int, size: int) -> Row:
         resources = Resources(
@@ -69,7 +69,7 @@ def compute(seeds: int, iterations: int) -> Row:
     }
 
 
-def _click_model(batch: int) -> StepGraph:
+def click_model(batch: int) -> StepGraph:
     """Two towers of dense layers, with what interacts between them."""
     widths = {
         "bottom": [512, 2048, 2048, 1024, 1024, 512, 256],

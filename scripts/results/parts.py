@@ -24,5 +24,6 @@ def draw_bars(axes: Any, title: str, values: dict[str, float]) -> None:
     axes.set_yticks(range(len(values)), list(values), fontsize=7)
     for i, value in enumerate(values.values()):
         axes.text(value, i, f" {value:.4g}", va="center", fontsize=7)
+    axes.margins(x=0.2)  # For the numbers.
     axes.invert_yaxis()
     axes.set_title(title, fontsize=9)

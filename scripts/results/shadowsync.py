@@ -11,38 +11,42 @@ from tf_recsync.simulation._compute import ComputeTime
 from tf_recsync.simulation._groups import GroupResult
 from tf_recsync.simulation._shadow import simulate_shadow
 
+STEP_SECONDS = 0.05
+BATCH = 200
+THREADS = 24  # Of a trainer.
+BANDWIDTH = 1.25e9
+# 14 trainers with a gap of 5 are what two sync PSs' network cards let pass.
+PARAMETER_BYTES = round(5 * 2 * BANDWIDTH * STEP_SECONDS / (14 * THREADS))
+EASGD_MODES: dict[str, Any] = {
+    "S-EASGD": "shadow",
+    "FR-EASGD-5": recsync.Foreground(gap=5),
+    "FR-EASGD-30": recsync.Foreground(gap=30),
+}
+
 
 def compute(seeds: int, iterations: int) -> Row:
     """Table 2 and figures 5 and 8 of Zheng et al. 2021."""
     del iterations
-    step, batch, bandwidth = 0.05, 200, 1.25e9
-    # 14 trainers with a gap of 5 are what two sync PSs' network cards let pass.
-    size = round(5 * 2 * bandwidth * step / (14 * 24))
     easgd = recsync.EASGD(alpha=0.5)
-    modes = {
-        "S-EASGD": "shadow",
-        "FR-EASGD-5": recsync.Foreground(gap=5),
-        "FR-EASGD-30": recsync.Foreground(gap=30),
-    }
 
     def run(trainers: int, mode: Any, seed: int, sync_ps: int = 2, **how) -> GroupResult:
         return simulate_shadow(
             how.pop("algorithm", easgd),
             mode,
-            ComputeTime(step, trainers, noise=0.2, seed=seed),
+            ComputeTime(STEP_SECONDS, trainers, noise=0.2, seed=seed),
             trainers=trainers,
-            threads_per_trainer=how.pop("threads", 24),
+            threads_per_trainer=how.pop("threads", THREADS),
             sync_ps=sync_ps,
-            parameter_bytes=size,
-            sync_ps_bandwidth=bandwidth,
-            bandwidth=bandwidth,
+            parameter_bytes=PARAMETER_BYTES,
+            sync_ps_bandwidth=BANDWIDTH,
+            bandwidth=BANDWIDTH,
             latency=5e-5,
-            batch_size=batch,
+            batch_size=BATCH,
             **how,
         )
 
     speeds = []
-    for name, mode in modes.items():
+    for name, mode in EASGD_MODES.items():
         for trainers in range(5, 21):
             results = [run(trainers, mode, seed, seconds=5.0) for seed in range(seeds)]
             speeds.append(
@@ -75,7 +79,7 @@ def compute(seeds: int, iterations: int) -> Row:
                     1,
                     threads=count,
                     seconds=5.0,
-                    memory_seconds=step / 24,
+                    memory_seconds=STEP_SECONDS / THREADS,
                 ).examples_per_second
                 for seed in range(seeds)
             ),
@@ -85,9 +89,9 @@ def compute(seeds: int, iterations: int) -> Row:
     ]
     return {
         "paper": "Zheng et al. 2021, ShadowSync",
-        "fitted": f"{size} bytes of parameters for steps of {step} s of {batch} examples and cards "
-        "of 10 Gbit/s, so that FR-EASGD-5 has its knee at 14 trainers (figure 5); in figure 8 the "
-        "memory serves 24 threads",
+        "fitted": f"{PARAMETER_BYTES} bytes of parameters for steps of {STEP_SECONDS} s of {BATCH} "
+        "examples and cards of 10 Gbit/s, so that FR-EASGD-5 has its knee at 14 trainers (figure "
+        "5); in figure 8 the memory serves 24 threads",
         "predicted": "the other speeds of figure 5, where curves bend, and the average sync gap "
         "(5.21 in table 2, of another model)",
         "rows": [*speeds, gap, *threads],
