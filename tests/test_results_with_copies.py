@@ -23,7 +23,7 @@ def program():
 def rows(name, **wanted):
     found = json.loads((RESULTS / f"{name}.json").read_text())
     assert found["simulated"] is True
-    assert {"command", "paper", "fitted", "predicted"} <= found.keys()
+    assert {"command", "paper", "fitted", "fitted_to", "predicted", "differs"} <= found.keys()
     return [r for r in found["rows"] if all(r.get(key) == v for key, v in wanted.items())]
 
 

@@ -59,9 +59,11 @@ def compute(seeds: int, iterations: int) -> Row:
 
     return {
         "paper": "Huang et al. 2021, Hierarchical Training",
-        "fitted": "nothing: the model is a made-up one of the paper's kind, as that does not tell "
-        "operations and bytes of its own; placed by OperatorPlan.search",
+        "fitted": {},
+        "fitted_to": "nothing: the model is a made-up one of the paper's kind, as that does not "
+        "tell operations and bytes of its own; placed by OperatorPlan.search",
         "predicted": "that groups scale linearly, and devices of a group less",
+        "differs": "nothing that the paper's text tells",
         "rows": [
             *(row("10a", groups, 6) for groups in (2, 4, 6, 8, 10)),
             *(row("10b", 8, size) for size in (2, 4, 6, 8, 10)),

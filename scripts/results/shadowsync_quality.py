@@ -106,9 +106,9 @@ def compute(seeds: int, iterations: int) -> Row:
         rows.append({"figure": "7", **row, **_row(easgd["S-EASGD", trainers], base)})
     return {
         "paper": "Zheng et al. 2021, ShadowSync",
-        "fitted": f"a learning rate of {_LEARNING_RATE}, to the increase of S-EASGD's eval loss "
-        "from 5 to 20 trainers (0.177 %, table 3); bytes and bandwidths as for figure 5, but for "
-        f"table 2 {_TABLE_2_BYTES} bytes, to S-EASGD's sync gap of 5.21",
+        "fitted": {"learning_rate": _LEARNING_RATE, "parameter_bytes_of_table_2": _TABLE_2_BYTES},
+        "fitted_to": "the increase of S-EASGD's eval loss from 5 to 20 trainers (0.177 %, table "
+        "3), and the sync gap of S-EASGD in table 2 (5.21)",
         "given": f"a logistic regression of 32 inputs, {_STEPS} steps of 32 examples in all, so "
         "that training is one pass of the same length for any number of trainers; 24 threads each; "
         f"a minute of the paper lasts {_MINUTE} s, and S-MA and S-BMUF synchronize as often a "
