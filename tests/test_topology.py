@@ -28,6 +28,7 @@ NAMED = [
     topology.grid(1, 1),
     topology.hierarchical([3, 3, 2]),
     topology.hierarchical([4]),
+    topology.hierarchical([4, 2, 2], gateways=1),
 ]
 
 
@@ -58,6 +59,42 @@ def test_named_graphs_have_the_edges_of_the_paper():
     assert machines.out_neighbors(0) == (1, 2, 5)
     assert machines.out_neighbors(2) == (0, 1, 3)
     assert machines.out_neighbors(5) == (0, 4)
+    one = topology.hierarchical([3, 2, 1], gateways=1)
+    assert one.out_neighbors(0) == (1, 2, 3, 5)
+    assert one.out_neighbors(2) == (0, 1)
+    assert one.out_neighbors(5) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("graph", "gap"),
+    [
+        (topology.ring_based(8), 0.6667),
+        (topology.hierarchical([4, 2, 2], gateways=1), 0.2682),
+        (topology.hierarchical([4, 2, 2]), 0.2688),
+    ],
+)
+def test_the_gaps_of_neighbors_are_those_of_figure_21(graph, gap):
+    assert round(graph.spectral_gap_of_neighbors, 4) == gap
+
+
+def test_gaps_of_neighbors_are_those_of_the_closed_forms():
+    # Without its loops, the complete graph has the eigenvalues 1 and -1 / (n - 1).
+    for workers in (2, 3, 9):
+        gap = topology.complete(workers).spectral_gap_of_neighbors
+        assert gap == pytest.approx(1 + 1 / (workers - 1))
+    for workers in (4, 5, 12):
+        gap = topology.ring(workers).spectral_gap_of_neighbors
+        assert gap == pytest.approx(1 - math.cos(2 * math.pi / workers))
+    # A circle in one direction: the eigenvalues are the roots of one.
+    circle = topology.from_edges(5, [(i, (i + 1) % 5) for i in range(5)])
+    assert circle.spectral_gap_of_neighbors == pytest.approx(1 - math.cos(2 * math.pi / 5))
+    assert topology.ring(1).spectral_gap_of_neighbors == 1
+
+
+@pytest.mark.parametrize("gateways", [0, 3, True, "1"])
+def test_other_numbers_of_gateways_are_refused(gateways):
+    with pytest.raises(ValueError, match=f"gateways must be 1 or 2, not {gateways!r}"):
+        topology.hierarchical([2, 2], gateways=gateways)
 
 
 @pytest.mark.parametrize("workers", [3, 4, 5, 8, 16])

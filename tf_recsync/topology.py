@@ -125,6 +125,26 @@ class Topology:
         moduli = np.sort(np.abs(np.linalg.eigvals(self._weights)))
         return float(moduli[-1] - moduli[-2])
 
+    @property
+    def spectral_gap_of_neighbors(self) -> float:
+        """The spectral gap that the paper of Hop gives for its graphs (figure 21).
+
+        It is that of another matrix: a worker has no self-loop there, and each of its n
+        in-neighbors the weight 1 / n. The gap is the largest minus the second largest eigenvalue,
+        whose sign counts (of complex ones the real part). From 0 to 2.
+
+        Example:
+
+        >>> from tf_recsync import topology
+        >>> round(topology.ring_based(8).spectral_gap_of_neighbors, 4)
+        0.6667
+        """
+        if self.size == 1:
+            return 1.0
+        adjacency = ((self._weights > 0) & ~np.eye(self.size, dtype=bool)).astype(np.float64)
+        values = np.sort(np.linalg.eigvals(adjacency / adjacency.sum(0)).real)
+        return float(values[-1] - values[-2])
+
     def path_lengths(self) -> np.ndarray:
         """int64 [n, n]: the number of edges of the shortest path from i to j."""
         lengths = np.zeros((self.size, self.size), np.int64)
@@ -335,29 +355,36 @@ def grid(rows: int, columns: int) -> Topology:
     return _symmetric(rows * columns, edges, "grid")
 
 
-def hierarchical(machines: Sequence[int]) -> Topology:
+def hierarchical(machines: Sequence[int], gateways: int = 2) -> Topology:
     """Everybody to everybody inside a machine, a ring between the machines (figure 21).
 
     The workers of a machine have consecutive numbers. The last worker of each machine
-    exchanges with the first worker of the next one.
+    exchanges with the first worker of the next one (figure 21 c); or, with one gateway, the first
+    worker of each machine with the first one of the next (figure 21 b).
 
     Args:
         machines: the number of workers of each machine, each at least 1.
+        gateways: how many workers of a machine exchange with other machines: 1 or 2, the
+            default.
 
     Returns:
         The graph, with doubly stochastic weights.
 
     Raises:
-        ValueError: if no machine is named, or one has no worker.
+        ValueError: if no machine is named, or one has no worker, or `gateways` is neither 1 nor 2.
 
     Example:
 
     >>> from tf_recsync import topology
     >>> topology.hierarchical([2, 2]).out_neighbors(1)
     (0, 2)
+    >>> topology.hierarchical([2, 2], gateways=1).out_neighbors(0)
+    (1, 2)
     """
     if not len(machines):
         raise ValueError("machines must name at least one machine")
+    if isinstance(gateways, bool) or gateways not in (1, 2):
+        raise ValueError(f"gateways must be 1 or 2, not {gateways!r}")
     edges, starts, start = [], [], 0
     for count in machines:
         _check_size("machines", count, 1)
@@ -365,8 +392,9 @@ def hierarchical(machines: Sequence[int]) -> Topology:
         edges += [(start + i, start + j) for i in range(count) for j in range(i)]
         start += count
     for a, b in _ring_edges(range(len(machines))):
-        edges.append((starts[a] + machines[a] - 1, starts[b]))
-    return _symmetric(start, edges, "hierarchical")
+        last = machines[a] - 1 if gateways == 2 else 0
+        edges.append((starts[a] + last, starts[b]))
+    return _symmetric(start, edges, "hierarchical" if gateways == 2 else "hierarchical_one_gateway")
 
 
 def from_edges(

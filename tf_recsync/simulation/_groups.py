@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from tf_recsync import _engine, staleness
 from tf_recsync._checks import check_at_least
+from tf_recsync._figures import new_figure
 from tf_recsync.simulation._learning import (
     MOST_BYTES,
     LinkUse,
@@ -18,10 +20,13 @@ from tf_recsync.simulation._learning import (
     Loss,
     check_count,
     checked_bandwidth,
+    draw_losses,
     limits,
     seconds_to,
     table,
 )
+from tf_recsync.simulation._pictures import draw_numbers, draw_shares, draw_staleness
+from tf_recsync.simulation._result import in_short
 from tf_recsync.simulation._settings import check_number
 from tf_recsync.synchronization.shadow_algorithms import BMUF, EASGD, Algorithm, ModelAveraging
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
@@ -83,6 +88,57 @@ class GroupResult:
             loss: what it has to come to.
         """
         return seconds_to(self.losses, loss)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures, as JSON has them: numbers, texts, lists and dicts of these.
+
+        Lists are as the attributes have them.
+        """
+        gap = self.average_sync_gap
+        return {
+            "simulated": True,
+            "seconds": self.seconds,
+            "steps": list(self.steps),
+            "steps_per_second": self.steps_per_second,
+            "examples_per_second": self.examples_per_second,
+            "syncs": list(self.sync_report.syncs),
+            "average_sync_gap": gap if math.isfinite(gap) else None,
+            "staleness": in_short(self.staleness.dense),
+            "trainers_busy": list(self.trainers_busy),
+            "servers_busy": list(self.servers_busy),
+            "links": [dataclasses.asdict(link) for link in self.links],
+            "losses": [dataclasses.asdict(look) for look in self.losses],
+        }
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws steps, synchronizations and staleness, and what else there is.
+
+        That is how busy devices are, and the loss if one was learned.
+
+        Args:
+            path: of the picture; its ending says the format, such as ".png" or ".svg".
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        parts = {"trainers": self.trainers_busy, "group PSs": self.servers_busy}
+        shares = {name: float(np.mean(busy)) for name, busy in parts.items() if any(busy)}
+        columns = 3 + bool(shares) + bool(self.losses)
+        figure = new_figure(3.7 * columns, 3.4, "GroupResult.plot")
+        of_steps, of_syncs, stale, *others = figure.subplots(1, columns)
+        draw_numbers(of_steps, self.steps, "trainer", "steps")
+        draw_numbers(of_syncs, self.sync_report.syncs, "group", "synchronizations")
+        draw_staleness(stale, self.staleness.dense, "updates")
+        if shares:
+            draw_shares(others[0], shares, "busy, mean of all")
+        if self.losses:
+            draw_losses(others[-1], self.losses)
+        figure.suptitle(
+            f"simulated: {len(self.steps)} trainers, {self.steps_per_second:.5g} steps a second, "
+            f"average sync gap {self.average_sync_gap:.4g}",
+            fontsize=10,
+        )
+        figure.savefig(path, dpi=120)
 
     def __str__(self) -> str:
         stale = self.staleness.dense

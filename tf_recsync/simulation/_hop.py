@@ -13,6 +13,7 @@ import numpy as np
 
 from tf_recsync import _engine
 from tf_recsync._checks import check_at_least
+from tf_recsync._figures import new_figure
 from tf_recsync.simulation._learning import (
     MOST_BYTES,
     LinkUse,
@@ -20,10 +21,12 @@ from tf_recsync.simulation._learning import (
     Loss,
     check_count,
     checked_bandwidth,
+    draw_losses,
     limits,
     seconds_to,
     table,
 )
+from tf_recsync.simulation._pictures import FIRST, SECOND, draw_numbers
 from tf_recsync.simulation._settings import check_number
 from tf_recsync.synchronization.events import Event, write_trace
 from tf_recsync.synchronization.hop_protocol import Protocol
@@ -92,6 +95,66 @@ class HopResult:
             path: of the file, a `.json`. Its folder must exist.
         """
         write_trace(path, len(self.steps), lambda: self.events)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures, as JSON has them: numbers, texts, lists and dicts of these.
+
+        Lists are by worker; events are left out.
+        """
+        reports = self.hop_report
+        return {
+            "simulated": True,
+            "topology": self.protocol.topology.name,
+            "seconds": self.seconds,
+            "steps": list(self.steps),
+            "steps_per_second": self.steps_per_second,
+            "examples_per_second": self.sync_report.examples_per_second,
+            "seconds_per_iteration": self.seconds_per_iteration,
+            "waited_for_updates": [report.waited_for_updates for report in reports],
+            "waited_for_tokens": [report.waited_for_tokens for report in reports],
+            "iterations_skipped": [report.iterations_skipped for report in reports],
+            "largest_gaps": self.largest_gaps.tolist(),
+            "bounds": [[b if math.isfinite(b) else None for b in row] for row in self.bounds],
+            "links": [dataclasses.asdict(link) for link in self.links],
+            "losses": [dataclasses.asdict(look) for look in self.losses],
+        }
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws steps, waits and iteration gaps by worker, and the loss if one was learned.
+
+        Args:
+            path: of the picture; its ending says the format, such as ".png" or ".svg".
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        columns = 4 if self.losses else 3
+        figure = new_figure(3.7 * columns, 3.4, "HopResult.plot")
+        of_steps, of_waits, gaps, *learned = figure.subplots(1, columns)
+        draw_numbers(of_steps, self.steps, "worker", "steps")
+        total = max(self.seconds, 1e-300)
+        updates = [report.waited_for_updates / total for report in self.hop_report]
+        tokens = [report.waited_for_tokens / total for report in self.hop_report]
+        workers = range(len(self.steps))
+        of_waits.bar(workers, updates, color=FIRST, label="for updates")
+        of_waits.bar(workers, tokens, bottom=updates, color=SECOND, label="for tokens")
+        of_waits.set_ylim(0, 1)
+        of_waits.set_xlabel("worker")
+        of_waits.set_ylabel("share of its time that it waits")
+        of_waits.legend(fontsize=7)
+        image = gaps.imshow(self.largest_gaps, cmap="Blues")
+        figure.colorbar(image, ax=gaps, fraction=0.046)
+        gaps.set_title("largest iteration gaps", fontsize=9)
+        gaps.set_xlabel("ahead of worker")
+        gaps.set_ylabel("worker")
+        for axes in learned:
+            draw_losses(axes, self.losses)
+        figure.suptitle(
+            f"simulated: {self.protocol.topology.name}, {len(self.steps)} workers, "
+            f"{self.steps_per_second:.5g} steps a second",
+            fontsize=10,
+        )
+        figure.savefig(path, dpi=120)
 
     def __str__(self) -> str:
         waited = [r.waited_for_updates for r in self.hop_report]

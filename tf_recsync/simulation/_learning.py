@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from tf_recsync import _engine
 from tf_recsync._checks import check_at_least
+from tf_recsync.simulation._pictures import FIRST
 from tf_recsync.simulation._settings import check_number
 
 _MOST = 2**62  # Of steps and operations: what the engine can count, with room for sums.
@@ -91,6 +94,13 @@ class Loss:
     seconds: float
     steps: int
     loss: float
+
+
+def draw_losses(axes: Any, losses: Sequence[Loss]) -> None:
+    """The loss in the course of time."""
+    axes.plot([look.seconds for look in losses], [look.loss for look in losses], color=FIRST)
+    axes.set_xlabel("virtual seconds")
+    axes.set_ylabel("loss")
 
 
 def seconds_to(losses: tuple[Loss, ...], loss: float) -> float | None:

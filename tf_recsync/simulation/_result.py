@@ -10,6 +10,7 @@ import numpy as np
 
 from tf_recsync import staleness
 from tf_recsync._figures import new_figure
+from tf_recsync.simulation._pictures import FIRST, SECOND, draw_shares, draw_staleness
 from tf_recsync.synchronization import aggregation
 
 _CAUSES = ("data", "token", "pull", "compute", "push")
@@ -125,7 +126,7 @@ class Result:
             "seconds": self.seconds,
             "steps": self.steps,
             "steps_per_second": self.steps_per_second,
-            "staleness": _in_short(self.staleness.dense),
+            "staleness": in_short(self.staleness.dense),
             "shares_of_time": self.times.shares(),
             "utilization": {
                 field.name: float(getattr(self.utilization, field.name).mean())
@@ -137,7 +138,7 @@ class Result:
             del counts["staleness"]
             found["aggregation"] = counts
         if self.auc is not None:
-            found["rows_staleness"] = _in_short(self.staleness.rows)
+            found["rows_staleness"] = in_short(self.staleness.rows)
             found["auc"], found["bayes_auc"] = self.auc, self.bayes_auc
             found["evaluations"] = [dataclasses.asdict(one) for one in self.evaluations]
         return found
@@ -191,23 +192,17 @@ class Result:
         columns = 4 if self.evaluations else 3
         figure = new_figure(3.7 * columns, 3.4, "Result.plot")
         stale, of_time, busy, *learned = figure.subplots(1, columns)
-        edges, counts = np.array(self.staleness.dense.histogram, float).reshape(-1, 2).T
-        # Buckets are exact below 32, and eight for each power of two beyond.
-        widths = np.maximum(1.0, 2.0 ** (np.floor(np.log2(np.maximum(edges, 1.0))) - 3))
-        widths[edges < 32] = 1.0
-        stale.bar(edges + 0.5 - widths, counts / widths, widths, align="edge", color="#33556b")
-        stale.set_xlabel(f"staleness: mean {self.staleness.dense.mean:.5g}")
-        stale.set_ylabel("pushes")
-        _bars(of_time, self.times.shares(), "share of the workers' time")
+        draw_staleness(stale, self.staleness.dense, "pushes")
+        draw_shares(of_time, self.times.shares(), "share of the workers' time")
         shares = {
             field.name: float(getattr(self.utilization, field.name).mean())
             for field in dataclasses.fields(Utilization)
         }
-        _bars(busy, shares, "busy, mean of all")
+        draw_shares(busy, shares, "busy, mean of all")
         for axes in learned:
             steps = [one.steps for one in self.evaluations]
-            axes.plot(steps, [one.auc for one in self.evaluations], ".-", color="#33556b")
-            axes.axhline(self.bayes_auc, color="#b3541e", linestyle=":")
+            axes.plot(steps, [one.auc for one in self.evaluations], ".-", color=FIRST)
+            axes.axhline(self.bayes_auc, color=SECOND, linestyle=":")
             axes.set_xlabel("steps of all workers")
             axes.set_ylabel("AUC; dotted: the best possible")
         figure.suptitle(
@@ -218,7 +213,7 @@ class Result:
         figure.savefig(path, dpi=120)
 
 
-def _in_short(statistics: staleness.Statistics) -> dict[str, Any]:
+def in_short(statistics: staleness.Statistics) -> dict[str, Any]:
     """Statistics as JSON has them."""
     return {
         "mean": statistics.mean,
@@ -226,13 +221,3 @@ def _in_short(statistics: staleness.Statistics) -> dict[str, Any]:
         "max": statistics.max,
         "histogram": [list(bucket) for bucket in statistics.histogram],
     }
-
-
-def _bars(axes: Any, shares: dict[str, float], label: str) -> None:
-    """Shares by their names, from top to bottom."""
-    names = list(shares)
-    axes.barh(range(len(names)), [shares[name] for name in names], color="#b3541e")
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1)
-    axes.set_xlabel(label)

@@ -1,0 +1,1 @@
+"""The papers' figures, simulated: a module for each paper, or for one of its questions."""
