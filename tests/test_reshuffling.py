@@ -74,6 +74,7 @@ def test_a_seed_of_the_program_makes_it_reproducible_and_no_more(cluster):
 
 
 def test_without_a_seed_and_where_users_ask_for_one_order_all_is_as_in_tensorflow(cluster):
+    tf.compat.v1.set_random_seed(None)  # That of another test would be a part of all others.
     one = orders(
         cluster, numbers(lambda data: data.shuffle(12, seed=1, reshuffle_each_iteration=False))
     )
