@@ -189,6 +189,7 @@ std::unique_ptr<ClickLearner> LearnerOf(int workers, int servers,
   options.data.numbers = model["numbers"].cast<int>();
   options.data.dimension = model["dimension"].cast<int>();
   options.data.signal = model["signal"].cast<double>();
+  options.data.number_mean = model["number_mean"].cast<double>();
   options.data.number_pairs = model["number_pairs"].cast<double>();
   options.data.drift = model["drift"].cast<double>();
   options.data.day_batches = model["day_batches"].cast<int64_t>();

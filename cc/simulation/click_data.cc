@@ -70,7 +70,7 @@ void ClickData::Draw(int64_t batch, bool is_test, int count,
     return of_other == 0.0 ? first
                            : of_first * first + of_other * (other_.*part)[at];
   };
-  std::vector<double> sums(dimension);
+  std::vector<double> sums(dimension), z(options_.numbers);
   for (int e = 0; e < count; ++e) {
     RandomNumbers random(options_.seed,
                          is_test ? RandomNumbers::kTest : RandomNumbers::kBatch,
@@ -93,16 +93,16 @@ void ClickData::Draw(int64_t batch, bool is_test, int count,
       }
     }
     for (int i = 0; i < options_.numbers; ++i) {
-      const float x = static_cast<float>(random.Normal());
-      examples->numbers.push_back(x);
-      logit += on_day(&Truth::dense, i) * x;
+      z[i] = random.Normal();
+      examples->numbers.push_back(
+          static_cast<float>(options_.number_mean + z[i]));
+      logit += on_day(&Truth::dense, i) * z[i];
     }
     if (options_.number_pairs > 0.0) {
       const int n = options_.numbers;
-      const float* x = examples->numbers.data() + int64_t{e} * n;
       for (int i = 0; i < n; ++i) {
         for (int j = i + 1; j < n; ++j) {
-          logit += on_day(&Truth::pairs, int64_t{i} * n + j) * x[i] * x[j];
+          logit += on_day(&Truth::pairs, int64_t{i} * n + j) * z[i] * z[j];
         }
       }
     }

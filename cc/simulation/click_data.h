@@ -3,12 +3,13 @@
 //
 // The logit of an example is
 //
-//   bias + dense . x + sum_f linear[id_f] + sum_(f < g) factors[id_f] .
-//   factors[id_g] + sum_(i < j) pairs[i, j] x_i x_j
+//   bias + dense . z + sum_f linear[id_f] + sum_(f < g) factors[id_f] .
+//   factors[id_g] + sum_(i < j) pairs[i, j] z_i z_j
 //
-// that of a factorization machine; without factors, of a logistic regression.
-// Products of numbers are for models with hidden layers alone.
-// Small ids of a feature are more frequent than large ones.
+// where z are the numbers without their mean: that of a factorization machine;
+// without factors, of a logistic regression. Products of numbers are for models
+// with hidden layers alone. Small ids of a feature are more frequent than large
+// ones.
 //
 // With a drift, what the logit is made of changes from day to day. Each weight
 // and factor of day d is cos(d drift) of one drawn number and sin(d drift) of
@@ -31,6 +32,7 @@ struct ClickDataOptions {
   int numbers = 8;             // of an example, at least 0
   int dimension = 0;           // of the factors; 0: none
   double signal = 1.0;         // the deviation of logits is about this
+  double number_mean = 0.0;    // of numbers, which deviate by 1
   double number_pairs = 0.0;   // the deviation of their products in logits
   double drift = 0.0;          // an angle for each day, in radians
   int64_t day_batches = 1000;  // of all workers together, at least 1

@@ -80,6 +80,7 @@ Result CheckOptions(const ClickLearnerOptions& options) {
     }
   }
   for (const auto& [name, value] : {std::pair("signal", data.signal),
+                                    {"number_mean", data.number_mean},
                                     {"number_pairs", data.number_pairs},
                                     {"drift", data.drift}}) {
     if (value >= 0.0 && std::isfinite(value)) continue;

@@ -52,6 +52,8 @@ class ClickModel:
             between hidden layers and their ReLU get. Defaults to None: there are none.
         signal: how far the true logits deviate, about, at least 0; the more, the higher is the
             best AUC. Defaults to 1.0.
+        number_mean: of numbers, which deviate by 1; at least 0. The logits of clicks are made of
+            numbers without it. Defaults to 0.0.
         number_pairs: how far products of two numbers each, with weights of their own, make the
             true logits deviate besides, at least 0. Defaults to 0.0: there are none.
         drift: by which angle the true weights turn from day to day towards others, at least 0, in
@@ -95,6 +97,7 @@ class ClickModel:
     hidden_units: Sequence[int] = ()
     mean_normalization: MeanNormalization | None = None
     signal: float = 1.0
+    number_mean: float = 0.0
     number_pairs: float = 0.0
     drift: float = 0.0
     day_batches: int = 1000
@@ -120,6 +123,7 @@ class ClickModel:
             raise ValueError("hidden_units need inputs: dimension or numbers must be positive")
         self._check_normalization()
         check_number("signal", self.signal)
+        check_number("number_mean", self.number_mean)
         check_number("number_pairs", self.number_pairs)
         check_number("drift", self.drift)
         check_seed(self.seed)
@@ -154,7 +158,8 @@ class ClickModel:
                 f"{local_batch_size}, not {self.batch_size}"
             )
         dense = self.optimizer or optimizers.Adagrad(0.05)
-        names = ("features", "vocabulary", "numbers", "dimension", "signal", "number_pairs", "drift")
+        names = ("features", "vocabulary", "numbers", "dimension", "signal", "drift")
+        names += ("number_mean", "number_pairs")
         normalization = self.mean_normalization or MeanNormalization()
         return {
             **{name: getattr(self, name) for name in (*names, "day_batches", "test_examples")},
