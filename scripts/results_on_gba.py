@@ -209,9 +209,9 @@ def gba(seeds: int, scale: float) -> Row:
         },
         "fitted_to": "noise to the speed of backup workers in table 5.2, and multiple, by how much "
         "slow workers are slower, to that of bounded staleness; the load of the other rows of "
-        "table 5.3, by which noise and slow are multiplied, to how much older tokens are than in the "
-        "row of the cluster of table 5.2. Not fitted but set: slow, the share of stretches of 25 "
-        "steps in which a worker is slow, to 0.02; a tenth of the workers are backup workers, the "
+        "table 5.3, by which noise and slow are multiplied, to how much older tokens are than in "
+        "the row of the cluster of table 5.2. Not fitted but set: slow, the share of stretches of "
+        "25 steps in which a worker is slow, to 0.02; a tenth of the workers are backup workers, the "
         "bound of staleness is 2, GBA's tolerance 4, and BSP's global batch that of GBA, none of "
         "which the paper says",
         "predicted": "the speed of GBA, BSP and sync; the age of tokens in the cluster of table "
