@@ -207,26 +207,26 @@ def gba(seeds: int, scale: float) -> Row:
             **{name: round(value, 5) for name, value in dataclasses.asdict(cluster).items()},
             "load": {str(row["status"]): row["load"] for row in rows if "load" in row},
         },
-        "fitted_to": "noise to the speed of backup workers in table 5.2, and multiple, by how much "
-        "slow workers are slower, to that of bounded staleness; the load of the other rows of "
-        "table 5.3, by which noise and slow are multiplied, to how much older tokens are than in "
-        "the row of the cluster of table 5.2. Not fitted but set: slow, the share of stretches of "
-        "25 steps in which a worker is slow, to 0.02; a tenth of the workers are backup workers, the "
-        "bound of staleness is 2, GBA's tolerance 4, and BSP's global batch that of GBA, none of "
-        "which the paper says",
+        "fitted_to": "noise to the speed of backup workers in table 5.2, and multiple, by how "
+        "much slow workers are slower, to that of bounded staleness; the load of the other rows "
+        "of table 5.3, by which noise and slow are multiplied, to how much older tokens are than "
+        "in the row of the cluster of table 5.2. Not fitted but set: slow, the share of stretches "
+        "of 25 steps in which a worker is slow, to 0.02; a tenth of the workers are backup "
+        "workers, the bound of staleness is 2, GBA's tolerance 4, and BSP's global batch that of "
+        "GBA, none of which the paper says",
         "predicted": "the speed of GBA, BSP and sync; the age of tokens in the cluster of table "
         "5.2; what GBA excludes, of what backup workers drop; the staleness of BSP, and that of "
         "bounded staleness in whole rounds of all workers",
         "differs": "Sync is faster than bounded staleness in the paper. On the same workers with "
         "the same steps it cannot be: with a bound, a worker begins each step no later than in "
-        "sync. The paper's synchronous training is one by all-reduce, on other workers with larger "
-        "batches. The mean staleness of BSP is 1 more than the pushes under way divided by the "
-        "global batch, 2 here, however fast workers are; the paper's varies from 1.62 to 2.61. "
-        "Tokens are 30 % younger than in the paper: they would be as old with more slow workers "
-        "than there are backup workers, but then those would have half the speed of async, not "
-        "0.73. What is excluded depends more on the load than in the paper, as the longest steps "
-        "decide. In bounded staleness, a busier cluster makes gradients less stale here, as all "
-        "wait for slow workers, and more stale in the paper.",
+        "sync. The paper's synchronous training is one by all-reduce, on other workers with "
+        "larger batches. The mean staleness of BSP is 1 more than the pushes under way divided by "
+        "the global batch, 2 here, however fast workers are; the paper's varies from 1.62 to "
+        "2.61. Tokens are 30 % younger than in the paper: they would be as old with more slow "
+        "workers than there are backup workers, but then those would have half the speed of "
+        "async, not 0.73. What is excluded depends more on the load than in the paper, as the "
+        "longest steps decide. In bounded staleness, a busier cluster makes gradients less stale "
+        "here, as all wait for slow workers, and more stale in the paper.",
         "rows": rows,
     }
 

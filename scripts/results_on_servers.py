@@ -98,8 +98,8 @@ def staleness(seeds: int, scale: float) -> Row:
         "differs": "By the paper's own derivation the mean is proportional to the workers, which "
         "the simulation confirms; its measured 2,090 of 3,000 workers is 0.70 of them, and 875 of "
         "1,000 is 0.88. A share of 0.70 from pull to push would give the second figure. The "
-        "measured variances grow with the number of workers, as of independent arrivals; those "
-        "of steps of independent lengths grow with its square.",
+        "measured variances grow with the number of workers, as of independent arrivals; those of "
+        "steps of independent lengths grow with its square.",
         "rows": rows,
     }
 
@@ -207,11 +207,12 @@ def normalization(seeds: int, scale: float) -> Row:
     return {
         "paper": "Liu and Zhao 2021, figure 6",
         "fitted": {},
-        "predicted": "the sign with 3,000 workers, and that mean-normalization gains more there than "
-        "with 1,000; all have staleness weights normalized to 1,000 workers",
+        "predicted": "the sign with 3,000 workers, and that mean-normalization gains more there "
+        "than with 1,000; all have staleness weights normalized to 1,000 workers",
         "differs": "With 1,000 workers the paper gains 1 %; here the gain is no larger than what "
         "seeds differ by. Numbers have a mean of 3, as counts have one: with a mean of 0, hidden "
-        "layers have means close to 0 by which they are divided, and mean-normalization does harm.",
+        "layers have means close to 0 by which they are divided, and mean-normalization does "
+        "harm.",
         "rows": rows,
     }
 
