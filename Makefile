@@ -236,6 +236,7 @@ results: build $(BENCH_INSTALLED)
 	@mkdir -p docs/results
 	@echo "== Simulated figures of the papers, into docs/results: remove its files to have them anew"
 	@$(BIN)/python scripts/results_on_servers.py --output=docs/results
+	@$(BIN)/python scripts/results_on_gba.py --output=docs/results
 	@$(BIN)/python scripts/results_with_copies.py --output=docs/results
 
 cc-test: $(INSTALLED)

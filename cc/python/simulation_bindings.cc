@@ -189,6 +189,14 @@ std::unique_ptr<ClickLearner> LearnerOf(int workers, int servers,
   options.data.numbers = model["numbers"].cast<int>();
   options.data.dimension = model["dimension"].cast<int>();
   options.data.signal = model["signal"].cast<double>();
+  options.data.number_mean = model["number_mean"].cast<double>();
+  options.data.number_pairs = model["number_pairs"].cast<double>();
+  options.data.drift = model["drift"].cast<double>();
+  options.data.day_batches = model["day_batches"].cast<int64_t>();
+  options.hidden.units = model["hidden_units"].cast<std::vector<int>>();
+  options.hidden.mean_normalization = model["mean_normalization"].cast<bool>();
+  options.hidden.momentum = model["momentum"].cast<float>();
+  options.hidden.epsilon = model["epsilon"].cast<float>();
   options.data.seed = model["seed"].cast<uint64_t>();
   options.batch_size = model["batch_size"].cast<int>();
   options.test_examples = model["test_examples"].cast<int>();
@@ -278,11 +286,13 @@ py::dict SimulateServers(
   result["seconds"] = simulation.seconds();
   result["left_over"] = simulation.left_over();
   if (learner) {
+    learner->TestAfter(steps);
     result["auc"] = learner->Auc();
     result["bayes_auc"] = learner->bayes_auc();
     py::list evaluations;
     for (const ClickLearner::Evaluation& one : learner->evaluations()) {
-      evaluations.append(py::make_tuple(one.steps, one.seconds, one.auc));
+      evaluations.append(
+          py::make_tuple(one.steps, one.seconds, one.auc, one.bayes_auc));
     }
     result["evaluations"] = evaluations;
   }
@@ -321,7 +331,8 @@ Returns:
   float64 [workers, 6], the seconds of data, token, pull, compute and push, and
   the steps; `staleness` int64 [servers, STALENESS_COUNTERS], as `rows_staleness`;
   `buffers` a dict for each server. And the pushes that were "left_over" in buffers;
-  with a model its "auc", "bayes_auc", and "evaluations" as (steps, seconds, AUC).
+  with a model its "auc", "bayes_auc", and "evaluations" as (steps, seconds,
+  AUC, the best possible AUC).
 
 Raises:
   ValueError: An option is out of its range, or a factor.

@@ -11,30 +11,47 @@ namespace {
 
 constexpr double kBias = -1.0;
 
+double PairsOf(double n) { return n * (n - 1) / 2; }
+
 }  // namespace
 
 ClickData::ClickData(const ClickDataOptions& options)
-    : options_(options), bias_(kBias) {
-  const double features = options.features, numbers = options.numbers;
+    : options_(options), first_(DrawTruth(0)) {
+  if (options.drift > 0.0) other_ = DrawTruth(1);
+}
+
+ClickData::Truth ClickData::DrawTruth(uint32_t which) const {
+  Truth truth;
+  const double features = options_.features, numbers = options_.numbers;
   // Linear parts have the same share each.
-  const double deviation = options.signal / std::sqrt(features + numbers);
-  for (int i = 0; i < options.numbers; ++i) {
-    RandomNumbers random(options.seed, RandomNumbers::kTruth, 0, -1 - i);
-    dense_.push_back(deviation * random.Normal());
+  const double deviation = options_.signal / std::sqrt(features + numbers);
+  for (int i = 0; i < options_.numbers; ++i) {
+    RandomNumbers random(options_.seed, RandomNumbers::kTruth, which, -1 - i);
+    truth.dense.push_back(deviation * random.Normal());
   }
-  // All pairs together deviate by as much as the rest.
-  const double pairs = std::max(1.0, features * (features - 1) / 2);
-  const double of_factors =
-      options.dimension == 0
-          ? 0.0
-          : std::sqrt(options.signal / std::sqrt(pairs * options.dimension));
-  for (int row = 0; row < rows(); ++row) {
-    RandomNumbers random(options.seed, RandomNumbers::kTruth, 0, row);
-    linear_.push_back(deviation * random.Normal());
-    for (int k = 0; k < options.dimension; ++k) {
-      factors_.push_back(of_factors * random.Normal());
+  const double of_products =
+      options_.number_pairs / std::sqrt(std::max(1.0, PairsOf(numbers)));
+  for (int i = 0; options_.number_pairs > 0.0 && i < options_.numbers; ++i) {
+    RandomNumbers random(options_.seed, RandomNumbers::kTruth, which,
+                         -1 - options_.numbers - i);
+    for (int j = 0; j < options_.numbers; ++j) {
+      truth.pairs.push_back(j > i ? of_products * random.Normal() : 0.0);
     }
   }
+  // All pairs together deviate by as much as the rest.
+  const double pairs = std::max(1.0, PairsOf(features));
+  const double of_factors =
+      options_.dimension == 0
+          ? 0.0
+          : std::sqrt(options_.signal / std::sqrt(pairs * options_.dimension));
+  for (int row = 0; row < rows(); ++row) {
+    RandomNumbers random(options_.seed, RandomNumbers::kTruth, which, row);
+    truth.linear.push_back(deviation * random.Normal());
+    for (int k = 0; k < options_.dimension; ++k) {
+      truth.factors.push_back(of_factors * random.Normal());
+    }
+  }
+  return truth;
 }
 
 void ClickData::Draw(int64_t batch, bool is_test, int count,
@@ -45,12 +62,20 @@ void ClickData::Draw(int64_t batch, bool is_test, int count,
   examples->numbers.clear();
   examples->labels.clear();
   examples->logits.clear();
-  std::vector<double> sums(dimension);
+  const double angle =
+      options_.drift * static_cast<double>(is_test ? batch : DayOf(batch));
+  const double of_first = std::cos(angle), of_other = std::sin(angle);
+  const auto on_day = [&](std::vector<double> Truth::*part, int64_t at) {
+    const double first = (first_.*part)[at];
+    return of_other == 0.0 ? first
+                           : of_first * first + of_other * (other_.*part)[at];
+  };
+  std::vector<double> sums(dimension), z(options_.numbers);
   for (int e = 0; e < count; ++e) {
     RandomNumbers random(options_.seed,
                          is_test ? RandomNumbers::kTest : RandomNumbers::kBatch,
                          static_cast<uint32_t>(e), batch);
-    double logit = bias_, squares = 0.0;
+    double logit = kBias, squares = 0.0;
     std::fill(sums.begin(), sums.end(), 0.0);
     for (int f = 0; f < features; ++f) {
       const double uniform = random.Uniform();
@@ -59,17 +84,27 @@ void ClickData::Draw(int64_t batch, bool is_test, int count,
                    static_cast<int>(options_.vocabulary * uniform * uniform));
       const int row = f * options_.vocabulary + id;
       examples->rows.push_back(row);
-      logit += linear_[row];
+      logit += on_day(&Truth::linear, row);
       for (int k = 0; k < dimension; ++k) {
-        const double factor = factors_[int64_t{row} * dimension + k];
+        const double factor =
+            on_day(&Truth::factors, int64_t{row} * dimension + k);
         sums[k] += factor;
         squares += factor * factor;
       }
     }
     for (int i = 0; i < options_.numbers; ++i) {
-      const float x = static_cast<float>(random.Normal());
-      examples->numbers.push_back(x);
-      logit += dense_[i] * x;
+      z[i] = random.Normal();
+      examples->numbers.push_back(
+          static_cast<float>(options_.number_mean + z[i]));
+      logit += on_day(&Truth::dense, i) * z[i];
+    }
+    if (options_.number_pairs > 0.0) {
+      const int n = options_.numbers;
+      for (int i = 0; i < n; ++i) {
+        for (int j = i + 1; j < n; ++j) {
+          logit += on_day(&Truth::pairs, int64_t{i} * n + j) * z[i] * z[j];
+        }
+      }
     }
     double pairs = -squares;
     for (const double sum : sums) pairs += sum * sum;

@@ -16,6 +16,11 @@ constexpr double kFirstFactors = 0.05;
 
 double Sigmoid(double logit) { return 1.0 / (1.0 + std::exp(-logit)); }
 
+// How many inputs hidden layers have.
+int64_t InputsOf(const ClickDataOptions& data) {
+  return int64_t{data.features} * data.dimension + data.numbers;
+}
+
 UpdateOptions Unweighted(UpdateOptions options) {
   options.weight = StalenessWeight();
   return options;
@@ -55,6 +60,7 @@ double DenseLogitOf(const float* dense, const float* numbers, int count) {
 
 Result CheckOptions(const ClickLearnerOptions& options) {
   constexpr int kMost = 1 << 24;
+  constexpr int64_t kMostUnits = 1 << 14;
   const ClickDataOptions& data = options.data;
   for (const auto& [name, value, least, most] :
        {std::tuple<const char*, int64_t, int64_t, int64_t>(
@@ -64,6 +70,7 @@ Result CheckOptions(const ClickLearnerOptions& options) {
         {"dimension", data.dimension, 0, 1 << 10},
         {"batch_size", options.batch_size, 1, 1 << 16},
         {"test_examples", options.test_examples, 1, kMost},
+        {"day_batches", data.day_batches, 1, int64_t{1} << 40},
         {"features * vocabulary * (1 + dimension)",
          int64_t{data.features} * data.vocabulary * (1 + data.dimension), 1,
          int64_t{1} << 28}}) {
@@ -72,9 +79,22 @@ Result CheckOptions(const ClickLearnerOptions& options) {
                            ", not ", value);
     }
   }
-  if (!(data.signal >= 0.0 && std::isfinite(data.signal))) {
-    return Result::Error("signal must be at least 0 and finite, not ",
-                         data.signal);
+  for (const auto& [name, value] : {std::pair("signal", data.signal),
+                                    {"number_mean", data.number_mean},
+                                    {"number_pairs", data.number_pairs},
+                                    {"drift", data.drift}}) {
+    if (value >= 0.0 && std::isfinite(value)) continue;
+    return Result::Error(name, " must be at least 0 and finite, not ", value);
+  }
+  for (const int units : options.hidden.units) {
+    if (units >= 1 && units <= kMostUnits) continue;
+    return Result::Error("hidden_units must be from 1 to ", kMostUnits,
+                         ", not ", units);
+  }
+  if (!options.hidden.units.empty() && InputsOf(data) > kMostUnits) {
+    return Result::Error("features * dimension + numbers must be at most ",
+                         kMostUnits, " with hidden_units, not ",
+                         InputsOf(data));
   }
   return Result::Ok();
 }
@@ -146,9 +166,10 @@ void ClickLearner::Table::Run(const Rule& rule, const RowPush& push,
 ClickLearner::ClickLearner(const ClickLearnerOptions& options)
     : options_(options),
       data_(options.data),
+      hidden_(static_cast<int>(InputsOf(options.data)), options.hidden),
+      means_(hidden_.means(), 1.0f),  // As in recsync.layers.
       workers_(options.workers),
-      place_(data_.rows(), -1),
-      sums_(options.data.dimension) {
+      place_(data_.rows(), -1) {
   for (int s = 0; s < options.servers; ++s) {
     const int64_t rows =
         (data_.rows() - s + options.servers - 1) / options.servers;
@@ -162,8 +183,18 @@ ClickLearner::ClickLearner(const ClickLearnerOptions& options)
       values[k] = static_cast<float>(kFirstFactors * random.Normal());
     }
   }
-  dense_ = std::make_unique<Table>(1, 1 + options.data.numbers, options.dense);
-  data_.Draw(0, /*is_test=*/true, options.test_examples, &test_);
+  const int64_t wide = 1 + options.data.numbers;
+  dense_ =
+      std::make_unique<Table>(1, wide + hidden_.parameters(), options.dense);
+  hidden_.Initialize(options.data.seed, dense_->row(0) + wide);
+  TestAfter(0);
+}
+
+void ClickLearner::TestAfter(int64_t batches) {
+  const int64_t day = data_.DayOf(batches);
+  if (day == test_day_) return;
+  test_day_ = day;
+  data_.Draw(day, /*is_test=*/true, options_.test_examples, &test_);
   bayes_auc_ = AreaUnderCurve(test_.labels, test_.logits);
 }
 
@@ -220,6 +251,41 @@ void ClickLearner::Pull(int worker, int server) {
   if (server != 0) return;
   step.dense.assign(dense_->row(0), dense_->row(0) + dense_->width());
   step.dense_version = dense_->version(0);
+  step.means = means_;
+}
+
+template <typename RowOf, typename Deep>
+void ClickLearner::ComputeLogits(const ClickExamples& examples,
+                                 const RowOf& row_of, const float* dense,
+                                 const Deep& deep) {
+  const int features = options_.data.features, numbers = options_.data.numbers;
+  const int dimension = options_.data.dimension;
+  // Hidden layers stand in for the pairs of factors.
+  const int of_pairs = has_hidden_layers() ? 0 : dimension;
+  logits_.resize(examples.count);
+  sums_.resize(int64_t{examples.count} * of_pairs);
+  if (has_hidden_layers()) {
+    inputs_.resize(int64_t{examples.count} * hidden_.inputs());
+    float* input = inputs_.data();
+    for (int e = 0; e < examples.count; ++e) {
+      for (int f = 0; f < features; ++f) {
+        input = std::copy_n(row_of(e, f) + 1, dimension, input);
+      }
+      input = std::copy_n(examples.numbers.data() + int64_t{e} * numbers,
+                          numbers, input);
+    }
+    deep(inputs_.data(), logits_.data());
+  } else {
+    std::fill(logits_.begin(), logits_.end(), 0.0);
+  }
+  for (int e = 0; e < examples.count; ++e) {
+    logits_[e] +=
+        LogitOf(
+            features, of_pairs, [&](int f) { return row_of(e, f); },
+            sums_.data() + int64_t{e} * of_pairs) +
+        DenseLogitOf(dense, examples.numbers.data() + int64_t{e} * numbers,
+                     numbers);
+  }
 }
 
 void ClickLearner::Compute(int worker) {
@@ -228,26 +294,48 @@ void ClickLearner::Compute(int worker) {
   const ClickExamples& examples = step.examples;
   const int features = options_.data.features, numbers = options_.data.numbers;
   const int dimension = options_.data.dimension;
-  gradients_.assign(step.values.size(), 0.0f);
-  std::vector<float> dense(step.dense.size(), 0.0f);
+  const int64_t wide = 1 + numbers;
+  const auto row_of = [&](int e, int f) {
+    const int32_t place = step.places[int64_t{e} * features + f];
+    return step.values.data() + int64_t{place} * width();
+  };
+  ComputeLogits(
+      examples, row_of, step.dense.data(), [&](const float* x, double* logits) {
+        hidden_.Forward(step.dense.data() + wide, x, examples.count, logits);
+      });
+  std::vector<float> slopes, dense(step.dense.size(), 0.0f);
   for (int e = 0; e < examples.count; ++e) {
-    const int32_t* places = step.places.data() + int64_t{e} * features;
-    const float* x = examples.numbers.data() + int64_t{e} * numbers;
-    const auto row_of = [&](int f) {
-      return step.values.data() + int64_t{places[f]} * width();
-    };
-    const double logit = LogitOf(features, dimension, row_of, sums_.data()) +
-                         DenseLogitOf(step.dense.data(), x, numbers);
-    const float slope = static_cast<float>(
-        (Sigmoid(logit) - examples.labels[e]) / examples.count);
+    slopes.push_back(static_cast<float>(
+        (Sigmoid(logits_[e]) - examples.labels[e]) / examples.count));
+  }
+  if (has_hidden_layers()) {
+    std::vector<float> of_inputs(inputs_.size());
+    hidden_.Backward(step.dense.data() + wide, slopes.data(),
+                     dense.data() + wide, of_inputs.data());
+    inputs_ = std::move(of_inputs);
+    std::vector<float> change(step.means.size());
+    hidden_.ChangeOfMeans(step.means.data(), change.data());
+    step.means = std::move(change);
+  }
+  gradients_.assign(step.values.size(), 0.0f);
+  for (int e = 0; e < examples.count; ++e) {
+    const float slope = slopes[e];
     for (int f = 0; f < features; ++f) {
-      float* gradient = gradients_.data() + int64_t{places[f]} * width();
-      const float* row = row_of(f);
+      const float* row = row_of(e, f);
+      float* gradient = gradients_.data() + (row - step.values.data());
       gradient[0] += slope;
-      for (int k = 0; k < dimension; ++k) {
-        gradient[1 + k] += slope * (sums_[k] - row[1 + k]);
+      if (has_hidden_layers()) {
+        const float* of_input =
+            inputs_.data() + int64_t{e} * hidden_.inputs() + f * dimension;
+        for (int k = 0; k < dimension; ++k) gradient[1 + k] += of_input[k];
+      } else {
+        const float* sums = sums_.data() + int64_t{e} * dimension;
+        for (int k = 0; k < dimension; ++k) {
+          gradient[1 + k] += slope * (sums[k] - row[1 + k]);
+        }
       }
     }
+    const float* x = examples.numbers.data() + int64_t{e} * numbers;
     dense[0] += slope;
     for (int i = 0; i < numbers; ++i) dense[1 + i] += slope * x[i];
   }
@@ -279,6 +367,7 @@ void ClickLearner::Apply(int worker, int server) {
   push.gradient = step.dense.data();
   push.pulled = &step.dense_version;
   dense_->Update(&id, 1, push, step.global_step, /*weighted=*/true);
+  AddToMeans(step);
 }
 
 void ClickLearner::Collect(int worker, int server, GradientPush* push) {
@@ -299,6 +388,7 @@ void ClickLearner::Collect(int worker, int server, GradientPush* push) {
   dense.push.gradient = step.dense.data();
   dense.push.pulled = &step.dense_version;
   push->tables.push_back(dense);
+  AddToMeans(step);  // Whether or not the gradients will be left out.
 }
 
 void ClickLearner::ApplyStep(int server, const Aggregate& aggregate) {
@@ -324,26 +414,28 @@ void ClickLearner::ApplyStep(int server, const Aggregate& aggregate) {
   }
 }
 
-void ClickLearner::Evaluate(int64_t steps, double seconds) {
-  evaluations_.push_back({steps, seconds, Auc()});
+void ClickLearner::AddToMeans(const Step& step) {
+  for (size_t i = 0; i < means_.size(); ++i) means_[i] += step.means[i];
 }
 
-double ClickLearner::Auc() const {
-  const int features = options_.data.features, numbers = options_.data.numbers;
-  std::vector<double> scores;
-  std::vector<float> sums(options_.data.dimension);
-  for (int e = 0; e < test_.count; ++e) {
-    const int32_t* rows = test_.rows.data() + int64_t{e} * features;
-    const auto row_of = [&](int f) {
-      return static_cast<const Table&>(*tables_[rows[f] % options_.servers])
-          .row(rows[f] / options_.servers);
-    };
-    scores.push_back(
-        LogitOf(features, options_.data.dimension, row_of, sums.data()) +
-        DenseLogitOf(dense_->row(0),
-                     test_.numbers.data() + int64_t{e} * numbers, numbers));
-  }
-  return AreaUnderCurve(test_.labels, scores);
+void ClickLearner::Evaluate(int64_t steps, double seconds) {
+  TestAfter(steps);
+  const double auc = Auc();
+  evaluations_.push_back({steps, seconds, auc, bayes_auc_});
+}
+
+double ClickLearner::Auc() {
+  const auto row_of = [&](int e, int f) {
+    const int32_t row = test_.rows[int64_t{e} * options_.data.features + f];
+    return static_cast<const Table&>(*tables_[row % options_.servers])
+        .row(row / options_.servers);
+  };
+  ComputeLogits(test_, row_of, dense_->row(0),
+                [&](const float* x, double* logits) {
+                  hidden_.Infer(dense_->row(0) + 1 + options_.data.numbers,
+                                means_.data(), x, test_.count, logits);
+                });
+  return AreaUnderCurve(test_.labels, logits_);
 }
 
 }  // namespace recsync

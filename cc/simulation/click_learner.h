@@ -1,8 +1,13 @@
 // A click model on simulated servers: a logistic regression or a factorization
-// machine of click_data.h. Rows of the table lie on server row % servers, and
-// the dense part, as the only row of a table of its own, on server 0. Updates
-// are those of real servers: RowUpdate with a rule, a staleness weight and
-// SWAP.
+// machine of click_data.h or, with hidden layers, a wide and deep model: the
+// logit of a logistic regression, plus that of the hidden layers, whose inputs
+// are the factors of all features and the numbers. Rows of the table lie on
+// server row % servers, and the dense part, as the only row of a table of its
+// own, on server 0. Updates are those of real servers: RowUpdate with a rule, a
+// staleness weight and SWAP.
+//
+// Moving means of mean-normalization lie on server 0, too. A push adds to them
+// by how much its step changes those that it had pulled, as on real servers.
 //
 // A worker computes on what it has pulled: of each server, the rows of its
 // batch as they were when it pulled from that one.
@@ -23,6 +28,7 @@
 #include "cc/engine/staleness_counters.h"
 #include "cc/engine/update_options.h"
 #include "cc/simulation/click_data.h"
+#include "cc/simulation/hidden_layers.h"
 #include "cc/simulation/learner.h"
 
 namespace recsync {
@@ -42,6 +48,7 @@ struct ClickLearnerOptions {
   int workers = 1;
   int servers = 1;
   ClickDataOptions data;
+  HiddenLayersOptions hidden;
   int batch_size = 64;
   int test_examples = 20000;
   LearnerUpdate dense;  // of the dense part
@@ -56,6 +63,7 @@ class ClickLearner : public Learner {
     int64_t steps;
     double seconds;
     double auc;
+    double bayes_auc;  // on the same examples
   };
 
   // The options have passed CheckOptions.
@@ -79,8 +87,14 @@ class ClickLearner : public Learner {
     return table.row(row / options_.servers)[element];
   }
 
-  // On the test's examples: of the parameters as they are now, and the best.
-  double Auc() const;
+  // The bias, what numbers are multiplied with, and hidden layers.
+  const float* dense() const { return dense_->row(0); }
+
+  // Takes the test's examples from the day of the next batch after so many.
+  // Those of the first day are there already.
+  void TestAfter(int64_t batches);
+  // On these examples: of the parameters as they are now, and the best.
+  double Auc();
   double bayes_auc() const { return bayes_auc_; }
   const std::vector<Evaluation>& evaluations() const { return evaluations_; }
 
@@ -133,7 +147,8 @@ class ClickLearner : public Learner {
     std::vector<int64_t> versions;  // as pulled
     std::vector<float> values;      // [rows, width]
     std::vector<int32_t> starts;    // by server, with the end
-    std::vector<float> dense;
+    std::vector<float> dense;  // the bias, one for each number, hidden layers
+    std::vector<float> means;  // moving ones; later, their change
     int64_t dense_version = 0;
     int64_t global_step = 0;  // of its push; 0: none yet
   };
@@ -154,20 +169,32 @@ class ClickLearner : public Learner {
   }
   // The push of a step's rows, or of its dense part.
   static RowPush PushOf(const Step& step, int64_t first, int64_t width);
+  // The logits of some examples whose rows are those of `row_of(e, f)`, with
+  // `deep(x, logits)` for those of the hidden layers.
+  template <typename RowOf, typename Deep>
+  void ComputeLogits(const ClickExamples& examples, const RowOf& row_of,
+                     const float* dense, const Deep& deep);
+  bool has_hidden_layers() const { return hidden_.parameters() > 0; }
+  void AddToMeans(const Step& step);
 
   const ClickLearnerOptions options_;
   const ClickData data_;
+  HiddenLayers hidden_;
+  int64_t test_day_ = -1;
   ClickExamples test_;
   double bayes_auc_ = 0.5;
   std::vector<std::unique_ptr<Table>> tables_;  // by server
   std::unique_ptr<Table> dense_;
+  std::vector<float> means_;
   std::vector<Worker> workers_;
   int64_t global_step_ = 0;
   std::vector<Evaluation> evaluations_;
   // While a batch is begun: the place of each row among the different ones.
   std::vector<int32_t> place_;
   std::vector<int32_t> different_;
-  std::vector<float> sums_;
+  std::vector<float> sums_;     // [examples, dimension]
+  std::vector<double> logits_;  // [examples]
+  std::vector<float> inputs_;   // of hidden layers, [examples, inputs]
   std::vector<float> gradients_;
   std::vector<int64_t> ids_;
   std::vector<int64_t> oldest_;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,79 +23,31 @@ ClickDataOptions SmallData(int dimension) {
   return data;
 }
 
-TEST(ClickDataTest, ClicksAreAsFrequentAsTheirLogitsSay) {
-  for (const int dimension : {0, 4}) {
-    ClickDataOptions options;
-    options.dimension = dimension;
-    const ClickData data(options);
-    ClickExamples examples;
-    data.Draw(3, false, 20000, &examples);
-    // Of examples of about the same logit, about so many click.
-    std::map<int, std::pair<double, double>> sums;
-    double squares = 0.0, mean = 0.0;
-    for (int e = 0; e < examples.count; ++e) {
-      const double logit = examples.logits[e];
-      auto& [expected, clicks] = sums[static_cast<int>(std::floor(logit))];
-      expected += 1.0 / (1.0 + std::exp(-logit));
-      clicks += examples.labels[e];
-      mean += logit / examples.count;
-      squares += logit * logit / examples.count;
-    }
-    for (const auto& [logit, sum] : sums) {
-      EXPECT_NEAR(sum.second, sum.first, 5.0 * std::sqrt(sum.first + 1.0));
-    }
-    const double deviation = std::sqrt(squares - mean * mean);
-    EXPECT_GT(deviation, 0.5);
-    EXPECT_LT(deviation, 2.5);
-  }
-}
-
-TEST(ClickDataTest, ABatchIsAFunctionOfTheSeedAndItsNumber) {
-  ClickDataOptions options = SmallData(2);
-  ClickExamples one, same, other, test;
-  ClickData(options).Draw(4, false, 50, &one);
-  ClickData(options).Draw(4, false, 50, &same);
-  ClickData(options).Draw(5, false, 50, &other);
-  ClickData(options).Draw(4, true, 50, &test);
-  EXPECT_EQ(one.rows, same.rows);
-  EXPECT_EQ(one.labels, same.labels);
-  EXPECT_NE(one.rows, other.rows);
-  EXPECT_NE(one.rows, test.rows);
-  for (size_t i = 0; i < one.rows.size(); ++i) {
-    EXPECT_EQ(one.rows[i] / options.vocabulary, static_cast<int>(i % 3));
-  }
-}
-
-TEST(ClickDataTest, TheAreaUnderTheCurveCountsPairs) {
-  const std::vector<float> labels{1, 0, 1, 0, 0, 1};
-  const std::vector<double> scores{0.3, 0.3, 0.9, 0.1, 0.5, 0.1};
-  double wins = 0.0;
-  for (const int click : {0, 2, 5}) {
-    for (const int none : {1, 3, 4}) {
-      wins += scores[click] > scores[none]    ? 1.0
-              : scores[click] == scores[none] ? 0.5
-                                              : 0.0;
-    }
-  }
-  EXPECT_DOUBLE_EQ(AreaUnderCurve(labels, scores), wins / 9);
-  EXPECT_EQ(AreaUnderCurve({1, 1}, {0.1, 0.2}), 0.5);
-}
-
-// The model in doubles, by definition: one logit after the other, all pairs of
-// features, and SGD on differences of the loss.
+// The model in doubles, by definition: all pairs of features or a hidden layer,
+// and SGD on differences of the loss.
 class Reference {
  public:
   Reference(const ClickLearnerOptions& options, const ClickData& data)
       : options_(options),
         rows_(data.rows(), std::vector<double>(1 + options.data.dimension)),
-        dense_(1 + options.data.numbers) {}
+        dense_(1 + options.data.numbers) {
+    if (options.hidden.units.empty()) return;
+    inputs_ =
+        options.data.features * options.data.dimension + options.data.numbers;
+    const int units = options.hidden.units[0];
+    const int each = inputs_ + (options.hidden.mean_normalization ? 4 : 2);
+    dense_.resize(dense_.size() + units * each + 1);
+  }
 
   std::vector<std::vector<double>>& rows() { return rows_; }
+  std::vector<double>& dense() { return dense_; }
 
   double Loss(const ClickExamples& examples) const {
     double loss = 0.0;
+    std::vector<double> deep(examples.count);
+    if (inputs_ > 0) deep = Deep(examples);
     for (int e = 0; e < examples.count; ++e) {
-      const double logit = Logit(examples, e);
+      const double logit = Logit(examples, e) + deep[e];
       const double sign = examples.labels[e] > 0.5f ? -1.0 : 1.0;
       loss += std::log1p(std::exp(sign * logit)) / examples.count;
     }
@@ -112,13 +63,55 @@ class Reference {
     }
     for (int f = 0; f < features; ++f) {
       logit += rows_[rows[f]][0];
-      for (int g = 0; g < f; ++g) {
+      for (int g = 0; g < f && inputs_ == 0; ++g) {
         for (int k = 1; k <= options_.data.dimension; ++k) {
           logit += rows_[rows[f]][k] * rows_[rows[g]][k];
         }
       }
     }
     return logit;
+  }
+
+  // What a hidden layer adds to logits.
+  std::vector<double> Deep(const ClickExamples& examples) const {
+    const HiddenLayersOptions& hidden = options_.hidden;
+    const int units = hidden.units[0], numbers = options_.data.numbers;
+    const double* kernel = dense_.data() + 1 + numbers;
+    const double* bias = kernel + inputs_ * units;
+    const double* alpha = bias + units;
+    const double* output = alpha + (hidden.mean_normalization ? 2 * units : 0);
+    std::vector<double> logits(examples.count, output[units]);
+    for (int u = 0; u < units; ++u) {
+      std::vector<double> values;
+      double mean = 0.0;
+      for (int e = 0; e < examples.count; ++e) {
+        double value = bias[u];
+        int i = 0;
+        for (int f = 0; f < options_.data.features; ++f) {
+          const auto& row =
+              rows_[examples.rows[e * options_.data.features + f]];
+          for (size_t k = 1; k < row.size(); ++k) {
+            value += row[k] * kernel[i++ * units + u];
+          }
+        }
+        for (int x = 0; x < numbers; ++x) {
+          value += examples.numbers[e * numbers + x] * kernel[i++ * units + u];
+        }
+        values.push_back(value);
+        mean += value / examples.count;
+      }
+      if (std::abs(mean) < hidden.epsilon) {
+        mean = mean < 0.0 ? -hidden.epsilon : hidden.epsilon;
+      }
+      for (int e = 0; e < examples.count; ++e) {
+        double value = values[e];
+        if (hidden.mean_normalization) {
+          value = alpha[u] * value / mean - alpha[units + u];
+        }
+        logits[e] += std::max(value, 0.0) * output[u];
+      }
+    }
+    return logits;
   }
 
   void Descend(const ClickExamples& examples) {
@@ -146,6 +139,7 @@ class Reference {
   const ClickLearnerOptions options_;
   std::vector<std::vector<double>> rows_;
   std::vector<double> dense_;
+  int inputs_ = 0;  // of a hidden layer
 };
 
 ServerSimulationOptions OfLearner(const ClickLearnerOptions& options,
@@ -200,6 +194,88 @@ TEST(ClickLearnerTest, AWorkerAloneDescendsAlongTheSlopeOfTheLoss) {
       EXPECT_NEAR(learner.Auc(), AreaUnderCurve(examples.labels, scores), 1e-3);
     }
   }
+}
+
+TEST(ClickLearnerTest, HiddenLayersDescendAlongTheSlopeOfTheLoss) {
+  for (const bool normalizes : {false, true}) {
+    ClickLearnerOptions options;
+    options.servers = 2;
+    options.data = SmallData(2);
+    options.data.number_pairs = 1.0;
+    options.hidden.units = {4};
+    options.hidden.mean_normalization = normalizes;
+    options.hidden.epsilon = 0.3f;
+    options.batch_size = 8;
+    options.test_examples = 300;
+    const ClickData data(options.data);
+    Reference reference(options, data);
+    ClickLearner learner(options);
+    for (int row = 0; row < data.rows(); ++row) {
+      for (int k = 1; k <= 2; ++k) {
+        reference.rows()[row][k] = learner.value(row, k);
+      }
+    }
+    std::copy_n(learner.dense(), reference.dense().size(),
+                reference.dense().begin());
+    Train(OfLearner(options, 20), &learner);
+    ClickExamples examples;
+    for (int batch = 0; batch < 20; ++batch) {
+      data.Draw(batch, false, 8, &examples);
+      reference.Descend(examples);
+    }
+    for (int row = 0; row < data.rows(); ++row) {
+      for (int k = 0; k <= 2; ++k) {
+        EXPECT_NEAR(learner.value(row, k), reference.rows()[row][k], 5e-5);
+      }
+    }
+    for (size_t i = 0; i < reference.dense().size(); ++i) {
+      EXPECT_NEAR(learner.dense()[i], reference.dense()[i], 5e-5) << i;
+    }
+  }
+}
+
+TEST(ClickLearnerTest, HiddenLayersLearnProductsOfNumbers) {
+  ClickLearnerOptions options;
+  options.data = SmallData(0);
+  options.data.numbers = 4;
+  options.data.number_pairs = 1.5;
+  options.test_examples = 5000;
+  options.dense.rule = options.rows.rule = LearnerUpdate::Rule::kAdagrad;
+  const auto auc_with = [&](std::vector<int> units, bool normalizes) {
+    options.hidden.units = std::move(units);
+    options.hidden.mean_normalization = normalizes;
+    options.hidden.momentum = 0.9f;
+    options.hidden.epsilon = 0.1f;
+    ClickLearner learner(options);
+    Train(OfLearner(options, 3000), &learner);
+    EXPECT_LT(learner.Auc(), learner.bayes_auc());
+    return learner.Auc();
+  };
+  const double linear = auc_with({}, false);
+  EXPECT_GT(auc_with({16}, false), linear + 0.05);
+  EXPECT_GT(auc_with({16, 8}, false), linear + 0.05);
+  EXPECT_GT(auc_with({16}, true), linear + 0.05);
+}
+
+TEST(ClickLearnerTest, ADriftIsLearnedFromDayToDay) {
+  ClickLearnerOptions options;
+  options.data = SmallData(0);
+  options.data.signal = 2.0;
+  options.data.drift = 1.5707963;  // Each day is independent of the day before.
+  options.data.day_batches = 300;
+  options.test_examples = 3000;
+  ClickLearner learner(options);
+  ServerSimulationOptions simulated = OfLearner(options, 600);
+  simulated.evaluate_every = 150;
+  Train(simulated, &learner);
+  const auto& found = learner.evaluations();
+  ASSERT_EQ(found.size(), 4u);
+  // Within a day on its clicks; at its end on those of the next one.
+  EXPECT_GT(found[0].auc, found[0].bayes_auc - 0.03);
+  EXPECT_LT(found[1].auc, found[1].bayes_auc - 0.1);
+  EXPECT_GT(found[2].auc, found[2].bayes_auc - 0.05);
+  EXPECT_LT(found[3].auc, found[3].bayes_auc - 0.1);
+  EXPECT_NE(found[0].bayes_auc, found[1].bayes_auc);
 }
 
 TEST(ClickLearnerTest, TheModelBecomesAlmostAsGoodAsTheTruth) {
@@ -342,6 +418,14 @@ TEST(ClickLearnerTest, WrongOptionsAreNamed) {
   options.data.signal = -1.0;
   EXPECT_EQ(CheckOptions(options).error(),
             "signal must be at least 0 and finite, not -1");
+  options = {};
+  options.hidden.units = {3, 0};
+  EXPECT_EQ(CheckOptions(options).error(),
+            "hidden_units must be from 1 to 16384, not 0");
+  options = {};
+  options.data.drift = -0.5;
+  EXPECT_EQ(CheckOptions(options).error(),
+            "drift must be at least 0 and finite, not -0.5");
 }
 
 TEST(ClickLearnerTest, ItIsEvaluatedAsOftenAsItShallBe) {

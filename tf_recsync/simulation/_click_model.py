@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from tf_recsync import optimizers
 from tf_recsync._checks import check_at_least
+from tf_recsync.layers import MeanNormalization
 from tf_recsync.optimizers import Optimizer
 from tf_recsync.simulation._settings import check_number
 
@@ -27,7 +29,15 @@ class ClickModel:
     C++ code that updates them on real servers, each with the staleness that it has in the
     simulation.
 
-    Reference: Rendle 2010, "Factorization Machines".
+    With `hidden_units`, workers learn a wide and deep model: the logit of a logistic regression
+    plus that of dense layers with ReLU, whose inputs are the factors of all features and the
+    numbers. Only such a model can learn `number_pairs`.
+
+    With a `drift`, clicks change from day to day, and a model is tested on the clicks of the day
+    after those on which it was trained.
+
+    References: Rendle 2010, "Factorization Machines"; Cheng et al. 2016, "Wide & Deep Learning
+    for Recommender Systems".
 
     Args:
         features: how many categorical features there are, an int of at least 1. Defaults to 10.
@@ -36,8 +46,21 @@ class ClickModel:
         numbers: how many numbers an example has, an int of at least 0. Defaults to 8.
         dimension: of the factors of each id, an int of at least 0. Defaults to 0: a logistic
             regression.
+        hidden_units: of each hidden layer, ints of at least 1, from the inputs up. They are
+            variables of server 0, with those of numbers. Defaults to (): no hidden layers.
+        mean_normalization: a `recsync.layers.MeanNormalization`, whose momentum and epsilon those
+            between hidden layers and their ReLU get. Defaults to None: there are none.
         signal: how far the true logits deviate, about, at least 0; the more, the higher is the
             best AUC. Defaults to 1.0.
+        number_mean: of numbers, which deviate by 1; at least 0. The logits of clicks are made of
+            numbers without it. Defaults to 0.0.
+        number_pairs: how far products of two numbers each, with weights of their own, make the
+            true logits deviate besides, at least 0. Defaults to 0.0: there are none.
+        drift: by which angle the true weights turn from day to day towards others, at least 0, in
+            radians: of two days that are n days apart, they have a correlation of cos(n * drift).
+            Defaults to 0.0: they stay.
+        day_batches: the batches of a day, of all workers together, an int of at least 1. Defaults
+            to 1000. Without a drift, days do not differ.
         batch_size: examples of a worker's batch, an int of at least 1. Defaults to None: the
             mode's `local_batch_size` or, if that is None, 64.
         optimizer: an `SGD`, `Adagrad` or `SwapAdagrad` of `recsync.optimizers`, with its
@@ -71,7 +94,13 @@ class ClickModel:
     vocabulary: int = 1000
     numbers: int = 8
     dimension: int = 0
+    hidden_units: Sequence[int] = ()
+    mean_normalization: MeanNormalization | None = None
     signal: float = 1.0
+    number_mean: float = 0.0
+    number_pairs: float = 0.0
+    drift: float = 0.0
+    day_batches: int = 1000
     batch_size: int | None = None
     optimizer: Optimizer | None = None
     table_optimizer: Optimizer | None = None
@@ -80,17 +109,39 @@ class ClickModel:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("features", "vocabulary", "test_examples"):
+        for name in ("features", "vocabulary", "day_batches", "test_examples"):
             check_at_least(name, getattr(self, name), 1)
         for name in ("numbers", "dimension", "evaluations"):
             check_at_least(name, getattr(self, name), 0)
         if self.batch_size is not None:
             check_at_least("batch_size", self.batch_size, 1)
+        if isinstance(self.hidden_units, str) or not isinstance(self.hidden_units, Sequence):
+            raise ValueError(f"hidden_units must be a sequence of ints, not {self.hidden_units!r}")
+        for i, units in enumerate(self.hidden_units):
+            check_at_least(f"hidden_units[{i}]", units, 1)
+        if self.hidden_units and self.dimension == self.numbers == 0:
+            raise ValueError("hidden_units need inputs: dimension or numbers must be positive")
+        self._check_normalization()
         check_number("signal", self.signal)
+        check_number("number_mean", self.number_mean)
+        check_number("number_pairs", self.number_pairs)
+        check_number("drift", self.drift)
         check_seed(self.seed)
         for name in ("optimizer", "table_optimizer"):
             if getattr(self, name) is not None:
                 _check_optimizer(name, getattr(self, name))
+
+    def _check_normalization(self) -> None:
+        layer = self.mean_normalization
+        if layer is None:
+            return
+        if not isinstance(layer, MeanNormalization):
+            raise ValueError(
+                "mean_normalization must be a recsync.layers.MeanNormalization or None, not "
+                f"{layer!r}"
+            )
+        if not self.hidden_units:
+            raise ValueError("mean_normalization needs hidden_units, between which it is")
 
     def attributes(self, local_batch_size: int | None) -> dict[str, Any]:
         """What the engine is told.
@@ -107,9 +158,16 @@ class ClickModel:
                 f"{local_batch_size}, not {self.batch_size}"
             )
         dense = self.optimizer or optimizers.Adagrad(0.05)
-        names = ("features", "vocabulary", "numbers", "dimension", "signal", "test_examples")
+        names = ("features", "vocabulary", "numbers", "dimension", "signal", "drift")
+        names += ("number_mean", "number_pairs")
+        normalization = self.mean_normalization or MeanNormalization()
         return {
-            **{name: getattr(self, name) for name in (*names, "seed")},
+            **{name: getattr(self, name) for name in (*names, "day_batches", "test_examples")},
+            "seed": self.seed,
+            "hidden_units": list(self.hidden_units),
+            "mean_normalization": self.mean_normalization is not None,
+            "momentum": normalization.momentum,
+            "epsilon": normalization.epsilon,
             "batch_size": self.batch_size or local_batch_size or _BATCH_SIZE,
             "dense": _of_optimizer(dense, is_table=False),
             "rows": _of_optimizer(self.table_optimizer or dense, is_table=True),

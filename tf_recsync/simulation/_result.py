@@ -69,12 +69,14 @@ class Evaluation:
     Attributes:
         steps: the steps that all workers had done together.
         seconds: since all began, in virtual time.
-        auc: on the model's examples for tests.
+        auc: on the model's examples for tests; with a drift, on those of the day that follows.
+        bayes_auc: of the true probabilities, on the same examples.
     """
 
     steps: int
     seconds: float
     auc: float
+    bayes_auc: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,8 @@ class Result:
         aggregation: as `strategy.aggregation(model)` gives it; None in modes without tokens.
         utilization: how busy processors and links were.
         times: where the workers' time has gone.
-        auc: of the model at the end, on its examples for tests; None without one.
+        auc: of the model at the end, on its examples for tests, with a drift on those of the day
+            that follows; None without one.
         bayes_auc: of the true probabilities, on the same examples.
         evaluations: in the course of the run, in its order.
     """
@@ -202,7 +205,8 @@ class Result:
         for axes in learned:
             steps = [one.steps for one in self.evaluations]
             axes.plot(steps, [one.auc for one in self.evaluations], ".-", color=FIRST)
-            axes.axhline(self.bayes_auc, color=SECOND, linestyle=":")
+            best = [one.bayes_auc for one in self.evaluations]
+            axes.plot(steps, best, color=SECOND, linestyle=":")
             axes.set_xlabel("steps of all workers")
             axes.set_ylabel("AUC; dotted: the best possible")
         figure.suptitle(
