@@ -423,13 +423,30 @@ def test_what_can_not_be_learned_is_named(wrong, message):
         recsync.simulation.ClickModel(**wrong)
 
 
-def test_the_program_learns(capsys):
+def test_the_program_learns(capsys, tmp_path):
     learned = ["--mode=async", "--model=factorization_machine", "--dimension=2", "--vocabulary=9"]
     assert simulate.main([*PROGRAM, *learned, "--optimizer=sgd", "--learning_rate=1"]) == 0
     assert "AUC          0." in capsys.readouterr().out
+    deep = ["--model=wide_deep", "--hidden_units=4,2", "--mean_normalization", "--vocabulary=9"]
+    drift = ["--drift=0.2", "--day_batches=20", "--evaluations=2", "--dimension=3", "--seed=5"]
+    path = tmp_path / "result.json"
+    arguments = [*PROGRAM, "--mode=async", *deep, *drift, f"--json={path}"]
+    assert simulate.main(arguments) == 0
+    options = dict(drift=0.2, day_batches=20, evaluations=2, dimension=3, vocabulary=9)
+    model = recsync.simulation.ClickModel(
+        hidden_units=(4, 2),
+        mean_normalization=recsync.layers.MeanNormalization(),
+        **options,
+    )
+    of_program = dict(workers=6, ps=2, compute_seconds=0.5, steps=120)  # As PROGRAM says.
+    expected = recsync.simulation.run(recsync.modes.Async(), model=model, seed=5, **of_program)
+    assert json.loads(path.read_text())["auc"] == expected.auc
+    capsys.readouterr()
     for wrong, message in [
         (["--learning_rate=1"], "--learning_rate needs --model"),
-        (["--model=logistic_regression", "--dimension=2"], "--dimension is not of --model=log"),
+        (["--model=logistic_regression", "--dimension=2"], "--dimension is of --model=fact"),
+        (["--model=factorization_machine", "--hidden_units=2"], "--hidden_units is of --model=w"),
+        (["--model=wide_deep", "--hidden_units=2,x"], "hidden_units must be like 16,8, not '2,x'"),
         (["--model=logistic_regression", "--swap_period=9"], "--swap_period is of --optimizer="),
         (["--model=factorization_machine", "--dimension=0"], "dimension must be .* got 0"),
     ]:

@@ -7,8 +7,15 @@ from typing import Any
 
 from tf_recsync import modes, optimizers, staleness
 from tf_recsync._checks import check_at_least
+from tf_recsync.layers import MeanNormalization
 from tf_recsync.simulation._click_model import ClickModel
-from tf_recsync.simulation._command_line import add_time, given, refuse_others, slowdown_of
+from tf_recsync.simulation._command_line import (
+    add_time,
+    given,
+    read_as,
+    refuse_others,
+    slowdown_of,
+)
 from tf_recsync.simulation._result import Result
 from tf_recsync.simulation._run import run
 from tf_recsync.simulation._settings import Network, Server, check_number
@@ -30,8 +37,13 @@ _NEEDED = {
     "bounded": ("staleness_bound",),
 }
 
-_MODELS = ("logistic_regression", "factorization_machine")
-_OF_MODELS = ("features", "vocabulary", "signal", "evaluations")
+# What each model takes besides _OF_MODELS.
+_MODELS: dict[str, tuple[str, ...]] = {
+    "logistic_regression": (),
+    "factorization_machine": ("dimension",),
+    "wide_deep": ("dimension", "hidden_units", "mean_normalization"),
+}
+_OF_MODELS = ("features", "vocabulary", "signal", "drift", "day_batches", "evaluations")
 _OF_OPTIMIZERS = ("optimizer", "learning_rate", "staleness_baseline", "swap_period")
 _OPTIMIZERS = {
     "sgd": optimizers.SGD,
@@ -40,6 +52,13 @@ _OPTIMIZERS = {
 }
 _LEARNING_RATE = 0.05
 _DIMENSION = 4
+_HIDDEN_UNITS = (16,)
+
+
+@read_as("hidden_units", "16,8")
+def _hidden_units(text: str) -> tuple[int, ...]:
+    return tuple(int(units) for units in text.split(","))
+
 
 SERVERS_USAGE = "--mode=MODE --workers=N --compute_seconds=S --steps=N"
 
@@ -82,7 +101,16 @@ def add_servers(parser: argparse.ArgumentParser) -> None:
     group("--model", choices=_MODELS, help="of made clicks")
     group("--features", type=int, help="categorical ones; default 10")
     group("--vocabulary", type=int, help="the ids of each; default 1000")
-    group("--dimension", type=int, help="of a factorization_machine; default 4")
+    group("--dimension", type=int, help="of factors, but in a logistic_regression; default 4")
+    group("--hidden_units", type=_hidden_units, help="of wide_deep, as 16,8; default 16")
+    group(
+        "--mean_normalization",
+        action="store_const",
+        const=True,
+        help="of wide_deep: local mean-normalization of hidden layers",
+    )
+    group("--drift", type=float, help="of the clicks from day to day, in radians; default 0")
+    group("--day_batches", type=int, help="of a day, of all workers; default 1000")
     group("--signal", type=float, help="how far true logits deviate; default 1")
     group("--evaluations", type=int, help="of the AUC in the course of the run; default 10")
     group("--optimizer", choices=_OPTIMIZERS, help="default adagrad")
@@ -103,17 +131,19 @@ def _mode(arguments: argparse.Namespace) -> modes.ModeConfig:
 
 def _model(arguments: argparse.Namespace) -> ClickModel | None:
     """What is learned; a ValueError if the arguments do not fit together."""
-    options = given(arguments, (*_OF_MODELS, "dimension", *_OF_OPTIMIZERS))
+    options = given(arguments, (*_OF_MODELS, *_MODELS["wide_deep"], *_OF_OPTIMIZERS))
     if arguments.model is None:
         if options:
             raise ValueError(f"--{next(iter(options))} needs --model")
         return None
-    is_machine = arguments.model == "factorization_machine"
-    if arguments.dimension is not None and not is_machine:
-        raise ValueError(f"--dimension is not of --model={arguments.model}")
+    refuse_others(arguments, "model", _MODELS)
+    taken = _MODELS[arguments.model]
     check_at_least("dimension", options.get("dimension", 1), 1)
+    has_layers = "hidden_units" in taken
     return ClickModel(
-        dimension=options.get("dimension", _DIMENSION) if is_machine else 0,
+        dimension=options.get("dimension", _DIMENSION) if "dimension" in taken else 0,
+        hidden_units=options.get("hidden_units", _HIDDEN_UNITS) if has_layers else (),
+        mean_normalization=MeanNormalization() if arguments.mean_normalization else None,
         optimizer=_optimizer(arguments),
         **{name: value for name, value in options.items() if name in _OF_MODELS},
     )
