@@ -202,7 +202,7 @@ wheel: build
 	  print(*project["project"]["optional-dependencies"]["packages"], sep="\n")' \
 	  > $(VENV)/packages-requirements.txt
 	@$(PIP) install -r $(VENV)/packages-requirements.txt
-	@rm -rf build/dist dist
+	@rm -rf build/dist build/lib* build/bdist* dist  # In lib, modules of earlier versions may lie.
 	@echo "== Building the source distribution and the wheel"
 	@$(BIN)/python -m build --no-isolation --sdist --outdir=dist . > /dev/null
 	@$(BIN)/python -m build --no-isolation --wheel --outdir=build/dist . > /dev/null

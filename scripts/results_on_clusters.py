@@ -95,12 +95,13 @@ def main() -> None:
     arguments = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    for name, experiment in EXPERIMENTS.items():
-        path = FOLDER / f"{name}.json"
-        is_chosen = arguments.only in (None, name)
-        if is_chosen and not path.exists() and time.monotonic() - began < 60 * arguments.minutes:
-            run(name, experiment)
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    try:
+        for name, experiment in EXPERIMENTS.items():
+            is_due = arguments.only in (None, name) and not (FOLDER / f"{name}.json").exists()
+            if is_due and time.monotonic() - began < 60 * arguments.minutes:
+                run(name, experiment)
+    finally:  # Also where one has failed.
+        PAGE.write_text(with_tables(PAGE.read_text()))
     missing = [name for name in EXPERIMENTS if not (FOLDER / f"{name}.json").exists()]
     if missing:
         print("Not run yet:", ", ".join(missing))

@@ -1,5 +1,6 @@
 """Parameter servers that die while a model trains with a Checkpoint: training goes on."""
 
+import json
 import threading
 import time
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from groups import BETWEEN, hierarchical
-from helpers import AtBatch, compute_time, held_back
+from helpers import AtBatch, compute_time, events, held_back
 from test_checkpoint_callback import NAME, check_rows, dataset, make_model
 from test_retried_batches import check_all_are_done
 
@@ -130,13 +131,20 @@ def test_what_goes_back_is_what_was_lost_or_everything(cluster, tmp_path, recove
     callback = Checkpoint(tmp_path, every_seconds=1e9, keep=None, recovery=recovery)
     kills = KillInTurn(cluster, callback, [lost], steps=60)
     data = held_back(dataset(STEPS, ROWS).repeat(), STEPS - 100, lambda: callback.recoveries)
+    timeline = recsync.callbacks.Timeline(tmp_path / "timeline.json")
+    report = recsync.callbacks.TrainingReport(str(tmp_path / "logs"), update_freq=20)
     model.fit(
         data,
         steps_per_epoch=STEPS,
         verbose=0,
-        callbacks=[callback, kills],
+        callbacks=[callback, kills, timeline, report],
     )
     assert callback.recoveries == 1
+    # What is recorded goes on: 200 steps at least come after it.
+    trace = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "compute" for event in trace) >= STEPS - 100
+    speeds = events(tmp_path / "logs")["scalars", "examples_per_second/worker_0"]
+    assert speeds[-1] > 0
     assert [saved.global_step for saved in callback.saved][0] == 0
     check_rows(callback.saved[-1].path)
     updates = checkpoint.open(callback.saved[-1].path).rows(f"{NAME}/ones/version")

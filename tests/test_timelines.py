@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import events
+from helpers import AtBatch, events
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 import tf_recsync as recsync
@@ -147,9 +147,16 @@ def test_synchronizations_of_copies_are_recorded_with_their_groups(cluster):
 def test_under_hop_waits_for_batches_stand_beside_what_the_protocol_does(cluster):
     strategy = recsync.HopStrategy(cluster, recsync.topology.ring(WORKERS))
     model = make_model(strategy)
+    recorded(strategy, model)
     found, _ = recorded(strategy, model)
     for name in ("compute", "wait for a batch", "wait for updates"):
         assert len(of_name(found, name)) == BATCHES, name
+    for worker in range(WORKERS):  # Iterations go on from one pass to the next.
+        numbers = [
+            [event.iteration for event in found[worker, 0, name]]
+            for name in ("compute", "wait for a batch")
+        ]
+        assert numbers[0] == numbers[1] and min(numbers[0]) > 0
 
 
 def test_a_recording_that_begins_between_epochs_has_the_next_ones(cluster):
@@ -168,6 +175,90 @@ def test_a_recording_that_begins_between_epochs_has_the_next_ones(cluster):
     recordings[0].stop()
     computed = [event for event in recordings[0].events() if event.name == "compute"]
     assert len(computed) == 16
+
+
+def test_nothing_is_missing_of_a_pass_that_ends_early_nor_of_a_model_that_is_compiled(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    recsync.testing.set_compute_time(strategy, SECONDS)
+    model = make_model(strategy)
+    steps = 0
+    with strategy.record_events(model) as recording:
+        for fit in range(3):
+            if fit == 1:  # Its recording goes on.
+                with strategy.scope():
+                    model.compile(recsync.optimizers.SGD(0.1), "binary_crossentropy")
+            stop = AtBatch(5, lambda: setattr(model, "stop_training", True))
+            model.fit(dataset(200), verbose=0, callbacks=[stop] if fit else [])
+            steps += sum(strategy.worker_steps(model))
+    totals = recording.totals().values()
+    assert sum(total["compute"].count for total in totals) == steps > 200
+
+
+def test_steps_that_are_unrolled_later_note_what_those_before_did(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy)
+    run = []
+
+    class StopsInTheFirstEpoch(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            run.append(strategy.record_events(model))
+
+        def on_train_batch_end(self, batch, logs=None):
+            if len(run) == 1 and batch == 5:
+                run[0].stop()
+
+        def on_epoch_end(self, epoch, logs=None):
+            run[-1].stop()
+
+    data = dataset(BATCHES).repeat()
+    callbacks = [StopsInTheFirstEpoch()]
+    steps = 6000
+    model.fit(data, steps_per_epoch=steps, epochs=2, verbose=0, callbacks=callbacks)
+    totals = run[1].totals().values()
+    assert sum(total["compute"].count for total in totals) == steps
+
+
+def test_what_is_no_activity_counts_as_missing():
+    recordings = Recordings()
+    recording = recordings.record(10, lambda: None)
+    told = rows([("compute", 0, 1), ("push", 1, 2), ("pull", 2, 3)])
+    told[:2, 0] = -1, len(ACTIVITIES)
+    recordings.add(0, told, 4)
+    assert [event.name for event in recording.events()] == ["pull"] and recording.lost == 6
+
+
+def test_a_timeline_is_there_when_validation_has_failed(cluster, tmp_path):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy)
+
+    def check(number, batch):
+        with tf.control_dependencies([tf.debugging.assert_less(number, tf.constant(3, tf.int64))]):
+            return tuple(map(tf.identity, batch))
+
+    timeline = recsync.callbacks.Timeline(tmp_path / "timeline.json")
+    report = recsync.callbacks.TrainingReport(str(tmp_path / "logs"), update_freq=6)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        model.fit(
+            dataset(),
+            validation_data=dataset().enumerate().map(check),
+            verbose=0,
+            callbacks=[timeline, report],
+        )
+    trace = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "compute" for event in trace) == BATCHES
+    assert not model.train_function.recordings.are_made
+    # Both serve another call of fit.
+    model.fit(dataset(), verbose=0, callbacks=[timeline, report])
+    model.fit(dataset(), verbose=0, callbacks=[timeline, report])
+    speeds = events(tmp_path / "logs")["scalars", "recsync/batches_per_second"]
+    assert len(speeds) == 2
+
+
+def test_a_timeline_refuses_a_folder_that_does_not_exist(cluster, tmp_path):
+    model = make_model(recsync.AsyncStrategy(cluster))
+    timeline = recsync.callbacks.Timeline(tmp_path / "nowhere" / "timeline.json")
+    with pytest.raises(ValueError, match="path=.*nowhere/timeline.json.*there is no folder"):
+        model.fit(dataset(), verbose=0, callbacks=[timeline])
 
 
 def test_a_timeline_has_a_process_for_each_worker_and_rows_for_what_overlaps(cluster, tmp_path):

@@ -118,6 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = of_strategy.parse_known_args(argv)[0].strategy
     parser = _parser(name)
     arguments = parser.parse_args(argv)
+    # What comes to an end after minutes shall not fail then.
+    for output in ("json", "plot", "timeline"):
+        path = getattr(arguments, output, None)
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"--{output}={path}: there is no folder {path.parent}")
     try:
         result = _STRATEGIES[name].run(arguments)
         sys.stdout.write(f"{result}\n")

@@ -49,12 +49,17 @@ class HopReport(StrategyCallback):
         super().__init__()
         if not isinstance(per_worker, bool):
             raise ValueError(f"per_worker must be a bool, not {per_worker!r}")
-        self._writer = tf.summary.create_file_writer(log_dir) if log_dir else None
+        self._log_dir = log_dir
+        self._writer: tf.summary.SummaryWriter | None = None
         self._per_worker = per_worker
         self._started = 0.0
         self._ended: float | None = None
         self._before: list[WorkerReport] = []
         self._data_wait = 0.0
+
+    def on_train_begin(self, logs=None):
+        if self._log_dir and self._writer is None:
+            self._writer = tf.summary.create_file_writer(self._log_dir)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._started = time.monotonic()
@@ -103,6 +108,7 @@ class HopReport(StrategyCallback):
     def on_train_end(self, logs=None):
         if self._writer is not None:
             self._writer.close()
+            self._writer = None
 
 
 def _gained(then: WorkerReport, now: WorkerReport) -> dict[str, float]:

@@ -64,7 +64,7 @@ class StepFigures:
         self._writer = writer
         self._recording: Recording = self._strategy.record_events(model, 1, self.close)
         self._seen: set[str] = set()  # Of _SHARES, those that ever were above 0.
-        self._has_layout = False
+        self._charted: set[str] = set()  # The prefixes of the figures that have a chart.
         self.skip()
 
     def skip(self) -> None:
@@ -102,10 +102,10 @@ class StepFigures:
         with self._writer.as_default(step=step):
             for name, value in figures.items():
                 tf.summary.scalar(name, value)
-            if not self._has_layout:
-                self._has_layout = True
-                prefixes = {name.partition("/")[0] for name in figures}
-                tf.summary.experimental.write_raw_pb(_layout(prefixes))
+            prefixes = {name.partition("/")[0] for name in figures}
+            if not prefixes <= self._charted:
+                self._charted |= prefixes
+                tf.summary.experimental.write_raw_pb(_layout(self._charted))
         self._writer.flush()
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ class Timeline(StrategyCallback):
     While a timeline is recorded, steps are traced with the operations that note all this, from the
     next epoch on; without one, they cost nothing.
 
-    The file is also written if training fails, before `fit` raises the error; but not if another
-    callback raises one, as Keras tells callbacks nothing of it.
+    The file is also written if training or validation fails, before `fit` raises the error; but
+    not if another callback raises one, as Keras tells callbacks nothing of it.
 
     Args:
         path: of the file, a `.json`. Its folder must exist.
@@ -37,8 +37,8 @@ class Timeline(StrategyCallback):
             the file. See `record_events` of strategies.
 
     Raises:
-        ValueError: when training begins, if the strategy is none of this package's, or `limit` is
-            wrong.
+        ValueError: when training begins, if the strategy is none of this package's, the folder
+            of `path` does not exist, or `limit` is wrong.
 
     Example:
 
@@ -74,6 +74,9 @@ class Timeline(StrategyCallback):
         self._recording: Recording | None = None
 
     def on_train_begin(self, logs=None):
+        folder = os.path.dirname(os.path.abspath(self._path))
+        if not os.path.isdir(folder):
+            raise ValueError(f"path={os.fspath(self._path)!r}: there is no folder {folder!r}")
         if self._recording is not None:
             self._recording.stop()  # Of a call of `fit` that another callback ended.
         self._recording = self._strategy.record_events(self.model, self._limit, self._write_failed)
@@ -84,12 +87,14 @@ class Timeline(StrategyCallback):
     def _write_failed(self) -> None:
         try:
             self._write()
-        except OSError as error:
+        except Exception as error:
             # What training failed of is more important.
             logging.error("The timeline %s could not be written: %s", self._path, error)
 
     def _write(self) -> None:
         recording, self._recording = self._recording, None
+        if recording is None:
+            return  # Written, when training failed.
         recording.stop()
         if recording.lost > 0:
             logging.warning(

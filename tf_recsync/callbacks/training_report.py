@@ -84,7 +84,8 @@ class TrainingReport(StrategyCallback):
         self._batches = 0  # Of the epochs before.
         self._written = 0  # Of which there were figures last.
         self._figures: StepFigures | None = None
-        self._writer = tf.summary.create_file_writer(log_dir) if log_dir else None
+        self._log_dir = log_dir
+        self._writer: tf.summary.SummaryWriter | None = None
         self._started = 0.0
         self._ended: float | None = None
         self._before: Report | None = None
@@ -94,6 +95,9 @@ class TrainingReport(StrategyCallback):
         self._tables: dict[str, KeyCounts] = {}
 
     def on_train_begin(self, logs=None):
+        if self._log_dir and self._writer is None:
+            self._writer = tf.summary.create_file_writer(self._log_dir)
+        self._written = self._batches  # What a callback may have ended is left out.
         if self._update_freq != "epoch":
             self._end_figures()  # Of a call of `fit` that another callback ended.
             self._figures = StepFigures(self.model, self._writer)
@@ -160,6 +164,7 @@ class TrainingReport(StrategyCallback):
         self._end_figures()
         if self._writer is not None:
             self._writer.close()
+            self._writer = None
 
     def _end_figures(self) -> None:
         figures, self._figures = self._figures, None

@@ -47,10 +47,10 @@ _ALGORITHMS: dict[str, tuple[type[Algorithm] | None, tuple[str, ...]]] = {
 _OF_MODELS = ("features", "examples", "learning_rate", "weight_decay")
 
 HOP_USAGE = "--topology=NAME:N --compute_seconds=S --steps=N"
-SHADOW_USAGE = "--trainers=N --parameter_bytes=N --compute_seconds=S --steps=N"
+SHADOW_USAGE = "--trainers=N --parameter_bytes=N --bandwidth=B --compute_seconds=S --steps=N"
 HIERARCHICAL_USAGE = (
     "--groups=N --trainers_per_group=N --parameter_bytes=N --trainer_flop=N --ps_flop=N,N "
-    "--trainer_flops=N --ps_flops=N --steps=N"
+    "--trainer_flops=N --ps_flops=N --bandwidth=B --steps=N"
 )
 
 

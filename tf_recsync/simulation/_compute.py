@@ -24,6 +24,7 @@ class ComputeTime:
         slowdown: of `recsync.testing`; None (the default) for none.
         noise: sigma of the lognormal factor, at least 0; default 0.
         seed: of that, an int of at least 0; default 0.
+        argument: the name of the argument that has `seconds`; default "compute_seconds".
 
     Raises:
         ValueError: if an argument is wrong.
@@ -42,17 +43,18 @@ class ComputeTime:
         slowdown: Slowdown | None = None,
         noise: float = 0.0,
         seed: int = 0,
+        argument: str = "compute_seconds",
     ):
         check_at_least("workers", workers, 1)
         each = np.ndim(seconds) > 0
         given = list(seconds) if each else [seconds] * workers
         if len(given) != workers:
             raise ValueError(
-                f"compute_seconds must be a number, or one for each of {workers} workers, not "
+                f"{argument} must be a number, or one for each of {workers} workers, not "
                 f"{len(given)} numbers"
             )
         for worker, value in enumerate(given):
-            name = f"compute_seconds[{worker}]" if each else "compute_seconds"
+            name = f"{argument}[{worker}]" if each else argument
             check_number(name, float(value) if isinstance(value, np.number) else value)
         self._base = [float(value) for value in given]
         check_number("noise", noise)

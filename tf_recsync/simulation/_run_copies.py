@@ -315,7 +315,9 @@ def run_hierarchical(
         nets_per_trainer=nets_per_trainer,
         trainer_flops=trainer_flops,
         ps_flops=ps_flops,
-        compute=ComputeTime(lookup_seconds, trainers, slowdown, noise, seed),
+        compute=ComputeTime(
+            lookup_seconds, trainers, slowdown, noise, seed, argument="lookup_seconds"
+        ),
         sync_ps=sync_ps,
         parameter_bytes=parameter_bytes,
         steps=steps,

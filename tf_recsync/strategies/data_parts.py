@@ -17,6 +17,7 @@ from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2
+from tensorflow.python.data.experimental.ops import cardinality
 from tensorflow.python.data.ops import dataset_ops, options
 
 from tf_recsync.strategies.done_batches import Ranges, rest_of
@@ -73,6 +74,8 @@ def pairs_sources(dataset: tf.data.Dataset) -> bool:
 
 def without_assertions(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """A dataset without what asserts a cardinality in it: parts of it have another one."""
+    if not _may_assert(dataset):
+        return dataset  # Describing it may take long: it may have large arrays.
     try:
         graph = _described(dataset)
     except tf.errors.OpError:
@@ -85,6 +88,23 @@ def without_assertions(dataset: tf.data.Dataset) -> tf.data.Dataset:
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
     rebuilt = dataset_ops._VariantDataset(variant, dataset.element_spec)
     return rebuilt.with_options(dataset.options())
+
+
+def _may_assert(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset, or one that its functions make, may assert its cardinality."""
+    pending = [dataset]
+    while pending:
+        found = pending.pop()
+        # Of what was described and made anew, Python does not know what it is made of.
+        if isinstance(found, (cardinality._AssertCardinalityDataset, dataset_ops._VariantDataset)):
+            return True
+        for function in found._functions():
+            graph = function.function.graph.as_graph_def()
+            nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+            if any(node.op == _ASSERTION for node in nodes):
+                return True
+        pending += found._inputs()
+    return False
 
 
 def _bypass(

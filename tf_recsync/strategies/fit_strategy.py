@@ -8,6 +8,7 @@ import inspect
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
@@ -38,7 +39,7 @@ from tf_recsync.strategies.server_memory import ServerMemory, memory_of
 from tf_recsync.strategies.slots import Losses
 from tf_recsync.strategies.worker_datasets import DatasetFunction, WorkerDatasets
 from tf_recsync.synchronization.arrangement import Arrangement
-from tf_recsync.synchronization.events import Recording
+from tf_recsync.synchronization.events import Recording, Recordings
 from tf_recsync.synchronization.modes import Mode
 
 _ASK_SECONDS = 0.2  # How often it is looked whether Keras has left.
@@ -87,6 +88,8 @@ class FitStrategy(tf.distribute.Strategy):
         cluster.connect()
         limit = silence_limit(silence_timeout, worker_timeout)
         self._guard = watched_calls.CallGuard(cluster, limit)
+        self._recordings: weakref.WeakKeyDictionary[keras.Model, Recordings]
+        self._recordings = weakref.WeakKeyDictionary()
         with self._guard.watched():
             self._check_servers(cluster, arrangement)
         super().__init__(Extended(self, self._guard, cluster, arrangement, self.copies_tables))
@@ -356,6 +359,8 @@ class FitStrategy(tf.distribute.Strategy):
         if getattr(model, "run_eagerly", False):
             raise ValueError("run_eagerly=True can't be used under this strategy")
         self._put_functions(model)
+        if model in self._recordings:
+            self._recordings_of(model)
         # A model that defines no `build` says that it is built when that was called, whatever its
         # layers are; Keras builds these when it has a batch.
         is_built = all(layer.built for layer in model._flatten_layers())
@@ -495,8 +500,8 @@ class FitStrategy(tf.distribute.Strategy):
             limit: how many events are kept, the latest ones, at 56 bytes each; an int of at
                 least 1. A step is four or five of them; a worker's iteration under a
                 `HopStrategy` is four, and two for each of its neighbors.
-            failed: is called when training fails, before `fit` raises the error; default
-                None. What it raises takes the error's place.
+            failed: is called when training or evaluation fails, perhaps more than once, before
+                the error is raised; default None. What it raises takes the error's place.
 
         Returns:
             A recording, to be stopped when it is enough; also a context manager.
@@ -516,8 +521,21 @@ class FitStrategy(tf.distribute.Strategy):
         """
         check_at_least("limit", limit, 1)
         self.attach(model)
-        function = model.train_function
-        return function.recordings.record(limit, function.collect_events, failed)
+
+        def collect() -> None:
+            # None, if the model was compiled again and has not trained since.
+            if isinstance(model.train_function, model_functions.Steps):
+                model.train_function.collect_events()
+
+        return self._recordings_of(model).record(limit, collect, failed)
+
+    def _recordings_of(self, model: keras.Model) -> Recordings:
+        """The recordings of a model, which go on when it is compiled again."""
+        recordings = self._recordings.setdefault(model, Recordings())
+        model.train_function.recordings = recordings
+        for function in (model.train_function, model.test_function):
+            function.observers.add(recordings)
+        return recordings
 
     def losses(self, model: keras.Model) -> Losses:
         """What was lost with workers that died or fell silent while the model trained.

@@ -96,8 +96,8 @@ class HopTrainFunction(TrainFunction):
 
         super().__init__(model, settings, OnWorkers(model), make, read)
 
-    def collect_events(self) -> None:
-        super().collect_events()
+    def _collect_events(self) -> None:
+        super()._collect_events()
         if self.synchronizer is not None:
             self.synchronizer.reports()
 
@@ -112,7 +112,7 @@ class HopTrainFunction(TrainFunction):
             self._step_logs,
             self.call_limit,
             self._is_numbered,
-            self.is_recorded,
+            self._notes_events,
         )
 
 
@@ -138,7 +138,7 @@ def _trace(
     else:
         train = _by_itself(model, step_logs)
 
-    def run_step(batch, waited, worker, began, count, log, hop_handle) -> tf.Operation:
+    def run_step(batch, waited, worker, began, count, log, hop_handle):
         iteration = hop.next_iteration(hop_handle, handles, dtype)
         with tf.control_dependencies([iteration]):
             # What a worker sends in parallel order is also what the average takes the place of.
@@ -158,7 +158,8 @@ def _trace(
         with tf.control_dependencies([received]):
             for variable in constrained:
                 variable._value.assign(variable.constraint(variable._value.read_value()))
-            return add_step(count, [received, *done], waited, log, batch.number)
+            counted = add_step(count, [received, *done], waited, log, batch.number)
+        return counted, iteration
 
     def step(iterator, worker, began, count, log, hop_handle):
         wait = DataWait()
@@ -166,12 +167,12 @@ def _trace(
         # Without a batch nothing may happen, not even what needs none of it.
         with tf.control_dependencies(batch.evidence):
             waited = wait.until(batch.evidence)
-            counted = run_step(batch, waited, worker, began, count, log, hop_handle)
+            counted, iteration = run_step(batch, waited, worker, began, count, log, hop_handle)
             if is_recorded:
                 # What comes after it the worker of Hop notes itself.
                 events = NotedEvents(log, count)
                 events.waited(wait)
-                events.counted(counted, is_joint=True)
+                events.counted(counted, is_joint=True, iteration=iteration)
 
     specs = [
         tf.data.IteratorSpec(worker_functions.given_spec(element_spec, is_numbered)),

@@ -125,6 +125,7 @@ class Steps:
         self._merger: MetricsMerger | None = None
         self._batches: PassBatches | None = None  # Of the pass that runs, or ran last.
         self._is_numbered = False  # Whether those that functions were traced for last have numbers.
+        self._notes_events = False  # Whether these note what steps do when.
         self._reader: PackedReader | None = None  # Of the workers' metrics, in this layout.
         self._read_layout: Layout | None = None
         self._initial: list[np.ndarray] = []  # Of what workers keep for themselves, in a pass.
@@ -632,6 +633,8 @@ class Steps:
         compute_time, bandwidths = self._settings.compute_time(), self._settings.bandwidths()
         spec = iterator.distributed.element_spec
         self._is_numbered = iterator.distributed.is_numbered
+        # More steps may be unrolled when somebody has begun to record, or has stopped.
+        self._notes_events = self.is_recorded
         is_training = self.method == "train_step"
         limits = self._settings.speeds() if is_training else {}
         key = self._variables.trace_key(
@@ -640,7 +643,7 @@ class Steps:
             lengths,
             compute_time,
             tuple(limits.items()),
-            (self._is_numbered, self.is_recorded),
+            (self._is_numbered, self._notes_events),
         )
         if key not in self._functions:
             self._step_logs = StepLogs(self._model, self.method, spec, self._logged)
@@ -698,7 +701,7 @@ class Steps:
             self.mode.hogwild,
             self._teller_of(layout),
             self._is_numbered,
-            self.is_recorded,
+            self._notes_events,
         )
         given = worker_functions.given_spec(element_spec, self._is_numbered)
         specs = worker_functions.worker_specs(layout, given)

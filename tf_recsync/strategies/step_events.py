@@ -37,12 +37,15 @@ class StepEvents:
     def computed(self, tensors: Iterable[tf.Tensor]) -> None:
         """The step has computed these, and pushes."""
 
-    def counted(self, done: tf.Operation, is_joint: bool) -> None:
+    def counted(
+        self, done: tf.Operation, is_joint: bool, iteration: tf.Tensor | None = None
+    ) -> None:
         """The step is done.
 
         Args:
             done: counts it.
             is_joint: whether the pull of the next step says when its push was applied.
+            iteration: its number, an int64 scalar; by default its place in the pass.
         """
 
 
@@ -77,11 +80,15 @@ class NotedEvents(StepEvents):
         self._add("compute", tensors)
         self._computed_at = self._at
 
-    def counted(self, done: tf.Operation, is_joint: bool) -> None:
+    def counted(
+        self, done: tf.Operation, is_joint: bool, iteration: tf.Tensor | None = None
+    ) -> None:
         if not is_joint:
             self._add("push", [done])
         with tf.control_dependencies([done]):
-            events.note(self._log, read_steps(self._count) - 1, self._did)
+            if iteration is None:
+                iteration = read_steps(self._count) - 1
+            events.note(self._log, iteration, self._did)
 
     def _add(self, name: str, evidence: Iterable[tf.Operation | tf.Tensor]) -> None:
         """Something that began when the last one had ended, and ends when all of this is there."""

@@ -123,8 +123,8 @@ class TrainFunction(Steps):
                 finally:
                     if not is_recovered:
                         self._leave_kept(iterator)
+                        self._give_up()
                 if not is_recovered:
-                    self._give_up()
                     raise
 
     # Where it is in the data.
@@ -331,7 +331,6 @@ class TrainFunction(Steps):
         """Training has failed; the error is raised next."""
         if self.synchronizer is not None:  # As before the model was built.
             self.synchronizer.release()
-        self.recordings.fail()
 
     # What is recorded of its steps.
 
@@ -340,12 +339,17 @@ class TrainFunction(Steps):
         return self.recordings.are_made
 
     def collect_events(self) -> None:
-        """Has the workers tell what they have done up to now."""
+        """Has the workers tell what they have done up to now, those that answer."""
+        # Who needs a server that is gone finds out, and raises an error that says so.
+        with contextlib.suppress(tf.errors.OpError, RuntimeError), self.watched():
+            self._collect_events()
+
+    def _collect_events(self) -> None:
         for slot in [] if self._run is None else self._run.slots:
-            if slot.state is not None and not slot.lost:
-                # Its thread finds out.
-                with contextlib.suppress(tf.errors.OpError), self.watched():
-                    self._take_events(slot, slot.state)
+            state = slot.state
+            if state is not None and not slot.lost:
+                with contextlib.suppress(tf.errors.OpError):
+                    self._take_events(slot, state)
 
     def _take_events(self, slot: Slot, state: WorkerState) -> None:
         told = state.take_events(slot.device)
@@ -554,6 +558,8 @@ class TrainFunction(Steps):
         is_new = iterator.run is None
         if is_new and self._run is not None:
             self._run.stop()  # It may have been left early; its steps come to an end.
+            if self.is_recorded:
+                self.collect_events()
             if self._run is not iterator.failed:
                 self._run.close_kept()
             if self._arrangement.has_copies:

@@ -24,7 +24,8 @@ class Event(NamedTuple):
         activity: what it did, an index into `tf_recsync.ops.events.ACTIVITIES`.
         begin: when it began, in microseconds since the Unix epoch, by the worker's clock.
         end: when it ended.
-        iteration: the number of the worker's step; -1 where it is part of none.
+        iteration: the number of the worker's step, from 0 in each pass over the data; under a
+            `HopStrategy` its iteration, which goes on; -1 where it is part of no step.
         neighbor: the worker with which it exchanged an update; -1 where there is none.
         thread: which thread of the worker did it, from 0; of a synchronization, the shard.
     """
@@ -96,6 +97,8 @@ class Recordings:
             lost: how many are missing among them, as there were too many at once.
             thread: of the worker, that did it.
         """
+        is_known = (events[:, 0] >= 0) & (events[:, 0] < len(ACTIVITIES))
+        events, lost = events[is_known], lost + np.count_nonzero(~is_known)
         with self._lock:
             if not self._recordings or len(events) + lost == 0:
                 return
@@ -117,8 +120,11 @@ class Recordings:
         event = [ACTIVITIES.index("synchronize"), end - int(seconds * 1e6), end, -1, -1]
         self.add(worker, np.array([event]), 0, shard)
 
-    def fail(self) -> None:
-        """Training has failed: tells those who record."""
+    def tell(self) -> None:
+        """There is nothing to pass on while all goes well; see `model_functions.Observer`."""
+
+    def failed(self) -> None:
+        """Training or evaluation ends with an error: tells those who record."""
         with self._lock:
             recordings = list(self._recordings)
         for recording in recordings:
