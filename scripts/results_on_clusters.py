@@ -8,7 +8,7 @@ into pieces:
     python scripts/results_on_clusters.py --minutes=20
     python scripts/results_on_clusters.py --only=swap
 
-and at the end each piece writes the tables of docs/cluster_results.md anew. All of it takes hours.
+and at the end each piece writes the page about all that has been run. All of it takes hours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
@@ -36,11 +35,15 @@ class Experiment:
     """A run of a benchmark.
 
     Attributes:
+        title: of its section of the page.
+        text: what the paper says, and what is to be known of the experiment; Markdown.
         benchmark: its name.
         arguments: of the command line.
         columns: the keys of its lines that the page shows.
     """
 
+    title: str
+    text: str
     benchmark: str
     arguments: tuple[str, ...]
     columns: tuple[str, ...]
@@ -51,33 +54,74 @@ class Experiment:
         return " ".join(("python", f"benchmarks/{self.benchmark}.py", *self.arguments))
 
 
+_INTRODUCTION = (
+    "The figures on this page come from real servers: up to 16 workers on one machine, "
+    "whose steps have artificial compute times, so that they overlap as on machines of "
+    "their own. Each experiment has five seeds, of the data and of the initial weights. "
+    "Differences are to the first line with the same seed, as means with 95 % confidence "
+    "intervals. `scripts/results_on_clusters.py` runs what has no file in "
+    "`docs/results/clusters` yet, and writes the tables. What needs more workers than a "
+    "machine has is on the page of [simulated results](simulated_results.md)."
+)
 _QUALITY = ("variant", "workers", "auc", "mean_difference")
 EXPERIMENTS = {
     "weights": Experiment(
-        "async_quality", ("--experiments=weights", "--workers=4,16", "--seeds=5"), _QUALITY
+        "Staleness weights",
+        "Liu and Zhao 2021, figure 5. The paper trains with 3,000 workers, where weights that "
+        "are normalized to 1,000 workers make up for a part of what staleness costs. With 16 "
+        "workers, staleness costs little, so weights have little to make up for: [the "
+        "simulation](simulated_results.md#asynchronous-training) shows them at the paper's "
+        "size.",
+        "async_quality",
+        ("--experiments=weights", "--workers=4,16", "--seeds=5"),
+        _QUALITY,
     ),
     "normalization": Experiment(
-        "async_quality", ("--experiments=normalization", "--workers=4,16", "--seeds=5"), _QUALITY
+        "Mean-normalization",
+        "Liu and Zhao 2021, figure 6. Local mean-normalization shall make hidden layers less "
+        "sensitive to staleness, which grows with the number of workers.",
+        "async_quality",
+        ("--experiments=normalization", "--workers=4,16", "--seeds=5"),
+        _QUALITY,
     ),
     "swap": Experiment(
-        "async_quality", ("--experiments=swap", "--workers=2,8", "--seeds=5"), _QUALITY
+        "SWAP",
+        "Liu and Zhao 2021, figure 7. The clicks change from day to day. Accumulators of "
+        "Adagrad only grow, so that its steps become too small for what is new; SWAP shrinks "
+        "them once in a period.",
+        "async_quality",
+        ("--experiments=swap", "--workers=2,8", "--seeds=5"),
+        _QUALITY,
     ),
     "switching": Experiment(
+        "Switching from synchronous training",
+        "Su et al. 2022, figure 6. A model that was trained synchronously goes on in another "
+        "mode with all hyper-parameters as they are, and later synchronously again. The "
+        "paper's claim is that GBA changes the AUC least.",
         "switching",
         ("--workers=8", "--seeds=5", "--modes=sync,async,bsp,gba", "--rows=20480"),
         ("mode", "at_switch", "in_mode", "after_return", "iota"),
     ),
     "modes": Experiment(
+        "Modes",
+        "Su et al. 2022, table 5.2. Under `stragglers`, every fourth worker takes several "
+        "times as long as the others.",
         "modes",
         ("--workers=16", "--rounds=3"),
         ("cluster", "mode", "relative_to_async", "staleness_mean", "excluded", "cpu_share"),
     ),
     "hop": Experiment(
+        "Decentralized training",
+        "Luo et al. 2019, figures 14 to 19. `ideal_speedup` is what the same protocol would "
+        "reach if communication were free.",
         "hop",
         ("--workers=16", "--compute_seconds=0.4", "--experiments=random,straggler"),
         ("experiment", "graph", "setting", "speedup", "ideal_speedup", "cpu_share"),
     ),
     "shadowsync": Experiment(
+        "ShadowSync",
+        "Zheng et al. 2021, tables 1 and 2: the normalized entropy (NE) on data that the "
+        "model was not trained on, by algorithm and by sync gap. Less is better.",
         "shadowsync",
         ("--experiments=easgd", "--quality_trainers=4,8", "--seeds=5"),
         ("setting", "trainers", "quality_sync_gap", "eval_ne", "less_s_easgd_eval"),
@@ -101,7 +145,8 @@ def main() -> None:
             if is_due and time.monotonic() - began < 60 * arguments.minutes:
                 run(name, experiment)
     finally:  # Also where one has failed.
-        PAGE.write_text(with_tables(PAGE.read_text()))
+        if any(FOLDER.glob("*.json")):
+            PAGE.write_text(page())
     missing = [name for name in EXPERIMENTS if not (FOLDER / f"{name}.json").exists()]
     if missing:
         print("Not run yet:", ", ".join(missing))
@@ -128,30 +173,25 @@ def run(name: str, experiment: Experiment) -> None:
     (FOLDER / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def with_tables(page: str) -> str:
-    """The page with the tables of what has been run, between `<!-- NAME -->` and `<!-- end -->`."""
-
-    def table(match: re.Match[str]) -> str:
-        name = match[1]
+def page() -> str:
+    """The page about what has been run."""
+    parts = ["# Results on real servers", _INTRODUCTION]
+    for name, experiment in EXPERIMENTS.items():
         path = FOLDER / f"{name}.json"
         if not path.exists():
-            return f"<!-- {name} -->\nNot run yet.\n<!-- end -->"
+            continue
         found = json.loads(path.read_text())
-        columns = EXPERIMENTS[name].columns
         rows = [
-            {column: summarize.show(row.get(column)) for column in columns}
+            {column: summarize.show(row.get(column)) for column in experiment.columns}
             for row in found["rows"]
-            if any(row.get(column) is not None for column in columns[1:])
+            if any(row.get(column) is not None for column in experiment.columns[1:])
         ]
-        lines = summarize.table(rows)
+        parts += [f"## {experiment.title}", experiment.text, "\n".join(summarize.table(rows))]
         picture = path.with_suffix(".png")
         if picture.exists():
-            lines += ["", f"![{name}](results/clusters/{picture.name})"]
-        how = f"`{found['command']}`, {found['minutes']:.0f} minutes on {found['machine']}"
-        return "\n".join([f"<!-- {name} -->", *lines, "", how, "<!-- end -->"])
-
-    names = "|".join(EXPERIMENTS)
-    return re.sub(rf"<!-- ({names}) -->.*?<!-- end -->", table, page, flags=re.DOTALL)
+            parts.append(f"![{experiment.title}](results/clusters/{picture.name})")
+        parts.append(f"`{found['command']}`, {found['minutes']:.0f} minutes on {found['machine']}")
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
