@@ -531,7 +531,8 @@ class FitStrategy(tf.distribute.Strategy):
 
     def _recordings_of(self, model: keras.Model) -> Recordings:
         """The recordings of a model, which go on when it is compiled again."""
-        recordings = self._recordings.setdefault(model, Recordings())
+        # What was made for training has those of the first function.
+        recordings = self._recordings.setdefault(model, model.train_function.recordings)
         model.train_function.recordings = recordings
         for function in (model.train_function, model.test_function):
             function.observers.add(recordings)
