@@ -143,7 +143,7 @@ def test_what_goes_back_is_what_was_lost_or_everything(cluster, tmp_path, recove
     # What is recorded goes on: 200 steps at least come after it.
     trace = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert sum(event["name"] == "compute" for event in trace) >= STEPS - 100
-    speeds = events(tmp_path / "logs")["scalars", "examples_per_second/worker_0"]
+    speeds = events(tmp_path / "logs")["scalars", "batches_per_second/worker_0"]
     assert speeds[-1] > 0
     assert [saved.global_step for saved in callback.saved][0] == 0
     check_rows(callback.saved[-1].path)

@@ -11,14 +11,17 @@ from tf_recsync import modes
 from tf_recsync.layers import MeanNormalization
 from tf_recsync.simulation import ClickModel, run
 
-PRODUCTS = ClickModel(
-    features=2,
-    vocabulary=5,
-    numbers=4,
-    number_pairs=1.5,
-    optimizer=recsync.optimizers.Adagrad(0.1),
-    test_examples=4000,
-)
+
+def products(**options):
+    """A model of data with products of numbers.
+
+    Not made when this module is imported: the variables of its optimizer would be lost when another
+    test connects to a cluster.
+    """
+    given = {"optimizer": recsync.optimizers.Adagrad(0.1), **options}
+    return ClickModel(
+        features=2, vocabulary=5, numbers=4, number_pairs=1.5, test_examples=4000, **given
+    )
 
 
 def learn(model, workers=1, steps=2000, **options):
@@ -28,26 +31,24 @@ def learn(model, workers=1, steps=2000, **options):
 
 
 def test_hidden_layers_learn_products_of_numbers_that_others_can_not():
-    linear = learn(PRODUCTS)
+    linear = learn(products())
     for units, layer in (((16,), None), ((16, 8), None), ((16,), MeanNormalization(0.9, 0.1))):
-        model = dataclasses.replace(PRODUCTS, hidden_units=units, mean_normalization=layer)
+        model = products(hidden_units=units, mean_normalization=layer)
         result = learn(model)
         assert linear.auc + 0.05 < result.auc < result.bayes_auc
         assert result.bayes_auc == linear.bayes_auc
 
 
 def test_hidden_layers_learn_alike_whatever_the_number_of_servers():
-    model = dataclasses.replace(
-        PRODUCTS, dimension=2, hidden_units=[4], mean_normalization=MeanNormalization(0.9)
-    )
+    layer = MeanNormalization(0.9)
+    model = products(dimension=2, hidden_units=[4], mean_normalization=layer)
     one, several = (learn(model, workers=5, steps=200, ps=ps, noise=0.3) for ps in (1, 3))
     assert one.evaluations == several.evaluations
 
 
 def test_moving_means_swing_if_they_forget_in_fewer_steps_than_there_are_workers():
     def auc(momentum):
-        model = dataclasses.replace(
-            PRODUCTS,
+        model = products(
             hidden_units=(16,),
             number_mean=3.0,
             mean_normalization=MeanNormalization(momentum, 0.1),
@@ -81,8 +82,8 @@ def test_a_model_is_tested_on_the_next_days_clicks():
 
 
 def test_numbers_may_have_a_mean_that_logits_do_not_know():
-    far = dataclasses.replace(PRODUCTS, number_mean=5.0)
-    one, other = (learn(model, steps=100) for model in (PRODUCTS, far))
+    models = products(), products(number_mean=5.0)
+    one, other = (learn(model, steps=100) for model in models)
     assert one.bayes_auc == other.bayes_auc
     assert one.auc != other.auc
 

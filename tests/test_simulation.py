@@ -313,7 +313,7 @@ def test_the_program_prints_a_table_and_writes_files(tmp_path, capsys):
         (["--mode=bsp"], "--mode=bsp needs --global_batch_size"),
         (
             ["--mode=async", "--json=/nowhere/a.json"],
-            "directory: '/nowhere/a.json'",
+            "--json=/nowhere/a.json: there is no folder /nowhere",
         ),
         (["--mode=async", "--ps=0"], "ps must be an integer of at least 1, got 0"),
         (["--mode=async", "--bandwidth=-1"], "bandwidth must be a finite number, positive, not -1"),
