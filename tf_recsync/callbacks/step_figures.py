@@ -8,6 +8,7 @@ from collections.abc import Set
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from tf_recsync.staleness import Report, Statistics
 from tf_recsync.synchronization.events import Recording, Total
@@ -74,11 +75,18 @@ class StepFigures:
         self._staleness = self._strategy.staleness(self._model)
 
     def write(self, step: int) -> None:
-        """Writes the figures since the last time.
+        """Writes the figures since the last time; none while a server is gone.
 
         Args:
             step: where they stand: the batches that were trained on so far.
         """
+        try:
+            self._write(step)
+        except (tf.errors.OpError, RuntimeError) as error:
+            # Training may go on when it is back; if not, it says so itself.
+            logging.debug("figures of the last steps are left out: %s", error)
+
+    def _write(self, step: int) -> None:
         strategy, before, at = self._strategy, self._totals, self._at
         staleness = self._staleness
         self.skip()
