@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import tensorflow as tf
 
 from tf_recsync._deprecation import without_strategy
-from tf_recsync.callbacks.strategy_callback import StrategyCallback, mean_data_wait
+from tf_recsync.callbacks.strategy_callback import EpochReport, mean_data_wait
 from tf_recsync.synchronization.hop_reports import WorkerReport
 
 
-class HopReport(StrategyCallback):
+class HopReport(EpochReport):
     """Adds what workers of a `HopStrategy` did in each epoch to its logs, and to TensorBoard.
 
     To the progress bar and `History` it adds, over all workers: `iterations_per_second` (the
@@ -46,34 +45,20 @@ class HopReport(StrategyCallback):
 
     @without_strategy
     def __init__(self, log_dir: str | None = None, per_worker: bool = False):
-        super().__init__()
+        super().__init__(log_dir)
         if not isinstance(per_worker, bool):
             raise ValueError(f"per_worker must be a bool, not {per_worker!r}")
-        self._log_dir = log_dir
-        self._writer: tf.summary.SummaryWriter | None = None
         self._per_worker = per_worker
-        self._started = 0.0
-        self._ended: float | None = None
         self._before: list[WorkerReport] = []
         self._data_wait = 0.0
 
-    def on_train_begin(self, logs=None):
-        if self._log_dir and self._writer is None:
-            self._writer = tf.summary.create_file_writer(self._log_dir)
-
     def on_epoch_begin(self, epoch, logs=None):
-        self._started = time.monotonic()
+        super().on_epoch_begin(epoch, logs)
         self._data_wait = mean_data_wait(self._strategy, self.model)
         self._before = self._strategy.hop_report(self.model)
-        self._ended = None
-
-    def on_test_begin(self, logs=None):
-        # Validation after the epoch is no training time.
-        if self._ended is None:
-            self._ended = time.monotonic()
 
     def on_epoch_end(self, epoch, logs=None):
-        seconds = (self._ended or time.monotonic()) - self._started
+        seconds = self._seconds
         now = self._strategy.hop_report(self.model)
         done = [_gained(then, report) for then, report in zip(self._before, now, strict=True)]
 
@@ -104,11 +89,6 @@ class HopReport(StrategyCallback):
             for name, value in workers.items():
                 tf.summary.scalar(name, value)
         self._writer.flush()
-
-    def on_train_end(self, logs=None):
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
 
 
 def _gained(then: WorkerReport, now: WorkerReport) -> dict[str, float]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import keras
+import tensorflow as tf
 
 # What strategies have on which reports can be made.
 _REPORTS = {"TrainingReport": "staleness", "HopReport": "topology", "ShadowReport": "sync_report"}
@@ -27,6 +30,44 @@ class StrategyCallback(keras.callbacks.Callback):
     @property
     def _strategy(self):
         return self.model.distribute_strategy
+
+
+class EpochReport(StrategyCallback):
+    """One that reports on each epoch, in TensorBoard, too.
+
+    Args:
+        log_dir: a folder for TensorBoard, or None.
+    """
+
+    def __init__(self, log_dir: str | None):
+        super().__init__()
+        self._log_dir = log_dir
+        self._writer: tf.summary.SummaryWriter | None = None  # While `fit` runs.
+        self._started = 0.0
+        self._ended: float | None = None
+
+    def on_train_begin(self, logs=None):
+        if self._log_dir and self._writer is None:
+            self._writer = tf.summary.create_file_writer(self._log_dir)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._started = time.monotonic()
+        self._ended = None
+
+    def on_test_begin(self, logs=None):
+        # Validation after the epoch is no training time.
+        if self._ended is None:
+            self._ended = time.monotonic()
+
+    def on_train_end(self, logs=None):
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    @property
+    def _seconds(self) -> float:
+        """For how long the epoch has trained."""
+        return (self._ended or time.monotonic()) - self._started
 
 
 def mean_data_wait(strategy, model: keras.Model) -> float:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import tensorflow as tf
 
 from tf_recsync._checks import check_at_least
 from tf_recsync._deprecation import without_strategy
 from tf_recsync.callbacks.step_figures import StepFigures, staleness_since
-from tf_recsync.callbacks.strategy_callback import StrategyCallback, mean_data_wait
+from tf_recsync.callbacks.strategy_callback import EpochReport, mean_data_wait
 from tf_recsync.embedding.keys import KeyCounts
 from tf_recsync.optimizers.base import global_step_of
 from tf_recsync.staleness import Report, Statistics
 from tf_recsync.strategies.slots import Losses
 
 
-class TrainingReport(StrategyCallback):
+class TrainingReport(EpochReport):
     """Adds speed and staleness to each epoch's logs, and to TensorBoard.
 
     To the progress bar and `History` it adds `batches_per_second` (local batches that all
@@ -73,7 +72,7 @@ class TrainingReport(StrategyCallback):
 
     @without_strategy
     def __init__(self, log_dir: str | None = None, update_freq: str | int = "epoch"):
-        super().__init__()
+        super().__init__(log_dir)
         if update_freq != "epoch":
             if isinstance(update_freq, str):
                 raise ValueError(f'update_freq must be "epoch" or an int, not {update_freq!r}')
@@ -84,10 +83,6 @@ class TrainingReport(StrategyCallback):
         self._batches = 0  # Of the epochs before.
         self._written = 0  # Of which there were figures last.
         self._figures: StepFigures | None = None
-        self._log_dir = log_dir
-        self._writer: tf.summary.SummaryWriter | None = None
-        self._started = 0.0
-        self._ended: float | None = None
         self._before: Report | None = None
         self._global_step = 0
         self._losses = Losses()
@@ -95,8 +90,7 @@ class TrainingReport(StrategyCallback):
         self._tables: dict[str, KeyCounts] = {}
 
     def on_train_begin(self, logs=None):
-        if self._log_dir and self._writer is None:
-            self._writer = tf.summary.create_file_writer(self._log_dir)
+        super().on_train_begin(logs)
         self._written = self._batches  # What a callback may have ended is left out.
         if self._update_freq != "epoch":
             self._end_figures()  # Of a call of `fit` that another callback ended.
@@ -109,23 +103,17 @@ class TrainingReport(StrategyCallback):
             self._figures.write(done)
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._started = time.monotonic()
+        super().on_epoch_begin(epoch, logs)
         self._losses = self._strategy.losses(self.model)
         self._before = self._strategy.staleness(self.model)
         self._tables = self._strategy.tables(self.model)
         self._data_wait = mean_data_wait(self._strategy, self.model)
         self._global_step = global_step_of(self.model.optimizer)
-        self._ended = None
         if self._figures is not None:
             self._figures.skip()  # What was between two epochs is no training.
 
-    def on_test_begin(self, logs=None):
-        # Validation after the epoch is no training time.
-        if self._ended is None:
-            self._ended = time.monotonic()
-
     def on_epoch_end(self, epoch, logs=None):
-        seconds = (self._ended or time.monotonic()) - self._started
+        seconds = self._seconds
         self._batches += self.model.train_function.epoch_steps
         measured = self._staleness()
         before, losses = self._losses, self._strategy.losses(self.model)
@@ -162,9 +150,7 @@ class TrainingReport(StrategyCallback):
 
     def on_train_end(self, logs=None):
         self._end_figures()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        super().on_train_end(logs)
 
     def _end_figures(self) -> None:
         figures, self._figures = self._figures, None
