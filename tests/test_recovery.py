@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from groups import BETWEEN, hierarchical
-from helpers import AtBatch, compute_time, events, held_back
+from helpers import AtBatch, compute_time, events, held_back, wait_until
 from test_checkpoint_callback import NAME, check_rows, dataset, make_model
 from test_retried_batches import check_all_are_done
 
@@ -58,6 +58,27 @@ class KillInTurn(keras.callbacks.Callback):
             restart.start()
 
 
+def paced(data, steps, callback, times):
+    """Data whose steps don't all end before a server has died as often as it shall.
+
+    Args:
+        data: of one pass.
+        steps: how many batches it has.
+        callback: the `Checkpoint`.
+        times: how often training recovers; after each recovery there are as many steps left.
+    """
+
+    def wait(number):
+        before = int(number) * (times + 1) // steps  # So many recoveries come before this batch.
+        wait_until(lambda: callback.recoveries >= before, 60.0)
+
+    def later(number, batch):
+        with tf.control_dependencies([tf.py_function(wait, [number], [])]):
+            return tf.nest.map_structure(tf.identity, batch)
+
+    return data.enumerate().map(later)
+
+
 def slowly(strategy):
     recsync.testing.set_compute_time(strategy, 0.01)
     return strategy
@@ -82,9 +103,9 @@ def test_servers_may_die_in_turn(cluster, tmp_path, mode, times, caplog):
     few = -2 if mode == "async" else -1
     servers = servers[few:] if times == 1 else servers * times
     kills = KillInTurn(cluster, callback, servers)
-    epochs = model.fit(
-        dataset(STEPS * times, rows), epochs=2, verbose=0, callbacks=[callback, kills]
-    )
+    steps = STEPS * times
+    data = paced(dataset(steps, rows), steps, callback, len(servers))
+    epochs = model.fit(data, epochs=2, verbose=0, callbacks=[callback, kills])
     assert epochs.epoch == [0, 1]
     assert np.isfinite(epochs.history["loss"]).all()
     assert callback.recoveries == len(servers) > 0
@@ -200,7 +221,8 @@ def test_one_that_dies_while_another_is_restored_is_restored_as_well(
 
     monkeypatch.setattr(train_function, "make_anew", and_die)
     kills = KillInTurn(cluster, callback, [lost])
-    model.fit(dataset(STEPS, ROWS), verbose=0, callbacks=[callback, kills])
+    data = paced(dataset(STEPS, ROWS), STEPS, callback, 1)
+    model.fit(data, verbose=0, callbacks=[callback, kills])
     assert callback.recoveries == 1
     assert times == [{("ps", lost)}, {("ps", lost), ("ps", then)}]
     assert "Recovery begins again" in caplog.text
@@ -362,6 +384,7 @@ def test_layers_that_run_on_servers_go_on_when_a_table_is_back(cluster, tmp_path
     callback = Checkpoint(tmp_path, every_steps=10)
     kills = KillInTurn(cluster, callback, [server] * 2)
     data = dataset(STEPS, ROWS).map(lambda x, y: (x, (y, y)))
+    data = paced(data, STEPS, callback, 2)
     kernels = []
 
     class Look(keras.callbacks.Callback):
