@@ -70,7 +70,8 @@ def paced(data, steps, callback, times):
 
     def wait(number):
         before = int(number) * (times + 1) // steps  # So many recoveries come before this batch.
-        wait_until(lambda: callback.recoveries >= before, 60.0)
+        # Not for long, as what it waits for may wait for workers that wait for it.
+        wait_until(lambda: callback.recoveries >= before, 0.2)
 
     def later(number, batch):
         with tf.control_dependencies([tf.py_function(wait, [number], [])]):
