@@ -107,7 +107,7 @@ EXPERIMENTS = {
         "Su et al. 2022, table 5.2. Under `stragglers`, every fourth worker takes several "
         "times as long as the others.",
         "modes",
-        ("--workers=16", "--rounds=3"),
+        ("--workers=16", "--clusters=even,stragglers", "--steps=640", "--rounds=3"),
         ("cluster", "mode", "relative_to_async", "staleness_mean", "excluded", "cpu_share"),
     ),
     "hop": Experiment(
