@@ -147,6 +147,8 @@ def test_wrong_compute_times_are_refused(four):
         ((float("nan"),), "seconds must be at least 0 or None, not nan"),
         ((0.1, 4.0), "slowdown must be a Slowdown or None, not 4.0"),
         ((None, slow), "slowdown multiplies seconds"),
+        ((0.1, SlowWorkers(2.0, [0, 4])), "a slowdown has worker 4, and there are 4: workers must"),
+        ((0.1, RandomSlowdown(2.0, 0.5) * SlowWorkers(2.0, [9])), "a slowdown has worker 9"),
     ):
         with pytest.raises(ValueError, match=message):
             recsync.testing.set_compute_time(four, *arguments)

@@ -13,6 +13,13 @@ def check_at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
+def check_seed(seed: int) -> None:
+    """Raises a ValueError unless a seed is an integer of 64 bits, from 0 on."""
+    check_at_least("seed", seed, 0)
+    if seed >= 2**64:
+        raise ValueError(f"seed must be below 2 ** 64, not {seed}")
+
+
 def check_seconds(name: str, value: float) -> None:
     """Raises a ValueError if an argument is no positive number."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

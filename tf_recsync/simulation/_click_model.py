@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from tf_recsync import optimizers
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, check_seed
 from tf_recsync.layers import MeanNormalization
 from tf_recsync.optimizers import Optimizer
 from tf_recsync.simulation._settings import check_number
@@ -173,12 +173,6 @@ class ClickModel:
             "rows": _of_optimizer(self.table_optimizer or dense, is_table=True),
         }
 
-
-def check_seed(seed: int) -> None:
-    """Raises a ValueError unless a seed is an int of 64 bits."""
-    check_at_least("seed", seed, 0)
-    if seed >= 2**64:
-        raise ValueError(f"seed must be below 2 ** 64, not {seed}")
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, check_seed
 from tf_recsync.simulation._factors import Factors
 from tf_recsync.simulation._settings import check_number
 from tf_recsync.testing.slowdown import Slowdown
@@ -23,7 +23,7 @@ class ComputeTime:
         workers: how many workers there are, an int of at least 1.
         slowdown: of `recsync.testing`; None (the default) for none.
         noise: sigma of the lognormal factor, at least 0; default 0.
-        seed: of that, an int of at least 0; default 0.
+        seed: of that, an int of 64 bits. Defaults to 0.
         argument: the name of the argument that has `seconds`; default "compute_seconds".
 
     Raises:
@@ -58,7 +58,7 @@ class ComputeTime:
             check_number(name, float(value) if isinstance(value, np.number) else value)
         self._base = [float(value) for value in given]
         check_number("noise", noise)
-        check_at_least("seed", seed, 0)
+        check_seed(seed)
         self._noise = float(noise)
         self._random = [np.random.default_rng([seed, worker]) for worker in range(workers)]
         self._factors = None if slowdown is None else Factors(slowdown, workers, 1 << 10)

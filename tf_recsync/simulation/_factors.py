@@ -22,7 +22,7 @@ class Factors:
         depend_on_time: whether they depend on the seconds since all began.
 
     Raises:
-        ValueError: if `slowdown` is none.
+        ValueError: if `slowdown` is none, or names a worker that does not exist.
     """
 
     def __init__(self, slowdown: Slowdown, workers: int, steps: int):
@@ -30,6 +30,7 @@ class Factors:
             raise ValueError(
                 f"slowdown must be a Slowdown of recsync.testing or None, not {slowdown!r}"
             )
+        slowdown.check_workers(workers)
         self._workers = workers
         self._block_steps = max(1, min(steps, _ASKED_AT_ONCE // workers))
 

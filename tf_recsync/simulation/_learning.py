@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tf_recsync import _engine
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, check_seed
 from tf_recsync.simulation._pictures import FIRST
 from tf_recsync.simulation._settings import check_number
 
@@ -61,9 +61,7 @@ class LogisticRegression:
             raise ValueError(
                 f"features * examples must be at most {2**20}, not {self.features * self.examples}"
             )
-        check_at_least("seed", self.seed, 0)
-        if self.seed >= 2**64:
-            raise ValueError(f"seed must be below 2 ** 64, not {self.seed}")
+        check_seed(self.seed)
         check_number("learning_rate", self.learning_rate, positive=True)
         check_number("momentum", self.momentum)
         if self.momentum >= 1:

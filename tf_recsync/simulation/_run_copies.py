@@ -80,7 +80,7 @@ def run_hop(
             default): it does not.
         record_events: whether the result keeps what workers do, for `write_timeline`; default
             False.
-        seed: of the noise, an int of at least 0, the default.
+        seed: of the noise, an int of 64 bits. Defaults to 0.
 
     Returns:
         What it came to.
@@ -176,7 +176,7 @@ def run_shadow_sync(
             model's, or not known.
         model: what is learned, by plain gradient descent; None (the default): only time passes.
         loss_seconds: of virtual time between two looks at the loss, positive; default 1.
-        seed: of the noise, an int of at least 0, the default.
+        seed: of the noise, an int of 64 bits. Defaults to 0.
 
     Returns:
         What it came to.
@@ -276,7 +276,7 @@ def run_hierarchical(
             model's, or not known.
         model: what is learned, by plain gradient descent; None (the default): only time passes.
         loss_seconds: of virtual time between two looks at the loss, positive; default 1.
-        seed: of the noise, an int of at least 0, the default.
+        seed: of the noise, an int of 64 bits. Defaults to 0.
 
     Returns:
         What it came to.

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from tf_recsync import _engine, staleness
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, check_seed
 from tf_recsync.modes import ModeConfig
-from tf_recsync.simulation._click_model import ClickModel, check_seed
+from tf_recsync.simulation._click_model import ClickModel
 from tf_recsync.simulation._factors import Factors
 from tf_recsync.simulation._result import Evaluation, Result, Times, Utilization
 from tf_recsync.simulation._settings import Network, Server, check_number

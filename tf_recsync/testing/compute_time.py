@@ -44,7 +44,8 @@ def set_compute_time(
 
     Raises:
         ValueError: if `seconds` is negative, or `slowdown` is none, or is given
-            without seconds that it could multiply.
+            without seconds that it could multiply, or names a worker that does
+            not exist.
 
     Example:
 
@@ -61,4 +62,6 @@ def set_compute_time(
         raise ValueError(f"slowdown must be a Slowdown or None, not {slowdown!r}")
     if seconds is None and slowdown is not None:
         raise ValueError(f"slowdown multiplies seconds, which must not be None with {slowdown!r}")
+    if slowdown is not None:
+        slowdown.check_workers(strategy._pipelines())
     strategy._compute_time = None if seconds is None else _ComputeTime(float(seconds), slowdown)

@@ -36,6 +36,16 @@ class Slowdown(abc.ABC):
             A float32 scalar of at least 0; 1 is the worker's usual speed.
         """
 
+    def check_workers(self, workers: int) -> None:  # noqa: B027, most hold for any number.
+        """Checks that all workers exist that the slowdown names; by default it names none.
+
+        Args:
+            workers: how many workers there are.
+
+        Raises:
+            ValueError: if one that the slowdown names does not exist.
+        """
+
     def __mul__(self, other: Slowdown) -> Slowdown:
         if not isinstance(other, Slowdown):
             return NotImplemented
@@ -53,6 +63,10 @@ class _Product(Slowdown):
         both = (self.first, self.second)
         one, other = (slowdown.factor(worker, step, seconds) for slowdown in both)
         return one * other
+
+    def check_workers(self, workers):
+        self.first.check_workers(workers)
+        self.second.check_workers(workers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +101,14 @@ class SlowWorkers(Slowdown):
     def factor(self, worker, step, seconds):
         is_slow = tf.reduce_any(tf.equal(worker, tf.constant(self.workers, tf.int64)))
         return tf.where(is_slow, tf.constant(self.multiple, tf.float32), 1.0)
+
+    def check_workers(self, workers):
+        for worker in self.workers:
+            if worker >= workers:
+                raise ValueError(
+                    f"a slowdown has worker {worker}, and there are {workers}: workers must be "
+                    f"indices below {workers}"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
