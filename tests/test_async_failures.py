@@ -31,7 +31,7 @@ from helpers import (
 import tf_recsync as recsync
 from tf_recsync import callbacks as callbacks_
 from tf_recsync.optimizers import SGD
-from tf_recsync.strategies import distributed_dataset
+from tf_recsync.strategies import registered_dataset
 
 
 @pytest.fixture
@@ -242,8 +242,8 @@ def test_the_pipeline_of_a_pass_that_was_left_ends(two, steps_per_epoch):
     stop = AtBatch(10, lambda: setattr(model, "stop_training", True))
     model.fit(ones, epochs=2, steps_per_epoch=steps_per_epoch, callbacks=[stop], verbose=0)
     deadline = time.monotonic() + 60
-    while not (left.is_set() and two.cluster.data_service.tasks() == 0):
-        assert time.monotonic() < deadline, two.cluster.data_service.tasks()
+    while not (left.is_set() and two.cluster.data_services.tasks() == 0):
+        assert time.monotonic() < deadline, two.cluster.data_services.tasks()
         gc.collect()  # Keras's iterator is part of a cycle.
         time.sleep(0.1)
 
@@ -290,7 +290,7 @@ def test_a_worker_that_is_killed_and_restarted_takes_part_again(
         thread.start()
         restarting.append(thread)
 
-    iterator = distributed_dataset.RegisteredDataset.iterator
+    iterator = registered_dataset.RegisteredDataset.iterator
     failures = []
 
     def failing_once(registered, *part):
@@ -299,7 +299,7 @@ def test_a_worker_that_is_killed_and_restarted_takes_part_again(
             raise tf.errors.UnavailableError(None, None, "connection reset")
         return iterator(registered, *part)
 
-    monkeypatch.setattr(distributed_dataset.RegisteredDataset, "iterator", failing_once)
+    monkeypatch.setattr(registered_dataset.RegisteredDataset, "iterator", failing_once)
     told = []
 
     def tell(worker, event):
@@ -395,14 +395,14 @@ def test_fit_completes_on_the_other_workers_when_one_stays_away(mortal, caplog):
 
 def test_training_ends_at_once_when_a_worker_cannot_begin(mortal, monkeypatch):
     model = compiled(mortal)
-    iterator = distributed_dataset.RegisteredDataset.iterator
+    iterator = registered_dataset.RegisteredDataset.iterator
 
     def failing(registered, *part):
         if "worker_1" in threading.current_thread().name:
             raise tf.errors.InternalError(None, None, "no memory")
         return iterator(registered, *part)
 
-    monkeypatch.setattr(distributed_dataset.RegisteredDataset, "iterator", failing)
+    monkeypatch.setattr(registered_dataset.RegisteredDataset, "iterator", failing)
     with pytest.raises(tf.errors.InternalError, match="no memory"):
         model.fit(dataset(), verbose=0)
     # The other worker, too, has left the pass.

@@ -754,7 +754,7 @@ def test_readers_divide_files_and_row_groups(clusters, tmp_path, kind, on_error)
     model = click_model(recsync.AsyncStrategy(cluster))
     history = model.fit(dataset, epochs=2, verbose=0).history
     assert history["label_sum"] == [sum(row["click"] % 5 for row in values)] * 2
-    assert cluster.data_service.tasks() == 0  # None of it was read here.
+    assert cluster.data_services.tasks() == 0  # None of it was read here.
     assert data_parts.why_indivisible(data.train(8)) == ""
     logs = "".join(path.read_text() for path in pathlib.Path(cluster.log_dir).glob("reader*"))
     by_file = collections.Counter()

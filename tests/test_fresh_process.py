@@ -73,7 +73,7 @@ def train():
     ones = tf.data.Dataset.from_generator(endless, output_signature=(spec, spec))
     model.fit(ones.prefetch(4), steps_per_epoch=20, verbose=0)
     gc.disable()
-    assert cluster.data_service.tasks() == 1
+    assert cluster.data_services.tasks() == 1
     cluster.close()
     closed = "LocalCluster(workers=2, ps=1) is closed, and what lay on its servers is gone"
     for call in (model.get_weights, lambda: model.evaluate(ones), strategy.scope):

@@ -25,7 +25,7 @@ import tf_recsync as recsync
 from tf_recsync import ops
 from tf_recsync.cluster import data_service, local_cluster
 from tf_recsync.optimizers import SGD
-from tf_recsync.strategies import data_parts, distributed_dataset
+from tf_recsync.strategies import data_parts, registered_dataset
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -136,7 +136,7 @@ def test_every_example_is_trained_on_once_in_each_epoch(cluster, steps_per_execu
     assert history["sum"] == [101 * 100 / 2] * 3
     assert history["val_sum"] == [57 * 56 / 2] * 3
     assert steps_of(model) in [3 * 13 + i for i in range(4)]
-    assert cluster.data_service.tasks() == 0  # The coordinator ran none of it.
+    assert cluster.data_services.tasks() == 0  # The coordinator ran none of it.
     # By count: steps of one pass after another.
     model.fit(numbered(101, 8).repeat(), steps_per_epoch=7, epochs=4, verbose=0)
 
@@ -434,7 +434,7 @@ def test_a_pass_that_is_left_early_ends_on_all_readers(readers):
     servers = [data_service.Reader(addresses, index, None) for index in range(readers)]
     endless = tf.data.Dataset.range(10).repeat()
     register = tf.data.experimental.service.register_dataset
-    registered = distributed_dataset.RegisteredDataset(
+    registered = registered_dataset.RegisteredDataset(
         f"grpc://{addresses[0]}",
         "endless",
         register(f"grpc://{addresses[0]}", endless, compression=None, dataset_id="endless"),

@@ -94,7 +94,7 @@ def test_all_batches_of_all_pipelines_are_trained_on_once_an_epoch(cluster, mode
     datasets = strategy.distribute_datasets_from_function(numbers)
     model.fit(datasets, epochs=2, callbacks=[callback], verbose=0)
     assert callback.epochs == [expected()] * 2
-    assert cluster.data_service.tasks() == 0  # None of it was made here.
+    assert cluster.data_services.tasks() == 0  # None of it was made here.
     assert seen(model.evaluate(datasets, return_dict=True, verbose=0)) == expected()
 
 

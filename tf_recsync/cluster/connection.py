@@ -54,7 +54,7 @@ class Cluster:
       readers: The number of readers, which run input pipelines. Without any, this process does.
       membership: What each of the servers does, and who is lost.
       watch: Asks servers for which somebody waits for signs of life.
-      data_service: Hands the workers their data, from this process.
+      data_services: Hand the workers their data, from this process.
 
     Example:
 
@@ -105,7 +105,7 @@ class Cluster:
         # How often each server was readmitted as if it had been restarted; by job and index.
         self._taken_anew: collections.Counter = collections.Counter()
         self.cluster_spec = tf.train.ClusterSpec(self._addresses)
-        self.data_service = data_service.DataService(self.host)
+        self.data_services = data_service.DataServices(self.host)
         self._readers_lock = threading.Lock()
         self._reader_losses: data_service.ReaderLosses | None = None  # Guarded by _readers_lock.
         has_chief = tf_config.CHIEF in self._addresses
@@ -537,7 +537,7 @@ class Cluster:
                 return
             self._closed = True
             self._end_passes()
-            self.data_service.close()
+            self.data_services.close()
             with self._readers_lock:
                 if self._reader_losses is not None:
                     self._reader_losses.close()

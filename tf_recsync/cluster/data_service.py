@@ -29,6 +29,55 @@ _CLOSE_SECONDS = 1.0  # After these a connection that nobody needs is closed.
 _END_SECONDS = 0.5  # How often it is looked whether the last pipeline has ended.
 
 
+class DataServices:
+    """Those of a cluster in this process: one for each dataset, as a service keeps what it has.
+
+    Thread-safe.
+
+    Args:
+        host: the name or address by which the cluster's workers reach this
+            process.
+    """
+
+    def __init__(self, host: str):
+        self._host = host
+        self._lock = threading.Lock()
+        self._services: weakref.WeakSet[DataService] = weakref.WeakSet()  # Guarded by _lock.
+        self._is_closed = False  # Guarded by _lock.
+
+    def new(self) -> DataService:
+        """Another one, which ends when nobody refers to it any more, or with the cluster.
+
+        Raises:
+            RuntimeError: if they are closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the data services of this cluster are closed")
+            service = DataService(self._host)
+            self._services.add(service)
+            return service
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._all())
+
+    def tasks(self) -> int:
+        """How many pipelines are open."""
+        return sum(service.tasks() for service in self._all())
+
+    def close(self) -> None:
+        """Ends all of them, each when its last pipeline has ended; does not wait for it."""
+        with self._lock:
+            self._is_closed = True
+        for service in self._all():
+            service.close()
+
+    def _all(self) -> list[DataService]:
+        with self._lock:
+            return list(self._services)
+
+
 class DataService:
     """A dispatcher and a worker of tf.data's service, in this process.
 

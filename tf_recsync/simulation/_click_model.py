@@ -174,7 +174,6 @@ class ClickModel:
         }
 
 
-
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
     """Raises a ValueError if a simulation can't update by an optimizer."""
     if type(optimizer) not in (optimizers.SGD, optimizers.Adagrad, optimizers.SwapAdagrad):

@@ -9,188 +9,26 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from absl import logging
-from tensorflow.python.data.experimental.ops import data_service_ops
-from tensorflow.python.data.experimental.service import _pywrap_server_lib
 
 from tf_recsync.cluster import Cluster
-from tf_recsync.cluster.data_service import DataService
-from tf_recsync.strategies import data_errors, data_parts, reshuffling
+from tf_recsync.strategies import data_parts, reshuffling
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.done_batches import DoneBatches, Ranges, rest_of
 from tf_recsync.strategies.pass_batches import PassBatches
-from tf_recsync.strategies.pass_iterator import PassIterator, empty_batch
+from tf_recsync.strategies.pass_iterator import empty_batch
+from tf_recsync.strategies.registered_dataset import (
+    RegisteredDataset,
+    Registrations,
+    end_forgotten_passes,
+    register,
+)
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
-from tf_recsync.synchronization.remote_values import on_worker
-
-_REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
-
-
-def register(
-    cluster: Cluster,
-    dataset: tf.data.Dataset,
-    readers: int,
-    reader_timeout: float,
-    for_one_pass: bool = False,
-) -> RegisteredDataset:
-    """Registers a dataset with a cluster's data service, which then runs its pipeline.
-
-    Args:
-        cluster: the cluster.
-        dataset: batches.
-        readers: in how many readers it runs; 0: in this process.
-        reader_timeout: seconds to wait for the first reader.
-        for_one_pass: whether it may be forgotten with what this returns.
-
-    Raises:
-        RuntimeError: if the first reader does not answer.
-    """
-    if readers == 0:
-        # A service keeps what was registered, and with it arrays, for as long as it lives.
-        service = DataService(cluster.host) if for_one_pass else cluster.data_service
-        registered = _register(cluster, dataset, service.start(), 0)
-        registered.service = service
-        return registered
-    return _ask_readers(
-        cluster,
-        lambda: _register(cluster, dataset, cluster.reader_service, readers),
-        reader_timeout,
-    )
-
-
-def end_forgotten_passes(cluster: Cluster, reader_timeout: float) -> None:
-    """Ends passes over data that readers no longer know, before another one begins.
-
-    A service that was started again gives its numbers anew, and the iterators of an earlier pass
-    would take the batches of the next one that has its numbers.
-
-    Args:
-        cluster: the cluster.
-        reader_timeout: seconds to wait for the first reader.
-
-    Raises:
-        RuntimeError: if the first reader does not answer.
-    """
-    for run in [run for run in cluster.passes() if run.readers and run.is_open]:
-        if not _ask_readers(cluster, run.data.is_known, reader_timeout):
-            run.fail(data_errors.forgotten())
-            run.stop()
-
-
-def _ask_readers(cluster: Cluster, call: Callable[[], Any], reader_timeout: float) -> Any:
-    """Calls the data service, with a limit: TensorFlow waits without one, and deaf to signals."""
-    found: list[tuple[Any, Exception | None]] = []
-
-    def ask() -> None:
-        try:
-            with cluster.dispatch_scope():
-                found.append((call(), None))
-        except Exception as error:  # Raised by the one who waits.
-            found.append((None, error))
-
-    thread = threading.Thread(target=ask, name="recsync_ask_readers", daemon=True)
-    thread.start()
-    thread.join(reader_timeout)
-    if not found:
-        raise RuntimeError(
-            f"reader:0 ({cluster.reader_service}) has not answered for {reader_timeout:.0f} s; "
-            "start it again"
-        )
-    ((result, error),) = found
-    if error is not None:
-        raise error
-    return result
-
-
-def _register(
-    cluster: Cluster, dataset: tf.data.Dataset, address: str, readers: int
-) -> RegisteredDataset:
-    # The servers' names mean nothing to the service: pin nothing.
-    with tf.device("/CPU:0"):
-        # By a name of our own: a service that was started again would give a number anew.
-        name = f"recsync_{uuid.uuid4().hex}"
-        dataset_id = tf.data.experimental.service.register_dataset(
-            address, dataset, compression=None, dataset_id=name
-        )
-    return RegisteredDataset(
-        address, name, dataset_id, dataset.element_spec, cluster.workers, readers
-    )
-
-
-class RegisteredDataset:
-    """A dataset in the service; each pass over it is a job that workers share.
-
-    Attributes:
-        readers: in how many readers it runs; 0: in the coordinator's process.
-        service: in this process, which lives as long as this; None if it is the readers'.
-    """
-
-    service: DataService | None = None
-
-    def __init__(
-        self,
-        address: str,
-        name: str,
-        dataset_id: tf.Tensor,
-        element_spec: Any,
-        workers: int,
-        readers: int,
-    ):
-        self.readers = readers
-        self._workers = workers
-        self._address = address
-        self._name = name
-        self._dataset_id = np.asarray(dataset_id)
-        self.element_spec = element_spec
-
-    def new_job(self) -> str:
-        """The name of a new pass over the dataset."""
-        # Readers may have served other coordinators.
-        return f"recsync_{uuid.uuid4().hex}"
-
-    def is_known(self) -> bool:
-        """Whether the service knows the dataset; one that was started again does not."""
-        address = self._address.removeprefix("grpc://")
-        try:
-            _pywrap_server_lib.TF_DATA_GetDataServiceMetadataByID(self._name, address, "grpc")
-        except RuntimeError as error:
-            if "not found" not in str(error):
-                raise
-            return False
-        return True
-
-    def iterator(self, job: str) -> PassIterator:
-        """Joins a pass, to take what nobody has had; call it under the worker's device scope.
-
-        Args:
-            job: the pass.
-        """
-        # The public from_dataset_id lacks the refresh interval, and with its
-        # second every pass would end a second late.
-        policy = tf.data.experimental.service.ShardingPolicy
-        dataset = data_service_ops._from_dataset_id(
-            # Of several, each gets the next element of the source that nobody has.
-            processing_mode=policy.DYNAMIC if self.readers > 1 else policy.OFF,
-            service=self._address,
-            # Sent anew each time: TensorFlow takes a tensor that it has once sent to a worker for
-            # sent, also if the connection broke meanwhile.
-            dataset_id=on_worker(self._dataset_id),
-            element_spec=self.element_spec,
-            job_name=job,
-            # Two requests overtake each other now and then; a single worker
-            # shall see the order of the data, and can do with one.
-            max_outstanding_requests=1 if self._workers == 1 and self.readers < 2 else 2,
-            task_refresh_interval_hint_ms=_REFRESH_MILLISECONDS,
-        )
-        return PassIterator(dataset)
 
 
 class DistributedDataset:
@@ -210,6 +48,7 @@ class DistributedDataset:
         apart: the datasets that workers make, of which `dataset` is the first; None if
             there is one for all.
         passes: counts the passes over datasets that are shuffled anew in each.
+        registrations: what is registered already, for other calls.
         is_over: whether the call that it was made for has ended.
         is_validation: whether `fit` evaluates on it.
         retries: whether batches that are lost with a worker are done by others, if they can be
@@ -228,6 +67,7 @@ class DistributedDataset:
         reader_timeout: float = 60.0,
         apart: WorkerDatasets | None = None,
         passes: reshuffling.Passes | None = None,
+        registrations: Registrations | None = None,
         is_over: Callable[[], bool] = lambda: False,
         is_validation: bool = False,
         retries: bool = False,
@@ -235,6 +75,7 @@ class DistributedDataset:
         self.is_over = is_over
         self.is_validation = is_validation
         self._passes = passes or reshuffling.Passes()
+        self._registrations = registrations or Registrations()
         self._reader_timeout = reader_timeout
         is_here = in_order or start_predict is not None
         self.readers = 0 if is_here or apart is not None else cluster.readers
@@ -456,16 +297,18 @@ class DistributedDataset:
             return self._apart, number
         if self.readers:
             end_forgotten_passes(self._cluster, self._reader_timeout)
-        is_reshuffled = reshuffling.is_reshuffled(self.dataset)
-        is_new = self._registered is None or is_reshuffled
-        if not is_new and not position.batches:
-            return self._registered, number
-        for_one_pass = is_reshuffled or position.batches > 0
         parts = self.parts_at(position)
-        registered = self._register(number, position.prefix, position.done, parts, for_one_pass)
-        if not position.batches:
-            self._registered = registered
-        return registered, number
+        if position.batches or reshuffling.is_reshuffled(self.dataset):
+            return self._register(number, position.prefix, position.done, parts), number
+        if self._registered is None:
+            kind = self.is_numbered
+            self._registered = self._registrations.find(
+                self._cluster, self.dataset, kind, self._reader_timeout
+            )
+            if self._registered is None:
+                self._registered = self._register(number, 0, (), parts)
+                self._registrations.add(self.dataset, kind, self._registered)
+        return self._registered, number
 
     def rest(self, number: int, done: DoneBatches, parts: int) -> RegisteredDataset:
         """The batches of a pass that are not done, as workers get at them.
@@ -479,7 +322,7 @@ class DistributedDataset:
         end = None
         if beyond and beyond[-1][1] == self.batches_of(parts):
             *beyond, (end, _) = beyond  # Nothing behind that is read.
-        return self._register(number, prefix, tuple(beyond), parts, True, end)
+        return self._register(number, prefix, tuple(beyond), parts, end)
 
     def _register(
         self,
@@ -487,7 +330,6 @@ class DistributedDataset:
         prefix: int,
         beyond: Ranges,
         parts: int,
-        for_one_pass: bool,
         end: int | None = None,
     ) -> RegisteredDataset:
         dataset = self.dataset
@@ -512,7 +354,7 @@ class DistributedDataset:
                 dataset = rest_of(dataset, prefix, beyond)
                 if not self.is_numbered:
                     dataset = dataset.map(lambda _, batch: batch)
-        return register(self._cluster, dataset, self.readers, self._reader_timeout, for_one_pass)
+        return register(self._cluster, dataset, self.readers, self._reader_timeout)
 
     def local_batches(self) -> Iterator[Any]:
         """Batches in this process, for Keras to see what they look like; at least one."""

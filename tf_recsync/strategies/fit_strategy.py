@@ -35,6 +35,7 @@ from tf_recsync.strategies.extended import Extended
 from tf_recsync.strategies.measured_staleness import measured_staleness
 from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.predict_function import PredictFunction
+from tf_recsync.strategies.registered_dataset import Registrations
 from tf_recsync.strategies.server_memory import ServerMemory, memory_of
 from tf_recsync.strategies.slots import Losses
 from tf_recsync.strategies.worker_datasets import DatasetFunction, WorkerDatasets
@@ -100,6 +101,7 @@ class FitStrategy(tf.distribute.Strategy):
         self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
         self._speeds: dict[str, float] = {}  # By the device, artificial.
         self._passes = reshuffling.Passes()
+        self._registrations = Registrations()
         self.renewals = 0  # How often variables were made anew, whose old handles nobody may use.
         self._settings = model_functions.Settings(
             cluster=cluster,
@@ -223,6 +225,7 @@ class FitStrategy(tf.distribute.Strategy):
             self._settings.silence_timeout,
             apart,
             self._passes,
+            self._registrations,
             caller.is_over,
             caller.verb == "validate",
             verb != "fit" or self._settings.on_batch_lost == "retry",

@@ -15,7 +15,8 @@ from tf_recsync.strategies.slots import Slot
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
 
 if TYPE_CHECKING:
-    from tf_recsync.strategies.distributed_dataset import DistributedDataset, RegisteredDataset
+    from tf_recsync.strategies.distributed_dataset import DistributedDataset
+    from tf_recsync.strategies.registered_dataset import RegisteredDataset
 
 
 class PassBatches:

@@ -38,8 +38,8 @@ from tf_recsync.synchronization.remote_functions import cancellable
 from tf_recsync.synchronization.synchronizer import Crew
 
 if TYPE_CHECKING:
-    from tf_recsync.strategies.distributed_dataset import RegisteredDataset
     from tf_recsync.strategies.pass_batches import PassBatches
+    from tf_recsync.strategies.registered_dataset import RegisteredDataset
     from tf_recsync.strategies.worker_datasets import WorkerDatasets
 
 _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.

@@ -1,0 +1,252 @@
+"""Datasets in tf.data's service, which runs their pipelines here or in readers."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.data.experimental.ops import data_service_ops
+from tensorflow.python.data.experimental.service import _pywrap_server_lib
+
+from tf_recsync.cluster import Cluster
+from tf_recsync.cluster.data_service import DataService
+from tf_recsync.strategies import data_errors
+from tf_recsync.strategies.pass_iterator import PassIterator
+from tf_recsync.synchronization.remote_values import on_worker
+
+_REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
+_MOST_KEPT = 8  # Datasets; each has threads of its own in this process.
+
+
+def register(
+    cluster: Cluster,
+    dataset: tf.data.Dataset,
+    readers: int,
+    reader_timeout: float,
+) -> RegisteredDataset:
+    """Registers a dataset with a cluster's data service, which then runs its pipeline.
+
+    Args:
+        cluster: the cluster.
+        dataset: batches.
+        readers: in how many readers it runs; 0: in this process.
+        reader_timeout: seconds to wait for the first reader.
+
+    Raises:
+        RuntimeError: if the first reader does not answer.
+    """
+    if readers == 0:
+        # A service keeps what was registered, and with it arrays, for as long as it lives.
+        service = cluster.data_services.new()
+        registered = _register(cluster, dataset, service.start(), 0)
+        registered.service = service
+        return registered
+    return _ask_readers(
+        cluster,
+        lambda: _register(cluster, dataset, cluster.reader_service, readers),
+        reader_timeout,
+    )
+
+
+def end_forgotten_passes(cluster: Cluster, reader_timeout: float) -> None:
+    """Ends passes over data that readers no longer know, before another one begins.
+
+    A service that was started again gives its numbers anew, and the iterators of an earlier pass
+    would take the batches of the next one that has its numbers.
+
+    Args:
+        cluster: the cluster.
+        reader_timeout: seconds to wait for the first reader.
+
+    Raises:
+        RuntimeError: if the first reader does not answer.
+    """
+    for run in [run for run in cluster.passes() if run.readers and run.is_open]:
+        if not _ask_readers(cluster, run.data.is_known, reader_timeout):
+            run.fail(data_errors.forgotten())
+            run.stop()
+
+
+def _ask_readers(cluster: Cluster, call: Callable[[], Any], reader_timeout: float) -> Any:
+    """Calls the data service, with a limit: TensorFlow waits without one, and deaf to signals."""
+    found: list[tuple[Any, Exception | None]] = []
+
+    def ask() -> None:
+        try:
+            with cluster.dispatch_scope():
+                found.append((call(), None))
+        except Exception as error:  # Raised by the one who waits.
+            found.append((None, error))
+
+    thread = threading.Thread(target=ask, name="recsync_ask_readers", daemon=True)
+    thread.start()
+    thread.join(reader_timeout)
+    if not found:
+        raise RuntimeError(
+            f"reader:0 ({cluster.reader_service}) has not answered for {reader_timeout:.0f} s; "
+            "start it again"
+        )
+    ((result, error),) = found
+    if error is not None:
+        raise error
+    return result
+
+
+def _register(
+    cluster: Cluster, dataset: tf.data.Dataset, address: str, readers: int
+) -> RegisteredDataset:
+    # The servers' names mean nothing to the service: pin nothing.
+    with tf.device("/CPU:0"):
+        # By a name of our own: a service that was started again would give a number anew.
+        name = f"recsync_{uuid.uuid4().hex}"
+        dataset_id = tf.data.experimental.service.register_dataset(
+            address, dataset, compression=None, dataset_id=name
+        )
+    return RegisteredDataset(
+        address, name, dataset_id, dataset.element_spec, cluster.workers, readers
+    )
+
+
+class RegisteredDataset:
+    """A dataset in the service; each pass over it is a job that workers share.
+
+    Attributes:
+        readers: in how many readers it runs; 0: in the coordinator's process.
+        service: in this process, which lives as long as this; None if it is the readers'.
+    """
+
+    service: DataService | None = None
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        dataset_id: tf.Tensor,
+        element_spec: Any,
+        workers: int,
+        readers: int,
+    ):
+        self.readers = readers
+        self._workers = workers
+        self._address = address
+        self._name = name
+        self._dataset_id = np.asarray(dataset_id)
+        self.element_spec = element_spec
+
+    def new_job(self) -> str:
+        """The name of a new pass over the dataset."""
+        # Readers may have served other coordinators.
+        return f"recsync_{uuid.uuid4().hex}"
+
+    def is_known(self) -> bool:
+        """Whether the service knows the dataset; one that was started again does not."""
+        address = self._address.removeprefix("grpc://")
+        try:
+            _pywrap_server_lib.TF_DATA_GetDataServiceMetadataByID(self._name, address, "grpc")
+        except RuntimeError as error:
+            if "not found" not in str(error):
+                raise
+            return False
+        return True
+
+    def iterator(self, job: str) -> PassIterator:
+        """Joins a pass, to take what nobody has had; call it under the worker's device scope.
+
+        Args:
+            job: the pass.
+        """
+        # The public from_dataset_id lacks the refresh interval, and with its
+        # second every pass would end a second late.
+        policy = tf.data.experimental.service.ShardingPolicy
+        dataset = data_service_ops._from_dataset_id(
+            # Of several, each gets the next element of the source that nobody has.
+            processing_mode=policy.DYNAMIC if self.readers > 1 else policy.OFF,
+            service=self._address,
+            # Sent anew each time: TensorFlow takes a tensor that it has once sent to a worker for
+            # sent, also if the connection broke meanwhile.
+            dataset_id=on_worker(self._dataset_id),
+            element_spec=self.element_spec,
+            job_name=job,
+            # Two requests overtake each other now and then; a single worker
+            # shall see the order of the data, and can do with one.
+            max_outstanding_requests=1 if self._workers == 1 and self.readers < 2 else 2,
+            task_refresh_interval_hint_ms=_REFRESH_MILLISECONDS,
+        )
+        return PassIterator(dataset)
+
+
+class Registrations:
+    """What is registered of datasets, for later calls that use the same ones.
+
+    To register a dataset anew takes memory which TensorFlow does not give back: each operation that
+    makes a part of it has a name of its own, and stays in a cache. Of those that were used last a
+    few are kept, as long as the user has them.
+
+    Thread-safe.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        # By the dataset's id and its kind. Guarded by _lock.
+        self._kept: collections.OrderedDict[
+            tuple[int, bool], tuple[weakref.ref[tf.data.Dataset], RegisteredDataset]
+        ] = collections.OrderedDict()
+
+    def find(
+        self, cluster: Cluster, dataset: tf.data.Dataset, is_numbered: bool, reader_timeout: float
+    ) -> RegisteredDataset | None:
+        """What is registered of a dataset; None if nothing is, or its service has forgotten it.
+
+        Args:
+            cluster: the cluster.
+            dataset: the user's.
+            is_numbered: whether its batches have numbers.
+            reader_timeout: seconds to wait for the first reader.
+
+        Raises:
+            RuntimeError: if the first reader does not answer.
+        """
+        key = (id(dataset), is_numbered)
+        with self._lock:
+            reference, registered = self._kept.get(key, (None, None))
+            if reference is None or reference() is not dataset:
+                return None
+            self._kept.move_to_end(key)
+        if registered.readers and not _ask_readers(cluster, registered.is_known, reader_timeout):
+            return None
+        return registered
+
+    def add(self, dataset: tf.data.Dataset, is_numbered: bool, registered: RegisteredDataset):
+        """Keeps what is registered of a dataset, unless it might be another one the next time."""
+        if _has_resources(dataset):
+            return
+        key = (id(dataset), is_numbered)
+
+        def forget(reference: weakref.ref) -> None:
+            with self._lock:
+                if self._kept.get(key, (None, None))[0] is reference:
+                    del self._kept[key]
+
+        with self._lock:
+            self._kept[key] = weakref.ref(dataset, forget), registered
+            self._kept.move_to_end(key)
+            while len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+
+
+def _has_resources(dataset: tf.data.Dataset) -> bool:
+    """Whether functions of a dataset use what may change, as a table: it is sent as it is then."""
+    pending = [dataset]
+    while pending:
+        found = pending.pop()
+        for function in found._functions():
+            if any(t.dtype == tf.resource for t in function.function.captured_inputs):
+                return True
+        pending += found._inputs()
+    return False
