@@ -214,6 +214,8 @@ def page(lines: list[Line]) -> str:
         "",
         "Written by `make bench`, on a machine whose speed others may share. The programs in this",
         "folder say what they measure and how; [results.json](results.json) has all figures.",
+        "The runs are small, so that figures of quality are within what seeds differ by:",
+        "[results on real servers](../docs/cluster_results.md) has five seeds.",
         "Ratios are those of systems that took turns on the same machine, medians of their rounds.",
         "",
         machine(),
