@@ -1,13 +1,14 @@
 """What decentralized training costs in accuracy: examples/hop_svm.py in every setting of Hop.
 
-Each setting is a run of the example, as a user starts it, with the same data, epochs and seed; the
-first trains in one process. `difference` is the accuracy on the test file less that of one
-process. With slow workers (`slow` in a setting's name) the last worker's artificial compute time is
-four times the others'.
+Each setting is a run of the example for each seed (of initial weights and of the order of the
+data), as a user starts it, with the same data and epochs; the first trains in one process.
+`difference` is the accuracy on the test file less that of one process with the same seed. With
+several seeds, figures are means with half of their 95 % confidence intervals. With slow workers
+(`slow` in a setting's name) the last worker's artificial compute time is four times the others'.
 
 Without `--data_location` the data are synthetic: a linear task with noise, in LIBSVM's format.
 
-    python benchmarks/hop_accuracy.py --data_location=DIR --json=hop_accuracy.json
+    python benchmarks/hop_accuracy.py --data_location=DIR --seeds=5 --json=hop_accuracy.json
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 from typing import Any
 
 import common
+import continual
 import mode_runs
 import numpy as np
 from absl import app, flags
@@ -31,6 +33,7 @@ flags.DEFINE_integer("epochs", 3, "Passes over the training data.", lower_bound=
 flags.DEFINE_integer("batch_size", 128, "Examples per step of a worker.", lower_bound=1)
 flags.DEFINE_float("compute_seconds", 0.02, "Artificial compute time of a step.", lower_bound=0.001)
 flags.DEFINE_list("settings", [], "The numbers of the settings to run, from 0. Default: all.")
+flags.DEFINE_integer("seeds", 1, "How often each setting is run.", lower_bound=1)
 flags.DEFINE_string("json", None, "Gets the results, a list of objects.")
 
 _SLOW = ["--slow_workers=1", "--slow_factor=4"]
@@ -73,8 +76,10 @@ def make_data(folder: pathlib.Path) -> None:
         (folder / name).write_text("\n".join(lines) + "\n")
 
 
-def train(name: str, arguments: list[str], data: str, folder: pathlib.Path) -> dict[str, Any]:
-    """Runs the example in one setting."""
+def train(
+    name: str, arguments: list[str], seed: int, data: str, folder: pathlib.Path
+) -> dict[str, float]:
+    """Runs the example in one setting; its figures."""
     cluster = ["--strategy=local"]
     if name != SETTINGS[0][0]:
         compute = f"--compute_seconds={FLAGS.compute_seconds}"
@@ -84,7 +89,7 @@ def train(name: str, arguments: list[str], data: str, folder: pathlib.Path) -> d
         [
             *(sys.executable, str(common.ROOT / "examples" / "hop_svm.py")),
             *(f"--data_location={data}", f"--epochs={FLAGS.epochs}"),
-            *(f"--batch_size={FLAGS.batch_size}", f"--metrics_json={result}"),
+            *(f"--batch_size={FLAGS.batch_size}", f"--metrics_json={result}", f"--seed={seed}"),
             *cluster,
             *arguments,
         ],
@@ -95,10 +100,32 @@ def train(name: str, arguments: list[str], data: str, folder: pathlib.Path) -> d
         raise RuntimeError(f"{name}: hop_svm.py failed:\n{done.stderr[-3000:]}")
     figures = json.loads(result.read_text())
     keys = ("accuracy", "log_loss", "wall_seconds", "jumps", "stale_updates_dropped")
+    return {key: figures[key] for key in keys if key in figures}
+
+
+def summarize(name: str, runs: list[dict[str, float]]) -> dict[str, Any]:
+    """The means of the figures of a setting's runs."""
+    summary: dict[str, Any] = {"benchmark": "hop_accuracy", "setting": name, "seeds": len(runs)}
+    for key in runs[0]:
+        found = continual.Mean.of([run[key] for run in runs])
+        values = found.mean, found.half_width
+        summary[key] = values[0] if len(runs) == 1 else [round(value, 6) for value in values]
+    return summary
+
+
+def row(name: str, runs: list[dict[str, float]]) -> dict[str, str]:
+    """A setting's row of the table."""
+
+    def shown(key: str, form: str) -> str:
+        values = [run[key] for run in runs if key in run]
+        return format(continual.Mean.of(values), form) if values else ""
+
     return {
-        "benchmark": "hop_accuracy",
         "setting": name,
-        **{key: figures[key] for key in keys if key in figures},
+        "accuracy": shown("accuracy", ".4f"),
+        "difference": shown("difference", "+.4f"),
+        "log loss": shown("log_loss", ".4f"),
+        "jumps": shown("jumps", ".1f"),
     }
 
 
@@ -112,30 +139,26 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"--settings: {unknown} are not numbers from 0 to {numbers[-1]}")
     chosen = {0, *(int(number) for number in FLAGS.settings or numbers)}
     results: list[dict[str, Any]] = []
+    table: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
         if FLAGS.data_location is None:
             (folder / "data").mkdir()
             make_data(folder / "data")
         data = FLAGS.data_location or str(folder / "data")
+        alone: list[float] = []  # The accuracy of one process, by seed.
         for number in sorted(chosen):
-            result = train(*SETTINGS[number], data, folder)
-            result["difference"] = result["accuracy"] - (results or [result])[0]["accuracy"]
-            results.append(result)
-            print(f"{result['setting']}: accuracy {result['accuracy']:.4f}", flush=True)
-    mode_runs.print_table(
-        f"Accuracy after {FLAGS.epochs} epochs, {FLAGS.workers} workers",
-        [
-            {
-                "setting": result["setting"],
-                "accuracy": f"{result['accuracy']:.4f}",
-                "difference": f"{result['difference']:+.4f}",
-                "log loss": f"{result['log_loss']:.4f}",
-                "jumps": str(result.get("jumps", "")),
-            }
-            for result in results
-        ],
-    )
+            runs = []
+            for seed in range(1, FLAGS.seeds + 1):
+                run = train(*SETTINGS[number], seed, data, folder)
+                if number == 0:
+                    alone.append(run["accuracy"])
+                runs.append({**run, "difference": run["accuracy"] - alone[seed - 1]})
+                name = SETTINGS[number][0]
+                print(f"{name}, seed {seed}: accuracy {run['accuracy']:.4f}", flush=True)
+            results.append(summarize(name, runs))
+            table.append(row(name, runs))
+    mode_runs.print_table(f"Accuracy after {FLAGS.epochs} epochs, {FLAGS.workers} workers", table)
     mode_runs.write_json(FLAGS.json, results)
 
 
