@@ -51,11 +51,13 @@ def test_a_run_gives_the_rows_that_are_kept(tmp_path, name):
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
-def test_the_staleness_of_a_thousand_workers_is_fitted_and_three_times_as_many_follow():
-    few, many = kept("staleness")["rows"]
+def test_the_staleness_is_fitted_and_that_of_three_times_as_many_workers_predicted():
+    few, many, fitted = kept("staleness")["rows"]
     assert few["mean"] == pytest.approx(875, rel=0.02)
     assert few["variance"] == pytest.approx(4770, rel=0.05)
     assert many["mean"] == pytest.approx(3 * few["mean"], rel=0.01)
+    assert fitted["mean"] == pytest.approx(2090, rel=0.02)
+    assert fitted["variance"] == pytest.approx(11300, rel=0.05)
 
 
 def test_linear_weights_learn_least():
