@@ -46,7 +46,7 @@ class DataServices:
         self._is_closed = False  # Guarded by _lock.
 
     def new(self) -> DataService:
-        """Another one, which ends when nobody refers to it any more, or with the cluster.
+        """Starts another one, which ends when nobody refers to it any more, or with the cluster.
 
         Raises:
             RuntimeError: if they are closed.
@@ -85,47 +85,26 @@ class DataService:
     has ended: TensorFlow stops the servers with Python's lock held and waits for the threads
     of their pipelines, which may need that lock.
 
-    Thread-safe.
-
     Args:
-        host: the name or address by which the cluster's workers reach this
-            process.
+        host: see `DataServices`.
+
+    Attributes:
+        address: "grpc://host:port".
     """
 
     def __init__(self, host: str):
-        self._host = host
-        self._lock = threading.Lock()
-        self._servers: _Servers | None = None  # Guarded by _lock.
-        self._is_closed = False  # Guarded by _lock.
-        self._end: weakref.finalize | None = None  # Of the servers. Guarded by _lock.
-
-    def start(self) -> str:
-        """Starts the servers, the first time; returns their address, "grpc://host:port".
-
-        Raises:
-            RuntimeError: if it is closed.
-        """
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("the data service of this cluster is closed")
-            if self._servers is None:
-                self._servers = _Servers(self._host)
-                self._end = weakref.finalize(self, _end, self._servers)
-                self._end.atexit = False  # They end with the process.
-            return self._servers.address
+        self._servers = _Servers(host)
+        self.address = self._servers.address
+        self._end = weakref.finalize(self, _end, self._servers)
+        self._end.atexit = False  # They end with the process.
 
     def tasks(self) -> int:
-        """How many pipelines are open."""
-        with self._lock:
-            return 0 if self._servers is None else self._servers.tasks()
+        """How many pipelines are open; 0 when it is closed."""
+        return self._servers.tasks() if self._end.alive else 0
 
     def close(self) -> None:
         """Ends the servers, when their last pipeline has ended; does not wait for it."""
-        with self._lock:
-            self._is_closed = True
-            self._servers = None
-            if self._end is not None:
-                self._end()
+        self._end()
 
 
 class _Servers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import threading
 import uuid
 import weakref
@@ -44,7 +43,7 @@ def register(
     if readers == 0:
         # A service keeps what was registered, and with it arrays, for as long as it lives.
         service = cluster.data_services.new()
-        registered = _register(cluster, dataset, service.start(), 0)
+        registered = _register(cluster, dataset, service.address, 0)
         registered.service = service
         return registered
     return _ask_readers(
@@ -193,10 +192,11 @@ class Registrations:
 
     def __init__(self):
         self._lock = threading.Lock()
-        # By the dataset's id and its kind. Guarded by _lock.
-        self._kept: collections.OrderedDict[
-            tuple[int, bool], tuple[weakref.ref[tf.data.Dataset], RegisteredDataset]
-        ] = collections.OrderedDict()
+        # By the dataset, the one used last at the end, and by whether its batches have numbers. No
+        # callback of ours: it might run while this thread has the lock. Guarded by _lock.
+        self._kept: weakref.WeakKeyDictionary[tf.data.Dataset, dict[bool, RegisteredDataset]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def find(
         self, cluster: Cluster, dataset: tf.data.Dataset, is_numbered: bool, reader_timeout: float
@@ -212,12 +212,11 @@ class Registrations:
         Raises:
             RuntimeError: if the first reader does not answer.
         """
-        key = (id(dataset), is_numbered)
         with self._lock:
-            reference, registered = self._kept.get(key, (None, None))
-            if reference is None or reference() is not dataset:
+            registered = self._kept.get(dataset, {}).get(is_numbered)
+            if registered is None:
                 return None
-            self._kept.move_to_end(key)
+            self._kept[dataset] = self._kept.pop(dataset)
         if registered.readers and not _ask_readers(cluster, registered.is_known, reader_timeout):
             return None
         return registered
@@ -226,18 +225,10 @@ class Registrations:
         """Keeps what is registered of a dataset, unless it might be another one the next time."""
         if _has_resources(dataset):
             return
-        key = (id(dataset), is_numbered)
-
-        def forget(reference: weakref.ref) -> None:
-            with self._lock:
-                if self._kept.get(key, (None, None))[0] is reference:
-                    del self._kept[key]
-
         with self._lock:
-            self._kept[key] = weakref.ref(dataset, forget), registered
-            self._kept.move_to_end(key)
-            while len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
+            self._kept[dataset] = {**self._kept.pop(dataset, {}), is_numbered: registered}
+            for oldest in list(self._kept)[:-_MOST_KEPT]:
+                del self._kept[oldest]
 
 
 def _has_resources(dataset: tf.data.Dataset) -> bool:
