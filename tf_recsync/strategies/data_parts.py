@@ -20,6 +20,7 @@ from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2
 from tensorflow.python.data.experimental.ops import cardinality
 from tensorflow.python.data.ops import dataset_ops, options
 
+from tf_recsync.strategies import reshuffling
 from tf_recsync.strategies.done_batches import Ranges, rest_of
 
 # The numbers of a part's batches begin with so much times the part's number.
@@ -92,9 +93,7 @@ def without_assertions(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def _may_assert(dataset: tf.data.Dataset) -> bool:
     """Whether a dataset, or one that its functions make, may assert its cardinality."""
-    pending = [dataset]
-    while pending:
-        found = pending.pop()
+    for found in reshuffling.with_sources(dataset):
         # Of what was described and made anew, Python does not know what it is made of.
         if isinstance(found, (cardinality._AssertCardinalityDataset, dataset_ops._VariantDataset)):
             return True
@@ -103,7 +102,6 @@ def _may_assert(dataset: tf.data.Dataset) -> bool:
             nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
             if any(node.op == _ASSERTION for node in nodes):
                 return True
-        pending += found._inputs()
     return False
 
 

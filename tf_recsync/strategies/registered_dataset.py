@@ -15,7 +15,7 @@ from tensorflow.python.data.experimental.service import _pywrap_server_lib
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.cluster.data_service import DataService
-from tf_recsync.strategies import data_errors
+from tf_recsync.strategies import data_errors, reshuffling
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.synchronization.remote_values import on_worker
 
@@ -233,11 +233,8 @@ class Registrations:
 
 def _has_resources(dataset: tf.data.Dataset) -> bool:
     """Whether functions of a dataset use what may change, as a table: it is sent as it is then."""
-    pending = [dataset]
-    while pending:
-        found = pending.pop()
+    for found in reshuffling.with_sources(dataset):
         for function in found._functions():
             if any(t.dtype == tf.resource for t in function.function.captured_inputs):
                 return True
-        pending += found._inputs()
     return False

@@ -8,6 +8,7 @@ first.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -43,11 +44,18 @@ class Passes:
         return number
 
 
-def is_reshuffled(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset's order depends on a seed and on the number of the pass."""
+def with_sources(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """A dataset, and all those that it is made of."""
     pending = [dataset]
     while pending:
         found = pending.pop()
+        yield found
+        pending += found._inputs()
+
+
+def is_reshuffled(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset's order depends on a seed and on the number of the pass."""
+    for found in with_sources(dataset):
         if isinstance(found, shuffle_op._ShuffleDataset):
             is_anew = found._reshuffle_each_iteration
         else:
@@ -55,7 +63,6 @@ def is_reshuffled(dataset: tf.data.Dataset) -> bool:
         # Two zeros: another order each time it is built.
         if is_anew and any(int(seed) for seed in (found._seed, found._seed2)):
             return True
-        pending += found._inputs()
     return False
 
 
@@ -63,9 +70,7 @@ def has_any_order(dataset: tf.data.Dataset) -> bool:
     """Whether a dataset's order depends on random numbers without seeds, or on what is faster."""
     if dataset.options().deterministic is False:
         return True
-    pending = [dataset]
-    while pending:
-        found = pending.pop()
+    for found in with_sources(dataset):
         if getattr(found, "_deterministic", "") == "false":
             return True
         kinds = (shuffle_op._ShuffleDataset, random_op._RandomDataset)
@@ -76,7 +81,6 @@ def has_any_order(dataset: tf.data.Dataset) -> bool:
                 seeds = [op.node_def.attr[name].i for name in ("seed", "seed2")]
                 if "seed2" in op.node_def.attr and not any(seeds):
                     return True
-        pending += found._inputs()
     return False
 
 
