@@ -3,6 +3,7 @@
 #   make demo PYTHON=python3.12          # the Python that .venv is made with
 #   make test PYTEST_FLAGS='-k staleness'
 #   make test TEST_PROCESSES=0           # all in one process; default: the files in three, side by side
+#   make test FULL=1                     # all combinations of what the tests check, too
 #   make cc-test FULL=1                  # longer simulations; see scripts/cc_test.sh
 
 PYTHON ?= python3
@@ -18,6 +19,8 @@ SOAK_FILES := $(wildcard $(addprefix tests/test_,$(addsuffix .py,*_failures lost
 # Of make fuzz: --calls, --seed and more; scripts/fuzz_ops.py says which.
 FUZZ_FLAGS ?= --minutes=5
 FULL ?= 0
+# Tests of which some cases are enough have the others marked as `full`.
+WITH_FULL := $(if $(filter-out 0,$(FULL)),-m 'not soak')
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 # Of make docs: 0 leaves out the programs that stand in the pages, and the tutorials.
@@ -91,7 +94,7 @@ BENCH_RESULTS := build/benchmarks
 
 help:
 	@echo "make demo        train a Wide & Deep click model on a local cluster"
-	@echo "make test        all Python tests and the examples in docstrings"
+	@echo "make test        the Python tests and the examples in docstrings; FULL=1: in all combinations"
 	@echo "make soak        the tests that take long by their nature; make test leaves them out"
 	@echo "make fuzz        call the ops with what is mostly right, until one ends its process"
 	@echo "make test-changed  the tests that reach what you have changed, in about three minutes"
@@ -136,14 +139,14 @@ demo: build
 	@$(BIN)/python $(DEMO) $(DEMO_FLAGS)
 
 test: build
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=10 $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=10 $(WITH_FULL) $(PYTEST_FLAGS)
 
 soak: build
 	@echo "== Tests that take minutes by their nature: about a quarter of an hour"
 	@$(BIN)/python -m pytest -m soak --durations=10 $(PYTEST_FLAGS)
 	@echo "== Tests that kill servers, stop them or cut connections, $(SOAK_ROUNDS) times: minutes each"
 	@for round in $$(seq $(SOAK_ROUNDS)); do echo "== Round $$round" && \
-	  $(BIN)/python -m pytest $(SIDE_BY_SIDE) \
+	  $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not soak' \
 	  $(PYTEST_FLAGS) $(SOAK_FILES) || exit 1; done
 
 fuzz: build

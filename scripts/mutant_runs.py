@@ -164,7 +164,7 @@ class Place:
         seconds = [map_.seconds.get(test, 0.0) for test in tests]
         one = max(60, round(30 + 5 * max(seconds)))
         command = [self._environment.python, "-m", "pytest", "-x", "-p", "outcome_plugin"]
-        command += ["-p", "no:cacheprovider", "-o", f"timeout={one}", *tests]
+        command += ["-p", "no:cacheprovider", "-m", "not soak", "-o", f"timeout={one}", *tests]
         environ = {"OUTCOMES": str(outcomes), "TF_CPP_MIN_LOG_LEVEL": "2", **_FLAGS}
         with open(self._folder / "pytest.log", "w") as log:
             status = _run(command, self._tree, environ, log, 180 + 4 * sum(seconds) + one)

@@ -154,7 +154,7 @@ def _record_python_tests(
     root.mkdir()
     command = [environment.python, "-m", "pytest", "-p", "recording_plugin"]
     command += ["-n", str(arguments.processes), "--dist", "loadfile", "--no-loadscope-reorder"]
-    command += [*shlex.split(arguments.pytest)]
+    command += ["-m", "not soak", *shlex.split(arguments.pytest)]  # All cases.
     recording = {
         "RECORDING_TREE": str(environment.tree),
         "RECORDING_ROOT": str(root),

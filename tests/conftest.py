@@ -82,10 +82,28 @@ _FIRST = (
 )
 
 
-def pytest_collection_modifyitems(items):
-    """Sorts the files, and leaves the order within them as it is."""
+@pytest.hookimpl(tryfirst=True)  # Before tests are left out by their marks.
+def pytest_collection_modifyitems(config, items):
+    """Sorts the files, leaves the order within them as it is, and marks the cases left out."""
     order = {name: number for number, name in enumerate(_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    missing = _mark_other_cases(items)
+    if missing and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError("`pytest.mark.cases` names what is no case: " + "; ".join(missing))
+
+
+def _mark_other_cases(items: list[pytest.Item]) -> list[str]:
+    """Marks as "full" the cases that a test's mark "cases" does not name; gives names of none."""
+    unseen: dict[str, set[str]] = {}  # By the test.
+    for item in items:
+        marker = item.get_closest_marker("cases")
+        if marker is None:
+            continue
+        names = unseen.setdefault(item.nodeid.partition("[")[0], set(marker.args))
+        names.discard(item.callspec.id)
+        if item.callspec.id not in marker.args:
+            item.add_marker("full")
+    return [f"{test}: {sorted(names)}" for test, names in unseen.items() if names]
 
 
 @pytest.hookimpl(wrapper=True)

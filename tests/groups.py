@@ -28,11 +28,11 @@ def cells(*checked: tuple[str, str, str]) -> list:
     """(mode inside, algorithm between, placement) of all combinations, for a parametrization.
 
     Args:
-        checked: those that every run of the tests checks. The others are for `make soak`.
+        checked: those that every run of the tests checks. The others are for `make test FULL=1`.
     """
     every = [(inside, between, "trainers") for inside in INSIDE for between in BETWEEN]
     others = [cell for cell in every if cell not in checked]
-    return [*checked, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in others)]
+    return [*checked, *(pytest.param(*cell, marks=pytest.mark.full) for cell in others)]
 
 
 # With a backup worker groups go on without each other.

@@ -60,6 +60,7 @@ def ones():
     return tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1]))).repeat()
 
 
+@pytest.mark.cases("async", "ShadowSync")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_workers_join_one_by_one(cluster, name, caplog):
     caplog.set_level(logging.WARNING, "absl")

@@ -248,6 +248,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.cases("<lambda>-sync", "sharded_table-async")
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("make_table", [lambda: keras.layers.Embedding(**EMBEDDING), sharded_table])
 def test_adam_that_is_not_lazy_on_parameter_servers_is_stock_adam(clusters, make_table, name):

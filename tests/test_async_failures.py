@@ -357,6 +357,7 @@ def test_what_is_raised_when_a_worker_is_lost_ends_training(mortal, workers):
     assert {m.job for m in mortal.members()} == {"worker", "ps"}
 
 
+@pytest.mark.full
 def test_variables_can_be_read_when_a_worker_is_lost_while_another_reads(mortal):
     """As to save them: steps are held meanwhile, in which the loss is noticed."""
     seen = []
@@ -478,6 +479,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.cases("async", "Hop")
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_workers_stop_when_a_callback_raises_though_the_traceback_is_kept(clusters, kind):
     strategy = STRATEGIES[kind](clusters.get(workers=2, ps=2))

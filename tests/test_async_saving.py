@@ -192,6 +192,7 @@ def restore_checkpoint(model, trained):
     status.assert_existing_objects_matched()
 
 
+@pytest.mark.cases("load_weights-unused", "restore_checkpoint-used")
 @pytest.mark.parametrize("attached", [False, True], ids=["unused", "used"])
 @pytest.mark.parametrize("load", [load_weights, restore_checkpoint])
 def test_training_goes_on_on_another_number_of_servers(clusters, trained, load, attached):

@@ -130,6 +130,7 @@ def test_states_of_workers_are_merged_by_adding(examples):
     assert float(merged.result()) == pytest.approx(float(whole.result()), abs=1e-6)
 
 
+@pytest.mark.cases("AUC-True", "NormalizedEntropy-True", "Calibration-False")
 @pytest.mark.parametrize("from_logits", [False, True])
 @pytest.mark.parametrize(
     "make",

@@ -54,6 +54,7 @@ def wide() -> keras.Model:
     return keras.Sequential([keras.Input((WIDTH,), name="x"), *parts], name="net")
 
 
+@pytest.mark.cases("auto")
 @pytest.mark.parametrize("splits", ["auto", "off"])
 def test_layers_run_by_the_plan_that_a_search_finds(cluster, tmp_path, logged, splits):
     strategy = alone(cluster, "auto", splits=splits)
@@ -113,6 +114,7 @@ def sequences() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(1, name="top")(keras.layers.GRU(4)(hidden)))
 
 
+@pytest.mark.full
 def test_a_model_whose_step_can_not_be_counted_is_divided_by_its_weights(cluster, logged):
     strategy = alone(cluster, "auto", local_batch_size=BATCH)
     with strategy.scope():

@@ -160,6 +160,7 @@ class _FirstAndLast(keras.callbacks.Callback):
         self.seconds = time.monotonic() - self._first
 
 
+@pytest.mark.full
 def test_the_workers_of_a_limited_server_share_its_link(four):
     recsync.testing.set_bandwidth(four, 400e3)
     model = dense_model(four)

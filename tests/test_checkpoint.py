@@ -138,6 +138,7 @@ def test_a_checkpoint_goes_on_without_a_cluster_as_if_nothing_had_been_saved(tmp
     check_equal(state_of(first), state_of(second))
 
 
+@pytest.mark.cases("(3, 2)")
 @pytest.mark.parametrize("shards", [(1, 3), (3, 2), (4, 1)], ids=str)
 def test_tables_are_restored_however_they_are_divided(cluster, tmp_path, shards):
     before, after = shards
@@ -154,6 +155,7 @@ def test_tables_are_restored_however_they_are_divided(cluster, tmp_path, shards)
     check_equal(state_of(first), state_of(second))
 
 
+@pytest.mark.full
 def test_no_row_of_a_table_passes_through_this_process(cluster, tmp_path, monkeypatch):
     model = make_model(recsync.AsyncStrategy(cluster), 4)
     fit(model)
@@ -402,6 +404,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.cases("ShadowSync")
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_every_strategy_goes_on_with_what_it_had(clusters, tmp_path, kind):
     cluster = clusters.get(workers=4, ps=0 if kind == "Hop without servers" else 4)

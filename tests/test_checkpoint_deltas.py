@@ -172,6 +172,7 @@ def check_is_restored(path, model, *others):
         check_equal(state_of(other), before)
 
 
+@pytest.mark.cases("one process", "GBA")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chain_is_restored_as_what_is_saved_as_a_whole(request, tmp_path, monkeypatch, kind):
     make, optimizer = KINDS[kind]
@@ -228,6 +229,7 @@ UNTOLD = {
 }
 
 
+@pytest.mark.cases("steps move all rows", "no versions")
 @pytest.mark.parametrize("kind", UNTOLD)
 def test_a_table_is_whole_whose_versions_do_not_tell_what_changes(tmp_path, kind):
     model = make_model(optimizer=UNTOLD[kind])
@@ -307,6 +309,7 @@ def test_what_is_pushed_while_a_delta_is_written_is_in_the_next_one(tmp_path, mo
     assert checkpoint.open(tmp_path / "6").rows("rows/ones/version").tolist() == versions[2]
 
 
+@pytest.mark.cases("ShadowSync")
 @pytest.mark.parametrize("mode", ["async", "GBA", "ShadowSync"])
 def test_each_row_is_of_one_moment_in_all_of_a_chain(cluster, tmp_path, mode):
     rows = 1 if mode == "GBA" else 40
@@ -379,6 +382,7 @@ def test_each_fit_begins_with_a_full_one_and_so_does_what_follows_a_failure(tmp_
     assert ones.check_rows(tmp_path / "10") == 3 + 3 + 3 + 2
 
 
+@pytest.mark.full
 def test_a_program_that_is_killed_while_it_writes_a_delta_goes_on_from_the_one_before(
     tmp_path, request
 ):

@@ -103,6 +103,7 @@ def test_a_call_in_flight_ends_with_its_cluster_and_hinders_no_later_one_in_this
                     assert float(tf.add_n(numbers)) == ps * (ps + 1) / 2
 
 
+@pytest.mark.full
 def test_sixteen_workers_in_a_process_that_connected_elsewhere_before_all_go_on():
     # In a process of its own: the size of the pool that servers share is decided
     # once, by the first connection. 16 calls at a time need more threads than that.

@@ -270,6 +270,7 @@ def test_memory_splits_tables_over_servers(clusters):
     assert len(split.placement.shards) >= len(whole.placement.shards)
 
 
+@pytest.mark.full
 def test_copies_keep_a_given_placement_where_it_fits(clusters, trained):
     strategy = clusters.strategy(1, 2)
     plan = skewed_plan(2)
@@ -288,6 +289,7 @@ def test_copies_keep_a_given_placement_where_it_fits(clusters, trained):
     assert steps_of(loaded) == 3 * STEPS
 
 
+@pytest.mark.cases("Ftrl")
 @pytest.mark.parametrize("optimizer", ["SwapAdagrad", "Adam", "Ftrl"])
 def test_a_checkpoint_goes_from_two_servers_to_three_and_to_none(
     clusters, trained, tmp_path, optimizer
@@ -323,6 +325,7 @@ def test_a_checkpoint_goes_from_two_servers_to_three_and_to_none(
         assert_same(by_table(model, tmp_path), expected)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_whole_tables_is_read_by_several_servers(clusters, tmp_path):
     """As this process writes it, and as earlier versions did for servers."""
     strategy = clusters.strategy(1, 3)
@@ -372,6 +375,7 @@ def test_rows_in_a_checkpoint_do_not_pass_through_this_process(clusters, tmp_pat
     np.testing.assert_array_equal(*some)
 
 
+@pytest.mark.full
 def test_weights_are_written_to_a_file_and_read_from_it_in_blocks(
     clusters, trained, tmp_path, monkeypatch
 ):
@@ -426,6 +430,7 @@ def test_the_name_of_a_table_may_have_a_slash(tmp_path, ending):
         np.testing.assert_array_equal(layer.table_values(name), expected)
 
 
+@pytest.mark.full
 def test_backup_and_restore_goes_on_with_more_servers(clusters, trained):
     strategy = clusters.strategy(1, 3)
     with strategy.scope():
@@ -440,6 +445,7 @@ def test_backup_and_restore_goes_on_with_more_servers(clusters, trained):
     assert_close(tables_of(again), tables_of(undisturbed))
 
 
+@pytest.mark.cases("True")
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_model_checkpoints_are_loaded_with_more_servers(clusters, trained, tmp_path, weights_only):
     folder, tables, expected, config = trained["SwapAdagrad"]

@@ -127,6 +127,7 @@ def trainable(model) -> list[np.ndarray]:
     return [v.numpy() for v in model.trainable_variables]
 
 
+@pytest.mark.cases("int8", "sparse", "all")
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_training_equals_a_replay_that_rounds_what_travels(cluster, name):
     compression = COMPRESSIONS[name]
@@ -245,6 +246,7 @@ def half() -> keras.Model:
     return chained(keras.Input((WIDTH,)), parts)
 
 
+@pytest.mark.cases("half")
 @pytest.mark.parametrize("build", [plain, half])
 def test_the_loss_stays_near(cluster, build):
     losses = []

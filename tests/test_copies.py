@@ -26,6 +26,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.cases("Hop", "groups")
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_copies_are_on_the_processors_of_those_who_hold_them(clusters, kind):
     """Where a server has an accelerator, too: the ops that exchange them run nowhere else."""

@@ -191,6 +191,7 @@ def test_shuffling_keeps_the_rows_and_changes_their_order_with_every_pass(tmp_pa
     assert labels_in_order(data.train(8, shuffle=50, seed=3)) == first
 
 
+@pytest.mark.full
 def test_the_readers_run_in_a_worker_of_the_data_service(tmp_path):
     criteo = rd.Criteo(write(tmp_path / "a", [criteo_row(i % 2) for i in range(40)]))
     write(tmp_path / "b.csv", [["x", "y"], ["a", "1"], ["b", "0"], ["a", "1"]], ",")

@@ -41,6 +41,7 @@ def seconds_of(strategy, making: float, computing: float, goal: float = float("i
     return min(took)
 
 
+@pytest.mark.full
 def test_the_next_batch_is_made_while_a_worker_computes(strategy):
     # Both times are waits that use no processor.
     least = STEPS * SECONDS

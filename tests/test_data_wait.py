@@ -59,6 +59,7 @@ def report_of(strategy):
     return (callbacks.HopReport if is_hop(strategy) else callbacks.TrainingReport)(strategy)
 
 
+@pytest.mark.cases("GBA-2", "Hop-1")
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_workers_wait_as_long_as_their_data_take(cluster, name, steps_per_execution):

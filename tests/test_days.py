@@ -78,6 +78,7 @@ def test_a_day_that_is_written_meanwhile_is_found(tmp_path):
     assert (day.day, data.train_rows) == (4, 3)
 
 
+@pytest.mark.cases("Parquet")
 @pytest.mark.parametrize("kind", WRITERS)
 def test_days_are_told_apart_by_timestamps(tmp_path, kind):
     values = [row for day in (1, 3) for row in rows(day, day)]

@@ -58,6 +58,7 @@ def widths(model) -> list[int]:
     return sorted(shape[1] for shape in found)
 
 
+@pytest.mark.cases("up and down-Adagrad", "apart-Adam", "beside whole ones-SwapAdagrad")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_divided_layers_train_as_in_one_process(cluster, plan, name):
@@ -117,6 +118,7 @@ IN_PLANS = {
 }
 
 
+@pytest.mark.cases("together", "columns after a server")
 @pytest.mark.parametrize("name", IN_PLANS)
 def test_a_plan_in_pieces_is_run_and_sends_what_it_says(cluster, name):
     operators, places = IN_PLANS[name]
@@ -234,6 +236,7 @@ def test_what_is_saved_of_pieces_goes_on_whole_and_the_other_way_round(cluster, 
     assert_same(divided, local)
 
 
+@pytest.mark.full
 def test_a_central_copy_of_pieces_goes_on_whole(clusters, tmp_path):
     """Its elements are in the order of the whole, however they are divided."""
     cluster = clusters.get(workers=2, ps=5)

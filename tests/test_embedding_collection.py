@@ -324,6 +324,7 @@ def tables_of(model: keras.Model) -> list[np.ndarray]:
     return [layer.table_values("films"), layer.table_values("users")]
 
 
+@pytest.mark.cases("None-2", "0.05-None")
 @pytest.mark.parametrize("shards", [None, 2])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_one_worker_trains_tables_on_two_servers_as_one_process_does(clusters, shards, clip):
@@ -352,6 +353,7 @@ def test_bfloat16_tables_are_rounded_but_their_accumulators_are_not(clusters):
     assert np.abs(local[0] - exact[0]).max() > 1e-5
 
 
+@pytest.mark.cases("Ftrl")
 @pytest.mark.parametrize("optimizer", ["Adam", "Ftrl"])
 def test_adam_and_ftrl_train_and_save_tables_wherever_they_are(clusters, optimizer, tmp_path):
     strategy = clusters.strategy(1, 2)

@@ -57,6 +57,7 @@ def test_a_server_keeps_nothing_of_what_was_read(cluster):
     assert grows_by(cluster, lambda: fetch(value)) < 1500
 
 
+@pytest.mark.full
 def test_a_worker_that_is_back_keeps_nothing_either(cluster):
     def read():
         with tf.device(processor_of("worker", 0)):
@@ -74,6 +75,7 @@ def test_a_worker_that_is_back_keeps_nothing_either(cluster):
     assert grows_by(cluster, read) < 1500
 
 
+@pytest.mark.full
 def test_users_read_variables_without_a_trace_too(cluster):
     from tf_recsync.shown_variable import ShownVariable
 

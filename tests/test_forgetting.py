@@ -58,6 +58,7 @@ def forget_until(done, seconds: float = 100.0) -> None:
         gc.collect()
 
 
+@pytest.mark.cases("gba", "hop")
 @pytest.mark.parametrize("name", MAKERS)
 def test_nothing_refers_to_a_trained_model_and_its_strategy(clusters, name, tmp_path):
     cluster = clusters.get(workers=2, ps=2)

@@ -154,6 +154,7 @@ def done():
     return output_of(PROGRAM)
 
 
+@pytest.mark.full
 def test_with_final_device_names_what_was_made_before_the_cluster_lives_on_after_it():
     said = output_of(NAMES)
     assert "[6. 7.] /job:chief/replica:0/task:0/device:CPU:0" in said, said[-2000:]

@@ -15,6 +15,7 @@ MODELS = ("deepfm", "dcn_v2", "din", "mmoe", "two_tower", "sasrec")
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
 
+@pytest.mark.cases("din", "mmoe")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_learns_on_servers_and_serves_without_this_package(clusters, name, tmp_path):
     strategy = recsync.AsyncStrategy(clusters.get(workers=2, ps=2))

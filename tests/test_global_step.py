@@ -169,6 +169,7 @@ def step_of(model) -> int:
     return int(model.optimizer.iterations.numpy())
 
 
+@pytest.mark.cases("Ftrl")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_goes_on_as_if_steps_were_counted_as_before(tmp_path, name):
     def make(period=8):

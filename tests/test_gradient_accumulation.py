@@ -41,6 +41,7 @@ def trained(make, strategy=None, epochs=2):
 SCHEDULE = keras.optimizers.schedules.PiecewiseConstantDecay([13], [0.3, 0.02])
 
 
+@pytest.mark.cases("Adam")
 @pytest.mark.parametrize(
     "make",
     [
@@ -58,6 +59,7 @@ def test_a_worker_trains_as_one_process(clusters, make):
     assert int(mine.optimizer.iterations) == int(theirs.optimizer.iterations) == 8
 
 
+@pytest.mark.cases("GBA")
 @pytest.mark.parametrize("mode", ["async", "sync", "GBA"])
 def test_workers_add_up_gradients_in_the_place_of_single_ones(clusters, mode):
     cluster = clusters.get(workers=2, ps=2)
@@ -117,6 +119,7 @@ def test_it_is_refused_where_nobody_adds_gradients_up(clusters):
         different.fit(dataset(), verbose=0)
 
 
+@pytest.mark.cases("Adagrad")
 @pytest.mark.parametrize("make", [SGD, Adagrad, Adam])
 def test_files_are_read_where_gradients_are_added_up_otherwise(clusters, tmp_path, make):
     strategy = recsync.AsyncStrategy(clusters.get(workers=1, ps=2), local_batch_size=8)

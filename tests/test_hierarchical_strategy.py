@@ -51,6 +51,7 @@ class StandStill:
         return self._batches > 10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("between", ["EASGD", "BMUF"])
 def test_a_copy_is_divided_among_the_servers_of_its_group(cluster, between):
     strategy = hierarchical(cluster, BETWEEN[between], ps_per_group=2, output="mean")
@@ -129,6 +130,7 @@ def test_groups_go_on_from_a_checkpoint_and_others_with_the_mean(cluster, tmp_pa
             np.testing.assert_allclose(value, (a + b) / 2, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.cases("EASGD-servers")
 @pytest.mark.parametrize(("between", "placement"), [("EASGD", "servers"), ("Hop", "trainers")])
 def test_nets_of_a_trainer_train_side_by_side(cluster, between, placement):
     options = {"nets_per_trainer": 2, "ps_per_group": 2, "placement": placement}
@@ -154,6 +156,7 @@ def test_nets_of_a_trainer_train_side_by_side(cluster, between, placement):
     assert np.isfinite(model.evaluate(clicks(8), verbose=0))
 
 
+@pytest.mark.cases("sync-EASGD-servers")
 @pytest.mark.parametrize(
     ("inside", "between", "placement"),
     cells(
@@ -197,6 +200,7 @@ def test_a_killed_trainer_leaves_its_group_running_and_comes_back(
     assert None not in strategy.copies(model)
 
 
+@pytest.mark.cases("hogwild-Hop-trainers")
 @pytest.mark.parametrize(
     ("inside", "between", "placement"),
     cells(
@@ -265,6 +269,7 @@ def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
     assert np.isfinite(model.evaluate(clicks(20), verbose=0))
 
 
+@pytest.mark.cases("EASGD")
 @pytest.mark.parametrize("between", ["EASGD", "Hop"])
 def test_a_group_whose_server_stands_still_goes_on_where_it_was(cluster, caplog, between):
     algorithm = ALONE if between == "Hop" else BETWEEN[between]
@@ -332,6 +337,7 @@ def test_a_group_whose_server_is_away_is_done_without_from_one_epoch_to_the_next
     assert strategy.aggregation(model)[0].included > pushes
 
 
+@pytest.mark.full
 def test_a_server_that_is_readmitted_between_two_fits_has_its_group_go_on(cluster, caplog):
     strategy = hierarchical(cluster, aggregation=INSIDE["sync"])
     recsync.testing.set_compute_time(strategy, 0.05)
@@ -345,6 +351,7 @@ def test_a_server_that_is_readmitted_between_two_fits_has_its_group_go_on(cluste
     assert strategy.losses(model).workers == 0
 
 
+@pytest.mark.full
 def test_a_group_comes_back_that_has_lost_a_server_and_a_trainer_at_once(cluster):
     strategy = hierarchical(cluster, BETWEEN["BMUF"], aggregation=INSIDE["sync"])
     recsync.testing.set_compute_time(strategy, 0.05)

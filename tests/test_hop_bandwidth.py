@@ -71,6 +71,7 @@ def test_only_the_links_named_are_limited(cluster):
     assert min(others) < BYTES / 500e3
 
 
+@pytest.mark.full
 def test_a_slow_link_of_a_receiver_does_not_slow_the_sender_with_backup_workers(cluster):
     edges = [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (2, 0)]
     # Worker 1 wants all updates, and gets them from worker 0 alone. The others wait for each

@@ -188,6 +188,7 @@ def test_a_killed_server_of_a_group_ends_training_if_neighbors_wait_for_it_by_ho
     assert wait_until(lambda: not threads_of_hop(), 100), threads_of_hop()
 
 
+@pytest.mark.cases("always")
 @pytest.mark.parametrize("times", [2, 1000], ids=["twice", "always"])
 def test_an_iteration_that_fails_is_made_anew_by_hop(cluster, monkeypatch, caplog, times):
     make, left = hop_groups._iteration, [times]

@@ -171,6 +171,7 @@ def test_tables_are_one_for_all_workers_and_dense_parameters_are_exchanged(
     np.testing.assert_allclose(model.dense.kernel.numpy(), mean, rtol=1e-6)
 
 
+@pytest.mark.cases("serial-3-<lambda>")
 @pytest.mark.parametrize(
     ("order", "steps", "make"),
     [
@@ -245,6 +246,7 @@ def test_without_collection_any_optimizer_trains_on_a_cluster_with_servers(clust
     assert strategy.staleness(model).rows.count == 0
 
 
+@pytest.mark.full
 def test_what_is_saved_goes_on_with_tables_and_each_workers_copy(cluster, tmp_path):
     def made():
         strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
@@ -308,6 +310,7 @@ def test_rows_are_pulled_in_their_iteration_and_the_average_waits_for_no_push(cl
         assert update not in live_operations([average])
 
 
+@pytest.mark.full
 def test_messages_pass_the_servers_links(cluster):
     strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
     with strategy.scope():
@@ -337,6 +340,7 @@ def training(cluster, **options):
         return strategy, click_model(steps_per_execution=2)
 
 
+@pytest.mark.full
 def test_tables_are_trained_on_when_a_worker_is_killed_and_when_it_is_back(cluster, caplog):
     strategy, model = training(cluster, max_iteration_gap=4, backup_workers=1)
     seen = {}

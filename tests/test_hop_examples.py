@@ -80,6 +80,7 @@ def test_help_names_the_flags_of_strategies_too(program):
         assert f"--{flag}:" in text, text
 
 
+@pytest.mark.full
 def test_images_in_the_form_of_cifar_10_are_learned_without_any_click(tmp_path):
     random = np.random.default_rng(0)
     for name in ("data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"):
@@ -96,6 +97,7 @@ def test_images_in_the_form_of_cifar_10_are_learned_without_any_click(tmp_path):
     assert "data_batch_3.bin: 5 bytes are not records of 3073" in done.stderr
 
 
+@pytest.mark.full
 def test_wide_and_deep_trains_decentralized(tmp_path):
     # A log of few categories: all tables travel whole.
     random = np.random.default_rng(5)

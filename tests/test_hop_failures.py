@@ -101,6 +101,7 @@ def test_with_backup_workers_the_others_go_on_when_a_worker_is_killed(cluster, c
     assert missing(strategy.copies(model)) == [3]
 
 
+@pytest.mark.cases("while tokens are carried")
 @pytest.mark.parametrize(
     ("gap", "staleness_bound", "tellings_too_late", "is_carried_early"),
     [(4, None, 0, False), (4, 3, 0, False), (60, None, 2, False), (4, None, 0, True)],
@@ -182,6 +183,7 @@ def test_a_worker_that_is_back_in_mid_epoch_takes_part_again(
     assert min(report.iteration for report in strategy.hop_report(model)) > max(iterations)
 
 
+@pytest.mark.full
 def test_a_worker_comes_back_while_its_neighbor_dies(cluster, caplog, monkeypatch):
     load, killed = HopSynchronizer._load_mean, []
 
@@ -363,6 +365,7 @@ def test_training_fails_when_no_worker_is_left(cluster):
         model.fit(dataset(), verbose=0, callbacks=[AtBatch(20, kill_all)])
 
 
+@pytest.mark.full
 def test_between_processes_standard_training_is_decentralized_sgd_step_by_step(cluster):
     x, y, batches = regression(WORKERS * 7)
     topo = topology.exponential(WORKERS)

@@ -73,6 +73,7 @@ def test_events_that_workers_lost_count_while_it_records():
     assert recording.lost == 3 and len(list(recording.events())) == 2
 
 
+@pytest.mark.full
 def test_nothing_is_kept_of_what_nobody_records(cluster):
     strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
     model = make_model(strategy)

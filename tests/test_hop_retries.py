@@ -107,6 +107,7 @@ def trained(cluster, topo, seconds=None, iterations=12, **options):
     return strategy, model, x, y, start
 
 
+@pytest.mark.cases("serial", "notify_ack")
 @pytest.mark.parametrize(
     "options",
     [{}, {"order": "serial"}, {"max_iteration_gap": 2}, {"protocol": "notify_ack"}],

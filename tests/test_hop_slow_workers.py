@@ -74,6 +74,7 @@ def largest_gaps(recording):
     return gaps
 
 
+@pytest.mark.cases("skip with staleness", "serial backup")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -84,6 +84,7 @@ def split(flat):
     return films.reshape(-1, DIMENSIONS["films"]), users.reshape(-1, DIMENSIONS["users"])
 
 
+@pytest.mark.cases("SGD1")
 @pytest.mark.parametrize("make", [keras.optimizers.SGD, recsync.optimizers.SGD])
 def test_without_servers_tables_are_a_part_of_each_workers_copy(clusters, make):
     batches = WORKERS * 6

@@ -40,6 +40,7 @@ def test_too_few_threads_are_refused_and_named():
         recsync.HopStrategy(cluster, topology.complete(3))
 
 
+@pytest.mark.full
 def test_servers_that_share_a_process_share_its_threads():
     with recsync.LocalCluster(workers=12, processes=0) as cluster:
         cluster.connect()

@@ -108,6 +108,7 @@ def trained_locally(beside, optimizer="SwapAdagrad", clip=None) -> Expected:
     return Expected(state_of(model), found, -np.log(likelihoods).mean())
 
 
+@pytest.mark.cases("SwapAdagrad-0.05")
 @pytest.mark.parametrize(
     ("optimizer", "clip"), [("SwapAdagrad", None), ("Adam", None), ("SwapAdagrad", 0.05)]
 )
@@ -134,6 +135,7 @@ def test_two_servers_train_as_one_process_does_and_as_with_the_worker(clusters, 
         np.testing.assert_allclose(model.evaluate(click_data(), verbose=0), local.loss, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_a_trainer_with_dense_parameters_of_its_own_trains_as_one_process_does(clusters):
     strategy = recsync.ShadowSyncStrategy(
         clusters.get(1, 2), recsync.ModelAveraging(0.3), mode=recsync.Foreground(gap=1000)
@@ -165,6 +167,7 @@ class OwnStep(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+@pytest.mark.full
 def test_gradients_that_a_step_changed_are_pushed_as_they_are(clusters):
     strategy = clusters.strategy(1, 2)
 
@@ -310,6 +313,7 @@ def test_only_results_and_their_gradients_travel(clusters):
 # Saving, exporting, placing.
 
 
+@pytest.mark.full
 def test_what_servers_trained_goes_on_locally_and_back(clusters, tmp_path):
     strategy = clusters.strategy(1, 2)
     with strategy.scope():
@@ -327,6 +331,7 @@ def test_what_servers_trained_goes_on_locally_and_back(clusters, tmp_path):
     assert_close(state_of(back), trained_locally(True).state)
 
 
+@pytest.mark.full
 def test_an_exported_model_serves_without_this_package(tmp_path):
     model = compiled(True)
     batch = next(iter(click_data()))[0]
@@ -345,6 +350,7 @@ def test_an_exported_model_serves_without_this_package(tmp_path):
     assert_close([np.load(tmp_path / "out.npy")], [expected])
 
 
+@pytest.mark.full
 def test_xla_trains_what_the_ops_do():
     model = compiled(True)
     model.compile(recsync.optimizers.Adagrad(0.1), "binary_crossentropy", jit_compile=True)
@@ -425,6 +431,7 @@ def loss_before() -> float:
 
 
 # Two workers come last: they are another cluster than that of the tests before.
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 2])
 def test_any_number_of_workers_learns_from_ragged_and_weighted_bags(clusters, workers):
     strategy = clusters.strategy(workers, 2)

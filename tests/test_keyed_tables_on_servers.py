@@ -111,6 +111,7 @@ def check_adds_up(model, strategy) -> recsync.layers.KeyCounts:
     return counts
 
 
+@pytest.mark.cases("async-options0", "Hop-options3", "GBA-options6")
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
@@ -156,6 +157,7 @@ def test_the_least_recent_keys_leave_a_full_table(cluster, tmp_path):
     np.testing.assert_allclose(scored, found, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "options"), [("async", {}), ("async", {"global_clipnorm": 1e9}), ("GBA", {})]
 )
@@ -221,6 +223,7 @@ def saved(clusters, tmp_path_factory):
     return folder, expected, scores(model, KEYS)
 
 
+@pytest.mark.cases("0-weights", "2-tf", "3-own")
 @pytest.mark.parametrize("way", ["weights", "keras", "own", "tf"])
 @pytest.mark.parametrize("ps", [0, 2, 3])
 def test_keys_keep_their_rows_on_other_numbers_of_servers(clusters, saved, way, ps):
@@ -255,6 +258,7 @@ def test_keys_keep_their_rows_on_other_numbers_of_servers(clusters, saved, way, 
     assert (found < expected).all()
 
 
+@pytest.mark.full
 def test_a_chain_of_deltas_has_the_keys_that_came_and_those_that_left_and_the_mean(
     cluster, tmp_path
 ):

@@ -126,6 +126,7 @@ class LateSlowdown(recsync.testing.Slowdown):
         return tf.where((worker == 3) & (step >= 10), 300.0, 1.0)
 
 
+@pytest.mark.full
 def test_workers_that_have_nothing_to_do_get_what_a_slow_one_has_before_it(clusters):
     cluster = clusters.get(workers=4, ps=1)
     strategy = recsync.AsyncStrategy(cluster)
@@ -163,6 +164,7 @@ def test_a_worker_that_becomes_slow_in_a_long_call_keeps_nobody_waiting(two):
     assert max(seconds) < 40.0
 
 
+@pytest.mark.cases("5", "10")
 @pytest.mark.parametrize("steps_per_execution", [1, 5, 8, 10])
 def test_of_a_call_that_is_lost_with_its_worker_all_steps_count_that_servers_have_applied(
     two, steps_per_execution
@@ -182,6 +184,7 @@ def test_of_a_call_that_is_lost_with_its_worker_all_steps_count_that_servers_hav
     two.restart("worker", 1)
 
 
+@pytest.mark.cases("40")
 @pytest.mark.parametrize("steps", [5, 8, 40])
 def test_many_steps_of_an_execution_are_one_call(two, steps, monkeypatch):
     monkeypatch.setattr(model_functions, "_UNROLL_SHARE", 2)

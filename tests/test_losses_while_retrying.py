@@ -52,6 +52,7 @@ def in_a_retry(model, action, data):
     return data.map(passed)
 
 
+@pytest.mark.cases("sync")
 @pytest.mark.parametrize("kind", ["async", "sync", "GBA"])
 def test_a_worker_that_is_lost_in_a_retry_leaves_nothing_out(cluster, kind):
     strategy = STRATEGIES[kind](cluster)
@@ -67,6 +68,7 @@ def test_a_worker_that_is_lost_in_a_retry_leaves_nothing_out(cluster, kind):
     assert (counts_of(model) * of_a_step).min() >= 1 - 1e-6
 
 
+@pytest.mark.cases("all")
 @pytest.mark.parametrize("recovery", ["partial", "all"])
 def test_a_parameter_server_that_is_lost_in_a_retry_leaves_nothing_out(cluster, tmp_path, recovery):
     strategy = recsync.AsyncStrategy(cluster)
@@ -104,6 +106,7 @@ class Ends(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.cases("a worker is lost")
 @pytest.mark.parametrize("has_losses", [False, True], ids=["all stay", "a worker is lost"])
 def test_programs_that_resume_one_after_the_other_leave_nothing_out(cluster, tmp_path, has_losses):
     # Each dies one epoch later at most, however far workers are when Keras has counted so many.

@@ -92,6 +92,7 @@ class UntilBack(keras.callbacks.Callback):
             self.model.stop_training = steps[1] > self.before and len(there) == len(groups)
 
 
+@pytest.mark.cases("ShadowSync-by steps", "Hop-by passes")
 @pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])
 @pytest.mark.parametrize("kind", ["ShadowSync", "Hop"])
 def test_the_others_go_on_and_it_comes_back(cluster, kind, steps, caplog, capfd):
@@ -126,6 +127,7 @@ def test_the_others_go_on_and_it_comes_back(cluster, kind, steps, caplog, capfd)
     assert "context" not in capfd.readouterr().err  # What TensorFlow says of each function.
 
 
+@pytest.mark.cases("ShadowSync-by passes-readmitted", "Hop-by passes-")
 @pytest.mark.parametrize("is_readmitted", [False, True], ids=["", "readmitted"])
 @pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])
 @pytest.mark.parametrize("kind", ["ShadowSync", "Hop"])
@@ -170,6 +172,7 @@ def test_one_that_comes_back_while_the_next_epoch_begins_holds_nobody(cluster, m
     assert sum(strategy.worker_steps(model)) == STEPS
 
 
+@pytest.mark.cases("readmitted")
 @pytest.mark.parametrize("is_readmitted", [False, True], ids=["", "readmitted"])
 def test_one_that_comes_back_while_others_are_told_of_its_loss_holds_nobody(
     cluster, monkeypatch, is_readmitted
@@ -193,6 +196,7 @@ def test_one_that_comes_back_while_others_are_told_of_its_loss_holds_nobody(
     assert is_back.is_set()
 
 
+@pytest.mark.cases("Async-by passes", "Sync-by steps")
 @pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])
 @pytest.mark.parametrize("kind", ["Async", "Sync"])
 def test_one_that_was_readmitted_before_its_threads_noticed_takes_part_again(cluster, kind, steps):
@@ -230,6 +234,7 @@ def train_until_back_with_a_renewed_worker(cluster, strategy, model, steps, is_r
         assert strategy.worker_steps(model)[1] > until_back.before
 
 
+@pytest.mark.cases("by steps")
 @pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])
 def test_one_that_stands_still_keeps_nobody_waiting_and_begins_anew(
     cluster, monkeypatch, steps, caplog
@@ -263,6 +268,7 @@ def test_one_that_stands_still_keeps_nobody_waiting_and_begins_anew(
         assert 1 <= strategy.losses(model).workers <= told_losses(caplog.text)
 
 
+@pytest.mark.cases("BMUF-all")
 @pytest.mark.parametrize("lost", [[1], range(WORKERS)], ids=["one", "all"])
 @pytest.mark.parametrize(
     "algorithm", [recsync.EASGD(0.3), recsync.BMUF(0.3, 0.5, momentum=0.5)], ids=["EASGD", "BMUF"]
@@ -298,6 +304,7 @@ def test_a_checkpoint_is_restored_for_trainers_that_are_not_there(
         np.testing.assert_array_equal(value, extras[name], name)
 
 
+@pytest.mark.full
 def test_bmuf_begins_anew_from_what_users_see_when_all_trainers_were_lost(cluster):
     strategy = recsync.ShadowSyncStrategy(
         cluster, recsync.BMUF(1.0, 0.5), mode=recsync.Foreground(gap=10)

@@ -120,6 +120,7 @@ def test_drain_and_restart_are_done_together_at_the_end_of_an_epoch(cluster, cap
     assert wait_until(takes_part, 200)
 
 
+@pytest.mark.cases("GBA")
 @pytest.mark.parametrize("inside", INSIDE)
 def test_a_group_goes_on_with_all_that_it_had_within_an_epoch(cluster, inside):
     strategy = hierarchical(cluster, inside)
@@ -139,6 +140,7 @@ def test_a_group_goes_on_with_all_that_it_had_within_an_epoch(cluster, inside):
     assert strategy.losses(model).batches == 0
 
 
+@pytest.mark.full
 def test_parameter_servers_are_restarted_when_training_stands_still_and_workers_at_its_end(cluster):
     strategy = hierarchical(cluster)
     recsync.testing.set_compute_time(strategy, 0.02)
@@ -171,6 +173,7 @@ def test_parameter_servers_are_restarted_when_training_stands_still_and_workers_
     assert strategy.losses(model).batches == 0
 
 
+@pytest.mark.cases("shadow")
 @pytest.mark.parametrize("name", ["async", "shadow"])
 def test_a_worker_that_is_restarted_before_training_and_at_the_end_of_epochs_takes_part(
     cluster, name

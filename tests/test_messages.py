@@ -79,6 +79,7 @@ def test_a_step_is_a_request_an_answer_and_a_push_for_each_server(cluster, steps
     }
 
 
+@pytest.mark.full
 def test_steps_that_overlap_in_a_call_train_as_one_after_the_other(cluster):
     keras.utils.set_random_seed(2)
     alone = click_model()

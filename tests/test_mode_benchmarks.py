@@ -170,6 +170,7 @@ if plot_module() is not None:
 """
 
 
+@pytest.mark.full
 def test_differences_of_quality_are_those_of_pairs_that_go_on_from_the_same_checkpoint(tmp_path):
     arguments = ("--workers=2,4", "--rows=64", "--batch_size=16")
     sync, gba = run("async_quality", tmp_path, QUALITY, *arguments)

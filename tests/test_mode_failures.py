@@ -95,6 +95,7 @@ def check_trains(strategy, model=None):
     assert 12 // strategy.mode.repeats <= steps_of(model) - before <= -(-12 // m)
 
 
+@pytest.mark.cases("BSP", "bounded staleness")
 @pytest.mark.parametrize("mode", MAKERS)
 def test_the_others_go_on_when_a_worker_is_killed(mortal, mode, caplog):
     strategy = MAKERS[mode](mortal)
@@ -134,6 +135,7 @@ def test_the_others_go_on_when_a_worker_is_killed(mortal, mode, caplog):
         assert 2 * 60 <= counted <= 2 * (done + losses.steps)
 
 
+@pytest.mark.cases("bounded staleness")
 @pytest.mark.parametrize("mode", ["sync", "bounded staleness"])
 def test_a_worker_that_comes_back_takes_part_again(mortal, mode, caplog):
     strategy = MAKERS[mode](mortal)
@@ -166,6 +168,7 @@ def test_a_worker_that_comes_back_takes_part_again(mortal, mode, caplog):
     check_trains(strategy)
 
 
+@pytest.mark.cases("backup workers", "GBA")
 @pytest.mark.parametrize("mode", MAKERS)
 def test_training_fails_when_no_worker_is_left(mortal, mode):
     strategy = MAKERS[mode](mortal, worker_timeout=1.0)
@@ -191,6 +194,7 @@ def three(clusters):
     return clusters.get(workers=3, ps=2)
 
 
+@pytest.mark.cases("sync", "GBA")
 @pytest.mark.parametrize("mode", MAKERS)
 def test_a_pass_that_is_stopped_ends_with_all_that_was_pushed(three, mode):
     strategy = MAKERS[mode](three)
@@ -211,6 +215,7 @@ def test_a_pass_that_is_stopped_ends_with_all_that_was_pushed(three, mode):
     check_trains(strategy, model)
 
 
+@pytest.mark.cases("GBA")
 @pytest.mark.parametrize("mode", ["sync", "bounded staleness", "GBA"])
 def test_training_goes_on_after_it_was_interrupted(three, mode):
     strategy = MAKERS[mode](three)
@@ -232,6 +237,7 @@ def test_training_goes_on_after_it_was_interrupted(three, mode):
         assert report.included == 2 * 3 * steps_of(model) + report.abandoned
 
 
+@pytest.mark.cases("bounded staleness")
 @pytest.mark.parametrize("mode", ["sync", "backup workers", "bounded staleness"])
 def test_an_error_of_one_worker_ends_the_waits_of_the_others(three, mode):
     strategy = MAKERS[mode](three)
@@ -246,6 +252,7 @@ def test_an_error_of_one_worker_ends_the_waits_of_the_others(three, mode):
     assert 12 // r <= steps_of(model) - before <= -(-12 // m)
 
 
+@pytest.mark.cases("BSP-3", "bounded staleness-3", "GBA-1")
 @pytest.mark.parametrize("per_call", [1, 3])
 @pytest.mark.parametrize("mode", MAKERS)
 def test_epochs_need_not_be_a_multiple_of_anything(three, mode, per_call):

@@ -186,6 +186,7 @@ def test_a_step_that_pushes_twice_is_refused(three):
         compiled(recsync.SyncStrategy(three), Twice).fit(dataset(64), verbose=0)
 
 
+@pytest.mark.cases("SyncStrategy-table", "GBAStrategy-out")
 @pytest.mark.parametrize("layer", ["table", "hidden", "out"])
 @pytest.mark.parametrize("mode", ["SyncStrategy", "GBAStrategy"])
 def test_layers_frozen_after_compiling_are_refused_with_what_to_do(three, layer, mode):

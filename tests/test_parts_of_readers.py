@@ -232,6 +232,7 @@ def test_an_evaluation_counts_each_batch_once_though_a_reader_dies(cluster):
     assert total["sum"] == (4**24 - 1) / 3  # Each digit is a 1.
 
 
+@pytest.mark.cases("3")
 @pytest.mark.parametrize("readers", [0, 3])
 def test_a_program_goes_on_after_what_was_trained_on_with_any_number_of_readers(
     clusters, tmp_path, readers

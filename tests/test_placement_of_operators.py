@@ -128,6 +128,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.cases("SwapAdagrad")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_placed_layers_train_as_unplaced_ones_and_as_one_process(cluster, name):
     placement = on_servers(two_layers, OPTIMIZERS[name])
@@ -251,6 +252,7 @@ def with_attention() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(x)))
 
 
+@pytest.mark.cases("layers that share a variable", "GRU")
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_of_every_kind_run_on_servers(cluster, kind):
     placement = on_servers(LAYERS[kind], lambda: SGD(0.05))
@@ -267,6 +269,7 @@ CLIPPING = {
 }
 
 
+@pytest.mark.cases("global_clipnorm", "weight_decay")
 @pytest.mark.parametrize("kind", CLIPPING)
 def test_what_lies_between_a_gradient_and_its_update_is_on_the_server(cluster, kind):
     placement = on_servers(called_twice, CLIPPING[kind])
@@ -278,6 +281,7 @@ def test_what_lies_between_a_gradient_and_its_update_is_on_the_server(cluster, k
 GLOBAL = {"global_batch_size": 2 * BATCH, "local_batch_size": BATCH}
 
 
+@pytest.mark.cases("sigmoid-columns", "softmax-0")
 @pytest.mark.parametrize("how", [0, "columns", "rows"])
 @pytest.mark.parametrize("last", ["sigmoid", "softmax"])
 def test_a_loss_of_probabilities_is_computed_with_their_logits(cluster, last, how):
@@ -325,6 +329,7 @@ def named() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(1, name="last")(x))
 
 
+@pytest.mark.full
 def test_a_buffer_collects_gradients_of_placed_layers_and_of_others(cluster):
     found = []
     for placed in ([], ["second"], ["first", "second", "last"]):
@@ -341,6 +346,7 @@ def test_a_buffer_collects_gradients_of_placed_layers_and_of_others(cluster):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_tables_stay_on_their_servers_and_lookups_on_trainers(cluster):
     def build():
         ids = keras.Input((2,), dtype="int64", name="ids")
@@ -475,6 +481,7 @@ def with_logarithm() -> keras.Model:
     return keras.Model(x, keras.layers.Dense(1)(WithLogarithm()(x)[0]))
 
 
+@pytest.mark.full
 def test_an_output_that_no_loss_uses_has_no_gradient(cluster):
     placement = on_servers(with_logarithm, lambda: Adam(0.01))
     model, local = trained(alone(cluster, placement), with_logarithm, lambda: Adam(0.01))

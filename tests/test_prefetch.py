@@ -66,6 +66,7 @@ def test_without_it_every_lookup_sees_the_step_before(cluster):
     assert strategy.staleness(model).rows.max == 1
 
 
+@pytest.mark.full
 def test_it_works_with_bags_on_several_servers_and_where_servers_collect_pushes(cluster):
     strategy = recsync.GBAStrategy(cluster, 8, 4, staleness_tolerance=2, prefetch_lookups=True)
     rng = np.random.default_rng(1)

@@ -115,6 +115,7 @@ def outputs_of(layer, inputs):
     return layer(list(inputs) if len(inputs) > 1 else inputs[0])
 
 
+@pytest.mark.cases("GBA", "Hierarchical")
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_what_the_layers_make_of_the_data_is_trained_on(cluster, kind):
     strategy = STRATEGIES[kind](cluster)
@@ -156,6 +157,7 @@ def test_what_the_layers_make_of_the_data_is_trained_on(cluster, kind):
             np.testing.assert_allclose(moved, expected, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.cases("Hop")
 @pytest.mark.parametrize("kind", ["Async", "Hop"])
 def test_a_feature_space_trains_and_predicts(cluster, kind):
     space = keras.utils.FeatureSpace

@@ -71,6 +71,7 @@ def test_a_plan_from_a_profile_is_what_the_servers_hold(clusters, tmp_path):
     assert not np.array_equal(layer.table_values("a"), before)
 
 
+@pytest.mark.full
 def test_more_rows_cost_more_with_and_without_updates():
     tables, features = tables_and_features()
     lookups = recsync.profile_costs(tables, features, data())
@@ -94,6 +95,7 @@ def test_kernels_may_use_all_threads_again_when_costs_are_known():
         tf.function(lambda: ops.limit_parallelism([1, 2]))()
 
 
+@pytest.mark.full
 def test_wide_rows_cost_more():
     narrow, wide = tables_and_features(4), tables_and_features(256)
     costs = [recsync.profile_costs(*tables, data())["a"] for tables in (narrow, wide)]

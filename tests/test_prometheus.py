@@ -96,6 +96,7 @@ def test_what_is_scraped_is_what_the_strategy_says(strategy):
         scraped(prometheus)
 
 
+@pytest.mark.full
 def test_a_worker_that_was_lost_is_counted(clusters):
     cluster = clusters.get(workers=2, ps=1)
     strategy, prometheus = recsync.AsyncStrategy(cluster), Prometheus(port=0)

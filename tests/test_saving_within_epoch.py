@@ -135,6 +135,7 @@ def updates_of(model) -> set[tuple[int, bool]]:
     return found
 
 
+@pytest.mark.cases("gba-checkpoint", "gba-ModelCheckpoint")
 @pytest.mark.parametrize(("name", "form"), SAVED)
 def test_all_in_a_file_is_of_as_many_updates(name, form, cluster, tmp_path):
     strategy = make_strategy(name, cluster)
@@ -175,6 +176,7 @@ def test_all_in_a_file_is_of_as_many_updates(name, form, cluster, tmp_path):
     assert counts[0] < counts[-1]
 
 
+@pytest.mark.cases("hop", "groups")
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_stand_still_while_they_are_read_and_go_on_after(name, cluster):
     strategy = make_strategy(name, cluster)
@@ -195,6 +197,7 @@ def test_copies_stand_still_while_they_are_read_and_go_on_after(name, cluster):
     assert seen[0] > seen[-1]
 
 
+@pytest.mark.cases("shadow", "groups")
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_are_read_as_they_are_in_each_epoch_of_a_pass(name, cluster):
     strategy = make_strategy(name, cluster)

@@ -151,12 +151,14 @@ class Replay:
             weights += ALPHA * (target - weights)
 
 
+@pytest.mark.cases("hogwild-EASGD", "async-BMUF", "GBA-Hop", "sync-MA")
 @pytest.mark.parametrize("name", BETWEEN)
 @pytest.mark.parametrize("inside", INSIDE)
 def test_a_scripted_run_equals_numpy(cluster, in_turn, inside, name):
     check_scripted_run(cluster, in_turn, inside, name)
 
 
+@pytest.mark.cases("async-BMUF", "GBA-Hop")
 @pytest.mark.parametrize(
     ("inside", "name"),
     [("hogwild", "EASGD"), ("async", "BMUF"), ("GBA", "Hop"), ("sync", "MA")],

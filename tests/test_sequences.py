@@ -257,6 +257,7 @@ def trained(strategy, combined: bool):
     return [*tables, loss, model.predict(click_data(), verbose=0)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("combined", [False, True])
 def test_servers_train_sequences_and_padded_bags_as_one_process_does(clusters, combined):
     strategy = recsync.AsyncStrategy(clusters.get(workers=1, ps=2))
@@ -264,6 +265,7 @@ def test_servers_train_sequences_and_padded_bags_as_one_process_does(clusters, c
     assert_close(trained(strategy, combined), expected, 1e-4)
 
 
+@pytest.mark.full
 def test_what_is_trained_without_servers_is_the_same(clusters):
     cluster = clusters.get(workers=1, ps=0)
     expected = trained(tf.distribute.get_strategy(), False)

@@ -111,6 +111,7 @@ np.savez("served.npz", served.serve(inputs), *by_name.values())
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("on_servers", [False, True])
 def test_all_forms_of_input_are_served_without_this_package(clusters, tmp_path, on_servers):
     strategy = tf.distribute.get_strategy()

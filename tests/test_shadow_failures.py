@@ -51,6 +51,7 @@ def long_dataset():
     return dataset(50).repeat(2000)
 
 
+@pytest.mark.cases("FR-EASGD")
 @pytest.mark.parametrize(
     ("algorithm", "mode"),
     [
@@ -105,6 +106,7 @@ def test_a_killed_trainer_is_done_without_and_comes_back(cluster, algorithm, mod
     assert strategy.losses(model).workers == 1
 
 
+@pytest.mark.cases("shadow, sync", "gap, embedding")
 @pytest.mark.parametrize(
     ("algorithm", "mode", "ps", "what"),
     [
@@ -155,6 +157,7 @@ def test_others_meet_on_when_a_trainer_dies_of_whose_threads_one_waits(cluster, 
     assert strategy.losses(model).workers == 1
 
 
+@pytest.mark.full
 def test_what_a_lost_trainer_has_counted_stays_in_the_reports(cluster):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
     model = make_model(strategy, 0.05, steps_per_execution=2)
@@ -210,6 +213,7 @@ def test_a_strategy_can_be_made_while_a_worker_is_away(cluster, caplog):
     assert "worker:1 does not answer, and whether it has threads enough is not known" in caplog.text
 
 
+@pytest.mark.cases("shadow")
 @pytest.mark.parametrize(
     "mode", ["shadow", recsync.Foreground(gap=3)], ids=["shadow", "foreground"]
 )

@@ -61,6 +61,7 @@ class AfterReturn(AtBatch):
             self.model.stop_training = batch > self.returned + 20
 
 
+@pytest.mark.cases("sync")
 @pytest.mark.parametrize("mode", MAKERS)
 def test_others_go_on_when_a_worker_stands_still_and_it_takes_part_again(two, mode, caplog):
     strategy = MAKERS[mode](two, silence_timeout=LIMIT)

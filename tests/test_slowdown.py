@@ -194,6 +194,7 @@ def test_the_steps_of_a_slow_worker_take_their_time_and_others_do_the_rest(train
     assert done[3] < done[:3].mean() / 2
 
 
+@pytest.mark.full
 def test_several_steps_of_a_call_are_slowed_each(trained):
     done, elapsed = trained(150, 0.05, SlowWorkers(20.0, [0, 2]), steps_per_execution=3)
     assert max(done[0], done[2]) * 20 * 0.05 <= elapsed
@@ -217,6 +218,7 @@ class _Clock(keras.callbacks.Callback):
         return np.array(self._times) - self._began
 
 
+@pytest.mark.full
 def test_a_cluster_that_is_busy_for_a_while_is_slow_meanwhile(trained):
     clock = _Clock()
     busy = ChangingSlowdown([(1, 1.0), (1, 20.0), (3, 20.0), (3, 1.0)])
@@ -228,6 +230,7 @@ def test_a_cluster_that_is_busy_for_a_while_is_slow_meanwhile(trained):
     assert clock.times[-1] < 50.0
 
 
+@pytest.mark.full
 def test_steps_slowed_by_step_number_end_when_the_number_is_reached(trained):
     clock = _Clock()
     first_slow = ChangingSlowdown([(5, 40.0), (5, 1.0)], unit="steps")

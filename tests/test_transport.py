@@ -316,6 +316,7 @@ def test_training_ends_with_an_error_when_a_parameter_server_is_killed(cluster):
         train(strategy, AtBatch(8, lambda: cluster.kill("ps", 0)), batches=10_000)
 
 
+@pytest.mark.full
 def test_servers_that_stand_still_are_given_up(cluster, caplog):
     strategy = recsync.AsyncStrategy(cluster, silence_timeout=5.0)
     weight, losses = train(

@@ -60,6 +60,7 @@ def test_a_notebook_has_its_outputs_and_a_plot_and_nothing_of_a_machine(name):
     assert all(output.get("name") != "stderr" for output in outputs(name))
 
 
+@pytest.mark.cases("quick_start")
 @pytest.mark.parametrize("name", ["quick_start", "your_own_click_log"])
 def test_a_tutorial_runs_as_a_plain_program(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # Where it writes files.

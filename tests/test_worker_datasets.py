@@ -87,6 +87,7 @@ class Seen(keras.callbacks.Callback):
         self.epochs.append(seen(logs))
 
 
+@pytest.mark.cases("gba", "hop")
 @pytest.mark.parametrize("mode", MAKERS)
 def test_all_batches_of_all_pipelines_are_trained_on_once_an_epoch(cluster, mode):
     strategy = MAKERS[mode](cluster)
@@ -115,6 +116,7 @@ def test_there_is_a_pipeline_for_each_thread_of_a_trainer(cluster):
     assert {context.input_pipeline_id for context in contexts} == {0, 1, 2, 3}
 
 
+@pytest.mark.full
 def test_several_steps_a_call_and_validation_work_as_with_a_dataset(cluster):
     strategy = recsync.AsyncStrategy(cluster)
     model = model_of(strategy, steps_per_execution=4)
