@@ -7,7 +7,9 @@ takes an artificial time, so that they overlap on a few cores as machines of the
 Columns and keys, for each number of workers:
 
 - `start_seconds`: from nothing to servers that the coordinator is connected to;
-- `first_seconds`: from there until each worker has done a step, the tracing of the step included;
+- `first_seconds`: from the begin of `fit` until each worker has done a step, its tracing included;
+- `pass_seconds`: how long a call of `fit` takes, but the first, in which each worker has one batch,
+  and `pass_ms`: the coordinator's processor time for each worker in it, in milliseconds;
 - `steps_per_second`: of all workers together, and `of_ideal`, that over what the artificial time
   alone would allow; much below 0.9, the machine is the bottleneck;
 - `coordinator_ms`: the coordinator's processor time, in milliseconds a step, while they train;
@@ -18,7 +20,11 @@ Columns and keys, for each number of workers:
 - `noticed_seconds`: from the death of a process of servers until the first of its workers counts
   as lost.
 
+With `--strategy=shadowsync` workers train copies, which EASGD keeps together in the background;
+`syncs_per_second` are those of all workers together.
+
     python benchmarks/coordinator.py --workers=16,64,256 --json=coordinator.json
+    python benchmarks/coordinator.py --workers=8,32 --strategy=shadowsync
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ import os
 import pathlib
 import resource
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -48,10 +55,12 @@ flags.DEFINE_integer("ps", 2, "Parameter servers.", lower_bound=1)
 flags.DEFINE_integer("processes", 4, "Processes of the servers.", lower_bound=2)
 flags.DEFINE_float("compute_seconds", 0.125, "Artificial compute time of a step.", lower_bound=0)
 flags.DEFINE_float("seconds", 15.0, "How long processor time is measured.", lower_bound=1)
+flags.DEFINE_enum("strategy", "async", ["async", "shadowsync"], "How the workers train.")
 flags.DEFINE_string("json", None, "Gets the results, a list of objects.")
 flags.DEFINE_integer("only", None, "Used by the benchmark itself: one number of workers.")
 
 _LIMIT_SECONDS = 120.0  # Of each wait.
+_PASSES = 5  # That are measured.
 
 
 def make_model() -> keras.Model:
@@ -67,6 +76,23 @@ def make_data(_: tf.distribute.InputContext) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors((tf.ones([8, 4]), tf.ones([8, 1]))).repeat()
 
 
+def measure_passes(model: keras.Model, workers: int) -> tuple[float, float]:
+    """Trains on a batch for each worker, again and again.
+
+    Returns:
+        Seconds for a pass, and of the coordinator's processor for each worker; medians.
+    """
+    rows = tf.data.Dataset.from_tensors((tf.ones([4]), tf.ones([1]))).repeat(8 * workers).batch(8)
+    figures = []
+    for _ in range(_PASSES + 1):  # The first one traces the step.
+        usage, began = machine.cpu_seconds([]), time.monotonic()
+        model.fit(rows, verbose=0)
+        seconds = time.monotonic() - began
+        figures.append((seconds, (machine.cpu_seconds([]) - usage) / workers))
+    seconds, used = zip(*figures[1:], strict=True)
+    return statistics.median(seconds), statistics.median(used)
+
+
 class Watcher(keras.callbacks.Callback):
     """Measures while `fit` runs, in a thread beside it.
 
@@ -75,7 +101,7 @@ class Watcher(keras.callbacks.Callback):
         strategy: the strategy.
     """
 
-    def __init__(self, cluster: recsync.LocalCluster, strategy: recsync.AsyncStrategy):
+    def __init__(self, cluster: recsync.LocalCluster, strategy: Any):
         super().__init__()
         self.results: dict[str, float] = {}
         self.error: BaseException | None = None
@@ -106,12 +132,14 @@ class Watcher(keras.callbacks.Callback):
         self.results["first_seconds"] = time.monotonic() - self._began
         time.sleep(3.0)  # Calls that grow have grown.
         usage, begin, before = machine.cpu_seconds([]), time.monotonic(), sum(steps())
+        syncs = self._syncs()
         self.results["threads"] = threading.active_count()
         time.sleep(FLAGS.seconds)
         # Of calls in flight nobody knows: a second more or less does not show.
         seconds, done = time.monotonic() - begin, sum(steps()) - before
         used = machine.cpu_seconds([]) - usage
         self.results["steps_per_second"] = done / seconds
+        self.results["syncs_per_second"] = (self._syncs() - syncs) / seconds
         self.results["coordinator_ms"] = 1e3 * used / max(done, 1)
         self.results["coordinator_share"] = used / seconds
         self.results["kilobytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -123,6 +151,11 @@ class Watcher(keras.callbacks.Callback):
         members = self._strategy.members
         wait(lambda: any(m.state is lost for m in members()), "a loss")
         self.results["noticed_seconds"] = time.monotonic() - killed
+
+    def _syncs(self) -> int:
+        if not isinstance(self._strategy, recsync.ShadowSyncStrategy):
+            return 0
+        return sum(self._strategy.sync_report(self.model).syncs)
 
 
 def wait(condition, what: str) -> None:
@@ -145,11 +178,15 @@ def measure(workers: int) -> dict[str, Any]:
     cluster = recsync.LocalCluster(
         workers, FLAGS.ps, processes=FLAGS.processes, start_timeout=300.0
     )
-    strategy = recsync.AsyncStrategy(cluster)
+    if FLAGS.strategy == "async":
+        strategy = recsync.AsyncStrategy(cluster)
+    else:
+        strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), sync_ps=1)
     started = time.monotonic() - began
     recsync.testing.set_compute_time(strategy, FLAGS.compute_seconds)
     with strategy.scope():
         model = make_model()
+    pass_seconds, pass_used = measure_passes(model, workers)
     watcher = Watcher(cluster, strategy)
     data = strategy.distribute_datasets_from_function(make_data)
     model.fit(data, steps_per_epoch=10**9, verbose=0, callbacks=[watcher])
@@ -160,11 +197,15 @@ def measure(workers: int) -> dict[str, Any]:
     ideal = workers / FLAGS.compute_seconds if FLAGS.compute_seconds else float("inf")
     return {
         "benchmark": "coordinator",
+        "strategy": FLAGS.strategy,
         "workers": workers,
         "start_seconds": started,
         "first_seconds": found["first_seconds"],
+        "pass_seconds": pass_seconds,
+        "pass_ms": 1e3 * pass_used,
         "steps_per_second": found["steps_per_second"],
         "of_ideal": found["steps_per_second"] / ideal,
+        "syncs_per_second": found["syncs_per_second"],
         "coordinator_ms": found["coordinator_ms"],
         "coordinator_share": found["coordinator_share"],
         "worker_kilobytes": (found["kilobytes"] - kilobytes) / workers,
@@ -181,12 +222,13 @@ def main(argv: list[str]) -> None:
     results = []
     for workers in map(int, FLAGS.workers):
         command = [sys.executable, __file__, f"--only={workers}", *argv[1:]]
-        names = ("ps", "processes", "compute_seconds", "seconds")
+        names = ("ps", "processes", "compute_seconds", "seconds", "strategy")
         command += [f"--{name}={FLAGS[name].value}" for name in names]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         line = next(li for li in done.stdout.splitlines() if li.startswith("RESULT "))
         results.append(json.loads(line.removeprefix("RESULT ")))
-        print(", ".join(f"{k} {v:.4g}" for k, v in results[-1].items() if k != "benchmark"))
+        shown = {k: v for k, v in results[-1].items() if not isinstance(v, str)}
+        print(", ".join(f"{k} {v:.4g}" for k, v in shown.items()))
     if FLAGS.json is not None:
         pathlib.Path(FLAGS.json).write_text(json.dumps(results, indent=1) + "\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import keras
@@ -15,6 +16,7 @@ def build_dlrm(
     embedding_dimension: int = 16,
     bottom_units: Sequence[int] = (64, 32),
     top_units: Sequence[int] = (128, 64),
+    kernel_initializer: str = "glorot_uniform",
 ) -> keras.Model:
     """Builds the model, trainable with any strategy or none.
 
@@ -27,15 +29,20 @@ def build_dlrm(
         embedding_dimension: of all vectors.
         bottom_units: of the bottom MLP's layers before the one that makes the vector.
         top_units: of the top MLP's hidden layers.
+        kernel_initializer: of the hidden layers, see `keras.initializers`. With many layers,
+            "he_uniform" keeps what goes through them from fading away.
 
     Returns:
         A model from the features to the click probability, [batch, 1].
     """
     numeric = keras.Input((len(spec.numeric),), name="numeric")
     ids = {name: keras.Input((), dtype="int64", name=name) for name in spec.categorical}
+    dense = functools.partial(
+        keras.layers.Dense, activation="relu", kernel_initializer=kernel_initializer
+    )
     hidden = numeric
     for i, units in enumerate([*bottom_units, embedding_dimension]):
-        hidden = keras.layers.Dense(units, "relu", name=f"bottom_{i}")(hidden)
+        hidden = dense(units, name=f"bottom_{i}")(hidden)
     embedded = recsync.layers.EmbeddingCollection(
         [
             recsync.layers.TableConfig(name, size, embedding_dimension)
@@ -54,6 +61,6 @@ def build_dlrm(
     products = keras.ops.take(products, pairs, axis=1)
     hidden = keras.layers.Concatenate(name="top_inputs")([hidden, products])
     for i, units in enumerate(top_units):
-        hidden = keras.layers.Dense(units, "relu", name=f"top_{i}")(hidden)
+        hidden = dense(units, name=f"top_{i}")(hidden)
     click = keras.layers.Dense(1, "sigmoid", name="click")(hidden)
     return keras.Model({"numeric": numeric, **ids}, click, name="dlrm")

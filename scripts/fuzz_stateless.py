@@ -442,6 +442,10 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     "settle_decay": _settle_decay,
     "next_global_step": lambda w: {"global_step": w.variable(np.int64(1))},
     "snapshot": lambda w: {"variables": dense_variables(w)},
+    "read_packed": lambda w: {
+        "resources": dense_variables(w),
+        "tails": [np.arange(w.small(), dtype=np.int64) for _ in range(w.small(0, 2))],
+    },
     "interpolate": _interpolate,
     "pack": _pack,
     "unpack": _unpack,

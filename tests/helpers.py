@@ -143,8 +143,11 @@ def missing(copies: Sequence[object]) -> list[int]:
 
 
 def told_losses(text: str) -> int:
-    """How many losses of workers a log tells of: a busy machine may keep others silent, too."""
-    return len(re.findall(r"worker:\d+ was lost", text))
+    """How many losses of workers a log tells of: a busy machine may keep others silent, too.
+
+    A worker that is still away when the next pass begins is a loss of that one, too.
+    """
+    return len(re.findall(r"worker:\d+ (?:was lost|is still away)", text))
 
 
 def clicks(n: int = 320, seed: int = 3) -> tuple[np.ndarray, np.ndarray]:

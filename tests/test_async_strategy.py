@@ -107,6 +107,7 @@ def check_same_as_local(strategy, make, build=functional, stock=None, data=None,
     return model
 
 
+@pytest.mark.full
 def test_a_dataset_may_be_older_than_the_connection(clusters):
     clusters.close()
     data = dataset(96).shuffle(4, seed=1)
@@ -118,6 +119,7 @@ def test_a_dataset_may_be_older_than_the_connection(clusters):
         assert model.predict(data, verbose=0).shape == (96, 1)
 
 
+@pytest.mark.cases("adam that is not lazy, weight_decay", "ftrl, weight_decay", "swap, clipnorm")
 @pytest.mark.parametrize(
     "make",
     [
@@ -214,6 +216,7 @@ def test_one_worker_keeps_the_moving_statistics_of_local_keras(one):
 # Several workers.
 
 
+@pytest.mark.cases("Subclassed")
 @pytest.mark.parametrize("build", [functional, sequential, Subclassed])
 def test_models_of_every_kind_train_and_validate(two, build):
     model = compiled(two, build, lambda: Adagrad(0.3), metrics=lambda: ["AUC"])
@@ -234,6 +237,7 @@ def test_models_of_every_kind_train_and_validate(two, build):
     assert steps_of(model) == 2 * 20
 
 
+@pytest.mark.cases("3-kinds1")
 @pytest.mark.parametrize(
     ("steps_per_execution", "kinds"),
     [
@@ -326,6 +330,30 @@ def test_predictions_come_in_the_order_of_the_data(two):
     assert_close([model.predict_on_batch(x[:7])], [expected[:7]])
 
 
+def test_a_model_that_is_not_compiled_predicts_and_may_be_compiled_then(two):
+    with two.scope():
+        model = tiny()
+    ids, labels = clicks(40)
+    inputs = ids.astype(np.float32)
+    np.testing.assert_allclose(model.predict(inputs, verbose=0), model(inputs), rtol=1e-6)
+    with two.scope():
+        model.compile(SGD(0.1), LOSS)
+    model.fit(inputs, labels, batch_size=8, epochs=1, verbose=0)
+    assert sum(two.worker_steps(model)) == 5
+
+
+def test_a_forgotten_scope_is_warned_of(two, caplog):
+    model = tiny()
+    model.compile(SGD(0.1), LOSS)
+    ids, labels = clicks(8)
+    model.fit(ids.astype(np.float32), labels, verbose=0)
+    assert "was not made in the scope() of a strategy" in caplog.text
+    caplog.clear()
+    model = compiled(two, tiny, lambda: SGD(0.1))
+    model.fit(ids.astype(np.float32), labels, verbose=0)
+    assert "scope()" not in caplog.text
+
+
 def test_predict_is_traced_once(two):
     traced = []
 
@@ -359,6 +387,7 @@ def test_a_number_of_steps_evaluates_and_predicts_the_first_batches(two):
     assert_close([model.predict(dataset(), steps=3, verbose=0)], [expected])
 
 
+@pytest.mark.full
 def test_two_equal_workers_see_a_staleness_of_two(two):
     # Within a call a pull follows the push before it at once, so that the other
     # worker's push falls between a pull and its push, and not beside them. With
@@ -518,6 +547,7 @@ def test_stopping_in_mid_epoch_ends_fit_soon_and_the_next_fit_works(two):
     assert model.get_weights()[0] == -(stopped + 8)
 
 
+@pytest.mark.cases("AsyncStrategy-10-10", "SyncStrategy-9-5")
 @pytest.mark.parametrize(
     ("make", "batches", "global_steps"),
     [

@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import compiled, compute_time, mean_output, slope_model, wait_until
-from tensorflow.python.data.experimental.ops import data_service_ops
-from tensorflow.python.data.ops import structured_function
 from tensorflow.python.eager import context
 
 import tf_recsync as recsync
 from tf_recsync.cluster import device_of, is_reachable
 from tf_recsync.optimizers import SGD
-from tf_recsync.strategies import model_functions, worker_functions, worker_run
+from tf_recsync.strategies import (
+    model_functions,
+    registered_dataset,
+    worker_functions,
+    worker_run,
+)
 from tf_recsync.strategies.slots import Losses
+from tf_recsync.synchronization.remote_functions import traced_once
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -115,6 +119,7 @@ def train_until_back(strategy, caplog) -> None:
     assert batches.given >= STEPS
 
 
+@pytest.mark.cases("SyncStrategy-10")
 @pytest.mark.parametrize("make,updates", [(recsync.AsyncStrategy, 20), (recsync.SyncStrategy, 10)])
 def test_training_goes_on_whenever_a_connection_breaks(two, caplog, make, updates):
     strategy = make(two)
@@ -199,21 +204,21 @@ def test_a_worker_gets_functions_that_were_traced_while_it_could_not_be_reached(
 def test_a_worker_gets_functions_of_datasets_that_were_made_while_it_could_not_be_reached(
     two, caplog, monkeypatch
 ):
-    # The function of a dataset that takes its elements from the data service.
-    wrapper = structured_function.StructuredFunctionWrapper
-    make, made = wrapper.__init__, []
+    # What a worker runs to take its batches from the data service; here each has its own.
+    trace, made = registered_dataset._joining.__wrapped__, []
+
+    def make(*key):
+        return traced_once(trace)(*key)
+
     unreachable = while_unreachable(two, make)
 
-    def make_some_meanwhile(*args, **kwargs):
+    def make_some_meanwhile(*key):
         is_early = device_of("worker", 1) in context.context().device_name and not made
         if is_early:
             made.append(True)
-        (unreachable if is_early else make)(*args, **kwargs)
+        return (unreachable if is_early else make)(*key)
 
-    monkeypatch.setattr(wrapper, "__init__", make_some_meanwhile)
-    # TensorFlow makes one for all workers, whichever comes first: here each makes its own.
-    uncached = data_service_ops._get_uncompress_func.__wrapped__
-    monkeypatch.setattr(data_service_ops, "_get_uncompress_func", uncached)
+    monkeypatch.setattr(registered_dataset, "_joining", make_some_meanwhile)
     train_until_back(recsync.AsyncStrategy(two), caplog)
     assert made == [True]
 

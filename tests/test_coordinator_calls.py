@@ -48,6 +48,9 @@ def begin_and_end(cluster, how):
     return lambda: act("ps", 0), {"silent": SILENT, "lost": LOST}[how]
 
 
+@pytest.mark.cases(
+    "async-before fit-silent", "GBA-last batch-silent", "ShadowSync-epoch's end-lost"
+)
 @pytest.mark.parametrize(
     ("name", "when", "how"),
     [
@@ -79,6 +82,7 @@ def test_a_parameter_server_that_is_gone_between_steps_is_named(two, name, when,
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.cases("aggregation", "weights", "checkpoint")
 @pytest.mark.parametrize(
     ("name", "reading"),
     [
@@ -104,6 +108,7 @@ def test_a_report_of_a_silent_parameter_server_ends(two, name, reading, tmp_path
         reading(strategy, model, path)
 
 
+@pytest.mark.cases("GBA")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_worker_that_stands_still_when_it_has_finished_holds_nobody(two, name):
     strategy = STRATEGIES[name](two)

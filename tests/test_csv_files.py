@@ -111,6 +111,27 @@ def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path, is_zipped):
     assert fitted.columns == ("word", "click") and fitted.categorical[0].vocabulary == ("a",)
 
 
+def test_several_texts_may_mean_a_missing_value(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("x,word,tags,click\n1,a,b|NA,1\nNA,\\N,-,0\n-,NA,b,0\n3,,,1\n\\N,c,c|b,0\n")
+    missing = ["NA", "-", "\\N"]
+    schema = rd.Schema.fit(
+        path,
+        label="click",
+        positive=["1"],
+        numeric=["x"],
+        categorical=["word", "tags"],
+        multi_hot={"tags": "|"},
+        missing=missing,
+    )
+    assert schema.missing == ("NA", "-", "\\N") and schema.numeric[0].mean == 2
+    assert [column.vocabulary for column in schema.categorical] == [("a", "c"), ("b", "c")]
+    ((features, _),) = list(rd.Csv(path, schema).train(5))
+    assert features["numeric"].numpy()[:, 0].tolist() == [-1, 0, 0, 1, 0]
+    assert features["word"].numpy().tolist() == [2, 0, 0, 0, 3]
+    assert features["tags"].to_list() == [[2, 0], [], [2], [], [3, 2]]
+
+
 def zipped(rows: int = 3000) -> bytes:
     draw = np.random.default_rng(0)
     return gzip.compress("".join(f"{draw.random()},1\n" for _ in range(rows)).encode())

@@ -205,6 +205,7 @@ def test_people_of_the_census_are_the_same_in_all_formats(tmp_path, real_data, k
         tf.nest.map_structure(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.cases("Parquet")
 @pytest.mark.parametrize("kind", WRITERS)
 def test_shuffling_depends_on_the_seed_and_the_pass_and_keeps_the_rows(tmp_path, kind):
     values = [{"age": i, "click": 1} for i in range(60)]
@@ -333,6 +334,7 @@ def malformed(kind: str) -> list[tuple[dict, str]]:
     ]
 
 
+@pytest.mark.cases("Parquet")
 @pytest.mark.parametrize("kind", WRITERS)
 def test_malformed_rows_are_named_or_left_out_and_counted(tmp_path, kind, caplog):
     strict = schema(negative=("0",))
@@ -431,6 +433,7 @@ def test_an_empty_list_of_any_kind_is_missing(tmp_path, on_error):
         assert found[name] == expected, name
 
 
+@pytest.mark.full
 def test_records_that_are_no_examples_are_named_or_left_out(tmp_path):
     good = rows(10)
     records = [example(row).SerializeToString() for row in good]
@@ -599,14 +602,32 @@ def test_wrong_arguments_of_readers_are_named(tmp_path, arguments, message):
         (lambda: schema(partitions=("seen",)), "partitions=.*: 'seen' must not be a multi-hot"),
         (lambda: rd.CategoricalColumn("a", hash_buckets=5, weights="w"), "needs multi_hot=True"),
         (
-            lambda: rd.CategoricalColumn("a", hash_buckets=5, multi_hot=True, separator=" "),
-            "separator=' ' of column 'a'",
+            lambda: rd.CategoricalColumn("a", hash_buckets=5, multi_hot=True, separator=""),
+            "separator='' of column 'a'",
         ),
+        (lambda: schema(missing=("NA", 0)), r"missing=\('NA', 0\): must have texts, not 0"),
     ],
 )
 def test_wrong_schemas_of_several_values_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_schema_is_the_same_in_another_program(tmp_path):
+    for one in (
+        schema(),
+        SMALL,
+        schema(label="click", comment="#", quotechar=None, missing="NA"),
+        schema(missing=("NA", "-")),
+    ):
+        one.save(tmp_path / "schema.json")
+        assert rd.Schema.load(tmp_path / "schema.json") == one
+    for wrong in ("", "[]", "{}", '{"numeric": [{"name": 1, "of": 2}]}', '{"label": "a"}'):
+        (tmp_path / "schema.json").write_text(wrong)
+        with pytest.raises(ValueError, match="schema.json' has no schema"):
+            rd.Schema.load(tmp_path / "schema.json")
+    with pytest.raises(tf.errors.NotFoundError):
+        rd.Schema.load(tmp_path / "other.json")
 
 
 def test_the_former_name_of_the_schema_goes_on_with_a_warning():
@@ -624,6 +645,60 @@ def test_without_pyarrow_it_is_said_how_to_install_it(tmp_path, monkeypatch):
 # --- Times, folders and fitted schemas
 
 
+@pytest.mark.full
+def test_clocks_of_times_may_be_ahead_of_utc_or_behind(tmp_path):
+    draw, boundary = random.Random(1), datetime.datetime(2024, 3, 1, tzinfo=datetime.UTC)
+    lines, wanted = [], []
+    for number in range(200):
+        time = boundary + datetime.timedelta(minutes=draw.randrange(-2000, 2000))
+        zone = datetime.timezone(datetime.timedelta(minutes=15 * draw.randrange(-48, 56)))
+        text = f"{time.astimezone(zone):%Y-%m-%dT%H:%M:%S%z}"
+        if number % 2:
+            text = f"{text[:-2]}:{text[-2:]}"  # As ISO 8601 has it, with or without a colon.
+        assert datetime.datetime.fromisoformat(text) == time
+        lines.append(f"0,{number},{text}")
+        wanted += [float(number)] if time >= boundary else []
+    (tmp_path / "clicks.csv").write_text("\n".join(["click,weight,time", *lines]))
+    between = boundary, boundary + datetime.timedelta(days=9)
+    data = rd.Csv(tmp_path / "clicks.csv", SMALL, test_fraction=0, between=between)
+    assert [float(x) for *_, weight in data.train(8) for x in weight] == wanted
+    assert 50 < len(wanted) < 150
+    for wrong in ("2024-03-01T00:00:00+24:00", "2024-03-01T00:00:00-01:60"):
+        (tmp_path / "clicks.csv").write_text(f"click,weight,time\n0,1,{wrong}")
+        data = rd.Csv(tmp_path / "clicks.csv", SMALL, test_fraction=0)
+        with pytest.raises(
+            tf.errors.InvalidArgumentError, match=re.escape(f"`{wrong}` is no time")
+        ):
+            list(data.train(8))
+
+
+def test_a_space_between_values_stands_for_any_number_of_them(tmp_path):
+    texts = ["a b", " b   a  c ", "", "?", "c", "a a"]
+    text = "\n".join(["click,tags", *(f"1,{text}" for text in texts)])
+    (tmp_path / "clicks.csv").write_text(text)
+    fitted = rd.Schema.fit(
+        tmp_path / "clicks.csv",
+        label="click",
+        positive=("1",),
+        categorical=("tags",),
+        multi_hot={"tags": " "},
+    )
+    assert fitted.categorical[0].vocabulary == ("a", "b", "c")
+    features, _ = next(iter(rd.Csv(tmp_path / "clicks.csv", fitted, test_fraction=0).train(9)))
+    ids = {"a": 2, "b": 3, "c": 4}
+    expected = [[ids[word] for word in text.replace("?", "").split()] for text in texts]
+    assert features["tags"].to_list() == expected
+
+
+def test_a_file_that_is_not_utf8_is_named_with_the_line(tmp_path):
+    path = tmp_path / "clicks.csv"
+    for line, text in ((1, "click,größe\n1,a"), (3, "click,size\n1,a\n1,groß")):
+        path.write_bytes(text.encode("latin-1"))
+        with pytest.raises(ValueError, match=f"clicks.csv, line {line}: is not UTF-8"):
+            rd.Schema.fit(path, label="click", positive=("1",), categorical=("size",))
+
+
+@pytest.mark.cases("Csv", "Parquet")
 @pytest.mark.parametrize("kind", WRITERS)
 def test_rows_of_a_period_are_taken_by_their_timestamps(tmp_path, kind):
     values = rows(60)
@@ -682,6 +757,7 @@ def test_names_of_folders_are_columns_in_all_formats(tmp_path, kind):
     assert features["numeric"].numpy().tolist() == [[1], [2], [2]]
 
 
+@pytest.mark.cases("Csv", "Parquet")
 @pytest.mark.parametrize("kind", WRITERS)
 def test_numbers_in_names_of_folders_may_be_missing_or_malformed(tmp_path, kind):
     for name, count in (("3", 1), ("__HIVE_DEFAULT_PARTITION__", 2), ("?", 1)):
@@ -738,6 +814,7 @@ CLICKS = rd.Schema(
 )
 
 
+@pytest.mark.cases("Parquet-raise")
 @pytest.mark.parametrize(("kind", "on_error"), [("Parquet", "raise"), ("TfRecord", "skip")])
 def test_readers_divide_files_and_row_groups(clusters, tmp_path, kind, on_error):
     values = rows(200)

@@ -204,6 +204,7 @@ def figures_of(done, path):
     return strict_json(path)
 
 
+@pytest.mark.cases("True")
 @pytest.mark.parametrize("stock", [False, True])
 def test_it_trains_locally_and_reports(tmp_path, stock):
     out = tmp_path / "metrics.json"
@@ -217,6 +218,7 @@ def test_it_trains_locally_and_reports(tmp_path, stock):
     assert "the best possible" in done.stdout
 
 
+@pytest.mark.cases("Csv", "Parquet")
 @pytest.mark.parametrize("kind", ["Csv", "Parquet", "TfRecord"])
 def test_it_trains_on_files_in_each_format(tmp_path, kind):
     values = [{"click": i % 2, "age": i % 7, "country": "CHUS"[i % 2 :]} for i in range(200)]
@@ -283,6 +285,7 @@ def test_it_trains_on_a_cluster_with_all_its_options_and_saves(tmp_path):
     assert "staleness" in done.stdout
 
 
+@pytest.mark.full
 def test_it_goes_on_in_another_mode_from_what_an_earlier_run_saved(tmp_path):
     out, saved = tmp_path / "metrics.json", tmp_path / "out"
     batches = [*SMALL, "--batch_size=100", "--global_batch_size=200", "--steps_per_execution=1"]
@@ -309,6 +312,7 @@ def test_it_goes_on_in_another_mode_from_what_an_earlier_run_saved(tmp_path):
     assert figures["auc"] > 0.55 and "excluded" in done.stdout
 
 
+@pytest.mark.cases("bsp", "shadow easgd")
 @pytest.mark.parametrize(
     ("arguments", "steps"),
     [
@@ -321,6 +325,7 @@ def test_it_goes_on_in_another_mode_from_what_an_earlier_run_saved(tmp_path):
         (["--strategy=fr_ma", "--sync_gap=2"], [20]),
         (["--strategy=fr_bmuf"], [20]),
     ],
+    ids=["bsp", "backup workers", "bounded staleness", "shadow easgd", "fr ma", "fr bmuf"],
 )
 def test_it_trains_in_the_other_modes(tmp_path, arguments, steps):
     out = tmp_path / "metrics.json"
@@ -339,6 +344,7 @@ def test_it_trains_in_the_other_modes(tmp_path, arguments, steps):
     assert 0.45 < figures["auc"] < 1 and figures["staleness_mean"] >= 1
 
 
+@pytest.mark.full
 def test_dlrm_trains_with_trainers_that_synchronize_in_the_background(tmp_path):
     out = tmp_path / "metrics.json"
     done = run_here(

@@ -4,6 +4,7 @@ import collections
 import gc
 import io
 import logging
+import threading
 
 import keras
 import numpy as np
@@ -15,6 +16,7 @@ from helpers import check_group_auc
 import tf_recsync as recsync
 from tf_recsync import topology
 from tf_recsync.ops import hop
+from tf_recsync.synchronization.hop_edges import Edges
 from tf_recsync.synchronization.remote_values import at
 
 WORKERS = 4
@@ -27,6 +29,7 @@ def cluster(clusters):
     return clusters.get(WORKERS, processes=0)
 
 
+@pytest.mark.cases("serial with momentum", "directed", "notify_ack", "parallel")
 @pytest.mark.parametrize(
     ("topo", "options", "momentum"),
     [
@@ -247,6 +250,7 @@ def test_fit_evaluate_predict_and_callbacks_work_as_users_know_them(cluster, tmp
     )
 
 
+@pytest.mark.full
 def test_the_group_auc_of_each_epoch_is_that_of_its_predictions(cluster):
     check_group_auc(recsync.HopStrategy(cluster, topology.ring(WORKERS)), keras.optimizers.SGD)
 
@@ -315,6 +319,7 @@ def test_an_error_of_a_worker_ends_training_with_it(cluster):
     model.fit(x[:few], y[:few], batch_size=BATCH, verbose=0)
 
 
+@pytest.mark.full
 def test_two_strategies_on_a_cluster_do_not_collide(cluster):
     x, y, dataset = regression(WORKERS * 6)
     runs = []
@@ -336,6 +341,33 @@ def test_two_strategies_on_a_cluster_do_not_collide(cluster):
                 np.testing.assert_allclose(found, expected[:, worker], rtol=2e-5, atol=2e-5)
             copies = np.array([copy[0][:, 0] for copy in strategy.copies(model)])
             runs[i] = topo, strategy, model, copies, now
+
+
+def test_loops_that_start_while_an_epoch_ends_end_with_it(cluster, monkeypatch):
+    strategy, model, _ = recording(
+        cluster, topology.ring(WORKERS), lambda: keras.optimizers.SGD(RATE)
+    )
+    model.fit(regression(WORKERS)[2], verbose=0)
+    exchange = strategy._synchronizer(model).exchanges[0]
+    exchange.begin(None)
+    starts, goes_on = threading.Event(), threading.Event()
+    start = Edges.start
+
+    def start_late(edges, sender, receiver):
+        starts.set()
+        assert goes_on.wait(60)
+        start(edges, sender, receiver)
+
+    monkeypatch.setattr(Edges, "start", start_late)
+    threads = [threading.Thread(target=exchange.carry_on), threading.Thread(target=exchange.end)]
+    threads[0].start()
+    assert starts.wait(60)
+    threads[1].start()
+    threads[1].join(0.5)  # It would be past all loops by then.
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    assert "recsync_hop_monitor" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_queue_dies_with_its_strategy(cluster):

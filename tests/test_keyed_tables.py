@@ -108,6 +108,9 @@ def rows_of_keys(layer) -> np.ndarray:
     return np.concatenate([vectors for _, vectors in layer.read_keys("users")])
 
 
+@pytest.mark.cases(
+    "<lambda>0-bfloat16", "<lambda>1-float32", "<lambda>2-float32", "<lambda>3-bfloat16"
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "make",

@@ -66,9 +66,11 @@ def test_an_empty_batch_leaves_the_moving_average_alone():
 
 def small_model(seed=3):
     keras.utils.set_random_seed(seed)
+    # With inputs around 1, the means that it divides by stay away from zero.
+    positive = keras.initializers.RandomUniform(0.1, 1.0)
     return keras.Sequential(
         [
-            keras.layers.Dense(8),
+            keras.layers.Dense(8, kernel_initializer=positive),
             MeanNormalization(),
             keras.layers.ReLU(),
             keras.layers.Dense(1),
@@ -76,9 +78,10 @@ def small_model(seed=3):
     )
 
 
+@pytest.mark.cases("mixed_bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16", "float64"])
 def test_a_step_compiled_by_xla_trains_alike(dtype):
-    x = RNG.normal(1.0, 1.0, (64, 4)).astype(np.float32)
+    x = np.random.default_rng(7).normal(1.0, 1.0, (64, 4)).astype(np.float32)
     target = x.sum(1, keepdims=True)
     weights = []
     for how in ({"run_eagerly": True}, {"jit_compile": True}):

@@ -119,6 +119,11 @@ SYNC = {
 }
 
 
+@pytest.mark.cases(
+    "swap, a batch more than workers",
+    "weight decay, a schedule, two steps a call",
+    "a table used as a whole, lookups that depend on lookups",
+)
 @pytest.mark.parametrize("case", SYNC)
 def test_synchronous_training_is_that_of_one_process(three, case):
     sizes, build, make, options = SYNC[case]
@@ -284,6 +289,7 @@ MODES = {
 }
 
 
+@pytest.mark.cases("GBA-3")
 @pytest.mark.parametrize(("mode", "m"), [("GBA", 3), ("BSP", 2), ("GBA", 1)])
 def test_a_single_worker_computes_global_batches_as_one_process_does(one, mode, m):
     strategy = MODES[mode](one, m)

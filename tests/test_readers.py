@@ -115,6 +115,7 @@ class When(keras.callbacks.Callback):
 
 
 # First, as the service then is new and has numbers yet that a new one gives again.
+@pytest.mark.cases("two readers")
 def test_the_first_reader_knows_what_was_handed_out_and_without_it_training_ends(cluster):
     model = counting_model(recsync.AsyncStrategy(cluster))
     callback = When(10, lambda: cluster.restart("reader", 0))
@@ -127,6 +128,7 @@ def test_the_first_reader_knows_what_was_handed_out_and_without_it_training_ends
             assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
 
 
+@pytest.mark.cases("one reader-1", "two readers-3")
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_every_example_is_trained_on_once_in_each_epoch(cluster, steps_per_execution):
     model = counting_model(recsync.AsyncStrategy(cluster), steps_per_execution=steps_per_execution)
@@ -317,6 +319,7 @@ def test_without_its_first_reader_training_does_not_begin(cluster):
     assert model.fit(data, verbose=0).history["sum"] == [40 * 39 / 2]
 
 
+@pytest.mark.cases("one reader-True", "two readers-False")
 @pytest.mark.parametrize("is_one_pass", [False, True])
 def test_a_first_reader_that_was_started_again_does_not_mistake_one_dataset_for_another(
     cluster, is_one_pass
@@ -341,6 +344,7 @@ def test_a_first_reader_that_was_started_again_does_not_mistake_one_dataset_for_
     assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
 
 
+@pytest.mark.cases("one reader")
 def test_a_reader_that_hangs_ends_training(cluster):
     model = counting_model(
         recsync.AsyncStrategy(cluster, worker_timeout=1.0, silence_timeout=SILENCE)
@@ -368,6 +372,7 @@ def server(tmp_path):
         yield start
 
 
+@pytest.mark.full
 def test_readers_start_in_any_order_and_end_at_sigterm(server):
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(local_cluster._reserve_port()) for _ in range(2)]
@@ -408,6 +413,7 @@ def test_a_reader_that_cannot_listen_says_where(server):
     assert "Traceback" not in foreign.output()
 
 
+@pytest.mark.cases("two readers-3")
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_threads_of_trainers_share_what_readers_hand_out(cluster, steps_per_execution):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), threads_per_trainer=2)
@@ -433,11 +439,12 @@ def test_a_pass_that_is_left_early_ends_on_all_readers(readers):
         addresses = [f"127.0.0.1:{port.getsockname()[1]}" for port in ports]
     servers = [data_service.Reader(addresses, index, None) for index in range(readers)]
     endless = tf.data.Dataset.range(10).repeat()
-    register = tf.data.experimental.service.register_dataset
+    tf.data.experimental.service.register_dataset(
+        f"grpc://{addresses[0]}", endless, compression=None, dataset_id="endless"
+    )
     registered = registered_dataset.RegisteredDataset(
         f"grpc://{addresses[0]}",
         "endless",
-        register(f"grpc://{addresses[0]}", endless, compression=None, dataset_id="endless"),
         endless.element_spec,
         workers=2,
         readers=readers,

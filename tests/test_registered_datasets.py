@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import compiled, wait_until
+from tensorflow.core.framework import dataset_options_pb2
+from tensorflow.python.data.experimental.ops import data_service_ops
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
+from tf_recsync.strategies import registered_dataset
 from tf_recsync.strategies.registered_dataset import _MOST_KEPT
 
 
@@ -91,3 +94,17 @@ def test_no_pipeline_is_left_when_calls_have_ended(model):
     model.evaluate(data, steps=2, verbose=0)
     open_pipelines = model.distribute_strategy._cluster.data_services.tasks
     assert wait_until(lambda: open_pipelines() == 0, 60.0)
+
+
+def test_no_iterator_of_a_pass_is_tuned():
+    """The end of one that is, as of one without batches, would keep its worker waiting."""
+    spec = data_service_ops.HashableElementSpec(tf.TensorSpec([None, 2]))
+    graph = registered_dataset._joining(spec, False, 2)._concrete.graph
+    made = [op for op in graph.get_operations() if op.type == "MakeIterator"]
+    assert len(made) == 2
+    for op in made:
+        source = op.inputs[0].op
+        assert source.type == "OptionsDataset"
+        options = dataset_options_pb2.Options.FromString(source.get_attr("serialized_options"))
+        assert options.autotune_options.WhichOneof("optional_enabled")
+        assert not options.autotune_options.enabled

@@ -162,6 +162,7 @@ def begin_together(monkeypatch, threads):
     monkeypatch.setattr(Steps, "_run_steps", when_all_are_there)
 
 
+@pytest.mark.cases("a user's, central", "S-BMUF", "FR-EASGD-5")
 @pytest.mark.parametrize("name", MODES)
 def test_every_algorithm_trains_and_keeps_the_copies_together(cluster, monkeypatch, name):
     algorithm, mode = MODES[name]
@@ -227,15 +228,16 @@ def test_every_algorithm_trains_and_keeps_the_copies_together(cluster, monkeypat
         np.testing.assert_allclose(model.predict(dataset(), verbose=0), shown, atol=1e-5)
 
 
+@pytest.mark.cases("FR-EASGD-5", "FR-BMUF by time")
 @pytest.mark.parametrize("name", ["S-EASGD", "FR-EASGD-5", "FR-EASGD by time", "FR-BMUF by time"])
 def test_synchronizations_in_flight_are_done_when_fit_shows_what_was_trained(
     cluster, monkeypatch, name
 ):
     sync = Trainers.sync
 
-    def slow(trainers, members, shard):
+    def slow(trainers, members, shard, turns=None):
         time.sleep(0.2)
-        return sync(trainers, members, shard)
+        return sync(trainers, members, shard, turns)
 
     monkeypatch.setattr(Trainers, "sync", slow)
     algorithm, mode = MODES[name]
@@ -389,7 +391,10 @@ def test_a_collection_without_an_embedding_server_is_an_error(cluster):
 def test_stock_optimizers_are_refused(cluster):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
     model = click_model(strategy, lambda: keras.optimizers.SGD(0.1))
-    with pytest.raises(ValueError, match="optimizer must be one of tf_recsync.optimizers"):
+    with pytest.raises(
+        ValueError,
+        match=r"optimizer must be one of tf_recsync.optimizers .*; use tf_recsync.optimizers.SGD",
+    ):
         model.fit(dataset(12), verbose=0)
 
 
@@ -545,6 +550,7 @@ def test_a_checkpoint_of_a_model_that_has_not_trained_can_be_restored(cluster, t
     np.testing.assert_allclose(strategy.copies(model)[2][-2], start, rtol=1e-6)
 
 
+@pytest.mark.cases("BMUF")
 @pytest.mark.parametrize(
     "algorithm",
     [recsync.EASGD(0.3), recsync.BMUF(0.3, 1.0, momentum=0.5)],

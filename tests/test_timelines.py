@@ -13,6 +13,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 import tf_recsync as recsync
 from tf_recsync.ops.events import ACTIVITIES
+from tf_recsync.strategies import worker_functions
 from tf_recsync.synchronization.events import Recordings
 
 WORKERS, BATCH, WIDTH, BATCHES, SECONDS = 2, 4, 3, 24, 0.02
@@ -194,10 +195,17 @@ def test_nothing_is_missing_of_a_pass_that_ends_early_nor_of_a_model_that_is_com
     assert sum(total["compute"].count for total in totals) == steps > 200
 
 
-def test_steps_that_are_unrolled_later_note_what_those_before_did(cluster):
+def test_steps_that_are_unrolled_later_note_what_those_before_did(cluster, monkeypatch):
+    trace, traced = worker_functions.trace_steps, []
+
+    def trace_steps(model, layout, method, spec, steps, *arguments):
+        traced.append((steps, list(stopped)))
+        return trace(model, layout, method, spec, steps, *arguments)
+
+    monkeypatch.setattr(worker_functions, "trace_steps", trace_steps)
     strategy = recsync.AsyncStrategy(cluster)
     model = make_model(strategy)
-    run = []
+    run, stopped = [], []
 
     class StopsInTheFirstEpoch(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -206,14 +214,19 @@ def test_steps_that_are_unrolled_later_note_what_those_before_did(cluster):
         def on_train_batch_end(self, batch, logs=None):
             if len(run) == 1 and batch == 5:
                 run[0].stop()
+                stopped.append(batch)
+                # As if it had taken no time to trace them: it need not pay in this pass.
+                self.model.train_function._trace_seconds = 0.0
 
         def on_epoch_end(self, epoch, logs=None):
             run[-1].stop()
 
     data = dataset(BATCHES).repeat()
     callbacks = [StopsInTheFirstEpoch()]
-    steps = 6000
+    steps = 1500
     model.fit(data, steps_per_epoch=steps, epochs=2, verbose=0, callbacks=callbacks)
+    # When nothing was recorded any more.
+    assert traced == [(1, []), (worker_functions.MOST_UNROLLED, [5])]
     totals = run[1].totals().values()
     assert sum(total["compute"].count for total in totals) == steps
 

@@ -4,11 +4,13 @@
 //   BatchLog log;
 //   log.Note(7);
 //   std::vector<int64_t> numbers;
-//   log.Read(0, &numbers);  // {7}
-//   log.Read(1, &numbers);  // {}, and 7 is forgotten
+//   int64_t first;
+//   log.Read(0, &first, &numbers);  // 0, {7}
+//   log.Read(1, &first, &numbers);  // 1, {}, and 7 is forgotten
 //
-// A reply may be lost on its way. So a reader says how many numbers it has, and
-// those are forgotten only then.
+// A reply may be lost on its way, or be late. So a reader says how many numbers
+// it has, and those are forgotten only then; a reply says how many come before
+// it.
 //
 // Thread safe; nothing blocks. Takes 8 bytes for each number that is not
 // forgotten.
@@ -37,17 +39,20 @@ class BatchLog {
     numbers_.push_back(number);
   }
 
-  // The numbers noted so far but for the first `known`, in their order; forgets
-  // those first ones. False, and does nothing, if `known` is more than were
-  // noted, or fewer than were known before.
-  bool Read(int64_t known, std::vector<int64_t>* numbers)
+  // The numbers noted so far but for the first `known`, or for those that are
+  // forgotten if these are more, in their order; forgets the ones left out.
+  // `first` is how many that are. False, and does nothing, if `known` is
+  // negative or more than were noted.
+  bool Read(int64_t known, int64_t* first, std::vector<int64_t>* numbers)
       ABSL_LOCKS_EXCLUDED(mu_) {
     MutexLock lock(&mu_);
-    if (known < forgotten_) return false;
-    const int64_t more = known - forgotten_;
-    if (more > static_cast<int64_t>(numbers_.size())) return false;
-    numbers_.erase(numbers_.begin(), numbers_.begin() + more);
-    forgotten_ = known;
+    const int64_t size = numbers_.size();
+    if (known < 0 || known - forgotten_ > size) return false;
+    if (known > forgotten_) {
+      numbers_.erase(numbers_.begin(), numbers_.begin() + (known - forgotten_));
+      forgotten_ = known;
+    }
+    *first = forgotten_;
     *numbers = numbers_;
     return true;
   }

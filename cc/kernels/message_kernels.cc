@@ -2,13 +2,17 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/message_pieces.h"
+#include "cc/kernels/variable_access.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/tensor_util.h"
 
 namespace recsync {
 namespace {
@@ -131,6 +135,57 @@ class UnpackOp : public OpKernel {
  private:
   std::vector<int64_t> groups_;
 };
+
+// The values of variables of any types, as bytes.
+class ReadPackedOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* ctx) override {
+    std::vector<VariablePtr> owned;
+    OP_REQUIRES_OK(ctx, LookupVariables(ctx, "resources", &owned));
+    OpInputList tails;
+    OP_REQUIRES_OK(ctx, ctx->input_list("tails", &tails));
+    // As a stock read does: who writes meanwhile writes elsewhere.
+    std::vector<Tensor> values;
+    values.reserve(owned.size());
+    int64_t size = 0;
+    for (const Tensor& tail : tails) size += tail.TotalBytes();
+    for (const VariablePtr& variable : owned) {
+      const tensorflow::tf_shared_lock lock(*variable->mu());
+      const Tensor& value = *variable->tensor();
+      OP_REQUIRES(ctx, tensorflow::DataTypeCanUseMemcpy(value.dtype()),
+                  absl::InvalidArgumentError(absl::StrCat(
+                      "resources must be variables of numbers, not of ",
+                      tensorflow::DataTypeString(value.dtype()))));
+      // After a stock scatter, others write to the buffer itself.
+      values.push_back(variable->copy_on_read_mode.load()
+                           ? tensorflow::tensor::DeepCopy(value)
+                           : value);
+      size += Padded(values.back().TotalBytes());
+    }
+    uint8_t* to;
+    OP_REQUIRES_OK(ctx, MakeVector(ctx, 0, size, &to));
+    for (const Tensor& value : values) {
+      to = Copy(value, Padded(value.TotalBytes()), to);
+    }
+    for (const Tensor& tail : tails) to = Copy(tail, tail.TotalBytes(), to);
+  }
+
+ private:
+  static int64_t Padded(int64_t bytes) { return (bytes + 7) / 8 * 8; }
+
+  // Copies a value to where `size` bytes belong to it; returns what is behind.
+  static uint8_t* Copy(const Tensor& value, int64_t size, uint8_t* to) {
+    const auto bytes = value.tensor_data();
+    if (!bytes.empty()) std::memcpy(to, bytes.data(), bytes.size());
+    std::fill(to + bytes.size(), to + size, 0);
+    return to + size;
+  }
+};
+
+REGISTER_KERNEL_BUILDER(
+    Name("RecsyncReadPacked").Device(tensorflow::DEVICE_CPU), ReadPackedOp);
 
 #define REGISTER_MESSAGES(T)                                  \
   REGISTER_KERNEL_BUILDER(Name("RecsyncPack")                 \

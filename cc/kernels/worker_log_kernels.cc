@@ -87,12 +87,13 @@ class NotedBatchesOp : public OpKernel {
     int64_t known;
     OP_REQUIRES_OK(ctx, LookupInput(ctx, "log", &resource));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "known", &known));
+    int64_t first;
     std::vector<int64_t> numbers;
-    OP_REQUIRES(ctx, resource->batches().Read(known, &numbers),
+    OP_REQUIRES(ctx, resource->batches().Read(known, &first, &numbers),
                 absl::InvalidArgumentError(absl::StrCat(
-                    "known must be from the last one to the number of batches "
-                    "noted, not ",
+                    "known must be from 0 to the number of batches noted, not ",
                     known)));
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, 1, first));
     int64_t* to;
     OP_REQUIRES_OK(ctx, MakeVector(ctx, 0, numbers.size(), &to));
     std::copy(numbers.begin(), numbers.end(), to);

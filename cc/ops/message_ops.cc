@@ -56,4 +56,30 @@ groups: As in RecsyncPack.
 pieces: Vectors.
 )doc");
 
+REGISTER_OP("RecsyncReadPacked")
+    .Input("resources: num_resources * resource")
+    .Input("tails: num_tails * int64")
+    .Output("packed: uint8")
+    .Attr("num_resources: int >= 1")
+    .Attr("num_tails: int >= 0")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle unused;
+      int resources;
+      TF_RETURN_IF_ERROR(c->GetAttr("num_resources", &resources));
+      for (int i = 0; i < resources; ++i) {
+        TF_RETURN_IF_ERROR(c->WithRank(c->input(i), 0, &unused));
+      }
+      c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Reads variables of one device into one message.
+
+resources: Handles of variables of numbers, of any types and shapes.
+tails: What comes behind them, of any shapes.
+packed: The bytes of the values, each followed by zeros up to a multiple of
+  eight bytes, and those of `tails`.
+)doc");
+
 }  // namespace recsync

@@ -39,21 +39,25 @@ REGISTER_OP("RecsyncNotedBatches")
     .Input("log: resource")
     .Input("known: int64")
     .Output("numbers: int64")
+    .Output("first: int64")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       ShapeHandle unused;
       TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 0, &unused));
       TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 0, &unused));
       c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+      c->set_output(1, c->Scalar());
       return absl::OkStatus();
     })
     .Doc(R"doc(
 The batches that were noted, but for the first of them, which are forgotten.
 
 log: Of RecsyncWorkerLog.
-known: A scalar: how many of the first to leave out; no fewer than before, and no
-  more than were noted.
-numbers: [n], in the order in which they were noted.
+known: A scalar: how many of the first to leave out, and to forget; no more than
+  were noted.
+numbers: [n], in the order in which they were noted, from the first that is not
+  forgotten.
+first: A scalar: how many were noted before them.
 )doc");
 
 REGISTER_OP("RecsyncNoteEvents")

@@ -14,6 +14,7 @@ from absl import logging
 
 from tf_recsync._checks import check_seconds, checked_path
 from tf_recsync.checkpoint.index import INDEX, Index, parsed
+from tf_recsync.checkpoint.parts import DONE, PART, Part, Progress, progress_of, words
 from tf_recsync.checkpoint.restoring import restore, restore_lost
 from tf_recsync.checkpoint.saving import Writer, check_folder, check_metadata
 from tf_recsync.checkpoint.writing_rows import WritingRows
@@ -26,6 +27,7 @@ from tf_recsync.versions import Versions
 from tf_recsync.writing_beside import Write
 
 _EPOCH, _DATA = "epoch", "data"
+_HINT = "If it is to train on other data, give its Checkpoint a `part` that names them."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +80,12 @@ class Checkpoint(WritingRows):
 
     If this process dies, the same program goes on: at its first `fit` the latest checkpoint is
     restored, whatever the strategy and the number of servers then, and the epoch in which it was
-    saved goes on. As many batches of the dataset are skipped as were trained on in it; its order
-    must be the same in both programs, as with a seed of `shuffle`. With another batch size, without
-    a strategy of this package, or where several readers divide the data as they go (those without
-    an end, for example), the epoch begins anew.
+    saved goes on. A program that calls `fit` again and again, as for each day of its data, goes
+    through the same calls: those that were done end at once, and the one in which the checkpoint
+    was saved goes on. Calls are told from each other by `part`. As many batches of the dataset are
+    skipped as were trained on in it; its order must be the same in both programs, as with a seed of
+    `shuffle`. With another batch size, without a strategy of this package, or where several
+    readers divide the data as they go (those without an end, for example), the epoch begins anew.
 
     If a parameter server is lost, training pauses until it is up again, at the same address: its
     variables are made anew and read from the latest checkpoint, and the workers go on with the
@@ -98,11 +102,16 @@ class Checkpoint(WritingRows):
         full_every: how many checkpoints there are from one full one to the next, at least 1; those
             between are deltas. Default 1: all are full.
         at_end: whether one is saved when training ends, too. Default True.
-        resume: whether the first `fit` restores the latest checkpoint, if there is one. Default
-            True. What was saved at the end of `fit` has no epoch left, so that the same `fit` ends
-            at once.
+        resume: whether the first `fit` of a model restores the latest checkpoint, if there is one.
+            Default True. What was saved at the end of `fit` has no epoch left, so that the same
+            `fit` ends at once, with a warning.
+        part: a name of what a call of `fit` trains on, such as the day of its data. A part that is
+            done is not trained on again: once `fit` was called for another part, or no epoch is
+            left. None (the default): parts are numbered by the calls of `fit` of this model in
+            this process. Give names where a program may begin with another part than before, as
+            one that is started anew each day.
         metadata: what is to be known of each checkpoint later, of types that JSON has, beside what
-            the callback sets itself, "epoch" and "data".
+            the callback sets itself: "epoch", "data", "part" and "done_parts".
         timeout: seconds that writing may take at most; default 3600. Then `fit` fails.
         on_ps_lost: "recover" (the default), as above, or "raise": `fit` ends with an error. If it
             shall recover, one is saved when training begins, unless the latest was restored. If a
@@ -159,6 +168,7 @@ class Checkpoint(WritingRows):
         full_every: int = 1,
         at_end: bool = True,
         resume: bool = True,
+        part: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         timeout: float = 3600.0,
         on_ps_lost: str = "recover",
@@ -167,10 +177,12 @@ class Checkpoint(WritingRows):
     ):
         folder = checked_path(folder, "folder")
         check_metadata(metadata)
-        for name in {_EPOCH, _DATA}.intersection(metadata or ()):
+        for name in {_EPOCH, _DATA, PART, DONE}.intersection(metadata or ()):
             raise ValueError(f"metadata can't have {name!r}, which the callback sets itself")
         if not isinstance(resume, bool):
             raise ValueError(f"resume must be a bool, not {resume!r}")
+        if part is not None and (not isinstance(part, str) or not part):
+            raise ValueError(f"part must be a name or None, not {part!r}")
         if on_ps_lost not in ("recover", "raise"):
             raise ValueError(f'on_ps_lost must be "recover" or "raise", not {on_ps_lost!r}')
         if recovery not in (None, "all", "partial"):
@@ -195,6 +207,8 @@ class Checkpoint(WritingRows):
         self._recovers, self._recovery = on_ps_lost == "recover", recovery
         self._ps_timeout = float(ps_timeout)
         self._resume = resume
+        self._part = part
+        self._progress = Progress()
         self._metadata = dict(metadata or {})
         self._running = 0  # The epoch that runs, or ran last.
         self._epoch = 0  # The one to begin with after this moment.
@@ -210,10 +224,12 @@ class Checkpoint(WritingRows):
             if isinstance(function, TrainFunction):
                 function.end_recovery()
         self.model._initial_epoch = None
+        self._progress.calls += 1
 
     def on_epoch_begin(self, epoch, logs=None):
         super().on_epoch_begin(epoch, logs)
         self._has_begun = True
+        self._progress.at = None
         self.model._initial_epoch = None  # A further call of `fit` begins with its own.
         self._epoch = self._running = epoch
 
@@ -237,18 +253,28 @@ class Checkpoint(WritingRows):
                 "Checkpoint, as by keras.Input: else nothing could be restored"
             )
         folder = self._argument[1]
-        if self._resume:
-            self._resume = False  # Later calls of `fit` go on with what the model has.
+        self._progress = progress = progress_of(self.model, folder)
+        if self._resume and progress.is_new:
             latest = latest_checkpoint(folder)
             if latest is not None:
-                metadata = restore(latest, self.model)
-                self.restored = self._resumed = latest
-                self._epoch = int(metadata.get(_EPOCH, 0))
-                # As Keras's BackupAndRestore does.
-                self.model._initial_epoch = self._epoch
-                logging.warning("Training goes on from %s, with epoch %d.", latest, self._epoch + 1)
-                if _DATA in metadata and isinstance(self.model.train_function, TrainFunction):
-                    self.model.train_function.go_on_at(DataPosition.parsed(metadata[_DATA]))
+                progress.restored(latest, restore(latest, self.model))
+                self.restored = latest
+        self._resume = False  # Later calls of `fit` go on with what the model has.
+        part = self._part or progress.calls + 1
+        if progress.is_done(part):
+            self.model._initial_epoch = sys.maxsize
+            logging.warning(
+                "This call of fit trains on nothing: %s was done before %s, in which %s was "
+                "saved. %s",
+                words(part),
+                words(progress.last),
+                progress.at or f"the last checkpoint in {folder}",
+                "" if self._part else _HINT,
+            )
+            return
+        if progress.is_under_way(part):
+            self._go_on(part)
+        progress.begin(part)
         check_folder(folder, self.model)
         function = self.model.train_function
         if self._recovers and isinstance(function, TrainFunction):
@@ -263,6 +289,25 @@ class Checkpoint(WritingRows):
             if self._resumed is None:
                 self._begin()
                 self._wait()
+
+    def _go_on(self, part: Part) -> None:
+        """Has `fit` begin where it was when the checkpoint was saved that the model is at."""
+        path, metadata = self._progress.at, self._progress.metadata
+        self._resumed = path
+        self._epoch = int(metadata.get(_EPOCH, 0))
+        # As Keras's BackupAndRestore does.
+        self.model._initial_epoch = self._epoch
+        if self._epoch >= self.params.get("epochs", sys.maxsize):
+            logging.warning(
+                "This call of fit trains on nothing: %s was saved at its end (%s). %s",
+                path,
+                words(part),
+                "" if self._part else _HINT,
+            )
+            return
+        logging.warning("Training goes on from %s, with epoch %d.", path, self._epoch + 1)
+        if _DATA in metadata and isinstance(self.model.train_function, TrainFunction):
+            self.model.train_function.go_on_at(DataPosition.parsed(metadata[_DATA]))
 
     def _is_partial(self, strategy: FitStrategy) -> bool:
         """Whether only what was lost goes back to a checkpoint.
@@ -328,6 +373,7 @@ class Checkpoint(WritingRows):
             if function.is_epoch_done:
                 epoch = self._running + 1
             metadata[_DATA] = function.position(epoch > self._running).as_json()
+        metadata.update(self._progress.as_metadata())
         metadata[_EPOCH] = epoch
         writer = Writer(self.model, metadata)
         chain = self._begin_chain()
@@ -350,10 +396,11 @@ class Checkpoint(WritingRows):
 
 
 def latest_checkpoint(folder: str | os.PathLike) -> str | None:
-    """The checkpoint that `callbacks.Checkpoint` saved last.
+    """The checkpoint in a folder that has the highest number, as `callbacks.Checkpoint` gives them.
 
     Args:
-        folder: where it saves them.
+        folder: where `callbacks.Checkpoint` saves them, or `checkpoint.save` in folders whose
+            names are numbers. Of others it warns.
 
     Returns:
         The path of the checkpoint; None if there is none.
@@ -368,6 +415,22 @@ def latest_checkpoint(folder: str | os.PathLike) -> str | None:
     ...     print(latest_checkpoint(folder))
     None
     """
-    versions = Versions(checked_path(folder, "folder"), INDEX)
+    folder = checked_path(folder, "folder")
+    versions = Versions(folder, INDEX)
     published = versions.published()
-    return versions.path(published[-1]) if published else None
+    if published:
+        return versions.path(published[-1])
+    others = [os.path.basename(os.path.dirname(path)) for path in _indices_below(folder)]
+    if others:
+        logging.warning(
+            "%s has checkpoints in %s, but only folders whose names are numbers are looked at",
+            *(folder, ", ".join(sorted(others))),
+        )
+    return None
+
+
+def _indices_below(folder: str) -> list[str]:
+    try:
+        return tf.io.gfile.glob(os.path.join(folder, "*", INDEX))
+    except tf.errors.OpError:
+        return []  # As where there is no folder.

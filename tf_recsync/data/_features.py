@@ -13,7 +13,7 @@ from tf_recsync.data.schema import Schema
 _FINGERPRINTS = 2**63 - 1
 _TIME = (
     r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
-    r"(?:[ T][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]*)?)?)?(?:Z|[+-]00:?00)?"
+    r"(?:[ T][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]*)?)?)?(?:Z|[+-][0-9]{2}:?[0-9]{2})?"
 )
 # In seconds; a larger number is no time.
 _LARGEST_TIME = 1e12
@@ -158,7 +158,7 @@ class Features:
             if schema.negative:
                 known = tf.logical_or(positive, _is_any(values, schema.negative))
             else:
-                known = tf.logical_or(positive, tf.logical_not(_is_missing(values, schema)))
+                known = tf.logical_or(positive, tf.logical_not(is_missing(values, schema)))
             found.append(column.of_rows(tf.cast(positive, tf.float32)))
             unknown.append(column.of_rows(tf.logical_not(known)))
             texts.append((column, values))
@@ -238,7 +238,7 @@ class Features:
             ids = self._lookups[column.name](values)
         else:
             ids = tf.strings.to_hash_bucket_fast(values, column.hash_buckets - 1) + 1
-        ids = tf.where(_is_missing(values, self._schema), tf.zeros_like(ids), ids)
+        ids = tf.where(is_missing(values, self._schema), tf.zeros_like(ids), ids)
         return texts.of_rows(ids)
 
 
@@ -269,20 +269,20 @@ class _Vocabulary:
 
 
 def numbers_of(
-    texts: tf.Tensor, names: Sequence[str], missing: str, checks: _errors.Checks
+    texts: tf.Tensor, names: Sequence[str], schema: Schema, checks: _errors.Checks
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Reads the numbers in texts.
 
     Args:
         texts: string `[batch, columns]`, without spaces around them.
         names: Name of each column.
-        missing: A text that means a missing value, like an empty one.
+        schema: Says what means a missing value.
         checks: What becomes of rows with other texts.
 
     Returns:
         float32 `[batch, columns]`, 0 where there is none, and bool, whether there is none.
     """
-    absent = tf.logical_or(tf.equal(texts, ""), tf.equal(texts, missing))
+    absent = is_missing(texts, schema)
     wrong = tf.logical_not(tf.strings.regex_full_match(texts, _fitting.NUMBER))
     wrong = tf.logical_and(wrong, tf.logical_not(absent))
     reasons = ["is not a number"] * len(names)
@@ -313,7 +313,15 @@ def _seconds_of(column: Texts, name: str, checks: _errors.Checks) -> tf.Tensor:
     is_time = tf.strings.regex_full_match(texts, _TIME)
     numbers = tf.strings.to_number(tf.where(is_number, texts, "0"), tf.float64)
     times = tf.where(is_time, texts, "1970-01-01")
-    times = tf.strings.regex_replace(times, "(?:Z|[+-]00:?00)$", "")
+    # Hours and minutes that its clock is ahead of UTC; no date ends like one.
+    has_offset = tf.strings.regex_full_match(times, ".*[+-][0-9]{2}:?[0-9]{2}")
+    offset = tf.strings.regex_replace(times, "^.*[+-]([0-9]{2}):?([0-9]{2})$", r"\1\2")
+    offset = tf.strings.to_number(tf.where(has_offset, offset, "0"), tf.int64)
+    is_behind = tf.strings.regex_full_match(times, ".*-[0-9]{2}:?[0-9]{2}")
+    ahead = (offset // 100 * 60 + offset % 100) * tf.where(
+        is_behind, tf.constant(-60, tf.int64), tf.constant(60, tf.int64)
+    )
+    times = tf.strings.regex_replace(times, "(?:Z|[+-][0-9]{2}:?[0-9]{2})$", "")
     # Each text has a date; what it does not have of the time is zero.
     pieces = tf.strings.regex_replace(times, "[-T:]", " ") + " 0 0 0"
     pieces = tf.strings.split(pieces, " ").to_tensor("0", shape=[None, 9])
@@ -324,6 +332,7 @@ def _seconds_of(column: Texts, name: str, checks: _errors.Checks) -> tf.Tensor:
     # As far as possible: that a month has no 31st is not seen.
     possible = (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
     possible &= (hour <= 23) & (minute <= 59) & (second <= 60)
+    possible &= (offset // 100 <= 23) & (offset % 100 <= 59)
     possible = tf.where(is_time, possible, is_number & (tf.abs(numbers) < _LARGEST_TIME))
     check = _errors.require_fields(
         column.of_rows(tf.logical_not(possible))[:, tf.newaxis],
@@ -333,7 +342,7 @@ def _seconds_of(column: Texts, name: str, checks: _errors.Checks) -> tf.Tensor:
         checks,
     )
     with tf.control_dependencies([check]):
-        seconds = ((_days(year, month, day) * 24 + hour) * 60 + minute) * 60 + second
+        seconds = ((_days(year, month, day) * 24 + hour) * 60 + minute) * 60 + second - ahead
     return column.of_rows(tf.where(is_time, tf.cast(seconds, tf.float64), numbers))
 
 
@@ -350,8 +359,9 @@ def _ragged(values: tf.Tensor, splits: tf.Tensor) -> tf.RaggedTensor:
     return tf.RaggedTensor.from_row_splits(values, splits, validate=False)
 
 
-def _is_missing(text: tf.Tensor, schema: Schema) -> tf.Tensor:
-    return tf.logical_or(tf.equal(text, ""), tf.equal(text, schema.missing))
+def is_missing(texts: tf.Tensor, schema: Schema) -> tf.Tensor:
+    """Returns for each text whether it means a missing value."""
+    return _is_any(texts, schema.missing_texts)
 
 
 def _is_any(text: tf.Tensor, values: Sequence[str]) -> tf.Tensor:

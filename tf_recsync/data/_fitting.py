@@ -27,10 +27,21 @@ def first_line(path: str, separator: str, comment: str | None, quotechar: str | 
         line = stream.readline()
     if _text.is_ignored(line, comment):
         return []
-    fields = _fields.split_line(line.decode(), separator, quotechar)
+    where = f"{path}, line 1"
+    fields = _fields.split_line(_decoded(line, where), separator, quotechar)
     if fields is None:
-        raise ValueError(f"malformed row in {path}, line 1: {_fields.UNCLOSED}")
+        raise ValueError(f"malformed row in {where}: {_fields.UNCLOSED}")
     return fields
+
+
+def _decoded(line: bytes, where: str) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"malformed row in {where}: is not UTF-8 ({error}); convert the file, for example with "
+            "iconv"
+        ) from error
 
 
 def read_values(
@@ -55,7 +66,7 @@ def read_values(
         labels.update(fields[position[name]] for name in layout.labels)
         for name in numeric:
             text = fields[position[name]]
-            if text in ("", layout.missing):
+            if text in layout.missing_texts:
                 continue
             number = float(text) if re.fullmatch(NUMBER, text) else None
             if number is None or abs(number) > float(np.finfo(np.float32).max):
@@ -68,7 +79,7 @@ def read_values(
             words[name].update(word.strip() for word in several)
     for name, values in (*numbers.items(), *words.items()):
         if isinstance(values, set):
-            values -= {"", layout.missing}
+            values.difference_update(layout.missing_texts)
         if not values:
             raise ValueError(f"column {name!r}: has no value in {list(files)}.")
     if labels.isdisjoint(layout.positive):
@@ -96,7 +107,8 @@ def _rows(files: Sequence[str], layout: Schema) -> Iterator[tuple[str, list[str]
                 if number <= header or _text.is_ignored(line, layout.comment):
                     continue
                 where = f"{path}, line {number}"
-                fields = _fields.split_line(line.decode(), layout.separator, layout.quotechar)
+                text = _decoded(line, where)
+                fields = _fields.split_line(text, layout.separator, layout.quotechar)
                 if fields is None:
                     raise ValueError(f"malformed row in {where}: {_fields.UNCLOSED}")
                 count, expected = len(fields), len(layout.columns)

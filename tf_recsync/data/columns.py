@@ -67,15 +67,15 @@ class CategoricalColumn:
         multi_hot: Whether a row has any number of categories, none included. Default False. The
             feature is then a `tf.RaggedTensor` `[batch, None]`. Parquet and TFRecord have a list
             in such a column, CSV has a field in which `separator` stands between the categories.
-        separator: What stands between the categories of a field. Default `"|"`; unused unless
-            `multi_hot`, and by Parquet and TFRecord.
+        separator: What stands between the categories of a field; a space stands for one or more.
+            Default `"|"`; unused unless `multi_hot`, and by Parquet and TFRecord.
         weights: Name of a column with a weight for each category of this one, as many; they become
             the feature `<name>_weights`, a float32 `tf.RaggedTensor` `[batch, None]`. Default
             None: there are no weights. Needs `multi_hot`.
 
     Raises:
         ValueError: Unless there is either a vocabulary or a number of buckets, if `weights` is
-            given without `multi_hot`, or if `separator` is blank.
+            given without `multi_hot`, or if `separator` is empty.
 
     Example:
 
@@ -105,10 +105,8 @@ class CategoricalColumn:
             raise ValueError(
                 f"weights={self.weights!r} of column {self.name!r}: needs multi_hot=True."
             )
-        if not self.separator.strip(" "):
-            raise ValueError(
-                f"separator={self.separator!r} of column {self.name!r}: must have more than spaces."
-            )
+        if not self.separator:
+            raise ValueError(f"separator={self.separator!r} of column {self.name!r}: is empty.")
 
     @property
     def size(self) -> int:

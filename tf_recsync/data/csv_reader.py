@@ -84,7 +84,7 @@ class Csv(_features.OfSchema, _text.TextData):
         position = {name: i for i, name in enumerate(schema.all_columns)}
         places = tf.constant([position[name] for name in schema.numbers], tf.int32)
         numerals = tf.strings.strip(tf.gather(fields, places, axis=1))
-        numbers, absent = _features.numbers_of(numerals, schema.numbers, schema.missing, checks)
+        numbers, absent = _features.numbers_of(numerals, schema.numbers, schema, checks)
         lists, weights = {}, {}
         for column in schema.multi_hot:
             pieces = self._pieces(fields[:, position[column.name]], column)
@@ -109,8 +109,11 @@ class Csv(_features.OfSchema, _text.TextData):
     def _pieces(self, fields: tf.Tensor, column: CategoricalColumn) -> tf.RaggedTensor:
         """Returns the values of a multi-hot column, string `[batch, None]`; none where missing."""
         fields = tf.strings.strip(fields)
-        absent = tf.logical_or(tf.equal(fields, ""), tf.equal(fields, self._schema.missing))
-        pieces = tf.strings.split(fields, column.separator)
+        absent = _features.is_missing(fields, self._schema)
+        separator = column.separator
+        if not separator.strip(" "):
+            fields, separator = tf.strings.regex_replace(fields, " +", " "), " "
+        pieces = tf.strings.split(fields, separator)
         # An empty text has one piece, which is empty.
         lengths = tf.where(absent, tf.zeros_like(pieces.row_lengths()), pieces.row_lengths())
         values = tf.boolean_mask(

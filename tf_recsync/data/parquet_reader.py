@@ -109,7 +109,7 @@ class Parquet(_features.OfSchema, _records.RecordData):
         of_rows = tf.repeat(
             tf.strings.strip(texts)[tf.newaxis], tf.size(checks.where.codes), axis=0
         )
-        found, is_absent = _features.numbers_of(of_rows, names, schema.missing, checks)
+        found, is_absent = _features.numbers_of(of_rows, names, schema, checks)
         numbers = tf.unstack(columns.numbers, len(schema.numbers), axis=1)
         absent = tf.unstack(columns.absent, len(schema.numbers), axis=1)
         for i, name in enumerate(names):

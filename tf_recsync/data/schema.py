@@ -1,12 +1,17 @@
 """Descriptions of the rows of a data set: which columns they have and what these become."""
 
+from __future__ import annotations
+
 import dataclasses
 import datetime
+import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tf_recsync.data import _fitting, _records, _spec, _text
 from tf_recsync.data.columns import CategoricalColumn, CrossedColumn, NumericColumn
@@ -38,7 +43,8 @@ class Schema:
         header: Whether files begin with a line of column names; None (the default) looks whether
             the first line has the names in `columns`.
         separator: What separates fields. Default a comma.
-        missing: A text that means a missing value. Default `"?"`.
+        missing: A text that means a missing value, or several, as `("NA", "\\N")`; an empty field
+            means it always. Default `"?"`.
         comment: Lines that begin with this text are left out; None (the default) for no such lines.
         quotechar: The quotation mark. Default `'"'`; None reads quotation marks as text.
         partitions: Names of further columns, whose values are in the names of the folders that a
@@ -79,7 +85,7 @@ class Schema:
     crosses: tuple[CrossedColumn, ...] = ()
     header: bool | None = None
     separator: str = ","
-    missing: str = "?"
+    missing: str | tuple[str, ...] = "?"
     comment: str | None = None
     quotechar: str | None = '"'
     partitions: tuple[str, ...] = ()
@@ -127,6 +133,8 @@ class Schema:
                 f"quotechar={self.quotechar!r}: must be None or one character, no space or "
                 f"backslash and not in separator={self.separator!r}."
             )
+        if not isinstance(self.missing, str):
+            _check_texts("missing", self.missing)
         if not self.positive:
             raise ValueError("positive=(): must have at least one value of the label.")
         # A tab is a fine separator though it is white space; spaces around fields are dropped.
@@ -160,6 +168,11 @@ class Schema:
     def labels(self) -> tuple[str, ...]:
         """The columns with labels."""
         return (self.label,) if isinstance(self.label, str) else tuple(self.label)
+
+    @property
+    def missing_texts(self) -> tuple[str, ...]:
+        """The texts that mean a missing value, the empty one among them."""
+        return ("", *((self.missing,) if isinstance(self.missing, str) else self.missing))
 
     @property
     def multi_hot(self) -> tuple[CategoricalColumn, ...]:
@@ -210,6 +223,57 @@ class Schema:
             has_weight=self.weight is not None,
         )
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the schema to a file, for programs that read rows of the same columns later.
+
+        A program that computed another one from other rows would give other ids to words.
+
+        Args:
+            path: The file, as `tf.io.gfile` takes it; JSON.
+
+        Raises:
+            tf.errors.OpError: If it can't be written.
+
+        Example:
+            >>> import tempfile
+            >>> import tf_recsync as recsync
+            >>> schema = recsync.data.Schema(label="click", positive=("1",))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     schema.save(f"{folder}/schema.json")
+            ...     recsync.data.Schema.load(f"{folder}/schema.json") == schema
+            True
+        """
+        with tf.io.gfile.GFile(os.fspath(path), "w") as file:
+            file.write(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Schema:
+        """Reads a schema that `save` wrote.
+
+        Args:
+            path: The file.
+
+        Returns:
+            A schema that is equal to the one that was written.
+
+        Raises:
+            tf.errors.OpError: If the file can't be read.
+            ValueError: If it has no schema; the message names it.
+
+        Example: See `save`.
+        """
+        with tf.io.gfile.GFile(os.fspath(path)) as file:
+            text = file.read()
+        kinds = {"numeric": NumericColumn, "categorical": CategoricalColumn}
+        kinds["crosses"] = CrossedColumn
+        try:
+            found = json.loads(text)
+            for name, kind in kinds.items():
+                found[name] = tuple(kind(**_as_tuples(column)) for column in found[name])
+            return cls(**_as_tuples(found))
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(f"path={os.fspath(path)!r} has no schema: {error}") from error
+
     @classmethod
     def fit(
         cls,
@@ -227,7 +291,7 @@ class Schema:
         crosses: Sequence[CrossedColumn] = (),
         header: bool | None = None,
         separator: str = ",",
-        missing: str = "?",
+        missing: str | Sequence[str] = "?",
         comment: str | None = None,
         quotechar: str | None = '"',
         partitions: Sequence[str] = (),
@@ -235,7 +299,7 @@ class Schema:
         weights: Mapping[str, str] | None = None,
         weight: str | None = None,
         timestamp: str | None = None,
-    ) -> "Schema":
+    ) -> Schema:
         """Computes vocabularies, means, deviations and bucket boundaries from CSV files.
 
         The schema goes for Parquet and TFRecord files with the same columns, too. The values of the
@@ -323,7 +387,7 @@ class Schema:
             negative=tuple(negative),
             header=header,
             separator=separator,
-            missing=missing,
+            missing=missing if isinstance(missing, str) else tuple(missing),
             comment=comment,
             quotechar=quotechar,
             partitions=tuple(partitions),
@@ -371,7 +435,7 @@ class Schema:
             )
         return int(found == self.columns)
 
-    def with_columns_of(self, path: str) -> "Schema":
+    def with_columns_of(self, path: str) -> Schema:
         """Returns the same schema with the columns that the first line of a CSV file names.
 
         Raises:
@@ -401,6 +465,11 @@ class Schema:
         """
         _text.folder_values(path, self.partitions)
         return _text.scan(path, self.header_lines(path), self.comment)
+
+
+def _as_tuples(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that JSON has as lists."""
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
 
 
 def _check_texts(argument: str, texts: Sequence[str]) -> None:

@@ -190,7 +190,7 @@ class TfRecord(_features.OfSchema, _records.RowData):
             column = by_name[name]
             if column.dtype == tf.string:  # Of the name of a folder.
                 texts = tf.strings.strip(column)[:, tf.newaxis]
-                column, is_absent = _features.numbers_of(texts, [name], schema.missing, checks)
+                column, is_absent = _features.numbers_of(texts, [name], schema, checks)
                 column, is_absent = column[:, 0], is_absent[:, 0]
             else:
                 is_absent = _is_absent(column)

@@ -56,6 +56,7 @@ resident_memory = library.recsync_resident_memory
 worker_log = library.recsync_worker_log
 note_batch = library.recsync_note_batch
 noted_batches = library.recsync_noted_batches
+read_packed = library.recsync_read_packed
 limit_parallelism = library.recsync_limit_parallelism
 route_ids = library.recsync_route_ids
 assemble = library.recsync_assemble
@@ -133,6 +134,7 @@ for _name in (
     "RecsyncServerThreads",
     "RecsyncNoteBatch",
     "RecsyncNotedBatches",
+    "RecsyncReadPacked",
     "RecsyncRouteIds",
     "RecsyncAssembleGrad",
     "RecsyncInitialRows",

@@ -185,6 +185,8 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         # Stands for the variables in TensorFlow's checkpoints.
         self._saved_group = tf.__internal__.tracking.AutoTrackable()
         self.wait_for_steps: Callable[[], None] | None = None
+        # Where the first step is applied, as models are loaded for more than to train them.
+        self._scope_is_checked = False
 
     # What a subclass provides.
 
@@ -399,6 +401,11 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                     f"optimizer {self.name} was made in a strategy's scope(), so its gradients can "
                     "only be applied by a worker's step: use fit, of a model that was made in the "
                     "scope(), too; train_on_batch and training loops of your own can't be used"
+                )
+            if not self._scope_is_checked:
+                self._scope_is_checked = True
+                _warn_of_forgotten_scope(
+                    self.name, trainable_variables or self._trainable_variables
                 )
             super().apply(grads, trainable_variables)
             return
@@ -656,6 +663,23 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                     config[name], custom_objects=custom_objects
                 )
         return super().from_config(config, custom_objects=custom_objects)
+
+
+def _warn_of_forgotten_scope(name: str, variables: Iterable[keras.Variable]) -> None:
+    """Warns if a cluster that this process is connected to will have nothing to do."""
+    jobs = {
+        tf.DeviceSpec.from_string(device.name).job for device in tf.config.list_logical_devices()
+    }
+    if len(jobs) == 1 or tf.distribute.has_strategy():
+        return
+    if any(hasattr(variable.value, "distribute_strategy") for variable in variables):
+        return
+    logging.warning(
+        "The optimizer %s was not made in the scope() of a strategy, though this process is "
+        "connected to a cluster: its model trains in this process alone. To train on the cluster, "
+        "make the model and compile it inside of strategy.scope().",
+        name,
+    )
 
 
 def _warn_of_regularizers(tables: Iterable[keras.Variable]) -> None:

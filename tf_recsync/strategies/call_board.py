@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync.strategies.step_counts import ROW
+from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_once
 from tf_recsync.synchronization.remote_values import PackedReader
 
 
@@ -27,17 +28,8 @@ class CallBoard:
         self._size = size
         self._read = PackedReader([ROW] * size)
 
-        def tell(handles):
-            for handle in handles:
-                tf.raw_ops.AssignAddVariableOp(resource=handle, value=np.array([0, 1], np.int64))
-
-        with tf.device(None):
-            self._tell = tf.function(tell, autograph=False).get_concrete_function(
-                [tf.TensorSpec([], tf.resource)] * size
-            )
-
-    def applied(self, device: str, rows: Sequence[tf.Variable]) -> list[int]:
-        """The steps that were applied of each; all rows are on this device.
+    def applied(self, device: str, rows: Sequence[tf.Tensor]) -> list[int]:
+        """The steps that were applied of each of these handles; all rows are on this device.
 
         Raises:
             tf.errors.OpError: if the server is gone.
@@ -45,7 +37,7 @@ class CallBoard:
         values = self._read(self._padded(rows), device)
         return [int(value[0]) for value in values[: len(rows)]]
 
-    def tell(self, device: str, rows: Sequence[tf.Variable]) -> None:
+    def tell(self, device: str, rows: Sequence[tf.Tensor]) -> None:
         """Has the calls of these end after the turn that they are in; all rows are on this device.
 
         A call that has not begun may miss it: who is still at it after a while is told again.
@@ -54,9 +46,21 @@ class CallBoard:
             tf.errors.OpError: if the server is gone.
         """
         with tf.device(device):
-            self._tell(self._padded(rows))
+            _teller(self._size)(*self._padded(rows))
 
-    def _padded(self, rows: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    def _padded(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """As many handles as the functions were traced for; to repeat one does no harm."""
-        handles = [row.handle for row in rows]
+        handles = list(rows)
         return handles + handles[:1] * (self._size - len(handles))
+
+
+@traced_once
+def _teller(size: int) -> RemoteFunction:
+    """A function of so many handles of rows, which tells all of them."""
+
+    def tell(*handles):
+        for handle in handles:
+            tf.raw_ops.AssignAddVariableOp(resource=handle, value=np.array([0, 1], np.int64))
+
+    specs = [tf.TensorSpec([], tf.resource)] * size
+    return RemoteFunction(tf.function(tell, autograph=False).get_concrete_function(*specs))

@@ -367,9 +367,10 @@ class FitStrategy(tf.distribute.Strategy):
         # A model that defines no `build` says that it is built when that was called, whatever its
         # layers are; Keras builds these when it has a batch.
         is_built = all(layer.built for layer in model._flatten_layers())
-        if is_built and model.optimizer is not None and not model.optimizer.built:
+        optimizer = getattr(model, "optimizer", None)  # `predict` needs no compiled model.
+        if is_built and optimizer is not None and not optimizer.built:
             with self.scope():
-                model.optimizer.build(model.trainable_variables)
+                optimizer.build(model.trainable_variables)
 
     def worker_steps(self, model: keras.Model) -> list[int]:
         """How far each worker has got, to see which ones are slow.

@@ -528,7 +528,7 @@ class Steps:
                 turns = functions[unrolled](state.iterator, times, state)
             except tf.errors.OutOfRangeError:
                 if times * unrolled > 1:
-                    state.steps = state.read_steps()
+                    state.steps = state.read_steps(slot.device)
                 return state.steps - before, True
             # What it returned is on the worker. Of a call that can be told to end it counts: who
             # told the one before may be late, and end this one.
@@ -643,7 +643,7 @@ class Steps:
             lengths,
             compute_time,
             tuple(limits.items()),
-            (self._is_numbered, self._notes_events),
+            (self._is_numbered, self._notes_events, self._most_per_call()),
         )
         if key not in self._functions:
             self._step_logs = StepLogs(self._model, self.method, spec, self._logged)
@@ -705,11 +705,12 @@ class Steps:
         )
         given = worker_functions.given_spec(element_spec, self._is_numbered)
         specs = worker_functions.worker_specs(layout, given)
-        loop = worker_functions.trace_loop(body, specs, self.call_limit, self._teller_of(layout))
         replaced = self._replaced(layout)
-        return worker_functions.Repeated(
-            RemoteFunction(body, replaced), RemoteFunction(loop, replaced)
-        )
+        once, most = RemoteFunction(body, replaced), self._most_per_call()
+        if most is not None and most < 2 * steps:
+            return worker_functions.Repeated(once, None)
+        loop = worker_functions.trace_loop(body, specs, self.call_limit, self._teller_of(layout))
+        return worker_functions.Repeated(once, RemoteFunction(loop, replaced))
 
     def _replaced(self, layout: Layout) -> list[tf.Tensor]:
         """The handles for which workers' states have others, after the inputs of all states."""

@@ -31,6 +31,13 @@ from tf_recsync.synchronization.units import (
 )
 
 
+def _like(optimizer: keras.optimizers.Optimizer) -> str:
+    """What takes the place of an optimizer of Keras, in words; "" if nothing does."""
+    name = type(optimizer).__name__
+    is_there = any(kind.__name__ == name for kind in base.Optimizer.__subclasses__())
+    return f"; use tf_recsync.optimizers.{name}" if is_there else ""
+
+
 def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
     """The optimizers of this package that a model trains with.
 
@@ -47,6 +54,7 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
             raise ValueError(
                 "optimizer must be one of tf_recsync.optimizers (or a keras MultiOptimizer of "
                 f"them) under this strategy, not {type(one).__module__}.{type(one).__name__}"
+                f"{_like(one)}"
             )
         for name in ("use_ema", "loss_scale_factor"):
             if getattr(one, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,21 +22,26 @@ class PassIterator(iterator_ops.OwnedIterator):
     It keeps batches ahead.
 
     Args:
-        dataset: where it is made, it stays.
+        parts: what `parts_of` gave for the dataset, where the iterator stays.
+        element_spec: the dataset's.
+        kept: what must not end before it, as a dataset's functions.
     """
 
-    def __init__(self, dataset: tf.data.Dataset):
-        options = tf.data.Options()
-        if dataset.options().autotune.enabled is None:
-            # With autotuning, an iterator's end waits up to five seconds for the tuning thread
-            # to wake up, and the worker's other calls wait with it.
-            options.autotune.enabled = False
-        super().__init__(dataset.prefetch(_AHEAD).with_options(options))
-        self._nothing: tf.data.Dataset | None = None  # Made once: on a worker, each op is a call.
+    def __init__(self, parts: Sequence[tf.Tensor], element_spec: Any, kept: Any = None):
+        iterator, empty, self._nothing = parts
+        super().__init__(components=[iterator], element_spec=element_spec)
+        self._empty = iterator_ops.OwnedIterator(components=[empty], element_spec=element_spec)
+        self._kept = kept
+
+    @classmethod
+    def of(cls, dataset: tf.data.Dataset) -> PassIterator:
+        """One over a dataset that has been made in this device scope."""
+        parts = parts_of(dataset, dataset.options().autotune.enabled)
+        return cls(parts, dataset.element_spec, dataset)
 
     def empty(self) -> tf.data.Iterator:
-        """An iterator of the same type without batches; call it in the worker's device scope."""
-        return iter(self._without_batches())
+        """An iterator of the same type without batches, on the same worker."""
+        return self._empty
 
     def close(self) -> None:
         """Returns when it has left the data; call it in the worker's device scope.
@@ -45,16 +51,31 @@ class PassIterator(iterator_ops.OwnedIterator):
         """
         # There is no op that ends an iterator; one that begins anew ends what it had. Not with
         # its own dataset's take(0), which asks the service whether it knows the dataset.
-        tf.raw_ops.MakeIterator(
-            dataset=self._without_batches()._variant_tensor, iterator=self._iterator_resource
-        )
+        tf.raw_ops.MakeIterator(dataset=self._nothing, iterator=self._iterator_resource)
 
-    def _without_batches(self) -> tf.data.Dataset:
-        """A dataset of the same type without elements."""
-        if self._nothing is None:
-            # In stock ops, since a worker may not have what makes the real batches.
-            self._nothing = tf.data.Dataset.from_tensors(empty_batch(self.element_spec)).take(0)
-        return self._nothing
+
+def parts_of(dataset: tf.data.Dataset, autotunes: bool | None = None) -> list[tf.Tensor]:
+    """What a `PassIterator` consists of; in a function, one call makes all of it.
+
+    Args:
+        dataset: the batches.
+        autotunes: what it says itself of that; None if nothing.
+
+    Returns:
+        The handles of an iterator over it and of one of the same type without batches, and a
+        dataset without batches.
+    """
+    # With autotuning, an iterator's end waits for the tuning thread to wake up, for the longer the
+    # longer the iterator has lived, and the worker's other calls wait with it.
+    untuned = tf.data.Options()
+    untuned.autotune.enabled = False
+    options = untuned if autotunes is None else tf.data.Options()
+    iterator = iterator_ops.OwnedIterator(dataset.prefetch(_AHEAD).with_options(options))
+    # In stock ops, since a worker may not have what makes the real batches.
+    nothing = tf.data.Dataset.from_tensors(empty_batch(dataset.element_spec)).take(0)
+    nothing = nothing.with_options(untuned)
+    empty = iterator_ops.OwnedIterator(nothing)
+    return [iterator._iterator_resource, empty._iterator_resource, nothing._variant_tensor]
 
 
 def empty_batch(element_spec: Any) -> Any:

@@ -16,7 +16,8 @@ from tensorflow.python.data.experimental.service import _pywrap_server_lib
 from tf_recsync.cluster import Cluster
 from tf_recsync.cluster.data_service import DataService
 from tf_recsync.strategies import data_errors, reshuffling
-from tf_recsync.strategies.pass_iterator import PassIterator
+from tf_recsync.strategies.pass_iterator import PassIterator, parts_of
+from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_once
 from tf_recsync.synchronization.remote_values import on_worker
 
 _REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
@@ -104,12 +105,10 @@ def _register(
     with tf.device("/CPU:0"):
         # By a name of our own: a service that was started again would give a number anew.
         name = f"recsync_{uuid.uuid4().hex}"
-        dataset_id = tf.data.experimental.service.register_dataset(
+        tf.data.experimental.service.register_dataset(
             address, dataset, compression=None, dataset_id=name
         )
-    return RegisteredDataset(
-        address, name, dataset_id, dataset.element_spec, cluster.workers, readers
-    )
+    return RegisteredDataset(address, name, dataset.element_spec, cluster.workers, readers)
 
 
 class RegisteredDataset:
@@ -126,16 +125,14 @@ class RegisteredDataset:
         self,
         address: str,
         name: str,
-        dataset_id: tf.Tensor,
         element_spec: Any,
         workers: int,
         readers: int,
     ):
         self.readers = readers
         self._workers = workers
-        self._address = address
+        self._address = address.removeprefix("grpc://")
         self._name = name
-        self._dataset_id = np.asarray(dataset_id)
         self.element_spec = element_spec
 
     def new_job(self) -> str:
@@ -145,9 +142,8 @@ class RegisteredDataset:
 
     def is_known(self) -> bool:
         """Whether the service knows the dataset; one that was started again does not."""
-        address = self._address.removeprefix("grpc://")
         try:
-            _pywrap_server_lib.TF_DATA_GetDataServiceMetadataByID(self._name, address, "grpc")
+            _pywrap_server_lib.TF_DATA_GetDataServiceMetadataByID(self._name, self._address, "grpc")
         except RuntimeError as error:
             if "not found" not in str(error):
                 raise
@@ -160,24 +156,54 @@ class RegisteredDataset:
         Args:
             job: the pass.
         """
-        # The public from_dataset_id lacks the refresh interval, and with its
-        # second every pass would end a second late.
-        policy = tf.data.experimental.service.ShardingPolicy
-        dataset = data_service_ops._from_dataset_id(
-            # Of several, each gets the next element of the source that nobody has.
-            processing_mode=policy.DYNAMIC if self.readers > 1 else policy.OFF,
-            service=self._address,
-            # Sent anew each time: TensorFlow takes a tensor that it has once sent to a worker for
-            # sent, also if the connection broke meanwhile.
-            dataset_id=on_worker(self._dataset_id),
-            element_spec=self.element_spec,
-            job_name=job,
+        joins = _joining(
+            data_service_ops.HashableElementSpec(self.element_spec),
+            # Of several readers, each gets the next element of the source that nobody has.
+            self.readers > 1,
             # Two requests overtake each other now and then; a single worker
             # shall see the order of the data, and can do with one.
-            max_outstanding_requests=1 if self._workers == 1 and self.readers < 2 else 2,
+            1 if self._workers == 1 and self.readers < 2 else 2,
+        )
+        # Sent anew each time: TensorFlow takes a tensor that it has once sent to a worker for
+        # sent, also if the connection broke meanwhile.
+        names = on_worker(np.array([self._address, self._name, job], object))
+        return PassIterator(joins(names), self.element_spec)
+
+
+@traced_once
+def _joining(
+    spec: data_service_ops.HashableElementSpec, is_divided: bool, requests: int
+) -> RemoteFunction:
+    """What a worker runs to join a pass: in one call, where each operation by itself is one.
+
+    Args:
+        spec: of the batches.
+        is_divided: whether several readers divide the dataset.
+        requests: for batches, at a time.
+
+    Returns:
+        A function of the service's address and the names of the dataset and the pass, a string
+        [3], which returns what a `PassIterator` is made of.
+    """
+    policy = tf.data.experimental.service.ShardingPolicy
+
+    def join(names):
+        address, name, job = tf.unstack(names, num=3)
+        # The public from_dataset_id lacks the refresh interval, and with its
+        # second every pass would end a second late.
+        dataset = data_service_ops._from_dataset_id(
+            processing_mode=policy.DYNAMIC if is_divided else policy.OFF,
+            service=("grpc", address),
+            dataset_id=name,
+            element_spec=spec.element_spec,
+            job_name=job,
+            max_outstanding_requests=requests,
             task_refresh_interval_hint_ms=_REFRESH_MILLISECONDS,
         )
-        return PassIterator(dataset)
+        return parts_of(dataset)
+
+    function = tf.function(join, autograph=False)
+    return RemoteFunction(function.get_concrete_function(tf.TensorSpec([3], tf.string)))
 
 
 class Registrations:

@@ -386,7 +386,7 @@ class TrainFunction(Steps):
                 self._variables.pieces,
             )
             self.synchronizer = self._make_synchronizer(copies)
-            self.synchronizer.tell_of_syncs(self._note_sync)
+            self.synchronizer.tell_of_syncs(self._note_sync, lambda: self.is_recorded)
             if self._before is not None:
                 self.synchronizer.count_on(self._before)
                 self._before = None

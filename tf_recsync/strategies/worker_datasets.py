@@ -112,7 +112,7 @@ class WorkerDatasets(DataAdapter):
     def empty(self) -> PassIterator:
         """One without batches, for a worker whose part of the data others go through."""
         nothing = tf.data.Dataset.from_tensors(empty_batch(self.element_spec)).take(0)
-        return PassIterator(nothing)
+        return PassIterator.of(nothing)
 
     def _iterator(self, keys: Sequence[tuple[int, int]], taken: int, skipped: int) -> PassIterator:
         dataset = self._chained(keys)
@@ -121,7 +121,7 @@ class WorkerDatasets(DataAdapter):
             skipped += taken
         if skipped:
             dataset = dataset.skip(skipped)
-        return PassIterator(dataset)
+        return PassIterator.of(dataset)
 
     def _chained(self, keys: Sequence[tuple[int, int]]) -> tf.data.Dataset:
         """Some of the pipelines as one, on the worker."""

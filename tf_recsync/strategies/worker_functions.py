@@ -77,10 +77,11 @@ class Repeated:
 
     Args:
         once: a function of (iterator, *inputs of the worker's state).
-        loop: one of (iterator, how often, *the same inputs), which returns how often it did it.
+        loop: one of (iterator, how often, *the same inputs), which returns how often it did it;
+            None if nobody asks for more than once.
     """
 
-    def __init__(self, once: Callable, loop: Callable):
+    def __init__(self, once: Callable, loop: Callable | None):
         self._once = once
         self._loop = loop
 
@@ -98,7 +99,7 @@ class Repeated:
         Raises:
             tf.errors.OutOfRangeError: at the end of the data.
         """
-        if times == 1:
+        if times == 1 or self._loop is None:
             # A loop would cost a message to each server.
             self._once(iterator, *state.inputs)
             return 1

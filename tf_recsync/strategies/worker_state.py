@@ -16,9 +16,18 @@ from tf_recsync import ops
 from tf_recsync.cluster import fetch
 from tf_recsync.ops import events as events_ops
 from tf_recsync.strategies.pass_iterator import PassIterator
-from tf_recsync.strategies.step_counts import ROW
-from tf_recsync.synchronization.remote_values import PackedReader, on_worker
+from tf_recsync.strategies.step_counts import COUNTS, ROW
+from tf_recsync.synchronization.remote_values import (
+    Answer,
+    Asked,
+    PackedReader,
+    assign_variables,
+    make_variables,
+    on_worker,
+)
 
+_FORGET = 512  # Numbers that a worker keeps for longer than it has to: telling it is a call.
+_read_row, _read_counts = PackedReader([ROW]), PackedReader([COUNTS])
 _ECHO_SECONDS = 0.05  # What is on its way to a server arrives within.
 
 
@@ -38,7 +47,7 @@ class WorkerState:
         steps: how many steps it has done in the pass, as far as known.
         steps_at_call: the same when the call in flight began, or the last one.
         waited: how many microseconds it has waited for batches in the pass, as far as known.
-        row: on the server that counts global steps, see step_counts.py; None without one.
+        row: its handle on the server that counts global steps, see step_counts.py; None without.
         unrolled: how many steps the function has that the call in flight calls; 0 before.
     """
 
@@ -56,22 +65,26 @@ class WorkerState:
         self.reset_metrics = False
         self.steps = 0 if before is None else before.steps
         self.waited = 0 if before is None else before.waited
-        self._worker = on_worker(np.int64(worker))
-        self._began = on_worker(np.float64(0))
         self._has_begun = False
         self._numbers: dict[int, tf.Tensor] = {}
         self._log = log
         self._reading = threading.Lock()
-        self._known = 0  # Numbers of its log.
+        # Of its log: how many numbers are known; how many of these the worker was told to forget,
+        # a tensor there; and how many have to be known before it is told again.
+        self._known = self._tell_again = 0
+        self._told: tf.Tensor | None = None
+        self._counted, self._values = -1, []  # What was read last.
         self._is_settled = False
-        counts = np.array([self.steps, self.waited])
-        self._counts = tf.Variable(on_worker(counts), trainable=False)
         self._steps_before = self.steps_at_call = self.steps
-        self.row: tf.Variable | None = None
+        self._owner = owner
+        self.row: tf.Tensor | None = None
         if owner:
             with tf.device(owner):
-                self.row = tf.Variable(on_worker(np.zeros(ROW.shape, np.int64)), trainable=False)
-        self._variables = [tf.Variable(on_worker(value), trainable=False) for value in private]
+                (self.row,) = make_variables([np.zeros(ROW.shape, np.int64)])
+        own = np.array(worker), np.array(0.0), np.array([self.steps, self.waited])
+        self._worker, self._began, self._counts, *self._variables = make_variables(
+            [*own, *private], constants=2
+        )
 
     def close(self, is_reachable: bool) -> None:
         """Leaves the data; the pipeline of a pass that all workers have left is ended.
@@ -98,11 +111,9 @@ class WorkerState:
     @property
     def inputs(self) -> list[tf.Tensor]:
         """What its functions take besides an iterator (see `worker_functions.trace_steps`)."""
-        counts = self._counts.handle
-        row = counts if self.row is None else self.row.handle
-        log = counts if self._log is None else self._log.handle
-        handles = [variable.handle for variable in self._variables]
-        return [self._worker, self._began, counts, row, log, *handles]
+        row = self._counts if self.row is None else self.row
+        log = self._counts if self._log is None else self._log.handle
+        return [self._worker, self._began, self._counts, row, log, *self._variables]
 
     def number(self, value: int) -> tf.Tensor:
         """A number as an int64 scalar on the worker; call it in its device scope."""
@@ -123,8 +134,7 @@ class WorkerState:
 
     def assign(self, values: list[np.ndarray]) -> None:
         """Sets the first of the worker's variables."""
-        for variable, value in zip(self._variables, values, strict=False):
-            variable.assign(value)
+        assign_variables(self._variables[: len(values)], values)
 
     def read(
         self,
@@ -135,7 +145,7 @@ class WorkerState:
     ) -> list[np.ndarray] | None:
         """Reads what the worker has counted, and the first of its variables.
 
-        Nothing counts of one that was lost: None.
+        Other threads may do so meanwhile, and their answers come first.
 
         Args:
             reader: of the counts and the variables; if there is a log, of that, too.
@@ -143,22 +153,41 @@ class WorkerState:
             device: the worker's.
             note: is told the numbers of the batches that were done since it was last read, if they
                 have numbers.
+
+        Returns:
+            The variables' values; None if nothing counts of it, as it was lost.
+
+        Raises:
+            tf.errors.OpError: it can't be reached.
         """
-        handles = [v.handle for v in (self._counts, *self._variables[:count])]
+        return self.take(reader.read(self.asked(count, device), device), note)
+
+    def asked(self, count: int, device: str) -> Asked:
+        """What `read` asks the worker."""
+        handles = [self._counts, *self._variables[:count]]
+        if self._log is None or not self._log.has_numbers:
+            return Asked(handles)
+        # Of two threads the latter may tell it a smaller number, which the log takes.
+        known = self._known
+        if self._told is None or known >= self._tell_again:
+            with tf.device(device):
+                self._told, self._tell_again = on_worker(np.int64(known)), known + _FORGET
+        return Asked(handles, self._log.handle, self._told)
+
+    def take(self, answer: Answer, note: Callable[[np.ndarray], None]) -> list[np.ndarray] | None:
+        """What `read` makes of an answer."""
         with self._reading:
-            if self._log is None or not self._log.has_numbers:
-                counts, *values = reader(handles, device)
-            else:
-                (counts, *values), numbers = reader.with_log(
-                    handles, device, self._log.handle, self._known
-                )
-                self._known += len(numbers)
-                if not self._is_settled:
-                    note(numbers)
             if self._is_settled:
                 return None
-        self.waited = int(counts[1])
-        return values
+            news = answer.numbers[self._known - answer.first :]
+            if self._log is not None and self._log.has_numbers:
+                note(news)
+            self._known += len(news)
+            counts, *values = answer.values
+            if counts[0] >= self._counted:
+                self._counted, self.waited = (int(count) for count in counts)
+                self._values = values
+            return self._values
 
     def settle(self) -> None:
         """The worker was lost: of its batches, what is not known by now counts as not done."""
@@ -223,19 +252,20 @@ class WorkerState:
     def _read_applied(self, seconds: float) -> int:
         """The steps that were applied since it was opened, when nothing comes any more."""
         deadline, last = time.monotonic() + seconds, -1
-        with tf.device(self.row.device):  # And not on the worker, which may be gone.
+        with tf.device(self._owner):  # And not on the worker, which may be gone.
             # If it is not, it ends the call, whose results nobody gets.
-            self.row.assign_add(on_worker(np.array([0, 1])), read_value=False)
-            while True:
-                applied = int(fetch(self.row.read_value())[0])
-                if applied == last or time.monotonic() > deadline:
-                    return applied
-                last = applied
-                time.sleep(min(_ECHO_SECONDS, seconds))
+            tell = on_worker(np.array([0, 1]))
+            tf.raw_ops.AssignAddVariableOp(resource=self.row, value=tell)
+        while True:
+            applied = int(_read_row([self.row], self._owner)[0][0])
+            if applied == last or time.monotonic() > deadline:
+                return applied
+            last = applied
+            time.sleep(min(_ECHO_SECONDS, seconds))
 
-    def read_steps(self) -> int:
-        """The steps that the worker has done."""
-        return int(fetch(self._counts.read_value())[0])
+    def read_steps(self, device: str) -> int:
+        """The steps that the worker, whose device that is, has done."""
+        return int(_read_counts([self._counts], device)[0][0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, ask, device_of, fetch, reason
+from tf_recsync.cluster import Cluster, ask, fetch, processor_of, reason
 from tf_recsync.shown_variable import ShownVariable
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.remote_values import PackedReader, at, on_worker
@@ -248,7 +248,7 @@ class Copies:
             for shard, reader, (job, index) in zip(
                 self._shards, self._readers, self.groups[group].holders, strict=True
             ):
-                read = reader([handles[i] for i in shard], device_of(job, index))
+                read = reader([handles[i] for i in shard], processor_of(job, index))
                 for i, value in zip(shard, read, strict=True):
                     found[i] = value
         return found

@@ -228,12 +228,11 @@ class Exchange:
 
     def release(self) -> None:
         """Ends all waits, with errors."""
-        self._ending = True
+        self._start_no_more()
         for worker, handle in self._living():
             with self._at(worker), contextlib.suppress(tf.errors.OpError):
                 hop.interrupt(handle)
         self._edges.end()
-        self._stop_monitor.set()
 
     def interrupt(self) -> None:
         """Ends what workers wait for at this moment."""
@@ -321,8 +320,7 @@ class Exchange:
 
     def end(self) -> None:
         """Ends the loops of the edges when all is told; the workers are done."""
-        self._ending = True
-        self._stop_monitor.set()
+        self._start_no_more()
         self._edges.end()
         deadline = time.monotonic() + JOIN_SECONDS
         self._edges.join(deadline)
@@ -330,6 +328,13 @@ class Exchange:
             self._monitor.join(max(0.0, deadline - time.monotonic()))
         self._monitor = None
         self._states()
+
+    def _start_no_more(self) -> None:
+        # Not while another thread starts loops: it has seen that the epoch goes on, and would start
+        # a monitor in the place of one that has ended meanwhile.
+        with self._lock:
+            self._ending = True
+            self._stop_monitor.set()
 
     def restore(self, iterations: Sequence[int]) -> None:
         """Workers have gone to these iterations, by a checkpoint."""

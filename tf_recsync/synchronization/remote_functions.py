@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager import cancellation, context, execute
 from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
 
 _thread = threading.local()
+_Traced = TypeVar("_Traced")
+_MOST_KEPT = 64  # Functions of a kind that this process keeps.
+
+
+def traced_once(trace: Callable[..., _Traced]) -> Callable[..., _Traced]:
+    """Keeps what a function traces, by its arguments: threads that need the same one trace once.
+
+    It is traced outside of all scopes, and stays when another cluster is connected to.
+    """
+    tracing = threading.Lock()
+
+    @functools.lru_cache(maxsize=_MOST_KEPT)
+    def kept(*key: Any) -> _Traced:
+        with tf.init_scope(), tf.device(None):
+            return trace(*key)
+
+    @functools.wraps(trace)
+    def get(*key: Any) -> _Traced:
+        with tracing:
+            return kept(*key)
+
+    return get
 
 
 @contextlib.contextmanager

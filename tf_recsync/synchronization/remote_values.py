@@ -3,93 +3,214 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from tf_recsync import ops
 from tf_recsync.cluster import CHIEF, Cluster, fetch, processor_of
+from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_once
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is asked of a server.
+
+    Attributes:
+        handles: of the variables, all on that server.
+        log: the handle of a log of batches, there, too; None if none is read.
+        known: an int64 scalar there: how many numbers may be forgotten, see `ops.noted_batches`.
+    """
+
+    handles: Sequence[tf.Tensor]
+    log: tf.Tensor | None = None
+    known: tf.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a server has.
+
+    Attributes:
+        values: of the variables; they may be written.
+        first: how many numbers the log had before those that it still has.
+        numbers: these, `[n]`. They are no more than what the variables know of.
+    """
+
+    values: list[np.ndarray]
+    first: int
+    numbers: np.ndarray
 
 
 class PackedReader:
-    """Reads variables of the same shapes and types from one worker or another.
+    """Reads variables of the same shapes and types from one server or another.
 
-    One call on the worker reads all of them, and each type comes back as one tensor: read
-    one by one, a metric of many variables takes a worker tens of milliseconds.
+    One call on the server reads all of them, and they come back in one message: read one by one, a
+    metric of many variables takes tens of milliseconds.
 
     Args:
-        like: variables of these shapes, which must be static, and types, in their order; if
-            `reads_log`, at least one of them of int64.
-        reads_log: whether it reads a log of batches, too: default False.
+        like: variables of these shapes, which must be static, and types, in their order.
+        reads_log: whether it reads logs of batches, too: default False.
     """
 
     def __init__(self, like: Sequence[tf.Variable], reads_log: bool = False):
+        self._dtypes = [variable.dtype.as_numpy_dtype for variable in like]
         self._shapes = [variable.shape.as_list() for variable in like]
-        by_dtype: dict[tf.DType, list[int]] = {}
-        for i, variable in enumerate(like):
-            by_dtype.setdefault(variable.dtype, []).append(i)
-        self._groups = list(by_dtype.values())
-
-        def pack(handles):
-            return [
-                packed([handles[i] for i in indices], dtype) for dtype, indices in by_dtype.items()
-            ]
-
-        def pack_with_log(handles, log, known):
-            numbers = ops.noted_batches(log, known)
-            with tf.control_dependencies([numbers]):  # No more than what variables know of.
-                parts = pack(handles)
-            place = list(by_dtype).index(tf.int64)
-            parts[place] = tf.concat([parts[place], numbers], 0)
-            return parts
-
-        handles = [tf.TensorSpec([], tf.resource)] * len(self._shapes)
-        log = [tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)]
-        # Concrete: called on one device after the other, a tf.function is traced for each.
-        with tf.device(None):
-            if reads_log:
-                function = tf.function(pack_with_log, autograph=False)
-                self._pack = function.get_concrete_function(handles, *log)
-            else:
-                self._pack = tf.function(pack, autograph=False).get_concrete_function(handles)
+        self._reads_log = reads_log
 
     def __call__(self, handles: Sequence[tf.Tensor], device: str) -> list[np.ndarray]:
-        """Reads the variables behind these handles, which lie on this device."""
-        if not handles:
-            return []
-        with tf.device(device):
-            return self._split(self._pack(list(handles)))[0]
+        """Reads the variables behind these handles, which lie on this device.
 
-    def with_log(
-        self, handles: Sequence[tf.Tensor], device: str, log: tf.Tensor, known: int
-    ) -> tuple[list[np.ndarray], np.ndarray]:
-        """Reads a log, too.
-
-        Args:
-            handles: of the variables.
-            device: where they lie, and the log.
-            log: its handle.
-            known: how many of its numbers are known, see `ops.noted_batches`.
-
-        Returns:
-            The variables' values, and the log's other numbers, [n].
+        Raises:
+            tf.errors.OpError: if its server is gone.
         """
-        with tf.device(device):
-            return self._split(self._pack(list(handles), log, on_worker(np.int64(known))))
+        return self.read(Asked(handles), device).values if handles else []
 
-    def _split(self, parts: Sequence[tf.Tensor]) -> tuple[list[np.ndarray], np.ndarray]:
-        """The variables' values, and what comes after those of int64."""
-        values: list[np.ndarray] = [None] * len(self._shapes)
-        rest = np.zeros([0], np.int64)
-        for indices, part in zip(self._groups, fetch(list(parts)), strict=True):
-            sizes = [math.prod(self._shapes[i]) for i in indices]
-            *split, more = np.split(part, np.cumsum(sizes))
-            rest = more if more.size else rest
-            for i, value in zip(indices, split, strict=True):
-                values[i] = value.reshape(self._shapes[i])
-        return values, rest
+    def read(self, asked: Asked, device: str) -> Answer:
+        """Reads variables on a device, and a log there if it reads logs.
+
+        Raises:
+            tf.errors.OpError: if its server is gone.
+        """
+        arguments = list(asked.handles)
+        if self._reads_log:
+            arguments += [asked.log, asked.known]
+        with tf.device(device):
+            message = _reader(len(self._shapes), self._reads_log)(*arguments)
+        return self._answer(fetch(message).copy())  # What is fetched may not be written.
+
+    def _answer(self, message: np.ndarray) -> Answer:
+        values, begin = [], 0
+        for dtype, shape in zip(self._dtypes, self._shapes, strict=True):
+            size = math.prod(shape) * np.dtype(dtype).itemsize
+            values.append(message[begin : begin + size].view(dtype).reshape(shape))
+            begin += _padded(size)
+        first, numbers = 0, message[begin:].view(np.int64)
+        if self._reads_log:
+            first, numbers = int(numbers[0]), numbers[1:]
+        return Answer(values, first, numbers)
+
+
+@traced_once
+def _reader(variables: int, reads_log: bool) -> RemoteFunction:
+    """What reads so many variables, where they are, into one message."""
+
+    def read(*arguments):
+        noted = []
+        if reads_log:
+            # Before the variables, as it is an input of what reads them.
+            numbers, first = ops.noted_batches(*arguments[variables:])
+            noted = [first, numbers]
+        return ops.read_packed(list(arguments[:variables]), noted)
+
+    specs = [tf.TensorSpec([], tf.resource)] * variables
+    if reads_log:
+        specs = [*specs, tf.TensorSpec([], tf.resource), tf.TensorSpec([], tf.int64)]
+    return RemoteFunction(tf.function(read, autograph=False).get_concrete_function(*specs))
+
+
+def make_variables(values: Sequence[np.ndarray], constants: int = 0) -> list[tf.Tensor]:
+    """Makes variables of numbers on the server in whose device scope it is called, in one call.
+
+    Args:
+        values: their initial values.
+        constants: of so many of the first, tensors are made instead.
+
+    Returns:
+        These tensors, and the variables' handles: a variable goes with the last one.
+
+    Raises:
+        tf.errors.OpError: the server is gone.
+    """
+    return _maker(_layout(values), constants)(on_worker(_message(values)))
+
+
+def assign_variables(handles: Sequence[tf.Tensor], values: Sequence[np.ndarray]) -> None:
+    """Assigns to variables of numbers in one call, in the device scope of their server.
+
+    Raises:
+        tf.errors.OpError: the server is gone.
+    """
+    if handles:
+        _assigner(_layout(values))(on_worker(_message(values)), *handles)
+
+
+_Layout = tuple[tuple[tf.DType, tuple[int, ...]], ...]
+
+
+def _layout(values: Sequence[np.ndarray]) -> _Layout:
+    return tuple((tf.as_dtype(value.dtype), value.shape) for value in values)
+
+
+def _padded(size: int) -> int:
+    """The bytes that so many take in a message, as `ops.read_packed` makes it, too."""
+    return -(-size // 8) * 8
+
+
+def _message(values: Sequence[np.ndarray]) -> np.ndarray:
+    parts = []
+    for value in values:
+        data = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
+        parts.append(np.pad(data, (0, _padded(data.size) - data.size)))
+    return np.concatenate(parts)
+
+
+def _values_in(message: tf.Tensor, layout: _Layout) -> list[tf.Tensor]:
+    values, begin = [], 0
+    for dtype, shape in layout:
+        size = math.prod(shape) * dtype.size
+        data, begin = message[begin : begin + size], begin + _padded(size)
+        if dtype == tf.bool:
+            values.append(tf.reshape(tf.cast(data, dtype), shape))
+        else:
+            wide = shape if dtype.size == 1 else [*shape, dtype.size]
+            values.append(tf.bitcast(tf.reshape(data, wide), dtype))
+    return values
+
+
+def _on_processor(function: Callable) -> Callable:
+    """Has its operations on the processor, where those of this package run."""
+
+    @functools.wraps(function)
+    def placed(*arguments):
+        with tf.device("CPU:0"):
+            return function(*arguments)
+
+    return placed
+
+
+@traced_once
+def _maker(layout: _Layout, constants: int) -> RemoteFunction:
+    @_on_processor
+    def make(message):
+        values = _values_in(message, layout)
+        made = [tf.identity(value) for value in values[:constants]]
+        for (dtype, shape), value in list(zip(layout, values, strict=True))[constants:]:
+            handle = tf.raw_ops.VarHandleOp(
+                dtype=dtype, shape=shape, shared_name=context.anonymous_name()
+            )
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+            made.append(handle)
+        return made
+
+    function = tf.function(make, autograph=False)
+    return RemoteFunction(function.get_concrete_function(tf.TensorSpec([None], tf.uint8)))
+
+
+@traced_once
+def _assigner(layout: _Layout) -> RemoteFunction:
+    def assign(message, *handles):
+        for handle, value in zip(handles, _values_in(message, layout), strict=True):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+    handles = [tf.TensorSpec([], tf.resource)] * len(layout)
+    function = tf.function(assign, autograph=False)
+    return RemoteFunction(function.get_concrete_function(tf.TensorSpec([None], tf.uint8), *handles))
 
 
 def packed(handles: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:

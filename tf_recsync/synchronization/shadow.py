@@ -22,12 +22,16 @@ from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.loops import JOIN_SECONDS, Loops
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Gate, Shadow
-from tf_recsync.synchronization.shadow_trainers import Trainers
+from tf_recsync.synchronization.shadow_trainers import Trainers, Turns
 from tf_recsync.synchronization.sync_report import SyncReport
 from tf_recsync.synchronization.synchronizer import Synchronizer
 
 _LEAST_TRAINING = 0.1  # Between synchronizations of all, as a part of the time of one.
 _ASK_AGAIN_SECONDS = 5.0  # Between two questions to one that gave none.
+# How long a server synchronizes in one call: the calls of all, which one process makes, shall be
+# few, but each is waited for at the end of an epoch.
+_TURNS_SECONDS_EACH = 0.02
+_LEAST_TURNS_SECONDS, _MOST_TURNS_SECONDS = 0.05, 5.0
 _ALL = -1  # In the place of a group: all that are there, at once.
 
 _Key = tuple[int, int]  # A group, or all, and a shard.
@@ -79,6 +83,12 @@ class ShadowSynchronizer(Synchronizer):
         self._since: dict[int, int] = {}  # Iterations since the last synchronization, by thread.
         self._due: dict[_Key, float] = {}  # When the next synchronization is due.
         self._loops = Loops("recsync_shadow", cluster, lambda error: self.fail(error))
+        self._turns: Turns | None = None  # Of a loop's call.
+        if isinstance(schedule, Shadow) and algorithm.is_central:
+            loops = len(arrangement.groups) * len(self._trainers.shards)
+            seconds = max(_LEAST_TURNS_SECONDS, _TURNS_SECONDS_EACH * loops)
+            if schedule.min_interval < seconds:
+                self._turns = Turns(min(seconds, _MOST_TURNS_SECONDS), schedule.min_interval)
         # Guarded by the loops' lock.
         self._away: set[int] = set()  # Threads that have nothing to do.
         self._lost: set[int] = set()  # Workers.
@@ -287,7 +297,8 @@ class ShadowSynchronizer(Synchronizer):
                 rest = _LEAST_TRAINING * (ended - began)
                 self._due[key] = max(self._due[key], ended + rest)
             elif group == _ALL or self._trains(group):
-                self._sync_surely(group, shard)
+                is_recorded = self._counts.is_recorded()
+                self._sync_surely(group, shard, None if is_recorded else self._turns)
 
     def _trains(self, group: int) -> bool:
         """Whether a group has trainers left; if not, its copy would hold the others back."""
@@ -349,7 +360,7 @@ class ShadowSynchronizer(Synchronizer):
         else:
             self._loops.rest()  # Until one is back.
 
-    def _sync_surely(self, group: int, shard: int) -> None:
+    def _sync_surely(self, group: int, shard: int, turns: Turns | None = None) -> None:
         """Synchronizes a shard of one group, or of all that are left, if need be again."""
         failures = 0
         while True:
@@ -358,7 +369,7 @@ class ShadowSynchronizer(Synchronizer):
                     self._sync_all(shard)
                 else:
                     holder = self._arrangement.groups[group].holders[shard]
-                    self._sync([group], shard, device_of(*holder))
+                    self._sync([group], shard, device_of(*holder), turns)
                 return
             except tf.errors.OpError as error:
                 absent = len(self._absent)
@@ -368,14 +379,15 @@ class ShadowSynchronizer(Synchronizer):
                 if len(self._absent) > absent:
                     failures = 0  # That was why.
 
-    def _sync(self, members: Sequence[int], shard: int, device: str) -> None:
-        """Synchronizes a shard once, from this thread, by a call on this device."""
+    def _sync(
+        self, members: Sequence[int], shard: int, device: str, turns: Turns | None = None
+    ) -> None:
+        """Synchronizes a shard, from this thread, by a call on this device."""
         holders = [holder for i in members for holder in self._arrangement.groups[i].holders]
         with self._loops.call([*(("ps", ps) for ps in self._sync_ps), *holders]):
             if self._loops.is_ending:
                 return
-            began = time.monotonic()
             with tf.device(device):
-                is_done = self._trainers.sync(members, shard)
-            if is_done:
-                self._counts.count_sync(members, time.monotonic() - began, shard=shard)
+                times, seconds = self._trainers.sync(members, shard, turns)
+            if times:
+                self._counts.count_sync(members, seconds, times, shard)

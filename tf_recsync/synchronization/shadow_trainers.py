@@ -9,7 +9,9 @@ and what becomes of those that don't answer, is shadow.py's.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -17,6 +19,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+from tf_recsync import ops
 from tf_recsync.cluster import Cluster, fetch, processor_of
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.copies import Copies
@@ -28,6 +31,37 @@ from tf_recsync.synchronization.staleness_counts import StalenessCounts
 _building = threading.Lock()
 
 _Vectors = dict[str, np.ndarray]  # The algorithm's, by name.
+
+# Between two synchronizations of a call, at least: of a small model they would else take all the
+# time of a processor.
+_REST_SECONDS = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """How a server synchronizes again and again in one call.
+
+    Attributes:
+        seconds: for how long; it ends what it has begun.
+        interval: from the begin of one to the begin of the next, at least.
+    """
+
+    seconds: float
+    interval: float
+
+
+@dataclasses.dataclass
+class _Held:
+    """What a group has for a shard, on the shard's server.
+
+    Attributes:
+        vectors: the algorithm's, by name.
+        limit: for how many seconds a call goes on, see `Turns`; 0 at first: the servers build
+            their parts of a function in its first call, which shall be short.
+    """
+
+    vectors: dict[str, tf.Variable]
+    limit: tf.Variable
 
 
 class _Shard:
@@ -48,8 +82,8 @@ class _Shard:
         self.first_vectors: _Vectors = {}
         self.parts: list[tf.Variable] = []  # Of the center.
         self.traffic: list[tf.Variable] = []
-        self.functions: dict[tuple[int, ...], Callable] = {}
-        self.called: set[tuple[int, ...]] = set()
+        self.functions: dict[tuple[tuple[int, ...], Turns | None], Callable] = {}
+        self.called: set[tuple[tuple[int, ...], Turns | None]] = set()
 
     def pack(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """The shard's, of values of all copied variables."""
@@ -115,8 +149,7 @@ class Trainers:
         self._lock = threading.RLock()
         # Of each group: one thread at a time makes what it needs.
         self._opening = [threading.Lock() for _ in copies.groups]
-        # Of each group that is not lost, for each shard: the algorithm's vectors, by name.
-        self._there: dict[int, list[dict[str, tf.Variable]]] = {}
+        self._there: dict[int, list[_Held]] = {}  # Of each group that is not lost, by shard.
         self._lost: set[int] = set()
         # Whether the last one was lost, and with it the algorithm's vectors.
         self._all_gone = False
@@ -149,12 +182,12 @@ class Trainers:
             for shard, (job, index) in self._held(group):
                 vectors = self._current_vectors(shard)
                 with at(self._cluster, index, job):
-                    made.append(
-                        {
-                            name: tf.Variable(on_worker(value), trainable=False)
-                            for name, value in vectors.items()
-                        }
-                    )
+                    own = {
+                        name: tf.Variable(on_worker(value), trainable=False)
+                        for name, value in vectors.items()
+                    }
+                    limit = tf.Variable(on_worker(np.float64(0.0)), trainable=False)
+                    made.append(_Held(own, limit))
             with self._lock:
                 self._there[group] = made
                 self._lost.discard(group)
@@ -170,7 +203,7 @@ class Trainers:
             self.copies.drop(group)
             # The next one's server has to build its parts of functions again.
             for shard in self._shards:
-                shard.called.clear()
+                shard.called = {key for key in shard.called if group not in key[0]}
             self.staleness.lost(group)
 
     def begin(self) -> None:
@@ -184,23 +217,46 @@ class Trainers:
             self._limits = limits
             self._follow_users()
 
-    def sync(self, members: Sequence[int], number: int) -> bool:
-        """Synchronizes a shard of groups once, from this thread; False if one of them is gone.
+    def sync(
+        self, members: Sequence[int], number: int, turns: Turns | None = None
+    ) -> tuple[int, float]:
+        """Synchronizes a shard of groups, from this thread.
+
+        Args:
+            members: the groups.
+            number: the shard's.
+            turns: how it is done again and again, of one group and a central algorithm; default
+                None: once.
+
+        Returns:
+            How often it was done, and the seconds that this took; nothing if a group is gone.
 
         Raises:
             tf.errors.OpError: if a server is lost, or a connection broke.
         """
-        shard, key = self._shards[number], tuple(members)
+        shard, key = self._shards[number], (tuple(members), turns)
         with self._lock:
             if any(group not in self._there for group in members):
-                return False
+                return 0, 0.0
             handles = [h for group in members for h in self._handles(group, shard)]
-            function = self._function(members, shard)
+            function = self._function(members, shard, turns)
             is_new = key not in shard.called
+            limit = self._there[members[0]][number].limit
+        began = time.monotonic()
         with _building if is_new else contextlib.nullcontext():
-            function(*handles)
-        shard.called.add(key)
-        return True
+            if turns is None:
+                function(*handles)
+            else:
+                if is_new:
+                    limit.assign(on_worker(np.float64(0.0)))
+                times, seconds = fetch(function(limit.handle, *handles))
+        if turns is not None and is_new:
+            limit.assign(on_worker(np.float64(turns.seconds)))
+        with self._lock:
+            # Not of one that was lost meanwhile: the next one's server has not been called.
+            if all(group in self._there for group in members):
+                shard.called.add(key)
+        return (1, time.monotonic() - began) if turns is None else (int(times), float(seconds))
 
     def sync_ps_bytes(self) -> int:
         """What the sync PSs have received and sent, as they have counted.
@@ -253,20 +309,24 @@ class Trainers:
         return list(zip(self._shards, self.copies.groups[group].holders, strict=True))
 
     def _handles(self, group: int, shard: _Shard) -> list[tf.Tensor]:
-        vectors, handles = self._there[group][shard.number], self.copies.handles(group)
+        vectors = self._there[group][shard.number].vectors
+        handles = self.copies.handles(group)
         own = [handles[i] for i in shard.parameters]
         return [*own, *(vectors[name].handle for name in sorted(vectors))]
 
-    def _function(self, members: Sequence[int], shard: _Shard) -> Callable:
+    def _function(
+        self, members: Sequence[int], shard: _Shard, turns: Turns | None = None
+    ) -> Callable:
         """What synchronizes a shard of these groups; of the handles of all of them."""
         # One for any group where they synchronize by themselves.
-        key = () if self._algorithm.is_central else tuple(members)
+        groups = () if self._algorithm.is_central else tuple(members)
+        key = groups, turns
         if key in shard.functions:
             return shard.functions[key]
         names = sorted(shard.first_vectors)
         count = len(shard.parameters)
         each = count + len(names)
-        holders = [self.copies.groups[group].holders[shard.number] for group in key]
+        holders = [self.copies.groups[group].holders[shard.number] for group in groups]
         devices = [processor_of(*holder) for holder in holders] or [""]
 
         def sync(*handles):
@@ -280,7 +340,11 @@ class Trainers:
 
         specs = [tf.TensorSpec([], tf.resource)] * (each * len(devices))
         with tf.device(None), links.limited(self._limits):
-            function = tf.function(sync, autograph=False).get_concrete_function(*specs)
+            function = (
+                tf.function(sync, autograph=False).get_concrete_function(*specs)
+                if turns is None
+                else _in_turns(sync, specs, turns.interval)
+            )
         shard.functions[key] = function
         return function
 
@@ -367,7 +431,7 @@ class Trainers:
             job, index = self.copies.groups[group].holders[shard.number]
             with at(self._cluster, index, job):
                 for name, value in vectors.items():
-                    own[shard.number][name].assign(on_worker(value))
+                    own[shard.number].vectors[name].assign(on_worker(value))
 
     def _center(self, shard: _Shard) -> np.ndarray:
         """The sync PSs' copy of a shard."""
@@ -377,11 +441,11 @@ class Trainers:
         """The algorithm's vectors for a group that has none: another's, if there is one."""
         with self._lock:
             others = list(self._there.items())
-        for group, vectors in others:
+        for group, held in others:
             job, index = self.copies.groups[group].holders[shard.number]
             # One that is lost its own threads find out.
             with contextlib.suppress(tf.errors.OpError), at(self._cluster, index, job):
-                own = vectors[shard.number]
+                own = held[shard.number].vectors
                 shard.first_vectors = {n: fetch(v.read_value()) for n, v in own.items()}
                 return shard.first_vectors
         if self._all_gone or others:
@@ -415,3 +479,45 @@ class Trainers:
             "the sync PSs" if has_center else source,
             source,
         )
+
+
+def _in_turns(sync: Callable, specs: Sequence[tf.TensorSpec], interval: float) -> Callable:
+    """What synchronizes again and again.
+
+    Args:
+        sync: synchronizes once, of handles.
+        specs: of these.
+        interval: see `Turns`.
+
+    Returns:
+        A concrete function of the handle of a limit in seconds, and of the others, which returns
+        how often it was done and the seconds that this took, float64 [2].
+    """
+
+    def once(*handles):
+        sync(*handles)
+        return tf.zeros([])
+
+    once = tf.function(once, autograph=False).get_concrete_function(*specs)
+
+    def rounds(limit, *handles):
+        end = tf.timestamp() + tf.raw_ops.ReadVariableOp(resource=limit, dtype=tf.float64)
+
+        def goes_on(done):
+            return (done[0] == 0) | (tf.timestamp() < end)
+
+        def turn(done):
+            start = tf.timestamp()
+            with tf.control_dependencies([start]):
+                synced = once(*handles)
+            with tf.control_dependencies([synced]):
+                seconds = tf.timestamp() - start
+            rest = tf.cast(tf.maximum(interval - seconds, _REST_SECONDS), tf.float32)
+            with tf.control_dependencies([ops.delay(rest)]):
+                return (done + tf.stack([tf.ones_like(seconds), seconds]),)
+
+        return tf.while_loop(goes_on, turn, (tf.zeros([2], tf.float64),), parallel_iterations=1)[0]
+
+    return tf.function(rounds, autograph=False).get_concrete_function(
+        tf.TensorSpec([], tf.resource), *specs
+    )

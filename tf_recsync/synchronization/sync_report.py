@@ -55,10 +55,12 @@ class SyncCounts:
     Attributes:
         synced: is told of each synchronization that took a time: the group, the seconds, the
             shard; None (the default): nobody is.
+        is_recorded: whether somebody wants to know of each by itself; default: nobody does.
     """
 
     def __init__(self, groups: int):
         self.synced: Callable[[int, float, int], object] | None = None
+        self.is_recorded: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
         # Of each group, all its shards together.
         self._syncs = [0] * groups

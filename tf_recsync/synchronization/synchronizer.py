@@ -93,12 +93,14 @@ class Synchronizer(Crew):
 
     def count_on(self, other: Synchronizer) -> None:
         """Goes on with what another one has counted, whose place it takes."""
-        told, self._counts = self._counts.synced, other._counts
-        self._counts.synced = told
+        own, self._counts = self._counts, other._counts
+        self._counts.synced, self._counts.is_recorded = own.synced, own.is_recorded
 
-    def tell_of_syncs(self, synced: Callable[[int, float, int], object]) -> None:
-        """Tells somebody of each synchronization; see `SyncCounts.synced`."""
-        self._counts.synced = synced
+    def tell_of_syncs(
+        self, synced: Callable[[int, float, int], object], is_recorded: Callable[[], bool]
+    ) -> None:
+        """Tells somebody of synchronizations; see `SyncCounts`."""
+        self._counts.synced, self._counts.is_recorded = synced, is_recorded
 
     @property
     def there(self) -> list[int]:
