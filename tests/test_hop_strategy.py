@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from decentralized_sgd import BATCH, RATE, WIDTH, Recording, recorded, regression, simulate
-from helpers import check_group_auc
+from helpers import check_group_auc, wait_until
 
 import tf_recsync as recsync
 from tf_recsync import topology
@@ -386,10 +386,29 @@ def test_a_queue_dies_with_its_strategy(cluster):
     ]
     del strategy, model, states
     keras.utils.clear_session()
-    gc.collect()
-    for worker in range(WORKERS):
-        with pytest.raises(tf.errors.NotFoundError):
+
+    def is_gone(worker):
+        gc.collect()  # A worker's thread may be about to end still.
+        try:
             iteration(worker)
+        except tf.errors.NotFoundError:
+            return True
+        return False
+
+    for worker in range(WORKERS):
+        assert wait_until(lambda worker=worker: is_gone(worker), 30.0)
+
+
+def test_nobody_waits_for_those_who_get_no_step_of_an_epoch(cluster):
+    strategy = recsync.HopStrategy(cluster, topology.complete(WORKERS), max_iteration_gap=4)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(RATE), "mse")
+    x, y = np.ones((BATCH, WIDTH), np.float32), np.ones((BATCH, 1), np.float32)
+    batches = tf.data.Dataset.from_tensors((x, y)).repeat()
+    for steps in (1, 2, WORKERS + 1):
+        model.fit(batches, steps_per_epoch=steps, epochs=3, verbose=0)
+        assert sum(strategy.worker_steps(model)) == 3 * steps
 
 
 def test_a_worker_that_had_left_does_the_steps_that_others_found_no_batches_for(cluster, caplog):

@@ -127,7 +127,7 @@ def test_the_others_go_on_and_it_comes_back(cluster, kind, steps, caplog, capfd)
     assert "context" not in capfd.readouterr().err  # What TensorFlow says of each function.
 
 
-@pytest.mark.cases("ShadowSync-by passes-readmitted", "Hop-by passes-")
+@pytest.mark.cases("ShadowSync-by passes-readmitted", "Hop-by steps-")
 @pytest.mark.parametrize("is_readmitted", [False, True], ids=["", "readmitted"])
 @pytest.mark.parametrize("steps", [None, STEPS], ids=["by passes", "by steps"])
 @pytest.mark.parametrize("kind", ["ShadowSync", "Hop"])
@@ -170,6 +170,32 @@ def test_one_that_comes_back_while_the_next_epoch_begins_holds_nobody(cluster, m
     train_until_back_with_a_renewed_worker(cluster, strategy, model, STEPS, False)
     model.fit(dataset(), verbose=0)
     assert sum(strategy.worker_steps(model)) == STEPS
+
+
+def test_one_that_still_tells_that_it_has_left_when_the_next_epoch_begins_takes_part(
+    cluster, monkeypatch
+):
+    tell, begin = Exchange._tell_neighbors, HopSynchronizer.begin
+    leaves, has_begun = threading.Event(), threading.Event()
+
+    def tell_late(group, worker, since, until):
+        if 0 <= until < hop.FOREVER and not leaves.is_set():
+            leaves.set()
+            has_begun.wait(1.0)  # The next epoch may wait for this.
+        return tell(group, worker, since, until)
+
+    def begin_then_tell(group):
+        begin(group)
+        if leaves.is_set():
+            has_begun.set()
+
+    monkeypatch.setattr(Exchange, "_tell_neighbors", tell_late)
+    monkeypatch.setattr(HopSynchronizer, "begin", begin_then_tell)
+    strategy = recsync.HopStrategy(cluster, topology.complete(WORKERS), max_iteration_gap=4)
+    model = make_model(strategy)
+    model.fit(dataset().repeat(), steps_per_epoch=STEPS, epochs=2, verbose=0)
+    assert has_begun.is_set()
+    assert sum(strategy.worker_steps(model)) == 2 * STEPS
 
 
 @pytest.mark.cases("readmitted")

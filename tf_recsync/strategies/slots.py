@@ -114,6 +114,7 @@ class Slot:
         told: when the call was told to end (time.monotonic); 0 if it was not.
         cancellation: ends its call in flight, whose worker may wait for a batch that never comes.
         waits: whether its thread waits for steps.
+        left_at: how many had been granted when it last left.
         running: whether its thread is still at work.
         pass_began: when the workers began together (time.time()).
     """
@@ -131,6 +132,7 @@ class Slot:
         self.breaks = 0
         self.lost_steps = 0
         self.credited = self.noted = self.round = 0
+        self.left_at = 0.0
         self.read_at = 0.0
         self.kept_data: int | None = None
         self.has_kept = False

@@ -710,7 +710,10 @@ class WorkerRun:
                 self._leave(slot)
                 n = self._take(slot)
                 while n is None and opened:
-                    opened = self._guarded(slot, lambda: self._tell(slot)) is not None
+                    if slot.shall_read:
+                        opened = self._guarded(slot, lambda: self._tell(slot)) is not None
+                    else:  # An epoch has begun since, and others do all its steps.
+                        self._leave(slot)
                     n = self._take(slot) if opened else None
                 if not opened:
                     continue
@@ -940,6 +943,8 @@ class WorkerRun:
             logging.debug("worker:%d is gone, and its iterator with it: %s", slot.index, error)
 
     def _leave(self, slot: Slot) -> None:
+        with self._changed:
+            slot.left_at = self._leases.granted
         self._guarded(slot, lambda: self._crew.leave(slot.number))
         # If its life is over, that shows when it is needed again.
         self._note(slot, MemberState.IDLE)
@@ -948,7 +953,7 @@ class WorkerRun:
         """Takes steps to run; 0 when the pass is over.
 
         While none are granted it waits, or returns None; also if somebody asks what its worker has
-        done.
+        done, or others have taken all that were granted since it left: it is to leave once more.
         """
         with self._changed:
             while True:
@@ -958,7 +963,7 @@ class WorkerRun:
                 n = self._leases.take(slot.number)
                 if n:
                     return n
-                if not wait or slot.shall_read:
+                if not wait or slot.shall_read or slot.left_at != self._leases.granted:
                     return None
                 slot.waits = True
                 self._changed.wait(timeout=1.0)

@@ -79,6 +79,8 @@ class Exchange:
         self._stall_seconds = stall_seconds
         self._fail = fail
         self._lock = threading.RLock()
+        self._told = threading.Condition(self._lock)
+        self._tellers = 0  # Threads that tell neighbors who takes part no more.
         self._handles: dict[int, tf.Tensor] = {}
         self._deleters: dict[int, ResourceDeleter] = {}
         self._first = 0  # The iteration that the epoch began with.
@@ -157,8 +159,8 @@ class Exchange:
             if deleter is not None:
                 deleter.forget()
                 self._edges.leave(worker, self._handles[worker])
-        self._void_bounds()
-        self._tell_neighbors(worker, 0, -1)
+            self._tellers += 1
+        self._tell_of_end(worker, -1)
 
     def sources(self, worker: int) -> list[int]:
         """Whose parameters a worker takes that is back: its in-neighbors', or those there are."""
@@ -183,8 +185,8 @@ class Exchange:
                 return
             self._left[worker] = iteration
             self._all_there = False
-        self._void_bounds()
-        self._tell_neighbors(worker, 0, iteration)
+            self._tellers += 1
+        self._tell_of_end(worker, iteration)
 
     def resume(self, worker: int) -> None:
         """A worker that has left in this epoch takes steps again: its neighbors count on it.
@@ -216,15 +218,17 @@ class Exchange:
             finally:
                 with self._lock:
                     self._resuming.discard(worker)
-            if self.is_lost(worker):
-                self.lose(worker)  # Meanwhile: its neighbors have heard something else since.
-            self._check_not_lost(worker)
+                if self.is_lost(worker):
+                    self.lose(worker)  # Meanwhile: its neighbors have heard something else since.
             logging.info("%s goes on from iteration %d.", self._name(worker), first)
             self.carry_on()
 
     def _check_not_lost(self, worker: int) -> None:
         if self.is_lost(worker):
-            raise tf.errors.UnavailableError(None, None, f"{self._noun} {worker} was lost")
+            raise self._was_lost(worker)
+
+    def _was_lost(self, worker: int) -> tf.errors.UnavailableError:
+        return tf.errors.UnavailableError(None, None, f"{self._noun} {worker} was lost")
 
     def release(self) -> None:
         """Ends all waits, with errors."""
@@ -286,6 +290,8 @@ class Exchange:
         known = [state.iteration for state in self._states().values()]
         self._edges.begin(self._bandwidths())
         with self._lock:
+            # What they tell is of the epoch before, and would be taken for news of this one.
+            self._until_all_are_told()
             self._ending = False
             self._left.clear()
             self._all_there = not self._lost
@@ -386,6 +392,9 @@ class Exchange:
 
         Returns:
             The iteration that it begins with.
+
+        Raises:
+            tf.errors.UnavailableError: if it was lost meanwhile.
         """
         margin = _MARGIN
         was_lost = self.is_lost(worker)
@@ -393,6 +402,8 @@ class Exchange:
         while True:
             with self._at(worker):
                 self._make(worker, first)
+            with self._lock:
+                self._until_all_are_told()  # Else they might hear last that it is gone.
             now = self._tell_neighbors(worker, first, hop.FOREVER)
             latest = max(now.values(), default=-1)
             if latest < first:
@@ -416,6 +427,8 @@ class Exchange:
         tell_of_neighbors()
         with self._lock:
             # From now on it is told itself of neighbors that leave or are lost.
+            if worker not in self._deleters:
+                raise self._was_lost(worker)
             if was_lost:
                 self._lost.discard(worker)
             self._left.pop(worker, None)
@@ -437,6 +450,20 @@ class Exchange:
     def _iteration(self, worker: int) -> int:
         with self._at(worker):
             return int(fetch(hop.state(self.handle(worker)).iteration))
+
+    def _tell_of_end(self, worker: int, until: int) -> None:
+        """Tells a worker's neighbors that it takes part no more; see `_tellers`."""
+        try:
+            self._void_bounds()
+            self._tell_neighbors(worker, 0, until)
+        finally:
+            with self._told:
+                self._tellers -= 1
+                self._told.notify_all()
+
+    def _until_all_are_told(self) -> None:
+        """Waits until neighbors know who takes part no more; under _lock, which it gives back."""
+        self._told.wait_for(lambda: self._tellers == 0)
 
     def _tell_neighbors(self, worker: int, since: int, until: int) -> dict[int, int]:
         """Tells a worker's neighbors when it takes part; returns their iterations."""
