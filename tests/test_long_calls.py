@@ -202,9 +202,9 @@ def test_short_steps_are_unrolled_while_they_run(two, monkeypatch):
     monkeypatch.setattr(model_functions, "_UNROLL_SHARE", 2)
     trace, traced = worker_functions.trace_steps, []
 
-    def trace_steps(model, layout, method, spec, steps, *arguments):
+    def trace_steps(model, layout, method, spec, lookups, steps, *arguments):
         traced.append((method, steps))
-        return trace(model, layout, method, spec, steps, *arguments)
+        return trace(model, layout, method, spec, lookups, steps, *arguments)
 
     monkeypatch.setattr(worker_functions, "trace_steps", trace_steps)
     strategy = recsync.AsyncStrategy(two)

@@ -12,6 +12,7 @@ import tf_recsync as recsync
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
 from tf_recsync.strategies.model_variables import optimizers_of
 from tf_recsync.strategies.worker_functions import trace_steps
+from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Layout
 
 SERVERS = ("0", "1")
@@ -71,7 +72,8 @@ def test_a_step_is_a_request_an_answer_and_a_push_for_each_server(cluster, steps
         model.optimizer.build(model.trainable_variables)
     layout = Layout.of(model, optimizers_of(model))
     spec = clicks(4).element_spec
-    found = messages(trace_steps(model, layout, "train_step", spec, steps, None))
+    lookups = find_lookups(model, layout, "train_step", spec)
+    found = messages(trace_steps(model, layout, "train_step", spec, lookups, steps, None))
     # After the last step of the call, each server says that it is done.
     assert found == {
         **{("worker", server): 2 * steps for server in SERVERS},

@@ -58,8 +58,8 @@ def test_variables_of_any_types_are_read_as_they_are(cluster):
     servers = [("worker", 0), ("worker", 2), ("ps", 0)]
     reader = PackedReader(made_on(*servers[0]))
     for job, index in servers:
-        assert_of(reader(handles(made_on(job, index)), processor_of(job, index)), index)
-    assert reader([], DEVICE) == []
+        assert_of(reader(handles(made_on(job, index))), index)
+    assert reader([]) == []
 
 
 def test_variables_of_any_types_are_made_and_assigned_in_one_call(cluster):
@@ -68,24 +68,23 @@ def test_variables_of_any_types_are_made_and_assigned_in_one_call(cluster):
         constant, *made = make_variables([np.array(5), *VALUES], constants=1)
         reader = PackedReader([tf.Variable(on_worker(value)) for value in VALUES])
     assert constant.numpy() == 5
-    assert_of(reader(made, device), 0)
+    assert_of(reader(made), 0)
     with tf.device(device):
         assign_variables(made, [of_server(value, 3) for value in VALUES])
         assign_variables([], [])
-    assert_of(reader(made, device), 3)
+    assert_of(reader(made), 3)
 
 
 def test_a_worker_that_is_lost_is_an_error_and_one_that_is_back_is_read_again(cluster):
-    device = processor_of("worker", 1)
     variables = made_on("worker", 1)
     reader = PackedReader(variables)
-    reader(handles(variables), device)
+    reader(handles(variables))
     cluster.kill("worker", 1)
     with pytest.raises(tf.errors.OpError):
-        reader(handles(variables), device)
+        reader(handles(variables))
     cluster.restart("worker", 1)
     cluster.readmit(timeout=30.0)
-    assert_of(reader(handles(made_on("worker", 1)), device), 1)
+    assert_of(reader(handles(made_on("worker", 1))), 1)
 
 
 def test_what_is_not_of_numbers_can_not_be_read_as_bytes():
@@ -119,7 +118,7 @@ class Worker:
 
     def answer(self):
         """What it answers now."""
-        return self._reader.read(self.state.asked(1, DEVICE), DEVICE)
+        return self._reader.read(self.state.asked(1, DEVICE))
 
     def take(self, answer) -> float | None:
         values = self.state.take(answer, lambda numbers: self.noted.extend(numbers.tolist()))

@@ -198,9 +198,9 @@ def test_nothing_is_missing_of_a_pass_that_ends_early_nor_of_a_model_that_is_com
 def test_steps_that_are_unrolled_later_note_what_those_before_did(cluster, monkeypatch):
     trace, traced = worker_functions.trace_steps, []
 
-    def trace_steps(model, layout, method, spec, steps, *arguments):
+    def trace_steps(model, layout, method, spec, lookups, steps, *arguments):
         traced.append((steps, list(stopped)))
-        return trace(model, layout, method, spec, steps, *arguments)
+        return trace(model, layout, method, spec, lookups, steps, *arguments)
 
     monkeypatch.setattr(worker_functions, "trace_steps", trace_steps)
     strategy = recsync.AsyncStrategy(cluster)

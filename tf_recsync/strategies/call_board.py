@@ -28,13 +28,13 @@ class CallBoard:
         self._size = size
         self._read = PackedReader([ROW] * size)
 
-    def applied(self, device: str, rows: Sequence[tf.Tensor]) -> list[int]:
-        """The steps that were applied of each of these handles; all rows are on this device.
+    def applied(self, rows: Sequence[tf.Tensor]) -> list[int]:
+        """The steps that were applied of each of these handles; all rows are on one server.
 
         Raises:
             tf.errors.OpError: if the server is gone.
         """
-        values = self._read(self._padded(rows), device)
+        values = self._read(self._padded(rows))
         return [int(value[0]) for value in values[: len(rows)]]
 
     def tell(self, device: str, rows: Sequence[tf.Tensor]) -> None:

@@ -23,7 +23,7 @@ from tf_recsync.synchronization import links
 from tf_recsync.synchronization.copies import Copies, is_copied
 from tf_recsync.synchronization.hop import HopSynchronizer
 from tf_recsync.synchronization.hop_protocol import Protocol
-from tf_recsync.synchronization.lookups import find_lookups
+from tf_recsync.synchronization.lookups import Lookups
 from tf_recsync.synchronization.pull_push import Layout, Step
 from tf_recsync.synchronization.remote_functions import RemoteFunction
 from tf_recsync.synchronization.remote_values import packed
@@ -101,13 +101,14 @@ class HopTrainFunction(TrainFunction):
         if self.synchronizer is not None:
             self.synchronizer.reports()
 
-    def _trace(self, layout: Layout, element_spec, steps, compute_time) -> Repeated:
+    def _trace(self, layout: Layout, element_spec, lookups, steps, compute_time) -> Repeated:
         del steps
         return _trace(
             self._model,
             layout,
             self._protocol,
             element_spec,
+            lookups,
             compute_time,
             self._step_logs,
             self.call_limit,
@@ -121,6 +122,7 @@ def _trace(
     layout: Layout,
     protocol: Protocol,
     element_spec: Any,
+    lookups: Lookups,
     compute_time: worker_functions.ComputeTime | None,
     step_logs: StepLogs,
     call_limit: float,
@@ -134,7 +136,7 @@ def _trace(
     constrained = [v for v in model.trainable_variables if v.constraint is not None]
     uses_servers = bool(layout.optimizers)
     if uses_servers:
-        train = _with_servers(model, layout, element_spec, step_logs)
+        train = _with_servers(model, layout, lookups, step_logs)
     else:
         train = _by_itself(model, step_logs)
 
@@ -237,10 +239,9 @@ def _by_itself(model: keras.Model, step_logs: StepLogs) -> _Train:
 
 
 def _with_servers(
-    model: keras.Model, layout: Layout, element_spec: Any, step_logs: StepLogs
+    model: keras.Model, layout: Layout, lookups: Lookups, step_logs: StepLogs
 ) -> _Train:
     """A step that pulls tables from servers and pushes to them, and updates the worker's copy."""
-    lookups = find_lookups(model, layout, "train_step", element_spec)
 
     def train(data, worker, seconds):
         handles = [variable._value.handle for variable in layout.private]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 import weakref
@@ -38,6 +39,7 @@ from tf_recsync.strategies.worker_state import (
 from tf_recsync.synchronization import links, speeds
 from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
+from tf_recsync.synchronization.lookups import Lookups, find_lookups
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.remote_functions import RemoteFunction
@@ -528,7 +530,7 @@ class Steps:
                 turns = functions[unrolled](state.iterator, times, state)
             except tf.errors.OutOfRangeError:
                 if times * unrolled > 1:
-                    state.steps = state.read_steps(slot.device)
+                    state.steps = state.read_steps()
                 return state.steps - before, True
             # What it returned is on the worker. Of a call that can be told to end it counts: who
             # told the one before may be late, and end this one.
@@ -651,10 +653,18 @@ class Steps:
             groups = {() if g is None else g.servers: g for g in self._groups()}
             layouts: dict[tuple[int, ...], Layout] = {}
 
+            @functools.cache
+            def lookups() -> Lookups:
+                """The same for all groups, and however many steps are unrolled."""
+                return find_lookups(self._model, next(iter(layouts.values())), self.method, spec)
+
             def trace(*lengths: int) -> _Functions:
                 with links.limited(bandwidths), speeds.limited(limits):
                     return {
-                        servers: {n: self._trace(layout, spec, n, compute_time) for n in lengths}
+                        servers: {
+                            n: self._trace(layout, spec, lookups(), n, compute_time)
+                            for n in lengths
+                        }
                         for servers, layout in layouts.items()
                     }
 
@@ -684,6 +694,7 @@ class Steps:
         self,
         layout: Layout,
         element_spec: Any,
+        lookups: Lookups,
         steps: int,
         compute_time: worker_functions.ComputeTime | None,
     ) -> worker_functions.Repeated:
@@ -693,6 +704,7 @@ class Steps:
             layout,
             self.method,
             element_spec,
+            lookups,
             steps,
             compute_time,
             self._aggregation_of(layout),

@@ -18,7 +18,7 @@ from tf_recsync.strategies.step_logs import Logged, StepLogs
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
-from tf_recsync.synchronization.lookups import find_lookups
+from tf_recsync.synchronization.lookups import Lookups, find_lookups
 from tf_recsync.synchronization.pull_push import Ahead, Layout, Step
 
 # Computes the artificial compute time of a step, a float32 scalar in seconds, from
@@ -136,6 +136,7 @@ def trace_steps(
     layout: Layout,
     method: str,
     element_spec: Any,
+    lookups: Lookups,
     unrolled: int,
     compute_time: ComputeTime | None,
     aggregation: AtOnce = AT_ONCE,
@@ -153,6 +154,7 @@ def trace_steps(
         layout: its layout.
         method: "train_step" or "test_step".
         element_spec: the type spec of the batches.
+        lookups: of the step.
         unrolled: how many steps one call runs. They are unrolled, so that a server begins the
             next one when it is done with the last.
         compute_time: of the artificial compute time of training steps, or None.
@@ -179,7 +181,6 @@ def trace_steps(
     """
     is_training = method == "train_step"
     step_logs = step_logs or StepLogs(model, method, element_spec, Logged())
-    lookups = find_lookups(model, layout, method, element_spec)
 
     def pull(batch, worker, handles, before) -> Step:
         return Step(

@@ -160,7 +160,7 @@ class WorkerState:
         Raises:
             tf.errors.OpError: it can't be reached.
         """
-        return self.take(reader.read(self.asked(count, device), device), note)
+        return self.take(reader.read(self.asked(count, device)), note)
 
     def asked(self, count: int, device: str) -> Asked:
         """What `read` asks the worker."""
@@ -257,15 +257,15 @@ class WorkerState:
             tell = on_worker(np.array([0, 1]))
             tf.raw_ops.AssignAddVariableOp(resource=self.row, value=tell)
         while True:
-            applied = int(_read_row([self.row], self._owner)[0][0])
+            applied = int(_read_row([self.row])[0][0])
             if applied == last or time.monotonic() > deadline:
                 return applied
             last = applied
             time.sleep(min(_ECHO_SECONDS, seconds))
 
-    def read_steps(self, device: str) -> int:
-        """The steps that the worker, whose device that is, has done."""
-        return int(_read_counts([self._counts], device)[0][0])
+    def read_steps(self) -> int:
+        """The steps that the worker has done."""
+        return int(_read_counts([self._counts])[0][0])
 
 
 @dataclasses.dataclass(frozen=True)

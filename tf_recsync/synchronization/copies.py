@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, ask, fetch, processor_of, reason
+from tf_recsync.cluster import Cluster, ask, fetch, reason
 from tf_recsync.shown_variable import ShownVariable
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.remote_values import PackedReader, at, on_worker
@@ -245,10 +245,8 @@ class Copies:
         handles = self.handles(group)
         found: list[np.ndarray] = [None] * len(handles)
         with self._cluster.dispatch_scope():
-            for shard, reader, (job, index) in zip(
-                self._shards, self._readers, self.groups[group].holders, strict=True
-            ):
-                read = reader([handles[i] for i in shard], processor_of(job, index))
+            for shard, reader in zip(self._shards, self._readers, strict=True):
+                read = reader([handles[i] for i in shard])
                 for i, value in zip(shard, read, strict=True):
                     found[i] = value
         return found

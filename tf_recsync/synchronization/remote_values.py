@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tf_recsync import ops
-from tf_recsync.cluster import CHIEF, Cluster, fetch, processor_of
+from tf_recsync.cluster import CHIEF, Cluster, processor_of
 from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_once
 
 
@@ -63,16 +63,16 @@ class PackedReader:
         self._shapes = [variable.shape.as_list() for variable in like]
         self._reads_log = reads_log
 
-    def __call__(self, handles: Sequence[tf.Tensor], device: str) -> list[np.ndarray]:
-        """Reads the variables behind these handles, which lie on this device.
+    def __call__(self, handles: Sequence[tf.Tensor]) -> list[np.ndarray]:
+        """Reads the variables behind these handles, which lie on one server.
 
         Raises:
             tf.errors.OpError: if its server is gone.
         """
-        return self.read(Asked(handles), device).values if handles else []
+        return self.read(Asked(handles)).values if handles else []
 
-    def read(self, asked: Asked, device: str) -> Answer:
-        """Reads variables on a device, and a log there if it reads logs.
+    def read(self, asked: Asked) -> Answer:
+        """Reads variables of a server, and a log there if it reads logs.
 
         Raises:
             tf.errors.OpError: if its server is gone.
@@ -80,9 +80,9 @@ class PackedReader:
         arguments = list(asked.handles)
         if self._reads_log:
             arguments += [asked.log, asked.known]
-        with tf.device(device):
+        with tf.device(CHIEF):
             message = _reader(len(self._shapes), self._reads_log)(*arguments)
-        return self._answer(fetch(message).copy())  # What is fetched may not be written.
+        return self._answer(np.array(message))  # What is fetched may not be written.
 
     def _answer(self, message: np.ndarray) -> Answer:
         values, begin = [], 0
@@ -98,7 +98,10 @@ class PackedReader:
 
 @traced_once
 def _reader(variables: int, reads_log: bool) -> RemoteFunction:
-    """What reads so many variables, where they are, into one message."""
+    """What reads so many variables, where they are, into one message, and brings it here.
+
+    With the bringing a call of its own, a reading takes this process half as long again.
+    """
 
     def read(*arguments):
         noted = []
@@ -106,7 +109,9 @@ def _reader(variables: int, reads_log: bool) -> RemoteFunction:
             # Before the variables, as it is an input of what reads them.
             numbers, first = ops.noted_batches(*arguments[variables:])
             noted = [first, numbers]
-        return ops.read_packed(list(arguments[:variables]), noted)
+        message = ops.read_packed(list(arguments[:variables]), noted)
+        with tf.device(CHIEF):
+            return tf.identity(message)
 
     specs = [tf.TensorSpec([], tf.resource)] * variables
     if reads_log:
