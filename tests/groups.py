@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import tf_recsync as recsync
@@ -24,17 +23,12 @@ BETWEEN = {
 }
 
 
-def cells(*checked: tuple[str, str, str]) -> list:
-    """(mode inside, algorithm between, placement) of all combinations, for a parametrization.
-
-    Args:
-        checked: those that every run of the tests checks. The others are for `make test FULL=1`.
-    """
-    every = [(inside, between, "trainers") for inside in INSIDE for between in BETWEEN]
-    others = [cell for cell in every if cell not in checked]
-    return [*checked, *(pytest.param(*cell, marks=pytest.mark.full) for cell in others)]
-
-
+# Mode inside, algorithm between, placement. What the mark "cases" does not name is for
+# `make test FULL=1`.
+CELLS = [
+    *((inside, between, "trainers") for inside in INSIDE for between in BETWEEN),
+    *((inside, "EASGD", "servers") for inside in ("hogwild", "sync")),
+]
 # With a backup worker groups go on without each other.
 ALONE = recsync.Hop(recsync.topology.ring(2), backup_workers=1)
 RING_OF_3 = recsync.Hop(recsync.topology.ring(3))

@@ -8,11 +8,11 @@ from groups import (
     ALONE,
     BATCH,
     BETWEEN,
+    CELLS,
     INSIDE,
     RING_OF_3,
     WIDE,
     WORKERS,
-    cells,
     click_model,
     clicks,
     hierarchical,
@@ -157,12 +157,7 @@ def test_nets_of_a_trainer_train_side_by_side(cluster, between, placement):
 
 
 @pytest.mark.cases("sync-EASGD-servers")
-@pytest.mark.parametrize(
-    ("inside", "between", "placement"),
-    cells(
-        ("hogwild", "EASGD", "trainers"), ("sync", "Hop", "trainers"), ("sync", "EASGD", "servers")
-    ),
-)
+@pytest.mark.parametrize(("inside", "between", "placement"), CELLS)
 def test_a_killed_trainer_leaves_its_group_running_and_comes_back(
     cluster, inside, between, placement
 ):
@@ -201,15 +196,7 @@ def test_a_killed_trainer_leaves_its_group_running_and_comes_back(
 
 
 @pytest.mark.cases("hogwild-Hop-trainers")
-@pytest.mark.parametrize(
-    ("inside", "between", "placement"),
-    cells(
-        ("hogwild", "EASGD", "trainers"),
-        ("sync", "MA", "trainers"),
-        ("hogwild", "Hop", "trainers"),
-        ("hogwild", "EASGD", "servers"),
-    ),
-)
+@pytest.mark.parametrize(("inside", "between", "placement"), CELLS)
 def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
     cluster, caplog, inside, between, placement
 ):
