@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from absl import logging
 from helpers import LabelSum
+from test_soak import Storm
 
 import tf_recsync as recsync
 
@@ -47,6 +48,9 @@ MAKERS = {
     "Hop, backup workers": lambda cluster: recsync.HopStrategy(
         cluster, COMPLETE, max_iteration_gap=5, backup_workers=1
     ),
+    "Hop, all backup workers": lambda cluster: recsync.HopStrategy(
+        cluster, COMPLETE, max_iteration_gap=100_000, backup_workers=3, staleness_bound=4
+    ),
     "Hop, staleness": lambda cluster: recsync.HopStrategy(
         cluster, COMPLETE, max_iteration_gap=8, staleness_bound=4
     ),
@@ -55,7 +59,7 @@ MAKERS = {
         cluster, recsync.ModelAveraging(0.3), mode=recsync.Foreground(gap=2)
     ),
     "BMUF": lambda cluster: recsync.ShadowSyncStrategy(
-        cluster, recsync.BMUF(0.3, 0.5, momentum=0.5), mode=recsync.Shadow(threads=2)
+        cluster, recsync.BMUF(0.3, 0.5, momentum=0.5), threads_per_trainer=2
     ),
     "groups, Hogwild": lambda cluster: in_groups(cluster, SHADOW, nets_per_trainer=2),
     "groups, sync": lambda cluster: in_groups(
@@ -84,10 +88,12 @@ class Caller:
         strategy: trains.
         source: what is random.
         note: is told what is about to be called.
+        has_losses: whether workers may be lost, and batches with them, which are accounted for.
     """
 
-    def __init__(self, strategy, source: random.Random, note):
+    def __init__(self, strategy, source: random.Random, note, has_losses: bool = False):
         self._strategy = strategy
+        self._has_losses = has_losses
         self._random = source
         self._note = note
         with strategy.scope():
@@ -112,33 +118,41 @@ class Caller:
             options["validation_data"] = rows(self._random.randint(1, 3 * BATCH))
             options["validation_batch_size"] = BATCH
         data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-        done = count * epochs
+        done = count  # Of the last pass.
         if kind == "arrays":
             given = {"x": x, "y": y, "batch_size": BATCH}
         elif kind == "dataset":
             given = {"x": data}
         elif kind == "steps":  # All of them take as many steps as they may, again and again.
-            given = {"x": data.repeat(), "steps_per_epoch": count}
+            given, done = {"x": data.repeat(), "steps_per_epoch": count}, count * epochs
         elif kind == "long":  # Each epoch has a part of the data.
             steps = self._random.randint(1, count)
             epochs = min(epochs, count // steps)
             given = {"x": data, "steps_per_epoch": steps}
             done, totals = steps * epochs, None
         else:
-            own = self._strategy.distribute_datasets_from_function(lambda context: data.repeat())
-            given = {"x": own, "steps_per_epoch": count}
-            totals = None
+            own = self._strategy.distribute_datasets_from_function(
+                lambda _: tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat()
+            )
+            given, done, totals = {"x": own, "steps_per_epoch": count}, count * epochs, None
         self._note(f"fit({kind}, batches={count}, epochs={epochs}, done={done}, {list(options)})")
+        before = self._lost()
         history = self._model.fit(**given, epochs=epochs, shuffle=False, verbose=0, **options)
         found = history.history
-        assert sum(self._strategy.worker_steps(self._model)) == done
+        lost = self._lost() - before
+        assert lost == 0 or self._has_losses
+        assert sum(self._strategy.worker_steps(self._model)) + lost == done
         assert len(found["loss"]) == epochs and np.isfinite(found["loss"]).all()
         # Workers take batches as they come: with steps, of any part of the data.
-        if totals is not None and kind != "steps":
+        if totals is not None and kind != "steps" and not self._has_losses:
             assert found["label_sum"] == totals
         if "validation_data" in options:
             expected = sum_of([len(options["validation_data"][0])])
             assert found["val_label_sum"] == [expected] * epochs
+
+    def _lost(self) -> int:
+        """The batches that no step that counts was done on."""
+        return self._strategy.losses(self._model).batches
 
     def evaluate(self) -> None:
         count = self._random.randint(1, 12)
@@ -166,8 +180,8 @@ class Caller:
         self._random.choice([*actions, self.compile])()
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_random_calls_take_exactly_their_batches(clusters, kind):
+def make_random_calls(cluster, kind: str, has_losses: bool = False) -> None:
+    """Makes random calls of a strategy for `SECONDS`; workers may be lost if `has_losses`."""
     seed = random.SystemRandom().randrange(1 << 32)
     source, calls = random.Random(seed), []
     logging.warning("%s: the seed is %d.", kind, seed)  # Shown if the test fails.
@@ -176,12 +190,32 @@ def test_random_calls_take_exactly_their_batches(clusters, kind):
         calls.append(text)
         logging.warning("%s: %s", kind, text)
 
-    cluster = clusters.get(WORKERS, PS)
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         strategy = MAKERS[kind](cluster)
         recsync.testing.set_compute_time(strategy, source.choice([0.0, 0.002, 0.02]))
-        caller = Caller(strategy, source, note)
+        caller = Caller(strategy, source, note, has_losses)
         for _ in range(8):
             caller.call()
     assert len(calls) >= 8
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_random_calls_take_exactly_their_batches(clusters, kind):
+    make_random_calls(clusters.get(WORKERS, PS), kind)
+
+
+ALONE = [kind for kind in MAKERS if not kind.startswith("Hop") or kind == "Hop, all backup workers"]
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_random_calls_in_a_storm_of_kills_account_for_all_batches(clusters, kind):
+    cluster = clusters.get(WORKERS, PS)
+    seed = random.SystemRandom().randrange(1 << 32)
+    storm = Storm(cluster, [("worker", worker) for worker in range(WORKERS)], seed)
+    storm.start()
+    try:
+        make_random_calls(cluster, kind, has_losses=True)
+    finally:
+        storm.end()
+    assert storm.kills > 5

@@ -354,6 +354,24 @@ def test_python_in_the_datasets_runs_in_this_process(cluster):
 # What can't work is refused.
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda outside: outside,
+        lambda outside: outside.repeat(2),
+        lambda outside: tf.data.Dataset.range(2).flat_map(lambda _: outside),
+    ],
+    ids=["as it is", "transformed", "in a function"],
+)
+def test_a_dataset_that_was_made_outside_is_refused(cluster, use):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = compiled(strategy, slope_model, lambda: SGD(0.01), mean_output)
+    outside = tf.data.Dataset.range(EXAMPLES).batch(BATCH).map(with_ones)
+    own = strategy.distribute_datasets_from_function(lambda _: use(outside))
+    with pytest.raises(ValueError, match="made outside of it.*make all datasets inside of"):
+        model.fit(own, steps_per_epoch=STEPS, verbose=0)
+
+
 def test_functions_that_return_no_datasets_are_refused(cluster):
     strategy = recsync.AsyncStrategy(cluster)
     with pytest.raises(ValueError, match="dataset_fn must be a function.*not 3"):

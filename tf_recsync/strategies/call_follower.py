@@ -123,7 +123,7 @@ class CallFollower:
             calls = [(slot, slot.calls, slot.state) for slot in self._in_flight()]
         if not calls:
             return
-        applied = self._board.applied(self._device, [state.row for _, _, state in calls])
+        applied = self._board.applied([state.row for _, _, state in calls])
         self._read_at = now = time.monotonic()
         news = []
         with self._changed:

@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow as tf
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
-from tf_recsync.cluster import Cluster
+from tf_recsync.cluster import CHIEF, Cluster
 from tf_recsync.strategies.pass_iterator import PassIterator, empty_batch
+from tf_recsync.strategies.reshuffling import with_sources
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
@@ -135,7 +136,12 @@ class WorkerDatasets(DataAdapter):
         return chained
 
     def _checked(self, number: int) -> tf.data.Dataset:
-        dataset = self._dataset(number)
+        try:
+            dataset = self._dataset(number)
+        except tf.errors.OpError:
+            self._check_is_whole(self._local(number))
+            raise
+        self._check_is_whole(dataset)
         if not _is_subtype(dataset.element_spec, self.element_spec):
             raise ValueError(
                 "dataset_fn must return datasets of one type: that of input pipeline 0 has the "
@@ -145,8 +151,18 @@ class WorkerDatasets(DataAdapter):
 
     # What the coordinator does.
 
+    def _check_is_whole(self, dataset: tf.data.Dataset) -> None:
+        """Raises a ValueError if a dataset uses one that the function has not made."""
+        first = list(_parts(self._first))
+        if any(one is other for one in _parts(dataset) for other in first):
+            raise ValueError(
+                "dataset_fn uses a dataset that was made outside of it, which the coordinator's "
+                "process has and workers have not: make all datasets inside of dataset_fn, or give "
+                "a dataset to fit as it is"
+            )
+
     def _local(self, number: int) -> tf.data.Dataset:
-        with self._making, tf.device("/CPU:0"):
+        with self._making, tf.device(CHIEF):
             return self._dataset(number)
 
     def _dataset(self, number: int) -> tf.data.Dataset:
@@ -191,6 +207,14 @@ class WorkerDatasets(DataAdapter):
     def partial_batch_size(self) -> None:
         """Not known."""
         return None
+
+
+def _parts(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """What a dataset is made of: datasets, and the tensors of those that its functions use."""
+    for found in with_sources(dataset):
+        yield found
+        for function in found._functions():
+            yield from (t for t in function.function.captured_inputs if t.dtype == tf.variant)
 
 
 def _is_subtype(one: Any, other: Any) -> bool:
