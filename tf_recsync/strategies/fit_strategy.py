@@ -258,9 +258,9 @@ class FitStrategy(tf.distribute.Strategy):
                 also without, for the type of the batches, their number, and a first batch if the
                 model is not built. What the dataset needs, like lookup tables or other datasets,
                 has to be made in it. Python in the dataset (`py_function`, `from_generator`) runs
-                in this process all the same. `tf.data.AUTOTUNE` means the number of cores: tuning is off unless
-                `options().autotune.enabled` says otherwise, for with it a pass takes up to five
-                seconds to end.
+                in this process all the same. `tf.data.AUTOTUNE` means the number of cores: tuning
+                is off unless `options().autotune.enabled` says otherwise, for with it a pass takes
+                up to five seconds to end.
             options: must be None.
 
         Returns:
