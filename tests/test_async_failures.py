@@ -31,7 +31,7 @@ from helpers import (
 import tf_recsync as recsync
 from tf_recsync import callbacks as callbacks_
 from tf_recsync.optimizers import SGD
-from tf_recsync.strategies import registered_dataset
+from tf_recsync.strategies import comebacks, registered_dataset
 
 
 @pytest.fixture
@@ -392,6 +392,28 @@ def test_fit_completes_on_the_other_workers_when_one_stays_away(mortal, caplog):
     _, lost, afterwards = caplog.text.partition("worker:1 was lost in the middle of a pass")
     assert lost
     assert "is back" not in afterwards
+
+
+def test_nobody_waits_for_a_worker_that_has_died_unseen_when_another_one_is_back(
+    mortal, monkeypatch
+):
+    cluster, take_in = mortal.cluster, comebacks.Comebacks._take_in
+
+    def kill_then_take_in(self, server):
+        if cluster.is_alive("worker", 0):
+            cluster.kill("worker", 0)
+        return take_in(self, server)
+
+    monkeypatch.setattr(comebacks, "_READMIT_SECONDS", 1000.0)
+    monkeypatch.setattr(comebacks.Comebacks, "_take_in", kill_then_take_in)
+    model = compiled(mortal, slope_model, lambda: SGD(1.0), mean_output)
+    ones = np.ones((8, 1))
+    cluster.kill("worker", 1)
+    model.fit(ones, ones, 1, verbose=0)
+    cluster.restart("worker", 1)
+    model.fit(ones, ones, 1, verbose=0)
+    assert not cluster.is_alive("worker", 0)
+    assert mortal.worker_steps(model)[1] > 0
 
 
 def test_training_ends_at_once_when_a_worker_cannot_begin(mortal, monkeypatch):

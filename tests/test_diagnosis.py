@@ -66,6 +66,22 @@ CAUSES = [
     ),
     (
         error(
+            tf.errors.InvalidArgumentError,
+            "/job:worker/replica:0/task:2/device:CPU:0 unknown device. [Op:Identity] name:",
+        ),
+        Cause.TRANSIENT,
+    ),
+    (
+        error(
+            tf.errors.AbortedError,
+            "Unable to find a context_id matching the specified one (12). Perhaps the worker was "
+            "restarted, or the context was GC'd?",
+        ),
+        Cause.TRANSIENT,
+    ),
+    (error(tf.errors.InvalidArgumentError, "/job:mine/task:0 unknown device."), Cause.USER),
+    (
+        error(
             tf.errors.NotFoundError,
             "'__inference_steps_5' is neither a type of a primitive operation nor a name of a "
             "function registered in binary",
@@ -115,4 +131,18 @@ def test_a_server_that_answers_in_another_life_is_lost_to_the_call(gone):
     cluster.membership.lost(WORKER, None, "in a test")
     cluster.membership.readmitted(WORKER)
     found = diagnose(cluster, CAUSES[0][0], {WORKER: 0})
+    assert (found.cause, found.server) == (Cause.LOST_SERVER, WORKER)
+
+
+def test_a_server_that_is_taken_in_again_while_it_is_asked_is_lost_to_the_call(monkeypatch):
+    cluster = Played()
+
+    def taken_in_meanwhile(device):
+        if device.startswith("/job:worker"):
+            cluster.membership.lost(WORKER, None, "in a test")
+            cluster.membership.readmitted(WORKER)
+        return True
+
+    monkeypatch.setattr(diagnosis, "is_reachable", taken_in_meanwhile)
+    found = diagnose(cluster, error(tf.errors.AbortedError, "It was"), {WORKER: 0})
     assert (found.cause, found.server) == (Cause.LOST_SERVER, WORKER)

@@ -101,7 +101,7 @@ class Caller:
         self.compile()
 
     def compile(self) -> None:
-        steps = self._random.choice([1, 1, 2, 3, 8])
+        steps = self._steps_per_execution = self._random.choice([1, 1, 2, 3, 8])
         self._note(f"compile(steps_per_execution={steps})")
         with self._strategy.scope():
             optimizer = recsync.optimizers.SGD(1e-4)
@@ -127,7 +127,9 @@ class Caller:
             given, done = {"x": data.repeat(), "steps_per_epoch": count}, count * epochs
         elif kind == "long":  # Each epoch has a part of the data.
             steps = self._random.randint(1, count)
-            epochs = min(epochs, count // steps)
+            # Keras counts whole calls, and begins anew when it takes the data to be over.
+            counted = -(-steps // self._steps_per_execution) * self._steps_per_execution
+            epochs = max(1, min(epochs, count // counted))
             given = {"x": data, "steps_per_epoch": steps}
             done, totals = steps * epochs, None
         else:
@@ -136,12 +138,15 @@ class Caller:
             )
             given, done, totals = {"x": own, "steps_per_epoch": count}, count * epochs, None
         self._note(f"fit({kind}, batches={count}, epochs={epochs}, done={done}, {list(options)})")
-        before = self._lost()
+        before = self._strategy.losses(self._model)
         history = self._model.fit(**given, epochs=epochs, shuffle=False, verbose=0, **options)
         found = history.history
-        lost = self._lost() - before
-        assert lost == 0 or self._has_losses
-        assert sum(self._strategy.worker_steps(self._model)) + lost == done
+        losses = self._strategy.losses(self._model)
+        lost = losses.batches - before.batches  # No step that counts was done on them.
+        twice = losses.repeated - before.repeated  # Others have done them once more.
+        assert (lost, twice) == (0, 0) or self._has_losses
+        steps = self._strategy.worker_steps(self._model)
+        assert sum(steps) + lost == done + twice, (steps, losses)
         assert len(found["loss"]) == epochs and np.isfinite(found["loss"]).all()
         # Workers take batches as they come: with steps, of any part of the data.
         if totals is not None and kind != "steps" and not self._has_losses:
@@ -149,10 +154,6 @@ class Caller:
         if "validation_data" in options:
             expected = sum_of([len(options["validation_data"][0])])
             assert found["val_label_sum"] == [expected] * epochs
-
-    def _lost(self) -> int:
-        """The batches that no step that counts was done on."""
-        return self._strategy.losses(self._model).batches
 
     def evaluate(self) -> None:
         count = self._random.randint(1, 12)

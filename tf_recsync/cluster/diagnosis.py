@@ -61,8 +61,9 @@ def diagnose(
         if server not in spared and not is_reachable(device_of(*server)):
             return Diagnosis(Cause.LOST_PS, server)
     for server, life in lives.items():
-        is_current = cluster.membership.are_current({server: life})
-        if not is_current or not is_reachable(device_of(*server)):
+        # In this order: while it is asked, one that was started again may be taken in.
+        answers = is_reachable(device_of(*server))
+        if not answers or not cluster.membership.are_current({server: life}):
             return Diagnosis(Cause.LOST_SERVER, server)
     worker = next(reversed(lives), None)
     if _is_unknown_function(error):
@@ -95,9 +96,13 @@ def _is_left_out(error: Exception) -> bool:
 
     Its new life may not be known yet: whoever takes servers in tells it when all are.
     """
+    if isinstance(error, tf.errors.AbortedError):  # It was started again, and is taken in.
+        return "Unable to find a context_id" in error.message
     if not isinstance(error, tf.errors.InvalidArgumentError):
         return False
     if "Resource input tensor contains an invalid device" in error.message:
+        return True
+    if re.search(r"/job:(worker|ps)/replica:0/task:\d+/device:\S+ unknown device", error.message):
         return True
     return "Client for target" in error.message and "not found" in error.message
 

@@ -79,10 +79,12 @@ class Comebacks:
         """Readmits a server, without others that are away; whether that was possible."""
         membership = self._cluster.membership
         members = [m for m in membership.members() if m.job != "reader"]
-        away = {(m.job, m.index) for m in members if not m.is_there} | self._unneeded
+        # A worker may have died, and nobody have found out.
+        others = {(m.job, m.index) for m in members if m.job == "worker" or not m.is_there}
+        others |= self._unneeded
         anew = [server] if membership.is_forgetful(server) else []
         try:
-            without = [s for s in sorted(away - {server}) if not self._cluster.is_up(*s)]
+            without = [s for s in sorted(others - {server}) if not self._cluster.is_up(*s)]
             self._cluster.readmit(_READMIT_SECONDS, anew, without)
         except (RuntimeError, tf.errors.OpError) as error:
             logging.log_every_n_seconds(
