@@ -127,6 +127,10 @@ def test_killed_server_fails_at_once_and_comes_back(cluster):
     assert add_on("worker", 0)[0] == 5.0
     with pytest.raises(RuntimeError, match=r"timeout=0.2 s: worker:1 \(127.0.0.1:\d+\)"):
         cluster.readmit(timeout=0.2)
+    with pytest.raises(RuntimeError, match="timeout=0 s: worker:1"):
+        cluster.readmit(timeout=1000.0, up_timeout=0.0)
+    with pytest.raises(ValueError, match="up_timeout must be from 0 to timeout=1, got 2"):
+        cluster.readmit(timeout=1.0, up_timeout=2.0)
 
     cluster.restart("worker", 1)
     assert cluster.is_alive("worker", 1)

@@ -310,6 +310,8 @@ class Cluster:
         timeout: float = 60.0,
         anew: Sequence[tuple[str, int]] = (),
         without: Collection[int | tuple[str, int]] = (),
+        *,
+        up_timeout: float | None = None,
     ) -> None:
         """Makes servers usable again that were killed and have been started again.
 
@@ -327,20 +329,26 @@ class Cluster:
             restarted: their resources are lost, and they get all functions again; default none.
           without: Workers, by index, and other servers, as ("ps", index), that need not be up and
             are left out, until they are readmitted; default none.
+          up_timeout: Seconds of these to wait for servers to be up, at least 0; default all.
 
         Raises:
           RuntimeError: The cluster is not connected, or a server was not up in time.
-          ValueError: `timeout` is wrong, or `anew` or `without` names no server of the cluster.
+          ValueError: `timeout` or `up_timeout` is wrong, or `anew` or `without` names no server of
+            the cluster.
           tf.errors.OpError: A server failed meanwhile; try again.
         """
         _check_timeout(timeout)
+        up_timeout = timeout if up_timeout is None else up_timeout
+        if not 0 <= up_timeout <= timeout:
+            raise ValueError(f"up_timeout must be from 0 to timeout={timeout:g}, got {up_timeout}")
         left_out = [s if isinstance(s, tuple) else ("worker", s) for s in without]
         present = self._without(left_out, "without")
         reduced = self._without([*left_out, *anew])
         with _lock:
             if _connected is not self:
                 raise RuntimeError("readmit needs a connected cluster; call connect() first")
-            deadline = time.monotonic() + timeout
+            began = time.monotonic()
+            deadline, up_deadline = began + timeout, began + up_timeout
 
             def update() -> None:
                 # What is left out forgets all that it had, even if it only can't be reached now.
@@ -353,7 +361,7 @@ class Cluster:
 
             def attempt() -> None:
                 signs_of_life.wait_until(
-                    signs_of_life.accepts_connections, present, timeout, deadline
+                    signs_of_life.accepts_connections, present, up_timeout, up_deadline
                 )
                 self._change(
                     update,

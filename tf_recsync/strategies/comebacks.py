@@ -85,7 +85,8 @@ class Comebacks:
         anew = [server] if membership.is_forgetful(server) else []
         try:
             without = [s for s in sorted(others - {server}) if not self._cluster.is_up(*s)]
-            self._cluster.readmit(_READMIT_SECONDS, anew, without)
+            # One that has died since would be waited for, and the next attempt is without it.
+            self._cluster.readmit(_READMIT_SECONDS, anew, without, up_timeout=0.0)
         except (RuntimeError, tf.errors.OpError) as error:
             logging.log_every_n_seconds(
                 logging.INFO, "%s:%d is not back yet: %s", 30, *server, error
