@@ -220,6 +220,7 @@ class Exchange:
                     self._resuming.discard(worker)
                 if self.is_lost(worker):
                     self.lose(worker)  # Meanwhile: its neighbors have heard something else since.
+            self._check_not_lost(worker)
             logging.info("%s goes on from iteration %d.", self._name(worker), first)
             self.carry_on()
 
@@ -426,9 +427,9 @@ class Exchange:
         # Before anybody carries something to it: what had come it would forget.
         tell_of_neighbors()
         with self._lock:
-            # From now on it is told itself of neighbors that leave or are lost.
             if worker not in self._deleters:
                 raise self._was_lost(worker)
+            # From now on it is told itself of neighbors that leave or are lost.
             if was_lost:
                 self._lost.discard(worker)
             self._left.pop(worker, None)
