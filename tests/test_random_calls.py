@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl import logging
+from groups import hierarchical
 from helpers import LabelSum
 from test_soak import Storm
 
@@ -21,11 +22,6 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 SECONDS = 60.0
 WORKERS, PS, BATCH = 4, 3, 2
 SHADOW = recsync.EASGD(0.3)
-
-
-def in_groups(cluster, algorithm, aggregation=None, **options):
-    options = {"groups": 2, "trainers_per_group": 2, "ps_per_group": 1, **options}
-    return recsync.HierarchicalStrategy(cluster, algorithm, aggregation=aggregation, **options)
 
 
 RING = recsync.topology.ring_based(WORKERS)
@@ -61,12 +57,15 @@ MAKERS = {
     "BMUF": lambda cluster: recsync.ShadowSyncStrategy(
         cluster, recsync.BMUF(0.3, 0.5, momentum=0.5), threads_per_trainer=2
     ),
-    "groups, Hogwild": lambda cluster: in_groups(cluster, SHADOW, nets_per_trainer=2),
-    "groups, sync": lambda cluster: in_groups(
-        cluster, recsync.ModelAveraging(0.3), recsync.modes.Sync()
+    "groups, Hogwild": lambda cluster: hierarchical(cluster, SHADOW, nets_per_trainer=2),
+    "groups, sync": lambda cluster: hierarchical(
+        cluster, recsync.ModelAveraging(0.3), aggregation=recsync.modes.Sync()
     ),
-    "groups, Hop": lambda cluster: in_groups(
-        cluster, recsync.Hop(recsync.topology.ring(2)), recsync.modes.Async(), sync_ps=0
+    "groups, Hop": lambda cluster: hierarchical(
+        cluster,
+        recsync.Hop(recsync.topology.ring(2)),
+        aggregation=recsync.modes.Async(),
+        sync_ps=0,
     ),
 }
 

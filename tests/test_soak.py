@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl import logging
+from groups import ALONE, hierarchical
 from helpers import compiled, mean_output, slope_model
 from test_recovery import KillInTurn
 
@@ -41,28 +42,19 @@ MAKERS = {
         staleness_bound=4,
     ),
     "ShadowSync": lambda cluster: recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3)),
-    "groups, Hogwild and EASGD": lambda cluster: in_groups(cluster, recsync.EASGD(0.3)),
-    "groups, sync and MA": lambda cluster: in_groups(
-        cluster, recsync.ModelAveraging(0.3), recsync.modes.Sync()
+    "groups, Hogwild and EASGD": lambda cluster: hierarchical(cluster, recsync.EASGD(0.3)),
+    "groups, sync and MA": lambda cluster: hierarchical(
+        cluster, recsync.ModelAveraging(0.3), aggregation=recsync.modes.Sync()
     ),
-    "groups, GBA and EASGD": lambda cluster: in_groups(
-        cluster, recsync.EASGD(0.3), recsync.modes.GBA(global_batch_size=2, local_batch_size=1)
+    "groups, GBA and EASGD": lambda cluster: hierarchical(
+        cluster,
+        recsync.EASGD(0.3),
+        aggregation=recsync.modes.GBA(global_batch_size=2, local_batch_size=1),
     ),
-    "groups, async and Hop": lambda cluster: in_groups(
-        cluster, recsync.Hop(recsync.topology.ring(2), backup_workers=1), recsync.modes.Async()
+    "groups, async and Hop": lambda cluster: hierarchical(
+        cluster, ALONE, aggregation=recsync.modes.Async()
     ),
 }
-
-
-def in_groups(cluster, algorithm, aggregation=None):
-    return recsync.HierarchicalStrategy(
-        cluster,
-        algorithm,
-        groups=2,
-        trainers_per_group=WORKERS // 2,
-        ps_per_group=1,
-        aggregation=aggregation,
-    )
 
 
 @pytest.fixture
