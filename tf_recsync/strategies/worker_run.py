@@ -770,8 +770,10 @@ class WorkerRun:
                 self._has_lost = True
                 if self._batches.are_noted:
                     unknown = slot.credited - slot.noted
-                    if self._batches.done is None:
-                        state.steps -= unknown  # The place in its part of the data.
+                    # Its steps are its place in its part of the data; with numbers, what servers
+                    # have applied. If the one that counts them was lost, the numbers say more.
+                    if self._batches.done is None or unknown < 0:
+                        state.steps -= unknown
                     self._credit(slot, -unknown)
             self._changed.notify_all()
 
