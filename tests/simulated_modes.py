@@ -264,6 +264,7 @@ class Pieces:
             self.aggregation = Aggregation(
                 mode, {o: o.states for o in self.optimizers}, group, self.device
             )
+            self.aggregation.ensure(copies=self)
             self.aggregation.begin()
         self.asked: dict[int, tuple[threading.Thread, list]] = {}
 

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from tf_recsync.cluster import diagnosis
+from tf_recsync.cluster import diagnosis, making_functions
 from tf_recsync.cluster.diagnosis import Cause, diagnose
 from tf_recsync.cluster.membership import Membership
 
@@ -146,3 +146,33 @@ def test_a_server_that_is_taken_in_again_while_it_is_asked_is_lost_to_the_call(m
     monkeypatch.setattr(diagnosis, "is_reachable", taken_in_meanwhile)
     found = diagnose(cluster, error(tf.errors.AbortedError, "It was"), {WORKER: 0})
     assert (found.cause, found.server) == (Cause.LOST_SERVER, WORKER)
+
+
+def test_functions_are_made_again_where_a_server_was_left_out_just_then(monkeypatch):
+    monkeypatch.setattr(making_functions, "_RETRY_SECONDS", 0.0)
+    left_out = "Client for target /job:ps/replica:0/task:0 not found."
+    errors = [error(tf.errors.InvalidArgumentError, left_out)] * 2
+
+    def make():
+        if errors:
+            raise errors.pop()
+        return "made"
+
+    assert making_functions.making_functions(make) == "made"
+
+
+@pytest.mark.parametrize(
+    ("message", "calls"),
+    [("Client for target /job:ps/replica:0/task:0 not found.", 10), ("Incompatible shapes", 1)],
+)
+def test_functions_that_can_not_be_made_raise_an_error(monkeypatch, message, calls):
+    monkeypatch.setattr(making_functions, "_RETRY_SECONDS", 0.0)
+    asked = []
+
+    def make():
+        asked.append(True)
+        raise error(tf.errors.InvalidArgumentError, message)
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        making_functions.making_functions(make)
+    assert len(asked) == calls

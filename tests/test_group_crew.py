@@ -20,17 +20,22 @@ class Played:
     Args:
         errors: what it fails of, one after the other.
         answers: whether the group's server does.
+        is_current: whether it has what it gives back, and not another life's.
         is_needed: whether nobody goes on without the server.
     """
 
     takes_tokens = True
 
-    def __init__(self, errors, answers, is_needed=False):
+    def __init__(self, errors, answers, is_needed=False, is_current=True):
         self._errors = list(errors)
         self.given_back, self.asked = [], []
         self._answers, self._is_needed = answers, is_needed
         self.suspended = set()
-        self.copies = types.SimpleNamespace(answers=self._does_answer)
+        made, there = object(), object()
+        self.is_made_for = [made].count
+        self.copies = types.SimpleNamespace(
+            answers=self._does_answer, of=lambda group: made if is_current else there
+        )
         self.crew = group_crew.GroupCrew(
             hierarchical(2, 2, 1, workers=4, ps=2, sync_ps=0),
             types.SimpleNamespace(
@@ -74,6 +79,13 @@ def test_they_are_given_back_later_if_the_groups_server_is_gone_too():
     assert played.suspended == {WORKER}
     played.crew.lose(WORKER)
     assert played.suspended == set()
+
+
+def test_what_a_server_had_in_an_earlier_life_nobody_gives_back():
+    played = Played([WRONG] * 100, answers=True, is_current=False)
+    played.crew.lose(WORKER)
+    assert played.given_back == []
+    assert played.suspended == {WORKER}
 
 
 @pytest.mark.parametrize("error", [WRONG, BROKEN])

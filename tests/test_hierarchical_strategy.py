@@ -324,6 +324,19 @@ def test_a_group_whose_server_is_away_is_done_without_from_one_epoch_to_the_next
     assert strategy.aggregation(model)[0].included > pushes
 
 
+def test_a_group_whose_server_dies_before_a_model_first_trains_joins_when_it_is_back(cluster):
+    strategy = hierarchical(cluster, aggregation=INSIDE["sync"])
+    recsync.testing.set_compute_time(strategy, 0.02)
+    model = line(strategy)
+    cluster.kill("ps", 1)
+    model.fit(numbers(8), verbose=0)
+    assert strategy.worker_steps(model)[2:] == [0, 0]
+    assert sum(strategy.worker_steps(model)) == 8
+    cluster.restart("ps", 1)
+    fits_until(lambda: min(strategy.worker_steps(model)) > 0, model, numbers(24))
+    assert all(report.included for report in strategy.aggregation(model))
+
+
 @pytest.mark.full
 def test_a_server_that_is_readmitted_between_two_fits_has_its_group_go_on(cluster, caplog):
     strategy = hierarchical(cluster, aggregation=INSIDE["sync"])

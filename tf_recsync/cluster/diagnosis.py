@@ -72,7 +72,7 @@ def diagnose(
     if is_unknown_tensor:
         server_defs.forget_numbers()  # It may be one of these.
     is_unavailable = isinstance(error, tf.errors.UnavailableError)
-    if is_unknown_tensor or is_unavailable or _is_left_out(error):
+    if is_unknown_tensor or is_unavailable or is_left_out(error):
         return Diagnosis(Cause.TRANSIENT, worker)
     return Diagnosis(Cause.USER)
 
@@ -90,7 +90,7 @@ def _is_unknown_function(error: Exception) -> bool:
     return found is not None and context.context().has_function(found[1])
 
 
-def _is_left_out(error: Exception) -> bool:
+def is_left_out(error: Exception) -> bool:
     """Whether a call needed a server that was out of the cluster just then, as a neighbor is that
     has died while a worker comes back; or what lay there before it was taken in again.
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster
+from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.strategies import data_parts, reshuffling
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.done_batches import DoneBatches, Ranges, rest_of
@@ -322,7 +323,8 @@ class DistributedDataset:
         end = None
         if beyond and beyond[-1][1] == self.batches_of(parts):
             *beyond, (end, _) = beyond  # Nothing behind that is read.
-        return self._register(number, prefix, tuple(beyond), parts, end)
+        # Another thread may take in a server that was lost with these batches.
+        return making_functions(lambda: self._register(number, prefix, tuple(beyond), parts, end))
 
     def _register(
         self,

@@ -70,7 +70,8 @@ class GroupCrew(Crew):
     def _gives_back(self, aggregation: AtOnce, worker: int) -> bool:
         """Whether the tokens of a worker that is gone are given back, for which others wait.
 
-        Else the group's server is gone, too, and whoever begins with the next one does it.
+        Else the group's server is gone, too, or was, and whoever begins with what is there now
+        does it.
 
         Raises:
             tf.errors.OpError: it can't be done, though the server is there; or nobody goes on
@@ -85,8 +86,9 @@ class GroupCrew(Crew):
             except tf.errors.OpError as error:
                 if not self.holders_of(worker):
                     raise
-                group = self._arrangement.group_of(worker).index
-                if not self._synchronizer.copies.answers(group):
+                group, copies = self._arrangement.group_of(worker).index, self._synchronizer.copies
+                is_current = aggregation.is_made_for(copies.of(group))
+                if not (is_current and copies.answers(group)):
                     logging.debug("worker:%d keeps its tokens: %s", worker, error)
                     return False
                 # As when the connection broke: for a second after that gRPC refuses calls.

@@ -17,6 +17,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster, Server, fetch
+from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.call_board import CallBoard
 from tf_recsync.strategies.checks import OnBatchLost
@@ -592,7 +593,9 @@ class Steps:
     def _continue(self, iterator: DistributedIterator) -> Layout:
         """Makes ready to go on where the model stands; nobody may be in a step."""
         lengths = self._lengths(iterator)
-        self._current, layout = self._traced(iterator, tuple(sorted(lengths)))
+        self._current, layout = making_functions(
+            lambda: self._traced(iterator, tuple(sorted(lengths)))
+        )
         return layout
 
     def _lengths(self, iterator: DistributedIterator) -> set[int]:

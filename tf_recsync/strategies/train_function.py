@@ -587,13 +587,16 @@ class TrainFunction(Steps):
         """Acts on the aggregations of all groups that have their copy."""
         copies = self.synchronizer.copies
         for group, aggregation in self.aggregations.items():
+            mine = None
             try:
                 with self._opening[group]:  # A worker may be about to make it anew.
-                    if group in copies.there:
-                        aggregation.ensure(copies.of(group))
+                    mine = copies.of(group)
+                    if mine is not None:
+                        aggregation.ensure(mine)
                         action(aggregation)
             except tf.errors.OpError:
-                if not self._lose_the_gone():
+                # Another thread may have found that out.
+                if not self._lose_the_gone() and copies.of(group) is mine:
                     raise
                 logging.warning("What group %d had collected of a step is lost.", group)
 

@@ -130,7 +130,9 @@ class Aggregation(AtOnce):
         can_come_back: bool = False,
     ):
         self.mode = mode
-        self._made_for: object | None = None  # The group's copies; None before the first.
+        # The group's copies. Before the first, steps are traced with what lies in this process, as
+        # the group's server may be away.
+        self._made_for: object = object()
         self._can_come_back = can_come_back
         # What buffers and the token list had counted when they were last asked, and what those
         # had that were lost.
@@ -142,10 +144,11 @@ class Aggregation(AtOnce):
         self._home = home
         self._trainers = variables.group.trainers
         self._abandoned = self._left_over = 0
-        self._make()
+        with tf.device(None):
+            self._make(made_on="/CPU:0")
 
-    def _make(self) -> None:
-        """Makes the token list and the buffers."""
+    def _make(self, made_on: str | None = None) -> None:
+        """Makes the token list and the buffers, all on one device, or each on its server."""
         mode, variables = self.mode, self._variables
         self._buffers: dict[tuple[str, int], _Buffer] = {}
         if mode.uses_buffers:
@@ -155,14 +158,16 @@ class Aggregation(AtOnce):
                     by_device.setdefault(variables.device(state.variable), []).append(state)
                 for device, states in by_device.items():
                     number = len(self._buffers)
-                    self._buffers[device, id(optimizer)] = _Buffer(number, device, states, mode)
+                    self._buffers[device, id(optimizer)] = _Buffer(
+                        number, device, states, mode, made_on
+                    )
         self._tokens = TokenList(
             repeats=mode.repeats,
             gate=mode.gate,
             workers=len(self._trainers),
             servers=max(len(self._buffers), 1),
             clock_bound=mode.clock_bound,
-            device=self._home,
+            device=made_on or self._home,
         )
         # Tickets of tokens that were taken away, which not all servers know of.
         self._revoked: set[int] = set()
@@ -176,12 +181,12 @@ class Aggregation(AtOnce):
         return [self._tokens.handle, *(b.buffer.handle for b in self._buffers.values())]
 
     def ensure(self, copies: object | None) -> None:
-        """Makes all anew if the group's copies were made anew, as a server was lost that kept
-        some of both.
+        """Makes all that steps use when the group has its copies, and anew if these were made
+        anew, as a server was lost that kept some of both.
 
         What it had counted since it was last asked is gone with it.
         """
-        if self._made_for is not None and self._made_for is not copies:
+        if not self.is_made_for(copies):
             if self._known is not None:
                 self._counted_before.append(self._known)
                 self._known = None
@@ -189,6 +194,10 @@ class Aggregation(AtOnce):
             self.begin()
             self.release()  # Nobody waits for one that has not taken a token yet.
         self._made_for = copies  # Not earlier: if that fails, it is done again.
+
+    def is_made_for(self, copies: object | None) -> bool:
+        """Whether what steps use was made for these copies of the group."""
+        return self._made_for is copies
 
     # In the workers' steps.
 
@@ -199,7 +208,7 @@ class Aggregation(AtOnce):
         # The worker's index is all that the token waits for, and the token all that
         # the servers wait for.
         with tf.control_dependencies(None):
-            with tf.device(self._tokens.device):
+            with tf.device(self._home):
                 # As one tensor: each is a message to each server.
                 token = tf.stack(self._tokens.take(self._place(worker)))
             for device in devices:
@@ -235,7 +244,7 @@ class Aggregation(AtOnce):
         """Tells the token list how far a server is, if somebody may wait for it."""
         if self.mode.gate != "step":
             return []
-        with tf.device(self._tokens.device):
+        with tf.device(self._home):
             return [self._tokens.report_step(buffer.number, applied)]
 
     def count_step(
@@ -366,7 +375,7 @@ class Aggregation(AtOnce):
     def _take_away(self, worker: int) -> bool:
         """Takes a worker's tokens away; whether it had any."""
         # The thread that finds out may be in the device scope of the lost worker.
-        with tf.device(self._tokens.device):
+        with tf.device(self._home):
             loss = fetch(self._tokens.lose(self._place(worker)))
         # Until all servers know: if one does not answer, they are told the next time.
         self._revoked.update(loss.tickets.tolist())
@@ -401,14 +410,14 @@ class Aggregation(AtOnce):
                 # By the ticket, a step that this completes and does not apply is found (`_settle`).
                 arguments = [reached, sorted(spent), tickets[0]]
                 spend(*(tf.constant(argument, tf.int64) for argument in arguments))
-        with tf.device(self._tokens.device):
+        with tf.device(self._home):
             reissued = int(fetch(self._tokens.reissue(np.array(sorted(again), np.int64))))
         self._withheld.clear()
         logging.info("%d tokens are handed out again; servers have %d.", reissued, len(spent))
 
     def _has_taken(self, worker: int) -> bool:
         """Whether a worker has taken a token since all began."""
-        with tf.device(self._tokens.device):
+        with tf.device(self._home):
             return self._tokens.state().clocks[self._place(worker)] > 0
 
     def _settle(self) -> None:
@@ -437,14 +446,14 @@ class Aggregation(AtOnce):
             for buffer in buffers:
                 # The worker may not have come to say so of what is applied, either.
                 applied = buffer.state().applied
-                with tf.device(self._tokens.device):
+                with tf.device(self._home):
                     self._tokens.report_step(buffer.number, applied)
         self._revoked.difference_update(tickets)
 
     def release(self) -> None:
         """Ends the waits of all workers for tokens, with errors: after a pass that has failed."""
         if self.mode.gate != "none":
-            with tf.device(self._tokens.device):
+            with tf.device(self._home):
                 for place in range(len(self._trainers)):
                     self._tokens.leave(place)
 
@@ -454,7 +463,7 @@ class Aggregation(AtOnce):
         One that takes a token is one of them again.
         """
         if self.mode.gate == "clock":
-            with tf.device(self._tokens.device):
+            with tf.device(self._home):
                 self._tokens.leave(self._place(worker))
 
     def describe(self) -> str:
@@ -462,7 +471,7 @@ class Aggregation(AtOnce):
         try:
             return self._tokens.state().describe()
         except tf.errors.OpError as error:
-            return f"the token list on {self._tokens.device} does not answer: {reason(error)}"
+            return f"the token list on {self._home} does not answer: {reason(error)}"
 
     def report(self) -> Report:
         """What became of the pushes so far; while a server is away, as far as it was known.
@@ -508,7 +517,14 @@ class _Buffer:
         buffer: the buffer itself.
     """
 
-    def __init__(self, number: int, device: str, states: Sequence[base.VariableState], mode: Mode):
+    def __init__(
+        self,
+        number: int,
+        device: str,
+        states: Sequence[base.VariableState],
+        mode: Mode,
+        made_on: str | None,
+    ):
         self.number = number
         self.device = device
         self.dense = [state for state in states if not state.is_table]
@@ -520,6 +536,7 @@ class _Buffer:
             capacity=mode.capacity,
             weight=mode.weight,
             drop_late=mode.drop_late,
+            made_on=made_on,
         )
         self.restore = self.buffer.restore
         self.state = self.buffer.state

@@ -24,11 +24,16 @@ class AtOnce:
         return []
 
     def ensure(self, copies: object | None) -> None:
-        """Makes all anew if what it was made for is gone, under the lock of the group's openings.
+        """Makes all that steps use, if it was not made for these copies, under the lock of the
+        group's openings.
 
         Args:
             copies: the group's, the same object as long as it has them.
         """
+
+    def is_made_for(self, copies: object | None) -> bool:
+        """Whether what steps use was made for these copies of the group."""
+        return True
 
     # In the workers' steps.
 

@@ -142,6 +142,8 @@ class GradientBuffer:
         drop_late: whether a push whose token value is less than the step is dropped
             and not counted, and so is a token that the step has taken already. False by
             default.
+        made_on: the device where it lies, if functions are only to be traced with it, a str;
+            None (the default) for `device`.
 
     Raises:
         ValueError: for an option out of range.
@@ -164,6 +166,7 @@ class GradientBuffer:
         divisor: float | None = None,
         weight: staleness.Policy | None = None,
         drop_late: bool = False,
+        made_on: str | None = None,
     ):
         divisor = capacity if divisor is None else divisor
         weight = staleness.Constant() if weight is None else weight
@@ -176,7 +179,8 @@ class GradientBuffer:
         self._tables = list(tables)
         self._numbers = {id(state): number for number, state in enumerate(self._tables)}
         shapes = [tf.TensorShape(state.variable.shape) for state in self._tables]
-        with context.eager_mode(), tf.device(device):
+        made_on = device if made_on is None else made_on
+        with context.eager_mode(), tf.device(made_on):
             self._handle = buffer_ops.gradient_buffer(
                 f"recsync_gradient_buffer_{uuid.uuid4().hex}",
                 capacity=capacity,
@@ -188,7 +192,7 @@ class GradientBuffer:
                 table_rows=[shape[0] for shape in shapes],
                 table_widths=[shape[1:].num_elements() for shape in shapes],
             )
-        self._deleter = ResourceDeleter(self._handle, device)
+        self._deleter = ResourceDeleter(self._handle, made_on)
 
     @property
     def handle(self) -> tf.Tensor:
