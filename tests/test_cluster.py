@@ -21,7 +21,7 @@ from started_servers import Server
 from tensorflow.python.eager import context
 
 from tf_recsync import cluster as recsync_cluster
-from tf_recsync.cluster import local_cluster, server_template, signs_of_life, tf_config
+from tf_recsync.cluster import connection, local_cluster, server_template, signs_of_life, tf_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SERVERS = [("worker", 0), ("worker", 1), ("ps", 0)]
@@ -164,6 +164,26 @@ def check_goes_on(cluster, bring_back):
     assert add_on("worker", 0)[0] == 5.0
     bring_back("worker", 1)
     cluster.readmit(timeout=10.0)
+    assert add_on("worker", 1)[0] == 5.0
+
+
+def test_who_is_left_out_is_asked_when_it_is_known(cluster):
+    """Another thread may just have taken that one in."""
+    cluster.kill("worker", 1)
+    asked = threading.Event()
+
+    def left_out():
+        asked.set()
+        return [("worker", 1)] if cluster.membership.is_away(("worker", 1)) else []
+
+    with connection._lock:
+        thread = threading.Thread(target=lambda: cluster.readmit(timeout=30.0, without=left_out))
+        thread.start()
+        cluster.restart("worker", 1)
+        cluster.readmit()
+        assert not asked.is_set()
+    thread.join()
+    assert asked.is_set()
     assert add_on("worker", 1)[0] == 5.0
 
 

@@ -20,13 +20,14 @@ class Played:
     Args:
         errors: what it fails of, one after the other.
         answers: whether the group's server does.
+        is_gone: whether that is known to be gone.
         is_current: whether it has what it gives back, and not another life's.
         is_needed: whether nobody goes on without the server.
     """
 
     takes_tokens = True
 
-    def __init__(self, errors, answers, is_needed=False, is_current=True):
+    def __init__(self, errors, answers, is_gone=False, is_needed=False, is_current=True):
         self._errors = list(errors)
         self.given_back, self.asked = [], []
         self._answers, self._is_needed = answers, is_needed
@@ -34,7 +35,9 @@ class Played:
         made, there = object(), object()
         self.is_made_for = [made].count
         self.copies = types.SimpleNamespace(
-            answers=self._does_answer, of=lambda group: made if is_current else there
+            answers=self._does_answer,
+            are_gone=lambda group: is_gone,
+            of=lambda group: made if is_current else there,
         )
         self.crew = group_crew.GroupCrew(
             hierarchical(2, 2, 1, workers=4, ps=2, sync_ps=0),
@@ -68,17 +71,26 @@ def test_a_connection_that_broke_leaves_nobody_waiting_for_them():
     played = Played([BROKEN, BROKEN], answers=True)
     played.crew.lose(WORKER)
     assert played.given_back == [WORKER]
-    assert played.asked == [1, 1]
     assert played.suspended == set()
 
 
 def test_they_are_given_back_later_if_the_groups_server_is_gone_too():
-    played = Played([BROKEN], answers=False)
+    played = Played([BROKEN], answers=False, is_gone=True)
     played.crew.lose(WORKER)
     assert played.given_back == []
     assert played.suspended == {WORKER}
     played.crew.lose(WORKER)
     assert played.suspended == set()
+
+
+def test_a_server_that_does_not_answer_for_a_moment_is_asked_again():
+    played = Played([BROKEN], answers=False)
+    played.crew.lose(WORKER)
+    assert played.given_back == [WORKER]
+    played = Played([BROKEN] * 100, answers=False)
+    played.crew.lose(WORKER)
+    assert played.given_back == []
+    assert played.suspended == {WORKER}
 
 
 def test_what_a_server_had_in_an_earlier_life_nobody_gives_back():

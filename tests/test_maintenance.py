@@ -5,32 +5,25 @@ import threading
 import keras
 import numpy as np
 import pytest
+from groups import ALONE, hierarchical
 from helpers import AtBatch, compiled, gated, numbered, sums, wait_until
 
 import tf_recsync as recsync
 from tf_recsync.maintenance import Drain, Restart, Window
 
 WORKERS, PS = 4, 6
-INSIDE = {
-    "hogwild": None,
-    "GBA": recsync.modes.GBA(global_batch_size=48, local_batch_size=16),
+GBA = recsync.modes.GBA(global_batch_size=48, local_batch_size=16)
+# Mode inside, and algorithm between groups.
+KINDS = {
+    "hogwild": (None, recsync.EASGD(0.3)),
+    "GBA": (GBA, recsync.EASGD(0.3)),
+    "Hop": (None, ALONE),
 }
 
 
 @pytest.fixture
 def cluster(clusters):
     return clusters.get(workers=WORKERS, ps=PS)
-
-
-def hierarchical(cluster, inside="hogwild"):
-    return recsync.HierarchicalStrategy(
-        cluster,
-        recsync.EASGD(0.3),
-        groups=2,
-        trainers_per_group=2,
-        ps_per_group=1,
-        aggregation=INSIDE[inside],
-    )
 
 
 def numbered_model(strategy):
@@ -120,15 +113,16 @@ def test_drain_and_restart_are_done_together_at_the_end_of_an_epoch(cluster, cap
     assert wait_until(takes_part, 200)
 
 
-@pytest.mark.cases("GBA")
-@pytest.mark.parametrize("inside", INSIDE)
-def test_a_group_goes_on_with_all_that_it_had_within_an_epoch(cluster, inside):
-    strategy = hierarchical(cluster, inside)
+@pytest.mark.cases("GBA", "Hop")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_goes_on_with_all_that_it_had_within_an_epoch(cluster, kind):
+    inside, between = KINDS[kind]
+    strategy = hierarchical(cluster, between, aggregation=inside)
     recsync.testing.set_compute_time(strategy, 0.02)
     model = numbered_model(strategy)
     window = Window(within_seconds=1e-6)
     before = Copies(1)
-    kept = Kept(before, window, is_same=inside == "hogwild")
+    kept = Kept(before, window, is_same=kind == "hogwild")
     request = AtBatch(2, lambda: window.request(Restart("ps", 1)))
     data = gated(kept.compared)
     history = model.fit(data, verbose=0, callbacks=[request, before, window, kept]).history

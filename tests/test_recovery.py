@@ -231,6 +231,42 @@ def test_one_that_dies_while_another_is_restored_is_restored_as_well(
         check_rows(saved.path)
 
 
+def test_servers_that_die_at_once_are_restored_together(cluster, tmp_path):
+    model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
+    both = shards_of(model)
+    callback = Checkpoint(tmp_path, every_steps=10, keep=None)
+
+    def kill():
+        for server in both:
+            cluster.kill("ps", server)
+            threading.Timer(0.3, cluster.restart, ["ps", server]).start()
+
+    data = paced(dataset(STEPS, ROWS), STEPS, callback, 1)
+    model.fit(data, verbose=0, callbacks=[callback, AtBatch(12, kill)])
+    assert callback.recoveries == 1
+    for saved in callback.saved:
+        check_rows(saved.path)
+
+
+def test_one_is_restored_that_is_back_before_anybody_has_missed_it(cluster, tmp_path, caplog):
+    model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
+    lost = shards_of(model)[1]
+    callback = Checkpoint(tmp_path, every_steps=10, keep=None)
+
+    def readmit():
+        model.optimizer.iterations.numpy()  # Until the next batch workers stand still.
+        cluster.kill("ps", lost)
+        cluster.restart("ps", lost)
+        cluster.readmit()  # As who takes in another one does.
+
+    data = paced(dataset(STEPS, ROWS), STEPS, callback, 1)
+    model.fit(data, verbose=0, callbacks=[callback, AtBatch(12, readmit)])
+    assert callback.recoveries == 1
+    assert f"Training pauses, as ps:{lost} was lost" in caplog.text
+    for saved in callback.saved:
+        check_rows(saved.path)
+
+
 def test_copies_and_metrics_are_those_of_the_checkpoint_and_of_all_steps(cluster, tmp_path):
     strategy = slowly(recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), mode=NEVER))
     with strategy.scope():
@@ -261,7 +297,8 @@ def test_copies_and_metrics_are_those_of_the_checkpoint_and_of_all_steps(cluster
     for copy, before in zip(then[0], saved, strict=True):
         np.testing.assert_array_equal(copy[0], before[0])
     assert float(model.optimizer.learning_rate.numpy()) == 0.0
-    assert logs.history["one"] == [1.0]
+    # A step that ended with the server may have counted in one of the metric's two variables.
+    assert logs.history["one"] == [pytest.approx(1.0, abs=4 / 200)]
     # Those of both calls, but for what was in flight.
     assert strategy.sync_report(model).steps > 200
 

@@ -96,6 +96,20 @@ def test_no_pipeline_is_left_when_calls_have_ended(model):
     assert wait_until(lambda: open_pipelines() == 0, 60.0)
 
 
+def test_a_service_ends_with_the_last_iterator_of_its_dataset(model):
+    """Though the pass goes on with another one, as with what was lost of this one."""
+    cluster = model.distribute_strategy.cluster
+    before = services(model)
+    registered = registered_dataset.register(cluster, dataset(2.0, 3), 0, 60.0)
+    with cluster.dispatch_scope(), tf.device("/job:worker/task:0"):
+        iterator = registered.iterator(registered.new_job())
+        del registered
+        assert services(model) == before + 1
+        assert [float(x[0, 0]) for x, _ in iterator] == [2.0] * 3
+        iterator.close()
+    assert services(model) == before
+
+
 def test_no_iterator_of_a_pass_is_tuned():
     """The end of one that is, as of one without batches, would keep its worker waiting."""
     spec = data_service_ops.HashableElementSpec(tf.TensorSpec([None, 2]))

@@ -1,12 +1,14 @@
 """A dead parameter server that has nothing of a model is no reason for what happens to it."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import AtBatch, UntilAllGoOn
 from test_checkpoint_callback import dataset, make_model
-from test_recovery import ROWS, servers_of, slowly
+from test_recovery import ROWS, paced, servers_of, slowly
 
 import tf_recsync as recsync
 from tf_recsync import checkpoint
@@ -80,6 +82,23 @@ def test_a_worker_that_dies_meanwhile_takes_part_again(cluster):
     # And it needs the server neither to predict nor to evaluate.
     assert np.isfinite(model.evaluate(dataset(8, ROWS), verbose=0))
     assert model.predict(dataset(8, ROWS), verbose=0).shape == (16, 1)
+
+
+def test_training_goes_on_without_it_when_one_that_is_needed_is_back(cluster, tmp_path):
+    model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
+    dead, needed = unneeded_by(model, cluster), servers_of(model)[-1]
+    callback = Checkpoint(tmp_path, every_steps=10, ps_timeout=60.0)
+
+    def kill_both():
+        cluster.kill("ps", dead)
+        cluster.kill("ps", needed)
+        threading.Timer(0.3, cluster.restart, ["ps", needed]).start()
+
+    data = paced(dataset(300, ROWS), 300, callback, 1)
+    logs = model.fit(data, verbose=0, callbacks=[callback, AtBatch(12, kill_both)])
+    assert callback.recoveries == 1
+    assert np.isfinite(logs.history["loss"]).all()
+    assert not cluster.is_alive("ps", dead)
 
 
 def test_checkpoints_are_saved_and_what_they_fail_of_is_told_as_it_is(cluster, tmp_path):

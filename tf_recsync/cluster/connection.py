@@ -309,7 +309,7 @@ class Cluster:
         self,
         timeout: float = 60.0,
         anew: Sequence[tuple[str, int]] = (),
-        without: Collection[int | tuple[str, int]] = (),
+        without: Collection[int | Server] | Callable[[], Collection[Server]] = (),
         *,
         up_timeout: float | None = None,
     ) -> None:
@@ -328,7 +328,8 @@ class Cluster:
           anew: Servers, as ("worker" or "ps", index), that are treated as if they had been
             restarted: their resources are lost, and they get all functions again; default none.
           without: Workers, by index, and other servers, as ("ps", index), that need not be up and
-            are left out, until they are readmitted; default none.
+            are left out, until they are readmitted; default none. A function tells
+            them when no other thread readmits servers any more.
           up_timeout: Seconds of these to wait for servers to be up, at least 0; default all.
 
         Raises:
@@ -341,12 +342,17 @@ class Cluster:
         up_timeout = timeout if up_timeout is None else up_timeout
         if not 0 <= up_timeout <= timeout:
             raise ValueError(f"up_timeout must be from 0 to timeout={timeout:g}, got {up_timeout}")
-        left_out = [s if isinstance(s, tuple) else ("worker", s) for s in without]
-        present = self._without(left_out, "without")
-        reduced = self._without([*left_out, *anew])
+        named = () if callable(without) else without
+        left_out = [s if isinstance(s, tuple) else ("worker", s) for s in named]
+        self._without(left_out, "without")
+        self._without([*left_out, *anew])
         with _lock:
             if _connected is not self:
                 raise RuntimeError("readmit needs a connected cluster; call connect() first")
+            if callable(without):
+                left_out = list(without())
+            present = self._without(left_out, "without")
+            reduced = self._without([*left_out, *anew])
             began = time.monotonic()
             deadline, up_deadline = began + timeout, began + up_timeout
 
@@ -390,8 +396,17 @@ class Cluster:
           job: "worker" or "ps".
           index: Which of them.
         """
-        number = signs_of_life.incarnations().get((job, index), 0)
-        return number, self._taken_anew[job, index]
+        return self.lives(job)[job, index]
+
+    def lives(self, job: str) -> dict[Server, tuple[int, int]]:
+        """The same of all servers of a job.
+
+        Args:
+          job: "worker" or "ps".
+        """
+        numbers = signs_of_life.incarnations()
+        servers = [(job, index) for index in range(len(self._addresses.get(job, ())))]
+        return {server: (numbers.get(server, 0), self._taken_anew[server]) for server in servers}
 
     def _note_members(self, *, all_answer: bool) -> None:
         """Has the membership know to which servers this process is connected."""

@@ -13,6 +13,7 @@ from tensorflow.python.eager import context
 from tf_recsync.cluster import server_defs
 from tf_recsync.cluster.connection import Cluster
 from tf_recsync.cluster.devices import device_of
+from tf_recsync.cluster.making_functions import is_without_client
 from tf_recsync.cluster.membership import Server
 from tf_recsync.cluster.signs_of_life import is_reachable
 
@@ -72,7 +73,7 @@ def diagnose(
     if is_unknown_tensor:
         server_defs.forget_numbers()  # It may be one of these.
     is_unavailable = isinstance(error, tf.errors.UnavailableError)
-    if is_unknown_tensor or is_unavailable or is_left_out(error):
+    if is_unknown_tensor or is_unavailable or _is_left_out(error):
         return Diagnosis(Cause.TRANSIENT, worker)
     return Diagnosis(Cause.USER)
 
@@ -90,7 +91,7 @@ def _is_unknown_function(error: Exception) -> bool:
     return found is not None and context.context().has_function(found[1])
 
 
-def is_left_out(error: Exception) -> bool:
+def _is_left_out(error: Exception) -> bool:
     """Whether a call needed a server that was out of the cluster just then, as a neighbor is that
     has died while a worker comes back; or what lay there before it was taken in again.
 
@@ -104,7 +105,7 @@ def is_left_out(error: Exception) -> bool:
         return True
     if re.search(r"/job:(worker|ps)/replica:0/task:\d+/device:\S+ unknown device", error.message):
         return True
-    return "Client for target" in error.message and "not found" in error.message
+    return is_without_client(error)
 
 
 def _is_unknown_tensor(error: Exception) -> bool:

@@ -9,8 +9,6 @@ from typing import TypeVar
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster.diagnosis import is_left_out
-
 _ATTEMPTS, _RETRY_SECONDS = 10, 0.2
 _Made = TypeVar("_Made")
 
@@ -32,8 +30,13 @@ def making_functions(make: Callable[[], _Made]) -> _Made:
         try:
             return make()
         except tf.errors.InvalidArgumentError as error:
-            if not is_left_out(error):
+            if not is_without_client(error):
                 raise
             logging.debug("Functions are made once more, as servers have changed: %s", error)
         time.sleep(_RETRY_SECONDS)
     return make()
+
+
+def is_without_client(error: tf.errors.OpError) -> bool:
+    """Whether something could not be sent to a server, as that was out of the cluster just then."""
+    return "Client for target" in error.message and "not found" in error.message

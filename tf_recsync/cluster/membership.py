@@ -216,6 +216,12 @@ class Membership:
         with self._lock:
             return self._records[server].life
 
+    @property
+    def lives(self) -> dict[Server, int]:
+        """The same of all servers."""
+        with self._lock:
+            return {server: record.life for server, record in self._records.items()}
+
     def are_current(self, lives: Mapping[Server, int]) -> bool:
         """Whether servers live as they did, and are there."""
         with self._lock:

@@ -83,8 +83,11 @@ class Comebacks:
         others = {(m.job, m.index) for m in members if m.job == "worker" or not m.is_there}
         others |= self._unneeded
         anew = [server] if membership.is_forgetful(server) else []
+
+        def without() -> list[Server]:
+            return [s for s in sorted(others - {server}) if not self._cluster.is_up(*s)]
+
         try:
-            without = [s for s in sorted(others - {server}) if not self._cluster.is_up(*s)]
             # One that has died since would be waited for, and the next attempt is without it.
             self._cluster.readmit(_READMIT_SECONDS, anew, without, up_timeout=0.0)
         except (RuntimeError, tf.errors.OpError) as error:

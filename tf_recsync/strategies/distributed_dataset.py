@@ -323,17 +323,24 @@ class DistributedDataset:
         end = None
         if beyond and beyond[-1][1] == self.batches_of(parts):
             *beyond, (end, _) = beyond  # Nothing behind that is read.
-        # Another thread may take in a server that was lost with these batches.
-        return making_functions(lambda: self._register(number, prefix, tuple(beyond), parts, end))
+        return self._register(number, prefix, tuple(beyond), parts, end)
 
     def _register(
+        self, number: int, prefix: int, beyond: Ranges, parts: int, end: int | None = None
+    ) -> RegisteredDataset:
+        # Another thread may take in a server, as one that was lost with some of the batches.
+        dataset = making_functions(lambda: self._made(number, prefix, beyond, parts, end))
+        return register(self._cluster, dataset, self.readers, self._reader_timeout)
+
+    def _made(
         self,
         number: int,
         prefix: int,
         beyond: Ranges,
         parts: int,
         end: int | None = None,
-    ) -> RegisteredDataset:
+    ) -> tf.data.Dataset:
+        """What is to be registered."""
         dataset = self.dataset
         # The servers' names mean nothing to the service: pin nothing.
         with tf.device("/CPU:0"):
@@ -356,7 +363,7 @@ class DistributedDataset:
                 dataset = rest_of(dataset, prefix, beyond)
                 if not self.is_numbered:
                     dataset = dataset.map(lambda _, batch: batch)
-        return register(self._cluster, dataset, self.readers, self._reader_timeout)
+        return dataset
 
     def local_batches(self) -> Iterator[Any]:
         """Batches in this process, for Keras to see what they look like; at least one."""

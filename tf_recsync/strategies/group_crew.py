@@ -87,14 +87,16 @@ class GroupCrew(Crew):
                 if not self.holders_of(worker):
                     raise
                 group, copies = self._arrangement.group_of(worker).index, self._synchronizer.copies
-                is_current = aggregation.is_made_for(copies.of(group))
-                if not (is_current and copies.answers(group)):
-                    logging.debug("worker:%d keeps its tokens: %s", worker, error)
-                    return False
+                failed, is_current = error, aggregation.is_made_for(copies.of(group))
+                if copies.are_gone(group) or not is_current:
+                    break
                 # As when the connection broke: for a second after that gRPC refuses calls.
                 logging.info("The tokens of worker:%d are not given back yet: %s", worker, error)
-                failed = error
-        raise failed
+        else:
+            if copies.answers(group):
+                raise failed
+        logging.debug("worker:%d keeps its tokens: %s", worker, failed)
+        return False
 
     def suspend(self, worker: int) -> None:
         """A worker is there, but what it trains on is gone or silent, the tokens' list, too."""

@@ -150,7 +150,9 @@ class Steps:
         # Told about twice a second, by whoever waits for steps, to pass on what has happened.
         self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self._holding = threading.Lock()
-        self._held: contextlib.ExitStack | None = None  # What ends when workers go on.
+        # What ends when workers go on, and when servers may call each other.
+        self._held: contextlib.ExitStack | None = None
+        self._paused = contextlib.ExitStack()
 
     @property
     def mode(self) -> Mode:
@@ -164,9 +166,10 @@ class Steps:
                 "train_on_batch and test_on_batch can't be used under this strategy; use fit "
                 "and evaluate with a dataset"
             )
-        self._go_on()
-        self._is_advancing = True
         try:
+            with self._holding:  # Another thread may want them to be held.
+                self._go_on()
+                self._is_advancing = True
             return self._advance(iterator)
         except StopIteration:
             raise
@@ -198,14 +201,19 @@ class Steps:
                 with self.watched(), contextlib.ExitStack() as held:
                     held.callback(run.go_on)
                     run.hold()
-                    held.enter_context(self._crew().pause())
+                    held.callback(self._paused.close)
+                    self._paused.enter_context(self._crew().pause())
                     self._held = held.pop_all()
             return True
 
-    def _go_on(self) -> None:
-        """Workers that were held begin steps again."""
+    def _end_pause(self) -> None:
+        """Workers stand still, but servers may call each other."""
         with self._holding:
-            held, self._held = self._held, None
+            self._paused.close()
+
+    def _go_on(self) -> None:
+        """Workers that were held begin steps again; under _holding."""
+        held, self._held = self._held, None
         if held is not None:
             held.close()
 
@@ -510,7 +518,8 @@ class Steps:
             return
         if run.steps_per_call < _UNROLL_SHARE:
             return
-        traced, self._unrolled = self._unrolled(most), None
+        unrolled, self._unrolled = self._unrolled, None
+        traced = making_functions(lambda: unrolled(most))
         for servers, functions in traced.items():
             # Workers' threads may have the ones of before in hand.
             self._current[servers] = {**self._current[servers], **functions}

@@ -24,7 +24,7 @@ class PassIterator(iterator_ops.OwnedIterator):
     Args:
         parts: what `parts_of` gave for the dataset, where the iterator stays.
         element_spec: the dataset's.
-        kept: what must not end before it, as a dataset's functions.
+        kept: what must not end before it is closed, as a dataset's functions, or its service.
     """
 
     def __init__(self, parts: Sequence[tf.Tensor], element_spec: Any, kept: Any = None):
@@ -52,6 +52,7 @@ class PassIterator(iterator_ops.OwnedIterator):
         # There is no op that ends an iterator; one that begins anew ends what it had. Not with
         # its own dataset's take(0), which asks the service whether it knows the dataset.
         tf.raw_ops.MakeIterator(dataset=self._nothing, iterator=self._iterator_resource)
+        self._kept = None
 
 
 def parts_of(dataset: tf.data.Dataset, autotunes: bool | None = None) -> list[tf.Tensor]:

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync.cluster import fetch
+from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.model_functions import Settings
@@ -63,7 +64,9 @@ class PredictFunction:
         if key != self._key:
             layout = self._variables.layout()
             with links.limited(bandwidths):
-                traced = worker_functions.trace_predict(self._model, layout, element_spec)
+                traced = making_functions(
+                    lambda: worker_functions.trace_predict(self._model, layout, element_spec)
+                )
             function = RemoteFunction(traced)
             self._key, self._traced = key, (function, layout)
         return self._traced

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 import keras
@@ -44,27 +44,42 @@ class Recovery:
     last: Callable[[], str]
 
 
-def lost_servers(cluster: Cluster, spared: Iterable[Server]) -> set[Server]:
-    """The parameter servers that are known to be lost, but for those that are spared."""
+Lives = dict[Server, tuple[int, int]]  # See `Cluster.life`.
+
+
+def lost_servers(cluster: Cluster, spared: Iterable[Server], lives: Lives) -> set[Server]:
+    """The parameter servers that are known to be lost, but for those that are spared.
+
+    Args:
+        cluster: the connected cluster.
+        spared: those that nobody needs, or without which others go on.
+        lives: those in which they got what they are to have. One that was started again is there,
+            if it was taken in with another one, and has none of that.
+    """
+    now = cluster.lives("ps")
     members = cluster.membership.members("ps")
-    return {(m.job, m.index) for m in members if not m.is_there} - set(spared)
+    away = {(m.job, m.index) for m in members if not m.is_there}
+    return (away | {server for server in lives if now[server] != lives[server]}) - set(spared)
 
 
-def find_lost(cluster: Cluster, error: Exception, spared: Iterable[Server]) -> set[Server]:
+def find_lost(
+    cluster: Cluster, error: Exception, spared: Iterable[Server], lives: Lives
+) -> set[Server]:
     """The parameter servers whose loss has led to an error; asks them, so calls are to be watched.
 
     Args:
         cluster: the connected cluster.
         error: that training has ended with.
-        spared: those that nobody needs, or without which others go on.
+        spared: see `lost_servers`.
+        lives: see there.
     """
     spared = set(spared)
-    found = lost_servers(cluster, spared)
+    found = lost_servers(cluster, spared, lives)
     if not found and isinstance(error, (tf.errors.OpError, RuntimeError)):
         try:
             check_parameter_servers(cluster, error, spared)
         except RuntimeError:
-            found = lost_servers(cluster, spared)
+            found = lost_servers(cluster, spared, lives)
     return found
 
 
@@ -73,9 +88,11 @@ class Recoverable(Protocol):
 
     Attributes:
         unrestored: the servers that were lost, and whose variables are not restored yet.
+        lives: of the parameter servers, when they got their variables.
     """
 
     unrestored: set[Server]
+    lives: Lives
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Inside, calls to a silent server end."""
@@ -119,20 +136,24 @@ def recovered(
         tf.errors.OpError: if something else goes wrong meanwhile.
     """
     deadline = time.monotonic() + recovery.timeout
+    spared: set[Server] | None = None
     while True:
         with function.watched():
+            # Once, as long as it is known what was used.
+            spared = function.spared() if spared is None else spared
             # Of those that are back and not restored, there is nothing but zeros.
-            found = find_lost(cluster, error, function.spared())
+            found = find_lost(cluster, error, spared, function.lives)
             function.unrestored = function.unrestored | found
         if not function.unrestored:
             return False
         try:
-            _recover(function, recovery, cluster, iterator, deadline)
+            _recover(function, recovery, cluster, iterator, spared, deadline)
             function.unrestored = set()
             return True
         except Exception as failure:  # Keras wraps those of servers into its own.
             # Another one may have been lost meanwhile, or the same one again.
-            if time.monotonic() > deadline or not lost_servers(cluster, function.spared()):
+            lost = lost_servers(cluster, spared, function.lives)
+            if time.monotonic() > deadline or not lost:
                 raise
             logging.warning("Recovery begins again: %s", reason(failure))
             error = failure
@@ -143,23 +164,36 @@ def _recover(
     recovery: Recovery,
     cluster: Cluster,
     iterator: DistributedIterator | None,
+    spared: Collection[Server],
     deadline: float,
 ) -> None:
     lost = function.unrestored
-    names = ", ".join(f"{job}:{index}" for job, index in sorted(lost))
     began = time.monotonic()
-    logging.warning("Training pauses, as %s was lost; %s.", names, recovery.last())
+    logging.warning("Training pauses, as %s was lost; %s.", _names(lost), recovery.last())
     function.leave_pass(iterator)
     with cluster.dispatch_scope():
-        _wait_for(cluster, lost, recovery, deadline)
+        _wait_for(cluster, lost, recovery, deadline, spared)
+    lives = cluster.lives("ps")
+    # Others that nobody has missed may have been taken in with these.
+    lost = function.unrestored = lost | lost_servers(cluster, spared, function.lives)
     with function.watched():
         position = recovery.restore(function.make_anew(lost))
+        function.lives = lives
         function.go_on_with_pass(iterator, position)
-    logging.warning("Training goes on: %s is back after %.1f s.", names, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    logging.warning("Training goes on: %s is back after %.1f s.", _names(lost), seconds)
+
+
+def _names(servers: Iterable[Server]) -> str:
+    return ", ".join(f"{job}:{index}" for job, index in sorted(servers))
 
 
 def _wait_for(
-    cluster: Cluster, servers: Iterable[Server], recovery: Recovery, deadline: float
+    cluster: Cluster,
+    servers: Iterable[Server],
+    recovery: Recovery,
+    deadline: float,
+    spared: Collection[Server],
 ) -> None:
     """Waits until lost servers are up again, and takes them into the cluster.
 
@@ -168,6 +202,7 @@ def _wait_for(
         servers: the lost ones.
         recovery: how training goes on.
         deadline: until when (time.monotonic).
+        spared: those that need not be there.
 
     Raises:
         RuntimeError: if that takes too long.
@@ -177,13 +212,13 @@ def _wait_for(
         time.sleep(seconds)
         return time.monotonic() > deadline
 
-    comebacks = Comebacks(cluster, Crew(), is_late)
+    comebacks = Comebacks(cluster, Crew(), is_late, spared)
     waiting = sorted(servers)
     while waiting:
         waiting = [server for server in waiting if not comebacks.is_back(server)]
         if not waiting:
             break
-        names = ", ".join(f"{job}:{index}" for job, index in waiting)
+        names = _names(waiting)
         words = "Training waits for %s, which must be started again."
         logging.log_every_n_seconds(logging.WARNING, words, _LOG_SECONDS, names)
         if is_late(_RETRY_SECONDS):

@@ -167,7 +167,9 @@ class RegisteredDataset:
         # Sent anew each time: TensorFlow takes a tensor that it has once sent to a worker for
         # sent, also if the connection broke meanwhile.
         names = on_worker(np.array([self._address, self._name, job], object))
-        return PassIterator(joins(names), self.element_spec)
+        # Others may go on with another dataset meanwhile, and without its service it would wait for
+        # ever.
+        return PassIterator(joins(names), self.element_spec, kept=self)
 
 
 @traced_once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -88,6 +89,8 @@ class TrainFunction(Steps):
         self.recovery: Recovery | None = None  # From the loss of a parameter server; none without.
         self._is_recovering = False
         self.unrestored: set[Server] = set()  # That were lost.
+        # Of the parameter servers, since they have the variables.
+        self.lives = settings.cluster.lives("ps")
         self._before: Synchronizer | None = None  # That was used before a server was lost.
         self._suspended: set[int] = set()  # Workers whose tokens are not given back yet.
         # Keras drops it when it leaves a pass.
@@ -231,7 +234,7 @@ class TrainFunction(Steps):
             error: of a call of this process.
         """
         with self.watched():
-            return bool(find_lost(self._settings.cluster, error, self.spared()))
+            return bool(find_lost(self._settings.cluster, error, self.spared(), self.lives))
 
     def _recovered(self, error: BaseException, iterator: DistributedIterator | None) -> bool:
         """Whether training has failed as a parameter server was lost, and goes on."""
@@ -528,6 +531,7 @@ class TrainFunction(Steps):
         No step is in flight, and servers hold nothing back.
         """
         self._hold()
+        self._end_pause()
         is_within = self._is_open
         with self.watched():
             self._flush()
@@ -586,18 +590,18 @@ class TrainFunction(Steps):
     def _of_each_group(self, action: Callable[[Aggregation], None]) -> None:
         """Acts on the aggregations of all groups that have their copy."""
         copies = self.synchronizer.copies
+
+        def act(group: int, aggregation: Aggregation) -> None:
+            with self._opening[group]:  # A worker may be about to make it anew.
+                mine = copies.of(group)
+                if mine is not None:
+                    aggregation.ensure(mine)
+                    action(aggregation)
+
         for group, aggregation in self.aggregations.items():
-            mine = None
-            try:
-                with self._opening[group]:  # A worker may be about to make it anew.
-                    mine = copies.of(group)
-                    if mine is not None:
-                        aggregation.ensure(mine)
-                        action(aggregation)
-            except tf.errors.OpError:
-                # Another thread may have found that out.
-                if not self._lose_the_gone() and copies.of(group) is mine:
-                    raise
+            was_there = group in copies.there
+            self._without_the_gone(functools.partial(act, group, aggregation))
+            if was_there and group not in copies.there:
                 logging.warning("What group %d had collected of a step is lost.", group)
 
     def _begin_without_the_gone(self, begin: Callable[[], None]) -> None:
@@ -606,13 +610,24 @@ class TrainFunction(Steps):
         Args:
             begin: may be called again when it has failed.
         """
+        self._lose_the_gone()
+        self._without_the_gone(begin)
+
+    def _without_the_gone(self, action: Callable[[], None]) -> None:
+        """Does what fails when a server is lost meanwhile; then it is done without that one.
+
+        Args:
+            action: may be called again when it has failed.
+        """
+        cluster = self._settings.cluster
         while True:
-            self._lose_the_gone()
+            lives = cluster.membership.lives
             try:
-                return begin()
+                return action()
             except tf.errors.OpError as error:
-                check_parameter_servers(self._settings.cluster, error, self.spared())
-                if not self._lose_the_gone():
+                check_parameter_servers(cluster, error, self.spared())
+                # Another thread may have found it out, and dropped what was there.
+                if not self._lose_the_gone() and cluster.membership.lives == lives:
                     raise
 
     def _lose_the_gone(self) -> bool:

@@ -149,7 +149,10 @@ class WorkerRun:
         self._while_waiting = while_waiting
         self._note_steps = note_steps
         self._followers: list[CallFollower] = []
-        self._comebacks = Comebacks(cluster, crew, self._wait_for_answers, unneeded)
+        self._comebacks = Comebacks(cluster, crew, self._wait_for_answers, self._spared)
+        # Of the others: a process that comes in the place of one has nothing of what it had.
+        lives = cluster.lives("ps").items()
+        self._needed = {server: life for server, life in lives if server not in self._spared}
         self._opened = 0
         self._began: float | None = None  # When all were open.
         self._round = 0 if batches is None else batches.round
@@ -332,9 +335,9 @@ class WorkerRun:
         """
         if not self._retries:
             return
-        if self.losses.workers:
-            self.wait(float("inf"))
-        with self._changed:
+        with self._leaving(), self._changed:
+            if self._losses.workers:
+                self._wait_until(self._idle, self._while_waiting)
             self._is_complete = True
             self._changed.notify_all()
 
@@ -1002,7 +1005,7 @@ class WorkerRun:
         if slot.state is not None:
             is_gone = any(map(self._cluster.membership.is_away, self._holders[slot.index]))
             slot.busy_since = time.monotonic()
-            limit = 0.0 if is_gone else self._leases.limit
+            limit = 0.0 if is_gone or self._gave_up_server else self._leases.limit
             done, lost = slot.state.account_lost(taken, slot.progress, limit)
             slot.busy_since = None
         if not self._retries:
@@ -1111,6 +1114,9 @@ class WorkerRun:
         job, index = server
         if not self.is_open:
             return
+        if server in self._needed and self._cluster.life(*server) != self._needed[server]:
+            # Somebody has taken the next one in, and who calls it may take the error for another.
+            self.fail(lost_parameter_server(self._cluster, server))
         if job == "worker" and is_news:
             self._count_loss()
         for slot in self.slots if job == "worker" and self._recounts else []:

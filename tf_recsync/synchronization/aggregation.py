@@ -16,6 +16,7 @@ from absl import logging
 
 from tf_recsync import staleness
 from tf_recsync.cluster import fetch, reason
+from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.ops.gradient_buffer import Aggregate, Revoked
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
@@ -150,25 +151,24 @@ class Aggregation(AtOnce):
     def _make(self, made_on: str | None = None) -> None:
         """Makes the token list and the buffers, all on one device, or each on its server."""
         mode, variables = self.mode, self._variables
-        self._buffers: dict[tuple[str, int], _Buffer] = {}
+        buffers: dict[tuple[str, int], _Buffer] = {}
         if mode.uses_buffers:
             for optimizer, of_optimizer in self._states.items():
                 by_device: dict[str, list[base.VariableState]] = {}
                 for state in of_optimizer:
                     by_device.setdefault(variables.device(state.variable), []).append(state)
                 for device, states in by_device.items():
-                    number = len(self._buffers)
-                    self._buffers[device, id(optimizer)] = _Buffer(
-                        number, device, states, mode, made_on
-                    )
-        self._tokens = TokenList(
+                    number = len(buffers)
+                    buffers[device, id(optimizer)] = _Buffer(number, device, states, mode, made_on)
+        tokens = TokenList(
             repeats=mode.repeats,
             gate=mode.gate,
             workers=len(self._trainers),
-            servers=max(len(self._buffers), 1),
+            servers=max(len(buffers), 1),
             clock_bound=mode.clock_bound,
             device=made_on or self._home,
         )
+        self._buffers, self._tokens = buffers, tokens  # Not earlier, as others may look at them.
         # Tickets of tokens that were taken away, which not all servers know of.
         self._revoked: set[int] = set()
         self._withheld: set[int] = set()  # Tokens that were, and that nobody may have yet.
@@ -315,7 +315,9 @@ class Aggregation(AtOnce):
         with tf.device(None):
             key = repr([o.traced_state for o in self._optimizers if o.built])
             if name not in self._traced or self._traced[name][0] != key:
-                traced = tf.function(trace, autograph=False).get_concrete_function(*specs)
+                function = tf.function(trace, autograph=False)
+                # Others may be about to take in the server that was lost.
+                traced = making_functions(lambda: function.get_concrete_function(*specs))
                 self._traced[name] = key, self._variables.on_own(traced)
         return self._traced[name][1]
 

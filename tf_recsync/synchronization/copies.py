@@ -197,6 +197,15 @@ class Copies:
             made_in = self._lives.get(group)
         return made_in is not None and made_in != self._lives_of(group)
 
+    def are_current(self, group: int) -> bool:
+        """Whether a group has copies, and its holders live on since they were made."""
+        return self.of(group) is not None and not self.is_of_earlier_life(group)
+
+    def are_gone(self, group: int) -> bool:
+        """Whether a group's copies are known to be gone, or can't be reached for now."""
+        is_away = self._cluster.membership.is_away
+        return self.is_of_earlier_life(group) or any(map(is_away, self.groups[group].holders))
+
     def answers(self, group: int) -> bool:
         """Whether a group's holders give signs of life soon, and of the life of its copies."""
         return not self.is_of_earlier_life(group) and self.are_reachable(group)

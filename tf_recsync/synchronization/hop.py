@@ -78,7 +78,7 @@ class ExchangeSynchronizer(Synchronizer):
                 [group.holders[shard] for group in copies.groups],
                 self._noun,
                 dtype,
-                lambda group: not copies.is_of_earlier_life(group),
+                copies.are_current,
                 stall_seconds,
                 bandwidths,
                 recordings,

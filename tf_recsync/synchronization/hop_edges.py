@@ -194,6 +194,8 @@ class Edges:
                     if not all(self._answers(worker) for worker in (sender, receiver)):
                         self._loops.rest()
                         continue
+                    if not self._is_in_charge(sender, receiver, self._living()):
+                        return  # It was found out meanwhile.
                     failures += 1
                     if not self._may_try_again(sender, receiver, error, failures):
                         return

@@ -160,7 +160,7 @@ class Exchange:
                 deleter.forget()
                 self._edges.leave(worker, self._handles[worker])
             self._tellers += 1
-        self._tell_of_end(worker, -1)
+        self._tell_of_end(worker)
 
     def sources(self, worker: int) -> list[int]:
         """Whose parameters a worker takes that is back: its in-neighbors', or those there are."""
@@ -186,7 +186,7 @@ class Exchange:
             self._left[worker] = iteration
             self._all_there = False
             self._tellers += 1
-        self._tell_of_end(worker, iteration)
+        self._tell_of_end(worker)
 
     def resume(self, worker: int) -> None:
         """A worker that has left in this epoch takes steps again: its neighbors count on it.
@@ -210,11 +210,15 @@ class Exchange:
         with self._joining:
             self._check_not_lost(worker)
             self._states()  # What it has counted up to now.
+            with self._lock:
+                self._all_there = False
+            self._void_bounds()
             try:
                 with self._edges.renew(worker), self._lock:
                     self._resuming.add(worker)
                 there = set(self.there)
-                first = self.join(worker, [w for w in self._neighbors(worker) if w in there])
+                others = [w for w in self._neighbors(worker) if w in there]
+                first = self.join(worker, others, is_back=False)
             finally:
                 with self._lock:
                     self._resuming.discard(worker)
@@ -384,12 +388,13 @@ class Exchange:
             self._handles[worker] = handle
             self._deleters[worker] = ResourceDeleter(handle, handle.device)
 
-    def join(self, worker: int, others: Sequence[int]) -> int:
+    def join(self, worker: int, others: Sequence[int], is_back: bool = True) -> int:
         """Has a worker with parameters take part in an epoch under way; under _joining.
 
         Args:
             worker: nobody counts on it.
             others: it begins behind their iterations.
+            is_back: whether it was lost; else it stays so if it is lost meanwhile.
 
         Returns:
             The iteration that it begins with.
@@ -398,7 +403,6 @@ class Exchange:
             tf.errors.UnavailableError: if it was lost meanwhile.
         """
         margin = _MARGIN
-        was_lost = self.is_lost(worker)
         first = max([self._first - 1, *self._iterations(others).values()]) + margin
         while True:
             with self._at(worker):
@@ -430,7 +434,7 @@ class Exchange:
             if worker not in self._deleters:
                 raise self._was_lost(worker)
             # From now on it is told itself of neighbors that leave or are lost.
-            if was_lost:
+            if is_back:
                 self._lost.discard(worker)
             self._left.pop(worker, None)
         tell_of_neighbors()
@@ -452,11 +456,15 @@ class Exchange:
         with self._at(worker):
             return int(fetch(hop.state(self.handle(worker)).iteration))
 
-    def _tell_of_end(self, worker: int, until: int) -> None:
+    def _tell_of_end(self, worker: int) -> None:
         """Tells a worker's neighbors that it takes part no more; see `_tellers`."""
+        told = None
         try:
             self._void_bounds()
-            self._tell_neighbors(worker, 0, until)
+            # One that has left may be lost while they are told, and another thread tell them of it.
+            while told != (until := self._takes_part_until(worker)):
+                told = until
+                self._tell_neighbors(worker, 0, until)
         finally:
             with self._told:
                 self._tellers -= 1

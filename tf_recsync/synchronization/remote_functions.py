@@ -13,6 +13,8 @@ import tensorflow as tf
 from tensorflow.python.eager import cancellation, context, execute
 from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
 
+from tf_recsync.cluster.making_functions import making_functions
+
 _thread = threading.local()
 _Traced = TypeVar("_Traced")
 _MOST_KEPT = 64  # Functions of a kind that this process keeps.
@@ -28,7 +30,7 @@ def traced_once(trace: Callable[..., _Traced]) -> Callable[..., _Traced]:
     @functools.lru_cache(maxsize=_MOST_KEPT)
     def kept(*key: Any) -> _Traced:
         with tf.init_scope(), tf.device(None):
-            return trace(*key)
+            return making_functions(lambda: trace(*key))
 
     @functools.wraps(trace)
     def get(*key: Any) -> _Traced:

@@ -21,6 +21,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tf_recsync import ops
 from tf_recsync.cluster import Cluster, fetch, processor_of
+from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.remote_values import at, on_worker
@@ -340,10 +341,13 @@ class Trainers:
 
         specs = [tf.TensorSpec([], tf.resource)] * (each * len(devices))
         with tf.device(None), links.limited(self._limits):
-            function = (
-                tf.function(sync, autograph=False).get_concrete_function(*specs)
-                if turns is None
-                else _in_turns(sync, specs, turns.interval)
+            # Another thread may take in a server meanwhile.
+            function = making_functions(
+                lambda: (
+                    tf.function(sync, autograph=False).get_concrete_function(*specs)
+                    if turns is None
+                    else _in_turns(sync, specs, turns.interval)
+                )
             )
         shard.functions[key] = function
         return function
