@@ -211,8 +211,9 @@ class Exchange:
             self._check_not_lost(worker)
             self._states()  # What it has counted up to now.
             with self._lock:
-                self._all_there = False
-            self._void_bounds()
+                bounds_held, self._all_there = self._all_there, False
+            if bounds_held:
+                self._void_bounds()
             try:
                 with self._edges.renew(worker), self._lock:
                     self._resuming.add(worker)
