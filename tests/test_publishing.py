@@ -285,3 +285,32 @@ def test_a_model_that_can_not_be_exported_is_an_error_before_training(tmp_path):
 def test_wrong_arguments_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         Publish(**{"target": "models", **wrong})
+
+
+def test_an_old_version_that_can_not_be_removed_keeps_no_later_one_from_being_written(
+    tmp_path, monkeypatch, caplog
+):
+    """As of a file that somebody reads, on some file systems."""
+    written = Versions(str(tmp_path))
+    written.prepare()
+
+    def write():
+        number, folder = written.begin()
+        tf.io.gfile.makedirs(folder)
+        written.finish(number, {})
+        return number
+
+    first = write()
+    with monkeypatch.context() as patch:
+
+        def refuse(path):
+            raise tf.errors.FailedPreconditionError(None, None, f"{path} is not empty")
+
+        patch.setattr(tf.io.gfile, "rmtree", refuse)
+        with pytest.raises(tf.errors.FailedPreconditionError):
+            written.remove(first)
+        assert write() == first + 1
+        assert f".publishing-{first} could not be removed" in caplog.text
+    assert write() == first + 2
+    assert written.published() == [first + 1, first + 2]
+    assert not (tmp_path / f".publishing-{first}").exists()

@@ -349,6 +349,32 @@ def test_a_loss_after_the_last_step_does_not_cost_the_last_checkpoint(cluster, t
     check_rows(callback.saved[-1].path)
 
 
+def test_what_was_not_restored_is_not_saved_and_restored_by_the_next_call(
+    cluster, tmp_path, monkeypatch
+):
+    model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
+    lost = shards_of(model)[1]
+
+    def interrupt(callback, lost, *, is_partial):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "_recover", interrupt)
+        callback = Checkpoint(tmp_path, every_steps=10, keep=1)
+        kills = KillInTurn(cluster, callback, [lost])
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(dataset(STEPS, ROWS), verbose=0, callbacks=[callback, kills])
+    saved = checkpoint.latest(tmp_path)
+    with pytest.raises(RuntimeError, match=f"ps:{lost} was lost, .* could not be restored"):
+        checkpoint.save(tmp_path / "by hand", model)
+    # Here, too, only the last one is kept.
+    callback = Checkpoint(tmp_path, every_seconds=1e9, keep=1)
+    model.fit(dataset(20, ROWS), verbose=0, callbacks=[callback])
+    assert callback.recoveries == 1
+    check_rows(callback.saved[-1].path)
+    assert checkpoint.latest(tmp_path) == callback.saved[-1].path != saved
+
+
 def test_who_trains_without_the_callback_is_told_of_a_loss(cluster, tmp_path):
     model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
     lost = shards_of(model)[1]

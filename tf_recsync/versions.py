@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 MARKER = "published.json"
 _UNFINISHED = ".publishing-"
@@ -87,10 +88,15 @@ class Versions:
             Its number, and the folder to write.
         """
         names = self._names()
+        numbers = [number for number in map(_number, names) if number is not None]
         for name in names:
             if name.startswith(_UNFINISHED) and _number(name[len(_UNFINISHED) :]) is not None:
-                self._remove_unfinished(int(name[len(_UNFINISHED) :]))
-        numbers = [number for number in map(_number, names) if number is not None]
+                left = int(name[len(_UNFINISHED) :])
+                try:
+                    self._remove_unfinished(left)
+                except (OSError, tf.errors.OpError) as error:  # As of a file that somebody reads.
+                    logging.warning("%s could not be removed: %s", self._note(left), error)
+                    numbers.append(left)
         number = max(numbers, default=0) + 1
         if self._renames:
             return number, self._note(number)

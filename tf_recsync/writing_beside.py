@@ -230,12 +230,12 @@ class WritingBeside(keras.callbacks.Callback):
             if self._keep is not None:
                 # The newest first: it may need older ones.
                 for old in reversed(self._unneeded(self._versions.published(), self._keep)):
-                    self._versions.remove(old)
+                    self._forget(old)
         except Exception as error:  # Handed to the thread of `fit`.
             self._error = error
 
     def _forget(self, number: int) -> None:
-        """Makes room: what was written of a version can't be used."""
+        """Makes room, if that is possible: a version can't be used, or is not needed any more."""
         try:
             self._versions.remove(number)
         except (OSError, tf.errors.OpError) as error:

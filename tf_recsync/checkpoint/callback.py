@@ -285,8 +285,9 @@ class Checkpoint(WritingRows):
                 self._ps_timeout,
                 self._describe_last,
             )
-            # One of before may have other values than the model has by now.
-            if self._resumed is None:
+            # One of before may have other values than the model has by now. What was lost, and a
+            # call of before could not restore, the first step restores.
+            if self._resumed is None and not function.unrestored:
                 self._begin()
                 self._wait()
 

@@ -41,6 +41,7 @@ from tf_recsync.optimizers.saving import signature
 from tf_recsync.shown_variable import shown
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.fit_strategy import FitStrategy
+from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.synchronization.copies import is_copied
 
 
@@ -165,7 +166,14 @@ class Writer:
         self._metadata = dict(metadata or {})
 
     def read(self) -> _Read:
-        """Reads what is of one moment: workers stand still from then on until `fit` goes on."""
+        """Reads what is of one moment: workers stand still from then on until `fit` goes on.
+
+        Raises:
+            RuntimeError: if some of it was lost with a parameter server, and not restored.
+        """
+        function = getattr(self._model, "train_function", None)
+        if isinstance(function, TrainFunction):
+            function.check_restored()
         rows = RowsApart()
         weights = saved_weights(self._model, rows)
         sources, described = described_rows(rows.saved, self._model)

@@ -176,9 +176,9 @@ def _recover(
     lives = cluster.lives("ps")
     # Others that nobody has missed may have been taken in with these.
     lost = function.unrestored = lost | lost_servers(cluster, spared, function.lives)
+    function.lives = lives
     with function.watched():
         position = recovery.restore(function.make_anew(lost))
-        function.lives = lives
         function.go_on_with_pass(iterator, position)
     seconds = time.monotonic() - began
     logging.warning("Training goes on: %s is back after %.1f s.", _names(lost), seconds)

@@ -114,7 +114,7 @@ class TrainFunction(Steps):
     def __call__(self, iterator: Any) -> dict[str, Any]:
         while True:
             try:
-                self._check_restored()
+                self.check_restored()
                 return super().__call__(iterator)
             except StopIteration:
                 raise
@@ -188,7 +188,7 @@ class TrainFunction(Steps):
     def _can_recover(self) -> bool:
         return self.recovery is not None
 
-    def _check_restored(self) -> None:
+    def check_restored(self) -> None:
         """Raises a RuntimeError if variables of lost servers are not restored yet."""
         if self.unrestored:
             names = ", ".join(f"{job}:{index}" for job, index in sorted(self.unrestored))
@@ -267,9 +267,10 @@ class TrainFunction(Steps):
 
     def make_anew(self, lost: set[Server]) -> list[ShownVariable]:
         """Makes the variables anew that lost servers had, and has all functions traced again."""
-        made = make_anew(self._model, lost)
-        # Other models may share layers with this one.
+        # Before anything is zeros, so that nobody takes it for what the model has learned. Other
+        # models may share layers with this one.
         self._model.distribute_strategy.renewals += 1
+        made = make_anew(self._model, lost)
         for function in (self, self._model.test_function, self._model.predict_function):
             function.forget_traced()
         return made
