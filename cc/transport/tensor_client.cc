@@ -233,6 +233,10 @@ void TensorClient::Finish() {
 }
 
 void TensorClient::Closed(const std::string& reason) {
+  // What has come of a tensor goes now: this client is kept, as long as nobody
+  // asks its server's next life for anything.
+  tensor_ = Tensor();
+  proto_.reset();
   const absl::Status status = absl::UnavailableError(
       "the connection to " + name_ + " has ended: " + reason);
   std::function<void(const absl::Status&)> ready;
