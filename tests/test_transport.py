@@ -5,6 +5,7 @@ import os
 import resource
 import socket
 import struct
+import threading
 import time
 
 import keras
@@ -21,6 +22,7 @@ from helpers import (
     held_back,
     mean_output,
     slope_model,
+    wait_until,
 )
 from sockets import listening_addresses, open_connections
 
@@ -234,19 +236,47 @@ def trained_weights(cluster) -> list[np.ndarray]:
     return model.get_weights()
 
 
-def test_memory_does_not_grow_with_the_tensors_that_were_sent(cluster):
-    def memory(server) -> int:
-        with open(f"/proc/{cluster.pid(*server)}/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def memory(cluster, server) -> int:
+    """The bytes that a server has."""
+    with open(f"/proc/{cluster.pid(*server)}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+
+def test_memory_does_not_grow_with_the_tensors_that_were_sent(cluster):
     function = pass_on([tf.zeros([1_000_000])])
     for _ in range(30):
         function()
-    before = [memory(server) for server in SERVERS]
+    before = [memory(cluster, server) for server in SERVERS]
     for _ in range(75):  # 300 MB through each of three servers.
         function()
-    grown = [memory(server) - old for server, old in zip(SERVERS, before, strict=True)]
+    grown = [memory(cluster, server) - old for server, old in zip(SERVERS, before, strict=True)]
     assert max(grown) < 100e6
+
+
+def test_what_has_come_of_a_tensor_is_freed_when_its_sender_dies(cluster):
+    @tf.function
+    def send(value, size):
+        with tf.device("/job:ps/task:0"):
+            tensor = tf.fill([size], value)
+        with tf.device("/job:worker/task:0"):
+            return tf.reduce_max(tensor)
+
+    def fail():
+        with cluster.dispatch_scope(), contextlib.suppress(tf.errors.OpError):
+            send(tf.constant(1.0), tf.constant(250_000_000))
+
+    def grown():
+        return memory(cluster, ("worker", 0)) - before
+
+    assert send(tf.constant(2.0), tf.constant(3)).numpy() == 2.0
+    before = memory(cluster, ("worker", 0))
+    thread = threading.Thread(target=fail)
+    with calls_that_end(cluster):
+        thread.start()
+        assert wait_until(lambda: grown() > 100e6, 60)  # Of a thousand.
+        cluster.kill("ps", 0)
+        thread.join()
+    assert wait_until(lambda: grown() < 50e6, 10)
 
 
 @contextlib.contextmanager
