@@ -202,9 +202,11 @@ class Copies:
         return self.of(group) is not None and not self.is_of_earlier_life(group)
 
     def are_gone(self, group: int) -> bool:
-        """Whether a group's copies are known to be gone, or can't be reached for now."""
-        is_away = self._cluster.membership.is_away
-        return self.is_of_earlier_life(group) or any(map(is_away, self.groups[group].holders))
+        """Whether a group's copies are known to be gone, or can't be reached for now, or nothing
+        listens where one of their holders was."""
+        is_away, is_up = self._cluster.membership.is_away, self._cluster.is_up
+        gone = (is_away(holder) or not is_up(*holder) for holder in self.groups[group].holders)
+        return self.is_of_earlier_life(group) or any(gone)
 
     def answers(self, group: int) -> bool:
         """Whether a group's holders give signs of life soon, and of the life of its copies."""
