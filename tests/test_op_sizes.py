@@ -114,6 +114,24 @@ def test_a_table_without_rows_may_have_any_shape_that_can_be_counted():
         ops.gather_rows([table.handle], [], np.zeros([0], np.int64), np.zeros([1], np.int64))
 
 
+@pytest.mark.parametrize("shape", [(0, 2**31, 2**31), (1, 2**62, 0)])
+def test_rows_of_a_table_without_elements_are_copied_if_their_shape_can_be_counted(shape):
+    table = tf.Variable(tf.zeros(shape))
+    copied = {"variables": [table.handle], "log_decays": [], "dtypes": [tf.float32]}
+    with pytest.raises(tf.errors.InvalidArgumentError, match="overflow"):
+        ops.copy_rows(rows=np.zeros([5], np.int64), **copied)
+    none = ops.copy_rows(rows=np.zeros([0], np.int64), **copied)
+    assert none.values[0].shape == (0, *shape[1:])
+
+
+def test_rows_that_have_no_elements_are_not_counted_beyond_what_a_number_holds():
+    table = tf.Variable(tf.zeros([2**63 - 1, 0]))
+    log_decays = tf.Variable(tf.zeros([2], tf.float64))
+    message = f"must have at most {2**40} rows, not {2**63 - 1}"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        ops.settle_decay([table.handle], [log_decays.handle])
+
+
 def test_a_large_buffer_takes_memory_only_with_a_gradient_of_its_size():
     # 8 GB each, if they were allocated at once.
     handles = [

@@ -63,6 +63,7 @@ class Simulation:
         self.steps = [step] * self.servers
         self.free = list(range(step * self.repeats, step * self.repeats + 2000))
         self.held = {w: [] for w in self.workers}
+        self.lost = {w: 0 for w in self.workers}  # And not back.
         self.clocks = {w: 0 for w in self.workers}
         self.live = set(self.workers)
 
@@ -84,21 +85,25 @@ class Simulation:
             return None
         self.free.remove(index)
         self.live.add(worker)
+        self.lost[worker] = 0
         self.clocks[worker] = clock + 1
         kept = self.held[worker] if self.gate == "step" else []
         self.held[worker] = [*kept, index]
         return index
 
     def lose(self, worker):
-        held = [i for i in self.held[worker] if self.useful(i)]
+        """How many are gone, and how many are to be handed out again."""
+        held, gone = [i for i in self.held[worker] if self.useful(i)], self.lost[worker]
         self.leave(worker)
         if self.gate != "step":
-            return len(held), 0
+            self.lost[worker] = gone + len(held)
+            return self.lost[worker], 0
         self.free = sorted(self.free + held)
         return 0, len(held)
 
     def leave(self, worker):
         self.held[worker] = []
+        self.lost[worker] = 0
         self.live.discard(worker)
 
     def report_step(self, server, step):
@@ -145,11 +150,12 @@ def test_random_calls_follow_the_simulation(gate, in_function):
             assert (int(token.index), int(token.value)) == (expected, expected // 3)
             taken += 1
         elif event < 68:
+            known = simulation.lost[worker]
             loss = lose(worker)
             withheld = loss.withheld.numpy().tolist()
             assert (int(loss.lost), len(withheld)) == simulation.lose(worker)
             assert int(reissue(loss.withheld)) == len(withheld)
-            lost, reissued = lost + int(loss.lost), reissued + len(withheld)
+            lost, reissued = lost + int(loss.lost) - known, reissued + len(withheld)
         elif event < 72:
             leave(worker)
             simulation.leave(worker)
@@ -271,6 +277,23 @@ def test_a_take_whose_step_is_cancelled_before_it_gets_nothing():
     assert tokens.state().waiting == ()
     tokens.report_step(0, 1)
     assert int(tokens.take(0).index) == 1  # Nobody else has got it.
+
+
+@pytest.mark.parametrize("gate", ["none", "step", "clock"])
+def test_whoever_got_no_answer_asks_again_for_what_went_with_a_worker(gate):
+    bound = {"clock_bound": 4} if gate == "clock" else {}
+    tokens = TokenList(repeats=4, gate=gate, workers=2, **bound)
+    tokens.take(1)
+    taken = [int(tokens.take(0).ticket) for _ in range(2)]
+    tokens.lose(0)  # The answer does not arrive.
+    loss = tokens.lose(0)
+    if gate == "step":
+        assert loss.tickets.numpy().tolist() == taken
+        assert int(tokens.reissue(loss.withheld)) == 2
+    else:
+        assert (loss.tickets.numpy().tolist(), int(loss.lost)) == (taken[1:], 1)
+    tokens.take(0)
+    assert not set(tokens.lose(0).tickets.numpy()) & set(taken)
 
 
 @pytest.mark.parametrize("method", ["lose", "leave"])

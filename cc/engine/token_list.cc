@@ -42,6 +42,7 @@ TokenList::Ticket TokenList::Take(int worker, Callback done) {
         caller.live = true;
         ++live_clocks_[caller.clock];
       }
+      caller.lost.clear();
       if (options_.gate != Gate::kStep) caller.held.clear();
       calls_.emplace(ticket, Call{worker, now, std::move(done)});
       TakeOut(worker);
@@ -74,18 +75,24 @@ TokenList::Loss TokenList::Lose(int worker) {
   Loss loss;
   {
     MutexLock lock(&mu_);
-    std::map<int64_t, Ticket>& held = workers_[worker].held;
-    for (const auto& [index, ticket] : held) {
-      loss.tickets.push_back(ticket);
-      if (options_.gate != Gate::kStep) {
-        ++loss.lost;
-        continue;
+    Worker& gone = workers_[worker];
+    for (const auto& [index, ticket] : std::exchange(gone.held, {})) {
+      if (options_.gate == Gate::kStep) {
+        withheld_[index] = {worker, ticket};
+      } else {
+        gone.lost[index] = ticket;
+        ++counts_.lost;
       }
-      withheld_.insert(index);
-      loss.withheld.push_back(index);
     }
-    counts_.lost += loss.lost;
-    held.clear();
+    for (const auto& [index, withheld] : withheld_) {
+      if (withheld.worker != worker) continue;
+      loss.withheld.push_back(index);
+      loss.tickets.push_back(withheld.ticket);
+    }
+    for (const auto& [index, ticket] : gone.lost) {
+      loss.tickets.push_back(ticket);
+      ++loss.lost;
+    }
     Remove(worker, &replies);
   }
   Send(replies);
@@ -114,6 +121,7 @@ void TokenList::Leave(int worker) {
   {
     MutexLock lock(&mu_);
     workers_[worker].held.clear();
+    workers_[worker].lost.clear();
     Remove(worker, &replies);
   }
   Send(replies);
@@ -159,7 +167,7 @@ TokenList::State TokenList::GetState() {
   state.steps = steps_;
   state.workers = workers_;
   state.reissues.assign(reissues_.begin(), reissues_.end());
-  state.withheld.assign(withheld_.begin(), withheld_.end());
+  for (const auto& entry : withheld_) state.withheld.push_back(entry.first);
   for (const auto& entry : calls_) {
     const std::chrono::duration<double> wait = now - entry.second.since;
     state.waiting.push_back({entry.second.worker, std::max(0.0, wait.count())});

@@ -93,6 +93,8 @@ class TokenList {
     bool live = true;
     int64_t clock = 0;
     std::map<int64_t, Ticket> held;  // by index
+    // What it held when it was lost, until it takes another; not with kStep.
+    std::map<int64_t, Ticket> lost;
   };
 
   struct Waiting {
@@ -145,7 +147,8 @@ class TokenList {
 
   // The worker is gone: its waiting Takes are answered with kGone, nobody waits
   // for its clock, and what it holds is withheld or lost. Returns what that
-  // was; nothing for a worker that is gone already.
+  // is. Can be repeated, as its answer may not arrive: tokens are in it until
+  // they are reissued or useless, lost ones until the worker takes another.
   Loss Lose(int worker) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Those of the indices that are withheld are the next to be handed out, in
@@ -176,6 +179,11 @@ class TokenList {
     int worker;
     Time since;
     Callback done;
+  };
+
+  struct Withheld {
+    int worker;  // that it went with
+    Ticket ticket;
   };
 
   // A worker that waits, and the first of its calls: who came first is first.
@@ -215,7 +223,8 @@ class TokenList {
   Ticket next_ticket_ ABSL_GUARDED_BY(mu_) = 1;
   int64_t position_ ABSL_GUARDED_BY(mu_) = 0;
   std::set<int64_t> reissues_ ABSL_GUARDED_BY(mu_);  // all below position_
-  std::set<int64_t> withheld_ ABSL_GUARDED_BY(mu_);  // of those not in it
+  // By index: of those not in it.
+  std::map<int64_t, Withheld> withheld_ ABSL_GUARDED_BY(mu_);
   std::vector<int64_t> steps_ ABSL_GUARDED_BY(mu_);  // by server
   int64_t smallest_step_ ABSL_GUARDED_BY(mu_) = 0;   // of steps_
   std::vector<Worker> workers_ ABSL_GUARDED_BY(mu_);

@@ -127,13 +127,15 @@ TEST(TokenListTest, ALostWorkersTokensAreWithheldUntilTheyAreReissuedInOrder) {
   EXPECT_EQ(loss.tickets, (Indices{1, 3}));
   EXPECT_EQ(list.GetState().withheld, (Indices{0, 2}));
   EXPECT_TRUE(list.GetState().reissues.empty());
-  EXPECT_TRUE(list.Lose(0).withheld.empty());
-  EXPECT_TRUE(list.Lose(0).tickets.empty());
+  // Its answer may be lost: whoever asks again gets the same.
+  EXPECT_EQ(list.Lose(0).withheld, (Indices{0, 2}));
+  EXPECT_EQ(list.Lose(0).tickets, (Indices{1, 3}));
   // One that others hold, and one that nobody has had, are not withheld.
   EXPECT_EQ(list.Reissue({2, 1, 0, 3, 2}), 2);
   EXPECT_EQ(list.Reissue({0, 2}), 0);
   EXPECT_EQ(list.GetState().reissues, (Indices{0, 2}));
   EXPECT_TRUE(list.GetState().withheld.empty());
+  EXPECT_TRUE(list.Lose(0).tickets.empty());
   for (const int64_t expected : {0, 2, 3}) {
     EXPECT_EQ(Index(&list, 1), expected);
   }
@@ -142,6 +144,18 @@ TEST(TokenListTest, ALostWorkersTokensAreWithheldUntilTheyAreReissuedInOrder) {
   EXPECT_EQ(list.GetState().counts.taken, 6);
   // With other tickets than the lost worker had for them.
   EXPECT_EQ(list.Lose(1).tickets, (Indices{4, 2, 5, 6}));
+}
+
+TEST(TokenListTest, WhatAWorkerLostBeforeItCameBackIsInItsNextLossAsWell) {
+  TokenList list({4, Gate::kStep, 0, 1, 2});
+  EXPECT_EQ(Index(&list, 0), 0);
+  EXPECT_EQ(Index(&list, 1), 1);
+  list.Lose(0);  // Nobody gets the answer.
+  EXPECT_EQ(Index(&list, 0), 2);
+  EXPECT_EQ(list.Lose(1).withheld, Indices{1});
+  const TokenList::Loss loss = list.Lose(0);
+  EXPECT_EQ(loss.withheld, (Indices{0, 2}));
+  EXPECT_EQ(loss.tickets, (Indices{1, 3}));
 }
 
 TEST(TokenListTest, AWithheldTokenIsHandedToNobody) {
@@ -198,9 +212,15 @@ TEST(TokenListTest, WithoutTheStepGateALostWorkersLastTokenIsLost) {
     const TokenList::Loss loss = list.Lose(0);
     EXPECT_EQ(loss.lost, 1);
     EXPECT_TRUE(loss.withheld.empty());
-    EXPECT_EQ(list.Lose(0).lost, 0);
+    EXPECT_EQ(loss.tickets, Indices{2});
+    // Asked again, as the answer may be lost, until the worker is back.
+    EXPECT_EQ(list.Lose(0).tickets, Indices{2});
     EXPECT_EQ(list.GetState().counts.lost, 1);
     EXPECT_EQ(Index(&list, 1), 2);
+    list.Take(0, [](TokenList::Answer, TokenList::Token) {});
+    list.Leave(0);
+    EXPECT_EQ(list.Lose(0).lost, 0);
+    EXPECT_EQ(list.GetState().counts.lost, 1);
   }
 }
 

@@ -36,7 +36,10 @@ absl::Status MakeShape(std::initializer_list<NamedSize> sizes,
     if (!is_empty) elements *= size.size;
   }
   shape->Clear();
-  for (const NamedSize& size : sizes) shape->AddDim(size.size);
+  // Of an empty one, those before a 0 may be too many together.
+  for (const NamedSize& size : sizes) {
+    TF_RETURN_IF_ERROR(shape->AddDimWithStatus(size.size));
+  }
   return absl::OkStatus();
 }
 

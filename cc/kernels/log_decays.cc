@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "cc/engine/limits.h"
 
 namespace recsync {
 
@@ -52,7 +53,13 @@ absl::Status RowDecayOf(tensorflow::Var* log_decays, int64_t rows,
   TF_RETURN_IF_ERROR(
       CheckVariable(*log_decays, "log_decays", tensorflow::DT_DOUBLE));
   const tensorflow::TensorShape& shape = log_decays->tensor()->shape();
-  if (shape != tensorflow::TensorShape({RowDecay::Size(rows)})) {
+  // A table without elements may have any number of rows.
+  if (rows > kMostTableElements) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a table with log_decays must have at most ",
+                     kMostTableElements, " rows, not ", rows));
+  }
+  if (shape.dims() != 1 || shape.dim_size(0) != RowDecay::Size(rows)) {
     return absl::InvalidArgumentError(
         absl::StrCat("log_decays must have shape [", RowDecay::Size(rows),
                      "] for ", rows, " rows, not ", shape.DebugString()));

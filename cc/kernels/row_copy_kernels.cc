@@ -82,7 +82,8 @@ class CopyRowsOp : public OpKernel {
           ctx,
           MakeShape({{"rows", n}, {"elements of a row", elements}}, &shape));
       shape = value.shape();
-      shape.set_dim(0, n);
+      // Without elements, other dimensions may be of any size.
+      OP_REQUIRES_OK(ctx, shape.SetDimWithStatus(0, n));
       const Tensor copied(PageAllocator::Global(), dtypes_[i], shape);
       OP_REQUIRES(ctx, copied.IsInitialized(),
                   absl::ResourceExhaustedError(absl::StrCat(

@@ -110,8 +110,10 @@ smallest step are withheld until RecsyncReissueTokens names them. With the other
 gates the last token that it took is lost.
 
 list: A scalar, the list.
-worker: A scalar, from 0 to workers - 1. One that is gone already changes
-  nothing.
+worker: A scalar, from 0 to workers - 1. Of one that is gone already the outputs
+  are the same again, as the first answer may not have arrived: until its tokens
+  are reissued or useless or, without the gate "step", it takes another or
+  leaves.
 lost: A scalar, how many tokens are gone for good.
 withheld: The places in the list of those that may be handed out again, rising.
 tickets: Those of either, in the order of their places.

@@ -1,5 +1,6 @@
 #include "cc/transport/rendezvous_mgr.h"
 
+#include <iterator>
 #include <utility>
 
 #include "absl/log/log.h"
@@ -27,11 +28,11 @@ using tensorflow::WorkerEnv;
 constexpr int64_t kAddressStep = -0x7ec5c0;
 // How long a step lives when a tensor of it is given up: the error that led to
 // that may come first then. TensorFlow waits as long.
-constexpr int64_t kGiveUpMicroseconds = 1000000;
+constexpr double kGiveUpSeconds = 1.0;
 // How long a server may take to tell its address. One that takes part by
 // TensorFlow's calls alone waits for somebody to send the tensor that we ask
 // for.
-constexpr int64_t kAddressMicroseconds = 10000000;
+constexpr double kAddressSeconds = 10.0;
 
 // What a server tells: its version of the transport, host, port and secret.
 constexpr int64_t kAddressParts = 4;
@@ -159,13 +160,17 @@ std::shared_ptr<TensorClient> RendezvousMgr::ClientOf(
     tensorflow::WorkerSession* session) {
   {
     MutexLock lock(&mu_);
-    const auto [found, is_new] = peers_.try_emplace(parsed.src_incarnation);
-    Peer& peer = found->second;
-    if (peer.is_ready && peer.client->is_closed()) {
-      peer = Peer();  // Perhaps it can be reached again.
-    } else if (!is_new) {
+    const auto found = peers_.find(parsed.src_incarnation);
+    if (found != peers_.end() && !found->second.is_gone()) {
+      const Peer& peer = found->second;
       return peer.is_ready ? peer.client : nullptr;
     }
+    // One that is started again has another incarnation: nobody asks for what
+    // it was. One that was not can perhaps be reached again.
+    for (auto peer = peers_.begin(); peer != peers_.end();) {
+      peer = peer->second.is_gone() ? peers_.erase(peer) : std::next(peer);
+    }
+    peers_.try_emplace(parsed.src_incarnation);
   }
   Ask(parsed, worker, session);
   return nullptr;
@@ -183,13 +188,12 @@ void RendezvousMgr::Ask(const Rendezvous::ParsedKey& parsed,
     return;  // The call for the tensor says so.
   }
   call->Init(kAddressStep, std::string(parsed.FullKey()), device, {});
-  env_->env->SchedClosureAfter(
-      kAddressMicroseconds, [asked = std::weak_ptr<RpcCall>(call)] {
-        const auto call = asked.lock();
-        if (call != nullptr) {
-          call->StartAbort(absl::DeadlineExceededError("it tells no address"));
-        }
-      });
+  timer_.CallAfter(kAddressSeconds, [asked = std::weak_ptr<RpcCall>(call)] {
+    const auto call = asked.lock();
+    if (call != nullptr) {
+      call->StartAbort(absl::DeadlineExceededError("it tells no address"));
+    }
+  });
   RpcCall* const started = call.get();
   started->Start([this, call = std::move(call), worker,
                   incarnation = parsed.src_incarnation] {
@@ -271,9 +275,10 @@ void RendezvousMgr::ConnectTo(uint64_t incarnation, const std::string& worker,
 }
 
 void RendezvousMgr::GiveUp(int64_t step) {
-  env_->env->SchedClosureAfter(kGiveUpMicroseconds, [this, step] {
-    const auto rendezvous = Find(step);
-    if (rendezvous->IsRemoteEagerContextDefault()) return;
+  // Found now: the step may be over then, and would begin again.
+  const std::shared_ptr<tensorflow::RemoteRendezvous> rendezvous = Find(step);
+  if (rendezvous->IsRemoteEagerContextDefault()) return;
+  timer_.CallAfter(kGiveUpSeconds, [rendezvous, step] {
     rendezvous->StartAbort(absl::AbortedError(
         "a tensor of step " + std::to_string(step) + " was given up"));
   });

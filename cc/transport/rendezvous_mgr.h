@@ -21,6 +21,7 @@
 #include "cc/engine/message_loop.h"
 #include "cc/engine/mutex.h"
 #include "cc/engine/result.h"
+#include "cc/engine/timer.h"
 #include "cc/transport/tensor_client.h"
 #include "cc/transport/tensor_server.h"
 #include "tensorflow/core/distributed_runtime/base_rendezvous_mgr.h"
@@ -55,6 +56,9 @@ class RendezvousMgr : public tensorflow::BaseRendezvousMgr {
   struct Peer {
     std::shared_ptr<TensorClient> client;
     bool is_ready = false;
+
+    // Whether it could be reached, and can't any more.
+    bool is_gone() const { return is_ready && client->is_closed(); }
   };
 
   void Ask(const tensorflow::Rendezvous::ParsedKey& parsed,
@@ -78,6 +82,7 @@ class RendezvousMgr : public tensorflow::BaseRendezvousMgr {
   // again has another of.
   std::unordered_map<uint64_t, Peer> peers_ ABSL_GUARDED_BY(mu_);
   // After what its thread uses.
+  Timer timer_;
   MessageLoop loop_;
   const TensorServer server_;
 };

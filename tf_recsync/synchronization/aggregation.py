@@ -379,12 +379,14 @@ class Aggregation(AtOnce):
         # The thread that finds out may be in the device scope of the lost worker.
         with tf.device(self._home):
             loss = fetch(self._tokens.lose(self._place(worker)))
+        tickets = set(loss.tickets.tolist())
+        new = tickets - self._revoked
         # Until all servers know: if one does not answer, they are told the next time.
-        self._revoked.update(loss.tickets.tolist())
+        self._revoked |= tickets
         self._withheld.update(loss.withheld.tolist())
-        if len(loss.tickets):
-            logging.warning("worker:%d took %d tokens with it.", worker, len(loss.tickets))
-        return bool(len(loss.tickets))
+        if new:
+            logging.warning("worker:%d took %d tokens with it.", worker, len(new))
+        return bool(tickets)
 
     def _hand_on(self) -> None:
         """Has tokens that were taken away be handed out again, but for those that a server has.

@@ -120,7 +120,8 @@ class TokenList:
         lost.
 
         Args:
-            worker: an int64 scalar, from 0 to workers - 1; one that is gone changes nothing.
+            worker: an int64 scalar, from 0 to workers - 1. Of one that is gone already the result
+                is the same again, until its tokens are reissued or it is back.
         """
         return tokens.lose_worker(self._handle, worker)
 
