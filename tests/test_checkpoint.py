@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import tf_recsync as recsync
 from tf_recsync import checkpoint
-from tf_recsync.checkpoint import blocks
+from tf_recsync.checkpoint import blocks, restoring
 from tf_recsync.checkpoint.index import INDEX, WEIGHTS
 from tf_recsync.embedding import table_rows
 from tf_recsync.embedding.physical_tables import Piece
@@ -97,6 +97,27 @@ def check_equal(one, other):
         np.testing.assert_array_equal(values, other_tables[name], name)
     for values, others in zip(dense, other_dense, strict=True):
         np.testing.assert_array_equal(values, others)
+
+
+def test_what_was_not_lost_stays_though_another_loss_ends_the_recovery(tmp_path, monkeypatch):
+    model = make_model()
+    fit(model)
+    checkpoint.save(tmp_path / "first", model)
+    fit(model, 1)
+    expected, lost = state_of(model), model.weights[-1]
+    load = restoring.load_weights
+
+    def load_and_lose(*args):
+        load(*args)
+        raise tf.errors.UnavailableError(None, None, "another server is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(restoring, "load_weights", load_and_lose)
+        with pytest.raises(tf.errors.UnavailableError):
+            restoring.restore_lost(str(tmp_path / "first"), model, [lost._value])
+    assert np.any(lost != expected[1][-1])
+    lost.assign(expected[1][-1])
+    check_equal(state_of(model), expected)
 
 
 @given(st.data())

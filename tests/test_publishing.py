@@ -135,6 +135,41 @@ def ones(batches=3, units=1):
     return tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, units]))).repeat(batches)
 
 
+def test_what_an_interrupted_fit_has_left_writing_is_whole_before_the_next_is_begun(
+    tmp_path, monkeypatch
+):
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            assert is_writing.wait(60)
+            raise KeyboardInterrupt
+
+    class GoesOn(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:  # The second one has been begun after the first batch.
+                assert recsync.latest_published(target) is None
+                goes_on.set()
+
+    goes_on, is_writing = threading.Event(), threading.Event()
+    write = Inference.write
+
+    def write_later(inference, folder):
+        is_writing.set()
+        assert goes_on.wait(60)
+        write(inference, folder)
+
+    monkeypatch.setattr(Inference, "write", write_later)
+    target, model = tmp_path / "published", local_model()
+    first = Publish(target, every_seconds=1e-6)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(ones(), callbacks=[first, Interrupt()], verbose=0)
+    same = tmp_path / "other" / ".." / "published"
+    second = Publish(same, every_seconds=1e-6, keep=None)
+    model.fit(ones(2), callbacks=[second, GoesOn()], verbose=0)
+    assert [one.version for one in first.publications] == [1]
+    assert [one.version for one in second.publications] == [2, 3]
+    assert sorted(path.name for path in target.iterdir()) == ["1", "2", "3"]
+
+
 def test_of_versions_in_object_stores_the_marker_says_which_are_whole(monkeypatch):
     target = "ram://published/clicks"
     model, publish = local_model(), Publish(target, every_seconds=1e9, keep=2)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,8 +42,16 @@ def latest_published(target: str | os.PathLike) -> str | None:
     return versions.path(published[-1]) if published else None
 
 
+_locks: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
+_locks_lock = threading.Lock()
+
+
 class Versions:
     """The numbered folders below a target; one process at a time writes there.
+
+    In a process one thread at a time may write there: whoever does holds `writing`, a lock that all
+    who name the target share. So what an interrupted call of `fit` has left writing comes to its
+    end before that of the next call begins, which would take it for something left behind.
 
     Where a folder is renamed in one operation, a version is written to `.publishing-<number>` and
     renamed at the end, so that its number is there when it is whole. Elsewhere, as in object
@@ -58,6 +68,9 @@ class Versions:
         self._target = os.fspath(target)
         self._marker_name = marker
         scheme, found, _ = self._target.partition("://")
+        name = self._target.rstrip("/") if found else os.path.realpath(self._target)
+        with _locks_lock:
+            self.writing = _locks.setdefault(name, threading.Lock())
         self._renames = (scheme if found else "") in _RENAME_AT_ONCE
 
     def path(self, number: int) -> str:

@@ -195,7 +195,7 @@ class WritingBeside(keras.callbacks.Callback):
         self._steps = 0
         self._set_due(began)
         self._thread = threading.Thread(
-            target=self._write,
+            target=self._run,
             args=(write, step, self._began - began),
             name="recsync_writing",
             daemon=True,
@@ -209,30 +209,34 @@ class WritingBeside(keras.callbacks.Callback):
         self._steps = max(self._steps, 1)  # There is something that is not written.
         self._set_due(time.monotonic())
 
-    def _write(self, write: Write, step: int, pause: float) -> None:
+    def _run(self, write: Write, step: int, pause: float) -> None:
         """Writes what was read; in the thread."""
         try:
-            with dispatch_scope_of(self.model):
-                number, folder = self._versions.begin()
-                try:
-                    self._versions.finish(number, write(folder))
-                except Exception:
-                    self._forget(number)
-                    raise
-            seconds, self._last = time.monotonic() - self._began, self._versions.path(number)
-            self._written(number, step, pause, seconds)
-            logging.info(
-                "%s %d of global step %d is whole in %s%s: training paused for %.3f s, writing "
-                "took %.3f s.",
-                *(self._noun.capitalize(), number, step, self._last, self._about()),
-                *(pause, seconds),
-            )
-            if self._keep is not None:
-                # The newest first: it may need older ones.
-                for old in reversed(self._unneeded(self._versions.published(), self._keep)):
-                    self._forget(old)
+            # What an interrupted call of `fit` has left writing there comes to its end first.
+            with self._versions.writing, dispatch_scope_of(self.model):
+                self._write(write, step, pause)
         except Exception as error:  # Handed to the thread of `fit`.
             self._error = error
+
+    def _write(self, write: Write, step: int, pause: float) -> None:
+        number, folder = self._versions.begin()
+        try:
+            self._versions.finish(number, write(folder))
+        except Exception:
+            self._forget(number)
+            raise
+        seconds, self._last = time.monotonic() - self._began, self._versions.path(number)
+        self._written(number, step, pause, seconds)
+        logging.info(
+            "%s %d of global step %d is whole in %s%s: training paused for %.3f s, writing took "
+            "%.3f s.",
+            *(self._noun.capitalize(), number, step, self._last, self._about()),
+            *(pause, seconds),
+        )
+        if self._keep is not None:
+            # The newest first: it may need older ones.
+            for old in reversed(self._unneeded(self._versions.published(), self._keep)):
+                self._forget(old)
 
     def _forget(self, number: int) -> None:
         """Makes room, if that is possible: a version can't be used, or is not needed any more."""

@@ -107,9 +107,11 @@ def _restored(
     # From here on, things change. Where rows belong, Keras finds out as it loads all else.
     rows = RowsApart({number: own.shape for number, own in enumerate(index.rows)})
     kept = [] if lost is None else _kept(model, lost)
-    load_weights(model, contents[WEIGHTS], rows)
-    for variable, value in kept:
-        variable.assign(value)
+    try:
+        load_weights(model, contents[WEIGHTS], rows)
+    finally:
+        # Also where another server is lost meanwhile: those that are there keep what they have.
+        _assign(kept)
     targets = rows.loaded if lost is None else _only(rows.loaded, lost)
     for own_rows in targets.values():
         own_rows.settle()
@@ -123,6 +125,18 @@ def _restored(
         strategy.worker_states(model).deserialize(contents[WORKERS])
     logging.info("Restored global step %d from %s.", index.global_step, path)
     return dict(index.metadata)
+
+
+def _assign(values: list[tuple[tf.Variable, np.ndarray]]) -> None:
+    """Sets variables; raises the first error when it has tried all."""
+    failed = None
+    for variable, value in values:
+        try:
+            variable.assign(value)
+        except tf.errors.OpError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _kept(model: keras.Model, lost: Collection[int]) -> list[tuple[tf.Variable, np.ndarray]]:
