@@ -333,19 +333,49 @@ def test_a_loss_between_epochs_does_not_set_the_data_back(cluster, tmp_path):
     assert abs(kept.sum() - 2 * STEPS // 6) <= 20
 
 
-def test_a_loss_after_the_last_step_does_not_cost_the_last_checkpoint(cluster, tmp_path):
+def test_reports_leave_an_epoch_out_at_whose_end_a_server_is_gone(cluster, tmp_path, caplog):
     model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
     lost = shards_of(model)[1]
-    callback = Checkpoint(tmp_path, every_seconds=1e9)
+
+    class Kill(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                cluster.kill("ps", lost)
+                threading.Timer(0.5, cluster.restart, ["ps", lost]).start()
+
+    saver = Checkpoint(tmp_path, every_seconds=1e9)
+    metrics = recsync.callbacks.Prometheus(path=tmp_path / "metrics.prom")
+    history = model.fit(
+        dataset(20, ROWS).repeat(),
+        steps_per_epoch=20,
+        epochs=4,
+        verbose=0,
+        callbacks=[Kill(), recsync.callbacks.TrainingReport(), metrics, saver],
+    )
+    assert saver.recoveries == 1
+    # The next one may begin before the server is missed.
+    assert len(history.history["staleness"]) in (2, 3)
+    assert len(history.history["loss"]) == 4
+    assert "TrainingReport: figures of epoch 1 are left out" in caplog.text
+
+
+@pytest.mark.parametrize("publishes", [False, True], ids=["", "publishes"])
+def test_a_loss_after_the_last_step_does_not_cost_the_last_checkpoint(cluster, tmp_path, publishes):
+    model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
+    lost = shards_of(model)[1]
+    callback = Checkpoint(tmp_path / "saved", every_seconds=1e9)
+    publish = recsync.callbacks.Publish(tmp_path / "published", every_seconds=1e9)
 
     class Kill(keras.callbacks.Callback):
         def on_train_end(self, logs=None):
             cluster.kill("ps", lost)
             threading.Timer(0.3, cluster.restart, ["ps", lost]).start()
 
-    model.fit(dataset(40, ROWS), verbose=0, callbacks=[Kill(), callback])
+    others = [publish] if publishes else []
+    model.fit(dataset(40, ROWS), verbose=0, callbacks=[Kill(), *others, callback])
     assert callback.recoveries == 1
     assert len(callback.saved) == 2
+    assert [one.version for one in publish.publications] == [1] * publishes
     check_rows(callback.saved[-1].path)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from tf_recsync._checks import check_seconds
+from tf_recsync.callbacks.strategy_callback import left_out
 from tf_recsync.strategies.fit_strategy import FitStrategy, check_reported
 
 _MOST_PORTS = 65535
@@ -167,6 +168,16 @@ class Prometheus(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self._batches += self.model.train_function.epoch_steps
+        with left_out(self.model, f"Prometheus: figures of epoch {epoch}"):
+            self._read_servers()
+        self._update(logs, of_epoch=0)
+
+    def on_train_end(self, logs=None):
+        self._set(_Figure("training", "Whether fit runs.", (), {(): 0.0}))
+        self._write()
+
+    def _read_servers(self) -> None:
+        """Takes over what servers count."""
         strategy = self.model.distribute_strategy
         tables = strategy.tables(self.model)
         self._set(
@@ -188,11 +199,6 @@ class Prometheus(keras.callbacks.Callback):
                     values[f"{server.job}:{server.index}", kind] = float(size)
         labels = ("server", "kind")
         self._set(_Figure("server_bytes", "The memory of a model on a server.", labels, values))
-        self._update(logs, of_epoch=0)
-
-    def on_train_end(self, logs=None):
-        self._set(_Figure("training", "Whether fit runs.", (), {(): 0.0}))
-        self._write()
 
     def _set(self, figure: _Figure) -> None:
         with self._lock:

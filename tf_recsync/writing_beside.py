@@ -103,9 +103,7 @@ class WritingBeside(keras.callbacks.Callback):
 
         If a parameter server was lost, the next step finds out, and recovers where it can.
         """
-        function = self.model.train_function
-        can_recover = getattr(function, "recovery", None) is not None
-        return self._goes_on and can_recover and function.has_lost_servers(error)
+        return self._goes_on and recovers_from(self.model, error)
 
     def _about(self) -> str:
         """What else the log says of the version that was written last; in the thread."""
@@ -161,6 +159,18 @@ class WritingBeside(keras.callbacks.Callback):
             self._write_last()
 
     def _write_last(self) -> None:
+        """Writes what there is after the last step; nobody else finds out that a server is lost."""
+        try:
+            self._begin()
+            self._wait()
+        except (tf.errors.OpError, RuntimeError) as error:
+            function = self.model.train_function
+            if getattr(function, "recovery", None) is None or not function.recovered_between(error):
+                raise
+            self._write_recovered()
+
+    def _write_recovered(self) -> None:
+        """Writes the model that was restored after the last step."""
         self._begin()
         self._wait()
 
@@ -281,6 +291,15 @@ class WritingBeside(keras.callbacks.Callback):
             "folder must be one that can be written and has room; then call fit again, as the "
             "model has all that it was trained on"
         )
+
+
+def recovers_from(model: keras.Model, error: Exception) -> bool:
+    """Whether an error of a call comes from a parameter server's loss, after which `fit` goes on.
+
+    The next step finds out, and recovers.
+    """
+    function = getattr(model, "train_function", None)
+    return getattr(function, "recovery", None) is not None and function.has_lost_servers(error)
 
 
 def words_of(error: Exception) -> str:

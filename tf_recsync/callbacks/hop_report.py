@@ -52,12 +52,11 @@ class HopReport(EpochReport):
         self._before: list[WorkerReport] = []
         self._data_wait = 0.0
 
-    def on_epoch_begin(self, epoch, logs=None):
-        super().on_epoch_begin(epoch, logs)
+    def _begin(self):
         self._data_wait = mean_data_wait(self._strategy, self.model)
         self._before = self._strategy.hop_report(self.model)
 
-    def on_epoch_end(self, epoch, logs=None):
+    def _report(self, epoch, logs):
         seconds = self._seconds
         now = self._strategy.hop_report(self.model)
         done = [_gained(then, report) for then, report in zip(self._before, now, strict=True)]

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
+from absl import logging
+
+from tf_recsync.writing_beside import recovers_from, words_of
 
 # What strategies have on which reports can be made.
 _REPORTS = {"TrainingReport": "staleness", "HopReport": "topology", "ShadowReport": "sync_report"}
+
+
+@contextlib.contextmanager
+def left_out(model: keras.Model, what: str) -> Iterator[None]:
+    """Inside, servers are read for a report, which is left out if training recovers from a loss.
+
+    Args:
+        model: the model.
+        what: the report, for the log.
+    """
+    try:
+        yield
+    except (tf.errors.OpError, RuntimeError) as error:
+        if not recovers_from(model, error):
+            raise
+        logging.warning("%s are left out: %s", what, words_of(error))
 
 
 class StrategyCallback(keras.callbacks.Callback):
@@ -35,6 +56,9 @@ class StrategyCallback(keras.callbacks.Callback):
 class EpochReport(StrategyCallback):
     """One that reports on each epoch, in TensorBoard, too.
 
+    An epoch at the begin or the end of which a parameter server is gone, and restored later, has no
+    report.
+
     Args:
         log_dir: a folder for TensorBoard, or None.
     """
@@ -45,6 +69,19 @@ class EpochReport(StrategyCallback):
         self._writer: tf.summary.SummaryWriter | None = None  # While `fit` runs.
         self._started = 0.0
         self._ended: float | None = None
+        self._is_known = False  # How things were when the epoch began.
+
+    # What a subclass provides.
+
+    def _begin(self) -> None:
+        """Reads how things are when an epoch begins."""
+        raise NotImplementedError
+
+    def _report(self, epoch: int, logs: dict | None) -> None:
+        """Reports what an epoch has changed."""
+        raise NotImplementedError
+
+    # Keras calls these.
 
     def on_train_begin(self, logs=None):
         if self._log_dir and self._writer is None:
@@ -53,6 +90,16 @@ class EpochReport(StrategyCallback):
     def on_epoch_begin(self, epoch, logs=None):
         self._started = time.monotonic()
         self._ended = None
+        self._is_known = False
+        with left_out(self.model, f"{type(self).__name__}: figures of epoch {epoch}"):
+            self._begin()
+            self._is_known = True
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._ended = self._ended or time.monotonic()
+        if self._is_known:
+            with left_out(self.model, f"{type(self).__name__}: figures of epoch {epoch}"):
+                self._report(epoch, logs)
 
     def on_test_begin(self, logs=None):
         # Validation after the epoch is no training time.

@@ -102,8 +102,7 @@ class TrainingReport(EpochReport):
             self._written = done
             self._figures.write(done)
 
-    def on_epoch_begin(self, epoch, logs=None):
-        super().on_epoch_begin(epoch, logs)
+    def _begin(self):
         self._losses = self._strategy.losses(self.model)
         self._before = self._strategy.staleness(self.model)
         self._tables = self._strategy.tables(self.model)
@@ -113,8 +112,11 @@ class TrainingReport(EpochReport):
             self._figures.skip()  # What was between two epochs is no training.
 
     def on_epoch_end(self, epoch, logs=None):
-        seconds = self._seconds
         self._batches += self.model.train_function.epoch_steps
+        super().on_epoch_end(epoch, logs)
+
+    def _report(self, epoch, logs):
+        seconds = self._seconds
         measured = self._staleness()
         before, losses = self._losses, self._strategy.losses(self.model)
         report = {
@@ -195,8 +197,8 @@ class ShadowReport(TrainingReport):
 
     _needs = "sync_report"
 
-    def on_epoch_begin(self, epoch, logs=None):
-        super().on_epoch_begin(epoch, logs)
+    def _begin(self):
+        super()._begin()
         self._synced = self._strategy.sync_report(self.model)
 
     def _more(self, seconds: float) -> dict[str, float]:

@@ -346,24 +346,15 @@ class Checkpoint(WritingRows):
         path = latest_checkpoint(self._argument[1])
         return "there is no checkpoint" if path is None else f"the last checkpoint is {path}"
 
-    def _write_last(self) -> None:
-        try:
-            super()._write_last()
-        except (tf.errors.OpError, RuntimeError) as error:
-            function = self.model.train_function
-            # After the last step nobody else finds out.
-            if not self._recovers or not isinstance(function, TrainFunction):
-                raise
-            if not function.recovered_between(error):
-                raise
-            if self._is_partial(self.model.distribute_strategy):
-                super()._write_last()
-                return
-            logging.warning(
-                "The model is what it was in %s, as a server was lost after the last step: start "
-                "the program again to train on what came after that.",
-                latest_checkpoint(self._argument[1]),
-            )
+    def _write_recovered(self) -> None:
+        if self._is_partial(self.model.distribute_strategy):
+            super()._write_recovered()
+            return
+        logging.warning(
+            "The model is what it was in %s, as a server was lost after the last step: start the "
+            "program again to train on what came after that.",
+            latest_checkpoint(self._argument[1]),
+        )
 
     def _read(self) -> tuple[int, Write]:
         read = Writer(self.model).read()
