@@ -66,6 +66,18 @@ def test_a_message_that_is_a_constant_takes_its_time_in_each_call_too():
         assert taken(step) >= 0.1
 
 
+def test_a_message_that_goes_to_two_passes_twice():
+    @tf.function
+    def step(message):
+        return ops.transfer(message, 1e9) + 1, ops.transfer(message, 1e9) + 2
+
+    message = tf.zeros([1000], tf.uint8)
+    step(message)
+    before = ops.reserved().amounts[1].numpy()
+    step(message)
+    assert ops.reserved().amounts[1].numpy() - before == 2000
+
+
 def test_messages_of_several_threads_pass_one_after_the_other():
     message = tf.zeros([10_000], tf.uint8)
 

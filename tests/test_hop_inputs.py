@@ -54,12 +54,18 @@ def test_wrong_attributes_are_refused(changes, message):
 
 
 UPDATE = np.ones(3, np.float32)
+MATRIX = np.ones((2, 2), np.float32)
 WRONG_INPUTS = {
     "begin before 0": (lambda w: hop.begin(w, -1), "first must be from 0 to"),
     "begin too late": (lambda w: hop.begin(w, HUGE), "first must be from 0 to"),
     "begin twice at once": (lambda w: hop.begin(w, [0, 1]), "first must be a scalar"),
     "enter before 0": (lambda w: hop.enter(w, -1, UPDATE, send=True), "iteration must be from 0"),
     "enter too late": (lambda w: hop.enter(w, HUGE, UPDATE, send=True), "iteration must be from 0"),
+    "enter with a matrix": (
+        lambda w: hop.enter(w, 0, MATRIX, send=True),
+        "update must be a vector, not \\[2,2\\]",
+    ),
+    "deliver a matrix": (lambda w: hop.deliver(w, 1, 1, 0, MATRIX), "update must be a vector"),
     "receive before 0": (
         lambda w: hop.receive(w, -1, UPDATE, [variable().handle], relative=True),
         "iteration must be from 0",

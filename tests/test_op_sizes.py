@@ -124,6 +124,31 @@ def test_rows_of_a_table_without_elements_are_copied_if_their_shape_can_be_count
     assert none.values[0].shape == (0, *shape[1:])
 
 
+@pytest.mark.parametrize("width", [2**33, 2**62])
+def test_rows_that_all_move_take_no_memory_where_there_are_none(width):
+    tables = [tf.Variable(tf.zeros([0, width])) for _ in range(3)]
+    versions, steps = (tf.Variable(tf.zeros([0], dtype)) for dtype in (tf.int64, tf.int32))
+    counters = tf.Variable(tf.zeros([staleness.COUNTERS], tf.int64))
+    (table,), (momentum,), (velocity,) = ([t.handle] for t in tables)
+    ops.adam_rows(
+        variables=[table],
+        momentums=[momentum],
+        velocities=[velocity],
+        versions=[versions.handle],
+        counters=[counters.handle],
+        last_periods=[],
+        last_updates=[],
+        last_steps=[steps.handle],
+        gradient=np.zeros([0], np.float32),
+        indices=np.zeros([0], np.int64),
+        counts=np.zeros([1], np.int64),
+        pulled_versions=np.zeros([0], np.int64),
+        learning_rate=0.1,
+        global_step=np.int64(1),
+        lazy=False,
+    )
+
+
 def test_rows_that_have_no_elements_are_not_counted_beyond_what_a_number_holds():
     table = tf.Variable(tf.zeros([2**63 - 1, 0]))
     log_decays = tf.Variable(tf.zeros([2], tf.float64))

@@ -40,8 +40,13 @@ bool Connection::Send(std::string head, const void* body, uint64_t size,
   if (fd_ < 0) return false;
   outgoing_.push_back(
       {sizes + head, static_cast<const char*>(body), size, 0, std::move(keep)});
+  queued_ += sizes.size() + head.size() + size;
   // Else what came before waits for room.
   if (is_connected_ && !is_watched_for_writing_) Flush();
+  if (is_watched_for_writing_ && !is_full_ && queued_ > kMaxQueuedBytes) {
+    is_full_ = true;
+    Watch(/*writable=*/true);
+  }
   return true;
 }
 
@@ -78,6 +83,7 @@ void Connection::Flush() {
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0) {
       if (errno == EAGAIN || errno == EWOULDBLOCK) {
+        if (queued_ <= kMaxQueuedBytes / 2) is_full_ = false;
         Watch(/*writable=*/true);
       } else if (reason_.empty()) {
         reason_ = ErrorText(errno);
@@ -91,16 +97,18 @@ void Connection::Flush() {
           left, message.head.size() + message.size - message.sent);
       message.sent += part;
       left -= part;
+      queued_ -= part;
       if (message.sent < message.head.size() + message.size) break;
       outgoing_.pop_front();
     }
   }
+  is_full_ = false;
   if (is_watched_for_writing_) Watch(/*writable=*/false);
 }
 
 void Connection::Watch(bool writable) {
   epoll_event event{};
-  event.events = EPOLLIN;
+  if (!is_full_) event.events |= EPOLLIN;
   if (writable) event.events |= EPOLLOUT;
   event.data.fd = fd_;
   if (epoll_ctl(epoll_fd_, EPOLL_CTL_MOD, fd_, &event) == 0) {
@@ -109,6 +117,11 @@ void Connection::Watch(bool writable) {
     reason_ = "epoll: " + ErrorText(errno);
     (void)shutdown(fd_, SHUT_RDWR);
   }
+}
+
+bool Connection::is_full() {
+  MutexLock lock(&mu_);
+  return is_full_;
 }
 
 bool Connection::Read(std::vector<char>* scratch, std::string* reason) {
@@ -143,7 +156,7 @@ bool Connection::Read(std::vector<char>* scratch, std::string* reason) {
       TakeBody(part);
     }
     if (!Parse(scratch->data(), left, reason)) return false;
-    if (static_cast<size_t>(got) < asked) return true;
+    if (static_cast<size_t>(got) < asked || is_full()) return true;
   }
   return true;  // There may be more: the loop is told so again.
 }

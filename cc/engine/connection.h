@@ -21,6 +21,9 @@ namespace recsync {
 // its connection.
 constexpr uint32_t kMaxHeadBytes = 64 << 10;
 constexpr uint64_t kMaxBodyBytes = uint64_t{16} << 30;
+// Of what is to be sent: who goes on asking without reading the answers is not
+// listened to any more, until half of it is gone.
+constexpr uint64_t kMaxQueuedBytes = 64 << 20;
 
 // Gets what arrives on a connection. The loop's thread calls it, one call after
 // the other; no call may block, nor destroy the loop.
@@ -53,6 +56,8 @@ class Connection {
   // False if the connection has ended: then the message is lost, as are those
   // before it that are still on their way. False, too, and nothing is lost but
   // this message, if it is larger than kMaxHeadBytes and kMaxBodyBytes say.
+  // While the other end leaves more than kMaxQueuedBytes on their way, nothing
+  // more is read of what it sends.
   bool Send(std::string head, const void* body = nullptr, uint64_t size = 0,
             std::shared_ptr<const void> keep = nullptr)
       ABSL_LOCKS_EXCLUDED(mu_);
@@ -81,8 +86,11 @@ class Connection {
 
   // Sends what is waiting as far as the network takes it.
   void Flush() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Has the loop told when there is something to read, or room to write.
+  // Has the loop told when there is room to write, and, unless too much is
+  // queued, when there is something to read.
   void Watch(bool writable) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  bool is_full() ABSL_LOCKS_EXCLUDED(mu_);
 
   // The loop's thread alone uses these. Read takes what is there, up to an
   // amount; false, and why, if there will be no more.
@@ -96,6 +104,8 @@ class Connection {
   bool is_connected_ ABSL_GUARDED_BY(mu_);
   bool is_watched_for_writing_ ABSL_GUARDED_BY(mu_) = false;
   std::deque<Outgoing> outgoing_ ABSL_GUARDED_BY(mu_);
+  uint64_t queued_ ABSL_GUARDED_BY(mu_) = 0;   // Bytes of these to be sent.
+  bool is_full_ ABSL_GUARDED_BY(mu_) = false;  // Nothing is read meanwhile.
   std::string reason_ ABSL_GUARDED_BY(mu_);
 
   bool is_newcomer_ = false;

@@ -30,9 +30,9 @@ constexpr std::chrono::seconds kPause(1);
 // random numbers from a file.
 constexpr rlim_t kSpareDescriptors = 32;
 
-int CheckedFd(int fd, const char* what) {
-  if (fd < 0) throw std::system_error(errno, std::generic_category(), what);
-  return fd;
+int Checked(int result, const char* what) {
+  if (result < 0) throw std::system_error(errno, std::generic_category(), what);
+  return result;
 }
 
 // Whether one more would leave others less than the spare ones: the system
@@ -48,16 +48,19 @@ bool AreDescriptorsScarce(int any_fd) {
 
 }  // namespace
 
+MessageLoop::Descriptor::~Descriptor() { close(number); }
+
 MessageLoop::MessageLoop(Warn warn, NewcomerLimits newcomer_limits)
     : warn_(std::move(warn)),
       limits_(newcomer_limits),
-      epoll_fd_(CheckedFd(epoll_create1(EPOLL_CLOEXEC), "epoll_create1")),
-      wake_fd_(CheckedFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")),
+      epoll_(Checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1")),
+      wake_(Checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")),
       scratch_(kScratch) {
   epoll_event event{};
   event.events = EPOLLIN;
-  event.data.fd = wake_fd_;
-  CheckedFd(epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, wake_fd_, &event), "epoll_ctl");
+  event.data.fd = wake_.number;
+  Checked(epoll_ctl(epoll_.number, EPOLL_CTL_ADD, wake_.number, &event),
+          "epoll_ctl");
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -68,14 +71,12 @@ MessageLoop::~MessageLoop() {
   }
   const uint64_t one = 1;
   // It can only fail if the loop has been told already.
-  (void)!write(wake_fd_, &one, sizeof(one));
+  (void)!write(wake_.number, &one, sizeof(one));
   thread_.join();
   {
     MutexLock lock(&mu_);
     if (listen_fd_ >= 0) close(listen_fd_);
   }
-  close(wake_fd_);
-  close(epoll_fd_);
 }
 
 int MessageLoop::Listen(const std::string& host, MakeReceiver make_receiver,
@@ -91,7 +92,7 @@ int MessageLoop::Listen(const std::string& host, MakeReceiver make_receiver,
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.fd = fd;
-  if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) != 0) {
+  if (epoll_ctl(epoll_.number, EPOLL_CTL_ADD, fd, &event) != 0) {
     *error = ErrorText(errno);
     return 0;
   }
@@ -105,7 +106,7 @@ std::shared_ptr<Connection> MessageLoop::Connect(
   const int fd = BeginToConnect(address, port, &is_connected, error);
   if (fd < 0) return nullptr;
   std::shared_ptr<Connection> connection(
-      new Connection(fd, epoll_fd_, is_connected));
+      new Connection(fd, epoll_.number, is_connected));
   connection->receiver_ = std::move(receiver);
   if (!Add(connection)) {
     *error = "the loop is ending";
@@ -125,7 +126,7 @@ bool MessageLoop::Add(const std::shared_ptr<Connection>& connection) {
   event.events = EPOLLIN;
   if (!connection->is_connected_) event.events |= EPOLLOUT;
   event.data.fd = fd;
-  if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) != 0) {
+  if (epoll_ctl(epoll_.number, EPOLL_CTL_ADD, fd, &event) != 0) {
     connections_.erase(fd);
     return false;
   }
@@ -135,7 +136,7 @@ bool MessageLoop::Add(const std::shared_ptr<Connection>& connection) {
 void MessageLoop::Run() {
   epoll_event events[kEvents];
   while (true) {
-    const int count = epoll_wait(epoll_fd_, events, kEvents, KeepTime());
+    const int count = epoll_wait(epoll_.number, events, kEvents, KeepTime());
     std::vector<std::shared_ptr<Connection>> all;
     for (int i = 0; i < std::max(0, count); ++i) {
       const int fd = events[i].data.fd;
@@ -207,7 +208,7 @@ bool MessageLoop::ListenTo(uint32_t events) {
   epoll_event event{};
   event.events = events;
   event.data.fd = listen_fd_;
-  return epoll_ctl(epoll_fd_, EPOLL_CTL_MOD, listen_fd_, &event) == 0;
+  return epoll_ctl(epoll_.number, EPOLL_CTL_MOD, listen_fd_, &event) == 0;
 }
 
 void MessageLoop::RefuseForNow(const std::string& reason) {
@@ -251,7 +252,7 @@ void MessageLoop::Accept() {
     has_warned_ = false;
     SetConnectionOptions(fd);
     std::shared_ptr<Connection> connection(
-        new Connection(fd, epoll_fd_, /*is_connected=*/true));
+        new Connection(fd, epoll_.number, /*is_connected=*/true));
     connection->is_newcomer_ = true;
     connection->accepted_ = Clock::now();
     connection->receiver_ = make_receiver(connection);
@@ -295,7 +296,7 @@ void MessageLoop::End(const std::shared_ptr<Connection>& connection,
     MutexLock of_connection(&connection->mu_);
     connections_.erase(connection->fd_);
     // A forked process may hold it, too: closing alone would not end it.
-    (void)epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection->fd_, nullptr);
+    (void)epoll_ctl(epoll_.number, EPOLL_CTL_DEL, connection->fd_, nullptr);
     (void)shutdown(connection->fd_, SHUT_RDWR);
     close(connection->fd_);
     connection->fd_ = -1;

@@ -82,6 +82,16 @@ class MessageLoop {
  private:
   using Clock = std::chrono::steady_clock;
 
+  // Closed when it goes, also where the constructor fails behind it.
+  struct Descriptor {
+    explicit Descriptor(int number) : number(number) {}
+    ~Descriptor();
+    Descriptor(const Descriptor&) = delete;
+    Descriptor& operator=(const Descriptor&) = delete;
+
+    const int number;
+  };
+
   void Run() ABSL_LOCKS_EXCLUDED(mu_);
   // Ends newcomers whose time is over, and a pause. Returns for how many
   // milliseconds there is nothing more of that to do; -1: for ever.
@@ -104,8 +114,8 @@ class MessageLoop {
 
   const Warn warn_;
   const NewcomerLimits limits_;
-  const int epoll_fd_;
-  const int wake_fd_;
+  const Descriptor epoll_;
+  const Descriptor wake_;
   // The loop's thread alone uses these.
   std::vector<char> scratch_;
   // Those that have been accepted and not admitted, the oldest first.

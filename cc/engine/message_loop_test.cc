@@ -232,6 +232,20 @@ TEST_F(MessageLoopTest, WhoSendsDoesNotWaitForWhoReads) {
   EXPECT_EQ(at_server_->WaitFor(4), expected);
 }
 
+TEST_F(MessageLoopTest, WhoDoesNotReadTheAnswersIsNotListenedToUntilItDoes) {
+  std::promise<void> released;
+  at_client_->BlockUntil(released.get_future().share());
+  const auto body = std::make_shared<std::string>(16 << 20, 'x');
+  const int answers = 2 * kMaxQueuedBytes / body->size();
+  for (int i = 0; i < answers; ++i) SendKept(to_client_.get(), "answer", body);
+  for (int i = 0; i < 3; ++i) Send(to_server_.get(), "asked", "");
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  EXPECT_EQ(at_server_->WaitFor(0).size(), 0);
+  released.set_value();
+  EXPECT_EQ(at_client_->WaitFor(answers).size(), answers);
+  EXPECT_EQ(at_server_->WaitFor(3).size(), 3);
+}
+
 TEST_F(MessageLoopTest, ABodyIsKeptUntilItHasBeenSentAndNoLonger) {
   auto body = std::make_shared<std::string>(5 << 20, 'x');
   const std::weak_ptr<std::string> alive = body;

@@ -127,7 +127,8 @@ class RowUpdate {
         least_decay_(Rule::kReplaces           ? 0.0
                      : table.values == nullptr ? RowDecay::kLeastOfNarrowUpdate
                                                : RowDecay::kLeastOfUpdate),
-        zeros_(moves_all_ ? table.width : 0, 0.0f),
+        // Rows of a table without any may be of any width.
+        zeros_(moves_all_ && table.rows > 0 ? table.width : 0, 0.0f),
         apply_(measures_ ? ChooseSpanUpdate<Rule, true>()
                          : ChooseSpanUpdate<Rule, false>()) {
     if (!options.weight.rescales()) return;

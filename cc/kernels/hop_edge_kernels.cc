@@ -88,6 +88,12 @@ class HopCollectOp : public AsyncOpKernel {
     TF_RETURN_IF_ERROR(WriteScalar<int64_t>(ctx, 0, parcel.progress));
     TF_RETURN_IF_ERROR(WriteScalar<int64_t>(ctx, 1, parcel.iteration));
     if (parcel.update.has_value()) {
+      if (parcel.update->dtype() != dtype_) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("dtype must be that of the updates, ",
+                         tensorflow::DataTypeString(parcel.update->dtype()),
+                         ", not ", tensorflow::DataTypeString(dtype_)));
+      }
       ctx->set_output(2, *parcel.update);
     } else {
       Tensor* nothing;
@@ -142,6 +148,7 @@ class HopDeliverOp : public OpKernel {
     OP_REQUIRES(ctx, IsNeighbor(worker->options().in_neighbors, neighbor),
                 absl::InvalidArgumentError(absl::StrCat(
                     "neighbor ", neighbor, " is not an in-neighbor")));
+    OP_REQUIRES_OK(ctx, CheckUpdate(ctx->input(4)));
     switch (worker->Deliver(neighbor, number, iteration, ctx->input(4))) {
       case Worker::Delivered::kQueued:
       case Worker::Delivered::kDropped:

@@ -323,7 +323,10 @@ class HopEnterOp : public TrainerOp {
     OP_REQUIRES_OK_ASYNC(ctx, ReadInteger(ctx, "iteration", 0, &iteration),
                          done);
     std::optional<Tensor> update;
-    if (send_) update = ctx->input(2);
+    if (send_) {
+      OP_REQUIRES_OK_ASYNC(ctx, CheckUpdate(ctx->input(2)), done);
+      update = ctx->input(2);
+    }
     worker->Enter(iteration, std::move(update),
                   [ctx, worker, done](Worker::Answer answer) {
                     ctx->SetStatus(answer == Worker::Answer::kBroken
@@ -343,6 +346,7 @@ class HopSendOp : public TrainerOp {
 
  protected:
   void Run(OpKernelContext* ctx, WorkerPtr worker, DoneCallback done) override {
+    OP_REQUIRES_OK_ASYNC(ctx, CheckUpdate(ctx->input(1)), done);
     worker->Send(ctx->input(1), [ctx, done](Worker::Answer answer) {
       ctx->SetStatus(Ended(answer));
       done();

@@ -26,6 +26,14 @@ absl::Status LookupWorker(OpKernelContext* ctx, WorkerPtr* worker) {
   return absl::OkStatus();
 }
 
+absl::Status CheckUpdate(const tensorflow::Tensor& update) {
+  if (tensorflow::TensorShapeUtils::IsVector(update.shape())) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "update must be a vector, not ", update.shape().DebugString()));
+}
+
 absl::Status Broken(OpKernelContext* ctx, Worker* worker) {
   const auto violation = worker->violation();
   if (!violation.has_value()) {

@@ -37,6 +37,9 @@ class HopWorkerResource : public tensorflow::ResourceBase {
 // The worker whose handle is the input of this name.
 absl::Status LookupWorker(tensorflow::OpKernelContext* ctx, WorkerPtr* worker);
 
+// InvalidArgument if it can't be an update, all of which are vectors.
+absl::Status CheckUpdate(const tensorflow::Tensor& update);
+
 // The error that an invariant of the protocol does not hold. Not Internal, as
 // TensorFlow's own errors between workers: calls with those are made again.
 absl::Status Broken(tensorflow::OpKernelContext* ctx, Worker* worker);

@@ -49,6 +49,7 @@ struct Wait {
   }
   Mutex mu;
   AsyncOpKernel::DoneCallback done ABSL_GUARDED_BY(mu);
+  int64_t timer_id ABSL_GUARDED_BY(mu) = 0;  // 0: not known yet.
 };
 
 // Ends an op after a time, or at once when its step is cancelled; returns
@@ -64,19 +65,33 @@ void EndAfter(double seconds, const char* what, OpKernelContext* ctx,
   const bool registered = cancellable.Register(ctx, [ctx, wait, what] {
     AsyncOpKernel::DoneCallback end = wait->Take();
     if (end == nullptr) return;
+    int64_t id;
+    {
+      MutexLock lock(&wait->mu);
+      id = wait->timer_id;
+    }
+    if (id != 0) SharedTimer().Cancel(id);
     ctx->SetStatus(absl::CancelledError(absl::StrCat(what, " was cancelled")));
     end();
   });
   OP_REQUIRES_ASYNC(ctx, registered,
                     absl::CancelledError(absl::StrCat(what, " was cancelled")),
                     wait->Take());
-  SharedTimer().CallAfter(seconds, [cancellable, wait] {
+  const int64_t id = SharedTimer().CallAfter(seconds, [cancellable, wait] {
     AsyncOpKernel::DoneCallback end = wait->Take();
     // A cancelled op has ended already, and what cancels it may be gone.
     if (end == nullptr) return;
     cancellable.Deregister();
     end();
   });
+  bool has_ended;
+  {
+    MutexLock lock(&wait->mu);
+    wait->timer_id = id;
+    has_ended = wait->done == nullptr;
+  }
+  // It may have been cancelled when there was no number to cancel.
+  if (has_ended) SharedTimer().Cancel(id);
 }
 
 // Reads an input, one number.

@@ -79,7 +79,8 @@ previous: A scalar: the limit before.
 // Not stateful, although it has a state: tf.function runs stateful ops one
 // after the other, and messages of different servers, or there and back, pass
 // side by side. Whether it runs is decided by who needs the message. Where both
-// inputs are constants, TensorFlow would fold it; the kernel prevents that.
+// inputs are constants, TensorFlow would fold it; the kernel prevents that. And
+// it would take two that pass the same message for one, but for their names.
 REGISTER_OP("RecsyncTransfer")
     .Input("message: T")
     .Input("bytes_per_second: double")
@@ -87,6 +88,7 @@ REGISTER_OP("RecsyncTransfer")
     .Attr(
         "T: {float, double, half, bfloat16, bool, int8, uint8, int16, uint16, "
         "int32, uint32, int64, uint64}")
+    .Attr("passage: string = ''")
     .SetShapeFn([](InferenceContext* c) {
       ShapeHandle unused;
       TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 0, &unused));
@@ -103,6 +105,7 @@ is cancelled meanwhile takes up the link all the same.
 message: Of any shape.
 bytes_per_second: A scalar, positive: how fast this message passes; infinity for
   no limit.
+passage: Tells this one from others of the same message.
 passed: The message.
 )doc");
 

@@ -1,7 +1,6 @@
 #include "cc/transport/receive_call.h"
 
 #include "tensorflow/core/distributed_runtime/request_id.h"
-#include "tsl/platform/env.h"
 
 namespace recsync {
 
@@ -59,10 +58,10 @@ void TransportCall::Finish() {
 
 void TransportCall::GiveUp(uint64_t id) {
   if (!client_->Cancel(id)) return;
-  // Who aborts holds locks that those take who hear of it; and a pool of
-  // threads whose queue is full would run it here.
-  tsl::Env::Default()->SchedClosure(
-      [self = shared_from_this()] { self->Finish(); });
+  // Who aborts holds locks that those take who hear of it; a pool of threads
+  // whose queue is full would run it here; and TensorFlow's closures have a
+  // thread each, of which there would be one for each tensor of a step.
+  timer_->CallAfter(0.0, [self = shared_from_this()] { self->Finish(); });
 }
 
 RpcCall::RpcCall(std::shared_ptr<tensorflow::WorkerCacheInterface> cache,

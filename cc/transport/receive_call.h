@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "cc/engine/mutex.h"
+#include "cc/engine/timer.h"
 #include "cc/transport/tensor_client.h"
 #include "tensorflow/core/distributed_runtime/base_rendezvous_mgr.h"
 #include "tensorflow/core/distributed_runtime/call_options.h"
@@ -42,12 +43,14 @@ class ReceiveCall : public tensorflow::BaseRecvTensorCall {
 class TransportCall : public ReceiveCall,
                       public std::enable_shared_from_this<TransportCall> {
  public:
+  // `timer` outlives all calls.
   TransportCall(std::shared_ptr<TensorClient> client, int64_t step,
-                std::string key, tensorflow::Allocator* allocator)
+                std::string key, tensorflow::Allocator* allocator, Timer* timer)
       : client_(std::move(client)),
         step_(step),
         key_(std::move(key)),
-        allocator_(allocator) {}
+        allocator_(allocator),
+        timer_(timer) {}
 
   void Start(std::function<void()> recv_done) override;
   void StartAbort(const absl::Status& status) override;
@@ -62,6 +65,7 @@ class TransportCall : public ReceiveCall,
   const int64_t step_;
   const std::string key_;
   tensorflow::Allocator* const allocator_;
+  Timer* const timer_;
   std::function<void()> recv_done_;
   tensorflow::Tensor tensor_;
   bool is_dead_ = false;

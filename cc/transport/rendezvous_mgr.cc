@@ -72,7 +72,7 @@ class RemoteRendezvous : public BaseRemoteRendezvous {
       if (client != nullptr) {
         call = std::make_shared<TransportCall>(
             std::move(client), step_id_, std::string(parsed.FullKey()),
-            destination->GetAllocator(args.alloc_attrs));
+            destination->GetAllocator(args.alloc_attrs), mgr_->timer());
       }
     }
     if (call == nullptr) {

@@ -48,6 +48,8 @@ class RendezvousMgr : public tensorflow::BaseRendezvousMgr {
       const std::string& worker, tensorflow::WorkerSession* session)
       ABSL_LOCKS_EXCLUDED(mu_);
 
+  Timer* timer() { return &timer_; }
+
  protected:
   tsl::core::RefCountPtr<tensorflow::BaseRemoteRendezvous> Create(
       int64_t step_id, const tensorflow::WorkerEnv* env) override;

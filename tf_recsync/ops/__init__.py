@@ -48,7 +48,6 @@ add_log_loss = library.recsync_add_log_loss
 add_scores = library.recsync_add_scores
 area_under_curve = library.recsync_area_under_curve
 delay = library.recsync_delay
-transfer = library.recsync_transfer
 computed = library.recsync_computed
 reserved = library.recsync_reserved
 server_threads = library.recsync_server_threads
@@ -64,6 +63,14 @@ initial_rows = library.recsync_initial_rows
 find_rows = library.recsync_find_rows
 used_rows = library.recsync_used_rows
 key_sizes = library.recsync_key_sizes
+
+
+def transfer(message: tf.Tensor, bytes_per_second: tf.Tensor | float) -> tf.Tensor:
+    """Has a message pass a link once for each call, see `RecsyncTransfer`."""
+    passage = ""
+    if not tf.executing_eagerly():
+        passage = tf.compat.v1.get_default_graph().unique_name("recsync_passage")
+    return library.recsync_transfer(message, bytes_per_second, passage=passage)
 
 
 def _undecayed(op: Callable) -> Callable:
