@@ -1,6 +1,7 @@
 // Kernels of the log of what a worker has done: batches, and events.
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -34,6 +35,17 @@ class WorkerLogResource : public tensorflow::ResourceBase {
     for (const Event& event : events) events_.Note(event);
   }
 
+  // Whether it was not for so many seconds; from now on it was.
+  bool IsDue(double seconds) ABSL_LOCKS_EXCLUDED(mu_) {
+    const auto now = std::chrono::steady_clock::now();
+    MutexLock lock(&mu_);
+    const std::chrono::duration<double> since = now - due_;
+    if (was_due_ && since.count() < seconds) return false;
+    was_due_ = true;
+    due_ = now;
+    return true;
+  }
+
   // The events since the last call, and how many of them are missing.
   std::vector<Event> Take(int64_t* lost) ABSL_LOCKS_EXCLUDED(mu_) {
     MutexLock lock(&mu_);
@@ -49,6 +61,8 @@ class WorkerLogResource : public tensorflow::ResourceBase {
   Mutex mu_;
   EventLog events_ ABSL_GUARDED_BY(mu_);
   int64_t known_lost_ ABSL_GUARDED_BY(mu_) = 0;
+  bool was_due_ ABSL_GUARDED_BY(mu_) = false;
+  std::chrono::steady_clock::time_point due_ ABSL_GUARDED_BY(mu_);
 };
 
 using ResourcePtr = tensorflow::core::RefCountPtr<WorkerLogResource>;
@@ -98,6 +112,27 @@ class NotedBatchesOp : public OpKernel {
     OP_REQUIRES_OK(ctx, MakeVector(ctx, 0, numbers.size(), &to));
     std::copy(numbers.begin(), numbers.end(), to);
   }
+};
+
+class ReportIsDueOp : public OpKernel {
+ public:
+  explicit ReportIsDueOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("seconds", &seconds_));
+    OP_REQUIRES(ctx, seconds_ >= 0,
+                absl::InvalidArgumentError(absl::StrCat(
+                    "seconds must be at least 0, not ", seconds_)));
+  }
+
+  bool IsExpensive() override { return false; }
+
+  void Compute(OpKernelContext* ctx) override {
+    ResourcePtr resource;
+    OP_REQUIRES_OK(ctx, LookupInput(ctx, "log", &resource));
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, 0, resource->IsDue(seconds_)));
+  }
+
+ private:
+  float seconds_ = 0;
 };
 
 class NoteEventsOp : public OpKernel {
@@ -165,6 +200,8 @@ class TakeEventsOp : public OpKernel {
 
 REGISTER_KERNEL_BUILDER(Name("RecsyncWorkerLog").Device(tensorflow::DEVICE_CPU),
                         WorkerLogOp);
+REGISTER_KERNEL_BUILDER(
+    Name("RecsyncReportIsDue").Device(tensorflow::DEVICE_CPU), ReportIsDueOp);
 REGISTER_KERNEL_BUILDER(
     Name("RecsyncNoteEvents").Device(tensorflow::DEVICE_CPU), NoteEventsOp);
 REGISTER_KERNEL_BUILDER(

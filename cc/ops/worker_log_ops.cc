@@ -60,6 +60,19 @@ numbers: [n], in the order in which they were noted, from the first that is not
 first: A scalar: how many were noted before them.
 )doc");
 
+REGISTER_OP("RecsyncReportIsDue")
+    .Input("log: resource")
+    .Output("is_due: bool")
+    .Attr("seconds: float")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc(R"doc(
+Whether a worker is to report, as it has not for a while or never.
+
+log: Of RecsyncWorkerLog, which remembers when it last was.
+seconds: From one report to the next.
+)doc");
+
 REGISTER_OP("RecsyncNoteEvents")
     .Input("log: resource")
     .Input("iteration: int64")

@@ -1,66 +1,162 @@
 """What parameter servers know of calls that are under way: how far they are, and their end.
 
 A worker that does the steps of a pass in one call is out of the coordinator's reach meanwhile. Its
-row (`step_counts.ROW`) is not: one call of the coordinator to a server that counts global steps
-reads, or tells, all workers whose steps it counts.
+row on a board is not, on the server that counts its steps: that has how many steps were applied
+and what the worker reports of itself (`ops.worker_board`). One call of the coordinator reads, or
+tells, all workers whose rows a server has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync.strategies.step_counts import ROW
+from tf_recsync import ops
+from tf_recsync.cluster import CHIEF, Cluster
 from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_once
-from tf_recsync.synchronization.remote_values import PackedReader
+from tf_recsync.synchronization.remote_values import on_worker, padded
+
+_keys = itertools.count()  # Of rows, of which no two of a process have the same.
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A worker's row on a board.
+
+    Attributes:
+        board: that board.
+        key: by which it is read and told.
+        handle: of the resource; the row goes with it.
+    """
+
+    board: CallBoard
+    key: int
+    handle: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What a board had when it was read.
+
+    Attributes:
+        applied: the steps that were applied of each row, by their keys.
+        reports: what was reported since the last reading, as bytes, of those rows that have.
+    """
+
+    applied: dict[int, int]
+    reports: dict[int, np.ndarray]
 
 
 class CallBoard:
-    """Reads and tells rows.
+    """A board on a server, as long as that lives.
 
     Args:
-        size: how many rows there are at most.
+        device: the server's.
+
+    Raises:
+        tf.errors.OpError: if the server is gone.
     """
 
-    def __init__(self, size: int):
-        self._size = size
-        self._read = PackedReader([ROW] * size)
+    def __init__(self, device: str):
+        self.device = device
+        with tf.device(device):
+            self._handle = ops.worker_board()
 
-    def applied(self, rows: Sequence[tf.Tensor]) -> list[int]:
-        """The steps that were applied of each of these handles; all rows are on one server.
+    def add_row(self) -> Row:
+        """Makes a row.
 
         Raises:
-            tf.errors.OpError: if the server is gone.
+            tf.errors.OpError: if the server is gone, like the others.
         """
-        values = self._read(self._padded(rows))
-        return [int(value[0]) for value in values[: len(rows)]]
+        key = next(_keys)
+        with tf.device(self.device):
+            return Row(self, key, ops.board_row(self._handle, on_worker(np.int64(key))))
 
-    def tell(self, device: str, rows: Sequence[tf.Tensor]) -> None:
-        """Has the calls of these end after the turn that they are in; all rows are on this device.
+    def read(self) -> Reading:
+        """Reads all rows, and takes what was reported."""
+        with tf.device(CHIEF):
+            return _parsed(np.array(_reader()(self._handle)))
+
+    def tell(self, rows: Sequence[Row]) -> None:
+        """Has the calls of these end after the turn that they are in.
 
         A call that has not begun may miss it: who is still at it after a while is told again.
+        """
+        self._tell({row.key: (1, 0) for row in rows})
+
+    def forget(self, known: Mapping[int, int]) -> None:
+        """Has workers forget the numbers of batches that are known.
+
+        Args:
+            known: how many of the first, by rows' keys.
+        """
+        self._tell({key: (0, count) for key, count in known.items()})
+
+    def _tell(self, told: Mapping[int, tuple[int, int]]) -> None:
+        columns = [[key, *values] for key, values in told.items()]
+        keys, ends, known = np.array(columns, np.int64).T.copy()
+        with tf.device(self.device):
+            ops.tell_workers(self._handle, *map(on_worker, (keys, ends, known)))
+
+
+class CallBoards:
+    """The boards of a model's steps, one on each server that counts some; thread-safe.
+
+    Args:
+        cluster: the connected cluster.
+    """
+
+    def __init__(self, cluster: Cluster):
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._boards: dict[tuple[str, object], CallBoard] = {}
+
+    def at(self, device: str) -> CallBoard:
+        """The board on a server, which is made anew when that has nothing any more.
 
         Raises:
             tf.errors.OpError: if the server is gone.
         """
-        with tf.device(device):
-            _teller(self._size)(*self._padded(rows))
-
-    def _padded(self, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """As many handles as the functions were traced for; to repeat one does no harm."""
-        handles = list(rows)
-        return handles + handles[:1] * (self._size - len(handles))
+        spec = tf.DeviceSpec.from_string(device)
+        key = device, self._cluster.life(spec.job, spec.task)
+        with self._lock:
+            board = self._boards.get(key)
+        if board is not None:
+            return board
+        made = CallBoard(device)
+        with self._lock:
+            for other in [k for k in self._boards if k[0] == device and k != key]:
+                del self._boards[other]
+            return self._boards.setdefault(key, made)
 
 
 @traced_once
-def _teller(size: int) -> RemoteFunction:
-    """A function of so many handles of rows, which tells all of them."""
+def _reader() -> RemoteFunction:
+    """A function of a board's handle, which reads it where it is and brings what it has here."""
 
-    def tell(*handles):
-        for handle in handles:
-            tf.raw_ops.AssignAddVariableOp(resource=handle, value=np.array([0, 1], np.int64))
+    def read(board):
+        message = ops.read_board(board)
+        with tf.device(CHIEF):
+            return tf.identity(message)
 
-    specs = [tf.TensorSpec([], tf.resource)] * size
-    return RemoteFunction(tf.function(tell, autograph=False).get_concrete_function(*specs))
+    return RemoteFunction(
+        tf.function(read, autograph=False).get_concrete_function(tf.TensorSpec([], tf.resource))
+    )
+
+
+def _parsed(message: np.ndarray) -> Reading:
+    """What a message of `ops.read_board` says."""
+    count = int(message[:8].view(np.int64)[0])
+    begin = 8 + 24 * count
+    applied, reports = {}, {}
+    for key, steps, size in message[8:begin].view(np.int64).reshape(count, 3).tolist():
+        applied[key] = steps
+        if size >= 0:
+            reports[key] = message[begin : begin + size]
+            begin += padded(size)
+    return Reading(applied, reports)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies.call_board import CallBoard
+from tf_recsync.strategies.call_board import CallBoard, CallBoards
 from tf_recsync.strategies.leases import Leases
 from tf_recsync.strategies.slots import Slot
 
@@ -24,13 +24,16 @@ _AGAIN_SECONDS = 0.5  # After which a call is told again: it may not have begun 
 class CallFollower:
     """One thread, which ends with the pass: for each server that has rows, as it may be silent.
 
-    It notes in the slots how far their calls are, and has calls end when nobody may be in a step,
-    when others have nothing to do, or when there are better functions to call.
+    It notes in the slots how far their calls are, takes what workers report, and has calls end when
+    nobody may be in a step, when others have nothing to do, or when there are better functions to
+    call.
 
     Args:
         cluster: the cluster.
-        board: what it reads and tells.
+        boards: what it reads and tells.
         device: the server's.
+        read: reads a board, and what the workers of some slots have reported there; gives the
+            steps that were applied, by rows' keys.
         slots: of the pass's threads, those with rows there.
         are_waiting: whether some of all threads wait for steps; called with `changed` held.
         leases: the steps that they take.
@@ -43,8 +46,9 @@ class CallFollower:
     def __init__(
         self,
         cluster: Cluster,
-        board: CallBoard,
+        boards: CallBoards,
         device: str,
+        read: Callable[[CallBoard, Sequence[Slot]], Mapping[int, int]],
         slots: Sequence[Slot],
         are_waiting: Callable[[], bool],
         leases: Leases,
@@ -54,8 +58,9 @@ class CallFollower:
         fail: Callable[[Exception], None],
     ):
         self._cluster = cluster
-        self._board = board
+        self._boards = boards
         self._device = device
+        self._read_board = read
         self._are_waiting = are_waiting
         self._slots = slots
         self._leases = leases
@@ -123,12 +128,13 @@ class CallFollower:
             calls = [(slot, slot.calls, slot.state) for slot in self._in_flight()]
         if not calls:
             return
-        applied = self._board.applied([state.row for _, _, state in calls])
+        applied = self._read_board(self._boards.at(self._device), self._slots)
         self._read_at = now = time.monotonic()
         news = []
         with self._changed:
-            for (slot, number, state), steps in zip(calls, applied, strict=True):
-                if slot.call and slot.calls == number:
+            for slot, number, state in calls:
+                steps = applied.get(state.row.key)
+                if steps is not None and slot.call and slot.calls == number:
                     # The last one counts when its call has ended.
                     more = slot.seen(min(state.in_call(steps), slot.call) - 1, now)
                     self._leases.seen(slot.number, slot.progress, now - slot.called)
@@ -146,7 +152,7 @@ class CallFollower:
                 slot.told = now
             rows = [slot.state.row for slot in due]
         if rows:
-            self._board.tell(self._device, rows)
+            self._boards.at(self._device).tell(rows)
 
     def _due(self) -> list[Slot]:
         """The calls that shall end; under _changed."""

@@ -18,8 +18,8 @@ from absl import logging
 
 from tf_recsync.cluster import Cluster, Server, fetch
 from tf_recsync.cluster.making_functions import making_functions
-from tf_recsync.strategies import watched_calls, worker_functions
-from tf_recsync.strategies.call_board import CallBoard
+from tf_recsync.strategies import step_counts, watched_calls, worker_functions
+from tf_recsync.strategies.call_board import CallBoard, CallBoards
 from tf_recsync.strategies.checks import OnBatchLost
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
@@ -28,7 +28,6 @@ from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.pass_batches import PassBatches
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Losses, Slot
-from tf_recsync.strategies.step_counts import COUNTS
 from tf_recsync.strategies.step_logs import Logged, NewLogged, StepLogs
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import (
@@ -117,7 +116,7 @@ class Steps:
         self._current: _Functions = {}  # Of those.
         self._owners: dict[tuple[int, ...], str] = {}  # Who counts their steps.
         self._calls_are_told = False  # To end, see `_teller_of`.
-        self._made_board: CallBoard | None = None
+        self._boards = CallBoards(settings.cluster)
         self._unrolled: Callable[..., _Functions] | None = None  # Traces them with more steps.
         self._trace_seconds = 0.0  # It took to trace one step for each.
         self._step_logs: StepLogs | None = None
@@ -389,7 +388,7 @@ class Steps:
         metrics = len(self._merged_variables)
         if layout is not self._read_layout:
             variables = [v._value for v in self._merged_variables]
-            self._reader = PackedReader([COUNTS, *variables], batches.done is not None)
+            self._reader = PackedReader([step_counts.COUNTS, *variables], batches.done is not None)
             self._read_layout = layout
         if is_anew:
             self._initial = initial_values(layout.private)
@@ -417,7 +416,8 @@ class Steps:
                 has_numbers = batches.done is not None
                 log = WorkerLog.made(has_numbers) if has_numbers or is_training else None
                 owner = self._owner_of(slot)
-                state = self._open(slot.index, iterator, private, before, owner, log)
+                board = self._boards.at(owner) if owner else None
+                state = self._open(slot.index, iterator, private, before, board, log)
             except BaseException:
                 if kept is not None:
                     before.take_back(kept)
@@ -436,8 +436,7 @@ class Steps:
             state.begin(slot.pass_began)
             slot.begin_call(n)
             if state.reset_metrics:
-                state.assign(private_values(slot)[:metrics])
-                state.reset_metrics = False
+                state.reset(private_values(slot)[:metrics])
             done, ended = self._run_steps(slot, n)
             self._after_call(slot, batches, ended)
             return done, ended, None
@@ -460,7 +459,8 @@ class Steps:
             is_reading=not is_training,
             while_waiting=self._tell_observers,
             most_per_call=self._most_per_call(),
-            board=self._board(slots),
+            boards=self._boards if self._calls_are_told else None,
+            read_board=lambda board, slots: self._read_board(board, slots, batches),
             teller_of=self._owner_of,
             note_steps=self._note_steps,
             after=after,
@@ -496,7 +496,7 @@ class Steps:
     def forget_traced(self) -> None:
         """What functions refer to is made anew: they are traced again before they are used."""
         self._functions, self._current, self._owners = {}, {}, {}
-        self._made_board = self._unrolled = None
+        self._unrolled = None
 
     def _give_up(self) -> None:
         """An error goes to Keras, and to the user."""
@@ -558,11 +558,11 @@ class Steps:
         iterator: PassIterator,
         private,
         before: WorkerState | None,
-        owner: str,
+        board: CallBoard | None,
         log: WorkerLog | None,
     ) -> WorkerState:
         """What a worker needs for a pass; made in its device scope."""
-        return WorkerState(worker, iterator, private, before, owner, log)
+        return WorkerState(worker, iterator, private, before, board, log)
 
     def _after_call(self, slot: Slot, batches: PassBatches, ended: bool) -> None:
         """A call of a worker has ended; in its thread."""
@@ -573,12 +573,6 @@ class Steps:
 
     def _note_steps(self, slot: Slot, steps: int) -> None:
         """A worker's thread is known to have done so many more steps."""
-
-    def _board(self, size: int) -> CallBoard | None:
-        """What calls of so many threads are followed by."""
-        if self._calls_are_told and self._made_board is None:
-            self._made_board = CallBoard(size)
-        return self._made_board if self._calls_are_told else None
 
     def _teller_of(self, layout: Layout) -> str:
         """The device that tells workers when to end a call; "" if calls end by themselves."""
@@ -711,6 +705,10 @@ class Steps:
         compute_time: worker_functions.ComputeTime | None,
     ) -> worker_functions.Repeated:
         """Traces what does so many steps, again and again."""
+        teller, reports = self._teller_of(layout), None
+        if teller:
+            merged = len(self._merged_variables)
+            reports = step_counts.Reports(teller, merged, self._is_numbered)
         body = worker_functions.trace_steps(
             self._model,
             layout,
@@ -723,17 +721,21 @@ class Steps:
             self.method == "train_step" and self._settings.prefetch_lookups,
             self._step_logs,
             self.mode.hogwild,
-            self._teller_of(layout),
+            teller,
             self._is_numbered,
             self._notes_events,
+            reports,
         )
         given = worker_functions.given_spec(element_spec, self._is_numbered)
         specs = worker_functions.worker_specs(layout, given)
         replaced = self._replaced(layout)
-        once, most = RemoteFunction(body, replaced), self._most_per_call()
+        once, most = body, self._most_per_call()
+        if reports is not None:
+            once = worker_functions.trace_once(body, specs, teller, reports)
+        once = RemoteFunction(once, replaced)
         if most is not None and most < 2 * steps:
             return worker_functions.Repeated(once, None)
-        loop = worker_functions.trace_loop(body, specs, self.call_limit, self._teller_of(layout))
+        loop = worker_functions.trace_loop(body, specs, self.call_limit, teller, reports)
         return worker_functions.Repeated(once, RemoteFunction(loop, replaced))
 
     def _replaced(self, layout: Layout) -> list[tf.Tensor]:
@@ -760,15 +762,61 @@ class Steps:
     def _read_all(self, run: WorkerRun, is_final: bool) -> bool:
         """Reads the metrics of workers; False if some are lost, or could not be read."""
         can_be_read = True
+        is_reported = self._calls_are_told and not self.is_recorded
+        if is_reported:
+            if not is_final:
+                return True  # What they report is read as it comes.
+            self._read_boards(run)
         for slot in run.slots:
             if slot.state is None or slot.lost:
                 can_be_read &= not slot.lost
+                continue
+            if is_reported and slot.state.is_known and slot.state.is_of_now:
                 continue
             try:
                 self._read_worker(slot, self._batches)
             except tf.errors.OpError:
                 can_be_read = False  # Its thread finds out that the worker is lost.
         return can_be_read
+
+    def _read_boards(self, run: WorkerRun) -> None:
+        """Reads what all workers have reported."""
+        for device in {owner for owner in self._owners.values() if owner}:
+            try:
+                self._read_board(self._boards.at(device), run.slots, self._batches)
+            # The latter of numpy, for what comes from a server that is being cut off.
+            except (tf.errors.OpError, ValueError) as error:
+                logging.debug("%s: what is reported there can't be read: %s", device, error)
+
+    def _read_board(
+        self, board: CallBoard, slots: Sequence[Slot], batches: PassBatches
+    ) -> dict[int, int]:
+        """Reads a board, and what these workers have reported there.
+
+        Returns:
+            The steps that were applied, by rows' keys.
+
+        Raises:
+            tf.errors.OpError: if the server is gone.
+        """
+        merger, reading = self._merger, board.read()
+        known = {}
+        for slot in slots:
+            state = slot.state
+            row = None if state is None else state.row
+            if row is None or row.key not in reading.reports:
+                continue
+            answer = self._reader.answer(reading.reports[row.key])
+            values = state.take(answer, functools.partial(batches.note, slot))
+            is_current = batches is self._batches and state.is_of_now
+            if values is not None and merger is not None and is_current:
+                merger.update(slot.number, state, values)
+            count = state.may_forget()
+            if count is not None:
+                known[row.key] = count
+        if known:
+            board.forget(known)
+        return reading.applied
 
     def _read_worker(self, slot: Slot, batches: PassBatches) -> bool:
         """Reads a worker's metrics, and which batches it has done.
@@ -782,12 +830,8 @@ class Steps:
         # A worker's thread may be late with what it has read, and another epoch or pass have begun
         # meanwhile, to which that does not belong.
         state, merger = slot.state, self._merger
-        values = state.read(
-            self._reader,
-            len(self._merged_variables),
-            slot.device,
-            lambda numbers: batches.note(slot, numbers),
-        )
+        answer = self._reader.read(state.asked(len(self._merged_variables), slot.device))
+        values = state.take(answer, lambda numbers: batches.note(slot, numbers))
         is_current = batches is self._batches and not state.reset_metrics
         if values is not None and merger is not None and is_current:
             merger.update(slot.number, state, values)

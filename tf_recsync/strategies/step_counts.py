@@ -2,8 +2,9 @@
 
 Both are in one variable on the worker, an int64 [2], which its calls update and the coordinator
 reads now and then. If the worker is lost, it is gone. So the server that counts global steps
-counts those of each worker, too: each has a row there in each of its lives, an int64 [2], which
-also says how often the worker was told to end the call that it is in.
+counts those of each worker, too: each has a row there in each of its lives (`CallBoard`), which
+also says how often the worker was told to end the call that it is in, and where it reports of
+itself, twice a second.
 
 Where lost batches are done by others, the worker keeps the numbers of those that it has done, too,
 in a log (`ops.worker_log`), until the coordinator has them.
@@ -18,7 +19,7 @@ import tensorflow as tf
 from tf_recsync import ops
 
 COUNTS = tf.TensorSpec([2], tf.int64)  # Steps done, and microseconds of waits for batches.
-ROW = tf.TensorSpec([2], tf.int64)  # Steps applied, and how often told to end a call.
+_REPORT_SECONDS = 0.5  # From one report of a worker to the next, within a call.
 
 
 class DataWait:
@@ -84,23 +85,81 @@ def add_applied(row: tf.Tensor, owner: str, operations: Sequence[tf.Operation]) 
     """
     # The others' take a message each.
     there = [operation for operation in operations if operation.device == owner]
-    with tf.device(owner), tf.control_dependencies(None):
-        one = tf.constant([1, 0], tf.int64)
-        with tf.control_dependencies(there or operations):
-            return tf.raw_ops.AssignAddVariableOp(resource=row, value=one)
+    with (
+        tf.device(owner),
+        tf.control_dependencies(None),
+        tf.control_dependencies(there or operations),
+    ):
+        return ops.count_step(row)
 
 
 def read_told(row: tf.Tensor, owner: str) -> tf.Tensor:
-    """How often a worker was told to end its call, an int64 scalar on the worker.
+    """What a worker is told, see `ops.read_row`, on the worker.
 
     Args:
         row: the handle of the worker's row.
         owner: the device that has it.
     """
     with tf.device(owner):
-        value = tf.raw_ops.ReadVariableOp(resource=row, dtype=ROW.dtype)
-        told = tf.ensure_shape(value, ROW.shape)[1]
+        told = ops.read_row(row)
     return tf.identity(told)
+
+
+class Reports:
+    """Has workers report of themselves to the server that counts their steps, while it is traced.
+
+    A report is a message of the counts, the first of a worker's variables, and the numbers of its
+    batches that nobody knows yet.
+
+    Args:
+        owner: the device of that server.
+        variables: how many of the worker's variables are in it.
+        is_numbered: whether batches have numbers.
+    """
+
+    def __init__(self, owner: str, variables: int, is_numbered: bool):
+        self._owner = owner
+        self._variables = variables
+        self._is_numbered = is_numbered
+
+    def send(
+        self,
+        count: tf.Tensor,
+        row: tf.Tensor,
+        log: tf.Tensor,
+        handles: Sequence[tf.Tensor],
+        told: tf.Tensor,
+        is_last: bool,
+    ) -> tf.Tensor:
+        """Sends one, if it is time; nothing waits for its arrival.
+
+        Args:
+            count: the handle of the worker's counts.
+            row: that of its row.
+            log: that of its log.
+            handles: those of its variables.
+            told: what it is told, see `read_told`.
+            is_last: whether it is sent in any case.
+
+        Returns:
+            A tensor on the worker, which is there when all has been read.
+        """
+
+        def message():
+            noted = []
+            if self._is_numbered:
+                numbers, first = ops.noted_batches(log, told[1])
+                noted = [first, numbers]
+            return ops.read_packed([count, *handles[: self._variables]], noted)
+
+        if is_last:
+            value = message()
+        else:
+            is_due = ops.report_is_due(log, seconds=_REPORT_SECONDS)
+            value = tf.cond(is_due, message, lambda: tf.zeros([0], tf.uint8))
+        with tf.device(self._owner):
+            ops.report(row, value)
+        return value
 
 
 def read_steps(count: tf.Tensor) -> tf.Tensor:

@@ -19,6 +19,7 @@ from tf_recsync.cluster import Server, reason
 from tf_recsync.optimizers.base import parts_of
 from tf_recsync.placement import OperatorPlan
 from tf_recsync.shown_variable import ShownVariable, shown
+from tf_recsync.strategies.call_board import CallBoard
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedDataset, DistributedIterator
 from tf_recsync.strategies.group_crew import GroupCrew
@@ -178,6 +179,8 @@ class TrainFunction(Steps):
 
     def _read_done(self, run: WorkerRun) -> None:
         """Has all be known that workers have done; no worker may be in a step."""
+        if self._calls_are_told:
+            self._read_boards(run)
         for slot in run.slots:
             if slot.state is not None and not slot.lost and slot.noted != slot.credited:
                 with contextlib.suppress(tf.errors.OpError):  # Its thread finds out.
@@ -495,7 +498,7 @@ class TrainFunction(Steps):
         iterator: PassIterator,
         private,
         before: WorkerState | None,
-        owner: str,
+        board: CallBoard | None,
         log: WorkerLog | None,
     ) -> WorkerState:
         group = self._group_of(worker)
@@ -521,7 +524,7 @@ class TrainFunction(Steps):
             iterator,
             private,
             before,
-            owner,
+            board,
             log,
         )
 
@@ -765,10 +768,10 @@ class _State(WorkerState):
         iterator,
         private,
         before,
-        owner,
+        board,
         log,
     ):
-        super().__init__(worker, iterator, private, before, owner, log)
+        super().__init__(worker, iterator, private, before, board, log)
         self._synchronizer = synchronizer
         self._aggregation = aggregation
         self._index = worker

@@ -12,7 +12,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_recsync.strategies.step_counts import DataWait, add_applied, add_step, read_steps, read_told
+from tf_recsync.strategies.step_counts import (
+    DataWait,
+    Reports,
+    add_applied,
+    add_step,
+    read_steps,
+    read_told,
+)
 from tf_recsync.strategies.step_events import NotedEvents, StepEvents
 from tf_recsync.strategies.step_logs import Logged, StepLogs
 from tf_recsync.strategies.worker_state import WorkerState
@@ -30,7 +37,9 @@ ComputeTime = Callable[[tf.Tensor, tf.Tensor, Callable[[], tf.Tensor]], tf.Tenso
 # More steps than these are a loop: their operations take time to make, and the gain is small.
 MOST_UNROLLED = 8
 
-_ROW = 3  # Of the arguments beside the iterator: the handle of the worker's row.
+# Of the arguments beside the iterator: where the handles begin of the counts, the row, the log, and
+# the worker's variables.
+_HANDLES = 2
 
 
 def turns(
@@ -106,7 +115,13 @@ class Repeated:
         return self._loop(iterator, state.number(times), *state.inputs)
 
 
-def trace_loop(body: Callable, specs: Sequence[Any], seconds: float, teller: str = "") -> Callable:
+def trace_loop(
+    body: Callable,
+    specs: Sequence[Any],
+    seconds: float,
+    teller: str = "",
+    reports: Reports | None = None,
+) -> Callable:
     """Has a worker call a function of steps again and again by itself.
 
     Args:
@@ -114,6 +129,7 @@ def trace_loop(body: Callable, specs: Sequence[Any], seconds: float, teller: str
         specs: of its arguments.
         seconds: see `turns`.
         teller: the device that tells the worker when to end; default "": none does.
+        reports: the worker reports at the end of the call; default None: it does not.
 
     Returns:
         A concrete function of (iterator, how often, *the others), which returns how often it
@@ -121,14 +137,45 @@ def trace_loop(body: Callable, specs: Sequence[Any], seconds: float, teller: str
     """
 
     def loop(iterator, times, *arguments):
-        told = read_told(arguments[_ROW], teller) if teller else None
+        _, row, *_ = arguments[_HANDLES:]
+        told = read_told(row, teller)[0] if teller else None
         # What `body` does on servers is part of each turn: that costs a message for each.
-        return turns(lambda: body(iterator, *arguments), times, seconds, told)
+        done = turns(lambda: body(iterator, *arguments), times, seconds, told)
+        if reports is not None:
+            with tf.control_dependencies([done]):
+                _report_last(reports, teller, arguments)
+        return done
 
     first, *others = specs
     return tf.function(loop, autograph=False).get_concrete_function(
         first, tf.TensorSpec([], tf.int64), *others
     )
+
+
+def trace_once(body: Callable, specs: Sequence[Any], teller: str, reports: Reports) -> Callable:
+    """Has a worker call a function of steps, and report then.
+
+    Args:
+        body: see `trace_loop`, like the others.
+        specs: of its arguments.
+        teller: as above.
+        reports: as above.
+
+    Returns:
+        A concrete function of the same arguments.
+    """
+
+    def once(iterator, *arguments):
+        told = body(iterator, *arguments)
+        with tf.control_dependencies([told]):
+            _report_last(reports, teller, arguments)
+
+    return tf.function(once, autograph=False).get_concrete_function(*specs)
+
+
+def _report_last(reports: Reports, teller: str, arguments: Sequence[tf.Tensor]) -> None:
+    count, row, log, *handles = arguments[_HANDLES:]
+    reports.send(count, row, log, handles, read_told(row, teller), is_last=True)
 
 
 def trace_steps(
@@ -146,6 +193,7 @@ def trace_steps(
     teller: str = "",
     is_numbered: bool = False,
     is_recorded: bool = False,
+    reports: Reports | None = None,
 ) -> Callable:
     """Traces `model.train_step` or `model.test_step` for the workers.
 
@@ -166,6 +214,7 @@ def trace_steps(
         teller: see `trace_loop`.
         is_numbered: whether the iterators give pairs of a batch's number and the batch.
         is_recorded: whether the worker notes in its log what the steps do when.
+        reports: the worker reports now and then; default None: it does not.
 
     Returns:
         A concrete function of (iterator, the worker's index, when the pass began,
@@ -259,9 +308,13 @@ def trace_steps(
         told = read_told(row, teller) if teller else None
         counted = [add_step(count, operations, waited, log, number)]
         events.counted(counted[0], is_joint=False)
+        if reports is not None:
+            # What it reports is read before the next steps begin.
+            with tf.control_dependencies(counted):
+                counted = [reports.send(count, row, log, handles, told, is_last=False)]
         with tf.control_dependencies(counted):
             if told is not None:
-                return tf.identity(told)
+                return tf.identity(told[0])
             tf.no_op()
             return None
 

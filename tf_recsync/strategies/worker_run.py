@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -23,7 +23,7 @@ from tf_recsync.cluster.diagnosis import Cause, Diagnosis, diagnose
 from tf_recsync.cluster.membership import Order
 from tf_recsync.cluster.silence_watch import Wait, suspicious_after
 from tf_recsync.strategies import data_errors
-from tf_recsync.strategies.call_board import CallBoard
+from tf_recsync.strategies.call_board import CallBoard, CallBoards
 from tf_recsync.strategies.call_follower import CallFollower
 from tf_recsync.strategies.comebacks import Comebacks
 from tf_recsync.strategies.leases import Leases
@@ -64,7 +64,9 @@ class WorkerRun:
             whether the dataset has ended, a result or None).
         steps_per_call: the unit of the steps of a call, see `Leases`.
         most_per_call: see there.
-        board: what long calls are followed by and told to end; None if steps don't ask it.
+        boards: by which long calls are followed and told to end; None if steps don't ask them.
+        read_board: reads a board, and what the workers of some slots have reported there; gives
+            the steps that were applied, by rows' keys.
         teller_of: the device of the server that has a slot's row on it.
         note_steps: called with a slot and a number of steps that it has done, as soon as that is
             known.
@@ -107,7 +109,10 @@ class WorkerRun:
         is_reading: bool = False,
         while_waiting: Callable[[], None] = lambda: None,
         most_per_call: int | None = None,
-        board: CallBoard | None = None,
+        boards: CallBoards | None = None,
+        read_board: Callable[[CallBoard, Sequence[Slot]], Mapping[int, int]] = (
+            lambda board, slots: {}
+        ),
         teller_of: Callable[[Slot], str] = lambda slot: "",
         note_steps: Callable[[Slot, int], None] = lambda slot, steps: None,
         after: WorkerRun | None = None,
@@ -131,7 +136,7 @@ class WorkerRun:
         self._changed = threading.Condition()
         # All below is guarded by _changed.
         self._leases = Leases(
-            steps_per_call, most_per_call, cluster.workers * threads, board is not None, completed
+            steps_per_call, most_per_call, cluster.workers * threads, boards is not None, completed
         )
         self._progressed = time.monotonic()  # When a step was done.
         self._longest_call = 0.0  # In seconds, of those that ended.
@@ -148,6 +153,7 @@ class WorkerRun:
         self._keeps_data = keeps_data
         self._while_waiting = while_waiting
         self._note_steps = note_steps
+        self._read_board = read_board
         self._followers: list[CallFollower] = []
         self._comebacks = Comebacks(cluster, crew, self._wait_for_answers, self._spared)
         # Of the others: a process that comes in the place of one has nothing of what it had.
@@ -189,15 +195,16 @@ class WorkerRun:
         cluster.watch.begin(self._waiting)
         for thread in self._threads:
             thread.start()
-        if board is not None:
+        if boards is not None:
             tellers: dict[str, list[Slot]] = {}
             for slot in self.slots:
                 tellers.setdefault(teller_of(slot), []).append(slot)
             self._followers = [
                 CallFollower(
                     cluster,
-                    board,
+                    boards,
                     teller,
+                    read_board,
                     told,
                     lambda: any(slot.waits for slot in self.slots),
                     self._leases,
@@ -1006,7 +1013,9 @@ class WorkerRun:
             is_gone = any(map(self._cluster.membership.is_away, self._holders[slot.index]))
             slot.busy_since = time.monotonic()
             limit = 0.0 if is_gone or self._gave_up_server else self._leases.limit
-            done, lost = slot.state.account_lost(taken, slot.progress, limit)
+            done, lost = slot.state.account_lost(
+                taken, slot.progress, limit, lambda board: self._read_board(board, self.slots)
+            )
             slot.busy_since = None
         if not self._retries:
             slot.lost_steps += lost

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -15,8 +15,9 @@ from absl import logging
 from tf_recsync import ops
 from tf_recsync.cluster import fetch
 from tf_recsync.ops import events as events_ops
+from tf_recsync.strategies.call_board import CallBoard
 from tf_recsync.strategies.pass_iterator import PassIterator
-from tf_recsync.strategies.step_counts import COUNTS, ROW
+from tf_recsync.strategies.step_counts import COUNTS
 from tf_recsync.synchronization.remote_values import (
     Answer,
     Asked,
@@ -27,7 +28,7 @@ from tf_recsync.synchronization.remote_values import (
 )
 
 _FORGET = 512  # Numbers that a worker keeps for longer than it has to: telling it is a call.
-_read_row, _read_counts = PackedReader([ROW]), PackedReader([COUNTS])
+_read_counts = PackedReader([COUNTS])
 _ECHO_SECONDS = 0.05  # What is on its way to a server arrives within.
 
 
@@ -39,7 +40,7 @@ class WorkerState:
         iterator: its iterator.
         private: the initial values of the variables that it keeps for itself.
         before: its state earlier in the pass, before it was lost; or None.
-        owner: the device that counts global steps; "" for the worker itself.
+        board: that of the server that counts its steps; None if none does.
         log: its log; None where there is nothing to log.
 
     Attributes:
@@ -47,7 +48,7 @@ class WorkerState:
         steps: how many steps it has done in the pass, as far as known.
         steps_at_call: the same when the call in flight began, or the last one.
         waited: how many microseconds it has waited for batches in the pass, as far as known.
-        row: its handle on the server that counts global steps, see step_counts.py; None without.
+        row: its row on the board; None without.
         unrolled: how many steps the function has that the call in flight calls; 0 before.
     """
 
@@ -57,12 +58,13 @@ class WorkerState:
         iterator: PassIterator,
         private: list[np.ndarray],
         before: WorkerState | None = None,
-        owner: str = "",
+        board: CallBoard | None = None,
         log: WorkerLog | None = None,
     ):
         self.iterator: PassIterator | None = iterator
         self.unrolled = 0
         self.reset_metrics = False
+        self._reset_at = -1  # Its steps when its metrics were reset.
         self.steps = 0 if before is None else before.steps
         self.waited = 0 if before is None else before.waited
         self._has_begun = False
@@ -71,16 +73,12 @@ class WorkerState:
         self._reading = threading.Lock()
         # Of its log: how many numbers are known; how many of these the worker was told to forget,
         # a tensor there; and how many have to be known before it is told again.
-        self._known = self._tell_again = 0
+        self._known = self._tell_again = self._forgotten = 0
         self._told: tf.Tensor | None = None
         self._counted, self._values = -1, []  # What was read last.
         self._is_settled = False
         self._steps_before = self.steps_at_call = self.steps
-        self._owner = owner
-        self.row: tf.Tensor | None = None
-        if owner:
-            with tf.device(owner):
-                (self.row,) = make_variables([np.zeros(ROW.shape, np.int64)])
+        self.row = None if board is None else board.add_row()
         own = np.array(worker), np.array(0.0), np.array([self.steps, self.waited])
         self._worker, self._began, self._counts, *self._variables = make_variables(
             [*own, *private], constants=2
@@ -111,7 +109,7 @@ class WorkerState:
     @property
     def inputs(self) -> list[tf.Tensor]:
         """What its functions take besides an iterator (see `worker_functions.trace_steps`)."""
-        row = self._counts if self.row is None else self.row
+        row = self._counts if self.row is None else self.row.handle
         log = self._counts if self._log is None else self._log.handle
         return [self._worker, self._began, self._counts, row, log, *self._variables]
 
@@ -132,38 +130,35 @@ class WorkerState:
             self._began = on_worker(np.float64(time))
             self._has_begun = True
 
-    def assign(self, values: list[np.ndarray]) -> None:
-        """Sets the first of the worker's variables."""
+    def reset(self, values: list[np.ndarray]) -> None:
+        """Sets the first of the worker's variables, those of its metrics, between two calls."""
         assign_variables(self._variables[: len(values)], values)
+        self._reset_at, self.reset_metrics = self.steps, False
 
-    def read(
-        self,
-        reader: PackedReader,
-        count: int,
-        device: str,
-        note: Callable[[np.ndarray], None],
-    ) -> list[np.ndarray] | None:
-        """Reads what the worker has counted, and the first of its variables.
+    @property
+    def is_of_now(self) -> bool:
+        """Whether the metrics that were read last are none of before they were reset."""
+        return not self.reset_metrics and self._counted > self._reset_at
 
-        Other threads may do so meanwhile, and their answers come first.
+    @property
+    def is_known(self) -> bool:
+        """Whether all that it has done was read."""
+        return self._counted == self.steps
 
-        Args:
-            reader: of the counts and the variables; if there is a log, of that, too.
-            count: how many variables.
-            device: the worker's.
-            note: is told the numbers of the batches that were done since it was last read, if they
-                have numbers.
-
-        Returns:
-            The variables' values; None if nothing counts of it, as it was lost.
-
-        Raises:
-            tf.errors.OpError: it can't be reached.
-        """
-        return self.take(reader.read(self.asked(count, device)), note)
+    def may_forget(self) -> int | None:
+        """How many numbers the worker is to forget; None while they are too few to tell it."""
+        if self._known - self._forgotten < _FORGET:
+            return None
+        self._forgotten = self._known
+        return self._known
 
     def asked(self, count: int, device: str) -> Asked:
-        """What `read` asks the worker."""
+        """What is asked of the worker: what it has counted, and the first of its variables.
+
+        Args:
+            count: how many variables.
+            device: the worker's.
+        """
         handles = [self._counts, *self._variables[:count]]
         if self._log is None or not self._log.has_numbers:
             return Asked(handles)
@@ -175,7 +170,16 @@ class WorkerState:
         return Asked(handles, self._log.handle, self._told)
 
     def take(self, answer: Answer, note: Callable[[np.ndarray], None]) -> list[np.ndarray] | None:
-        """What `read` makes of an answer."""
+        """Takes what a worker says, or has reported; the latest counts, by whichever thread.
+
+        Args:
+            answer: of the counts and the variables; if there is a log, of that, too.
+            note: is told the numbers of the batches that were done since it was last read, if they
+                have numbers.
+
+        Returns:
+            The variables' latest values; None if nothing counts of it, as it was lost.
+        """
         with self._reading:
             if self._is_settled:
                 return None
@@ -222,13 +226,17 @@ class WorkerState:
         if before is not None:
             before.close()
 
-    def account_lost(self, taken: int, known: int, seconds: float) -> tuple[int, int]:
+    def account_lost(
+        self, taken: int, known: int, seconds: float, read: Callable[[CallBoard], Mapping[int, int]]
+    ) -> tuple[int, int]:
         """The worker was lost in a call, or only the connection to it; servers may know more.
 
         Args:
             taken: the steps of the call.
             known: how many of them are known to be done.
             seconds: for how long it may go on; 0 if the server that counts its steps is gone, too.
+            read: reads a board, and what workers have reported there; gives the steps that were
+                applied, by rows' keys.
 
         Returns:
             How many of them were done, and how many more had begun.
@@ -237,7 +245,7 @@ class WorkerState:
         if self.row is not None:
             try:
                 if seconds:
-                    done = max(done, min(self.in_call(self._read_applied(seconds)), taken))
+                    done = max(done, min(self.in_call(self._read_applied(seconds, read)), taken))
             # The latter of numpy, for what comes from a server that is being cut off.
             except (tf.errors.OpError, ValueError) as error:
                 logging.debug("what became of the last call is not known: %s", error)
@@ -249,15 +257,13 @@ class WorkerState:
         """How many steps of the last call were applied, of those since the worker was opened."""
         return max(applied - (self.steps_at_call - self._steps_before), 0)
 
-    def _read_applied(self, seconds: float) -> int:
+    def _read_applied(self, seconds: float, read: Callable[[CallBoard], Mapping[int, int]]) -> int:
         """The steps that were applied since it was opened, when nothing comes any more."""
         deadline, last = time.monotonic() + seconds, -1
-        with tf.device(self._owner):  # And not on the worker, which may be gone.
-            # If it is not, it ends the call, whose results nobody gets.
-            tell = on_worker(np.array([0, 1]))
-            tf.raw_ops.AssignAddVariableOp(resource=self.row, value=tell)
+        # If it is not gone, it ends the call, whose results nobody gets.
+        self.row.board.tell([self.row])
         while True:
-            applied = int(_read_row([self.row])[0][0])
+            applied = read(self.row.board).get(self.row.key, 0)
             if applied == last or time.monotonic() > deadline:
                 return applied
             last = applied

@@ -82,14 +82,15 @@ class PackedReader:
             arguments += [asked.log, asked.known]
         with tf.device(CHIEF):
             message = _reader(len(self._shapes), self._reads_log)(*arguments)
-        return self._answer(np.array(message))  # What is fetched may not be written.
+        return self.answer(np.array(message))  # What is fetched may not be written.
 
-    def _answer(self, message: np.ndarray) -> Answer:
+    def answer(self, message: np.ndarray) -> Answer:
+        """What a message of such variables says; arrays in it share its memory."""
         values, begin = [], 0
         for dtype, shape in zip(self._dtypes, self._shapes, strict=True):
             size = math.prod(shape) * np.dtype(dtype).itemsize
             values.append(message[begin : begin + size].view(dtype).reshape(shape))
-            begin += _padded(size)
+            begin += padded(size)
         first, numbers = 0, message[begin:].view(np.int64)
         if self._reads_log:
             first, numbers = int(numbers[0]), numbers[1:]
@@ -152,7 +153,7 @@ def _layout(values: Sequence[np.ndarray]) -> _Layout:
     return tuple((tf.as_dtype(value.dtype), value.shape) for value in values)
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
     """The bytes that so many take in a message, as `ops.read_packed` makes it, too."""
     return -(-size // 8) * 8
 
@@ -161,7 +162,7 @@ def _message(values: Sequence[np.ndarray]) -> np.ndarray:
     parts = []
     for value in values:
         data = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
-        parts.append(np.pad(data, (0, _padded(data.size) - data.size)))
+        parts.append(np.pad(data, (0, padded(data.size) - data.size)))
     return np.concatenate(parts)
 
 
@@ -169,7 +170,7 @@ def _values_in(message: tf.Tensor, layout: _Layout) -> list[tf.Tensor]:
     values, begin = [], 0
     for dtype, shape in layout:
         size = math.prod(shape) * dtype.size
-        data, begin = message[begin : begin + size], begin + _padded(size)
+        data, begin = message[begin : begin + size], begin + padded(size)
         if dtype == tf.bool:
             values.append(tf.reshape(tf.cast(data, dtype), shape))
         else:
