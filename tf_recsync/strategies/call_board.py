@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.cluster import CHIEF, Cluster
+from tf_recsync.cluster import CHIEF, Cluster, Server
 from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_once
 from tf_recsync.synchronization.remote_values import on_worker, padded
 
@@ -114,7 +114,8 @@ class CallBoards:
     def __init__(self, cluster: Cluster):
         self._cluster = cluster
         self._lock = threading.Lock()
-        self._boards: dict[tuple[str, object], CallBoard] = {}
+        self._servers: dict[str, Server] = {}
+        self._boards: dict[tuple[str, int], CallBoard] = {}
 
     def at(self, device: str) -> CallBoard:
         """The board on a server, which is made anew when that has nothing any more.
@@ -122,9 +123,11 @@ class CallBoards:
         Raises:
             tf.errors.OpError: if the server is gone.
         """
-        spec = tf.DeviceSpec.from_string(device)
-        key = device, self._cluster.life(spec.job, spec.task)
         with self._lock:
+            if device not in self._servers:
+                spec = tf.DeviceSpec.from_string(device)
+                self._servers[device] = spec.job, spec.task
+            key = device, self._cluster.membership.life(self._servers[device])
             board = self._boards.get(key)
         if board is not None:
             return board
