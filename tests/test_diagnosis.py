@@ -102,6 +102,10 @@ CAUSES = [
         ),
         Cause.FORGOTTEN,
     ),
+    (
+        error(tf.errors.NotFoundError, "On worker:1: Failed to find function '__inference_steps_8'"),
+        Cause.FORGOTTEN,
+    ),
     (error(tf.errors.InvalidArgumentError, UNREGISTERED.format(TRACED)), Cause.FORGOTTEN),
     (error(tf.errors.InvalidArgumentError, UNREGISTERED.format("UsersOwnOp")), Cause.USER),
     (error(tf.errors.InvalidArgumentError, "indices[0] = 9 is not in [0, 4)"), Cause.USER),

@@ -85,7 +85,9 @@ def _is_unknown_function(error: Exception) -> bool:
     if isinstance(error, tf.errors.InternalError):  # One that another one calls.
         return "Can't find a function" in error.message
     if isinstance(error, tf.errors.NotFoundError):
-        return "name of a function" in error.message
+        # One that is called, and one that such a one calls and that is inlined there.
+        texts = ("name of a function", "Failed to find function")
+        return any(text in error.message for text in texts)
     # One that a loop or a condition calls is told like an operation that the server can't do.
     found = re.search(r"Op type not registered '(\w+)'", getattr(error, "message", ""))
     return found is not None and context.context().has_function(found[1])
