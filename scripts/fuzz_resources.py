@@ -123,6 +123,8 @@ _of_buffer = _sharing("buffer", "gradient_buffer", _gradient_buffer)
 _of_tokens = _sharing("list", "token_list", _token_list)
 _of_hop = _sharing("worker", "hop_worker", _hop_worker)
 _of_log = _sharing("log", "worker_log", lambda w: {})
+_of_board = _sharing("board", "worker_board", lambda w: {})
+_of_row = _sharing("row", "board_row", lambda w: _of_board(key=_ints())(w))
 
 RECIPES: dict[str, Callable[[World], dict]] = {
     "gradient_buffer": _gradient_buffer,
@@ -151,7 +153,17 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     "report_step": _of_tokens(server=_ints(0, 2), step=_ints()),
     "seek_tokens": _of_tokens(step=_ints()),
     "token_list_state": _of_tokens(),
+    "worker_board": lambda w: {},
+    "board_row": _of_board(key=_ints()),
+    "count_step": _of_row(),
+    "read_row": _of_row(),
+    "report": _of_row(message=lambda w: np.zeros(w.small(0, 9), np.uint8)),
+    "read_board": _of_board(),
+    "tell_workers": _of_board(
+        **{name: lambda w: np.array([1, 2], np.int64) for name in ("keys", "ends", "known")}
+    ),
     "worker_log": lambda w: {},
+    "report_is_due": _of_log(seconds=lambda w: w.choose([0.0, 1.5])),
     "note_batch": _of_log(number=_ints()),
     "noted_batches": _of_log(known=_ints(0, 1)),
     "note_events": _of_log(

@@ -103,7 +103,9 @@ CAUSES = [
         Cause.FORGOTTEN,
     ),
     (
-        error(tf.errors.NotFoundError, "On worker:1: Failed to find function '__inference_steps_8'"),
+        error(
+            tf.errors.NotFoundError, "On worker:1: Failed to find function '__inference_steps_8'"
+        ),
         Cause.FORGOTTEN,
     ),
     (error(tf.errors.InvalidArgumentError, UNREGISTERED.format(TRACED)), Cause.FORGOTTEN),

@@ -263,7 +263,14 @@ class Steps:
         """How old the metrics of workers may be that are shown: of many, this process reads fewer
         at a time than it makes calls."""
         threads = self._settings.cluster.workers * self.threads
-        return max(2 * call_seconds(threads), threads / _READS_PER_SECOND)
+        seconds = 2 * call_seconds(threads)
+        # What workers report is here without asking them.
+        return seconds if self._is_reported else max(seconds, threads / _READS_PER_SECOND)
+
+    @property
+    def _is_reported(self) -> bool:
+        """Whether workers report what they do; what is recorded of it has to be asked for."""
+        return self._calls_are_told and not self.is_recorded
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Inside, this process calls servers: it shall not wait forever for one."""
@@ -762,8 +769,7 @@ class Steps:
     def _read_all(self, run: WorkerRun, is_final: bool) -> bool:
         """Reads the metrics of workers; False if some are lost, or could not be read."""
         can_be_read = True
-        is_reported = self._calls_are_told and not self.is_recorded
-        if is_reported:
+        if self._is_reported:
             if not is_final:
                 return True  # What they report is read as it comes.
             self._read_boards(run)
@@ -771,7 +777,7 @@ class Steps:
             if slot.state is None or slot.lost:
                 can_be_read &= not slot.lost
                 continue
-            if is_reported and slot.state.is_known and slot.state.is_of_now:
+            if self._is_reported and slot.state.is_known and slot.state.is_of_now:
                 continue
             try:
                 self._read_worker(slot, self._batches)
