@@ -92,8 +92,12 @@ def save(
     try:
         check_folder(path, model)
         about = writer.write(path, writer.read()).as_json()
-        with writable(path), tf.io.gfile.GFile(os.path.join(path, INDEX), "w") as file:
-            file.write(json.dumps(about) + "\n")
+        index = os.path.join(path, INDEX)
+        # Under another name, as a process that is killed may leave a part of it.
+        with writable(path):
+            with tf.io.gfile.GFile(f"{index}.part", "w") as file:
+                file.write(json.dumps(about) + "\n")
+            tf.io.gfile.rename(f"{index}.part", index)
     except BaseException:
         remove(path)
         raise
