@@ -11,6 +11,7 @@ from helpers import assert_close
 
 import tf_recsync as recsync
 from tf_recsync import ops
+from tf_recsync.embedding import checkpoint
 from tf_recsync.layers import (
     Admission,
     DotInteraction,
@@ -632,6 +633,19 @@ def test_time_goes_back_with_a_file_and_no_key_is_idle_by_that(tmp_path):
         assert not looked_up(layer, [1, 2]).any()
         load()
         np.testing.assert_array_equal(looked_up(layer, [1, 2]), vectors)
+
+
+def test_a_checkpoint_that_is_read_in_blocks_has_its_keys_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 7 * 16)  # Ten blocks of keys.
+    layer = keyed_layer()
+    keys = np.arange(40) * 2**50
+    vectors = looked_up(layer, keys, training=True)
+    saved = tf.train.Checkpoint(layer=layer)
+    saved.write(str(tmp_path / "saved"))
+    looked_up(layer, np.arange(1, 64), training=True)  # All rows are others' now.
+    saved.read(str(tmp_path / "saved")).assert_consumed()
+    np.testing.assert_array_equal(looked_up(layer, keys), vectors)
+    assert not looked_up(layer, np.arange(1, 64)).any()
 
 
 def test_an_export_knows_the_keys_that_predict_knows(tmp_path):

@@ -1,5 +1,6 @@
 """Tables whose ids are keys on servers: every key gets its gradients, and keeps its row."""
 
+import contextlib
 import threading
 
 import keras
@@ -11,6 +12,7 @@ from helpers import events, held_back
 import tf_recsync as recsync
 from tf_recsync import checkpoint
 from tf_recsync.callbacks import Checkpoint, TrainingReport
+from tf_recsync.embedding import checkpoint as embedding_checkpoint
 from tf_recsync.embedding.physical_tables import physical_tables
 from tf_recsync.layers import Admission, EmbeddingCollection, FeatureConfig, TableConfig
 from tf_recsync.optimizers import SGD, Adagrad
@@ -218,13 +220,24 @@ def saved(clusters, tmp_path_factory):
     model.save_weights(folder / "model.weights.h5")
     model.save(folder / "model.keras")
     checkpoint.save(folder / "own", model)
-    tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(folder / "tf"))
+    files = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    files.write(str(folder / "tf"))
+    with small_blocks():
+        files.write(str(folder / "blocks"))
     model.fit(dataset(KEYS), verbose=0)
     return folder, expected, scores(model, KEYS)
 
 
-@pytest.mark.cases("0-weights", "2-tf", "3-own")
-@pytest.mark.parametrize("way", ["weights", "keras", "own", "tf"])
+@contextlib.contextmanager
+def small_blocks():
+    """Inside, TensorFlow's checkpoints are in blocks of 1024 keys."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(embedding_checkpoint, "BLOCK_BYTES", 1024 * 16)
+        yield
+
+
+@pytest.mark.cases("0-weights", "2-tf", "2-blocks", "3-own")
+@pytest.mark.parametrize("way", ["weights", "keras", "own", "tf", "blocks"])
 @pytest.mark.parametrize("ps", [0, 2, 3])
 def test_keys_keep_their_rows_on_other_numbers_of_servers(clusters, saved, way, ps):
     folder, (expected, means), after = saved
@@ -244,8 +257,9 @@ def test_keys_keep_their_rows_on_other_numbers_of_servers(clusters, saved, way, 
     elif way == "own":
         checkpoint.restore(folder / "own", model)
     else:
-        read = tf.train.Checkpoint(model=model, optimizer=model.optimizer).read(str(folder / "tf"))
-        read.assert_existing_objects_matched()
+        files = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        with small_blocks() if way == "blocks" else contextlib.nullcontext():
+            files.read(str(folder / way)).assert_existing_objects_matched()
     np.testing.assert_allclose(scores(model, KEYS), expected, rtol=1e-6)
     np.testing.assert_allclose(scores(model, OTHERS), means, rtol=1e-6)
     assert sorted(entries_of(model)) == sorted(KEYS)
@@ -253,7 +267,7 @@ def test_keys_keep_their_rows_on_other_numbers_of_servers(clusters, saved, way, 
     model.fit(dataset(KEYS), verbose=0)
     assert sorted(entries_of(model)) == sorted(KEYS)
     found = scores(model, KEYS)
-    if way in ("own", "tf"):
+    if way in ("own", "tf", "blocks"):
         np.testing.assert_allclose(found, after, rtol=1e-5)
     assert (found < expected).all()
 

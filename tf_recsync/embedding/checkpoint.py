@@ -332,6 +332,7 @@ def _restore_blocks(trackables: Mapping[str, SavedRows], merged_prefix: tf.Tenso
 
         # TensorFlow reads slices as they were written, and cuts out what is asked for.
         _each_block(rows, restore, done, is_whole)
+        rows.tell_of_change()
 
 
 def _each_block(
