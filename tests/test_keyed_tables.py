@@ -661,6 +661,38 @@ def test_an_export_knows_the_keys_that_predict_knows(tmp_path):
     np.testing.assert_array_equal(served.serve({"user": tf.constant([1], tf.int64)}), [[0, 0, 0]])
 
 
+def test_an_export_right_after_a_restore_knows_the_keys_that_predict_knows(tmp_path):
+    def model_to_load():
+        return model_of(keyed_layer(eviction=Eviction(max_idle=5)))
+
+    model = model_to_load()
+    layer = model.get_layer("embeddings")
+    for key in (1, 2, 3, 4, 5, 6, 7):
+        looked_up(layer, [key], training=True)
+    keys = tf.range(1, 8, dtype=tf.int64)
+    expected = looked_up(layer, keys)
+    assert expected.any(1).tolist() == [False] + 6 * [True]
+    model.save_weights(tmp_path / "model.weights.h5")
+    recsync.checkpoint.save(tmp_path / "own", model)
+    tf.train.Checkpoint(model=model).write(str(tmp_path / "tf"))
+    for number, load in enumerate(
+        (
+            lambda model: model.load_weights(tmp_path / "model.weights.h5"),
+            lambda model: recsync.checkpoint.restore(tmp_path / "own", model),
+            lambda model: tf.train.Checkpoint(model=model).read(str(tmp_path / "tf")),
+        )
+    ):
+        for _ in range(20):  # The time of what is here is later than that of the file.
+            looked_up(layer, [1], training=True)
+        for here in (model, model_to_load()):
+            load(here)
+            folder = tmp_path / f"{number} {here is model}"
+            recsync.serving.export_model(here, folder)
+            served = tf.saved_model.load(folder)
+            np.testing.assert_array_equal(served.serve({"user": keys}), expected)
+            np.testing.assert_array_equal(looked_up(here.get_layer("embeddings"), keys), expected)
+
+
 def test_set_weights_leaves_what_stands_for_unknown_keys_untrained():
     layers = keyed_layer(), keyed_layer(admission=Admission(100))
     looked_up(layers[0], [1, 2], training=True)

@@ -19,7 +19,7 @@ from tf_recsync.embedding.initial_values import DrawnRows
 from tf_recsync.embedding.key_rules import Admission, Eviction, partitions_of
 from tf_recsync.embedding.physical_tables import PhysicalTable
 from tf_recsync.ops.bags import Bags
-from tf_recsync.shown_variable import guarded, read_rows
+from tf_recsync.shown_variable import assign_rows, guarded, read_rows
 
 _COUNTS = ("calls", "admitted", "refused", "evicted", "expired", "unknown")
 _KEY_COUNTS = 8  # Of cc/engine/key_table.h.
@@ -269,8 +269,12 @@ class KeyedRows:
             )
 
     def forget_index(self) -> None:
-        """The entries were set: the next lookup makes the index anew, and begins a pass."""
+        """The entries were set: the next lookup makes the index anew, and begins a pass.
+
+        Until then, there is no time but that of the entries.
+        """
         self._forget_pass()
+        assign_rows(self._counts._value, 0, np.zeros([1], np.int64))
         _clear(self._index)
 
     def _forget_pass(self) -> None:
@@ -324,12 +328,13 @@ class KeyedRows:
         Rows that stand for keys without one come first, then the others by their keys, and those
         that have no key last. Keys that were not looked up for too long have none.
         """
-        now = np.uint64(max(int(self._read_counts()[0]), self._eviction.now()))
+        now = max(int(self._read_counts()[0]), self._eviction.now())
         entries = np.array(fetch(self.entries._value.read_value()))
         own = entries[self.reserved :]
         ticks = own[:, 1].view(np.uint64) >> np.uint64(_USES_BITS)
         if self._rules["max_idle"]:
-            idle = np.maximum(now, ticks) - ticks
+            # The entries may have been read from a file since the last lookup.
+            idle = np.maximum(np.uint64(now), ticks.max()) - ticks
             own[idle > self._rules["max_idle"], 1] = 0
         is_free = own[:, 1] == 0
         own[is_free, 0] = np.iinfo(np.int64).max
