@@ -342,6 +342,32 @@ def test_a_table_with_keys_that_nobody_trains_is_refused(cluster):
         model.fit(dataset(KEYS), verbose=0)
 
 
+class Regularized(keras.Model):
+    """A model whose own step has a loss of all rows of its tables."""
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(self(x, training=True))
+            loss += sum(tf.nn.l2_loss(v) for v in self.trainable_variables)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_loss_of_all_rows_of_a_table_with_keys_is_refused_by_name(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = model_of(strategy)
+    before = [table.numpy() for table in keyed_tables(model)]
+    with strategy.scope():
+        regularized = Regularized(model.inputs, model.outputs)
+        regularized.compile(sgd())
+    with pytest.raises(ValueError, match=r"table 'users' \(.*\) is trained as a whole.* no keys"):
+        regularized.fit(dataset(OTHERS[:10]), verbose=0)
+    for table, values in zip(keyed_tables(model), before, strict=True):
+        np.testing.assert_array_equal(table.numpy(), values)
+
+
 def test_copies_of_a_table_with_keys_are_refused(clusters):
     strategy = recsync.HopStrategy(clusters.get(workers=2, ps=0), recsync.topology.ring(2))
     with pytest.raises(

@@ -124,12 +124,14 @@ class PulledLookup:
             server until somebody asks.
         message: the `messages.ServerPull` that pulled it with others; None for a
             lookup by itself.
+        is_whole: whether it is all rows of the table, by their numbers.
     """
 
     bags: Bags
     values: tf.Tensor
     versions: Callable[[], tf.Tensor]
     message: Any = None
+    is_whole: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -274,7 +276,7 @@ class PulledTable(TableStandIn):
                 **log_decays_of([self._state]),
             )
         bags = Bags(tf.range(self.shape[0], dtype=tf.int64))
-        lookup = PulledLookup(bags, values, lambda: tf.identity(pulled))
+        lookup = PulledLookup(bags, values, lambda: tf.identity(pulled), is_whole=True)
         values = _differentiable([self], PulledRequest([lookup]))
         return values if dtype is None else tf.cast(values, dtype)
 
@@ -286,6 +288,12 @@ class PulledTable(TableStandIn):
         watch(self.handle)
 
         def gradient_of_table(values, source=None):
+            if lookup.is_whole and self._state.keyed is not None:
+                raise ValueError(
+                    f"table {self._state.keyed.table!r} ({self.name}) is trained as a whole, not "
+                    "by lookups alone, as by a regularizer: under a strategy it must have no keys "
+                    "then, as what is pushed says keys, not rows; leave it out of the loss"
+                )
             positions = tf.range(first, first + count)
             values = tf.reshape(values, [-1, *self.shape[1:]])
             self._parts[id(positions)] = GradientPart(lookup, values, positions, source)
