@@ -393,6 +393,7 @@ def test_where_keys_were_summed_up_a_row_of_another_life_is_not_pushed_to():
     keyed.find(np.array([3]), True)  # In place of 1.
     _, found = keyed.find(np.array([1, 2]), False, versions)
     assert found.numpy().tolist() == [0, versions.numpy()[1]]
+    assert layer.key_counts()["users"].unknown == 0  # It was counted when it was looked up.
 
 
 def test_export_scores_keys_and_strings_with_stock_ops(tmp_path):

@@ -13,6 +13,7 @@ import tf_recsync as recsync
 from tf_recsync import checkpoint
 from tf_recsync.callbacks import Checkpoint, TrainingReport
 from tf_recsync.embedding import checkpoint as embedding_checkpoint
+from tf_recsync.embedding.keys import counts_of_tables
 from tf_recsync.embedding.physical_tables import physical_tables
 from tf_recsync.layers import Admission, EmbeddingCollection, FeatureConfig, TableConfig
 from tf_recsync.optimizers import SGD, Adagrad
@@ -137,6 +138,21 @@ def test_every_key_gets_all_its_gradients(cluster, mode, options):
     assert (found.used, found.evicted, found.refused) == (len(KEYS), 0, 0)
     assert scores(model, np.array([5, 6])).tolist() == [0, 0]
     assert strategy.tables(model)["keyed/users"].unknown == 2
+
+
+@pytest.mark.cases("zeros")
+@pytest.mark.parametrize("unknown", ["zeros", "mean"])
+def test_keys_without_a_row_count_in_clipping_as_they_do_in_one_process(clusters, unknown):
+    ids = some(KEYS)
+    models = []
+    for strategy in (recsync.AsyncStrategy(clusters.get(workers=1, ps=2)), None):
+        options = {"unknown": unknown, "admission": Admission(3), "rows": 64}
+        model = model_of(strategy, lambda: sgd(global_clipnorm=0.3), **options)
+        model.fit(dataset(ids), verbose=0)
+        models.append(model)
+        (counts,) = counts_of_tables(model).values()
+        assert counts.used < len(KEYS) and counts.refused > 40 and counts.unknown == 0
+    np.testing.assert_allclose(*(scores(model, KEYS) for model in models), rtol=1e-5, atol=1e-6)
 
 
 def test_the_least_recent_keys_leave_a_full_table(cluster, tmp_path):

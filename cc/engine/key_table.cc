@@ -208,7 +208,7 @@ void KeyTable::Own(int64_t row, int64_t key, int64_t tick) {
 }
 
 void KeyTable::Find(const int64_t* keys, int64_t n, int64_t* rows,
-                    int64_t* versions, int64_t now) {
+                    int64_t* versions, int64_t now, bool counts) {
   Prepare();
   const int64_t tick = Now(now);
   Tally tally{};
@@ -227,7 +227,7 @@ void KeyTable::Find(const int64_t* keys, int64_t n, int64_t* rows,
       versions[i] = row == partition ? 0 : VersionOf(row);
     }
   });
-  AddToCounts(tally);
+  if (counts) AddToCounts(tally);
 }
 
 int64_t KeyTable::Used() const {

@@ -168,9 +168,10 @@ class KeyTable {
   // life. For `give` alone.
   void Own(int64_t row, int64_t key, int64_t tick);
 
-  // The same without inserting, counting uses or the sketch.
+  // The same without inserting, counting uses or the sketch. Keys without a row
+  // are counted as unknown, unless `counts` is false.
   void Find(const int64_t* keys, int64_t n, int64_t* rows, int64_t* versions,
-            int64_t now = 0);
+            int64_t now = 0, bool counts = true);
 
   // How many rows have a key. Goes through all entries.
   int64_t Used() const;

@@ -301,6 +301,16 @@ TEST(KeyTableTest, KeysOfOtherShardsHaveNoRow) {
   EXPECT_EQ(table.counts[kUnknown], 80 - own);
 }
 
+TEST(KeyTableTest, UnknownKeysAreCountedOnlyWhereThatIsWanted) {
+  OwnedKeyTable table(8, {});
+  const std::vector<int64_t> keys = {5, 6};
+  std::vector<int64_t> rows(2, -1);
+  for (const bool counts : {false, true}) {
+    table.Table().Find(keys.data(), 2, rows.data(), nullptr, 0, counts);
+    EXPECT_EQ(table.counts[kUnknown], counts ? 2 : 0);
+  }
+}
+
 TEST(KeyTableTest, UsesAreCountedUpToTheMost) {
   OwnedKeyTable table(8, {});
   const int64_t row = table.Train(5);

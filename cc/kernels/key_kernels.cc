@@ -202,8 +202,9 @@ class FindRowsOp : public OpKernel {
         table.FindOrInsert(ids + begin, end - begin, tick, to + begin,
                            to_versions + begin, give);
       } else {
+        // A push finds again what was looked up before.
         table.Find(ids + begin, end - begin, to + begin, to_versions + begin,
-                   now);
+                   now, /*counts=*/before == nullptr);
       }
     });
     if (held.mean != nullptr) {

@@ -427,3 +427,12 @@ def in_same_life(gathered: tf.Tensor, found: tf.Tensor) -> tf.Tensor:
         tf.bitwise.bitwise_xor(gathered, found), tf.constant(_LIFE_BITS, tf.int64)
     )
     return tf.where(differs == 0, gathered, found)
+
+
+def has_row(versions: tf.Tensor) -> tf.Tensor:
+    """Whether a gradient that comes with a version is of a row, not of a key without one.
+
+    Args:
+        versions: int64 [n], of keys that were looked up.
+    """
+    return tf.bitwise.right_shift(versions, tf.constant(_LIFE_BITS, tf.int64)) != 0

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync import ops
+from tf_recsync.embedding.keys import has_row
 from tf_recsync.ops.bags import Request
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
@@ -479,6 +480,10 @@ class Step:
                 values = tf.math.unsorted_segment_sum(values, positions, count)
                 # The staleness of a row is that of its oldest pull.
                 oldest = tf.math.unsorted_segment_min(versions, positions, count)
+                if table.is_keyed:
+                    # What is left out is in no norm, as in one process.
+                    known = has_row(oldest)
+                    values, ids, oldest = (tf.boolean_mask(t, known) for t in (values, ids, oldest))
                 self._summed[id(variable)] = oldest
                 gradient = tf.IndexedSlices(values, ids, tf.constant(table.shape.as_list()))
             device = self.placed.device(variable)

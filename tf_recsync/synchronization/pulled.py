@@ -74,6 +74,11 @@ class TableStandIn(tf.__internal__.types.Tensor):
     def _unique_id(self) -> str:
         return self._state.variable._value._unique_id
 
+    @property
+    def is_keyed(self) -> bool:
+        """Whether its ids are keys."""
+        return self._state.keyed is not None
+
     def get_shape(self) -> tf.TensorShape:
         return self.shape
 
@@ -288,7 +293,7 @@ class PulledTable(TableStandIn):
         watch(self.handle)
 
         def gradient_of_table(values, source=None):
-            if lookup.is_whole and self._state.keyed is not None:
+            if lookup.is_whole and self.is_keyed:
                 raise ValueError(
                     f"table {self._state.keyed.table!r} ({self.name}) is trained as a whole, not "
                     "by lookups alone, as by a regularizer: under a strategy it must have no keys "
