@@ -7,11 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_close
+from helpers import assert_close, wait_until
 
 import tf_recsync as recsync
 from tf_recsync import ops
-from tf_recsync.embedding import checkpoint
+from tf_recsync.checkpoint.index import INDEX
+from tf_recsync.embedding import checkpoint, table_rows
 from tf_recsync.layers import (
     Admission,
     DotInteraction,
@@ -612,6 +613,49 @@ def test_keys_and_vectors_move_from_one_table_to_another():
         new.write_keys("films", [1], [[1, 2, 3]])
     with pytest.raises(ValueError, match=r"vectors have shape \(1, 2\), must have \(1, 3\)"):
         new.write_keys("users", [1], [[1, 2]])
+
+
+def test_keys_that_are_too_many_are_told_of_also_if_they_are_written_in_blocks(monkeypatch):
+    layer = keyed_layer(rows=300)
+    layer.build()
+    monkeypatch.setattr(table_rows, "BLOCK_BYTES", 70 * 3 * 4)
+    vectors = np.random.default_rng(4).normal(size=[400, 3]).astype(np.float32)
+    assert layer.write_keys("users", np.arange(400), vectors) == 299
+    assert layer.key_counts()["users"].unknown == 0
+    found = looked_up(layer, np.arange(400))
+    there = found.any(1)
+    assert there.sum() == 299
+    np.testing.assert_array_equal(found[there], vectors[there])
+
+
+def test_what_is_written_to_keys_while_training_is_in_the_next_delta(tmp_path):
+    def trainable_model():
+        layer = keyed_layer()
+        inputs = keras.Input((), dtype="int64", name="user")
+        output = keras.ops.sum(layer({"user": inputs})["user"], axis=1, keepdims=True)
+        model = keras.Model({"user": inputs}, output)
+        model.compile(SGD(0.1), loss=lambda y, p: p)
+        return model
+
+    class Write(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                assert wait_until(lambda: list(tmp_path.glob(f"*/{INDEX}")), 60)
+                layer = self.model.get_layer("embeddings")
+                layer.write_keys("users", [1, 2, 50], np.full([3, 3], 7.0))
+
+    model, other = trainable_model(), trainable_model()
+    deltas = recsync.callbacks.Checkpoint(tmp_path, every_steps=2, full_every=9, keep=None)
+    # The keys that are written to are not in the batches that follow.
+    keys = np.array([1, 2, 3, 4, 3, 4, 3, 4])
+    data = tf.data.Dataset.from_tensor_slices(({"user": keys}, np.zeros(8, np.float32))).batch(2)
+    model.fit(data, epochs=2, steps_per_epoch=2, verbose=0, callbacks=[deltas, Write()])
+    assert [saved.is_delta for saved in deltas.saved] == [False, True]
+    recsync.checkpoint.restore(deltas.saved[-1].path, other)
+    keys = np.array([1, 2, 3, 4, 50])
+    expected = looked_up(model.get_layer("embeddings"), keys)
+    np.testing.assert_array_equal(expected[[0, 1, 4]], np.full([3, 3], 7.0))
+    np.testing.assert_array_equal(looked_up(other.get_layer("embeddings"), keys), expected)
 
 
 def model_of(layer, dtype="int64") -> keras.Model:

@@ -338,7 +338,10 @@ def test_a_server_that_dies_comes_back_with_the_keys_of_the_last_checkpoint(clus
 
 
 def test_vectors_of_keys_are_written_to_and_read_from_all_servers(cluster):
-    model = model_of(recsync.AsyncStrategy(cluster))
+    strategy = recsync.AsyncStrategy(cluster)
+    model = model_of(strategy)
+    with strategy.scope():
+        model.optimizer.build(model.trainable_variables)
     (layer,) = (own for own in model.layers if own.name == "keyed")
     vectors = np.arange(80.0).reshape(40, 2)
     assert layer.write_keys("users", KEYS, vectors) == 40

@@ -236,18 +236,33 @@ class KeyedRows:
         has_key = entries[:, 1] != 0
         return entries[has_key, 0], vectors[has_key].astype(np.float32)
 
-    def write(self, keys: np.ndarray, vectors: np.ndarray) -> int:
-        """Gives vectors to keys of this shard, admitted or not; says how many have a row now."""
+    def write(self, keys: np.ndarray, vectors: np.ndarray) -> None:
+        """Gives vectors to those keys of this shard that have or get a row, admitted or not."""
         table = self._table._value
         with guarded(table), tf.device(table.device):
             rows, _ = self.find(keys, inserts=True, admits_all=True)
             known = tf.reshape(tf.where(rows >= self.reserved), [-1])
+            rows = tf.gather(rows, known)
             tf.raw_ops.ResourceScatterUpdate(
                 resource=table.handle,
-                indices=tf.gather(rows, known),
+                indices=rows,
                 updates=tf.cast(tf.gather(vectors, known), table.dtype),
             )
-            return int(fetch(tf.size(known)))
+            if self.state is not None:
+                # By its version a row is known to have changed.
+                tf.raw_ops.ResourceScatterAdd(
+                    resource=self.state.versions._value.handle,
+                    indices=rows,
+                    updates=tf.ones_like(rows),
+                )
+
+    def known(self, keys: np.ndarray) -> int:
+        """How many of some keys of this shard have a row; nobody's lookup, and so not counted."""
+        table = self._table._value
+        with guarded(table), tf.device(table.device):
+            # What is found again is not counted; without versions any will do.
+            rows, _ = self._find(keys, False, np.zeros_like(keys), False, None, [])
+            return int(fetch(tf.math.count_nonzero(rows >= self.reserved)))
 
     def renew_mean(self) -> None:
         """Computes anew what keys without a row are looked up as, if it is the mean of the rows."""

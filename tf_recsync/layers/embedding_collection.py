@@ -374,8 +374,8 @@ class EmbeddingCollection(keras.layers.Layer):
             vectors: floats [n, dimension].
 
         Returns:
-            How many of the keys have rows now. The others were refused, as a table has room for no
-            more keys.
+            How many of the keys have rows now. The others were refused, or lost their rows to keys
+            that were written after them, as a table has room for no more.
 
         Raises:
             ValueError: if there is no such table, its ids are the numbers of its rows, or there is
@@ -408,10 +408,12 @@ class EmbeddingCollection(keras.layers.Layer):
             rows.settle()
             own = np.flatnonzero(keyed.owns(keys))
             block = rows_of_block(4 * expected[1])
-            for begin in range(0, len(own), block):
-                some = own[begin : begin + block]
-                written += keyed.write(keys[some], vectors[some])
+            blocks = [own[begin : begin + block] for begin in range(0, len(own), block)]
+            for some in blocks:
+                keyed.write(keys[some], vectors[some])
             keyed.renew_mean()
+            # Later blocks may have taken rows of keys that earlier ones wrote.
+            written += sum(keyed.known(keys[some]) for some in blocks)
         return written
 
     def _keyed_shards(self, table: str) -> list[tuple[KeyedRows, TableRows]]:
