@@ -8,6 +8,7 @@
 #ifndef TF_RECSYNC_CC_ENGINE_ROW_LIVES_H_
 #define TF_RECSYNC_CC_ENGINE_ROW_LIVES_H_
 
+#include <algorithm>
 #include <cstdint>
 
 namespace recsync {
@@ -27,6 +28,21 @@ inline int64_t FirstOfNextLife(int64_t version) {
 // their gradients come with kNoLife, unless the row is to be trained.
 constexpr int64_t kVersionOfUnknown = int64_t{1} << 62;
 constexpr int64_t kNoLife = 0;
+
+// Whether a gradient of version `pulled` is to be added to the sum of a row's
+// gradients, which are those of the latest life of them. `oldest` is the oldest
+// version of these, and becomes so again; the sum is cleared where another life
+// begins.
+inline bool JoinSum(int64_t pulled, int64_t width, float* sum,
+                    int64_t* oldest) {
+  if (LifeOf(pulled) < LifeOf(*oldest)) return false;
+  if (LifeOf(pulled) > LifeOf(*oldest)) {
+    std::fill_n(sum, width, 0.0f);
+    *oldest = pulled;
+  }
+  *oldest = std::min(*oldest, pulled);
+  return true;
+}
 
 }  // namespace recsync
 

@@ -62,13 +62,8 @@ class RowSums {
       float* sum = sums_.data() + places_[p] * width_;
       if (push.pulled != nullptr) {
         int64_t& oldest = oldest_[places_[p]];
-        const int64_t pulled = push.pulled[p];
-        if (oldest != kNoVersion && LifeOf(pulled) < LifeOf(oldest)) continue;
-        if (oldest != kNoVersion && LifeOf(pulled) > LifeOf(oldest)) {
-          std::fill_n(sum, width_, 0.0f);
-          oldest = pulled;
-        }
-        oldest = std::min(oldest, pulled);
+        if (oldest == kNoVersion) oldest = push.pulled[p];
+        if (!JoinSum(push.pulled[p], width_, sum, &oldest)) continue;
       }
       AddScaled(push.gradient + push.bags.bag(p) * width_,
                 weight * push.bags.scale(p), width_, sum);

@@ -71,7 +71,7 @@ struct TableView {
 
 // The gradient of a group's row, summed into `sum` unless it stands alone;
 // `oldest` becomes the oldest version it was pulled at, -1 for a fresh
-// gradient.
+// gradient. Only gradients of the latest life of those in the group are summed.
 inline const float* SumOfGroup(const RowPush& push, int64_t width,
                                const RowGroups& groups, int64_t group,
                                const int32_t* positions,
@@ -85,11 +85,12 @@ inline const float* SumOfGroup(const RowPush& push, int64_t width,
   sum->assign(static_cast<size_t>(width), 0.0f);
   for (; k >= 0; k = groups.next(k)) {
     const int64_t position = positions[k];
+    if (push.pulled != nullptr &&
+        !JoinSum(push.pulled[position], width, sum->data(), oldest)) {
+      continue;
+    }
     AddScaled(push.gradient + push.bags.bag(position) * width,
               push.bags.scale(position), width, sum->data());
-    if (push.pulled != nullptr) {
-      *oldest = std::min(*oldest, push.pulled[position]);
-    }
   }
   return sum->data();
 }

@@ -132,6 +132,30 @@ void ExpectTheRuleInDoubles() {
   }
 }
 
+// The row of keys without one is named by such keys, and by those that lost
+// their rows since they were pulled.
+TEST(RowUpdateTest, GradientsWithoutALifeLeaveOthersOfTheirRowToBeApplied) {
+  constexpr int64_t kWidth = 3;
+  const int64_t live = kVersionOfUnknown + 5;
+  const std::vector<int64_t> ids = {0, 0, 0};
+  const std::vector<float> gradient = {1, 1, 1, 2, 2, 2, 4, 4, 4};
+  for (size_t lost = 0; lost < ids.size(); ++lost) {
+    Table table(1, kWidth);
+    table.versions[0] = live;
+    std::vector<int64_t> pulled = {live, live - 2, live};
+    pulled[lost] = kNoLife;
+    RowPush push;
+    push.gradient = gradient.data();
+    push.pulled = pulled.data();
+    SgdRule rule;
+    rule.learning_rate = 1.0f;
+    Push(rule, {}, 1, &table, ids, push);
+    const float sum = 7.0f - gradient[lost * kWidth];
+    EXPECT_EQ(table.values, std::vector<float>(kWidth, 1.0f - sum));
+    EXPECT_EQ(table.versions[0], live + 1);
+  }
+}
+
 TEST(RowUpdateTest, BagsDuplicatesWeightsAndSwapAreThoseOfTheRuleInDoubles) {
   ExpectTheRuleInDoubles<AdagradRule>();
 }
