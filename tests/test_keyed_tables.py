@@ -341,6 +341,53 @@ def test_keys_of_one_batch_do_not_take_each_other_s_rows():
     assert (vectors.any(1).sum(), layer.key_counts()["users"].refused) == (4, 6)
 
 
+@pytest.mark.parametrize("way", ["sequences", "interactions"])
+def test_keys_of_one_step_take_no_rows_of_each_other_whichever_feature_has_them(way):
+    table = TableConfig(
+        *("users", 5, 2, UNIFORM, None if way == "sequences" else "sum"),
+        keys="any",
+        eviction=Eviction("least_frequent"),
+    )
+    features = ("user", "item", "user 2", "item 2")
+    interactions = []
+    if way == "interactions":
+        interactions = [
+            DotInteraction("first", features=features[:2]),
+            DotInteraction("second", features=features[2:]),
+        ]
+    layer = EmbeddingCollection(
+        [table], [FeatureConfig(name, "users") for name in features], interactions=interactions
+    )
+    layer.build()
+    optimizer = SGD(0.1)
+
+    def step(keys):
+        inputs = {n: tf.constant([key]) for n, key in zip(features, keys, strict=True)}
+        with tf.GradientTape() as tape:
+            found = layer(inputs, training=True)
+            loss = sum(i * tf.reduce_sum(v) for i, v in enumerate(found.values(), 1))
+        variables = layer.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    for _ in range(3):
+        step([1, 2, 3, 4])
+    keyed = layer.variables[0].keyed
+    before = int(keyed._read_counts()[0])
+    step([5, 6, 7, 8])  # Of all keys, these were looked up least often.
+    assert int(keyed._read_counts()[0]) == before + 1
+    counts = layer.key_counts()["users"]
+    assert (counts.used, counts.evicted, counts.refused) == (4, 4, 0)
+    read = {int(k): v for ks, vs in layer.read_keys("users") for k, v in zip(ks, vs, strict=True)}
+    # First values depend on the key and the seed alone.
+    keys = np.array([5, 6, 7, 8])
+    first = looked_up(keyed_layer(dimension=2, rows=64), keys, training=True)
+    gradients = np.arange(1, 5)[:, np.newaxis]
+    if way == "interactions":
+        gradients = np.array([[1], [1], [2], [2]]) * first[[1, 0, 3, 2]]
+    found = np.array([read[int(key)] for key in keys])
+    np.testing.assert_allclose(found, first - 0.1 * gradients, rtol=1e-5)
+
+
 def test_a_new_key_s_accumulator_is_not_decayed_for_periods_before_it():
     layer, optimizer = (
         keyed_layer(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -363,43 +363,55 @@ class KeyedRows:
         return self._config.unknown
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalKeys:
-    """A shard of a table with keys in this process, where a layer looks it up.
+class FoundBags(NamedTuple):
+    """Bags of rows that were found for bags of keys.
 
     Attributes:
-        value: the shard's variable.
-        keyed: what finds its rows.
-        inserts: whether keys that have no row may be given one.
+        bags: the bags.
+        fixed: bags whose vectors are to be added to theirs without a gradient; None where there are
+            none.
     """
 
-    value: Any
-    keyed: KeyedRows
-    inserts: bool
+    bags: Bags
+    fixed: Bags | None = None
 
-    def rows(self, bags: Bags) -> tuple[Bags, Bags | None]:
-        """Bags of rows for bags of keys.
 
-        Returns:
-            Bags of rows, and bags whose vectors are to be added to theirs without a gradient; None
-            where there are none.
-        """
-        if not isinstance(self.value, tf.Variable):
-            raise ValueError(
-                "a table with keys='any' can't be looked up in Keras's stateless calls, which "
-                "give it no variable"
-            )
-        rows, _ = self.keyed.find(bags.ids, self.inserts)
-        bags = bags._replace(ids=rows)
-        if self.keyed.unknown == "trained":
-            return bags, None
-        # Else an optimizer would train the row that stands for keys without one.
-        bags, is_known = bags.explicit(), rows >= self.keyed.reserved
-        if self.keyed.unknown == "mean":
-            # Not by scales of 0: some rules also change a row whose gradient is 0.
-            return bags.where(is_known), bags.where(~is_known)
-        factor = tf.cast(is_known, tf.float32)
-        return bags._replace(scales=factor if bags.scales is None else bags.scales * factor), None
+def found_here(
+    value: Any, keyed: KeyedRows, bags: Sequence[Bags], inserts: bool
+) -> list[FoundBags]:
+    """The rows of all keys that a layer looks up in a shard in this process.
+
+    They are found at once, so that none gets the row of another one.
+
+    Args:
+        value: the shard's variable.
+        keyed: what finds its rows.
+        bags: bags of keys.
+        inserts: whether keys that have no row may be given one.
+    """
+    if not isinstance(value, tf.Variable):
+        raise ValueError(
+            "a table with keys='any' can't be looked up in Keras's stateless calls, which give it "
+            "no variable"
+        )
+    rows, _ = keyed.find(tf.concat([own.ids for own in bags], 0), inserts)
+    parts = tf.split(rows, [tf.size(own.ids) for own in bags])
+    return [_found(keyed, own, part) for own, part in zip(bags, parts, strict=True)]
+
+
+def _found(keyed: KeyedRows, bags: Bags, rows: tf.Tensor) -> FoundBags:
+    """Bags of the rows that were found for the keys of some bags."""
+    bags = bags._replace(ids=rows)
+    if keyed.unknown == "trained":
+        return FoundBags(bags)
+    # Else an optimizer would train the row that stands for keys without one.
+    bags, is_known = bags.explicit(), rows >= keyed.reserved
+    if keyed.unknown == "mean":
+        # Not by scales of 0: some rules also change a row whose gradient is 0.
+        return FoundBags(bags.where(is_known), bags.where(~is_known))
+    factor = tf.cast(is_known, tf.float32)
+    scales = factor if bags.scales is None else bags.scales * factor
+    return FoundBags(bags._replace(scales=scales))
 
 
 def _clear(variable: keras.Variable) -> None:

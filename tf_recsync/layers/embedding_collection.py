@@ -24,16 +24,18 @@ from tf_recsync.embedding.config import (
     check_memory_arguments,
     sharing_optimizers,
 )
+from tf_recsync.embedding.feature_inputs import Routed, Routes
 from tf_recsync.embedding.given_vectors import GivenVectors, LayerVectors, given_vectors
 from tf_recsync.embedding.initial_values import DrawnRows, first_values
 from tf_recsync.embedding.interaction_lookups import ServerInteractions, server_of, tables_of
 from tf_recsync.embedding.interactions import Interaction, result_widths
 from tf_recsync.embedding.keys import (
+    FoundBags,
     KeyCounts,
     KeyedRows,
-    LocalKeys,
     counts_of_tables,
     entries_are_sorted,
+    found_here,
     key_of,
 )
 from tf_recsync.embedding.physical_tables import (
@@ -263,7 +265,7 @@ class EmbeddingCollection(keras.layers.Layer):
                 if name not in drawn:
                     values.write(TableRows(shards[name]))
         self._beside = [ServerInteractions(i, self._feature_configs) for i in by_server.values()]
-        self._routes = feature_inputs.Routes(
+        self._routes = Routes(
             self._returned,
             self._by_name,
             self._physical,
@@ -271,8 +273,7 @@ class EmbeddingCollection(keras.layers.Layer):
             self._keyed,
         )
         self._sequence_routes = [
-            feature_inputs.Routes([f], self._by_name, self._physical, keyed=self._keyed)
-            for f in self._sequences
+            Routes([f], self._by_name, self._physical, keyed=self._keyed) for f in self._sequences
         ]
         self._saved_tables = {
             f"table_{name}": SavedRows(f"table {name!r} of layer {self.name!r}", own, "float32")
@@ -458,24 +459,50 @@ class EmbeddingCollection(keras.layers.Layer):
                     f"layer {self.name} has a table with keys='any', which XLA can't compile: "
                     "compile the model with jit_compile=False"
                 )
-            if not plain:
-                values = [
-                    value if keyed is None else LocalKeys(value, keyed, bool(training))
-                    for value, keyed in zip(values, self._keyed, strict=True)
-                ]
-        parts = self._parts(features, values, plain, pulled)
+        ways = [(self._routes, features)] if self._returned or self._beside else []
+        ways += [
+            (routes, {f.name: sequences.singles(features[f.name])})
+            for f, routes in zip(self._sequences, self._sequence_routes, strict=True)
+        ]
+        routed = [None if plain else routes.route(ids) for routes, ids in ways]
+        if self._has_keys and not (pulled or plain):
+            routed = self._with_rows([routes for routes, _ in ways], routed, values, bool(training))
+        together = len(ways) - len(self._sequences)
+        parts = self._parts(features, values, routed[0], pulled) if together else []
         found = self._side_by_side(features, parts)
         if self._concatenate:
             return found
-        for feature, routes in zip(self._sequences, self._sequence_routes, strict=True):
-            own = features[feature.name]
-            ids = {feature.name: sequences.singles(own)}
+        for feature, (routes, ids), own in zip(
+            self._sequences, ways[together:], routed[together:], strict=True
+        ):
             if plain:
                 vectors, _ = routes.plain(ids, values)
             else:
-                vectors = _assembled(routes, routes.route(ids), values, pulled)
-            found[feature.name] = tf.cast(sequences.arrange(vectors, own), self.compute_dtype)
+                vectors = _assembled(routes, own, values, pulled)
+            vectors = sequences.arrange(vectors, features[feature.name])
+            found[feature.name] = tf.cast(vectors, self.compute_dtype)
         return {name: found[name] for name, _ in self._outputs()}
+
+    def _with_rows(
+        self, routes: list[Routes], routed: list[Routed], values: Sequence[Any], inserts: bool
+    ) -> list[Routed]:
+        """What is looked up in this process, with the rows of keys in the place of these."""
+        numbers = [n for way in routes for n in (*way.looked_up, *way.tables_alone)]
+        bags = [own for way in routed for own in (*way.bags, *way.alone)]
+        for number, keyed in enumerate(self._keyed):
+            places = [place for place, n in enumerate(numbers) if n == number]
+            if keyed is None or not places:
+                continue
+            found = found_here(values[number], keyed, [bags[place] for place in places], inserts)
+            for place, own in zip(places, found, strict=True):
+                bags[place] = own
+        rest = iter(bags)
+        return [
+            dataclasses.replace(
+                way, bags=[next(rest) for _ in way.bags], alone=[next(rest) for _ in way.alone]
+            )
+            for way in routed
+        ]
 
     def _of_given(self, features, given: GivenVectors):
         """What the layer returns, of vectors that were looked up elsewhere."""
@@ -498,12 +525,10 @@ class EmbeddingCollection(keras.layers.Layer):
         masks = {f.name: sequences.SequenceMask(f)(inputs[f.name]) for f in self._sequences}
         return {name: masks.get(name) for name, _ in self._outputs()}
 
-    def _parts(self, features, values, plain: bool, pulled: bool) -> list[tf.Tensor]:
+    def _parts(self, features, values, routed, pulled: bool) -> list[tf.Tensor]:
         """Pooled vectors of the returned features, and results of each server's interactions."""
-        if not self._returned and not self._beside:
-            return []
-        if not plain:
-            return self._looked_up(features, values, pulled)
+        if routed is not None:
+            return self._looked_up(features, routed, values, pulled)
         vectors, alone = self._routes.plain(features, values)
         parts = [] if vectors is None else [vectors]
         for beside in self._beside:
@@ -528,9 +553,8 @@ class EmbeddingCollection(keras.layers.Layer):
         found = {name: part for (name, _), part in zip(columns, parts, strict=True)}
         return tf.concat([found[name] for name, _ in outputs], 1) if self._concatenate else found
 
-    def _looked_up(self, features, values, pulled: bool) -> list[tf.Tensor]:
+    def _looked_up(self, features, routed, values, pulled: bool) -> list[tf.Tensor]:
         """The returned features' vectors, and each server's interactions."""
-        routed = self._routes.route(features)
         parts = []
         if self._returned:
             parts.append(_assembled(self._routes, routed, values, pulled))
@@ -698,18 +722,14 @@ def _assembled(routes, routed, values, pulled: bool) -> tf.Tensor:
     return tf.ensure_shape(vectors, [None, sum(routes.dimensions)])
 
 
-def look_up(tables: Sequence[Any], bags: Sequence[Bags]) -> list[tf.Tensor]:
+def look_up(tables: Sequence[Any], bags: Sequence[Bags | FoundBags]) -> list[tf.Tensor]:
     """Looks up bags in tables of this process: float32 [bags, dimension] for each.
 
     Args:
-        tables: variables, or what stands for them, or `LocalKeys`.
+        tables: variables, or what stands for them.
         bags: what to look up in each of them.
     """
-    found = [
-        table.rows(own) if isinstance(table, LocalKeys) else (own, None)
-        for table, own in zip(tables, bags, strict=True)
-    ]
-    tables = [table.value if isinstance(table, LocalKeys) else table for table in tables]
+    found = [own if isinstance(own, FoundBags) else FoundBags(own) for own in bags]
     pooled = _pooled(tables, [own for own, _ in found])
     fixed = {number: own for number, (_, own) in enumerate(found) if own is not None}
     if fixed:
