@@ -7,7 +7,9 @@ import tensorflow as tf
 from helpers import assert_close
 
 import tf_recsync as recsync
-from tf_recsync.optimizers import SGD, Adagrad, Adam
+from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
+from tf_recsync.optimizers import SGD, Adagrad, Adam, Ftrl
+from tf_recsync.staleness import Statistics
 
 STEPS, BATCHES = 3, 12
 
@@ -57,6 +59,43 @@ def test_a_worker_trains_as_one_process(clusters, make):
     for own, other in zip(mine.get_weights(), theirs.get_weights(), strict=True):
         assert_close(own, other)
     assert int(mine.optimizer.iterations) == int(theirs.optimizer.iterations) == 8
+
+
+@pytest.mark.cases("Ftrl-False", "Adam-True")
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("make", [Adagrad, Adam, Ftrl])
+def test_rows_that_no_batch_names_stay_in_one_process(make, jit_compile):
+    x, y = np.array([0, 1, 0, 2]), np.array([1.0, 2.0, 3.0, 4.0])
+    found = []
+    for steps in (2, 1):
+        keras.utils.set_random_seed(5)
+        table = keras.layers.Embedding(6, 3, name="table")
+        model = keras.Sequential([keras.Input((), dtype="int64"), table])
+        model.add(keras.layers.Lambda(lambda v: keras.ops.sum(v, -1)))
+        optimizer = make(0.1, gradient_accumulation_steps=steps if steps > 1 else None)
+        model.compile(optimizer, "mse", jit_compile=jit_compile)
+        before = table.embeddings.numpy()
+        model.fit(x, y, batch_size=4 // steps, shuffle=False, verbose=0)
+        (state,) = optimizer.states
+        counters = Statistics.from_counters([state.counters.numpy()])
+        found.append([table.embeddings, *state.accumulators, state.versions, counters.count])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5)
+    np.testing.assert_array_equal(found[0][0][3:], before[3:])
+
+
+def test_it_is_refused_in_one_process_for_tables_whose_rows_change_their_keys(clusters):
+    def built(strategy):
+        with strategy.scope():
+            layer = EmbeddingCollection(
+                [TableConfig("users", 64, 2, keys="any")], [FeatureConfig("user", "users")]
+            )
+            layer.build()
+            SGD(0.1, gradient_accumulation_steps=2).build(layer.trainable_variables)
+
+    with pytest.raises(ValueError, match="steps must be None in one process for table .*users"):
+        built(tf.distribute.get_strategy())
+    built(recsync.AsyncStrategy(clusters.get(workers=1, ps=2)))
 
 
 @pytest.mark.cases("GBA")

@@ -28,7 +28,13 @@ from tf_recsync.embedding.table_rows import saved_array
 from tf_recsync.ops.bags import Bags, PackedBags
 from tf_recsync.optimizers import saving
 from tf_recsync.optimizers.global_step import CountsSteps
-from tf_recsync.optimizers.plain_update import as_rows, has_ops, in_xla_context, plain_update
+from tf_recsync.optimizers.plain_update import (
+    as_rows,
+    has_ops,
+    in_xla_context,
+    named_rows,
+    plain_update,
+)
 from tf_recsync.shown_variable import shown
 from tf_recsync.swap import Swap
 from tf_recsync.synchronization import context
@@ -312,6 +318,12 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                     f"use_ema must be False for table {variable.path}, whose ids are keys: a "
                     "row's average would go on when the row is given to another key"
                 )
+            if self.gradient_accumulation_steps and not self._accumulates_on_servers:
+                raise ValueError(
+                    f"gradient_accumulation_steps must be None in one process for table "
+                    f"{variable.path}, whose ids are keys, not {self.gradient_accumulation_steps}: "
+                    "gradients of a row would go to the key that has it when they are applied"
+                )
             variable.keyed.state = state
         return state
 
@@ -485,6 +497,9 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             lookup = ops.lookup_of(gradient)
             if lookup is None:
                 values, ids = as_rows(gradient, state.variable.shape)
+                if self.gradient_accumulation_steps:
+                    named = named_rows(values)
+                    values, ids = tf.boolean_mask(values, named), tf.boolean_mask(ids, named)
                 lookup = tf.reshape(values, [-1]), Bags(ids)
             values, bags = lookup
             rows = PackedBags.pack([bags])

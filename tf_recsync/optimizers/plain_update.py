@@ -29,6 +29,14 @@ def as_rows(gradient, shape) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.convert_to_tensor(gradient), tf.range(shape[0])
 
 
+def named_rows(gradient: tf.Tensor) -> tf.Tensor:
+    """Which rows of a table batches have named, bool [rows], by the gradient that Keras adds up.
+
+    It is dense, and 0 elsewhere. What it is 0 of by chance is taken for a row that none has named.
+    """
+    return tf.reduce_any(gradient != 0, list(range(1, len(gradient.shape))))
+
+
 def plain_update(
     optimizer: Any,
     state: Any,
@@ -58,6 +66,8 @@ def plain_update(
     if state.is_table:
         rows = variable.shape[0]
         values, ids = as_rows(gradient, state.variable.shape)
+        if optimizer.gradient_accumulation_steps:
+            ids = tf.where(named_rows(values), ids, -1)  # Those are dropped.
         gradient = tf.math.unsorted_segment_sum(tf.cast(values, dtype), ids, rows)
         touched = tf.math.unsorted_segment_sum(tf.ones_like(ids, tf.int32), ids, rows) > 0
         finite = tf.reduce_all(tf.math.is_finite(gradient), list(range(1, rank)))
