@@ -127,6 +127,23 @@ def test_each_epoch_has_each_batch_once_though_workers_had_some_ahead(cluster, t
     assert len(callback.saved) <= steps_left / 10 + 1
 
 
+def test_data_of_unknown_length_that_a_program_goes_on_in_begin_anew_when_they_end(
+    cluster, tmp_path, caplog
+):
+    def make(strategy):
+        return batches().filter(lambda ids, _: tf.reduce_all(ids >= 0))
+
+    trained(cluster, tmp_path, make, 25, stop=(1, 17), epochs=5)
+    model, callback, history = trained(cluster, tmp_path, make, 25, epochs=5)
+    assert "The data ended before the epoch had" in caplog.text
+    assert history.epoch[-1] == 4
+    # The third epoch ended with the data, and the last two had 50 batches of the next pass.
+    counts = counts_of(model)
+    assert counts.sum() == BATCHES + 50 and counts.min() == 1
+    # Workers may have begun with others than the first ones.
+    assert counts[:50].sum() >= 2 * 50 - 8
+
+
 @pytest.mark.parametrize("change", ["batch size", "workers", "order", "steps", "an end"])
 def test_what_can_not_be_gone_on_with_is_said(cluster, clusters, tmp_path, caplog, change):
     def make(strategy):

@@ -221,3 +221,36 @@ def test_layers_of_a_model_whose_build_was_called_are_built_before_they_train(cl
     losses = model.fit(batches, epochs=3, verbose=0, shuffle=False).history["loss"]
     assert losses[-1] < losses[0]
     assert len(model.optimizer.states) == len(model.trainable_variables) == 3
+
+
+def slope(**options):
+    """A model whose loss tells how many steps it has done."""
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((1,)), layer])
+    model.compile(recsync.optimizers.SGD(0.01), "mse", **options)
+    return model
+
+
+@pytest.mark.parametrize("by_workers", [False, True], ids=["dataset", "of workers"])
+@pytest.mark.parametrize("batches", [10, 8], ids=["within an epoch", "with an epoch"])
+def test_data_of_unknown_length_begin_anew_when_they_end(clusters, batches, by_workers):
+    def make(context=None):
+        ones = tf.data.Dataset.from_tensors((tf.ones([1, 1]), tf.ones([1, 1]))).repeat(batches)
+        return ones.filter(lambda x, y: tf.reduce_all(x > 0))
+
+    def trained(data):
+        steps = {"steps_per_epoch": 4, "validation_steps": 4}
+        with pytest.warns(UserWarning, match="ran out of data"):
+            history = model.fit(data, validation_data=data, epochs=5, verbose=0, **steps).history
+        return history["loss"], history["val_loss"], model.get_weights()[0].item()
+
+    strategy = recsync.AsyncStrategy(clusters.get(1, 1))
+    with strategy.scope():
+        model = slope()
+    found = trained(strategy.distribute_datasets_from_function(make) if by_workers else make())
+    assert strategy.worker_steps(model) == [8]
+    assert int(model.optimizer.iterations) == 2 * 8 + (batches - 8)
+    # In a graph, the step without a batch may count in Keras's metrics.
+    model = slope(run_eagerly=True)
+    for own, other in zip(found, trained(make()), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-6)

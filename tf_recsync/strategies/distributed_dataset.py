@@ -189,6 +189,12 @@ class DistributedDataset:
         return self.dataset.element_spec
 
     @property
+    def has_open_end(self) -> bool:
+        """Whether an epoch has so many steps, and only their end tells how many the data have."""
+        is_open = self._cardinality == tf.data.UNKNOWN_CARDINALITY
+        return self.steps_per_epoch is not None and is_open
+
+    @property
     def batches(self) -> int | None:
         """The batches of an epoch as the dataset tells, or None if it does not."""
         if self._length is not None:
@@ -406,6 +412,7 @@ class DistributedIterator:
         skipped: the steps of the first epoch that an earlier process has done.
         batches: of the pass; None before.
         asked: the steps that Keras has asked for already, of an epoch that begins anew; else 0.
+        has_run_out: whether its data have ended, which Keras was not told.
     """
 
     def __init__(self, distributed: DistributedDataset):
@@ -415,6 +422,7 @@ class DistributedIterator:
         self.skipped = 0
         self.batches: PassBatches | None = None
         self.asked = 0
+        self.has_run_out = False
         self._local = None
 
     def __iter__(self) -> DistributedIterator:

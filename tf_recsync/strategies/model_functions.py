@@ -218,6 +218,9 @@ class Steps:
 
     def _advance(self, iterator: DistributedIterator) -> dict[str, Any]:
         steps = self._model.steps_per_execution
+        if iterator.has_run_out and self._target >= self._epoch_end:
+            iterator.run = iterator.batches = None  # The next epoch begins a pass.
+            iterator.has_run_out = False
         run = iterator.run
         if run is None:
             with self.watched():
@@ -253,10 +256,18 @@ class Steps:
         ends = (self._epoch_end, self._expected)
         is_asked = any(before < end < float("inf") for end in ends)
         is_over = not running or before >= self._epoch_end  # As of a dataset without batches.
-        if is_over and not is_asked and done <= before:
-            iterator.distributed.ended(int(self._target - self._epoch_began))
-            raise StopIteration
-        return self._logs
+        if not is_over or done > before:
+            return self._logs
+        ends_early = not running and done < run.granted and not self._should_stop()
+        if ends_early and iterator.distributed.has_open_end:
+            # Keras would take what it has asked for since it began for the length of all passes.
+            if self._uncounted or run.losses.workers:
+                _run_out(iterator)
+                return self._logs
+        elif is_asked:
+            return self._logs
+        iterator.distributed.ended(int(self._target - self._epoch_began))
+        raise StopIteration
 
     @property
     def _refresh_seconds(self) -> float:
@@ -842,6 +853,16 @@ class Steps:
         if values is not None and merger is not None and is_current:
             merger.update(slot.number, state, values)
         return values is not None
+
+
+def _run_out(iterator: DistributedIterator) -> None:
+    """The data have ended within an epoch, and Keras is not told."""
+    if not iterator.has_run_out:
+        iterator.has_run_out = True
+        logging.warning(
+            "The data ended before the epoch had all of its steps, and the next epoch begins them "
+            "anew; use repeat."
+        )
 
 
 class TestFunction(Steps):
