@@ -84,6 +84,25 @@ def test_without_a_seed_and_where_users_ask_for_one_order_all_is_as_in_tensorflo
     assert not reshuffling.is_reshuffled(unseeded)
 
 
+def drawn(label):
+    """The same label, in a way that draws a random number."""
+    return label + tf.random.uniform([], 0, 1, tf.int64)
+
+
+PIPELINES = {
+    "a random map": lambda data: data.map(drawn),
+    "a generator": lambda _: tf.data.Dataset.from_generator(
+        lambda: iter(NUMBERS), output_signature=tf.TensorSpec([], tf.int64)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_a_pipeline_with_state_is_shuffled_anew_in_each_epoch_too(cluster, kind):
+    found = orders(cluster, numbers(lambda data: PIPELINES[kind](data).shuffle(12, seed=1)))
+    assert len(set(found)) == 2
+
+
 def test_two_shuffles_and_random_numbers_are_drawn_anew_in_each_pass():
     def drawn(number):
         data = tf.data.Dataset.range(50).shuffle(50, seed=3).shuffle(4, seed=3)

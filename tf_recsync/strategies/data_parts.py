@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2
 from tensorflow.python.data.experimental.ops import cardinality
-from tensorflow.python.data.ops import dataset_ops, options
+from tensorflow.python.data.ops import dataset_ops
 
 from tf_recsync.strategies import reshuffling
 from tf_recsync.strategies.done_batches import Ranges, rest_of
@@ -49,7 +49,7 @@ def why_indivisible(dataset: tf.data.Dataset) -> str:
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         return "a part without an end would be missing for ever with its reader"
     try:
-        graph = _described(dataset)
+        graph = reshuffling.described(dataset)
     except tf.errors.OpError as error:
         return error.message
     divided, passed = _divided(graph)
@@ -68,7 +68,7 @@ def why_indivisible(dataset: tf.data.Dataset) -> str:
 def pairs_sources(dataset: tf.data.Dataset) -> bool:
     """Whether `zip` puts elements of several sources together, which must not be divided each by
     itself."""
-    graph = _described(dataset)
+    graph = reshuffling.described(dataset)
     datasets = _datasets(graph)
     return any(op == _ZIP and len(_sources(graph, n)) > 1 for n, (op, _) in datasets.items())
 
@@ -78,7 +78,7 @@ def without_assertions(dataset: tf.data.Dataset) -> tf.data.Dataset:
     if not _may_assert(dataset):
         return dataset  # Describing it may take long: it may have large arrays.
     try:
-        graph = _described(dataset)
+        graph = reshuffling.described(dataset)
     except tf.errors.OpError:
         return dataset  # Whoever registers it says what is wrong.
     found = _bypass(graph.node, [])
@@ -160,7 +160,7 @@ def rest_of_parts(
 
 def _parts_of(dataset: tf.data.Dataset, parts: int) -> Callable[[tf.Tensor], tf.data.Dataset]:
     """Makes a part of a dataset by its index, in a graph."""
-    graph = _described(dataset)
+    graph = reshuffling.described(dataset)
     divided, _ = _divided(graph)
     shards = {node.name: f"{node.name}_shard" for node in divided}
     (result,) = [node for node in graph.node if node.op == "_Retval"]
@@ -187,17 +187,6 @@ def _parts_of(dataset: tf.data.Dataset, parts: int) -> Callable[[tf.Tensor], tf.
         return dataset_ops._VariantDataset(variant, dataset.element_spec)
 
     return part
-
-
-def _described(dataset: tf.data.Dataset) -> graph_pb2.GraphDef:
-    """A dataset as the service describes it."""
-    # The servers' names mean nothing there.
-    with tf.device("/CPU:0"):
-        policy = dataset.options().experimental_external_state_policy
-        described = dataset._as_serialized_graph(
-            external_state_policy=policy or options.ExternalStatePolicy.WARN
-        )
-        return graph_pb2.GraphDef.FromString(described.numpy())
 
 
 def _divided(graph: graph_pb2.GraphDef) -> tuple[list[node_def_pb2.NodeDef], set[str]]:

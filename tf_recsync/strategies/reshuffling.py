@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 from tensorflow.core.framework import graph_pb2, node_def_pb2
-from tensorflow.python.data.ops import dataset_ops, random_op, shuffle_op
+from tensorflow.python.data.ops import dataset_ops, options, random_op, shuffle_op
 
 # Ops that count passes, and the places of the two seeds and of the count among their inputs.
 _SEEDS = {
@@ -51,6 +51,17 @@ def with_sources(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         found = pending.pop()
         yield found
         pending += found._inputs()
+
+
+def described(dataset: tf.data.Dataset) -> graph_pb2.GraphDef:
+    """A dataset as the service describes it."""
+    # The servers' names mean nothing there.
+    with tf.device("/CPU:0"):
+        policy = dataset.options().experimental_external_state_policy
+        graph = dataset._as_serialized_graph(
+            external_state_policy=policy or options.ExternalStatePolicy.WARN
+        )
+        return graph_pb2.GraphDef.FromString(graph.numpy())
 
 
 def is_reshuffled(dataset: tf.data.Dataset) -> bool:
@@ -97,10 +108,7 @@ def in_pass(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
     if number == 0:
         return dataset
     try:
-        described = dataset._as_serialized_graph(
-            external_state_policy=dataset.options().experimental_external_state_policy
-        )
-        graph = graph_pb2.GraphDef.FromString(described.numpy())
+        graph = described(dataset)
         _reseed(graph, number)
         variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
     except (tf.errors.OpError, ValueError) as error:
