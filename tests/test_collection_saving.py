@@ -1,6 +1,8 @@
 """Memory, copies and checkpoints of EmbeddingCollections, on any number of servers."""
 
 import contextlib
+import dataclasses
+import json
 import pathlib
 import typing
 
@@ -116,6 +118,45 @@ def test_a_layer_restores_itself_before_or_after_it_is_built(tmp_path, dtype):
         assert_close(
             [other.table_values(t) for t in ROWS], [layer.table_values(t) for t in ROWS], 0
         )
+
+
+def test_a_table_whose_size_was_counted_by_numpy_is_saved_and_restored(tmp_path):
+    def made():
+        largest = np.array([3, 8, 5]).max()
+        table = TableConfig("users", largest + 1, np.int32(2), "normal", shards=np.int64(1))
+        ids = keras.Input((), dtype="int64")
+        rows = EmbeddingCollection([table], [FeatureConfig("user", "users")])({"user": ids})["user"]
+        model = keras.Model(ids, recsync.layers.Cross(np.int64(2))(rows))
+        model.compile(recsync.optimizers.Adagrad(0.1, seed=np.int64(3)), "mse")
+        return model
+
+    model = made()
+    users = np.arange(9)
+    model.fit(users, np.ones((9, 2)), verbose=0)
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    recsync.checkpoint.save(tmp_path / "checkpoint", model)
+    others = [keras.models.load_model(tmp_path / "model.keras"), made(), made()]
+    others[1].load_weights(tmp_path / "model.weights.h5")
+    recsync.checkpoint.restore(tmp_path / "checkpoint", others[2])
+    for other in others:
+        assert_close([other(users)], [model(users)], 0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        recsync.layers.Admission(np.int64(3)),
+        recsync.layers.Eviction(max_idle=np.int64(9)),
+        recsync.data.CategoricalColumn("a", hash_buckets=np.int64(9)),
+        recsync.data.CrossedColumn(("a", "b"), np.int64(9)),
+        recsync.modes.Async(local_batch_size=np.int64(9)),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_numbers_of_numpy_do_not_keep_a_configuration_from_being_saved(config):
+    about = dataclasses.asdict(config)
+    assert json.loads(json.dumps(about)) == json.loads(json.dumps(about, default=int))
 
 
 def test_a_checkpoint_of_other_tables_names_the_table(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +13,14 @@ def check_at_least(name: str, value: int, least: int) -> None:
     """Raises a ValueError if an argument is not an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def plain_integers(config: Any) -> None:
+    """Gives a frozen dataclass Python's integers in place of NumPy's, which JSON does not take."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, np.integer):
+            object.__setattr__(config, field.name, int(value))
 
 
 def check_seed(seed: int) -> None:

@@ -30,7 +30,7 @@ import abc
 import dataclasses
 
 from tf_recsync import staleness
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, plain_integers
 from tf_recsync.synchronization.modes import LastGlobalBatch, Mode, check_last_global_batch
 
 __all__ = [
@@ -69,6 +69,7 @@ class ModeConfig(abc.ABC):
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
+        plain_integers(self)
         if self.local_batch_size is not None:
             check_at_least("local_batch_size", self.local_batch_size, 1)
 

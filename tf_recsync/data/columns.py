@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 
+from tf_recsync._checks import plain_integers
+
 
 @dataclasses.dataclass(frozen=True)
 class NumericColumn:
@@ -93,6 +95,7 @@ class CategoricalColumn:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
+        plain_integers(self)
         if bool(self.vocabulary) == bool(self.hash_buckets) or self.hash_buckets in (1, -1):
             raise ValueError(
                 f"column {self.name!r} with hash_buckets={self.hash_buckets} and "
@@ -143,6 +146,7 @@ class CrossedColumn:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
+        plain_integers(self)
         if len(self.columns) < 2:
             raise ValueError(f"columns={self.columns}: a cross needs at least two columns.")
         if self.hash_buckets < 0:

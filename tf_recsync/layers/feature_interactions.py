@@ -82,7 +82,7 @@ class Cross(keras.layers.Layer):
         super().__init__(**kwargs)
         if rank is not None:
             check_at_least("rank", rank, 1)
-        self.rank = rank
+        self.rank = None if rank is None else int(rank)
 
     def build(self, first_shape, x_shape=None):
         features = first_shape[-1]

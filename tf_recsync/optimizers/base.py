@@ -185,7 +185,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         self.staleness = staleness or staleness_lib.Constant()
         self.swap = swap
         self.nonfinite = nonfinite
-        self.seed = seed
+        self.seed = int(seed)
         self._states: list[VariableState] = []
         self._saved_variables: dict | None = None
         # Stands for the variables in TensorFlow's checkpoints.
