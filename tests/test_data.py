@@ -285,6 +285,28 @@ def test_csv_features_follow_from_the_schema(tmp_path):
     assert unseen["country"][0] == features["country"][2]
 
 
+@pytest.mark.parametrize("log1p", [[], ["x"]], ids=["as it is", "log1p"])
+def test_a_constant_column_is_not_scaled(tmp_path, log1p):
+    path = tmp_path / "a.csv"
+    path.write_text("y,x\n" + "1,0.7\n" * 100)
+    schema = rd.Schema.fit(path, label="y", positive=["1"], numeric=["x"], log1p=log1p)
+    assert schema.numeric[0].std == 1.0
+
+
+def test_white_space_beyond_ascii_is_a_part_of_a_word_in_files_that_are_fitted_and_read(tmp_path):
+    path = tmp_path / "a.csv"
+    rows = ["y,x\u00a0,z", "1,CH\u00a0,a |b\u2003", "0, US\t,b\u2003"]
+    path.write_text("\n".join(rows), encoding="utf-8")
+    schema = rd.Schema.fit(
+        path, label="y", positive=["1"], categorical=["x", "z"], multi_hot={"z": "|"}
+    )
+    words = [("CH\u00a0", "US"), ("a", "b\u2003")]
+    assert [column.vocabulary for column in schema.categorical] == words
+    ((features, _),) = rd.Csv(path, schema, test_fraction=0).train(2).as_numpy_iterator()
+    assert features["x"].tolist() == [2, 3]
+    assert [ids.tolist() for ids in features["z"]] == [[2, 3], [3]]
+
+
 def test_a_header_is_recognised_and_checked(tmp_path):
     plain = write(tmp_path / "plain.csv", CSV_ROWS, ",")
     names = ["age", "gain", "colour", "country", "click"]

@@ -7,6 +7,7 @@ process, and since its separators have one character.
 """
 
 import re
+import string
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -17,6 +18,9 @@ UNCLOSED = (
     "a field is not closed on its line: a field that begins with a quotation mark must end with "
     "one, and cannot hold a line break (Schema(quotechar=None) reads quotation marks as text)"
 )
+
+# What readers leave out around a text: `tf.strings.strip` knows the white space of ASCII alone.
+BLANKS = string.whitespace
 
 # Stands between the fields of a line that has been taken apart; no text has it.
 _END = "\x00\x01\x00"
@@ -37,7 +41,7 @@ class _Patterns:
 
 
 def split_line(line: str, separator: str, quotechar: str | None) -> list[str] | None:
-    """Splits a line into its fields, without the spaces around them.
+    """Splits a line into its fields, without the blanks around them.
 
     Args:
         line: The line, with or without its end.
@@ -48,7 +52,7 @@ def split_line(line: str, separator: str, quotechar: str | None) -> list[str] | 
         The fields; None if one begins with a quotation mark that is not closed.
     """
     if quotechar is None or quotechar not in line:
-        return [field.strip() for field in line.split(separator)]
+        return [field.strip(BLANKS) for field in line.split(separator)]
     patterns = _Patterns(separator, quotechar)
     fields = []
     for match in re.finditer(patterns.field, line.rstrip("\r\n") + separator):
@@ -58,7 +62,7 @@ def split_line(line: str, separator: str, quotechar: str | None) -> list[str] | 
             if quoted is None:
                 return None
             field = quoted[1].replace(quotechar * 2, quotechar) + quoted[2]
-        fields.append(field.strip())
+        fields.append(field.strip(BLANKS))
     return fields
 
 

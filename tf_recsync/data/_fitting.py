@@ -31,7 +31,8 @@ def first_line(path: str, separator: str, comment: str | None, quotechar: str | 
     fields = _fields.split_line(_decoded(line, where), separator, quotechar)
     if fields is None:
         raise ValueError(f"malformed row in {where}: {_fields.UNCLOSED}")
-    return fields
+    # Readers only count it, so that names may have no white space of any kind around them.
+    return [field.strip() for field in fields]
 
 
 def _decoded(line: bytes, where: str) -> str:
@@ -76,7 +77,7 @@ def read_values(
         for name in categorical:
             text = fields[position[name]]
             several = text.split(separators[name]) if name in separators else [text]
-            words[name].update(word.strip() for word in several)
+            words[name].update(word.strip(_fields.BLANKS) for word in several)
     for name, values in (*numbers.items(), *words.items()):
         if isinstance(values, set):
             values.difference_update(layout.missing_texts)
@@ -134,6 +135,6 @@ def fit_numeric(name: str, values: np.ndarray, log1p: bool, buckets: int) -> Num
         boundaries = np.unique(np.quantile(spread, steps, method="lower").astype(np.float32))
     if log1p:
         values = np.log1p(np.maximum(values, 0))
-    # A constant column has nothing to scale by.
-    std = float(values.std()) or 1.0
+    # A constant column has nothing to scale by; of rounding, its deviation may be above 0.
+    std = 1.0 if values.min() == values.max() else float(values.std())
     return NumericColumn(name, float(values.mean()), std, log1p, tuple(boundaries.tolist()))
