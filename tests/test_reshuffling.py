@@ -121,6 +121,42 @@ def test_two_shuffles_and_random_numbers_are_drawn_anew_in_each_pass():
     assert set(first[:, 0]) == set(range(50))
 
 
+def shuffled(seed, **options):
+    return tf.data.Dataset.range(4).shuffle(4, seed=seed, **options)
+
+
+IN_FUNCTIONS = {
+    "interleave": lambda outer, seed: outer.interleave(lambda _: shuffled(seed)),
+    "one order": lambda outer, seed: outer.interleave(
+        lambda _: shuffled(seed, reshuffle_each_iteration=False)
+    ),
+    "nested": lambda outer, seed: outer.flat_map(
+        lambda _: tf.data.Dataset.range(2).flat_map(lambda _: shuffled(seed))
+    ),
+    "cond": lambda outer, seed: outer.flat_map(
+        lambda x: tf.cond(x > 0, lambda: shuffled(seed), lambda: tf.data.Dataset.range(4))
+    ),
+    "random": lambda outer, seed: outer.flat_map(lambda _: tf.data.Dataset.random(seed).take(2)),
+    "nested map": lambda outer, seed: outer.flat_map(
+        lambda _: tf.data.Dataset.range(2).map(lambda x: tf.random.uniform([], seed=seed))
+    ),
+    "what is faster": lambda outer, seed: outer.flat_map(
+        lambda _: tf.data.Dataset.range(4).map(
+            lambda x: x, num_parallel_calls=2, deterministic=None if seed else False
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IN_FUNCTIONS)
+def test_order_that_functions_of_datasets_leave_open_is_noticed(kind):
+    tf.compat.v1.set_random_seed(None)  # That of another test would be a part of all others.
+    outer = tf.data.Dataset.range(3)
+    assert reshuffling.has_any_order(IN_FUNCTIONS[kind](outer, None))
+    assert not reshuffling.has_any_order(IN_FUNCTIONS[kind](outer, 5))
+    assert not reshuffling.has_any_order(outer.flat_map(lambda _: tf.data.Dataset.range(4)))
+
+
 def test_a_dataset_that_can_not_be_described_keeps_its_order_and_says_so(caplog):
     with tf.device("/CPU:0"):
         counter = tf.Variable(0)

@@ -97,9 +97,7 @@ def _may_assert(dataset: tf.data.Dataset) -> bool:
         # Of what was described and made anew, Python does not know what it is made of.
         if isinstance(found, (cardinality._AssertCardinalityDataset, dataset_ops._VariantDataset)):
             return True
-        for function in found._functions():
-            graph = function.function.graph.as_graph_def()
-            nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+        for nodes in reshuffling.functions_of(found):
             if any(node.op == _ASSERTION for node in nodes):
                 return True
     return False

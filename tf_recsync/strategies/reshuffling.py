@@ -8,7 +8,7 @@ first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +21,12 @@ _SEEDS = {
     "RandomDatasetV2": ((0, 1), 2),
     "ShuffleAndRepeatDatasetV2": ((2, 3), 5),
     "ShuffleDatasetV3": ((2, 3), 4),
+}
+# The places of the seeds, of these and of others like them.
+_SEEDS_ALONE = {op: places for op, (places, _) in _SEEDS.items()} | {
+    "RandomDataset": (0, 1),
+    "ShuffleAndRepeatDataset": (2, 3),
+    "ShuffleDataset": (2, 3),
 }
 _EACH_PASS = ("reshuffle_each_iteration", "rerandomize_each_iteration")
 
@@ -87,11 +93,31 @@ def has_any_order(dataset: tf.data.Dataset) -> bool:
         kinds = (shuffle_op._ShuffleDataset, random_op._RandomDataset)
         if isinstance(found, kinds) and not any(int(s) for s in (found._seed, found._seed2)):
             return True
-        for function in found._functions():
-            for op in function.function.graph.get_operations():
-                seeds = [op.node_def.attr[name].i for name in ("seed", "seed2")]
-                if "seed2" in op.node_def.attr and not any(seeds):
-                    return True
+        if any(map(_have_any_order, functions_of(found))):
+            return True
+    return False
+
+
+def functions_of(dataset: tf.data.Dataset) -> Iterator[Sequence[node_def_pb2.NodeDef]]:
+    """The nodes of each function that a dataset calls, and of each that these call."""
+    for function in dataset._functions():
+        graph = function.function.graph.as_graph_def()
+        yield graph.node
+        yield from (inner.node_def for inner in graph.library.function)
+
+
+def _have_any_order(nodes: Sequence[node_def_pb2.NodeDef]) -> bool:
+    """Whether a function makes datasets that have any order, or draws numbers without seeds."""
+    zeros = {node.name for node in nodes if node.op == "Const" and _is_zero(node)}
+    for node in nodes:
+        seeds = [node.attr[name].i for name in ("seed", "seed2") if name in node.attr]
+        if len(seeds) == 2 and not any(seeds):
+            return True
+        if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
+            return True
+        places = _SEEDS_ALONE.get(node.op, ())
+        if places and all(node.input[place].partition(":")[0] in zeros for place in places):
+            return True
     return False
 
 
@@ -140,6 +166,12 @@ def _reseed(graph: graph_pb2.GraphDef, number: int) -> None:
             node.input[place] = constant.name
         # The count that the described dataset goes by is bound to its own seeds.
         node.input[count] = graph.node.add(op="DummySeedGenerator", name=f"{node.name}_count").name
+
+
+def _is_zero(constant: node_def_pb2.NodeDef) -> bool:
+    tensor = constant.attr["value"].tensor
+    is_number = tensor.dtype == tf.int64.as_datatype_enum and not tensor.tensor_shape.dim
+    return is_number and _value(constant) == 0
 
 
 def _value(constant: node_def_pb2.NodeDef) -> int:
