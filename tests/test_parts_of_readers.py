@@ -21,6 +21,7 @@ from tf_recsync import checkpoint
 from tf_recsync.callbacks import Checkpoint
 from tf_recsync.cluster.data_service import ReaderLosses
 from tf_recsync.strategies import reshuffling
+from tf_recsync.strategies.data_lengths import cardinality_of
 from tf_recsync.strategies.data_parts import (
     PART_BATCHES,
     pairs_sources,
@@ -100,6 +101,47 @@ def test_parts_have_the_same_order_each_time_and_another_one_in_each_pass(tmp_pa
 )
 def test_what_has_no_parts_says_why(dataset, why):
     assert why in why_indivisible(dataset) and bool(why) == bool(why_indivisible(dataset))
+
+
+def opened(data, interleave=False):
+    """Data of which tf.data does not know how many they are."""
+    make = data.interleave if interleave else data.flat_map
+    return make(lambda *_: tf.data.Dataset.range(2))
+
+
+ENDLESS = {
+    "repeat at the end": lambda data: data.repeat(),
+    "interleave": lambda data: opened(data.repeat(), True),
+    "batches of it": lambda data: (
+        opened(data.repeat()).shuffle(4).batch(2).map(lambda x: x).prefetch(1)
+    ),
+    "filter": lambda data: data.repeat().filter(lambda x: x > 1),
+    "unbatch": lambda data: data.repeat().batch(2).filter(lambda x: True).unbatch(),
+    "enumerate": lambda data: opened(data.repeat()).enumerate(),
+    "concatenate": lambda data: opened(data).concatenate(opened(data.repeat())),
+    "take of all": lambda data: opened(data.repeat()).take(-1),
+    "random": lambda data: opened(tf.data.Dataset.random(1)),
+    "sample": lambda data: tf.data.Dataset.sample_from_datasets([opened(data.repeat())] * 2),
+}
+ENDING = {
+    "take": lambda data: opened(data.repeat()).take(3),
+    "take before": lambda data: opened(data.repeat().take(3)),
+    "take_while": lambda data: data.repeat().take_while(lambda x: x < 2),
+    "zip": lambda data: tf.data.Dataset.zip(opened(data.repeat()), opened(data)),
+    "no repeat": lambda data: opened(data),
+    "choose": lambda data: tf.data.Dataset.choose_from_datasets(
+        [opened(data.repeat())] * 2, data.take(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [*ENDLESS, *ENDING])
+def test_data_without_an_end_are_known_wherever_they_repeat(kind):
+    dataset = {**ENDLESS, **ENDING}[kind](tf.data.Dataset.range(4))
+    assert (cardinality_of(dataset) == tf.data.INFINITE_CARDINALITY) == (kind in ENDLESS)
+    assert ("without an end" in why_indivisible(dataset)) == (kind in ENDLESS)
+    if kind in ENDING:
+        assert len(list(dataset)) <= 16
 
 
 def test_what_zip_puts_together_stays_together_in_parts():
@@ -270,13 +312,17 @@ def test_zip_of_several_sources_without_parts_is_refused(cluster):
     np.testing.assert_array_equal(counts_of(model), np.ones(BATCHES))
 
 
-def test_data_without_an_end_have_no_parts_which_is_said(cluster, tmp_path, caplog):
+@pytest.mark.parametrize("is_last", [True, False], ids=["at the end", "in between"])
+def test_data_without_an_end_have_no_parts_which_is_said(cluster, tmp_path, caplog, is_last):
+    data = batches().repeat()
+    if not is_last:
+        data = data.flat_map(lambda *batch: tf.data.Dataset.from_tensors(batch))
     strategy = recsync.AsyncStrategy(cluster)
     model = make_model(strategy)
     lost = AtBatch(4, lambda: cluster.kill("worker", 1))
     callbacks = [lost, Checkpoint(tmp_path, every_steps=10)]
     with compute_time(strategy, 0.01):
-        model.fit(batches().repeat(), steps_per_epoch=20, epochs=2, callbacks=callbacks, verbose=0)
+        model.fit(data, steps_per_epoch=20, epochs=2, callbacks=callbacks, verbose=0)
     for text in (
         "Batches that are lost with a worker will not be trained on",
         "Checkpoints do not have the position in the data",

@@ -21,6 +21,7 @@ from tensorflow.python.data.experimental.ops import cardinality
 from tensorflow.python.data.ops import dataset_ops
 
 from tf_recsync.strategies import reshuffling
+from tf_recsync.strategies.data_lengths import cardinality_of
 from tf_recsync.strategies.done_batches import Ranges, rest_of
 
 # The numbers of a part's batches begin with so much times the part's number.
@@ -46,7 +47,7 @@ _DATASET = re.compile(r"\w+Dataset(V\d+)?")
 
 def why_indivisible(dataset: tf.data.Dataset) -> str:
     """Why parts of a dataset have no order of their own; "" if they have."""
-    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+    if cardinality_of(dataset) == tf.data.INFINITE_CARDINALITY:
         return "a part without an end would be missing for ever with its reader"
     try:
         graph = reshuffling.described(dataset)

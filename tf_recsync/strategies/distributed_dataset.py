@@ -18,6 +18,7 @@ from absl import logging
 from tf_recsync.cluster import Cluster
 from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.strategies import data_parts, reshuffling
+from tf_recsync.strategies.data_lengths import cardinality_of
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.done_batches import DoneBatches, Ranges, rest_of
 from tf_recsync.strategies.pass_batches import PassBatches
@@ -154,10 +155,10 @@ class DistributedDataset:
         """Whether a pass has no end, where what was lost would be done."""
         return self._cardinality == tf.data.INFINITE_CARDINALITY
 
-    @property
+    @functools.cached_property
     def _cardinality(self) -> int:
         """Of a pass: its batches, or what tf.data says if it does not know them."""
-        return int(self.dataset.cardinality() if self._apart is None else self._apart.cardinality)
+        return cardinality_of(self.dataset) if self._apart is None else self._apart.cardinality
 
     def check_retries(self) -> None:
         """Warns, once, if batches that are lost shall be done by others, and can't be."""

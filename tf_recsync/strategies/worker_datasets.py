@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from tf_recsync.cluster import CHIEF, Cluster
+from tf_recsync.strategies.data_lengths import cardinality_of
 from tf_recsync.strategies.pass_iterator import PassIterator, empty_batch
 from tf_recsync.strategies.reshuffling import with_sources
 
@@ -65,7 +66,7 @@ class WorkerDatasets(DataAdapter):
             total = 0
             for number in range(self.pipelines):
                 dataset = self._local(number) if number else self._first
-                batches = int(dataset.cardinality())
+                batches = cardinality_of(dataset)
                 if batches < 0:
                     total = batches
                     break
