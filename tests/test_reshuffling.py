@@ -28,18 +28,23 @@ class Order(keras.metrics.Metric):
         self.digits.assign(self.digits * 16.0 + label)
 
     def result(self):
-        return self.digits.value
+        return self.digits + 0.0  # The variable itself has other digits when logs are read.
 
 
-def orders(cluster, dataset, fits=1, epochs=2):
+def digits(code):
+    return tuple(int(digit, 16) for digit in f"{int(code):x}")
+
+
+def orders(cluster, dataset, fits=1, epochs=2, **options):
     """The order in which one worker trained on the numbers, in each epoch of each fit."""
     with recsync.AsyncStrategy(cluster).scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile(recsync.optimizers.SGD(0.0), "mse", metrics=[Order()])
     found = []
     for _ in range(fits):
-        history = model.fit(dataset, epochs=epochs, verbose=0).history["order"]
-        found += [tuple(int(digit, 16) for digit in f"{int(code):x}") for code in history]
+        history = model.fit(dataset, epochs=epochs, verbose=0, **options).history
+        parts = [history["order"], *([history["val_order"]] if "val_order" in history else [])]
+        found += [sum(map(digits, codes), ()) for codes in zip(*parts, strict=True)]
     for order in found:
         assert sorted(order) == NUMBERS.tolist()
     return found
@@ -58,6 +63,18 @@ def test_a_seeded_shuffle_has_another_order_in_each_epoch_and_the_same_in_each_p
     found = orders(cluster, dataset(), fits=2)
     assert len(set(found)) == 4
     assert orders(cluster, dataset(), fits=2) == found
+
+
+def test_each_call_of_fit_with_class_weight_goes_on_with_other_orders(cluster):
+    weights = {label: 1.0 for label in range(13)}
+    data = numbers(lambda data: data.shuffle(12, seed=1))
+    assert len(set(orders(cluster, data, fits=2, class_weight=weights))) == 4
+
+
+def test_parts_of_one_shuffle_for_training_and_for_validation_have_nothing_in_common(cluster):
+    data = numbers(lambda data: data.shuffle(12, seed=1))
+    found = orders(cluster, data.take(8), fits=2, validation_data=data.skip(8))
+    assert len(set(found)) == 4  # Each has all numbers, of both parts together, once.
 
 
 def test_a_seed_of_the_program_makes_it_reproducible_and_no_more(cluster):

@@ -55,6 +55,7 @@ class DistributedDataset:
         is_validation: whether `fit` evaluates on it.
         retries: whether batches that are lost with a worker are done by others, if they can be
             found again.
+        given: what the user gave, by which passes are counted; None: that is `dataset`.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class DistributedDataset:
         is_over: Callable[[], bool] = lambda: False,
         is_validation: bool = False,
         retries: bool = False,
+        given: tf.data.Dataset | None = None,
     ):
         self.is_over = is_over
         self.is_validation = is_validation
@@ -83,6 +85,7 @@ class DistributedDataset:
         self.readers = 0 if is_here or apart is not None else cluster.readers
         self._apart = apart
         self.dataset = dataset
+        self._given = dataset if given is None else given
         self.steps_per_epoch = steps_per_epoch
         self._length = length
         self.batch_size = batch_size
@@ -299,7 +302,7 @@ class DistributedDataset:
         Args:
             position: where it begins, if that is not the beginning; see `reachable`.
         """
-        number = self._passes.next(self.dataset, None if position is None else position.passes)
+        number = self._passes.next(self._given, None if position is None else position.passes)
         position = position or DataPosition()
         if self._apart is not None:
             return self._apart, number

@@ -207,7 +207,7 @@ class FitStrategy(tf.distribute.Strategy):
         if isinstance(dataset, WorkerDatasets):
             self._check_worker_datasets(dataset, caller)
             apart, dataset = dataset, dataset.first()
-        verb, steps = caller.verb, caller.steps
+        verb, steps, given = caller.verb, caller.steps, caller.arguments.get("x")
         in_order = apart is None and steps is not None and verb in ("evaluate", "predict")
         if in_order:
             # The first batches, whichever workers they go to.
@@ -229,6 +229,8 @@ class FitStrategy(tf.distribute.Strategy):
             caller.is_over,
             caller.verb == "validate",
             verb != "fit" or self._settings.on_batch_lost == "retry",
+            # With class_weight Keras makes another dataset of it in each call.
+            given if isinstance(given, tf.data.Dataset) else None,
         )
         if verb == "fit" and caller.model is not None:
             # Callbacks may need the placement before the first step.
