@@ -223,6 +223,44 @@ def test_layers_of_a_model_whose_build_was_called_are_built_before_they_train(cl
     assert len(model.optimizer.states) == len(model.trainable_variables) == 3
 
 
+class OwnMetrics(keras.Model):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        found = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**found, "twice": 2 * found["loss"]}
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["one step a call", "two steps a call"])
+@pytest.mark.parametrize("kind", [keras.Model, OwnMetrics], ids=["", "compute_metrics"])
+def test_a_part_of_a_batch_may_be_none(clusters, kind, steps):
+    cluster = clusters.get(1, 1)
+    inputs, clicks, _ = data()
+    inputs = {name: inputs[name] for name in ("id", "x")}
+    batches = tf.data.Dataset.from_tensor_slices((inputs, clicks)).batch(BATCH)
+    with_none = batches.map(lambda x, y: (x, y, None))
+
+    def trained(batches, **options):
+        keras.utils.set_random_seed(1)
+        model = built(click, kind)
+        model.compile(adagrad(), "binary_crossentropy", **options)
+        history = model.fit(batches, epochs=2, shuffle=False, verbose=0).history
+        tested = model.evaluate(batches, verbose=0, return_dict=True)
+        return history, tested, model.predict(batches, verbose=0)
+
+    with recsync.AsyncStrategy(cluster).scope():
+        found = trained(with_none, steps_per_execution=steps)
+    expected = trained(batches, run_eagerly=True)
+    assert found[0].keys() == expected[0].keys() and found[1].keys() == expected[1].keys()
+    for own, other in zip(found[:2], expected[:2], strict=True):
+        for name in own:
+            np.testing.assert_allclose(own[name], other[name], rtol=1e-4)
+    np.testing.assert_allclose(found[2], expected[2], rtol=1e-4)
+    if steps > 1 and kind is keras.Model:
+        with recsync.AsyncStrategy(cluster, prefetch_lookups=True).scope():
+            found = trained(with_none, steps_per_execution=steps)
+        # Rows lack the update of the step before.
+        np.testing.assert_allclose(found[0]["loss"], expected[0]["loss"], rtol=0.1)
+
+
 def slope(**options):
     """A model whose loss tells how many steps it has done."""
     layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend
+from tensorflow.python.data.util import structure
 
 
 class NewLogged(Exception):
@@ -160,6 +161,8 @@ def _trace(model: keras.Model, element_spec: Any) -> Callable[..., dict[str, tf.
     variables = model.metrics_variables
 
     def symbolic(spec):
+        if isinstance(spec, structure.NoneTensorSpec):
+            return None
         return keras.KerasTensor(spec.shape, spec.dtype.name)
 
     def compute(*values):

@@ -25,6 +25,7 @@ from tf_recsync.strategies.step_logs import Logged, StepLogs
 from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
+from tf_recsync.synchronization.batches import tensors_of
 from tf_recsync.synchronization.lookups import Lookups, find_lookups
 from tf_recsync.synchronization.pull_push import Ahead, Layout, Step
 
@@ -406,7 +407,7 @@ class Batch:
         self.ahead = ahead
         self._given = given
         self._optional = optional
-        self.evidence = tf.nest.flatten(given, expand_composites=True)
+        self.evidence = tensors_of(given)
 
     @property
     def optional(self) -> tf.experimental.Optional:
@@ -448,9 +449,7 @@ class BatchAhead:
 
         def end():
             # The iterator is at its end, and says so again.
-            with tf.control_dependencies(
-                tf.nest.flatten(self._iterator.get_next(), expand_composites=True)
-            ):
+            with tf.control_dependencies(tensors_of(self._iterator.get_next())):
                 return tf.constant(False)
 
         batch = self._batch

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tf_recsync import ops
 from tf_recsync.compression import Compression
+from tf_recsync.synchronization.batches import tensors_of
 
 # What a tensor is: as it was computed forward, the gradient of that, or anything else.
 Kind = Literal["activation", "gradient", "other"]
@@ -43,7 +44,7 @@ class Encoder:
 
     def __init__(self, compression: Compression | None, batch: Any, name: str):
         self._compression = compression or Compression()
-        self._sizes = _first_dimensions(tf.nest.flatten(batch, expand_composites=True))
+        self._sizes = _first_dimensions(tensors_of(batch))
         self._name = name
         self._edges = 0  # That have feedback.
 

@@ -25,6 +25,7 @@ from tf_recsync.placement import flops
 from tf_recsync.synchronization import context, speeds
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
+from tf_recsync.synchronization.batches import tensors_of
 from tf_recsync.synchronization.copies import device_for
 from tf_recsync.synchronization.lookups import Lookups
 from tf_recsync.synchronization.placed import NO_LAYERS, Placed, PlacedLayers
@@ -161,7 +162,7 @@ def _plan_lookups(layout: Layout, lookups: Lookups, batch: Any) -> dict[str, Pul
     )
     requests = []
     if lookups.tables:
-        requests = lookups.requests(*tf.nest.flatten(batch, expand_composites=True))
+        requests = lookups.requests(*tensors_of(batch))
     for i, (tables, request) in enumerate(zip(lookups.tables, requests, strict=True)):
         states = [layout.tables[table] for table in tables]
         plans[layout.device(states[0].variable)].look_up(i, states, request)
@@ -211,7 +212,7 @@ class Step:
         self._reached: dict[str, Token] = {}  # The token, on each server.
         self._pulled_steps: dict[int, tf.Tensor] = {}  # By the buffer's number.
         self.worker = worker
-        self._batch = tf.nest.flatten(batch, expand_composites=True)
+        self._batch = tensors_of(batch)
         self._made = 0  # Operations of the graph when the model begins to compute.
         self.private = list(private)
         self._pulls: dict[str, ServerPull] = {}
