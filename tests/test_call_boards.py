@@ -67,18 +67,21 @@ def test_a_server_that_was_started_again_gets_another_board(clusters):
     cluster = clusters.get(workers=2, ps=2)
     cluster.connect()
     boards, device = CallBoards(cluster), processor_of("ps", 1)
-    board = boards.at(device)
-    assert boards.at(device) is board
-    assert boards.at(PS).device == PS
+    row = boards.add_row(device)
+    board = row.board
+    assert boards.add_row(device).board is board
+    assert boards.add_row(PS).board.device == PS
     cluster.kill("ps", 1)
     with pytest.raises(tf.errors.OpError):
         board.read()
+    with pytest.raises(tf.errors.OpError):
+        boards.add_row(device)
     cluster.membership.lost(("ps", 1), None, "in a test")
     cluster.restart("ps", 1)
     cluster.readmit(timeout=30.0)
-    other = boards.at(device)
-    assert other is not board
-    assert other.read().applied == {}
+    other = boards.add_row(device)
+    assert other.board is not board
+    assert other.board.read().applied == {other.key: 0}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +160,27 @@ def test_all_is_known_at_the_end_of_an_epoch_though_no_worker_is_read(cluster, m
     total = np.cumsum([100 * value for value in history.history["label"]])
     assert total[-1] == pytest.approx(300 * 301 / 2)
     assert sum(strategy.worker_steps(model)) == 300
+
+
+def test_what_workers_report_is_shown_and_known_where_a_call_has_one_step(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = model_of(strategy)
+    shown = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            shown.append(logs["label"])
+            if batch == 16:
+                cluster.kill("worker", 1)
+
+    data = held_back(numbered(30), 28, lambda: strategy.losses(model).workers)
+    with compute_time(strategy, 0.4):
+        model.fit(data, callbacks=[Look()], verbose=0)
+    # Means of what comes one after the other, but for what Keras shows before it is known.
+    assert len(set(shown)) > 5 and 0 < shown[16] <= 17
+    losses = strategy.losses(model)
+    assert losses.workers == 1 and losses.repeated <= 4
+    cluster.restart("worker", 1)
 
 
 def test_what_a_lost_worker_has_reported_counts(cluster):

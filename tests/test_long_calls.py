@@ -53,10 +53,11 @@ def test_so_many_steps_as_keras_asks_for_are_done_on_uneven_workers(clusters):
 def test_a_call_lasts_no_longer_than_its_limit_and_does_one_turn_at_least():
     @tf.function(autograph=False)
     def call(times, seconds, limit):
-        def once():
+        def once(told):
+            assert told is None
             tf.py_function(lambda: time.sleep(seconds), [], [])
 
-        return worker_functions.turns(once, times, limit)
+        return worker_functions.turns(once, times, limit)[0]
 
     assert call(tf.constant(7, tf.int64), 0.0, 60.0) == 7
     # On a busy machine the first turn alone may last so long.
@@ -66,20 +67,26 @@ def test_a_call_lasts_no_longer_than_its_limit_and_does_one_turn_at_least():
 
 
 def test_a_call_ends_after_the_turn_in_which_it_is_told_to():
-    told = tf.Variable(3, dtype=tf.int64)
+    told = tf.Variable([3, 0], dtype=tf.int64)
 
     @tf.function(autograph=False)
     def call(times, ends):
         seen = []
 
-        def once():
-            done = tf.py_function(lambda: seen.append(1) or len(seen), [], tf.int64)
-            return tf.cond(done == ends, lambda: told.assign_add(1), told.read_value)
+        def once(before):
+            done = tf.py_function(lambda now: seen.append(now) or len(seen), [before], tf.int64)
+            # The second number ends nothing.
+            return tf.cond(
+                done == ends, lambda: told.assign_add([1, 1]), lambda: told.assign_add([0, 1])
+            )
 
         return worker_functions.turns(once, times, 60.0, told.read_value())
 
-    assert call(tf.constant(1000, tf.int64), tf.constant(5, tf.int64)) == 5
-    assert call(tf.constant(7, tf.int64), tf.constant(-1, tf.int64)) == 7  # Told before: no matter.
+    done, last = call(tf.constant(1000, tf.int64), tf.constant(5, tf.int64))
+    assert (int(done), last.numpy().tolist()) == (5, [4, 5])
+    # Told before: no matter.
+    done, last = call(tf.constant(7, tf.int64), tf.constant(-1, tf.int64))
+    assert (int(done), last.numpy().tolist()) == (7, [4, 12])
 
 
 def test_a_pass_of_short_steps_is_few_calls_of_which_keras_sees_the_steps(two, monkeypatch):

@@ -95,7 +95,12 @@ def graph_of_step(model) -> tf.Graph:
     """What the workers of the first group run."""
     ((functions, _),) = model.train_function._functions.values()
     of_steps = next(iter(functions.values()))
-    return of_steps[min(of_steps)]._once._concrete.graph
+    graph = of_steps[min(of_steps)]._once._concrete.graph
+    # It calls the steps, and reports.
+    (name,) = {
+        op.get_attr("f").name for op in graph.get_operations() if "PartitionedCall" in op.type
+    }
+    return graph._functions[name].graph
 
 
 def operations(graph) -> set[tf.Operation]:

@@ -120,9 +120,13 @@ class Worker:
         """What it answers now."""
         return self._reader.read(self.state.asked(1, DEVICE))
 
-    def take(self, answer) -> float | None:
-        values = self.state.take(answer, lambda numbers: self.noted.extend(numbers.tolist()))
-        return None if values is None else float(values[0])
+    def take(self, answer, is_report=False) -> float | None:
+        """What is merged of an answer; None if nothing is."""
+        merged = []
+        self.state.take(
+            answer, lambda numbers: self.noted.extend(numbers.tolist()), merged.append, is_report
+        )
+        return float(merged[0][0]) if merged else None
 
 
 @pytest.fixture
@@ -142,6 +146,24 @@ def test_each_batch_is_noted_once_whichever_answer_comes_first(worker):
     assert worker.take(worker.answer()) == 4
     assert worker.noted == [4, 9, 2, 5]
     assert worker.state.waited == 7
+
+
+def test_a_report_of_before_metrics_were_reset_is_not_merged(worker):
+    worker.do(4, 9)
+    early = worker.answer()
+    worker.state.reset_metrics = True
+    assert worker.take(early, is_report=True) is None
+    worker.state.steps = 2
+    worker.state.reset([np.float32(0.0)])
+    assert worker.take(early, is_report=True) is None
+    assert not worker.state.is_known
+    worker.do(2)
+    assert worker.take(worker.answer(), is_report=True) == 3
+    # Of two that come in the wrong order, the later counts.
+    assert worker.take(early, is_report=True) == 3
+    worker.state.steps = 3
+    assert worker.state.is_known
+    assert worker.noted == [4, 9, 2]
 
 
 def test_a_worker_forgets_batches_that_are_known_and_late_answers_do_no_harm(worker):

@@ -16,7 +16,9 @@
 #define TF_RECSYNC_CC_ENGINE_WORKER_BOARD_H_
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <string>
@@ -92,8 +94,14 @@ class WorkerBoard {
 
   // A new row; one of the same key is not read any more.
   std::shared_ptr<Row> Add(int64_t key) ABSL_LOCKS_EXCLUDED(mu_) {
-    auto row = std::make_shared<Row>();
+    // Not by make_shared, where who knows of a row keeps its memory.
+    std::shared_ptr<Row> row(new Row);
     MutexLock lock(&mu_);
+    // Nobody may ever read.
+    if (rows_.size() >= forget_at_) {
+      ForgetThoseGone();
+      forget_at_ = std::max(kForgetAt, 2 * rows_.size());
+    }
     rows_[key] = row;
     return row;
   }
@@ -103,14 +111,10 @@ class WorkerBoard {
     std::vector<std::pair<int64_t, std::shared_ptr<Row>>> found;
     {
       MutexLock lock(&mu_);
-      for (auto row = rows_.begin(); row != rows_.end();) {
-        auto held = row->second.lock();
-        if (held == nullptr) {
-          row = rows_.erase(row);
-          continue;
-        }
-        found.emplace_back(row->first, std::move(held));
-        ++row;
+      ForgetThoseGone();
+      for (const auto& [key, row] : rows_) {
+        auto held = row.lock();
+        if (held != nullptr) found.emplace_back(key, std::move(held));
       }
     }
     std::vector<Entry> entries;
@@ -132,9 +136,24 @@ class WorkerBoard {
     if (row != nullptr) row->Tell(ends, known);
   }
 
+  // How many rows it knows, those included that nobody has any more.
+  size_t size() ABSL_LOCKS_EXCLUDED(mu_) {
+    MutexLock lock(&mu_);
+    return rows_.size();
+  }
+
  private:
+  static constexpr size_t kForgetAt = 64;
+
+  void ForgetThoseGone() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    for (auto row = rows_.begin(); row != rows_.end();) {
+      row = row->second.expired() ? rows_.erase(row) : std::next(row);
+    }
+  }
+
   Mutex mu_;
   std::map<int64_t, std::weak_ptr<Row>> rows_ ABSL_GUARDED_BY(mu_);
+  size_t forget_at_ ABSL_GUARDED_BY(mu_) = kForgetAt;
 };
 
 }  // namespace recsync

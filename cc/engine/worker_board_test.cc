@@ -59,6 +59,14 @@ TEST(WorkerBoardTest, ARowGoesWithWhoHasItAndTheBoardMayGoFirst) {
   again->Count();
 }
 
+TEST(WorkerBoardTest, RowsThatAreGoneAreForgottenThoughNobodyReads) {
+  WorkerBoard board;
+  const auto kept = board.Add(0);
+  for (int64_t key = 1; key < 10000; ++key) board.Add(key);
+  EXPECT_LT(board.size(), 200);
+  EXPECT_EQ(board.Read().size(), 1);
+}
+
 TEST(WorkerBoardTest, RowsMayBeUsedWhileTheyAreReadAndTold) {
   WorkerBoard board;
   const auto row = board.Add(1);

@@ -117,12 +117,21 @@ class CallBoards:
         self._servers: dict[str, Server] = {}
         self._boards: dict[tuple[str, int], CallBoard] = {}
 
-    def at(self, device: str) -> CallBoard:
-        """The board on a server, which is made anew when that has nothing any more.
+    def add_row(self, device: str) -> Row:
+        """Makes a row on a server's board, which is made anew when the server is another one.
 
         Raises:
             tf.errors.OpError: if the server is gone.
         """
+        board = self._at(device)
+        try:
+            return board.add_row()
+        except tf.errors.OpError:
+            with self._lock:  # Who tries again may find another server there.
+                self._boards = {k: own for k, own in self._boards.items() if own is not board}
+            raise
+
+    def _at(self, device: str) -> CallBoard:
         with self._lock:
             if device not in self._servers:
                 spec = tf.DeviceSpec.from_string(device)
@@ -133,7 +142,7 @@ class CallBoards:
             return board
         made = CallBoard(device)
         with self._lock:
-            for other in [k for k in self._boards if k[0] == device and k != key]:
+            for other in [k for k in self._boards if k[0] == device and k[1] < key[1]]:
                 del self._boards[other]
             return self._boards.setdefault(key, made)
 

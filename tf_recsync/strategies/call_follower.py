@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Cluster
-from tf_recsync.strategies.call_board import CallBoard, CallBoards
+from tf_recsync.strategies.call_board import CallBoard, Row
 from tf_recsync.strategies.leases import Leases
 from tf_recsync.strategies.slots import Slot
 
@@ -30,10 +30,8 @@ class CallFollower:
 
     Args:
         cluster: the cluster.
-        boards: what it reads and tells.
-        device: the server's.
-        read: reads a board, and what the workers of some slots have reported there; gives the
-            steps that were applied, by rows' keys.
+        read: reads what the workers of slots have reported; gives the steps that were applied, by
+            rows' keys.
         slots: of the pass's threads, those with rows there.
         are_waiting: whether some of all threads wait for steps; called with `changed` held.
         leases: the steps that they take.
@@ -46,9 +44,7 @@ class CallFollower:
     def __init__(
         self,
         cluster: Cluster,
-        boards: CallBoards,
-        device: str,
-        read: Callable[[CallBoard, Sequence[Slot]], Mapping[int, int]],
+        read: Callable[[Sequence[Slot]], Mapping[int, int]],
         slots: Sequence[Slot],
         are_waiting: Callable[[], bool],
         leases: Leases,
@@ -58,9 +54,7 @@ class CallFollower:
         fail: Callable[[Exception], None],
     ):
         self._cluster = cluster
-        self._boards = boards
-        self._device = device
-        self._read_board = read
+        self._read_rows = read
         self._are_waiting = are_waiting
         self._slots = slots
         self._leases = leases
@@ -120,15 +114,17 @@ class CallFollower:
         return [s for s in self._slots if s.call > 1 and s.state is not None]
 
     def _read(self) -> None:
-        """Notes how far calls are."""
+        """Notes how far calls are; what workers report is of interest in each call."""
         now = time.monotonic()
         if now - self._read_at < self._period:
             return
         with self._changed:
             calls = [(slot, slot.calls, slot.state) for slot in self._in_flight()]
-        if not calls:
+            is_at_work = any(slot.call for slot in self._slots)
+        if not is_at_work:
             return
-        applied = self._read_board(self._boards.at(self._device), self._slots)
+        # Of all of them: what others have reported before is taken with it.
+        applied = self._read_rows(self._slots)
         self._read_at = now = time.monotonic()
         news = []
         with self._changed:
@@ -150,9 +146,11 @@ class CallFollower:
             due = [s for s in self._due() if now - s.told >= _AGAIN_SECONDS]
             for slot in due:
                 slot.told = now
-            rows = [slot.state.row for slot in due]
-        if rows:
-            self._boards.at(self._device).tell(rows)
+            rows: dict[CallBoard, list[Row]] = {}
+            for slot in due:
+                rows.setdefault(slot.state.row.board, []).append(slot.state.row)
+        for board, own in rows.items():
+            board.tell(own)
 
     def _due(self) -> list[Slot]:
         """The calls that shall end; under _changed."""

@@ -19,7 +19,7 @@ from absl import logging
 from tf_recsync.cluster import Cluster, Server, fetch
 from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.strategies import step_counts, watched_calls, worker_functions
-from tf_recsync.strategies.call_board import CallBoard, CallBoards
+from tf_recsync.strategies.call_board import CallBoard, CallBoards, Row
 from tf_recsync.strategies.checks import OnBatchLost
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
@@ -43,7 +43,7 @@ from tf_recsync.synchronization.lookups import Lookups, find_lookups
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout, is_seed
 from tf_recsync.synchronization.remote_functions import RemoteFunction
-from tf_recsync.synchronization.remote_values import PackedReader
+from tf_recsync.synchronization.remote_values import Answer, PackedReader
 from tf_recsync.synchronization.synchronizer import Crew
 
 _READS_PER_SECOND = 10  # Of workers' metrics, at most: each costs this process milliseconds.
@@ -434,8 +434,8 @@ class Steps:
                 has_numbers = batches.done is not None
                 log = WorkerLog.made(has_numbers) if has_numbers or is_training else None
                 owner = self._owner_of(slot)
-                board = self._boards.at(owner) if owner else None
-                state = self._open(slot.index, iterator, private, before, board, log)
+                row = self._boards.add_row(owner) if owner else None
+                state = self._open(slot.index, iterator, private, before, row, log)
             except BaseException:
                 if kept is not None:
                     before.take_back(kept)
@@ -477,8 +477,8 @@ class Steps:
             is_reading=not is_training,
             while_waiting=self._tell_observers,
             most_per_call=self._most_per_call(),
-            boards=self._boards if self._calls_are_told else None,
-            read_board=lambda board, slots: self._read_board(board, slots, batches),
+            is_followed=self._calls_are_told,
+            read_rows=lambda slots: self._read_rows(slots, batches),
             teller_of=self._owner_of,
             note_steps=self._note_steps,
             after=after,
@@ -557,7 +557,11 @@ class Steps:
             try:
                 turns = functions[unrolled](state.iterator, times, state)
             except tf.errors.OutOfRangeError:
-                if times * unrolled > 1:
+                if times * unrolled > 1 and self._is_reported:
+                    # The end of the data has kept it from reporting.
+                    self._read_worker(slot, self._batches)
+                    state.steps = max(state.counted, state.steps)
+                elif times * unrolled > 1:
                     state.steps = state.read_steps()
                 return state.steps - before, True
             # What it returned is on the worker. Of a call that can be told to end it counts: who
@@ -576,11 +580,11 @@ class Steps:
         iterator: PassIterator,
         private,
         before: WorkerState | None,
-        board: CallBoard | None,
+        row: Row | None,
         log: WorkerLog | None,
     ) -> WorkerState:
         """What a worker needs for a pass; made in its device scope."""
-        return WorkerState(worker, iterator, private, before, board, log)
+        return WorkerState(worker, iterator, private, before, row, log)
 
     def _after_call(self, slot: Slot, batches: PassBatches, ended: bool) -> None:
         """A call of a worker has ended; in its thread."""
@@ -749,7 +753,7 @@ class Steps:
         replaced = self._replaced(layout)
         once, most = body, self._most_per_call()
         if reports is not None:
-            once = worker_functions.trace_once(body, specs, teller, reports)
+            once = worker_functions.trace_once(body, specs, reports)
         once = RemoteFunction(once, replaced)
         if most is not None and most < 2 * steps:
             return worker_functions.Repeated(once, None)
@@ -781,14 +785,14 @@ class Steps:
         """Reads the metrics of workers; False if some are lost, or could not be read."""
         can_be_read = True
         if self._is_reported:
+            self._read_rows(run.slots, self._batches)
             if not is_final:
-                return True  # What they report is read as it comes.
-            self._read_boards(run)
+                return True  # What they have not reported yet they will.
         for slot in run.slots:
             if slot.state is None or slot.lost:
                 can_be_read &= not slot.lost
                 continue
-            if self._is_reported and slot.state.is_known and slot.state.is_of_now:
+            if self._is_reported and slot.state.is_known:
                 continue
             try:
                 self._read_worker(slot, self._batches)
@@ -796,44 +800,43 @@ class Steps:
                 can_be_read = False  # Its thread finds out that the worker is lost.
         return can_be_read
 
-    def _read_boards(self, run: WorkerRun) -> None:
-        """Reads what all workers have reported."""
-        for device in {owner for owner in self._owners.values() if owner}:
-            try:
-                self._read_board(self._boards.at(device), run.slots, self._batches)
-            # The latter of numpy, for what comes from a server that is being cut off.
-            except (tf.errors.OpError, ValueError) as error:
-                logging.debug("%s: what is reported there can't be read: %s", device, error)
+    def _read_rows(self, slots: Sequence[Slot], batches: PassBatches) -> dict[int, int]:
+        """Reads what the workers of slots have reported, by a call to each server that has it.
 
-    def _read_board(
-        self, board: CallBoard, slots: Sequence[Slot], batches: PassBatches
-    ) -> dict[int, int]:
-        """Reads a board, and what these workers have reported there.
+        Args:
+            slots: all whose workers report to those servers: what others have reported is gone.
+            batches: of the pass.
 
         Returns:
-            The steps that were applied, by rows' keys.
-
-        Raises:
-            tf.errors.OpError: if the server is gone.
+            The steps that were applied, by the keys of their rows, of servers that answer.
         """
-        merger, reading = self._merger, board.read()
-        known = {}
+        rows: dict[CallBoard, dict[int, tuple[Slot, WorkerState]]] = {}
         for slot in slots:
             state = slot.state
-            row = None if state is None else state.row
-            if row is None or row.key not in reading.reports:
-                continue
-            answer = self._reader.answer(reading.reports[row.key])
-            values = state.take(answer, functools.partial(batches.note, slot))
-            is_current = batches is self._batches and state.is_of_now
-            if values is not None and merger is not None and is_current:
-                merger.update(slot.number, state, values)
-            count = state.may_forget()
-            if count is not None:
-                known[row.key] = count
-        if known:
-            board.forget(known)
-        return reading.applied
+            if state is not None and state.row is not None:
+                rows.setdefault(state.row.board, {})[state.row.key] = slot, state
+        applied: dict[int, int] = {}
+        for board, own in rows.items():
+            try:
+                reading, known = board.read(), {}
+                for key in reading.reports.keys() & own.keys():
+                    slot, state = own[key]
+                    answer = self._reader.answer(reading.reports[key])
+                    self._take(slot, state, batches, answer, is_report=True)
+                    count = state.may_forget()
+                    if count is not None:
+                        known[key] = count
+                if known:
+                    board.forget(known)
+            # The latter of numpy, for what comes from a server that is being cut off.
+            except (tf.errors.OpError, ValueError) as error:
+                # Those who train there find out what is wrong.
+                logging.log_every_n_seconds(
+                    logging.DEBUG, "%s: reports can't be read: %s", 10, board.device, error
+                )
+            else:
+                applied.update(reading.applied)
+        return applied
 
     def _read_worker(self, slot: Slot, batches: PassBatches) -> bool:
         """Reads a worker's metrics, and which batches it has done.
@@ -846,13 +849,20 @@ class Steps:
         """
         # A worker's thread may be late with what it has read, and another epoch or pass have begun
         # meanwhile, to which that does not belong.
-        state, merger = slot.state, self._merger
+        state = slot.state
         answer = self._reader.read(state.asked(len(self._merged_variables), slot.device))
-        values = state.take(answer, lambda numbers: batches.note(slot, numbers))
-        is_current = batches is self._batches and not state.reset_metrics
-        if values is not None and merger is not None and is_current:
-            merger.update(slot.number, state, values)
-        return values is not None
+        return self._take(slot, state, batches, answer, is_report=False)
+
+    def _take(
+        self, slot: Slot, state: WorkerState, batches: PassBatches, answer: Answer, is_report: bool
+    ) -> bool:
+        """Takes what a worker says, or has reported; whether that counts."""
+
+        def merge(values: list[np.ndarray]) -> None:
+            if batches is self._batches and self._merger is not None:
+                self._merger.update(slot.number, state, values)
+
+        return state.take(answer, functools.partial(batches.note, slot), merge, is_report)
 
 
 def _run_out(iterator: DistributedIterator) -> None:

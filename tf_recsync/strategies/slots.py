@@ -13,7 +13,6 @@ from tensorflow.python.eager import cancellation
 from tf_recsync.cluster import Server, device_of
 
 if TYPE_CHECKING:
-    from tf_recsync.strategies.call_board import CallBoard
     from tf_recsync.strategies.pass_iterator import PassIterator
 
 
@@ -64,7 +63,7 @@ class State(Protocol):
         """The pass has ended for the worker: lets go of its part of the data."""
 
     def account_lost(
-        self, taken: int, known: int, seconds: float, read: Callable[[CallBoard], Mapping[int, int]]
+        self, taken: int, known: int, seconds: float, read: Callable[[], Mapping[int, int]]
     ) -> tuple[int, int]:
         """The worker was lost in a call of so many steps, so many of which are known to be done:
         how many were, and how many more had begun. It may go on for some seconds."""
@@ -180,7 +179,7 @@ class Slot:
         self.credited, self.noted, self.round = other.credited, other.noted, other.round
         if not other.call or other.state is None:
             return 0, 0
-        done, lost = other.state.account_lost(other.call, other.progress, 0.0, lambda board: {})
+        done, lost = other.state.account_lost(other.call, other.progress, 0.0, lambda: {})
         self.lost_steps += lost
         self.credited += done
         return done, lost

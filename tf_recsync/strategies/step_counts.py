@@ -130,8 +130,8 @@ class Reports:
         handles: Sequence[tf.Tensor],
         told: tf.Tensor,
         is_last: bool,
-    ) -> tf.Tensor:
-        """Sends one, if it is time; nothing waits for its arrival.
+    ) -> None:
+        """Sends one, if it is time.
 
         Args:
             count: the handle of the worker's counts.
@@ -140,9 +140,6 @@ class Reports:
             handles: those of its variables.
             told: what it is told, see `read_told`.
             is_last: whether it is sent in any case.
-
-        Returns:
-            A tensor on the worker, which is there when all has been read.
         """
 
         def message():
@@ -159,7 +156,6 @@ class Reports:
             value = tf.cond(is_due, message, lambda: tf.zeros([0], tf.uint8))
         with tf.device(self._owner):
             ops.report(row, value)
-        return value
 
 
 def read_steps(count: tf.Tensor) -> tf.Tensor:

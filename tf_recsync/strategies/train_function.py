@@ -19,7 +19,7 @@ from tf_recsync.cluster import Server, reason
 from tf_recsync.optimizers.base import parts_of
 from tf_recsync.placement import OperatorPlan
 from tf_recsync.shown_variable import ShownVariable, shown
-from tf_recsync.strategies.call_board import CallBoard
+from tf_recsync.strategies.call_board import Row
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedDataset, DistributedIterator
 from tf_recsync.strategies.group_crew import GroupCrew
@@ -180,7 +180,7 @@ class TrainFunction(Steps):
     def _read_done(self, run: WorkerRun) -> None:
         """Has all be known that workers have done; no worker may be in a step."""
         if self._calls_are_told:
-            self._read_boards(run)
+            self._read_rows(run.slots, self._batches)
         for slot in run.slots:
             if slot.state is not None and not slot.lost and slot.noted != slot.credited:
                 with contextlib.suppress(tf.errors.OpError):  # Its thread finds out.
@@ -498,7 +498,7 @@ class TrainFunction(Steps):
         iterator: PassIterator,
         private,
         before: WorkerState | None,
-        board: CallBoard | None,
+        row: Row | None,
         log: WorkerLog | None,
     ) -> WorkerState:
         group = self._group_of(worker)
@@ -524,7 +524,7 @@ class TrainFunction(Steps):
             iterator,
             private,
             before,
-            board,
+            row,
             log,
         )
 
@@ -768,10 +768,10 @@ class _State(WorkerState):
         iterator,
         private,
         before,
-        board,
+        row,
         log,
     ):
-        super().__init__(worker, iterator, private, before, board, log)
+        super().__init__(worker, iterator, private, before, row, log)
         self._synchronizer = synchronizer
         self._aggregation = aggregation
         self._index = worker

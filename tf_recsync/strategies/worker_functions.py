@@ -44,42 +44,42 @@ _HANDLES = 2
 
 
 def turns(
-    once: Callable[[], tf.Tensor | None],
+    once: Callable[[tf.Tensor | None], tf.Tensor | None],
     times: tf.Tensor,
     seconds: float,
     told: tf.Tensor | None = None,
-) -> tf.Tensor:
+) -> tuple[tf.Tensor, tf.Tensor | None]:
     """Does something again and again, in a function of a worker.
 
     Whoever waits for the call's end, as to save the model, does not wait for a worker that has
     become slow: it ends early, but not before the first time, after a while or when it is told to.
 
     Args:
-        once: does it, while it is traced; if a worker can be told to end a call, it returns how
-            often that was, an int64 scalar.
+        once: does it, while it is traced, of what the worker was told before; if it can be told
+            to end a call, it returns what it is told then, see `read_told`.
         times: how often, an int64 scalar.
         seconds: for so long at most.
-        told: how often it was told before, if it can be; an int64 scalar.
+        told: what it was told before the call, if it can be; else None.
 
     Returns:
-        How often it was done, an int64 scalar.
+        How often it was done, an int64 scalar, and what the worker was told at last.
     """
     began = tf.timestamp()
 
     def goes_on(i, now):
         may = tf.timestamp() - began < seconds
         if told is not None:
-            may &= now == told
+            may &= now[0] == told[0]
         return (i < times) & ((i == 0) | may)
 
     def turn(i, now):
-        found = once()
+        found = once(None if told is None else now)
         return i + 1, now if told is None else found
 
     zero = tf.zeros([], tf.int64)
-    return tf.while_loop(
-        goes_on, turn, [zero, zero if told is None else told], parallel_iterations=1
-    )[0]
+    begin = [zero, zero if told is None else told]
+    done, last = tf.while_loop(goes_on, turn, begin, parallel_iterations=1)
+    return done, None if told is None else last
 
 
 class Repeated:
@@ -139,12 +139,16 @@ def trace_loop(
 
     def loop(iterator, times, *arguments):
         _, row, *_ = arguments[_HANDLES:]
-        told = read_told(row, teller)[0] if teller else None
+        told = read_told(row, teller) if teller else None
+
+        def once(told):
+            return body(iterator, *([] if reports is None else [told]), *arguments)
+
         # What `body` does on servers is part of each turn: that costs a message for each.
-        done = turns(lambda: body(iterator, *arguments), times, seconds, told)
+        done, told = turns(once, times, seconds, told)
         if reports is not None:
             with tf.control_dependencies([done]):
-                _report_last(reports, teller, arguments)
+                _report_last(reports, arguments, told)
         return done
 
     first, *others = specs
@@ -153,13 +157,12 @@ def trace_loop(
     )
 
 
-def trace_once(body: Callable, specs: Sequence[Any], teller: str, reports: Reports) -> Callable:
+def trace_once(body: Callable, specs: Sequence[Any], reports: Reports) -> Callable:
     """Has a worker call a function of steps, and report then.
 
     Args:
         body: see `trace_loop`, like the others.
         specs: of its arguments.
-        teller: as above.
         reports: as above.
 
     Returns:
@@ -167,16 +170,16 @@ def trace_once(body: Callable, specs: Sequence[Any], teller: str, reports: Repor
     """
 
     def once(iterator, *arguments):
-        told = body(iterator, *arguments)
+        told = body(iterator, tf.zeros([2], tf.int64), *arguments)
         with tf.control_dependencies([told]):
-            _report_last(reports, teller, arguments)
+            _report_last(reports, arguments, told)
 
     return tf.function(once, autograph=False).get_concrete_function(*specs)
 
 
-def _report_last(reports: Reports, teller: str, arguments: Sequence[tf.Tensor]) -> None:
+def _report_last(reports: Reports, arguments: Sequence[tf.Tensor], told: tf.Tensor) -> None:
     count, row, log, *handles = arguments[_HANDLES:]
-    reports.send(count, row, log, handles, read_told(row, teller), is_last=True)
+    reports.send(count, row, log, handles, told, is_last=True)
 
 
 def trace_steps(
@@ -215,14 +218,15 @@ def trace_steps(
         teller: see `trace_loop`.
         is_numbered: whether the iterators give pairs of a batch's number and the batch.
         is_recorded: whether the worker notes in its log what the steps do when.
-        reports: the worker reports now and then; default None: it does not.
+        reports: the worker reports now and then, how it was before the steps; default None: it does
+            not.
 
     Returns:
-        A concrete function of (iterator, the worker's index, when the pass began,
-        handles of the worker's counts, of its row and its log (see step_counts.py), *handles
-        of the worker's private variables) that runs the steps, and raises
+        A concrete function of (iterator, with `reports` what the worker was told before, its
+        index, when the pass began, handles of its counts, row and log (see step_counts.py),
+        *handles of the worker's private variables) that runs the steps, and raises
         OutOfRangeError at the end of the data; the counts tell how many steps it
-        ran. It returns nothing, or how often the worker was told to end its call.
+        ran. It returns nothing, or what the worker is told, see `read_told`.
         The index is an int64 scalar; the beginning a float64 scalar, seconds of the
         Unix epoch.
 
@@ -245,11 +249,19 @@ def trace_steps(
             hogwild,
         )
 
-    def steps(iterator, worker, *others):
+    def steps(iterator, *arguments):
+        before = None
+        if reports is not None:
+            before, *arguments = arguments
+        worker, *_ = arguments
         with links.of_trainer(worker):
-            return all_steps(iterator, worker, *others)
+            return all_steps(iterator, before, *arguments)
 
-    def all_steps(iterator, worker, began, count, row, log, *handles):
+    def all_steps(iterator, before, worker, began, count, row, log, *handles):
+        if reports is not None:
+            # The operations below that change what it reads wait until it has been read, and
+            # nothing waits on the way to the server and back.
+            reports.send(count, row, log, handles, before, is_last=False)
         counted: list[tf.Operation] = []  # The steps before.
         operations: list[tf.Operation] = []  # What is left to do of the last step.
         computed: list[tf.Tensor] = []  # What the worker has done for it.
@@ -309,18 +321,15 @@ def trace_steps(
         told = read_told(row, teller) if teller else None
         counted = [add_step(count, operations, waited, log, number)]
         events.counted(counted[0], is_joint=False)
-        if reports is not None:
-            # What it reports is read before the next steps begin.
-            with tf.control_dependencies(counted):
-                counted = [reports.send(count, row, log, handles, told, is_last=False)]
         with tf.control_dependencies(counted):
             if told is not None:
-                return tf.identity(told[0])
+                return tf.identity(told)
             tf.no_op()
             return None
 
-    specs = worker_specs(layout, given_spec(element_spec, is_numbered))
-    return tf.function(steps, autograph=False).get_concrete_function(*specs)
+    first, *specs = worker_specs(layout, given_spec(element_spec, is_numbered))
+    told = [] if reports is None else [tf.TensorSpec([2], tf.int64)]
+    return tf.function(steps, autograph=False).get_concrete_function(first, *told, *specs)
 
 
 def given_spec(element_spec: Any, is_numbered: bool) -> Any:

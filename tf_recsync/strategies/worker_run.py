@@ -23,7 +23,6 @@ from tf_recsync.cluster.diagnosis import Cause, Diagnosis, diagnose
 from tf_recsync.cluster.membership import Order
 from tf_recsync.cluster.silence_watch import Wait, suspicious_after
 from tf_recsync.strategies import data_errors
-from tf_recsync.strategies.call_board import CallBoard, CallBoards
 from tf_recsync.strategies.call_follower import CallFollower
 from tf_recsync.strategies.comebacks import Comebacks
 from tf_recsync.strategies.leases import Leases
@@ -64,9 +63,9 @@ class WorkerRun:
             whether the dataset has ended, a result or None).
         steps_per_call: the unit of the steps of a call, see `Leases`.
         most_per_call: see there.
-        boards: by which long calls are followed and told to end; None if steps don't ask them.
-        read_board: reads a board, and what the workers of some slots have reported there; gives
-            the steps that were applied, by rows' keys.
+        is_followed: whether long calls are followed, and told to end, by their rows on boards.
+        read_rows: reads what the workers of slots have reported; gives the steps that were applied,
+            by rows' keys.
         teller_of: the device of the server that has a slot's row on it.
         note_steps: called with a slot and a number of steps that it has done, as soon as that is
             known.
@@ -109,10 +108,8 @@ class WorkerRun:
         is_reading: bool = False,
         while_waiting: Callable[[], None] = lambda: None,
         most_per_call: int | None = None,
-        boards: CallBoards | None = None,
-        read_board: Callable[[CallBoard, Sequence[Slot]], Mapping[int, int]] = (
-            lambda board, slots: {}
-        ),
+        is_followed: bool = False,
+        read_rows: Callable[[Sequence[Slot]], Mapping[int, int]] = lambda slots: {},
         teller_of: Callable[[Slot], str] = lambda slot: "",
         note_steps: Callable[[Slot, int], None] = lambda slot, steps: None,
         after: WorkerRun | None = None,
@@ -136,7 +133,7 @@ class WorkerRun:
         self._changed = threading.Condition()
         # All below is guarded by _changed.
         self._leases = Leases(
-            steps_per_call, most_per_call, cluster.workers * threads, boards is not None, completed
+            steps_per_call, most_per_call, cluster.workers * threads, is_followed, completed
         )
         self._progressed = time.monotonic()  # When a step was done.
         self._longest_call = 0.0  # In seconds, of those that ended.
@@ -153,7 +150,7 @@ class WorkerRun:
         self._keeps_data = keeps_data
         self._while_waiting = while_waiting
         self._note_steps = note_steps
-        self._read_board = read_board
+        self._read_rows = read_rows
         self._followers: list[CallFollower] = []
         self._comebacks = Comebacks(cluster, crew, self._wait_for_answers, self._spared)
         # Of the others: a process that comes in the place of one has nothing of what it had.
@@ -195,16 +192,14 @@ class WorkerRun:
         cluster.watch.begin(self._waiting)
         for thread in self._threads:
             thread.start()
-        if boards is not None:
+        if is_followed:
             tellers: dict[str, list[Slot]] = {}
             for slot in self.slots:
                 tellers.setdefault(teller_of(slot), []).append(slot)
             self._followers = [
                 CallFollower(
                     cluster,
-                    boards,
-                    teller,
-                    read_board,
+                    read_rows,
                     told,
                     lambda: any(slot.waits for slot in self.slots),
                     self._leases,
@@ -213,7 +208,7 @@ class WorkerRun:
                     note_steps,
                     self.fail,
                 )
-                for teller, told in tellers.items()
+                for told in tellers.values()
             ]
         cluster.add_pass(self)
 
@@ -1014,12 +1009,18 @@ class WorkerRun:
             slot.busy_since = time.monotonic()
             limit = 0.0 if is_gone or self._gave_up_server else self._leases.limit
             done, lost = slot.state.account_lost(
-                taken, slot.progress, limit, lambda board: self._read_board(board, self.slots)
+                taken, slot.progress, limit, lambda: self._read_rows(self._beside(slot))
             )
             slot.busy_since = None
         if not self._retries:
             slot.lost_steps += lost
         self._give_back(slot, taken, done, lost)
+
+    def _beside(self, slot: Slot) -> list[Slot]:
+        """The slots whose workers report to the same server: who reads one's reports, takes all."""
+        states = [(other, other.state) for other in self.slots if other.state is not None]
+        board = slot.state.row.board
+        return [o for o, state in states if state.row is not None and state.row.board is board]
 
     def _guarded(
         self, slot: Slot, action: Callable[[], Any], is_opening: bool = False

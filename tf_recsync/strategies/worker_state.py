@@ -15,7 +15,7 @@ from absl import logging
 from tf_recsync import ops
 from tf_recsync.cluster import fetch
 from tf_recsync.ops import events as events_ops
-from tf_recsync.strategies.call_board import CallBoard
+from tf_recsync.strategies.call_board import Row
 from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.step_counts import COUNTS
 from tf_recsync.synchronization.remote_values import (
@@ -40,7 +40,7 @@ class WorkerState:
         iterator: its iterator.
         private: the initial values of the variables that it keeps for itself.
         before: its state earlier in the pass, before it was lost; or None.
-        board: that of the server that counts its steps; None if none does.
+        row: its row on the board of the server that counts its steps; None if none does.
         log: its log; None where there is nothing to log.
 
     Attributes:
@@ -48,7 +48,7 @@ class WorkerState:
         steps: how many steps it has done in the pass, as far as known.
         steps_at_call: the same when the call in flight began, or the last one.
         waited: how many microseconds it has waited for batches in the pass, as far as known.
-        row: its row on the board; None without.
+        row: as above.
         unrolled: how many steps the function has that the call in flight calls; 0 before.
     """
 
@@ -58,7 +58,7 @@ class WorkerState:
         iterator: PassIterator,
         private: list[np.ndarray],
         before: WorkerState | None = None,
-        board: CallBoard | None = None,
+        row: Row | None = None,
         log: WorkerLog | None = None,
     ):
         self.iterator: PassIterator | None = iterator
@@ -78,7 +78,7 @@ class WorkerState:
         self._counted, self._values = -1, []  # What was read last.
         self._is_settled = False
         self._steps_before = self.steps_at_call = self.steps
-        self.row = None if board is None else board.add_row()
+        self.row = row
         own = np.array(worker), np.array(0.0), np.array([self.steps, self.waited])
         self._worker, self._began, self._counts, *self._variables = make_variables(
             [*own, *private], constants=2
@@ -133,17 +133,18 @@ class WorkerState:
     def reset(self, values: list[np.ndarray]) -> None:
         """Sets the first of the worker's variables, those of its metrics, between two calls."""
         assign_variables(self._variables[: len(values)], values)
-        self._reset_at, self.reset_metrics = self.steps, False
+        with self._reading:
+            self._reset_at, self.reset_metrics = self.steps, False
 
     @property
-    def is_of_now(self) -> bool:
-        """Whether the metrics that were read last are none of before they were reset."""
-        return not self.reset_metrics and self._counted > self._reset_at
+    def counted(self) -> int:
+        """The steps that it had done when it was last read; -1 if it never was."""
+        return self._counted
 
     @property
     def is_known(self) -> bool:
-        """Whether all that it has done was read."""
-        return self._counted == self.steps
+        """Whether its metrics are those of all that it has done since they were reset."""
+        return not self.reset_metrics and self._reset_at < self._counted == self.steps
 
     def may_forget(self) -> int | None:
         """How many numbers the worker is to forget; None while they are too few to tell it."""
@@ -169,20 +170,29 @@ class WorkerState:
                 self._told, self._tell_again = on_worker(np.int64(known)), known + _FORGET
         return Asked(handles, self._log.handle, self._told)
 
-    def take(self, answer: Answer, note: Callable[[np.ndarray], None]) -> list[np.ndarray] | None:
+    def take(
+        self,
+        answer: Answer,
+        note: Callable[[np.ndarray], None],
+        merge: Callable[[list[np.ndarray]], None],
+        is_report: bool = False,
+    ) -> bool:
         """Takes what a worker says, or has reported; the latest counts, by whichever thread.
 
         Args:
             answer: of the counts and the variables; if there is a log, of that, too.
             note: is told the numbers of the batches that were done since it was last read, if they
                 have numbers.
+            merge: gets the variables' latest values, unless they are those of before its metrics
+                were reset.
+            is_report: whether it may be of before that. Default False.
 
         Returns:
-            The variables' latest values; None if nothing counts of it, as it was lost.
+            Whether it counts: nothing does of a worker that was lost.
         """
         with self._reading:
             if self._is_settled:
-                return None
+                return False
             news = answer.numbers[self._known - answer.first :]
             if self._log is not None and self._log.has_numbers:
                 note(news)
@@ -191,7 +201,10 @@ class WorkerState:
             if counts[0] >= self._counted:
                 self._counted, self.waited = (int(count) for count in counts)
                 self._values = values
-            return self._values
+            is_of_before = is_report and self._counted <= self._reset_at
+            if not (self.reset_metrics or is_of_before):
+                merge(self._values)
+            return True
 
     def settle(self) -> None:
         """The worker was lost: of its batches, what is not known by now counts as not done."""
@@ -227,7 +240,7 @@ class WorkerState:
             before.close()
 
     def account_lost(
-        self, taken: int, known: int, seconds: float, read: Callable[[CallBoard], Mapping[int, int]]
+        self, taken: int, known: int, seconds: float, read: Callable[[], Mapping[int, int]]
     ) -> tuple[int, int]:
         """The worker was lost in a call, or only the connection to it; servers may know more.
 
@@ -235,8 +248,7 @@ class WorkerState:
             taken: the steps of the call.
             known: how many of them are known to be done.
             seconds: for how long it may go on; 0 if the server that counts its steps is gone, too.
-            read: reads a board, and what workers have reported there; gives the steps that were
-                applied, by rows' keys.
+            read: reads what it has reported; gives the steps that were applied, by rows' keys.
 
         Returns:
             How many of them were done, and how many more had begun.
@@ -257,13 +269,13 @@ class WorkerState:
         """How many steps of the last call were applied, of those since the worker was opened."""
         return max(applied - (self.steps_at_call - self._steps_before), 0)
 
-    def _read_applied(self, seconds: float, read: Callable[[CallBoard], Mapping[int, int]]) -> int:
+    def _read_applied(self, seconds: float, read: Callable[[], Mapping[int, int]]) -> int:
         """The steps that were applied since it was opened, when nothing comes any more."""
         deadline, last = time.monotonic() + seconds, -1
         # If it is not gone, it ends the call, whose results nobody gets.
         self.row.board.tell([self.row])
         while True:
-            applied = read(self.row.board).get(self.row.key, 0)
+            applied = read().get(self.row.key, 0)
             if applied == last or time.monotonic() > deadline:
                 return applied
             last = applied
