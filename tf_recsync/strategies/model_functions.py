@@ -785,9 +785,9 @@ class Steps:
         """Reads the metrics of workers; False if some are lost, or could not be read."""
         can_be_read = True
         if self._is_reported:
-            self._read_rows(run.slots, self._batches)
             if not is_final:
-                return True  # What they have not reported yet they will.
+                return True  # What they report is read as it comes.
+            self._read_rows(run.slots, self._batches)
         for slot in run.slots:
             if slot.state is None or slot.lost:
                 can_be_read &= not slot.lost
@@ -804,7 +804,8 @@ class Steps:
         """Reads what the workers of slots have reported, by a call to each server that has it.
 
         Args:
-            slots: all whose workers report to those servers: what others have reported is gone.
+            slots: all whose workers report to those servers: what others have reported is gone. A
+                server is left out if all of these are lost, as it may be itself.
             batches: of the pass.
 
         Returns:
@@ -817,6 +818,8 @@ class Steps:
                 rows.setdefault(state.row.board, {})[state.row.key] = slot, state
         applied: dict[int, int] = {}
         for board, own in rows.items():
+            if all(slot.lost for slot, _ in own.values()):
+                continue
             try:
                 reading, known = board.read(), {}
                 for key in reading.reports.keys() & own.keys():
