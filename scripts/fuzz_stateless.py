@@ -462,7 +462,11 @@ RECIPES: dict[str, Callable[[World], dict]] = {
     "assemble_grad": _assemble_grad,
     "initial_rows": _initial_rows,
     "delay": lambda w: {"seconds": 0.001},
-    "transfer": lambda w: {"message": w.floats(w.small()), "bytes_per_second": 1e6},
+    "transfer": lambda w: {
+        "message": w.floats(w.small()),
+        "bytes_per_second": 1e6,
+        "passage": w.choose(["", "another"]),
+    },
     "computed": lambda w: {
         "results": [w.floats(w.small()) for _ in range(w.small(1))],
         "flop": 1e3,

@@ -139,7 +139,7 @@ def model_of(strategy):
     return model
 
 
-def test_all_is_known_at_the_end_of_an_epoch_though_no_worker_is_read(cluster, monkeypatch):
+def test_all_is_known_at_the_end_of_an_epoch_though_workers_are_hardly_read(cluster, monkeypatch):
     read, epochs = [], []
     strategy = recsync.AsyncStrategy(cluster)
     model = model_of(strategy)
@@ -155,8 +155,8 @@ def test_all_is_known_at_the_end_of_an_epoch_though_no_worker_is_read(cluster, m
         numbered(300), steps_per_epoch=100, epochs=3, verbose=0, callbacks=[Count()]
     )
     epochs.append(len(read))
-    # Each worker is read when it is opened, and not again.
-    assert epochs[3] - epochs[1] == 0
+    # Each worker is read when it is opened, and at most once in an epoch, to show something soon.
+    assert epochs[3] - epochs[1] <= 2 * 2
     total = np.cumsum([100 * value for value in history.history["label"]])
     assert total[-1] == pytest.approx(300 * 301 / 2)
     assert sum(strategy.worker_steps(model)) == 300

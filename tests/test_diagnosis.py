@@ -79,6 +79,8 @@ CAUSES = [
         ),
         Cause.TRANSIENT,
     ),
+    (error(tf.errors.InternalError, "Unable to parse request"), Cause.TRANSIENT),
+    (error(tf.errors.InternalError, "Unable to parse the user's file"), Cause.USER),
     (error(tf.errors.InvalidArgumentError, "/job:mine/task:0 unknown device."), Cause.USER),
     (
         error(

@@ -73,7 +73,11 @@ def diagnose(
     if is_unknown_tensor:
         server_defs.forget_numbers()  # It may be one of these.
     is_unavailable = isinstance(error, tf.errors.UnavailableError)
-    if is_unknown_tensor or is_unavailable or _is_left_out(error):
+    # gRPC's calls fail so now and then, most of all just after a server was taken in.
+    is_garbled = isinstance(error, tf.errors.InternalError) and (
+        "Unable to parse request" in error.message
+    )
+    if is_unknown_tensor or is_unavailable or is_garbled or _is_left_out(error):
         return Diagnosis(Cause.TRANSIENT, worker)
     return Diagnosis(Cause.USER)
 

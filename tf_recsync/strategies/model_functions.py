@@ -784,10 +784,11 @@ class Steps:
     def _read_all(self, run: WorkerRun, is_final: bool) -> bool:
         """Reads the metrics of workers; False if some are lost, or could not be read."""
         can_be_read = True
-        if self._is_reported:
-            if not is_final:
-                return True  # What they report is read as it comes.
+        if self._is_reported and (is_final or not self._merger.has_steps):
             self._read_rows(run.slots, self._batches)
+        # What they report is read as it comes; but what there is to show at first may not be.
+        if self._is_reported and not is_final and self._merger.has_steps:
+            return True
         for slot in run.slots:
             if slot.state is None or slot.lost:
                 can_be_read &= not slot.lost

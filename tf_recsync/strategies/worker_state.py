@@ -64,7 +64,6 @@ class WorkerState:
         self.iterator: PassIterator | None = iterator
         self.unrolled = 0
         self.reset_metrics = False
-        self._reset_at = -1  # Its steps when its metrics were reset.
         self.steps = 0 if before is None else before.steps
         self.waited = 0 if before is None else before.waited
         self._has_begun = False
@@ -78,6 +77,7 @@ class WorkerState:
         self._counted, self._values = -1, []  # What was read last.
         self._is_settled = False
         self._steps_before = self.steps_at_call = self.steps
+        self._reset_at = self.steps  # When its metrics were reset, or made.
         self.row = row
         own = np.array(worker), np.array(0.0), np.array([self.steps, self.waited])
         self._worker, self._began, self._counts, *self._variables = make_variables(
@@ -142,9 +142,14 @@ class WorkerState:
         return self._counted
 
     @property
+    def has_counted(self) -> bool:
+        """Whether it had done steps since its metrics were reset, or made, as far as was read."""
+        return not self.reset_metrics and self._reset_at < self._counted
+
+    @property
     def is_known(self) -> bool:
-        """Whether its metrics are those of all that it has done since they were reset."""
-        return not self.reset_metrics and self._reset_at < self._counted == self.steps
+        """Whether its metrics are those of all that it has done since then."""
+        return self.has_counted and self._counted == self.steps
 
     def may_forget(self) -> int | None:
         """How many numbers the worker is to forget; None while they are too few to tell it."""
@@ -354,6 +359,12 @@ class MetricsMerger:
         """
         with self._lock:
             self._parts[worker, state] = values
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether there are steps of some worker in what it has."""
+        with self._lock:
+            return any(state.has_counted for _, state in self._parts)
 
     def merged(self) -> list[np.ndarray]:
         """The merged values, one for each variable."""
