@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.core.protobuf import service_config_pb2
 
+from tf_recsync import _engine
 from tf_recsync.cluster import signs_of_life, tf_config
 
 _HEARTBEAT_MILLISECONDS = 1000
@@ -27,6 +28,7 @@ _CONNECT_SECONDS = 3.0  # To a reader that is there.
 _RECONNECT_MILLISECONDS = 250  # How often it is looked whether a reader is back.
 _CLOSE_SECONDS = 1.0  # After these a connection that nobody needs is closed.
 _END_SECONDS = 0.5  # How often it is looked whether the last pipeline has ended.
+_LOOPBACK = "127.0.0.1"
 
 
 class DataServices:
@@ -89,12 +91,14 @@ class DataService:
         host: see `DataServices`.
 
     Attributes:
-        address: "grpc://host:port".
+        address: "grpc://host:port", for workers.
+        own_address: the same, for this process.
     """
 
     def __init__(self, host: str):
         self._servers = _Servers(host)
-        self.address = self._servers.address
+        self.address = f"grpc://{_in_address(host)}:{self._servers.port}"
+        self.own_address = f"grpc://{_own_address(self._servers.port)}"
         self._end = weakref.finalize(self, _end, self._servers)
         self._end.atexit = False  # They end with the process.
 
@@ -112,9 +116,8 @@ class _Servers:
 
     def __init__(self, host: str):
         self._dispatcher = _start_dispatcher(0)
-        port = self._dispatcher.target.rpartition(":")[2]
-        self._worker = _start_worker(f"{host}:{port}", host, 0)
-        self.address = f"grpc://{host}:{port}"
+        self.port = int(self._dispatcher.target.rpartition(":")[2])
+        self._worker = _start_worker(_own_address(self.port), host, 0)
 
     def tasks(self) -> int:
         """How many pipelines are open."""
@@ -154,8 +157,10 @@ class Reader:
     def __init__(self, addresses: Sequence[str], index: int, begin_anew: Callable[[], None] | None):
         host, port = tf_config.split_address(addresses[index])
         self._dispatcher = self._connection = None
+        dispatcher = addresses[0]
         if index == 0:
-            self._dispatcher, port = _start_dispatcher(port), 0
+            self._dispatcher = _start_dispatcher(port)
+            dispatcher, port = _own_address(port), 0
         else:
             # TensorFlow would wait, too, but deaf to signals.
             _wait_for_dispatcher(addresses[0])
@@ -166,7 +171,7 @@ class Reader:
                     begin_anew()
 
                 self._connection = _Connection(addresses[0], lost)
-        self._worker = _start_worker(addresses[0], _in_address(host), port)
+        self._worker = _start_worker(dispatcher, host, port)
 
 
 class ReaderLosses:
@@ -285,6 +290,15 @@ def _in_address(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def _own_address(port: int) -> str:
+    """Where this process reaches its own port.
+
+    Not by the name that others know: from here it may mean another interface, or nothing, and
+    TensorFlow would try for ever, deaf to signals.
+    """
+    return f"{_in_address(_engine.confined_address() or _LOOPBACK)}:{port}"
+
+
 def _start_dispatcher(port: int) -> tf.data.experimental.service.DispatchServer:
     # Not tf.data's own class, which lacks the last two.
     return tf.data.experimental.service.DispatchServer(
@@ -307,7 +321,7 @@ def _start_worker(
     return service.WorkerServer(
         service.WorkerConfig(
             dispatcher_address=dispatcher,
-            worker_address=f"{host}:%port%",
+            worker_address=f"{_in_address(host)}:%port%",
             port=port,
             heartbeat_interval_ms=_HEARTBEAT_MILLISECONDS,
         )

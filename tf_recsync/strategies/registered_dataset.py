@@ -44,12 +44,13 @@ def register(
     if readers == 0:
         # A service keeps what was registered, and with it arrays, for as long as it lives.
         service = cluster.data_services.new()
-        registered = _register(cluster, dataset, service.address, 0)
+        registered = _register(cluster, dataset, service.own_address, service.address, 0)
         registered.service = service
         return registered
+    address = cluster.reader_service
     return _ask_readers(
         cluster,
-        lambda: _register(cluster, dataset, cluster.reader_service, readers),
+        lambda: _register(cluster, dataset, address, address, readers),
         reader_timeout,
     )
 
@@ -99,14 +100,15 @@ def _ask_readers(cluster: Cluster, call: Callable[[], Any], reader_timeout: floa
 
 
 def _register(
-    cluster: Cluster, dataset: tf.data.Dataset, address: str, readers: int
+    cluster: Cluster, dataset: tf.data.Dataset, own_address: str, address: str, readers: int
 ) -> RegisteredDataset:
+    """Registers with the service, which this process and workers reach by these addresses."""
     # The servers' names mean nothing to the service: pin nothing.
     with tf.device("/CPU:0"):
         # By a name of our own: a service that was started again would give a number anew.
         name = f"recsync_{uuid.uuid4().hex}"
         tf.data.experimental.service.register_dataset(
-            address, dataset, compression=None, dataset_id=name
+            own_address, dataset, compression=None, dataset_id=name
         )
     return RegisteredDataset(address, name, dataset.element_spec, cluster.workers, readers)
 
