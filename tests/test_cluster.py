@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import pathlib
+import resource
 import signal
 import socket
 import subprocess
@@ -595,3 +596,17 @@ def test_a_server_may_be_asked_by_many_threads_whether_it_runs():
         for thread in threads:
             thread.join(10)
         assert not errors and process.poll() == 3
+
+
+def test_a_server_can_be_asked_in_a_program_with_many_open_files():
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most <= 1500:
+        pytest.skip("this process may not open so many files")
+    told, tell = os.pipe()
+    os.dup2(told, 1500)
+    os.close(told)
+    process = server_template.ForkedProcess(os.getpid(), os.dup(tell), 1500)
+    assert process.poll() is None
+    os.write(tell, b"exit 3\n")
+    os.close(tell)
+    assert process.poll() == 3

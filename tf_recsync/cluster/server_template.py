@@ -100,7 +100,7 @@ class ForkedProcess:
         deadline = time.monotonic() + timeout
         while True:
             with self._mutex:
-                while self._exit_fd is not None and select.select([self._exit_fd], [], [], 0)[0]:
+                while self._exit_fd is not None and _is_readable(self._exit_fd):
                     self._hear(os.read(self._exit_fd, 64))
                 if self._exit_fd is None:
                     return self._exit_code
@@ -253,6 +253,13 @@ def template(environ: Mapping[str, str]) -> Template:
         atexit.register(new.close)
         _templates.append(new)
         return new
+
+
+def _is_readable(fd: int) -> bool:
+    """Whether there is something to read, or its end."""
+    poll = select.poll()  # Not select.select, which knows the first 1024 files only.
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _import_settings(environ: Mapping[str, str]) -> dict[str, str]:
