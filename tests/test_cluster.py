@@ -610,3 +610,26 @@ def test_a_server_can_be_asked_in_a_program_with_many_open_files():
     os.write(tell, b"exit 3\n")
     os.close(tell)
     assert process.poll() == 3
+
+
+class _Interrupted:
+    """A socket on which somebody waits who presses Ctrl-C."""
+
+    def __init__(self, real):
+        self._real = real
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+    def recv(self, size):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_a_server_starts_gives_no_later_one_its_process_id(monkeypatch, tmp_path):
+    # It reads its standard input, and answers nothing as long as that is open.
+    monkeypatch.setattr(server_template, "_MODULE", "json.tool")
+    template = server_template.Template(os.environ)
+    monkeypatch.setattr(template, "_socket", _Interrupted(template._socket))
+    with open(tmp_path / "log", "wb") as log, pytest.raises(KeyboardInterrupt):
+        template.fork([], {}, log, log.fileno(), 10.0)
+    assert not template.is_alive()

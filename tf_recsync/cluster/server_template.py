@@ -195,25 +195,29 @@ class Template:
         exit_read, exit_write = os.pipe()
         request = json.dumps({"arguments": list(arguments), "environ": dict(environ)}).encode()
         try:
-            with self._mutex:
-                self._socket.settimeout(timeout)
-                fds = [stdin_read, log.fileno(), ready_fd, exit_write]
-                # The descriptors go with the first byte.
-                socket.send_fds(self._socket, [len(request).to_bytes(8, "big")], fds)
-                self._socket.sendall(request)
-                answer = self._socket.recv(64)
-        except OSError:
-            answer = b""
+            try:
+                with self._mutex:
+                    self._socket.settimeout(timeout)
+                    fds = [stdin_read, log.fileno(), ready_fd, exit_write]
+                    # The descriptors go with the first byte.
+                    socket.send_fds(self._socket, [len(request).to_bytes(8, "big")], fds)
+                    self._socket.sendall(request)
+                    answer = self._socket.recv(64)
+            except OSError:
+                answer = b""
+            if not answer:
+                reason = self._why_no_answer(timeout)
+                raise RuntimeError(f"the process that servers are forked from {reason}")
+            return ForkedProcess(int(answer), stdin_write, exit_read)
+        except BaseException:  # Ctrl-C, too.
+            os.close(stdin_write)
+            os.close(exit_read)
+            # It may answer this request yet, and nobody shall take that for another's.
+            self.close()
+            raise
         finally:
             os.close(stdin_read)
             os.close(exit_write)
-        if answer:
-            return ForkedProcess(int(answer), stdin_write, exit_read)
-        os.close(stdin_write)
-        os.close(exit_read)
-        reason = self._why_no_answer(timeout)
-        self.close()  # It may answer this request yet, and nobody shall take that for another's.
-        raise RuntimeError(f"the process that servers are forked from {reason}")
 
     def close(self) -> None:
         """Ends the process, and with it servers that still run; does nothing the second time."""
