@@ -22,7 +22,14 @@ from started_servers import Server
 from tensorflow.python.eager import context
 
 from tf_recsync import cluster as recsync_cluster
-from tf_recsync.cluster import connection, local_cluster, server_template, signs_of_life, tf_config
+from tf_recsync.cluster import (
+    connection,
+    local_cluster,
+    server_defs,
+    server_template,
+    signs_of_life,
+    tf_config,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SERVERS = [("worker", 0), ("worker", 1), ("ps", 0)]
@@ -553,6 +560,44 @@ def test_slow_start_is_reported(tmp_path, monkeypatch):
     monkeypatch.undo()
     with recsync_cluster.LocalCluster(workers=1) as cluster:
         assert cluster.is_alive("worker", 0)
+
+
+def interrupt_once(monkeypatch, owner, name):
+    """Has the next call of a method end by Ctrl-C."""
+    method = getattr(owner, name)
+
+    def interrupted(*unused, **unused_by_name):
+        monkeypatch.setattr(owner, name, method)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(server_defs.Change, "join"), (server_template.ForkedProcess, "kill")]
+)
+def test_a_close_that_was_interrupted_can_be_done_again(monkeypatch, owner, name):
+    with recsync_cluster.LocalCluster(workers=1) as cluster:
+        cluster.connect()
+        pid = cluster.pid("worker", 0)
+        interrupt_once(monkeypatch, owner, name)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.close()
+        assert cluster.is_closed
+        cluster.close()
+        assert not is_running(pid) and not cluster.log_dir.exists()
+
+
+def test_a_change_of_the_connection_is_waited_for_though_it_was_interrupted(monkeypatch):
+    server_defs.wait_for_pending(time.monotonic() + 60.0, "testing")
+    end = threading.Event()
+    interrupt_once(monkeypatch, server_defs.Change, "join")
+    with pytest.raises(KeyboardInterrupt):
+        server_defs.run_with_limit(end.wait, time.monotonic() + 60.0, "testing", list)
+    with pytest.raises(RuntimeError, match="an earlier change of the connection has not ended"):
+        server_defs.wait_for_pending(time.monotonic(), "testing")
+    end.set()
+    server_defs.wait_for_pending(time.monotonic() + 60.0, "testing")
 
 
 @pytest.mark.parametrize(

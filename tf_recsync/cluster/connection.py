@@ -88,6 +88,7 @@ class Cluster:
         self._chief_address = chief_address
         self._bind_address = bind_address
         self._closed = False
+        self._is_over = False  # Whether `close` has done all that it does.
         self._has_warned = False  # Of what was made before the connection.
         self.workers = len(self._addresses.get("worker", ()))
         self.ps = len(self._addresses.get("ps", ()))
@@ -552,30 +553,38 @@ class Cluster:
         """Disconnects from the servers; does nothing the second time.
 
         The memory and the resources that this process holds on the servers are lost. Its own
-        listeners stay confined. Takes 15 seconds at most.
+        listeners stay confined. Takes 15 seconds at most. After Ctrl-C, call it again.
         """
-        global _connected
         with _lock:
-            if self._closed:
+            if self._is_over:
                 return
             self._closed = True
-            self._end_passes()
-            self.data_services.close()
-            with self._readers_lock:
-                if self._reader_losses is not None:
-                    self._reader_losses.close()
-            # A change that still asks servers for something ends while they are there, or never.
-            with contextlib.suppress(RuntimeError):
-                server_defs.wait_for_pending(time.monotonic() + _CHANGE_SECONDS, "closing")
-            if _connected is not self:
+            try:
+                self._end_passes()
+                self.data_services.close()
+                with self._readers_lock:
+                    if self._reader_losses is not None:
+                        self._reader_losses.close()
+                # A change that still asks servers for something ends while they are there, or
+                # never.
+                with contextlib.suppress(RuntimeError):
+                    server_defs.wait_for_pending(time.monotonic() + _CHANGE_SECONDS, "closing")
+                if _connected is self:
+                    self._disconnect()
+            finally:
                 self._stop_servers()
-                return
-            _connected = None
-            redirections.keep_python_running(connected=False)
-            # With the chief alone in it: functions are no longer sent to the servers, while
-            # variables of this process, and the port of its server, stay for the next cluster.
-            server_def = server_defs.make({}, self._chief_address)
-            disconnecting = server_defs.Change(lambda: server_defs.connect(server_def))
+            self._is_over = True
+
+    def _disconnect(self) -> None:
+        """Disconnects, and stops the servers meanwhile; under the lock."""
+        global _connected
+        _connected = None
+        redirections.keep_python_running(connected=False)
+        # With the chief alone in it: functions are no longer sent to the servers, while
+        # variables of this process, and the port of its server, stay for the next cluster.
+        server_def = server_defs.make({}, self._chief_address)
+        disconnecting = server_defs.Change(lambda: server_defs.connect(server_def))
+        with server_defs.left_pending(disconnecting):
             # First while the servers are there, as TensorFlow then logs no errors. If it waits
             # for calls in flight, the end of the servers ends those.
             disconnecting.join(_QUIET_DISCONNECT_SECONDS)
@@ -584,13 +593,12 @@ class Cluster:
             if disconnecting.is_alive():
                 self._cut_off_silent()
                 disconnecting.join(_CUT_SECONDS)
-            if disconnecting.is_alive():
-                server_defs.leave_pending(disconnecting)
-                logging.warning(
-                    "TensorFlow did not disconnect from %s in time; calls may be in flight.", self
-                )
-            elif disconnecting.error is not None:
-                logging.warning("Disconnecting from %s: %s", self, disconnecting.error)
+        if disconnecting.is_alive():
+            logging.warning(
+                "TensorFlow did not disconnect from %s in time; calls may be in flight.", self
+            )
+        elif disconnecting.error is not None:
+            logging.warning("Disconnecting from %s: %s", self, disconnecting.error)
 
     def __enter__(self) -> "Cluster":
         return self
@@ -612,7 +620,7 @@ class Cluster:
             run.join(max(0.0, deadline - time.monotonic()))
 
     def _stop_servers(self) -> None:
-        """Stops servers that this object started; called once, by `close`."""
+        """Stops servers that this object started; called by `close`, once and more."""
 
     def _confine_listeners(self) -> None:
         if self._bind_address is not None:

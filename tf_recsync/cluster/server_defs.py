@@ -4,10 +4,11 @@ TensorFlow has one connection a process, and changes it without a time limit. On
 a time: whoever makes one, or waits for one, holds the connection's lock (`connection._lock`).
 """
 
+import contextlib
 import copy
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
@@ -19,7 +20,7 @@ _MOST_CALLS = 5  # Of a change, that have to be ended.
 _CALL_SECONDS = 0.5  # For each of them, before it is ended.
 
 _own: tensorflow_server_pb2.ServerDef | None = None  # The last that we set.
-_pending: list[threading.Thread] = []  # Changes that ran out of time.
+_pending: list[threading.Thread] = []  # Changes that nobody waits for any more.
 
 
 def is_ours(server_def: tensorflow_server_pb2.ServerDef) -> bool:
@@ -43,13 +44,18 @@ class Change(threading.Thread):
             self.error = error
 
 
-def leave_pending(change: Change) -> None:
-    """Keeps a change in mind that ran out of time: the next one waits for it."""
-    _pending.append(change)
+@contextlib.contextmanager
+def left_pending(change: Change) -> Iterator[None]:
+    """Keeps a change in mind that outlives the waiting for it inside: the next one waits for it."""
+    try:
+        yield
+    finally:  # Also after Ctrl-C.
+        if change.is_alive():
+            _pending.append(change)
 
 
 def wait_for_pending(deadline: float, what: str) -> None:
-    """Waits for changes that ran out of time; what they have set counts when they have ended."""
+    """Waits for changes that were left; what they have set counts when they have ended."""
     while _pending:
         _pending[0].join(max(0.0, deadline - time.monotonic()))
         if _pending[0].is_alive():
@@ -71,19 +77,19 @@ def run_with_limit(
     """
     wait_for_pending(deadline, what)
     thread = Change(change)
-    thread.join(max(1.0, deadline - time.monotonic()))
     silent: list[str] = []
-    for _ in range(_MOST_CALLS):  # A call that is ended may be followed by another.
-        if not thread.is_alive():
-            break
-        silent = end_waits() or silent
-        thread.join(_CALL_SECONDS)
-    if thread.is_alive():
-        leave_pending(thread)
-    elif thread.error is None:
-        return
-    elif not silent:
-        raise thread.error
+    with left_pending(thread):
+        thread.join(max(1.0, deadline - time.monotonic()))
+        for _ in range(_MOST_CALLS):  # A call that is ended may be followed by another.
+            if not thread.is_alive():
+                break
+            silent = end_waits() or silent
+            thread.join(_CALL_SECONDS)
+    if not thread.is_alive():
+        if thread.error is None:
+            return
+        if not silent:
+            raise thread.error
     names = f"; {', '.join(silent)} did not answer" if silent else ""
     raise RuntimeError(f"{what}: TensorFlow did not finish in time{names}") from thread.error
 
