@@ -211,6 +211,29 @@ def test_an_event_that_fails_ends_fit_with_an_error_that_names_it(cluster):
     assert_all_were_seen(model.fit(data, verbose=0, callbacks=[window]).history, 1)
 
 
+def test_what_was_requested_beside_an_event_that_fails_is_done(cluster):
+    model = numbered_model(recsync.AsyncStrategy(cluster))
+    window = Window(within_seconds=600)
+
+    def fail(job, index):
+        raise OSError("no machine")
+
+    events = [
+        Restart("worker", 1, restart=lambda job, index: None),
+        Restart("worker", 2, restart=fail),
+        Restart("worker", 3, restart=lambda job, index: None),
+    ]
+    for event in events:
+        window.request(event)
+    (data,), _ = numbered("datasets")
+    with pytest.raises(RuntimeError, match="restart worker:2: no machine"):
+        model.fit(data, verbose=0, callbacks=[window])
+    assert [done.event for done in window.report] == events[:1]
+    assert_all_were_seen(model.fit(data, verbose=0, callbacks=[window]).history, 1)
+    assert [done.event for done in window.report] == [events[0], events[2]]
+    assert all(done.is_back for done in window.report)
+
+
 @pytest.mark.parametrize(
     ("name", "event", "message"),
     [

@@ -170,6 +170,9 @@ class Window(keras.callbacks.Callback):
     it that it had fetched ahead, six at most: at the end of a pass there are none. What
     was lost `strategy.losses(model)` counts.
 
+    If an event fails, `fit` ends with an error that names it. Those after it stay requested, for
+    the next `fit`; request the one that failed again.
+
     Reference: Huang et al. 2021, "Hierarchical Training: Scaling Deep Recommendation Models on
     Large CPU Clusters", section 4.3.
 
@@ -253,26 +256,31 @@ class Window(keras.callbacks.Callback):
         """Does what was requested for servers of these jobs."""
         with self._lock:
             due = [(event, when) for event, when in self._pending if event.server[0] in jobs]
-            self._pending = [entry for entry in self._pending if entry not in due]
         if not due:
             return
         began = time.time()
         function, strategy = self.model.train_function, self.model.distribute_strategy
-        is_back = []
-        with function.interrupted(), strategy.cluster.dispatch_scope():
-            servers = [event.server for event, _ in due]
-            workers = [index for job, index in servers if job == "worker"]
-            for group in strategy.arrangement.groups:
-                if set(group.holders).intersection(servers):
-                    function.put_aside(group.index, workers)
-            for event, _ in due:
-                with function.watched():
-                    _announce(strategy.cluster, event)
-                is_back.append(_done(strategy.cluster, event))
-        ended = time.time()
-        for (event, requested), back in zip(due, is_back, strict=True):
-            self.report.append(Done(event, moment, requested, began, ended, back))
-            logging.info("Maintenance: %s.", self.report[-1])
+        is_back: list[bool] = []
+        try:
+            with function.interrupted(), strategy.cluster.dispatch_scope():
+                servers = [event.server for event, _ in due]
+                workers = [index for job, index in servers if job == "worker"]
+                for group in strategy.arrangement.groups:
+                    if set(group.holders).intersection(servers):
+                        function.put_aside(group.index, workers)
+                for entry in due:
+                    event, _ = entry
+                    with self._lock:
+                        self._pending.remove(entry)
+                    with function.watched():
+                        _announce(strategy.cluster, event)
+                    is_back.append(_done(strategy.cluster, event))
+        finally:
+            ended = time.time()
+            # Of the first ones, if the next has failed.
+            for (event, requested), back in zip(due, is_back, strict=False):
+                self.report.append(Done(event, moment, requested, began, ended, back))
+                logging.info("Maintenance: %s.", self.report[-1])
 
 
 def _announce(cluster: Cluster, event: Restart | Drain) -> None:
