@@ -127,6 +127,25 @@ def test_a_file_has_the_same_figures_and_is_never_half_written(strategy, tmp_pat
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_each_value_of_a_metric_is_a_figure(strategy, tmp_path):
+    path = tmp_path / "run.prom"
+    for outputs in (1, 3):
+        with strategy.scope():
+            inputs = keras.Input((2,))
+            model = keras.Model(inputs, keras.layers.Dense(outputs, "sigmoid")(inputs))
+            metrics = [keras.metrics.F1Score(threshold=0.5)]
+            model.compile(recsync.optimizers.SGD(0.1), "binary_crossentropy", metrics=metrics)
+        data = tf.data.Dataset.from_tensors((tf.ones((BATCH, 2)), tf.ones((BATCH, outputs))))
+        callbacks = [Prometheus(path=path)]
+        history = model.fit(data.repeat(4), verbose=0, callbacks=callbacks).history
+        (scores,) = history["f1_score"]
+        logged = parsed(path.read_text())["log"]
+        names = ["f1_score"] if outputs == 1 else [f"f1_score[{i}]" for i in range(outputs)]
+        assert logged.keys() == {("loss",), *((name,) for name in names)}
+        for name, score in zip(names, scores, strict=True):
+            assert logged[name,] == pytest.approx(score)
+
+
 def test_what_can_t_be_is_refused_by_name(strategy, monkeypatch):
     for arguments, match in (
         ({}, "port=None, path=None: one of them must be given"),

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import keras
+import numpy as np
 
 from tf_recsync._checks import check_seconds
 from tf_recsync.callbacks.strategy_callback import left_out
@@ -215,7 +216,7 @@ class Prometheus(keras.callbacks.Callback):
         losses = dataclasses.asdict(strategy.losses(self.model))
         batches = {(): float(self._batches + of_epoch)}
         waits = enumerate(strategy.data_wait(self.model))
-        logged = {(name,): float(value) for name, value in (logs or {}).items()}
+        logged = {(name,): value for key in logs or {} for name, value in _numbers(key, logs[key])}
         for figure in (
             _Figure("batches", "Local batches that were trained on.", (), batches, True),
             _Figure(
@@ -252,6 +253,14 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         """See `Prometheus.collect`."""
         return self._callback.collect()
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """What a metric has, by its name; several values by that and their places in it."""
+    values = np.asarray(value)
+    for place in np.ndindex(values.shape):
+        suffix = "" if values.size == 1 else str(list(place))
+        yield name + suffix, float(values[place])
 
 
 def _of_members(strategy: FitStrategy) -> list[_Figure]:
