@@ -508,6 +508,15 @@ def test_server_with_wrong_task_is_refused(port, tmp_path):
         assert "must be an integer from 0 to 0 for job 'worker', got 1" in server.output()
 
 
+@pytest.mark.parametrize("flag", ["--nonsense", "--inter_op_threads=0"])
+def test_a_server_with_a_wrong_flag_ends_with_a_line_that_names_it(port, tmp_path, flag):
+    servers = {"worker": [f"127.0.0.1:{port}"]}
+    with Server(tmp_path, servers, "worker", 0, flag) as server:
+        assert server.wait(60.0) == 2
+        (line,) = server.output().splitlines()
+        assert line.startswith("tf_recsync server: ") and flag.strip("-").split("=")[0] in line
+
+
 def test_failed_start_is_reported_with_the_log(tmp_path, monkeypatch):
     # Python imports sitecustomize before anything else.
     (tmp_path / "sitecustomize.py").write_text(

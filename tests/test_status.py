@@ -66,6 +66,18 @@ def test_a_table_has_the_progress_the_servers_and_who_waits():
     assert "as of" not in ended and "losses" not in ended and "waiting" not in ended
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nonsense"], "tf_recsync status: Unknown command line flag 'nonsense'"),
+        (["--path=a.json", "--pid=1"], "--path can't be used with --pid"),
+    ],
+)
+def test_wrong_flags_end_the_command_with_a_message_and_exit_code_2(arguments, message):
+    ended = run(*arguments)
+    assert ended.returncode == 2 and message in ended.stderr
+
+
 def test_a_file_gives_what_was_written_or_an_error_that_names_it(tmp_path):
     path = tmp_path / "a.json"
     status_of().write(path)

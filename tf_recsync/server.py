@@ -35,10 +35,11 @@ from collections.abc import Callable
 
 from absl import app, flags, logging
 
+from tf_recsync import _command_line
 from tf_recsync.cluster import tf_config, transports
 
 _MODULE = "tf_recsync.server"
-EXIT_BAD_CONFIGURATION = 2
+EXIT_BAD_CONFIGURATION = _command_line.EXIT_WRONG
 EXIT_PORT_TAKEN = 98
 _PARENT_POLL_SECONDS = 1.0
 
@@ -340,7 +341,11 @@ def run(argv: list[str] | None = None, begin_anew: Callable[[], None] | None = N
     """
     _define_flags()
     arguments = (sys.argv if argv is None else argv)[1:]
-    app.run(functools.partial(main, arguments=arguments, begin_anew=begin_anew), argv=argv)
+    app.run(
+        functools.partial(main, arguments=arguments, begin_anew=begin_anew),
+        argv=argv,
+        flags_parser=_command_line.parser("server"),
+    )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import time
 
 from absl import app, flags
 
+from tf_recsync import _command_line
 from tf_recsync.run_status import RunStatus, running, status_folder
 
 _CLEAR = "\x1b[H\x1b[2J"
@@ -56,9 +57,9 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns the exit code."""
     args = flags.FLAGS
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+        raise app.UsageError(f"unexpected arguments {argv[1:]}", _command_line.EXIT_WRONG)
     if args.path is not None and args.pid is not None:
-        raise app.UsageError("--path can't be used with --pid")
+        raise app.UsageError("--path can't be used with --pid", _command_line.EXIT_WRONG)
     was_shown = False
     try:
         while True:
@@ -91,4 +92,4 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     _define_flags()
-    app.run(main)
+    app.run(main, flags_parser=_command_line.parser("status"))
