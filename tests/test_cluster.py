@@ -571,6 +571,18 @@ def test_slow_start_is_reported(tmp_path, monkeypatch):
         assert cluster.is_alive("worker", 0)
 
 
+def test_many_servers_that_do_not_answer_are_waited_for_at_the_same_time():
+    def is_up(address):
+        time.sleep(1.0)
+        return False
+
+    addresses = {"worker": {index: f"worker-{index}:1" for index in range(60)}}
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"timeout=2 s: worker:0 \(worker-0:1\), worker:1 "):
+        signs_of_life.wait_until(is_up, addresses, 2.0, began + 2.0)
+    assert time.monotonic() - began < 20.0
+
+
 def interrupt_once(monkeypatch, owner, name):
     """Has the next call of a method end by Ctrl-C."""
     method = getattr(owner, name)

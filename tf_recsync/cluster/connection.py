@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -424,7 +424,8 @@ class Cluster:
 
     def _absent_workers(self) -> list[int]:
         """The workers at whose address nothing listens."""
-        return [index for index in range(self.workers) if not self.is_up("worker", index)]
+        absent = self.absent(("worker", index) for index in range(self.workers))
+        return [index for _, index in absent]
 
     def _without(
         self, servers: Sequence[tuple[str, int]], argument: str = "anew"
@@ -647,6 +648,12 @@ class Cluster:
           index: Which of them.
         """
         return signs_of_life.accepts_connections(self._addresses[job][index])
+
+    def absent(self, servers: Iterable[Server]) -> list[Server]:
+        """Those of some workers and parameter servers that accept no connections."""
+        addresses = [(job, index, self._addresses[job][index]) for job, index in servers]
+        missing = signs_of_life.without(signs_of_life.accepts_connections, addresses)
+        return [(job, index) for job, index, _ in missing]
 
 
 def cluster_from_tf_config(bind_address: str | None = None) -> Cluster:

@@ -21,7 +21,7 @@ from tf_recsync.cluster.devices import device_of, fetch
 from tf_recsync.cluster.membership import Server
 
 _GREETING_SECONDS = 1.0  # For the answer to it.
-_GREETERS = 64  # Servers that are greeted at the same time.
+_ASKERS = 64  # Servers that are asked at the same time.
 _ANSWER_SECONDS = 3.0  # For a sign of life.
 RETRY_SECONDS = 0.1  # Between attempts to reach servers.
 # What a client of HTTP/2, and so of gRPC, begins with: a fixed text and empty settings.
@@ -137,9 +137,22 @@ def silent(addresses: Mapping[str, Mapping[int, str]]) -> list[tuple[str, int, s
     Args:
       addresses: Of the servers of each job, by their index.
     """
-    servers = _servers(addresses)
-    with futures.ThreadPoolExecutor(_GREETERS) as pool:
-        answers = pool.map(greets, [address for _, _, address in servers])
+    return without(greets, _servers(addresses))
+
+
+def without(
+    is_up: Callable[[str], bool], servers: Sequence[tuple[str, int, str]]
+) -> list[tuple[str, int, str]]:
+    """Those of some servers, (job, index, address), that are not up.
+
+    They are asked at the same time: a machine that is gone answers nobody, for a second each time.
+
+    Args:
+      is_up: Whether the one at an address is.
+      servers: Which are asked.
+    """
+    with futures.ThreadPoolExecutor(_ASKERS) as pool:
+        answers = pool.map(is_up, [address for _, _, address in servers])
         return [server for server, answer in zip(servers, answers, strict=True) if not answer]
 
 
@@ -239,7 +252,7 @@ def wait_until(
     """
     missing = _servers(addresses)
     while True:
-        missing = [server for server in missing if not is_up(server[2])]
+        missing = without(is_up, missing)
         if not missing:
             return []
         if time.monotonic() >= deadline:

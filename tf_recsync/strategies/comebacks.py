@@ -85,7 +85,7 @@ class Comebacks:
         anew = [server] if membership.is_forgetful(server) else []
 
         def without() -> list[Server]:
-            return [s for s in sorted(others - {server}) if not self._cluster.is_up(*s)]
+            return self._cluster.absent(sorted(others - {server}))
 
         try:
             # One that has died since would be waited for, and the next attempt is without it.
