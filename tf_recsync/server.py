@@ -25,6 +25,7 @@ import contextlib
 import errno
 import faulthandler
 import functools
+import itertools
 import os
 import select
 import signal
@@ -272,9 +273,11 @@ def main(
 
     import tensorflow as tf
 
-    from tf_recsync.cluster import hosted_servers, redirections
+    from tf_recsync.cluster import hosted_servers, proxies, redirections
 
     transports.load(args.transport)
+    addresses = configs[0].cluster.values()
+    proxies.go_around(itertools.chain.from_iterable(addresses), bind_address)
     if bind_address:
         try:
             redirections.confine_listeners(bind_address)

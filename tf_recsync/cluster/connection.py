@@ -19,6 +19,7 @@ from tf_recsync import _engine
 from tf_recsync.cluster import (
     data_service,
     left_behind,
+    proxies,
     redirections,
     server_defs,
     signs_of_life,
@@ -211,7 +212,7 @@ class Cluster:
     def start_alone(self) -> None:
         """Starts this process's server, and connects it to nobody yet; see `device_names`."""
         with _lock:
-            self._confine_listeners()
+            self._prepare_network()
             server_defs.connect(server_defs.make({}, self._chief_address))
 
     def _connect(self, timeout: float, deadline: float, spare: int) -> bool:
@@ -237,7 +238,7 @@ class Cluster:
             if current is None and not self._has_warned:
                 self._has_warned = True
                 left_behind.warn()
-            self._confine_listeners()
+            self._prepare_network()
             os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
             os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
             os.environ["GRPC_FAIL_FAST"] = "True"
@@ -623,7 +624,10 @@ class Cluster:
     def _stop_servers(self) -> None:
         """Stops servers that this object started; called by `close`, once and more."""
 
-    def _confine_listeners(self) -> None:
+    def _prepare_network(self) -> None:
+        """Has TensorFlow listen where it shall, and call the servers, before it does either."""
+        addresses = [*itertools.chain.from_iterable(self._addresses.values()), *self._readers]
+        proxies.go_around([self._chief_address, *addresses], self._bind_address)
         if self._bind_address is not None:
             redirections.confine_listeners(self._bind_address)
             return

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.cluster import redirections, transports
+from tf_recsync.cluster import proxies, redirections, transports
 
 Task = tuple[str, int]  # Job and index.
 
@@ -144,6 +144,7 @@ class HostedServers:
                 f"server or connection: use processes=1 or more"
             )
         transports.load(self._transport)
+        proxies.go_around([], host)
         redirections.confine_listeners(host)
         idle = _idle.get((self._transport, host, tuple(tasks)))
         if idle:
