@@ -396,7 +396,7 @@ def parent(tmp_path_factory):
     """A program that has closed a cluster and started another one.
 
     Yields:
-        Its process, the process id of the server, and the program's folder.
+        Its process, the process id of a server, the program's folder, and a temporary one of its.
     """
     folder = tmp_path_factory.mktemp("parent")
     script = folder / "train.py"  # No main guard.
@@ -414,10 +414,11 @@ def parent(tmp_path_factory):
                     function()
                 del function, functions
             cluster = LocalCluster(workers=1, log_dir="logs", start_timeout=300.0)
+            other = LocalCluster(workers=1, start_timeout=300.0)
             if os.fork() == 0:  # Inherits the pipes, and outlives its parent.
                 time.sleep(300)
                 os._exit(0)
-            print(cluster.pid("worker", 0), flush=True)
+            print(cluster.pid("worker", 0), other.log_dir, flush=True)
             time.sleep(300)
             """
         )
@@ -433,9 +434,9 @@ def parent(tmp_path_factory):
             start_new_session=True,
         )
     try:
-        server = process.stdout.readline()
+        server, _, temporary = process.stdout.readline().strip().partition(" ")
         assert server, (folder / "errors").read_text()
-        yield process, int(server), folder
+        yield process, int(server), folder, pathlib.Path(temporary)
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # The forked child too.
         process.wait(60)
@@ -443,16 +444,17 @@ def parent(tmp_path_factory):
 
 
 def test_functions_dropped_just_before_the_end_of_a_cluster_leave_no_errors(parent):
-    _, _, folder = parent
+    folder = parent[2]
     assert "Failed to remove function" not in (folder / "errors").read_text()
 
 
-def test_servers_die_with_a_killed_parent(parent):
-    process, server, folder = parent
-    assert is_running(server)
+def test_servers_and_their_temporary_folder_go_with_a_killed_parent(parent):
+    process, server, folder, temporary = parent
+    assert is_running(server) and temporary.is_dir()
     process.send_signal(signal.SIGKILL)
     process.wait(60)
     assert wait_until(lambda: not is_running(server), 60.0)
+    assert wait_until(lambda: not temporary.exists(), 60.0)
     assert (
         "tf_recsync server worker:0 listening on 127.0.0.1:"
         in (folder / "logs" / "worker-0.log").read_text()

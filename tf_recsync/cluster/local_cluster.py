@@ -108,7 +108,7 @@ class LocalCluster(connection.Cluster):
             that is busy; a process that ends is told at once. Default 180.
           log_dir: Folder for the output of the servers' processes, a file `job-index.log`
             each, named after a process's first server; made if missing, and kept. Default
-            None: a temporary folder, removed by `close`.
+            None: a temporary folder, removed by `close`, or when this process has ended.
 
         Raises:
           ValueError: An argument is wrong.
@@ -398,7 +398,12 @@ class LocalCluster(connection.Cluster):
         flags = [*self._flags, f"--tasks={','.join(names)}"]
         log_path = self.log_dir / f"{names[0].replace(':', '-')}.log"
         return server_process.ServerProcess(
-            ", ".join(names), flags, environ, log_path, self._start_timeout
+            ", ".join(names),
+            flags,
+            environ,
+            log_path,
+            self._start_timeout,
+            self.log_dir if self._temporary else None,
         )
 
     def _describe_failure(self, server: server_process.ServerProcess) -> str:

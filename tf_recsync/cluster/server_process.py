@@ -33,6 +33,7 @@ class ServerProcess:
         environ: Mapping[str, str],
         log_path: pathlib.Path,
         start_timeout: float,
+        temporary: pathlib.Path | None = None,
     ):
         """Describes a server; `start` starts it.
 
@@ -43,12 +44,14 @@ class ServerProcess:
           log_path: File to which its output goes; replaced by the first start, appended to
             by later ones.
           start_timeout: Seconds to wait at most for the process that servers are forked from.
+          temporary: A folder that goes when this process has ended.
         """
         self.name = name
         self.log_path = log_path
         self._arguments = [*arguments, "--exit_with_parent"]
         self._environ = dict(environ)
         self._start_timeout = start_timeout
+        self._temporary = temporary
         self._process: server_template.ForkedProcess | None = None
         self._ready_fd: int | None = None  # Read end, while not known to be ready.
 
@@ -63,7 +66,12 @@ class ServerProcess:
             with open(self.log_path, "wb" if self._process is None else "ab") as log:
                 template = server_template.template(self._environ)
                 process = template.fork(
-                    self._arguments, self._environ, log, child_fd, self._start_timeout
+                    self._arguments,
+                    self._environ,
+                    log,
+                    child_fd,
+                    self._start_timeout,
+                    self._temporary,
                 )
         except BaseException:
             os.close(ready_fd)

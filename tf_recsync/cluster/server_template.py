@@ -9,6 +9,8 @@ They talk over a Unix socket: a request is a line of JSON that comes with four f
 descriptors, the answer a line with the server's process id.
 
 A reader that must begin anew ends with a code that says so, and is forked once more.
+
+The process outlives the program for a moment, in which it removes its clusters' temporary folders.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import os
 import pathlib
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -178,6 +181,7 @@ class Template:
         log: BinaryIO,
         ready_fd: int,
         timeout: float,
+        temporary: pathlib.Path | None = None,
     ) -> ForkedProcess:
         """Starts a server, `python -m tf_recsync.server` with arguments.
 
@@ -187,13 +191,16 @@ class Template:
           log: Where its output goes.
           ready_fd: What it writes to when it is ready.
           timeout: Seconds to wait at most for the template, which imports TensorFlow first.
+          temporary: A folder that the template removes if this process ends and has not.
 
         Raises:
           RuntimeError: The template has ended, or was not ready in time.
         """
         stdin_read, stdin_write = os.pipe()
         exit_read, exit_write = os.pipe()
-        request = json.dumps({"arguments": list(arguments), "environ": dict(environ)}).encode()
+        content = {"arguments": list(arguments), "environ": dict(environ)}
+        content["temporary"] = None if temporary is None else str(temporary.absolute())
+        request = json.dumps(content).encode()
         try:
             try:
                 with self._mutex:
@@ -221,12 +228,13 @@ class Template:
 
     def close(self) -> None:
         """Ends the process, and with it servers that still run; does nothing the second time."""
-        self._socket.close()
-        self._output.close()
         if self.owner == os.getpid():
+            # Before its socket ends: it would take this process for ended.
             self._process.kill()
             self._process.wait(10.0)
             atexit.unregister(self.close)
+        self._socket.close()
+        self._output.close()
 
     def _why_no_answer(self, timeout: float) -> str:
         try:
@@ -276,6 +284,15 @@ def _import_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _serve() -> None:
     """Runs the template: forks a server for each request, as long as its parent lives."""
+    temporary: set[str] = set()
+    with contextlib.suppress(ConnectionError):  # It has ended in the middle of a request.
+        _serve_requests(temporary)
+    for folder in temporary:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serve_requests(temporary: set[str]) -> None:
+    """The same; adds the temporary folders of the requests."""
     parent = os.getppid()
     import tensorflow  # noqa: F401
 
@@ -319,6 +336,8 @@ def _serve() -> None:
             request, fds = _receive(control)
             if request is None:
                 return  # The program with the cluster has ended.
+            if request["temporary"] is not None:
+                temporary.add(request["temporary"])
             child = _Child(request, *fds)
             start(child)
             control.sendall(b"%d\n" % child.pid)
