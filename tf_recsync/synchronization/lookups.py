@@ -16,16 +16,24 @@ from typing import Any
 import keras
 import tensorflow as tf
 from absl import logging
+from tensorflow.python.framework import op_def_registry
 
 from tf_recsync.ops.bags import Request
 from tf_recsync.optimizers.base import VariableState
 from tf_recsync.synchronization import context
 from tf_recsync.synchronization.pulled import PulledScope, TableStandIn
 
+# Of the ops with a state, those that do not change it, nor give something else when run again.
+_READS = {
+    *("Assert", "PrintV2"),
+    *("HashTableV2", "LookupTableFindV2", "LookupTableSizeV2"),
+    *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp", "VariableShape"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Lookups:
-    """The lookups of a step that depend on its batch alone.
+    """The lookups of a step that depend on its batch alone, not on random numbers either.
 
     Attributes:
         tables: the indices of each request's tables, in the order of the requests.
@@ -148,7 +156,10 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
 
 
 def _depends_only_on(tensor: tf.Tensor, known: set[str]) -> bool:
-    """Whether a tensor can be computed from the inputs of the graph that have these names."""
+    """Whether a tensor can be computed from the inputs of the graph that have these names.
+
+    And so that it is the same each time: what is drawn at random, the step draws again.
+    """
     pending = [tensor.op]
     seen = set()
     while pending:
@@ -156,7 +167,20 @@ def _depends_only_on(tensor: tf.Tensor, known: set[str]) -> bool:
         if op.name in seen or op.name in known:
             continue
         seen.add(op.name)
-        if op.type == "Placeholder":
+        if op.type == "Placeholder" or _varies(op.node_def, op.graph):
             return False
         pending += [t.op for t in op.inputs] + list(op.control_inputs)
     return True
+
+
+def _varies(node: tf.compat.v1.NodeDef, graph: tf.Graph) -> bool:
+    """Whether an op may give something else when it is run again, as one that draws numbers."""
+    op_def = op_def_registry.get(node.op)
+    if op_def is None:
+        return True
+    if not op_def.is_stateful or node.op in _READS:
+        return False
+    called = [attr.func.name for attr in node.attr.values() if attr.HasField("func")]
+    called += [f.name for attr in node.attr.values() for f in attr.list.func]
+    inner = [n for name in called for n in graph._get_function(name).cached_definition.node_def]
+    return not called or any(_varies(n, graph) for n in inner)

@@ -1,0 +1,92 @@
+"""Random numbers in steps: what is drawn is used as drawn, and is drawn anew each time."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tf_recsync as recsync
+from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
+from tf_recsync.strategies.model_variables import optimizers_of
+from tf_recsync.synchronization.lookups import find_lookups
+from tf_recsync.synchronization.pull_push import Layout
+
+IDS = 1000
+
+
+@pytest.fixture
+def cluster(clusters):
+    return clusters.get(workers=1, ps=2)
+
+
+class Masked(keras.Model):
+    """Looks up ids of which it hides some, in a table whose row i is i."""
+
+    def __init__(self, is_collection=False, hide=None):
+        super().__init__()
+        self.is_collection = is_collection
+        self.hide = hide or (lambda ids: tf.random.uniform(tf.shape(ids)) < 0.5)
+        rows = np.arange(IDS, dtype=np.float32)[:, None]
+        if is_collection:
+            table = TableConfig("ids", IDS, 1, initializer=rows)
+            self.table = EmbeddingCollection([table], [FeatureConfig("ids", "ids")])
+        else:
+            self.table = keras.layers.Embedding(IDS, 1, weights=[rows])
+
+    def call(self, ids):
+        return self.table({"ids": ids})["ids"] if self.is_collection else self.table(ids)
+
+    def train_step(self, data):
+        ids = tf.where(self.hide(data), tf.zeros_like(data), data)
+        with tf.GradientTape() as tape:
+            rows = self(ids)
+            loss = tf.reduce_mean(rows)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        others = tf.not_equal(tf.reshape(rows, [-1]), tf.cast(ids, tf.float32))
+        return {
+            "hidden": tf.reduce_mean(tf.cast(ids == 0, tf.float32)),
+            "others": tf.reduce_mean(tf.cast(others, tf.float32)),
+        }
+
+
+def masked(strategy, steps=1, **options):
+    with strategy.scope():
+        model = Masked(**options)
+        model.compile(recsync.optimizers.SGD(0.0), steps_per_execution=steps)
+        model(tf.zeros([1], tf.int64))
+    return model
+
+
+def ids_of(examples):
+    ids = np.random.default_rng(1).integers(1, IDS, examples)
+    return tf.data.Dataset.from_tensor_slices(ids).batch(64, drop_remainder=True)
+
+
+@pytest.mark.parametrize("is_collection", [False, True])
+@pytest.mark.parametrize(("steps", "prefetches"), [(1, False), (2, True)])
+def test_a_step_gets_the_rows_of_the_ids_that_it_draws(cluster, is_collection, steps, prefetches):
+    strategy = recsync.AsyncStrategy(cluster, prefetch_lookups=prefetches)
+    model = masked(strategy, steps, is_collection=is_collection)
+    logs = model.fit(ids_of(4 * 64), verbose=0).history
+    assert 0.3 < logs["hidden"][0] < 0.7
+    assert logs["others"] == [0]
+
+
+def test_ids_are_found_before_the_step_unless_they_are_drawn(cluster):
+    @tf.function
+    def drawn(ids):
+        return tf.cond(ids[0] > 0, lambda: tf.random.uniform(tf.shape(ids)) < 0.5, lambda: ids > 0)
+
+    @tf.function
+    def checked(ids):
+        tf.debugging.assert_less(ids, np.int64(IDS))
+        return tf.map_fn(lambda one: one > 500, ids, fn_output_signature=tf.bool)
+
+    strategy = recsync.AsyncStrategy(cluster)
+    for hide, count in ((drawn, 0), (checked, 1)):
+        model = masked(strategy, hide=hide)
+        model.optimizer.build(model.trainable_variables)
+        layout = Layout.of(model, optimizers_of(model))
+        spec = ids_of(64).element_spec
+        assert len(find_lookups(model, layout, "train_step", spec).tables) == count
