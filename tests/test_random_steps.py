@@ -90,3 +90,62 @@ def test_ids_are_found_before_the_step_unless_they_are_drawn(cluster):
         layout = Layout.of(model, optimizers_of(model))
         spec = ids_of(64).element_spec
         assert len(find_lookups(model, layout, "train_step", spec).tables) == count
+
+
+class Drawing(keras.Model):
+    """Its metrics are the means of what its steps draw and of the squares."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+        self.dense = keras.layers.Dense(1)
+        self.drawn = keras.metrics.Mean(name="drawn")
+        self.squared = keras.metrics.Mean(name="squared")
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def train_step(self, data):
+        drawn = self.draw()
+        self.drawn.update_state(drawn)
+        self.squared.update_state(drawn**2)
+        return super().train_step(data)
+
+
+def drawing(strategy, draw):
+    with strategy.scope():
+        model = Drawing(draw)
+        model.compile(recsync.optimizers.SGD(0.0), "mse")
+        model(tf.zeros([1, 2]))
+    return model
+
+
+def batches(count):
+    return tf.data.Dataset.from_tensors((np.ones((4, 2)), np.ones((4, 1)))).repeat(count)
+
+
+def hop(cluster):
+    return recsync.HopStrategy(cluster, recsync.topology.ring(2))
+
+
+@pytest.mark.parametrize("make", [recsync.AsyncStrategy, hop])
+def test_each_step_draws_other_numbers_without_a_seed(clusters, make):
+    strategy = make(clusters.get(workers=2, ps=2 * (make is not hop)))
+    model = drawing(strategy, lambda: keras.random.uniform(()))
+    logs = model.fit(batches(40), verbose=0).history
+    variance = logs["squared"][0] - logs["drawn"][0] ** 2
+    assert 0.02 < variance < 0.16  # Of uniform numbers 1/12.
+
+
+@pytest.mark.parametrize("make", [recsync.AsyncStrategy, hop])
+def test_what_the_model_does_not_know_can_not_be_assigned(clusters, make):
+    strategy = make(clusters.get(workers=2, ps=2 * (make is not hop)))
+    other = keras.Variable(0.0, name="other")
+
+    def count():
+        other.assign_add(1.0)
+        return tf.zeros([])
+
+    model = drawing(strategy, count)
+    with pytest.raises(ValueError, match="other.* is assigned in the step and is no variable of"):
+        model.fit(batches(2), verbose=0)

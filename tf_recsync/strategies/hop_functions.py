@@ -25,8 +25,10 @@ from tf_recsync.synchronization.hop import HopSynchronizer
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.lookups import Lookups
 from tf_recsync.synchronization.pull_push import Layout, Step
+from tf_recsync.synchronization.pulled import unknown_assigned
 from tf_recsync.synchronization.remote_functions import RemoteFunction
 from tf_recsync.synchronization.remote_values import packed
+from tf_recsync.synchronization.seeds import drawing_from
 
 
 def exchange_dtype(model: keras.Model) -> tf.DType:
@@ -138,7 +140,7 @@ def _trace(
     if uses_servers:
         train = _with_servers(model, layout, lookups, step_logs)
     else:
-        train = _by_itself(model, step_logs)
+        train = _by_itself(model, layout, step_logs)
 
     def run_step(batch, waited, worker, began, count, log, hop_handle):
         iteration = hop.next_iteration(hop_handle, handles, dtype)
@@ -209,21 +211,29 @@ _Train = Callable[[Any, tf.Tensor, tf.Tensor | None], Sequence[tf.Operation | tf
 
 # Ops that leave a variable as it is; branches and functions may update it.
 _READING = ("ReadVariableOp", "ResourceGather", "VariableShape")
+_ASSIGNING = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 
 
-def _by_itself(model: keras.Model, step_logs: StepLogs) -> _Train:
+def _by_itself(model: keras.Model, layout: Layout, step_logs: StepLogs) -> _Train:
     """The model's own `train_step`, where a worker has a copy of all variables."""
     strategy = model.distribute_strategy
 
     @tf.function(autograph=False)
     def compute(data):
-        logs = strategy.run(model.train_step, args=(data,))
+        with drawing_from(layout.unseeded):
+            logs = strategy.run(model.train_step, args=(data,))
         graph = tf.compat.v1.get_default_graph()
 
         def is_assigned(variable: keras.Variable) -> bool:
             users = graph.capture(variable._value.handle).consumers()
             return any(user.type not in _READING for user in users)
 
+        own = [*(v._value for v in layout.private), *copied_variables(model)]
+        known = {id(variable.handle) for variable in own}
+        for captured, inside in graph.captures:
+            assigned = any(user.type in _ASSIGNING for user in inside.consumers())
+            if assigned and id(captured) not in known:
+                raise unknown_assigned(captured._parent_trackable().name)
         step_logs.check(logs, is_assigned)
         return logs
 

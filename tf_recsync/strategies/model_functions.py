@@ -41,9 +41,10 @@ from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
 from tf_recsync.synchronization.lookups import Lookups, find_lookups
 from tf_recsync.synchronization.modes import Mode
-from tf_recsync.synchronization.pull_push import Layout, is_seed
+from tf_recsync.synchronization.pull_push import Layout
 from tf_recsync.synchronization.remote_functions import RemoteFunction
 from tf_recsync.synchronization.remote_values import Answer, PackedReader
+from tf_recsync.synchronization.seeds import is_seed
 from tf_recsync.synchronization.synchronizer import Crew
 
 _READS_PER_SECOND = 10  # Of workers' metrics, at most: each costs this process milliseconds.

@@ -19,7 +19,8 @@ from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.copies import CopiedVariable, Pieces, is_copied
 from tf_recsync.synchronization.divided import DividedLayer, How, divided_layer
 from tf_recsync.synchronization.placed import NO_LAYERS, PlacedLayers
-from tf_recsync.synchronization.pull_push import Layout, is_seed
+from tf_recsync.synchronization.pull_push import Layout
+from tf_recsync.synchronization.seeds import generator_of_steps, is_seed
 from tf_recsync.synchronization.units import (
     Plan,
     Unit,
@@ -176,6 +177,7 @@ class OnServers:
         self._is_placed = False
         self._placed: list[tuple[Unit, int]] = []
         self._followers: tuple[keras.Operation, ...] = ()
+        self._unseeded = generator_of_steps()
 
     @property
     def optimizers(self) -> list[base.Optimizer]:
@@ -274,7 +276,7 @@ class OnServers:
             logged: the variables of what it returns besides metrics.
         """
         placed = self._placed_layers(group)
-        return Layout.of(self._model, self.optimizers, group, placed, logged)
+        return Layout.of(self._model, self.optimizers, group, placed, logged, self._unseeded)
 
     def _placed_layers(self, group: Group | None) -> PlacedLayers:
         if not self._placed and not self._divided:
@@ -339,8 +341,8 @@ class OnWorkers(OnServers):
         """Where a step finds the model's variables."""
         if uses_servers(self._model):
             return super().layout(group, logged)
-        private = private_variables(self._model, logged)
-        return Layout((), {}, [], [], private, group)
+        private = [*private_variables(self._model, logged), self._unseeded.state]
+        return Layout((), {}, [], [], private, group, unseeded=self._unseeded)
 
 
 class AsShown(OnServers):
@@ -364,4 +366,5 @@ class AsShown(OnServers):
         metrics = [*model.metrics_variables, *logged]
         known = {id(variable) for variable in [*metrics, *(state.variable for state in tables)]}
         others = [v for v in model.variables if id(v) not in known]
-        return Layout((), {}, tables, [], metrics + others, group)
+        private = [*metrics, *others, self._unseeded.state]
+        return Layout((), {}, tables, [], private, group, unseeded=self._unseeded)

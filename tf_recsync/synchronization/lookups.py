@@ -22,6 +22,7 @@ from tf_recsync.ops.bags import Request
 from tf_recsync.optimizers.base import VariableState
 from tf_recsync.synchronization import context
 from tf_recsync.synchronization.pulled import PulledScope, TableStandIn
+from tf_recsync.synchronization.seeds import drawing_from
 
 # Of the ops with a state, those that do not change it, nor give something else when run again.
 _READS = {
@@ -114,8 +115,9 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
             dense=[stand_in(variable) for variable in layout.dense_variables],
             tables=tables,
             others=[stand_in(v) for v in [*layout.private, *layout.shared]],
+            unread=layout.unread,
         )
-        with context.pushing(_DryPush()), scope:
+        with context.pushing(_DryPush()), scope, drawing_from(layout.unseeded):
             getattr(model, method)(data)
         whole.update(i for i, (_, table) in enumerate(tables) if table.is_used_whole)
         return tf.zeros([])

@@ -32,11 +32,7 @@ from tf_recsync.synchronization.placed import NO_LAYERS, Placed, PlacedLayers
 from tf_recsync.synchronization.pull_plan import PullPlan, ServerPull
 from tf_recsync.synchronization.pulled import PulledRequest, PulledScope, PulledTable
 from tf_recsync.synchronization.push_plan import PushPlan
-
-
-def is_seed(variable: keras.Variable) -> bool:
-    """Whether a variable is the state of a random generator, which must differ by worker."""
-    return variable.path.endswith("seed_generator_state")
+from tf_recsync.synchronization.seeds import drawing_from, is_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +49,9 @@ class Layout:
             (metrics, and seeds, which must differ between workers).
         group: whose trainers' steps they are; None where no variable is copied.
         placed: the layers that run on the servers of their weights.
+        unseeded: from what steps draw that have no seed; its state is private. None: from
+            Keras's own generator.
+        unread: counts the steps of an optimizer that has those as its parts.
     """
 
     optimizers: tuple[base.Optimizer, ...]
@@ -62,6 +61,8 @@ class Layout:
     private: list[keras.Variable]
     group: Group | None = None
     placed: PlacedLayers = NO_LAYERS
+    unseeded: keras.random.SeedGenerator | None = None
+    unread: tuple[keras.Variable, ...] = ()
 
     def device(self, variable: keras.Variable) -> str:
         """The device that holds a variable; "" for where the step runs."""
@@ -94,6 +95,7 @@ class Layout:
         group: Group | None = None,
         placed: PlacedLayers = NO_LAYERS,
         logged: Sequence[keras.Variable] = (),
+        unseeded: keras.random.SeedGenerator | None = None,
     ) -> Layout:
         """The layout of a built model.
 
@@ -104,6 +106,7 @@ class Layout:
             group: see above, like the next one.
             placed: see above.
             logged: variables that steps assign for the worker besides metrics.
+            unseeded: see above.
         """
         states = {id(s.variable): s for o in optimizers for s in o.states}
         divided = placed.divided_states
@@ -132,9 +135,14 @@ class Layout:
             else:
                 for one in divided.get(id(variable), [state]):
                     dense.setdefault(device_for(one.variable, group), []).append(one)
+        private += [] if unseeded is None else [unseeded.state]
         known = {id(v) for v in private}
         shared = [v for v in shared if id(v) not in known]
-        return cls(tuple(optimizers), dense, tables, shared, private, group, placed)
+        optimizers = tuple(optimizers)
+        whole = getattr(model, "optimizer", None)
+        is_divided = bool(optimizers) and all(whole is not part for part in optimizers)
+        unread = (whole._iterations,) if is_divided else ()
+        return cls(optimizers, dense, tables, shared, private, group, placed, unseeded, unread)
 
 
 class Ahead:
@@ -250,6 +258,7 @@ class Step:
             late=[*self.placed.variables, *self.placed.wholes],
             trained=[*self.placed.trained, *self.placed.wholes],
             read=self.placed.read,
+            unread=layout.unread,
         )
 
     def _pull(
@@ -325,7 +334,8 @@ class Step:
     def computing(self) -> Iterator[None]:
         """Inside, the model computes on what was pulled, and applying is pushing."""
         self._made = len(tf.compat.v1.get_default_graph().get_operations())
-        with context.pushing(self), self._scope, self.placed.running():
+        unseeded = drawing_from(self._layout.unseeded)
+        with context.pushing(self), self._scope, unseeded, self.placed.running():
             yield
 
     def is_assigned(self, variable: keras.Variable) -> bool:

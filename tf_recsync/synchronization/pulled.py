@@ -392,6 +392,14 @@ def _joined(tensor: tf.Tensor) -> list[tf.Tensor]:
     return list(tensor.op.inputs)[:-1] if tensor.op.type == "ConcatV2" else []
 
 
+def unknown_assigned(name: str) -> ValueError:
+    """What a step raises that assigns a variable of which workers know nothing."""
+    return ValueError(
+        f"{name} is assigned in the step and is no variable of the model: its value would be lost; "
+        "make it an attribute of the model or of one of its layers"
+    )
+
+
 class PulledScope(keras.StatelessScope):
     """A StatelessScope in which trainable variables have their pulled values.
 
@@ -403,9 +411,10 @@ class PulledScope(keras.StatelessScope):
         late: variables that are read when the step asks for them.
         trained: those of them that are trained.
         read: gives the value of one of them.
+        unread: variables that nobody reads, so that nothing is lost if they are assigned.
     """
 
-    def __init__(self, dense, tables, others, late=(), trained=(), read=None):
+    def __init__(self, dense, tables, others, late=(), trained=(), read=None, unread=()):
         # Else what layers add_loss would be dropped.
         super().__init__(state_mapping=[*dense, *others], collect_losses=True)
         for variable, _ in dense:
@@ -415,6 +424,7 @@ class PulledScope(keras.StatelessScope):
         self._trainable = self._dense | {id(v) for v, _ in tables}
         self._late = {id(variable) for variable in late}
         self._read = read
+        self._unread = {id(variable) for variable in unread}
         for variable, table in tables:
             self.state_mapping[id(variable)] = table
 
@@ -445,6 +455,9 @@ class PulledScope(keras.StatelessScope):
                 f"trainable variable {variable.path} is assigned in the training step; under a "
                 "parameter-server strategy it can only be changed through the optimizer"
             )
+        known = self._late | self._unread | self.state_mapping.keys()
+        if id(variable) not in known:
+            raise unknown_assigned(variable.path)
         if id(variable) in self._late:
             self.get_current_value(variable)  # What is pushed is by how much it changes.
         super().add_update(update)
