@@ -149,3 +149,28 @@ def test_what_the_model_does_not_know_can_not_be_assigned(clusters, make):
     model = drawing(strategy, count)
     with pytest.raises(ValueError, match="other.* is assigned in the step and is no variable of"):
         model.fit(batches(2), verbose=0)
+
+
+class AlwaysDropout(keras.layers.Dropout):
+    """Drops not in training alone."""
+
+    def call(self, inputs):
+        return super().call(inputs, training=True)
+
+
+@pytest.mark.parametrize("make", [recsync.AsyncStrategy, hop])
+def test_random_layers_drop_others_in_each_pass_and_in_each_batch(clusters, make):
+    strategy = make(clusters.get(workers=2, ps=2 * (make is not hop)))
+    with strategy.scope():
+        inputs = keras.Input((64,))
+        outputs = keras.layers.Dense(1, kernel_initializer="ones")(AlwaysDropout(0.5)(inputs))
+        model = keras.Model(inputs, outputs)
+        model.compile(recsync.optimizers.SGD(0.0), "mse")
+    data = tf.data.Dataset.from_tensors((np.random.normal(size=(4, 64)), np.zeros((4, 1))))
+    fits = [model.fit(data, epochs=2, verbose=0).history["loss"] for _ in range(2)]
+    losses = [*fits[0], *fits[1], *(model.evaluate(data, verbose=0) for _ in range(2))]
+    # Those of evaluation may be those of training.
+    assert len(set(losses[:4])) == 4
+    assert losses[4] != losses[5]
+    predicted = [model.predict(data.repeat(4), verbose=0) for _ in range(2)]
+    assert len(np.unique(np.concatenate(predicted))) == 2 * 4 * 4

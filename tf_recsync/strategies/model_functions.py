@@ -44,7 +44,7 @@ from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout
 from tf_recsync.synchronization.remote_functions import RemoteFunction
 from tf_recsync.synchronization.remote_values import Answer, PackedReader
-from tf_recsync.synchronization.seeds import is_seed
+from tf_recsync.synchronization.seeds import WorkerSeeds
 from tf_recsync.synchronization.synchronizer import Crew
 
 _READS_PER_SECOND = 10  # Of workers' metrics, at most: each costs this process milliseconds.
@@ -132,6 +132,8 @@ class Steps:
         self._reader: PackedReader | None = None  # Of the workers' metrics, in this layout.
         self._read_layout: Layout | None = None
         self._initial: list[np.ndarray] = []  # Of what workers keep for themselves, in a pass.
+        self._seeds = WorkerSeeds()
+        self._steps_before = 0  # That the model had trained when the pass began.
         self._run: WorkerRun | None = None  # The pass that runs, or ran last.
         self._target = 0.0  # Steps that Keras has asked for.
         self._epoch_began = 0  # Steps at its beginning.
@@ -411,15 +413,10 @@ class Steps:
             self._read_layout = layout
         if is_anew:
             self._initial = initial_values(layout.private)
+            if is_training:
+                self._steps_before = int(initial_values([self._model.optimizer.iterations])[0])
         # Metrics have what was merged by then, where a pass goes on.
         initial = self._initial
-
-        def private_values(slot):
-            values = [np.array(value) for value in initial]
-            for variable, value in zip(layout.private, values, strict=True):
-                if is_seed(variable):
-                    value[0] += 7919 * (slot.number + 1)  # Another one for each worker.
-            return values
 
         def open_worker(slot: Slot):
             before, iterator = slot.state, None
@@ -430,7 +427,7 @@ class Steps:
                 slot.kept_data = None
                 slot.has_kept = False
                 iterator = batches.iterator(slot)
-            private = private_values(slot)
+            private = self._seeds.values(layout.private, initial, slot.number, self._steps_before)
             try:
                 has_numbers = batches.done is not None
                 log = WorkerLog.made(has_numbers) if has_numbers or is_training else None
@@ -455,7 +452,7 @@ class Steps:
             state.begin(slot.pass_began)
             slot.begin_call(n)
             if state.reset_metrics:
-                state.reset(private_values(slot)[:metrics])
+                state.reset([np.array(value) for value in initial[:metrics]])
             done, ended = self._run_steps(slot, n)
             self._after_call(slot, batches, ended)
             return done, ended, None

@@ -21,6 +21,7 @@ from tf_recsync.strategies.worker_state import WorkerState, initial_values
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.pull_push import Layout
 from tf_recsync.synchronization.remote_functions import RemoteFunction
+from tf_recsync.synchronization.seeds import WorkerSeeds
 
 
 class PredictFunction:
@@ -39,6 +40,7 @@ class PredictFunction:
         self._model = model
         self._settings = settings
         self._variables = variables
+        self._seeds = WorkerSeeds()
         self._key: Hashable = None
         self._traced: tuple[Callable, Layout] | None = None
 
@@ -82,7 +84,8 @@ class PredictFunction:
             initial = initial_values(layout.private)
 
         def open_worker(slot: Slot):
-            slot.state = WorkerState(slot.index, batches.iterator(slot), initial)
+            private = self._seeds.values(layout.private, initial, slot.number)
+            slot.state = WorkerState(slot.index, batches.iterator(slot), private)
 
         def call(slot: Slot, n: int):
             del n

@@ -383,10 +383,19 @@ def compute(
             "self.optimizer.apply_gradients or self.optimizer.apply"
         )
     kept, operations = step.finish(seconds)
-    for handle, old, new in zip(handles, step.private, kept, strict=True):
-        if new is not old:
-            operations.append(tf.raw_ops.AssignVariableOp(resource=handle, value=new))
+    operations += _keep(handles, step.private, kept)
     return operations, [*step.computed, *kept]
+
+
+def _keep(
+    handles: Sequence[tf.Tensor], before: Sequence[tf.Tensor], after: Sequence[tf.Tensor]
+) -> list[tf.Operation]:
+    """Has the worker keep what is other than before of its own copies of `layout.private`."""
+    return [
+        tf.raw_ops.AssignVariableOp(resource=handle, value=new)
+        for handle, old, new in zip(handles, before, after, strict=True)
+        if new is not old
+    ]
 
 
 class Batch:
@@ -484,6 +493,7 @@ def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Call
             step = Step(layout, read_private(layout, handles), lookups, data, worker)
             with step.computing():
                 outputs = model.predict_step(data)
+            _keep(handles, step.private, step.kept())  # The next batch has other seeds.
         return number, outputs
 
     specs = worker_specs(layout, element_spec)

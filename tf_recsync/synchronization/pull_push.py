@@ -396,7 +396,11 @@ class Step:
             for optimizer, plans in self._pushes:
                 arrived = {device: plan.send(device) for device, plan in plans.items()}
                 operations += self._apply(optimizer, plans, arrived)
-        return [self._scope.get_current_value(v) for v in self._layout.private], operations
+        return self.kept(), operations
+
+    def kept(self) -> list[tf.Tensor]:
+        """What the worker keeps when it has computed: new values of `layout.private`."""
+        return [self._scope.get_current_value(v) for v in self._layout.private]
 
     def _spend_time(self) -> None:
         """Has the pushes wait until the worker, by its artificial speed, has computed its part."""
@@ -405,7 +409,7 @@ class Step:
             return
         plans = [plan for _, plans in self._pushes for plan in plans.values()]
         packed = [tensor for plan in plans for tensor in plan.packed]
-        kept = [self._scope.get_current_value(v) for v in self._layout.private]
+        kept = self.kept()
         new = tf.compat.v1.get_default_graph().get_operations()[self._made :]
         computed = [tensor for plan in plans for tensor in plan.computed]
         made = [op for op in flops.needed(new, [*computed, *kept]) if not op.device]
