@@ -519,3 +519,19 @@ def test_the_ops_refuse_what_would_harm_the_state(table, case, changes, message)
         wrong["last_steps"] = [kept.handle]
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"last_steps must have shape"):
             op(**wrong)
+
+
+def test_a_row_that_another_counter_trained_for_longer_follows_gradients_under_xla():
+    table = keras.Variable(np.ones((2, 3)), dtype="float32", name="embeddings")
+    optimizer = optimizers.Adam(LR)
+    optimizer.build([table])
+    state = optimizer.state_of(table)
+    state.last_steps[0].assign([1000, 0])
+
+    @tf.function(jit_compile=True)
+    def step(gradient):
+        optimizer.apply([tf.IndexedSlices(gradient, tf.range(2), (2, 3))], [table])
+
+    step(tf.ones((2, 3)))
+    # Both have no moments yet.
+    np.testing.assert_allclose(table, 1 - LR * np.ones((2, 3)), 1e-5)

@@ -120,7 +120,9 @@ class Adam(base.Optimizer):
     def plain_rule(self, accumulators, gradient, learning_rate, decay, *, value, step, last_step):
         dtype = gradient.dtype
         # Powers of numbers close to 1, in a precision that holds them.
-        t, missed = tf.cast(step, tf.float64), tf.cast(step - last_step, tf.float64)
+        # A row that was trained by another counter may be ahead of this one; none comes late here.
+        missed = tf.cast(tf.maximum(step - last_step, 0), tf.float64)
+        t = tf.cast(step, tf.float64)
         beta_1, beta_2 = tf.constant(self.beta_1, tf.float64), tf.constant(self.beta_2, tf.float64)
         m = tf.cast(beta_1**missed, dtype) * accumulators[0] + (1 - self.beta_1) * gradient
         v = decay * tf.cast(beta_2**missed, dtype) * accumulators[1]
