@@ -8,7 +8,7 @@ from helpers import LOSS, OwnStep, clicks, compiled, dataset, functional
 from simulated_modes import ROWS
 
 import tf_recsync as recsync
-from tf_recsync.optimizers import SGD
+from tf_recsync.optimizers import SGD, Adam
 
 
 @pytest.fixture
@@ -212,6 +212,37 @@ def test_layers_frozen_after_compiling_are_refused_with_what_to_do(three, layer,
     assert int(model.optimizer.iterations.numpy()) == 6 // strategy.mode.capacity
     for old, variable in zip(before, frozen.variables, strict=True):
         np.testing.assert_array_equal(old, variable.numpy())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: SGD(0.1, weight_decay=0.1), lambda: Adam(0.1, lazy=False)],
+    ids=["decay", "adam"],
+)
+def test_a_table_that_is_frozen_later_neither_decays_nor_goes_on_moving(three, make):
+    strategy = recsync.SyncStrategy(three)
+    with strategy.scope():
+        inputs = keras.Input((4,), dtype="int32")
+        with strategy.placed_on(0):
+            tables = [keras.layers.Embedding(24, width, name=f"t{width}") for width in (2, 3)]
+            rows = keras.layers.concatenate([table(inputs) for table in tables])
+        outputs = keras.layers.Dense(1, "sigmoid")(keras.layers.Flatten()(rows))
+        model = keras.Model(inputs, outputs)
+        model.compile(make(), LOSS)
+    # Rows from 10 on get no gradients.
+    data = tf.data.Dataset.from_tensors((np.arange(40).reshape(10, 4) % 10, np.ones((10, 1))))
+    model.fit(data.repeat(6), verbose=0)
+    tables[0].trainable = False
+    with strategy.scope():
+        model.compile(model.optimizer, LOSS)
+    before = [table.get_weights()[0] for table in tables]
+    model.fit(data.repeat(6), verbose=0)
+    after = [table.get_weights()[0] for table in tables]
+    np.testing.assert_array_equal(after[0], before[0])
+    assert np.all(after[1][:10] != before[1][:10])
+    # As many steps again, each of which takes away a hundredth of what is there.
+    kept = 0.99**2 if model.optimizer.weight_decay else 1.0
+    np.testing.assert_allclose(after[1][10:], kept * before[1][10:], 1e-6)
 
 
 def test_a_server_whose_variables_are_all_frozen_is_refused_too(three):

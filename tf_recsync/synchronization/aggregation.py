@@ -7,6 +7,8 @@ has a gradient buffer for each optimizer, for the variables that it holds.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -17,6 +19,7 @@ from absl import logging
 from tf_recsync import staleness
 from tf_recsync.cluster import fetch, reason
 from tf_recsync.cluster.making_functions import making_functions
+from tf_recsync.ops.bags import PackedBags
 from tf_recsync.ops.gradient_buffer import Aggregate, Revoked
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
@@ -510,6 +513,22 @@ def _only_if(condition: tf.Tensor, make: Callable[[], tf.Operation]) -> tf.Opera
     return tf.cond(condition, run, lambda: tf.constant(False)).op
 
 
+def _of_some(
+    aggregate: Aggregate, tables: Sequence[base.VariableState], which: Sequence[bool]
+) -> Aggregate:
+    """What a buffer gave out of some of its tables."""
+    rows = aggregate.rows
+    of_rows = tf.repeat(which, rows.counts)
+    elements = [math.prod(table.variable.shape[1:]) for table in tables]
+    of_values = tf.repeat(which, rows.counts * tf.constant(elements, tf.int64))
+    versions = aggregate.row_versions  # Of all rows, or none.
+    return aggregate._replace(
+        values=tf.boolean_mask(aggregate.values, of_values),
+        rows=PackedBags(tf.boolean_mask(rows.counts, which), tf.boolean_mask(rows.ids, of_rows)),
+        row_versions=tf.boolean_mask(versions, of_rows[: tf.size(versions)]),
+    )
+
+
 class _Buffer:
     """The gradient buffer of one server for one optimizer.
 
@@ -575,11 +594,15 @@ class _Buffer:
                     weighted=False,
                 )
             )
-        if self.tables:
+        # What is frozen gets no gradients, but would move by its moments.
+        trained = [table.variable.trainable for table in self.tables]
+        if any(trained):
+            tables = list(itertools.compress(self.tables, trained))
+            aggregate = aggregate if all(trained) else _of_some(aggregate, self.tables, trained)
 
             def apply_rows():
                 return optimizer.apply_rows(
-                    self.tables,
+                    tables,
                     aggregate.values,
                     aggregate.rows,
                     aggregate.row_versions,
@@ -601,7 +624,7 @@ class _Buffer:
         """Decays weights once for each step, before its update, as one process does."""
         if optimizer.weight_decay is None:
             return []
-        states = [*self.dense, *self.tables]
+        states = [s for s in [*self.dense, *self.tables] if s.variable.trainable]
         decayed = [state for state in states if optimizer._use_weight_decay(state.variable)]
         return optimizer.decay_weights(decayed, tf.where(aggregate.ready, rate, 0.0))
 
