@@ -10,7 +10,7 @@ from helpers import assert_close, end_of, live_operations
 
 import tf_recsync as recsync
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
-from tf_recsync.strategies.model_variables import optimizers_of
+from tf_recsync.strategies.model_variables import OnServers, optimizers_of
 from tf_recsync.strategies.worker_functions import trace_steps
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Layout
@@ -101,3 +101,30 @@ def test_steps_that_overlap_in_a_call_train_as_one_after_the_other(cluster):
         dense = strategy.staleness(model).dense
         assert (dense.mean, dense.max) == (1, 1)
         assert len(history["loss"]) == 2
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_large_table_that_travels_whole_as_nobody_trains_it_is_warned_of_once(
+    cluster, caplog, is_compiled
+):
+    with recsync.AsyncStrategy(cluster).scope():
+        ids = keras.Input((), dtype="int64")
+        tables = [
+            keras.layers.Embedding(rows, 8, name=name, trainable=trainable)
+            for name, rows, trainable in (
+                ("small", 10, False),
+                ("trained", 2**17, True),
+                ("frozen", 2**17, False),
+            )
+        ]
+        outputs = keras.layers.Dense(1)(keras.layers.concatenate([table(ids) for table in tables]))
+        model = keras.Model(ids, outputs)
+        if is_compiled:
+            model.compile(recsync.optimizers.SGD(0.1), "mse")
+            model.optimizer.build(model.trainable_variables)
+    variables = OnServers(model)
+    for _ in range(2):
+        variables.layout()
+    found = [m.split(",")[0] for m in caplog.messages if "is not trained by the model's" in m]
+    expected = ["frozen/embeddings"] if is_compiled else ["trained/embeddings", "frozen/embeddings"]
+    assert found == expected

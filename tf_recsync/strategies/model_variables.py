@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import uuid
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ from tf_recsync.synchronization.units import (
     planned,
     units_of,
 )
+
+_LARGE_BYTES = 4 * 2**20  # What takes a step milliseconds to pull.
 
 
 def _like(optimizer: keras.optimizers.Optimizer) -> str:
@@ -178,6 +181,7 @@ class OnServers:
         self._placed: list[tuple[Unit, int]] = []
         self._followers: tuple[keras.Operation, ...] = ()
         self._unseeded = generator_of_steps()
+        self._warned: set[str] = set()  # Of these variables, by their paths.
 
     @property
     def optimizers(self) -> list[base.Optimizer]:
@@ -276,7 +280,24 @@ class OnServers:
             logged: the variables of what it returns besides metrics.
         """
         placed = self._placed_layers(group)
-        return Layout.of(self._model, self.optimizers, group, placed, logged, self._unseeded)
+        found = Layout.of(self._model, self.optimizers, group, placed, logged, self._unseeded)
+        self._warn_of_moved(found.shared)
+        return found
+
+    def _warn_of_moved(self, variables: Sequence[keras.Variable]) -> None:
+        """Warns once of what is large and not trained: it travels whole, tables as well."""
+        for variable in variables:
+            size = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+            if size < _LARGE_BYTES or variable.path in self._warned:
+                continue
+            self._warned.add(variable.path)
+            logging.warning(
+                "%s, %s MB, is not trained by the model's optimizer, as its layer is frozen or the "
+                "model not compiled: each step pulls all of it. Of a table that is trained, in a "
+                "compiled model, steps pull no more than the rows that they look up.",
+                variable.path,
+                f"{size / 2**20:,.0f}",
+            )
 
     def _placed_layers(self, group: Group | None) -> PlacedLayers:
         if not self._placed and not self._divided:
