@@ -3,6 +3,7 @@
 import concurrent.futures
 import threading
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -81,3 +82,46 @@ def test_a_server_that_does_not_answer_a_reading_holds_up_nobody_else(monkeypatc
         assert len(handles) == 1 and not reading.done()
         answered.set()
         np.testing.assert_array_equal(reading.result(timeout=60), [3.0, 4.0])
+
+
+def test_what_is_assigned_while_copies_are_trained_stays_and_they_take_it_over(monkeypatch):
+    variables = [CopiedVariable([1.0, 2.0]) for _ in range(2)]
+    copies = Copies(variables, cluster=None, groups=[Group(0, trainers=(0,))])
+    copies.load({0: [variable.numpy() for variable in variables]})
+    copies.begin()
+    trained = [np.array([3.0, 4.0], np.float32)] * 2
+    monkeypatch.setattr(copies, "_combined", lambda: trained)
+    copies.touched()
+    variables[0].assign([5.0, 6.0])
+    np.testing.assert_array_equal(variables[0].numpy(), [5.0, 6.0])
+    copies.settled()
+    np.testing.assert_array_equal(variables[0].numpy(), [5.0, 6.0])
+    np.testing.assert_array_equal(variables[1].numpy(), [3.0, 4.0])
+    copies.begin()
+    assert copies.assigned == [True, False]
+    copies.touched()
+    copies.settled()
+    np.testing.assert_array_equal(variables[0].numpy(), [3.0, 4.0])
+
+
+def test_a_learning_rate_that_a_callback_sets_within_an_epoch_is_that_of_the_next(clusters):
+    strategy = STRATEGIES["Hop"][1](clusters.get(workers=3, ps=4))
+    model = compiled(strategy, slope_model, lambda: recsync.optimizers.SGD(0.1), mean_output)
+
+    class Assigning(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if not self.rates:
+                model.optimizer.learning_rate.assign(0.5)
+
+        def on_epoch_end(self, epoch, logs=None):
+            copies = model.train_function.synchronizer.copies
+            (place,) = copies.places(model.optimizer._learning_rate._value)
+            copied = copies.values(0)[place]
+            self.rates.append((float(model.optimizer.learning_rate.numpy()), float(copied)))
+
+    assigning = Assigning()
+    assigning.rates = []
+    ones = np.ones((6, 1), np.float32)
+    model.fit(ones, ones, 1, epochs=2, verbose=0, callbacks=[assigning])
+    # The copies that are trained in the first epoch go on as they are.
+    np.testing.assert_allclose(assigning.rates, [[0.5, 0.1], [0.5, 0.5]])

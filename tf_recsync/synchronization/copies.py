@@ -27,9 +27,28 @@ class CopiedVariable(ShownVariable):
 
     Attributes:
         shard: which part of a group's copy it belongs to, in all groups.
+        when_assigned: is called with it when this process has assigned it; None: nobody asks.
     """
 
     shard = 0
+    when_assigned: Callable[[tf.Variable], None] | None = None
+
+    def assign(self, *args, **kwargs):
+        """As TensorFlow's; whoever owns the copies learns of it."""
+        return self._assigned(super().assign(*args, **kwargs))
+
+    def assign_add(self, *args, **kwargs):
+        """As TensorFlow's, likewise."""
+        return self._assigned(super().assign_add(*args, **kwargs))
+
+    def assign_sub(self, *args, **kwargs):
+        """As TensorFlow's, likewise."""
+        return self._assigned(super().assign_sub(*args, **kwargs))
+
+    def _assigned(self, result):
+        if self.when_assigned is not None and tf.executing_eagerly():
+            self.when_assigned(self)
+        return result
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,6 +149,8 @@ class Copies:
         # Of each variable, whether users had assigned it when copies last took that over.
         self.assigned: list[bool] = []
         self._stale = False
+        # Ids of what users have assigned while copies were trained, which these take over later.
+        self._kept: set[int] = set()
         # The variables of each shard, by their numbers, and what reads them.
         self._shards: list[list[int]] = [[] for _ in range(len(groups[0].holders))]
         for i, variable in enumerate(self.variables):
@@ -341,6 +362,7 @@ class Copies:
                     self._show(shown)
                     self._merged = []
             self._shown = shown
+            self._kept.clear()
 
     def _assigned(self, shown: Sequence[np.ndarray]) -> list[np.ndarray | None]:
         """What users have assigned since they saw the copies last, by variable.
@@ -384,6 +406,7 @@ class Copies:
                 except tf.errors.OpError as error:
                     logging.warning("%s: %s", self._silent(group), reason(error))
                     self.drop(group)
+            self._kept.clear()
             shown = [values[self._read]] if self._read in values else list(values.values())
             self._show(self.mean(shown))
 
@@ -416,6 +439,7 @@ class Copies:
         for variable in self.seen:
             is_peeked = id(variable) in self._peeked
             variable.before_read = self._peek if is_peeked else self.refresh
+            variable.when_assigned = lambda assigned: self._kept.add(id(assigned))
 
     def carried_on(self) -> None:
         """The copies are trained again after users have seen them."""
@@ -424,15 +448,13 @@ class Copies:
     def settled(self) -> None:
         """Nobody trains the copies any more; after one more refresh nothing changes."""
         self.refresh(force=True)
-        self._stale = False
-        for variable in self.seen:
-            variable.before_read = None
+        self.let_go()
 
     def let_go(self) -> None:
         """Others take its place: what users see stays as it is."""
         self._stale = False
         for variable in self.seen:
-            variable.before_read = None
+            variable.before_read = variable.when_assigned = None
 
     def refresh(self, force: bool = False) -> None:
         """Writes what the copies come to into what users see."""
@@ -458,6 +480,8 @@ class Copies:
 
     def _show(self, values: list[np.ndarray]) -> None:
         for variable, value in zip(self.seen, self.whole(values), strict=True):
+            if id(variable) in self._kept:
+                continue
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
         self._shown = values
 
