@@ -273,7 +273,8 @@ def test_a_reader_that_is_started_again_goes_on_with_what_nobody_has_had(
         return
     # What was in its hands is lost: at most a batch in the making, and those made ahead.
     assert everything - 30 * batch * batches * batch <= history["sum"][0] <= everything
-    assert batches - 30 <= steps_of(model) <= batches
+    # The last one of each of the two may have fewer examples.
+    assert batches - 30 <= steps_of(model) <= batches + 1
     history = model.fit(data, verbose=0).history
     assert history["sum"][0] == everything
 
