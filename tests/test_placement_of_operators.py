@@ -109,12 +109,14 @@ def operations(graph) -> set[tf.Operation]:
 
 
 def crossing(graph) -> list[tf.Tensor]:
-    """The tensors that travel between devices, but for resources, which are only named."""
+    """The tensors that travel between devices, but for what is reported, and resources, which are
+    only named."""
     return [
         tensor
         for op in operations(graph)
         for tensor in op.inputs
         if tensor.device != op.device
+        and op.type != "RecsyncReport"
         and tensor.dtype not in (tf.resource, tf.variant)
         and tensor.op.type not in ("Const", "Placeholder")
     ]

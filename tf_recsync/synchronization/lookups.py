@@ -184,5 +184,8 @@ def _varies(node: tf.compat.v1.NodeDef, graph: tf.Graph) -> bool:
         return False
     called = [attr.func.name for attr in node.attr.values() if attr.HasField("func")]
     called += [f.name for attr in node.attr.values() for f in attr.list.func]
-    inner = [n for name in called for n in graph._get_function(name).cached_definition.node_def]
-    return not called or any(_varies(n, graph) for n in inner)
+    functions = [graph._get_function(name) for name in called]
+    if not functions or None in functions:  # Of what is not known here, who knows.
+        return True
+    inner = [node for function in functions for node in function.cached_definition.node_def]
+    return any(_varies(node, graph) for node in inner)
