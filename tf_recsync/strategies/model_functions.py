@@ -18,6 +18,7 @@ from absl import logging
 
 from tf_recsync.cluster import Cluster, Server, fetch
 from tf_recsync.cluster.making_functions import making_functions
+from tf_recsync.optimizers.base import global_step_of
 from tf_recsync.strategies import step_counts, watched_calls, worker_functions
 from tf_recsync.strategies.call_board import CallBoard, CallBoards, Row
 from tf_recsync.strategies.checks import OnBatchLost
@@ -414,7 +415,7 @@ class Steps:
         if is_anew:
             self._initial = initial_values(layout.private)
             if is_training:
-                self._steps_before = int(initial_values([self._model.optimizer.iterations])[0])
+                self._steps_before = global_step_of(self._model.optimizer)
         # Metrics have what was merged by then, where a pass goes on.
         initial = self._initial
 
