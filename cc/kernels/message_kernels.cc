@@ -162,25 +162,16 @@ class ReadPackedOp : public OpKernel {
       values.push_back(variable->copy_on_read_mode.load()
                            ? tensorflow::tensor::DeepCopy(value)
                            : value);
-      size += Padded(values.back().TotalBytes());
+      size += PaddedBytes(values.back().TotalBytes());
     }
     uint8_t* to;
     OP_REQUIRES_OK(ctx, MakeVector(ctx, 0, size, &to));
     for (const Tensor& value : values) {
-      to = Copy(value, Padded(value.TotalBytes()), to);
+      to = CopyPadded(value.tensor_data(), PaddedBytes(value.TotalBytes()), to);
     }
-    for (const Tensor& tail : tails) to = Copy(tail, tail.TotalBytes(), to);
-  }
-
- private:
-  static int64_t Padded(int64_t bytes) { return (bytes + 7) / 8 * 8; }
-
-  // Copies a value to where `size` bytes belong to it; returns what is behind.
-  static uint8_t* Copy(const Tensor& value, int64_t size, uint8_t* to) {
-    const auto bytes = value.tensor_data();
-    if (!bytes.empty()) std::memcpy(to, bytes.data(), bytes.size());
-    std::fill(to + bytes.size(), to + size, 0);
-    return to + size;
+    for (const Tensor& tail : tails) {
+      to = CopyPadded(tail.tensor_data(), tail.TotalBytes(), to);
+    }
   }
 };
 

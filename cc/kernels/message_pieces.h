@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
+#include "absl/strings/string_view.h"
 #include "cc/engine/aligned_pieces.h"
 #include "cc/kernels/parallel_for.h"
 #include "tensorflow/core/framework/allocator.h"
@@ -49,6 +51,17 @@ void FillGaps(const std::vector<int64_t>& sizes,
   for (size_t i = 0; i < sizes.size(); ++i) {
     std::fill(message + starts[i] + sizes[i], message + starts[i + 1], T(0));
   }
+}
+
+// The bytes that so many take in a message of values of several types.
+inline int64_t PaddedBytes(int64_t bytes) { return (bytes + 7) / 8 * 8; }
+
+// Copies bytes to where `size` belong to them, the rest of which are zeros;
+// returns what is behind.
+inline uint8_t* CopyPadded(absl::string_view bytes, int64_t size, uint8_t* to) {
+  if (!bytes.empty()) std::memcpy(to, bytes.data(), bytes.size());
+  std::fill(to + bytes.size(), to + size, 0);
+  return to + size;
 }
 
 }  // namespace recsync

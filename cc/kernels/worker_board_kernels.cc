@@ -1,6 +1,5 @@
 // Kernels of a board of workers.
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -11,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "cc/engine/worker_board.h"
 #include "cc/kernels/inputs.h"
+#include "cc/kernels/message_pieces.h"
 #include "cc/kernels/resource_op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
@@ -138,7 +138,7 @@ class ReadBoardOp : public OpKernel {
       const int64_t bytes = entry.report.size();
       head.insert(head.end(),
                   {entry.key, entry.applied, entry.has_report ? bytes : -1});
-      size += Padded(bytes);
+      size += PaddedBytes(bytes);
     }
     const int64_t head_bytes = head.size() * sizeof(int64_t);
     uint8_t* to;
@@ -146,15 +146,9 @@ class ReadBoardOp : public OpKernel {
     std::memcpy(to, head.data(), head_bytes);
     to += head_bytes;
     for (const WorkerBoard::Entry& entry : entries) {
-      const int64_t bytes = entry.report.size();
-      if (bytes > 0) std::memcpy(to, entry.report.data(), bytes);
-      std::fill(to + bytes, to + Padded(bytes), 0);
-      to += Padded(bytes);
+      to = CopyPadded(entry.report, PaddedBytes(entry.report.size()), to);
     }
   }
-
- private:
-  static int64_t Padded(int64_t bytes) { return (bytes + 7) / 8 * 8; }
 };
 
 class TellWorkersOp : public OpKernel {

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.cluster import CHIEF, Cluster, Server
+from tf_recsync.cluster import CHIEF, Cluster
 from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_once
 from tf_recsync.synchronization.remote_values import on_worker, padded
 
@@ -114,7 +114,6 @@ class CallBoards:
     def __init__(self, cluster: Cluster):
         self._cluster = cluster
         self._lock = threading.Lock()
-        self._servers: dict[str, Server] = {}
         self._boards: dict[tuple[str, int], CallBoard] = {}
 
     def add_row(self, device: str) -> Row:
@@ -132,11 +131,9 @@ class CallBoards:
             raise
 
     def _at(self, device: str) -> CallBoard:
+        spec = tf.DeviceSpec.from_string(device)
+        key = device, self._cluster.membership.life((spec.job, spec.task))
         with self._lock:
-            if device not in self._servers:
-                spec = tf.DeviceSpec.from_string(device)
-                self._servers[device] = spec.job, spec.task
-            key = device, self._cluster.membership.life(self._servers[device])
             board = self._boards.get(key)
         if board is not None:
             return board
