@@ -94,20 +94,27 @@ def test_what_is_published_is_of_one_moment_and_predicts_what_the_model_did(
     assert recsync.latest_published(tmp_path) == last.path == str(tmp_path / str(last.version))
 
 
-def test_training_goes_on_while_a_version_is_written_and_fit_waits_for_the_last(
-    clusters, tmp_path, monkeypatch
-):
-    strategy = recsync.AsyncStrategy(clusters.get(WORKERS, PS))
-    model = compiled(strategy)
-    goes_on, is_writing = threading.Event(), threading.Event()
+@pytest.fixture
+def writing(monkeypatch):
+    """Versions are not written before the second event; the first says that one is to be."""
+    is_writing, goes_on = threading.Event(), threading.Event()
     write = Inference.write
 
-    def write_when_training_has_gone_on(inference, folder):
+    def write_later(inference, folder):
         is_writing.set()
         assert goes_on.wait(60)
         write(inference, folder)
 
-    monkeypatch.setattr(Inference, "write", write_when_training_has_gone_on)
+    monkeypatch.setattr(Inference, "write", write_later)
+    return is_writing, goes_on
+
+
+def test_training_goes_on_while_a_version_is_written_and_fit_waits_for_the_last(
+    clusters, tmp_path, writing
+):
+    strategy = recsync.AsyncStrategy(clusters.get(WORKERS, PS))
+    model = compiled(strategy)
+    is_writing, goes_on = writing
     publish = Publish(tmp_path, every_seconds=1e-6, at_end=False)
     seen = []
 
@@ -136,7 +143,7 @@ def ones(batches=3, units=1):
 
 
 def test_what_an_interrupted_fit_has_left_writing_is_whole_before_the_next_is_begun(
-    tmp_path, monkeypatch
+    tmp_path, writing
 ):
     class Interrupt(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -149,15 +156,7 @@ def test_what_an_interrupted_fit_has_left_writing_is_whole_before_the_next_is_be
                 assert recsync.latest_published(target) is None
                 goes_on.set()
 
-    goes_on, is_writing = threading.Event(), threading.Event()
-    write = Inference.write
-
-    def write_later(inference, folder):
-        is_writing.set()
-        assert goes_on.wait(60)
-        write(inference, folder)
-
-    monkeypatch.setattr(Inference, "write", write_later)
+    is_writing, goes_on = writing
     target, model = tmp_path / "published", local_model()
     first = Publish(target, every_seconds=1e-6)
     with pytest.raises(KeyboardInterrupt):
