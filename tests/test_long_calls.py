@@ -1,6 +1,7 @@
 """Calls in which a worker does many steps by itself."""
 
 import collections
+import threading
 import time
 
 import numpy as np
@@ -189,6 +190,23 @@ def test_of_a_call_that_is_lost_with_its_worker_all_steps_count_that_servers_hav
     assert losses.steps <= min(steps_per_execution, worker_functions.MOST_UNROLLED)
     assert sum(strategy.worker_steps(model)) == 400
     two.restart("worker", 1)
+
+
+def test_of_a_call_that_is_lost_with_the_only_worker_all_applied_steps_count_too(clusters):
+    cluster = clusters.get(workers=1, ps=1)
+    strategy = recsync.AsyncStrategy(cluster)
+    model = model_of(strategy)
+
+    def kill():
+        cluster.kill("worker", 0)
+        threading.Timer(0.5, cluster.restart, ["worker", 0]).start()
+
+    with compute_time(strategy, 0.004):
+        model.fit(data_of(None), steps_per_epoch=400, callbacks=[AtBatch(100, kill)], verbose=0)
+    losses = strategy.losses(model)
+    assert losses.workers == 1
+    assert 400 <= -weight_of(model) <= 400 + losses.steps
+    assert losses.steps <= worker_functions.MOST_UNROLLED
 
 
 @pytest.mark.cases("40")

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.cluster import CHIEF, Cluster
+from tf_recsync.cluster import CHIEF, Cluster, Server
 from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_once
 from tf_recsync.synchronization.remote_values import on_worker, padded
 
@@ -58,12 +58,17 @@ class CallBoard:
     Args:
         device: the server's.
 
+    Attributes:
+        device: as above.
+        server: the server.
+
     Raises:
         tf.errors.OpError: if the server is gone.
     """
 
     def __init__(self, device: str):
         self.device = device
+        self.server = _server_of(device)
         with tf.device(device):
             self._handle = ops.worker_board()
 
@@ -131,8 +136,7 @@ class CallBoards:
             raise
 
     def _at(self, device: str) -> CallBoard:
-        spec = tf.DeviceSpec.from_string(device)
-        key = device, self._cluster.membership.life((spec.job, spec.task))
+        key = device, self._cluster.membership.life(_server_of(device))
         with self._lock:
             board = self._boards.get(key)
         if board is not None:
@@ -142,6 +146,11 @@ class CallBoards:
             for other in [k for k in self._boards if k[0] == device and k[1] < key[1]]:
                 del self._boards[other]
             return self._boards.setdefault(key, made)
+
+
+def _server_of(device: str) -> Server:
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.job, spec.task
 
 
 @traced_once

@@ -804,12 +804,11 @@ class Steps:
         """Reads what the workers of slots have reported, by a call to each server that has it.
 
         Args:
-            slots: all whose workers report to those servers: what others have reported is gone. A
-                server is left out if all of these are lost, as it may be itself.
+            slots: all whose workers report to those servers: what others have reported is gone.
             batches: of the pass.
 
         Returns:
-            The steps that were applied, by the keys of their rows, of servers that answer.
+            The steps that were applied, by the keys of their rows, of servers that are there.
         """
         rows: dict[CallBoard, dict[int, tuple[Slot, WorkerState]]] = {}
         for slot in slots:
@@ -818,7 +817,7 @@ class Steps:
                 rows.setdefault(state.row.board, {})[state.row.key] = slot, state
         applied: dict[int, int] = {}
         for board, own in rows.items():
-            if all(slot.lost for slot, _ in own.values()):
+            if self._settings.cluster.membership.is_away(board.server):
                 continue
             try:
                 reading, known = board.read(), {}
