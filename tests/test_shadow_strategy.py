@@ -623,3 +623,34 @@ def test_bmufs_global_parameters_are_in_the_checkpoint(cluster, tmp_path):
     assert np.any(found[0][1])
     for before, after in zip(*found, strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+def test_a_trainer_that_is_behind_moves_rows_as_far_as_one_that_is_ahead(cluster):
+    # The same row; each trainer has its steps in a fit of its own, and pushes the other way.
+    turns, steps = ([40, 0, 0], [0, 10, 0]), {}
+
+    def dataset_fn(context):
+        one = {"id": tf.zeros([1], tf.int64)}, [[1.0 if context.input_pipeline_id else -1.0]]
+        return tf.data.Dataset.from_tensors(one).repeat(steps[context.input_pipeline_id])
+
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
+    rate = 0.01
+    with strategy.scope():
+        ids = keras.Input((), dtype="int64", name="id")
+        table = recsync.layers.EmbeddingCollection(
+            [recsync.layers.TableConfig("table", ROWS, 1, initializer="zeros")],
+            [recsync.layers.FeatureConfig("id", table="table")],
+            concatenate=True,
+        )
+        model = keras.Model({"id": ids}, table({"id": ids}))
+        model.compile(recsync.optimizers.Adam(rate), lambda y, output: -y * output)
+    w, m, v = 0.0, 0.0, 0.0
+    for turn in turns:
+        steps.update(enumerate(turn))
+        model.fit(strategy.distribute_datasets_from_function(dataset_fn), verbose=0)
+        gradient = 1.0 if turn[0] else -1.0
+        for t in range(1, sum(turn) + 1):
+            m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001
+            w -= rate * np.sqrt(1 - 0.999**t) / (1 - 0.9**t) * m / np.sqrt(v)
+    found = model.predict({"id": np.zeros(1, np.int64)}, verbose=0)
+    np.testing.assert_allclose(found, [[w]], 1e-3)

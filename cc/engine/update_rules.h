@@ -155,6 +155,10 @@ struct RowwiseAdagradRule {
 // does not move at those steps, unless `lazy` is false: then RowUpdate has each
 // row make them. A push that arrives after a younger one (t <= s) enters the
 // moments with the weight that it would have by now, beta^(s-t).
+//
+// With `several_counters`, trainers that count their steps apart update the
+// same rows: then t <= s says nothing of when a push was made, and each is the
+// step after the last at least, so that slow trainers' gradients weigh as much.
 struct AdamRule {
   static constexpr int kAccumulators = 2;  // m and v
   static constexpr bool kOnePerRow = false;
@@ -165,6 +169,7 @@ struct AdamRule {
   double beta_2 = 0.999;
   float epsilon = 0.0f;
   bool lazy = true;
+  bool several_counters = false;
 
   void Begin(int64_t global_step) {
     log_beta_1_ = std::log(beta_1);
@@ -186,11 +191,18 @@ struct AdamRule {
     AdamRule rule = *this;
     constexpr Step kMost = std::numeric_limits<Step>::max();
     // Once the last step is more than its type knows, each is the one after.
-    const int64_t missed = global_step > kMost && *last_step == kMost
-                               ? 1
-                               : global_step - *last_step;
+    int64_t missed = global_step > kMost && *last_step == kMost
+                         ? 1
+                         : global_step - *last_step;
+    if (several_counters) {
+      missed = std::max<int64_t>(missed, 1);
+      *last_step = std::max(*last_step, Saturated<Step>(global_step));
+    } else if (missed > 0 || missed < -kMostLate) {
+      // No push is that late: another counter was here, before a checkpoint.
+      missed = std::max<int64_t>(missed, 1);
+      *last_step = Saturated<Step>(global_step);
+    }
     const int64_t late = missed < 0 ? -missed : 0;
-    if (missed > 0) *last_step = Saturated<Step>(global_step);
     const int64_t decayed = missed > 0 ? missed : 0;
     rule.m_decay_ = static_cast<float>(Power(beta_1, log_beta_1_, decayed));
     rule.v_decay_ = static_cast<float>(Power(beta_2, log_beta_2_, decayed));
@@ -228,6 +240,7 @@ struct AdamRule {
 
  private:
   static constexpr int64_t kMostSteps = 100000;
+  static constexpr int64_t kMostLate = 256;
 
   static double Power(double beta, double log_beta, int64_t n) {
     if (n == 0) return 1.0;

@@ -317,6 +317,46 @@ TEST(AdamRuleTest, ARowThatWaitedHasTheMomentsOfStepsWithoutGradient) {
   }
 }
 
+TEST(AdamRuleTest, PushesOfATrainerThatIsBehindWeighAsMuchAsOthers) {
+  // Of two trainers that push in turn, one has made half as many steps.
+  AdamRule rule;
+  rule.learning_rate = 0.1f;
+  rule.epsilon = 1e-7f;
+  rule.several_counters = true;
+  float w = 1.0f, m = 0.0f, v = 0.0f;
+  float* const slots[] = {&m, &v};
+  int32_t last_step = 0;
+  double em = 0.0, ev = 0.0;
+  for (int64_t push = 0; push < 300; ++push) {
+    const bool is_slow = push % 3 == 2;
+    const int64_t ahead = 1 + push / 3 * 2 + push % 3;
+    const int64_t t = is_slow ? 1 + push / 3 : ahead;
+    const float g = is_slow ? 2.0f : -1.0f;
+    em = 0.9 * em + 0.1 * g;
+    ev = 0.999 * ev + 0.001 * g * g;
+    rule.Begin(t);
+    rule.At(t, &last_step).Apply<false>(&w, slots, &g, 1, 1.0f, 1.0f);
+    ASSERT_NEAR(m, em, 1e-5) << push;
+    ASSERT_NEAR(v, ev, 1e-5) << push;
+  }
+  EXPECT_EQ(last_step, 200);
+}
+
+TEST(AdamRuleTest, ARowOfACounterFarAheadGoesOnWithThisOne) {
+  AdamRule rule;
+  rule.learning_rate = 0.1f;
+  rule.epsilon = 1e-7f;
+  float w = 1.0f, m = 0.5f, v = 0.25f;
+  float* const slots[] = {&m, &v};
+  int32_t last_step = 5000;
+  const float g = -2.0f;
+  rule.Begin(10);
+  rule.At(10, &last_step).Apply<false>(&w, slots, &g, 1, 1.0f, 1.0f);
+  EXPECT_EQ(last_step, 10);
+  EXPECT_NEAR(m, 0.9f * 0.5f + 0.1f * g, 1e-6);
+  EXPECT_NEAR(v, 0.999f * 0.25f + 0.001f * g * g, 1e-6);
+}
+
 TEST(AdamRuleTest, BeyondWhatInt32CountsEachStepIsTheOneAfterTheLast) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   AdamRule rule;

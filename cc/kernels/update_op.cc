@@ -53,9 +53,12 @@ absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx,
 absl::Status ReadRule(tensorflow::OpKernelConstruction* ctx, AdamRule* rule) {
   TF_RETURN_IF_ERROR(ReadBeta(ctx, "beta_1", &rule->beta_1));
   TF_RETURN_IF_ERROR(ReadBeta(ctx, "beta_2", &rule->beta_2));
-  // The op of dense variables has it not: each push moves all of one.
+  // The op of dense variables has neither: each push moves all of one, and none
+  // is pushed to by several counters.
   if (ctx->HasAttr("lazy")) {
     TF_RETURN_IF_ERROR(ctx->GetAttr("lazy", &rule->lazy));
+    TF_RETURN_IF_ERROR(
+        ctx->GetAttr("several_counters", &rule->several_counters));
   }
   return ReadPositive(ctx, "epsilon", &rule->epsilon);
 }

@@ -316,6 +316,7 @@ REGISTER_OP("RecsyncAdamRows")
     .Attr("beta_2: float = 0.999")
     .Attr("epsilon: float = 1e-7")
     .Attr("lazy: bool = true")
+    .Attr("several_counters: bool = false")
     .RECSYNC_ROWS_ATTRIBUTES.SetIsStateful()
     .SetShapeFn(RowsUpdateShape)
     .Doc(
@@ -330,7 +331,10 @@ REGISTER_OP("RecsyncAdamRows")
         "beta_2: That of the second moment.\n"
         "epsilon: Added to the root of the second moment.\n"
         "lazy: Whether rows that are not named stay where they are; else all "
-        "rows of the tables make each step." RECSYNC_COMMON_DOC);
+        "rows of the tables make each step.\n"
+        "several_counters: Whether the tables are also updated by others, who "
+        "count their global steps apart: then each update is a step after the "
+        "last one at least." RECSYNC_COMMON_DOC);
 
 REGISTER_OP("RecsyncFtrlDense")
     .Input("variables: N * resource")

@@ -29,8 +29,11 @@ class Adam(base.Optimizer):
     else it squares the row's gradients one by one, and here they are summed first.)
 
     The bias is corrected by the global step. A push that arrives after a younger one enters the
-    moments with the weight that it would have had by now. lambda is the factor of SWAP, which
-    decays second moments further; 1 without.
+    moments with the weight that it would have had by now. Where several trainers or groups share
+    tables and count their own steps (ShadowSync, Hierarchical Training, Hop), s is the step of the
+    one that is ahead, and each update of a row decays its moments by one step at least, so that
+    the gradients of slow trainers weigh as much as those of fast ones. lambda is the factor of
+    SWAP, which decays second moments further; 1 without.
 
     What staleness does to Adam: see "Adam under asynchronous training"
     in docs/optimizers.md.
@@ -115,13 +118,20 @@ class Adam(base.Optimizer):
         return ops.adam_dense(**self._op_arguments(accumulators), **kwargs)
 
     def rows_op(self, *, accumulators, **kwargs):
-        return ops.adam_rows(lazy=self.lazy, **self._op_arguments(accumulators), **kwargs)
+        arrangement = getattr(self._distribution_strategy, "arrangement", None)
+        return ops.adam_rows(
+            lazy=self.lazy,
+            # Each group has its own optimizer, while all of them share the tables.
+            several_counters=arrangement is not None and arrangement.has_copies,
+            **self._op_arguments(accumulators),
+            **kwargs,
+        )
 
     def plain_rule(self, accumulators, gradient, learning_rate, decay, *, value, step, last_step):
         dtype = gradient.dtype
         # Powers of numbers close to 1, in a precision that holds them.
         # A row that was trained by another counter may be ahead of this one; none comes late here.
-        missed = tf.cast(tf.maximum(step - last_step, 0), tf.float64)
+        missed = tf.cast(tf.maximum(step - last_step, 1), tf.float64)
         t = tf.cast(step, tf.float64)
         beta_1, beta_2 = tf.constant(self.beta_1, tf.float64), tf.constant(self.beta_2, tf.float64)
         m = tf.cast(beta_1**missed, dtype) * accumulators[0] + (1 - self.beta_1) * gradient

@@ -503,7 +503,11 @@ class Copies:
         return self.mean(answers(groups))
 
     def mean(self, copies: Iterable[Sequence[np.ndarray]]) -> list[np.ndarray] | None:
-        """The mean; of integers, which have none, the first. None of no copies."""
+        """The mean; of whole numbers, which have none, the largest of a count (a scalar) and else
+        the first. None of no copies.
+
+        Tables that copies share have been trained by the one that has counted the most steps.
+        """
         sums: list[np.ndarray] = []
         count = 0
         for values in copies:
@@ -514,9 +518,11 @@ class Copies:
                     for variable, value in zip(self.variables, values, strict=True)
                 ]
                 continue
-            for variable, sum_, value in zip(self.variables, sums, values, strict=True):
+            for i, (variable, value) in enumerate(zip(self.variables, values, strict=True)):
                 if variable.dtype.is_floating:
-                    sum_ += value
+                    sums[i] += value
+                elif variable.dtype.is_integer and value.shape == ():
+                    sums[i] = max(sums[i], value)
         if not sums:
             return None
         return [
