@@ -304,7 +304,7 @@ class Pieces:
         pulled = []
         for number, (dense, rows) in enumerate(self.states):
             buffer = self.buffer(number)
-            step = int(buffer.buffer.step().applied) if buffer else 0
+            step = int(buffer.step().applied) if buffer else 0
             pulled.append((step, int(dense.versions.numpy()), rows.versions.numpy()))
         return Work(index, value, pulled, gradients, ticket)
 
@@ -337,7 +337,7 @@ class Pieces:
             optimizer.apply_dense([dense], flat, versions, rate, number)
             optimizer.apply_rows([table], values, rows, of_rows, rate, number)
             return None
-        return self.buffer(server).buffer.push(
+        return self.buffer(server).push(
             *(work.index, work.value, step, flat, versions, [table], values, rows, of_rows),
             ticket=work.ticket,
         )

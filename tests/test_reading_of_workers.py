@@ -102,7 +102,7 @@ class Worker:
 
     def __init__(self):
         self._log = WorkerLog.made(has_numbers=True)
-        self.state = WorkerState(0, None, [np.zeros([], np.float32)], log=self._log)
+        self.state = WorkerState(0, None, None, [np.zeros([], np.float32)], log=self._log)
         self._reader = PackedReader([tf.Variable(np.zeros(2, np.int64)), tf.Variable(0.0)], True)
         self.noted: list[int] = []
         self._steps = 0

@@ -442,7 +442,7 @@ def report_one(handle, worker):
 
 def test_takes_wait_on_the_server_until_another_worker_reports(cluster):
     tokens = TokenList(repeats=1, gate="step", workers=2, device=PS)
-    assert tokens.device == PS
+    assert tokens.handle.device == PS
     take = on_worker(cluster, take_two)
     waiting = waiting_take(tokens, 0, lambda worker: take(tokens.handle, worker)[1])
     state = tokens.state()
@@ -471,7 +471,7 @@ def test_a_take_on_the_server_ends_when_its_worker_is_given_up(cluster):
 def test_a_take_on_the_server_ends_when_the_list_is_deleted(cluster):
     with tf.device(PS):
         tokens = TokenList(repeats=1, gate="step", workers=2)
-    assert tokens.device == PS
+    assert tokens.handle.device == PS
     handle = tokens.handle
     take = on_worker(cluster, take_two)
     waiting = waiting_take(tokens, 1, lambda worker: take(handle, worker))

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import Any
 
 from tf_recsync import staleness
 from tf_recsync._checks import check_at_least, plain_integers
@@ -114,6 +115,11 @@ class _GlobalBatches(ModeConfig):
             )
         return global_batch_size // self.local_batch_size
 
+    def _mode(self, name: str, repeats: int, capacity: int, **others: Any) -> Mode:
+        """A row of the table in which servers have buffers."""
+        last = self.last_global_batch
+        return Mode(name, repeats, capacity, uses_buffers=True, last_global_batch=last, **others)
+
 
 class Async(ModeConfig):
     """Each push is applied at once, weighed by the optimizer's `staleness` policy.
@@ -194,15 +200,7 @@ class Sync(_GlobalBatches):
     def _on(self, workers: int) -> Mode:
         size = self.global_batch_size
         batches = workers if size is None else self._batches_of(size)
-        return Mode(
-            "sync",
-            repeats=batches,
-            capacity=batches,
-            gate="step",
-            drop_late=True,
-            uses_buffers=True,
-            last_global_batch=self.last_global_batch,
-        )
+        return self._mode("sync", batches, batches, gate="step", drop_late=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,13 +234,7 @@ class BSP(_GlobalBatches):
 
     def _on(self, workers: int) -> Mode:
         batches = self._batches_of(self.global_batch_size)
-        return Mode(
-            "BSP",
-            repeats=batches,
-            capacity=batches,
-            uses_buffers=True,
-            last_global_batch=self.last_global_batch,
-        )
+        return self._mode("BSP", batches, batches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -344,15 +336,8 @@ class BackupWorkers(_GlobalBatches):
                 f"backup_workers must be less than the cluster's {workers} workers, "
                 f"not {self.backup_workers}"
             )
-        return Mode(
-            "backup-worker",
-            repeats=workers,
-            capacity=workers - self.backup_workers,
-            gate="step",
-            drop_late=True,
-            uses_buffers=True,
-            last_global_batch=self.last_global_batch,
-        )
+        capacity = workers - self.backup_workers
+        return self._mode("backup-worker", workers, capacity, gate="step", drop_late=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

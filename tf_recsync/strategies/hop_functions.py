@@ -104,104 +104,83 @@ class HopTrainFunction(TrainFunction):
             self.synchronizer.reports()
 
     def _trace(self, layout: Layout, element_spec, lookups, steps, compute_time) -> Repeated:
+        """Traces `model.train_step` and the exchange around it, once for all workers."""
         del steps
-        return _trace(
-            self._model,
-            layout,
-            self._protocol,
-            element_spec,
-            lookups,
-            compute_time,
-            self._step_logs,
-            self.call_limit,
-            self._is_numbered,
-            self._notes_events,
-        )
+        model = self._model
+        parameters = [v._value for v in model.trainable_variables if is_copied(v)]
+        handles = [variable.handle for variable in parameters]
+        dtype = exchange_dtype(model)
+        constrained = [v for v in model.trainable_variables if v.constraint is not None]
+        uses_servers = bool(layout.optimizers)
+        if uses_servers:
+            train = _with_servers(model, layout, lookups, self._step_logs)
+        else:
+            train = _by_itself(model, layout, self._step_logs)
 
+        def run_step(batch, waited, worker, began, count, log, hop_handle):
+            iteration = hop.next_iteration(hop_handle, handles, dtype)
+            with tf.control_dependencies([iteration]):
+                # What a worker sends in parallel order is also what the average takes the place of.
+                base = tf.zeros([0], dtype) if self._protocol.is_serial else packed(handles, dtype)
+                entered = hop.enter(hop_handle, iteration, base, send=not self._protocol.is_serial)
+                seconds = None
+                if compute_time is not None:
+                    seconds = compute_time(
+                        worker, read_steps(count), lambda: tf.timestamp() - began
+                    )
+                done = [entered, *train(batch.data, worker, seconds)]
+            # The exchange does not wait for what servers do, and the next step does.
+            with tf.control_dependencies([one for one in done if not one.device]):
+                if self._protocol.is_serial:
+                    hop.send(hop_handle, packed(handles, dtype))
+                received = hop.receive(
+                    hop_handle, iteration, base, handles, relative=not self._protocol.is_serial
+                )
+            with tf.control_dependencies([received]):
+                for variable in constrained:
+                    variable._value.assign(variable.constraint(variable._value.read_value()))
+                counted = add_step(count, [received, *done], waited, log, batch.number)
+            return counted, iteration
 
-def _trace(
-    model: keras.Model,
-    layout: Layout,
-    protocol: Protocol,
-    element_spec: Any,
-    lookups: Lookups,
-    compute_time: worker_functions.ComputeTime | None,
-    step_logs: StepLogs,
-    call_limit: float,
-    is_numbered: bool,
-    is_recorded: bool,
-) -> Repeated:
-    """Traces `model.train_step` and the exchange around it, once for all workers."""
-    parameters = [v._value for v in model.trainable_variables if is_copied(v)]
-    handles = [variable.handle for variable in parameters]
-    dtype = exchange_dtype(model)
-    constrained = [v for v in model.trainable_variables if v.constraint is not None]
-    uses_servers = bool(layout.optimizers)
-    if uses_servers:
-        train = _with_servers(model, layout, lookups, step_logs)
-    else:
-        train = _by_itself(model, layout, step_logs)
+        def step(iterator, worker, began, count, log, hop_handle):
+            wait = DataWait()
+            batch = worker_functions.Batch(iterator.get_next(), self._is_numbered)
+            # Without a batch nothing may happen, not even what needs none of it.
+            with tf.control_dependencies(batch.evidence):
+                waited = wait.until(batch.evidence)
+                counted, iteration = run_step(batch, waited, worker, began, count, log, hop_handle)
+                if self._notes_events:
+                    # What comes after it the worker of Hop notes itself.
+                    events = NotedEvents(log, count)
+                    events.waited(wait)
+                    events.counted(counted, is_joint=True, iteration=iteration)
 
-    def run_step(batch, waited, worker, began, count, log, hop_handle):
-        iteration = hop.next_iteration(hop_handle, handles, dtype)
-        with tf.control_dependencies([iteration]):
-            # What a worker sends in parallel order is also what the average takes the place of.
-            base = tf.zeros([0], dtype) if protocol.is_serial else packed(handles, dtype)
-            entered = hop.enter(hop_handle, iteration, base, send=not protocol.is_serial)
-            seconds = None
-            if compute_time is not None:
-                seconds = compute_time(worker, read_steps(count), lambda: tf.timestamp() - began)
-            done = [entered, *train(batch.data, worker, seconds)]
-        # The exchange does not wait for what servers do, and the next step does.
-        with tf.control_dependencies([one for one in done if not one.device]):
-            if protocol.is_serial:
-                hop.send(hop_handle, packed(handles, dtype))
-            received = hop.receive(
-                hop_handle, iteration, base, handles, relative=not protocol.is_serial
-            )
-        with tf.control_dependencies([received]):
-            for variable in constrained:
-                variable._value.assign(variable.constraint(variable._value.read_value()))
-            counted = add_step(count, [received, *done], waited, log, batch.number)
-        return counted, iteration
+        specs = [
+            tf.data.IteratorSpec(worker_functions.given_spec(element_spec, self._is_numbered)),
+            tf.TensorSpec([], tf.int64),
+            tf.TensorSpec([], tf.float64),
+            *[tf.TensorSpec([], tf.resource)] * 3,
+        ]
+        once = tf.function(step, autograph=False).get_concrete_function(*specs)
+        loop = worker_functions.trace_loop(once, specs, self.call_limit)
+        private = [variable._value for variable in layout.private]
+        replaced = [variable.handle for variable in [*private, *copied_variables(model)]]
 
-    def step(iterator, worker, began, count, log, hop_handle):
-        wait = DataWait()
-        batch = worker_functions.Batch(iterator.get_next(), is_numbered)
-        # Without a batch nothing may happen, not even what needs none of it.
-        with tf.control_dependencies(batch.evidence):
-            waited = wait.until(batch.evidence)
-            counted, iteration = run_step(batch, waited, worker, began, count, log, hop_handle)
-            if is_recorded:
-                # What comes after it the worker of Hop notes itself.
-                events = NotedEvents(log, count)
-                events.waited(wait)
-                events.counted(counted, is_joint=True, iteration=iteration)
+        def of_state(concrete: Callable, before: int) -> Callable:
+            """Takes an iterator, so many arguments besides, and `inputs` of a worker's state."""
+            function = RemoteFunction(concrete, replaced)
 
-    specs = [
-        tf.data.IteratorSpec(worker_functions.given_spec(element_spec, is_numbered)),
-        tf.TensorSpec([], tf.int64),
-        tf.TensorSpec([], tf.float64),
-        *[tf.TensorSpec([], tf.resource)] * 3,
-    ]
-    once = tf.function(step, autograph=False).get_concrete_function(*specs)
-    loop = worker_functions.trace_loop(once, specs, call_limit)
-    private = [variable._value for variable in layout.private]
-    replaced = [variable.handle for variable in [*private, *copied_variables(model)]]
+            def call(iterator, *arguments):
+                own, (worker, began, count, _, log, *rest) = arguments[:before], arguments[before:]
+                # The worker's own variables, what it keeps beside its parameters, its copies.
+                kept, (hop_handle, *copies) = rest[: len(private)], rest[len(private) :]
+                return function(
+                    iterator, *own, worker, began, count, log, hop_handle, *kept, *copies
+                )
 
-    def of_state(concrete: Callable, before: int) -> Callable:
-        """Takes an iterator, so many arguments besides, and the `inputs` of a worker's state."""
-        function = RemoteFunction(concrete, replaced)
+            return call
 
-        def call(iterator, *arguments):
-            own, (worker, began, count, _, log, *rest) = arguments[:before], arguments[before:]
-            # The worker's own variables, what it keeps beside its parameters, its copies.
-            kept, (hop_handle, *copies) = rest[: len(private)], rest[len(private) :]
-            return function(iterator, *own, worker, began, count, log, hop_handle, *kept, *copies)
-
-        return call
-
-    return Repeated(of_state(once, 0), of_state(loop, 1))
+        return Repeated(of_state(once, 0), of_state(loop, 1))
 
 
 # What trains on a batch: of (the batch, the worker's index, seconds of artificial compute time or

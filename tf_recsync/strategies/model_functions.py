@@ -20,14 +20,13 @@ from tf_recsync.cluster import Cluster, Server, fetch
 from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.optimizers.base import global_step_of
 from tf_recsync.strategies import step_counts, watched_calls, worker_functions
-from tf_recsync.strategies.call_board import CallBoard, CallBoards, Row
+from tf_recsync.strategies.call_board import CallBoard, CallBoards
 from tf_recsync.strategies.checks import OnBatchLost
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.leases import call_limit, call_seconds
 from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.pass_batches import PassBatches
-from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.slots import Losses, Slot
 from tf_recsync.strategies.step_logs import Logged, NewLogged, StepLogs
 from tf_recsync.strategies.worker_run import WorkerRun
@@ -434,7 +433,7 @@ class Steps:
                 log = WorkerLog.made(has_numbers) if has_numbers or is_training else None
                 owner = self._owner_of(slot)
                 row = self._boards.add_row(owner) if owner else None
-                state = self._open(slot.index, iterator, private, before, row, log)
+                state = self._open(slot.index, before, iterator, private, row, log)
             except BaseException:
                 if kept is not None:
                     before.take_back(kept)
@@ -573,17 +572,9 @@ class Steps:
                 break  # The call has lasted long enough.
         return state.steps - before, False
 
-    def _open(
-        self,
-        worker: int,
-        iterator: PassIterator,
-        private,
-        before: WorkerState | None,
-        row: Row | None,
-        log: WorkerLog | None,
-    ) -> WorkerState:
+    def _open(self, worker: int, before: WorkerState | None, *parts: Any) -> WorkerState:
         """What a worker needs for a pass; made in its device scope."""
-        return WorkerState(worker, iterator, private, before, row, log)
+        return WorkerState(worker, before, *parts)
 
     def _after_call(self, slot: Slot, batches: PassBatches, ended: bool) -> None:
         """A call of a worker has ended; in its thread."""

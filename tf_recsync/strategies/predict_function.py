@@ -85,7 +85,7 @@ class PredictFunction:
 
         def open_worker(slot: Slot):
             private = self._seeds.values(layout.private, initial, slot.number)
-            slot.state = WorkerState(slot.index, batches.iterator(slot), private)
+            slot.state = WorkerState(slot.index, None, batches.iterator(slot), private)
 
         def call(slot: Slot, n: int):
             del n

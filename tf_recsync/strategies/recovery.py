@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
@@ -20,6 +19,9 @@ from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.model_variables import variables_of
 from tf_recsync.strategies.watched_calls import check_parameter_servers
 from tf_recsync.synchronization.synchronizer import Crew
+
+if TYPE_CHECKING:
+    from tf_recsync.strategies.train_function import TrainFunction
 
 _RETRY_SECONDS = 0.5  # Between two looks at whether a server is back.
 # For a second after an old connection broke, gRPC refuses the calls of one server to another.
@@ -83,41 +85,8 @@ def find_lost(
     return found
 
 
-class Recoverable(Protocol):
-    """What trains, and can go on; see `TrainFunction`.
-
-    Attributes:
-        unrestored: the servers that were lost, and whose variables are not restored yet.
-        lives: of the parameter servers, when they got their variables.
-    """
-
-    unrestored: set[Server]
-    lives: Lives
-
-    def watched(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, calls to a silent server end."""
-
-    def spared(self) -> set[Server]:
-        """The parameter servers that nobody needs, or without which others go on."""
-
-    def leave_pass(self, iterator: DistributedIterator | None) -> None:
-        """What was made for a pass that has failed ends."""
-
-    def make_anew(self, lost: set[Server]) -> list[ShownVariable]:
-        """Makes the variables anew that lost servers had."""
-
-    def go_on_with_pass(
-        self, iterator: DistributedIterator | None, position: DataPosition | None
-    ) -> None:
-        """The steps of the pass go on, from a position if that is none of another pass."""
-
-
 def recovered(
-    function: Recoverable,
-    recovery: Recovery,
-    cluster: Cluster,
-    error: Exception,
-    iterator: DistributedIterator | None,
+    function: TrainFunction, error: Exception, iterator: DistributedIterator | None
 ) -> bool:
     """Has training go on that has failed as a parameter server was lost.
 
@@ -135,7 +104,7 @@ def recovered(
         RuntimeError: if a server does not come back in time.
         tf.errors.OpError: if something else goes wrong meanwhile.
     """
-    deadline = time.monotonic() + recovery.timeout
+    deadline, cluster = time.monotonic() + function.recovery.timeout, function.cluster
     spared: set[Server] | None = None
     while True:
         with function.watched():
@@ -147,7 +116,7 @@ def recovered(
         if not function.unrestored:
             return False
         try:
-            _recover(function, recovery, cluster, iterator, spared, deadline)
+            _recover(function, iterator, spared, deadline)
             function.unrestored = set()
             return True
         except Exception as failure:  # Keras wraps those of servers into its own.
@@ -160,19 +129,17 @@ def recovered(
 
 
 def _recover(
-    function: Recoverable,
-    recovery: Recovery,
-    cluster: Cluster,
+    function: TrainFunction,
     iterator: DistributedIterator | None,
     spared: Collection[Server],
     deadline: float,
 ) -> None:
-    lost = function.unrestored
+    lost, cluster, recovery = function.unrestored, function.cluster, function.recovery
     began = time.monotonic()
     logging.warning("Training pauses, as %s was lost; %s.", _names(lost), recovery.last())
     function.leave_pass(iterator)
     with cluster.dispatch_scope():
-        _wait_for(cluster, lost, recovery, deadline, spared)
+        _wait_for(function, deadline, spared)
     lives = cluster.lives("ps")
     # Others that nobody has missed may have been taken in with these.
     lost = function.unrestored = lost | lost_servers(cluster, spared, function.lives)
@@ -188,13 +155,7 @@ def _names(servers: Iterable[Server]) -> str:
     return ", ".join(f"{job}:{index}" for job, index in sorted(servers))
 
 
-def _wait_for(
-    cluster: Cluster,
-    servers: Iterable[Server],
-    recovery: Recovery,
-    deadline: float,
-    spared: Collection[Server],
-) -> None:
+def _wait_for(function: TrainFunction, deadline: float, spared: Collection[Server]) -> None:
     """Waits until lost servers are up again, and takes them into the cluster.
 
     Args:
@@ -212,8 +173,9 @@ def _wait_for(
         time.sleep(seconds)
         return time.monotonic() > deadline
 
-    comebacks = Comebacks(cluster, Crew(), is_late, spared)
-    waiting = sorted(servers)
+    recovery = function.recovery
+    comebacks = Comebacks(function.cluster, Crew(), is_late, spared)
+    waiting = sorted(function.unrestored)
     while waiting:
         waiting = [server for server in waiting if not comebacks.is_back(server)]
         if not waiting:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import operator
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tensorflow.python.eager import cancellation
 
 from tf_recsync.cluster import Server, device_of
 
 if TYPE_CHECKING:
-    from tf_recsync.strategies.pass_iterator import PassIterator
+    from tf_recsync.strategies.worker_state import WorkerState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,36 +45,6 @@ class Losses:
     def __add__(self, other: Losses) -> Losses:
         mine, others = dataclasses.astuple(self), dataclasses.astuple(other)
         return Losses(*map(operator.add, mine, others))
-
-
-class State(Protocol):
-    """What lives on a worker during a pass.
-
-    Attributes:
-        steps: how many it has done, as far as it knows.
-        steps_at_call: the same when the last call began.
-    """
-
-    steps: int
-    steps_at_call: int
-
-    def close(self, is_reachable: bool) -> None:
-        """The pass has ended for the worker: lets go of its part of the data."""
-
-    def account_lost(
-        self, taken: int, known: int, seconds: float, read: Callable[[], Mapping[int, int]]
-    ) -> tuple[int, int]:
-        """The worker was lost in a call of so many steps, so many of which are known to be done:
-        how many were, and how many more had begun. It may go on for some seconds."""
-
-    def in_call(self, applied: int) -> int:
-        """How many steps of the last call were applied, of those since the worker was opened."""
-
-    def settle(self) -> None:
-        """The worker was lost: of its batches, what is not known by now counts as not done."""
-
-    def join(self, iterator: PassIterator) -> None:
-        """Goes on with other batches; call it in the worker's device scope."""
 
 
 class Slot:
@@ -128,7 +97,7 @@ class Slot:
         self.thread = object()
         self.worker: Server = ("worker", index)
         self.device = device_of(*self.worker)
-        self.state: State | None = None
+        self.state: WorkerState | None = None
         self.busy_since: float | None = None
         self.lost = self.is_counted = False
         self.lives: dict[Server, int] = {}

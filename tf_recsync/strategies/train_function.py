@@ -19,7 +19,6 @@ from tf_recsync.cluster import Server, reason
 from tf_recsync.optimizers.base import parts_of
 from tf_recsync.placement import OperatorPlan
 from tf_recsync.shown_variable import ShownVariable, shown
-from tf_recsync.strategies.call_board import Row
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedDataset, DistributedIterator
 from tf_recsync.strategies.group_crew import GroupCrew
@@ -27,13 +26,12 @@ from tf_recsync.strategies.model_functions import Settings, Steps
 from tf_recsync.strategies.model_variables import OnServers, copied_variables, peeked_variables
 from tf_recsync.strategies.operators import Batches
 from tf_recsync.strategies.pass_batches import PassBatches
-from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.recovery import Recovery, find_lost, make_anew, recovered
 from tf_recsync.strategies.slots import Slot
 from tf_recsync.strategies.watched_calls import check_parameter_servers, lose_the_gone
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
-from tf_recsync.strategies.worker_state import WorkerLog, WorkerState
+from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization.aggregation import Aggregation
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
@@ -78,6 +76,7 @@ class TrainFunction(Steps):
         self.aggregations: dict[int, Aggregation] = {}  # By group, in modes that use tokens.
         self.local_batch_size: int | None = None  # Of the data that were trained on last.
         self.recordings = Recordings()  # Of what workers do.
+        self.cluster = settings.cluster
         self._make_synchronizer = make_synchronizer or (
             lambda copies: Synchronizer(settings.arrangement, copies, threads)
         )
@@ -241,12 +240,11 @@ class TrainFunction(Steps):
 
     def _recovered(self, error: BaseException, iterator: DistributedIterator | None) -> bool:
         """Whether training has failed as a parameter server was lost, and goes on."""
-        cluster = self._settings.cluster
-        if not isinstance(error, Exception) or not self._can_recover() or cluster.is_closed:
+        if not isinstance(error, Exception) or not self._can_recover() or self.cluster.is_closed:
             return False
         self._is_recovering = True
         try:
-            return recovered(self, self.recovery, cluster, error, iterator)
+            return recovered(self, error, iterator)
         finally:
             self._is_recovering = False
 
@@ -492,15 +490,7 @@ class TrainFunction(Steps):
         run.when_done(lambda: self._all_done(run))
         return run
 
-    def _open(
-        self,
-        worker: int,
-        iterator: PassIterator,
-        private,
-        before: WorkerState | None,
-        row: Row | None,
-        log: WorkerLog | None,
-    ) -> WorkerState:
+    def _open(self, worker: int, before: WorkerState | None, *parts: Any) -> WorkerState:
         group = self._group_of(worker)
         aggregation = self._shared_by(group.index)
         away = self._settings.cluster.membership.is_away
@@ -516,17 +506,7 @@ class TrainFunction(Steps):
                 if other == worker or away(("worker", other)):
                     aggregation.lose(other)
                     self._suspended.discard(other)
-        return _State(
-            self.synchronizer,
-            aggregation,
-            worker,
-            group.index,
-            iterator,
-            private,
-            before,
-            row,
-            log,
-        )
+        return _State(self.synchronizer, aggregation, group.index, worker, before, *parts)
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -760,18 +740,9 @@ class _State(WorkerState):
     """What lives on a worker during a pass, where its group has a copy."""
 
     def __init__(
-        self,
-        synchronizer: Synchronizer,
-        aggregation: AtOnce,
-        worker: int,
-        group: int,
-        iterator,
-        private,
-        before,
-        row,
-        log,
+        self, synchronizer: Synchronizer, aggregation: AtOnce, group: int, worker: int, *parts: Any
     ):
-        super().__init__(worker, iterator, private, before, row, log)
+        super().__init__(worker, *parts)
         self._synchronizer = synchronizer
         self._aggregation = aggregation
         self._index = worker

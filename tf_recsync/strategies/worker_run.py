@@ -26,7 +26,7 @@ from tf_recsync.strategies import data_errors
 from tf_recsync.strategies.call_follower import CallFollower
 from tf_recsync.strategies.comebacks import Comebacks
 from tf_recsync.strategies.leases import Leases
-from tf_recsync.strategies.slots import Losses, Slot, State
+from tf_recsync.strategies.slots import Losses, Slot
 from tf_recsync.strategies.watched_calls import (
     give_up_silent,
     how_lost,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tf_recsync.strategies.pass_batches import PassBatches
     from tf_recsync.strategies.registered_dataset import RegisteredDataset
     from tf_recsync.strategies.worker_datasets import WorkerDatasets
+    from tf_recsync.strategies.worker_state import WorkerState
 
 _STALL_SECONDS = 60.0  # After which a wait is logged, again and again.
 _RETRY_SECONDS = 0.5  # Between attempts to readmit a lost worker.
@@ -940,7 +941,7 @@ class WorkerRun:
         self._move(slot, MemberState.READY)
         self._crew.resume(slot.number)
 
-    def _close(self, slot: Slot, state: State | None) -> None:
+    def _close(self, slot: Slot, state: WorkerState | None) -> None:
         if state is None:
             return
         slot.busy_since = time.monotonic()

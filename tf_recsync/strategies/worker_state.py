@@ -55,9 +55,9 @@ class WorkerState:
     def __init__(
         self,
         worker: int,
+        before: WorkerState | None,
         iterator: PassIterator,
         private: list[np.ndarray],
-        before: WorkerState | None = None,
         row: Row | None = None,
         log: WorkerLog | None = None,
     ):

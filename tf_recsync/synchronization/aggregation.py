@@ -181,7 +181,7 @@ class Aggregation(AtOnce):
     @property
     def handles(self) -> list[tf.Tensor]:
         """Of all that steps use, in an order that stays when it is made anew."""
-        return [self._tokens.handle, *(b.buffer.handle for b in self._buffers.values())]
+        return [self._tokens.handle, *(b.handle for b in self._buffers.values())]
 
     def ensure(self, copies: object | None) -> None:
         """Makes all that steps use when the group has its copies, and anew if these were made
@@ -325,13 +325,10 @@ class Aggregation(AtOnce):
         return self._traced[name][1]
 
     def _trace_flush(self) -> None:
-        self._apply_all(lambda buffer: buffer.buffer.flush())
+        self._apply_all(GradientBuffer.flush)
 
     def _trace_spend(self, value: tf.Tensor, indices: tf.Tensor, ticket: tf.Tensor) -> None:
-        def give_out(buffer: _Buffer) -> Aggregate:
-            return buffer.buffer.spend(value, indices, ticket)
-
-        for buffer, applied in self._apply_all(give_out, True):
+        for buffer, applied in self._apply_all(lambda b: b.spend(value, indices, ticket), True):
             self.report_step(buffer, applied)
 
     def _apply_all(
@@ -400,7 +397,7 @@ class Aggregation(AtOnce):
         if not self._withheld:
             return
         tickets = sorted(self._revoked)
-        found = [buffer.revoke(tickets) for buffer in self._buffers.values()]
+        found = [_revoked(buffer, tickets) for buffer in self._buffers.values()]
         steps = [int(revoked.step) for revoked in found]
         has = [set(revoked.taken.tolist()) for revoked in found]
         reached = min(steps)
@@ -438,12 +435,12 @@ class Aggregation(AtOnce):
             return
         deadline = time.monotonic() + _APPLY_SECONDS
         while True:
-            steps = [(b, step) for b in buffers for step in b.revoke(tickets).unapplied]
+            steps = [(b, step) for b in buffers for step in _revoked(b, tickets).unapplied]
             if not steps or time.monotonic() >= deadline:
                 break
             time.sleep(_ECHO_SECONDS / 5)  # Servers may be about to.
         for buffer, step in steps:
-            buffer.buffer.mark_applied(step)
+            buffer.mark_applied(step)
             logging.warning(
                 "%s: step %d was given out and not applied: it is lost with a worker.",
                 buffer.device,
@@ -503,6 +500,13 @@ class Aggregation(AtOnce):
         )
 
 
+def _revoked(buffer: _Buffer, tickets: Sequence[int]) -> Revoked:
+    """Drops pushes with these tickets that come from now on; see `GradientBuffer.revoke`."""
+    # As above: whoever asks may be in the scope of a device that is gone.
+    with tf.device(buffer.device):
+        return fetch(buffer.revoke(np.array(tickets, np.int64)))
+
+
 def _only_if(condition: tf.Tensor, make: Callable[[], tf.Operation]) -> tf.Operation:
     """An operation that is run where a condition holds."""
 
@@ -529,7 +533,7 @@ def _of_some(
     )
 
 
-class _Buffer:
+class _Buffer(GradientBuffer):
     """The gradient buffer of one server for one optimizer.
 
     Attributes:
@@ -549,20 +553,10 @@ class _Buffer:
         made_on: str | None,
     ):
         self.number = number
-        self.device = device
-        self.dense = [state for state in states if not state.is_table]
-        self.tables = [state for state in states if state.is_table]
-        self.buffer = GradientBuffer(
-            device,
-            self.dense,
-            self.tables,
-            capacity=mode.capacity,
-            weight=mode.weight,
-            drop_late=mode.drop_late,
-            made_on=made_on,
-        )
-        self.restore = self.buffer.restore
-        self.state = self.buffer.state
+        dense = [state for state in states if not state.is_table]
+        tables = [state for state in states if state.is_table]
+        options = mode.capacity, mode.weight, mode.drop_late
+        super().__init__(device, dense, tables, *options, made_on)
 
     def apply(
         self,
@@ -616,7 +610,7 @@ class _Buffer:
                 apply_rows() if optimizer.lazy else _only_if(aggregate.ready, apply_rows)
             )
         with tf.control_dependencies(operations):
-            return self.buffer.applied(aggregate)
+            return self.applied(aggregate)
 
     def _decay(
         self, optimizer: base.Optimizer, aggregate: Aggregate, rate: tf.Tensor
@@ -627,9 +621,3 @@ class _Buffer:
         states = [s for s in [*self.dense, *self.tables] if s.variable.trainable]
         decayed = [state for state in states if optimizer._use_weight_decay(state.variable)]
         return optimizer.decay_weights(decayed, tf.where(aggregate.ready, rate, 0.0))
-
-    def revoke(self, tickets: Sequence[int]) -> Revoked:
-        """Drops pushes with these tickets that come from now on; see `GradientBuffer.revoke`."""
-        # As above: whoever asks may be in the scope of a device that is gone.
-        with tf.device(self.device):
-            return fetch(self.buffer.revoke(np.array(tickets, np.int64)))

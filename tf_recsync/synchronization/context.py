@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any, Protocol
+
+from tf_recsync._instead import instead
 
 
 class Push(Protocol):
@@ -39,12 +40,6 @@ def current_push() -> Push | None:
     return getattr(_local, "push", None)
 
 
-@contextlib.contextmanager
-def pushing(push: Push) -> Iterator[None]:
+def pushing(push: Push) -> contextlib.AbstractContextManager[None]:
     """Makes `push` the current one."""
-    previous = current_push()
-    _local.push = push
-    try:
-        yield
-    finally:
-        _local.push = previous
+    return instead(_local, "push", push)

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tf_recsync._instead import instead
 from tf_recsync.cluster import Cluster, ask, fetch, reason
 from tf_recsync.shown_variable import ShownVariable
 from tf_recsync.synchronization.arrangement import Group
@@ -313,7 +314,7 @@ class Copies:
 
     def current(self) -> list[np.ndarray]:
         """The values of `variables` that users see at the moment."""
-        with _refreshing:
+        with _refreshing():
             return self.divided(fetch([variable.read_value() for variable in self.seen]))
 
     def assigned_since(self) -> list[np.ndarray | None]:
@@ -472,7 +473,7 @@ class Copies:
         """Writes what the copies come to, which may be trained meanwhile, into what users see."""
         if _refreshing.active:
             return
-        with self._reading, _refreshing, self._watched():
+        with self._reading, _refreshing(), self._watched():
             found = self._combined()
             if found is not None:
                 with self._lock:
@@ -546,13 +547,8 @@ class _Refreshing(threading.local):
 
     active = False
 
-    def __enter__(self) -> None:
-        self._before = getattr(self, "_before", [])
-        self._before.append(self.active)
-        self.active = True
-
-    def __exit__(self, *exception_info) -> None:
-        self.active = self._before.pop()
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        return instead(self, "active", True)
 
 
 _refreshing = _Refreshing()

@@ -10,7 +10,6 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tf_recsync import staleness
-from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import fetch
 from tf_recsync.ops import gradient_buffer as buffer_ops
 from tf_recsync.ops.bags import PackedBags
@@ -110,17 +109,17 @@ class State:
 class GradientBuffer:
     """Collects the pushes to one server, and gives them out as one step.
 
-    When `capacity` pushes have come, it gives out sum(weight * gradient) / divisor,
+    When `capacity` pushes have come, it gives out sum(weight * gradient) / capacity,
     clears, and adds one to its step. The weight depends on the age of the push's
     token, the buffer's step minus the token's value (0 if that is negative): it is
     `weight` at tau = age + 1.
 
-    | mode | capacity | divisor | weight | drop_late |
-    |---|---|---|---|---|
-    | BSP | M | M | Constant() | False |
-    | GBA | M | M | Threshold(iota) | False |
-    | sync of n workers | n | n | Constant() | True |
-    | Hop-BW with b backups | n - b | n - b | Constant() | True |
+    | mode | capacity | weight | drop_late |
+    |---|---|---|---|
+    | BSP | M | Constant() | False |
+    | GBA | M | Threshold(iota) | False |
+    | sync of n workers | n | Constant() | True |
+    | Hop-BW with b backups | n - b | Constant() | True |
 
     The buffer is a resource of the server. It is destroyed with this object; if
     the server is gone, it is gone with it. The methods may be called eagerly or in
@@ -135,8 +134,6 @@ class GradientBuffer:
             all of them or of none.
         tables: the states of the tables.
         capacity: how many pushes make a step, an int of at least 1.
-        divisor: what their sum is divided by, a positive float; None (the default)
-            for `capacity`.
         weight: a policy of `tf_recsync.staleness` that depends on the age alone;
             None (the default) for `Constant()`.
         drop_late: whether a push whose token value is less than the step is dropped
@@ -146,7 +143,8 @@ class GradientBuffer:
             None (the default) for `device`.
 
     Raises:
-        ValueError: for an option out of range.
+        ValueError: for a weight that depends on more than the age.
+        tf.errors.InvalidArgumentError: for a capacity out of range.
 
     Example:
 
@@ -163,29 +161,22 @@ class GradientBuffer:
         dense: Sequence[base.VariableState],
         tables: Sequence[base.VariableState],
         capacity: int,
-        divisor: float | None = None,
         weight: staleness.Policy | None = None,
         drop_late: bool = False,
         made_on: str | None = None,
     ):
-        divisor = capacity if divisor is None else divisor
-        weight = staleness.Constant() if weight is None else weight
-        check_at_least("capacity", capacity, 1)
-        if not 0 < divisor < float("inf"):
-            raise ValueError(f"divisor must be positive and finite, not {divisor!r}")
-        if not isinstance(weight, staleness.Policy):
-            raise ValueError(f"weight must be a policy of tf_recsync.staleness, not {weight!r}")
-        self._device = device
-        self._tables = list(tables)
-        self._numbers = {id(state): number for number, state in enumerate(self._tables)}
-        shapes = [tf.TensorShape(state.variable.shape) for state in self._tables]
+        self.device = device
+        self.dense = list(dense)
+        self.tables = list(tables)
+        self._numbers = {id(state): number for number, state in enumerate(self.tables)}
+        shapes = [tf.TensorShape(state.variable.shape) for state in self.tables]
         made_on = device if made_on is None else made_on
         with context.eager_mode(), tf.device(made_on):
             self._handle = buffer_ops.gradient_buffer(
                 f"recsync_gradient_buffer_{uuid.uuid4().hex}",
                 capacity=capacity,
-                divisor=divisor,
-                weight=weight,
+                divisor=capacity,
+                weight=weight or staleness.Constant(),
                 drop_late=drop_late,
                 dense_size=sum(tf.TensorShape(s.variable.shape).num_elements() for s in dense),
                 dense_count=len(dense),
@@ -201,7 +192,7 @@ class GradientBuffer:
 
     def step(self) -> buffer_ops.BufferStep:
         """How far it is; see `tf_recsync.ops.gradient_buffer.gradient_buffer_step`."""
-        with tf.device(self._device):
+        with tf.device(self.device):
             return buffer_ops.gradient_buffer_step(self._handle)
 
     def push(
@@ -248,7 +239,7 @@ class GradientBuffer:
         unknown = [s.variable.path for s in tables if id(s) not in self._numbers]
         if unknown:
             raise ValueError(f"tables must be tables of the buffer, not {', '.join(unknown)}")
-        with tf.device(self._device):
+        with tf.device(self.device):
             return self._shaped(
                 buffer_ops.push_to_buffer(
                     self._handle,
@@ -268,10 +259,10 @@ class GradientBuffer:
     def flush(self) -> buffer_ops.Aggregate:
         """Gives out the pushes that are there, though they are fewer than a step has.
 
-        Their sum is divided by `divisor`: each weighs as in a step that is full. Without
+        Their sum is divided by `capacity`: each weighs as in a step that is full. Without
         pushes nothing is ready, and no step is counted.
         """
-        with tf.device(self._device):
+        with tf.device(self.device):
             return self._shaped(buffer_ops.flush_buffer(self._handle))
 
     def applied(self, aggregate: buffer_ops.Aggregate) -> tf.Tensor:
@@ -280,7 +271,7 @@ class GradientBuffer:
         Returns:
             The step up to which all are applied now, an int64 scalar.
         """
-        with tf.device(self._device):
+        with tf.device(self.device):
             return buffer_ops.buffer_applied(self._handle, aggregate.ready, aggregate.step)
 
     def mark_applied(self, step: int | tf.Tensor) -> tf.Tensor:
@@ -292,7 +283,7 @@ class GradientBuffer:
         Returns:
             The step up to which all are applied now, an int64 scalar.
         """
-        with tf.device(self._device):
+        with tf.device(self.device):
             return buffer_ops.buffer_applied(self._handle, True, step)
 
     def spend(
@@ -318,7 +309,7 @@ class GradientBuffer:
         Raises:
             tf.errors.InvalidArgumentError: if the buffer counts late pushes.
         """
-        with tf.device(self._device):
+        with tf.device(self.device):
             spent = buffer_ops.spend_tokens(self._handle, token_value, token_indices, ticket)
             return self._shaped(spent)
 
@@ -332,7 +323,7 @@ class GradientBuffer:
             The steps that earlier pushes with them have completed and that are not applied yet,
             and those of their tokens that it has.
         """
-        with tf.device(self._device):
+        with tf.device(self.device):
             return buffer_ops.revoke_tickets(self._handle, tickets)
 
     def restore(self, step: int | tf.Tensor) -> tf.Operation:
@@ -342,12 +333,12 @@ class GradientBuffer:
             step: int64 scalar, at least 0: that of the parameters, as after loading
                 a checkpoint. No application may be in progress.
         """
-        with tf.device(self._device):
+        with tf.device(self.device):
             return buffer_ops.restore_buffer(self._handle, step)
 
     def state(self) -> State:
         """What it has counted; eager only."""
-        with tf.device(self._device):
+        with tf.device(self.device):
             counters = fetch(buffer_ops.gradient_buffer_state(self._handle))
         n = len(_COUNTS)
         counts = dict(zip(_COUNTS, counters[:n].tolist(), strict=True))
@@ -356,5 +347,5 @@ class GradientBuffer:
         return State.of(counts, age_sum, age_max, measured)
 
     def _shaped(self, aggregate: buffer_ops.Aggregate) -> buffer_ops.Aggregate:
-        aggregate.rows.counts.set_shape([len(self._tables)])
+        aggregate.rows.counts.set_shape([len(self.tables)])
         return aggregate

@@ -9,28 +9,23 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import tensorflow as tf
 
 from tf_recsync import ops
+from tf_recsync._instead import instead
 
 _local = threading.local()
 
 
-@contextlib.contextmanager
-def limited(bandwidths: Mapping[str, float]) -> Iterator[None]:
+def limited(bandwidths: Mapping[str, float]) -> contextlib.AbstractContextManager[None]:
     """Inside, messages of some servers take their time.
 
     Args:
         bandwidths: bytes per second, by the server's device.
     """
-    previous = getattr(_local, "bandwidths", {})
-    _local.bandwidths = dict(bandwidths)
-    try:
-        yield
-    finally:
-        _local.bandwidths = previous
+    return instead(_local, "bandwidths", dict(bandwidths))
 
 
 def is_limited(device: str) -> bool:
@@ -38,19 +33,13 @@ def is_limited(device: str) -> bool:
     return device in getattr(_local, "bandwidths", {})
 
 
-@contextlib.contextmanager
-def of_trainer(worker: tf.Tensor) -> Iterator[None]:
+def of_trainer(worker: tf.Tensor) -> contextlib.AbstractContextManager[None]:
     """Inside, what a step sends to servers, and gets from them, passes its trainer's link, too.
 
     Args:
         worker: the trainer's index, an int64 scalar.
     """
-    previous = getattr(_local, "trainer", None)
-    _local.trainer = of_worker(getattr(_local, "bandwidths", {}), worker)
-    try:
-        yield
-    finally:
-        _local.trainer = previous
+    return instead(_local, "trainer", of_worker(getattr(_local, "bandwidths", {}), worker))
 
 
 def of_worker(limits: Mapping[str, float], worker: tf.Tensor) -> tf.Tensor | None:

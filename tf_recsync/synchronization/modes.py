@@ -63,10 +63,6 @@ class Mode:
     hogwild: bool = False
     last_global_batch: LastGlobalBatch = "weigh"
 
-    def __post_init__(self) -> None:
-        """Checks what users choose."""
-        check_last_global_batch(self.last_global_batch)
-
     def accumulating(self, batches: int) -> Mode:
         """The mode with so many batches in the place of one, whose gradients servers add up.
 

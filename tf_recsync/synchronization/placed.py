@@ -255,11 +255,8 @@ class Placed:
             is_step = getattr(context.current_push(), "placed", None) is self
             if self._is_inside or not is_step or _graph() is not self._graph:
                 return function(*args, **kwargs)
-            self._is_inside = True
-            try:
+            with instead(self, "_is_inside", True):
                 return instead_of_it(*args, **kwargs)
-            finally:
-                self._is_inside = False
 
         return call
 

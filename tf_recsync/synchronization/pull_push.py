@@ -313,7 +313,7 @@ class Step:
         for device, token in self._reached.items():
             with tf.control_dependencies(None), tf.control_dependencies([token.value]):
                 for buffer in aggregation.buffers_of(device):
-                    self._pulled_steps[buffer.number] = buffer.buffer.step().applied
+                    self._pulled_steps[buffer.number] = buffer.step().applied
 
     def _after(self, device: str) -> list[tf.Tensor]:
         """What pulls from a server must wait for there: the step's token, if it takes one."""
@@ -470,7 +470,7 @@ class Step:
             buffer = aggregation.buffer(device, optimizer)
             with tf.device(device):
                 pulled_step = self._pulled_steps[buffer.number]
-                aggregate = plan.collect(buffer.buffer, self._reached[device], pulled_step)
+                aggregate = plan.collect(buffer, self._reached[device], pulled_step)
             # Before others may start on the next step, which may read it.
             counted = aggregation.count_step(optimizer, buffer, aggregate)
             with tf.device(device):

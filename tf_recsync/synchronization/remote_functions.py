@@ -6,13 +6,14 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager import cancellation, context, execute
 from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
 
+from tf_recsync._instead import instead
 from tf_recsync.cluster.making_functions import making_functions
 
 _thread = threading.local()
@@ -40,15 +41,12 @@ def traced_once(trace: Callable[..., _Traced]) -> Callable[..., _Traced]:
     return get
 
 
-@contextlib.contextmanager
-def cancellable(manager: cancellation.CancellationManager) -> Iterator[None]:
+def cancellable(
+    manager: cancellation.CancellationManager,
+) -> contextlib.AbstractContextManager[None]:
     """Inside, this thread's calls of `RemoteFunction` end with an error when the manager is told to
     cancel. TensorFlow's own context would concern all threads."""
-    _thread.manager = manager
-    try:
-        yield
-    finally:
-        _thread.manager = None
+    return instead(_thread, "manager", manager)
 
 
 class RemoteFunction:

@@ -8,31 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 from keras.src import backend
 
 from tf_recsync import ops
+from tf_recsync._instead import instead
 from tf_recsync.placement import flops
 from tf_recsync.synchronization import links
 
 _local = threading.local()
 
 
-@contextlib.contextmanager
-def limited(speeds: Mapping[str, float]) -> Iterator[None]:
+def limited(speeds: Mapping[str, float]) -> contextlib.AbstractContextManager[None]:
     """Inside, what some devices compute takes its time.
 
     Args:
         speeds: floating-point operations per second, by device.
     """
-    previous = getattr(_local, "speeds", {})
-    _local.speeds = dict(speeds)
-    try:
-        yield
-    finally:
-        _local.speeds = previous
+    return instead(_local, "speeds", dict(speeds))
 
 
 def of(device: str) -> float | None:

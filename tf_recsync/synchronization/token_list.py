@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import fetch
 from tf_recsync.ops import tokens
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
@@ -53,7 +52,7 @@ class TokenList:
             `tf.device` scope, or this process.
 
     Raises:
-        ValueError: if an argument is not allowed.
+        tf.errors.InvalidArgumentError: if an argument is not allowed.
     """
 
     def __init__(
@@ -66,14 +65,6 @@ class TokenList:
         clock_bound: int = 0,
         device: str | None = None,
     ):
-        check_at_least("repeats", repeats, 1)
-        check_at_least("workers", workers, 1)
-        check_at_least("servers", servers, 1)
-        check_at_least("clock_bound", clock_bound, 0)
-        if gate not in ("none", "step", "clock"):
-            raise ValueError(f"gate must be 'none', 'step' or 'clock', got {gate!r}")
-        if gate != "clock" and clock_bound != 0:
-            raise ValueError(f"clock_bound must be 0 with gate={gate!r}, got {clock_bound}")
         self._repeats, self._gate, self._clock_bound = repeats, gate, clock_bound
         # tf.device(None) would undo the surrounding scope.
         scope = contextlib.nullcontext() if device is None else tf.device(device)
@@ -92,11 +83,6 @@ class TokenList:
     def handle(self) -> tf.Tensor:
         """The list's handle, a resource scalar. It does not keep the list alive."""
         return self._handle
-
-    @property
-    def device(self) -> str:
-        """The name of the device that keeps the list."""
-        return self._handle.device
 
     def take(self, worker: int | tf.Tensor) -> tokens.Token:
         """Takes the next token when the gate opens for a worker; waits until then.
