@@ -96,8 +96,9 @@ class TableConfig:
     the table: Orthogonal, Identity, an `Initializer` with a `__call__` of its own, and Keras's
     functions `f(shape, dtype)`. Write such a one as `f(rows, dtype)`.
 
-    With keys, `rows` is how many keys the table has room for, one in 4,096 rows (at least one)
-    excepted, which stand for keys without a row. Training gives each new key that is admitted a
+    With keys, `rows` is how many keys the table has room for, but for a few that stand for keys
+    without a row: one below 8,192 rows, and from there on a power of two, at most one in 4,096 and
+    at most 256 in all. Training gives each new key that is admitted a
     row, with first values that depend on the initializer's seed and the key alone. When a table is
     full, as a whole or, from 8,192 rows on, in one of its partitions (which happens at 95 to 100 %
     of all rows), another key loses its row for that: its vector and all that the optimizer keeps

@@ -205,7 +205,7 @@ class HierarchicalStrategy(SynchronizedStrategy):
             model: a model that was compiled in this strategy's scope.
 
         Returns:
-            For each group, a report like those of `HopStrategy.workers` for each of its servers
+            For each group, a report like those of `HopStrategy.hop_report` for each of its servers
             that hold parameters; None before the model trains, and with another algorithm.
         """
         synchronizer = self._synchronizer(model)

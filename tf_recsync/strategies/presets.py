@@ -31,7 +31,7 @@ class AsyncStrategy(GroupStrategy):
 
     When a worker is lost, the others go on, and train on the batches that were in
     its hands, too; it takes part again when it is back. A lost parameter server ends
-    the training with an error.
+    the training with an error, unless there is a `callbacks.Checkpoint`.
 
     Reference: Liu and Zhao 2021, "Asynchronous Stochastic Gradient Descent for
     Extreme-Scale Recommender Systems".
@@ -54,9 +54,9 @@ class AsyncStrategy(GroupStrategy):
         on_batch_lost: what becomes of batches that are lost with a worker. "retry" (the default):
             they are trained on at the end of the pass over the data, at least once each. For
             that, the order of the dataset has to be the same when it is read again: a shuffle
-            needs a seed, and there may be one reader at most. Else a warning says why they are
-            dropped. "drop": they are left out. Nothing is retried in data without an end: others
-            do the steps on later batches.
+            needs a seed, and of several readers it must be known which one reads what (see
+            docs/cluster.md). Else a warning says why they are dropped. "drop": they are left
+            out. Nothing is retried in data without an end: others do the steps on later batches.
 
     Raises:
         ValueError: if the cluster lacks workers or parameter servers.
