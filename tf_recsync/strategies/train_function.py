@@ -96,6 +96,9 @@ class TrainFunction(Steps):
         self._suspended: set[int] = set()  # Workers whose tokens are not given back yet.
         # Keras drops it when it leaves a pass.
         self._iterator: weakref.ref[DistributedIterator] | None = None
+        self._is_moved = (
+            False  # Whether users have assigned the global step while workers are held.
+        )
         self._accumulated: int | None = None  # Batches that servers add up in the place of one.
 
     @property
@@ -488,7 +491,11 @@ class TrainFunction(Steps):
         for variable in [*self._model.variables, *self._model.optimizer.variables]:
             found = shown(variable._value)
             if found is not None and id(variable) not in apart and not is_copied(variable):
-                found.before_read = self._hold
+                found.before_read = found.before_assign = self._hold
+        for optimizer in parts_of(self._model.optimizer):
+            found = shown(optimizer._iterations._value)
+            if found is not None and not is_copied(optimizer._iterations):
+                found.before_assign = self._hold_to_move
         run.when_done(lambda: self._all_done(run))
         return run
 
@@ -732,9 +739,18 @@ class TrainFunction(Steps):
             return False
         return super()._hold()
 
+    def _hold_to_move(self) -> None:
+        """Users are about to assign the global step, as when they load a checkpoint."""
+        self._is_moved = self._hold() or self._is_moved
+
     def _go_on(self) -> None:
         if self.synchronizer is not None:  # From the first call on.
             self.synchronizer.copies.carried_on()
+        # A worker's thread comes here, too, when its pass has ended: then there is nothing to do.
+        if self.is_held and self._is_moved:
+            with self.watched():
+                self._of_each_group(Aggregation.follow)
+            self._is_moved = False
         super()._go_on()
 
     def _all_done(self, run: WorkerRun) -> None:
