@@ -189,6 +189,24 @@ def test_an_epoch_in_which_the_data_end_has_all_steps_and_metrics_of_what_there_
         assert strategy.aggregation(model).abandoned == 0
 
 
+def test_updates_that_are_left_out_are_counted_where_servers_collect_pushes(three):
+    def build():
+        # Their variables have the same path.
+        inputs = keras.Input((1,))
+        return keras.Model(inputs, slope_model()(inputs) + slope_model()(inputs))
+
+    strategy = recsync.SyncStrategy(three)
+    model = compiled(strategy, build, lambda: SGD(0.1, nonfinite="skip"), mean_output)
+    inputs = np.ones((6 * LOCAL, 1), np.float32)
+    inputs[0] = np.nan  # All of its global batch counts for nothing.
+    model.fit(inputs, np.ones_like(inputs), LOCAL, shuffle=False, verbose=0)
+    np.testing.assert_allclose(model.get_weights(), -0.1, rtol=1e-6)
+    report = strategy.staleness(model)
+    assert report.dense.skipped == 2
+    (variable,) = report.variables.values()
+    assert (variable.count, variable.skipped) == (2, 2)
+
+
 SLOWNESS = 12.0  # Of a slow worker, in steps of the others.
 
 
