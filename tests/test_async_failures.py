@@ -86,6 +86,10 @@ def test_arguments_of_the_strategy_are_checked(two):
         (lambda: keras.optimizers.Adagrad(0.1), "tf_recsync.optimizers.*not keras.*Adagrad"),
         (lambda: SGD(0.1, use_ema=True), "use_ema"),
         (lambda: SGD(0.1, loss_scale_factor=2.0), "loss_scale_factor"),
+        (
+            lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1)),
+            r"mixed_float16: use mixed_bfloat16.* or compile\(..., auto_scale_loss=False\)",
+        ),
     ],
 )
 def test_optimizers_that_can_not_work_are_refused(two, make, message):
