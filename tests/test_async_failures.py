@@ -31,6 +31,7 @@ from helpers import (
 import tf_recsync as recsync
 from tf_recsync import callbacks as callbacks_
 from tf_recsync.optimizers import SGD
+from tf_recsync.staleness import InversePower
 from tf_recsync.strategies import comebacks, registered_dataset
 
 
@@ -89,6 +90,10 @@ def test_arguments_of_the_strategy_are_checked(two):
         (
             lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1)),
             r"mixed_float16: use mixed_bfloat16.* or compile\(..., auto_scale_loss=False\)",
+        ),
+        (
+            lambda: SGD(0.1, gradient_accumulation_steps=3, staleness=InversePower()),
+            "gradient_accumulation_steps and staleness .*=3, staleness=InversePower",
         ),
     ],
 )

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tf_recsync._checks import check_seconds
 from tf_recsync.cluster import Cluster
+from tf_recsync.staleness import Constant
 from tf_recsync.strategies.model_variables import optimizers_of
 
 OnBatchLost = Literal["retry", "drop"]  # What becomes of batches that are lost with a worker.
@@ -95,4 +96,13 @@ def check_optimizers(strategy: tf.distribute.Strategy, model: keras.Model) -> No
                 "whose groups have copies of their own: "
                 f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}; leave it "
                 "unset, or use a strategy of one group, such as AsyncStrategy"
+            )
+        is_weighted = optimizer.staleness != Constant() and not strategy.mode.uses_buffers
+        if optimizer.gradient_accumulation_steps and is_weighted:
+            raise ValueError(
+                "gradient_accumulation_steps and staleness of the optimizer can't be used together "
+                "under this strategy, as servers weigh no push that they add to others: "
+                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, "
+                f"staleness={optimizer.staleness!r}; leave one of them unset, or use GBAStrategy, "
+                "whose decay weighs pushes"
             )
