@@ -103,6 +103,25 @@ def test_optimizers_that_can_not_work_are_refused(two, make, message):
         model.fit(dataset(), verbose=0)
 
 
+def test_moving_averages_that_all_workers_move_too_far_are_named_once(two, caplog):
+    def build():
+        layers = [
+            keras.layers.BatchNormalization(momentum=0.6, name="quick"),
+            keras.layers.BatchNormalization(momentum=0.6, name="frozen", trainable=False),
+            keras.layers.BatchNormalization(momentum=0.9, name="slow"),
+            keras.layers.Dense(1),
+        ]
+        return keras.Sequential([keras.Input((1,)), *layers])
+
+    model, ones = compiled(two, build, lambda: SGD(0.1), "mse"), np.ones((8, 1), np.float32)
+    for _ in range(2):
+        model.fit(ones, ones, batch_size=4, verbose=0)
+    named = [record.getMessage() for record in caplog.records if "momentum" in record.msg]
+    (told,) = named
+    assert "Layer quick has momentum=0.6, but each of 2 workers" in told
+    assert "by 80 % of the difference" in told and "With momentum=0.8 they" in told
+
+
 def test_models_and_optimizers_from_outside_of_the_scope_are_refused(two):
     outside = functional()
     with two.scope():

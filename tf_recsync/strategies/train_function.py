@@ -20,6 +20,7 @@ from tf_recsync.optimizers.base import parts_of
 from tf_recsync.placement import OperatorPlan
 from tf_recsync.shown_variable import ShownVariable, shown
 from tf_recsync.strategies.call_board import Row
+from tf_recsync.strategies.checks import warn_of_moving_averages
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedDataset, DistributedIterator
 from tf_recsync.strategies.group_crew import GroupCrew
@@ -588,6 +589,9 @@ class TrainFunction(Steps):
         for optimizer in self._variables.optimizers:
             optimizer.count_steps_of(size and size * self.mode.capacity)
         self.know_batches(iterator.distributed)
+        if self.synchronizer is None and self._before is None:
+            sizes = (len(group.trainers) for group in self._arrangement.groups)
+            warn_of_moving_averages(self._model, max(sizes) * self.threads)
         self.ensure_synchronizer()
         layout = super()._continue(iterator)
         for begin in (self.synchronizer.copies.begin, self.synchronizer.begin):
