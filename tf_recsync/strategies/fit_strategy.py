@@ -209,7 +209,7 @@ class FitStrategy(tf.distribute.Strategy):
             apart, dataset = dataset, dataset.first()
         verb, steps, given = caller.verb, caller.steps, caller.arguments.get("x")
         pass_length = caller.pass_length
-        in_order = apart is None and steps is not None and verb in ("evaluate", "predict")
+        in_order = apart is None and steps is not None and verb not in (None, "fit")
         if in_order:
             # The first batches, whichever workers they go to.
             pass_length = None if pass_length is None else min(pass_length, steps)
