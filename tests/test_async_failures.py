@@ -31,6 +31,7 @@ from helpers import (
 import tf_recsync as recsync
 from tf_recsync import callbacks as callbacks_
 from tf_recsync.optimizers import SGD
+from tf_recsync.staleness import InversePower
 from tf_recsync.strategies import comebacks, registered_dataset
 
 
@@ -86,12 +87,39 @@ def test_arguments_of_the_strategy_are_checked(two):
         (lambda: keras.optimizers.Adagrad(0.1), "tf_recsync.optimizers.*not keras.*Adagrad"),
         (lambda: SGD(0.1, use_ema=True), "use_ema"),
         (lambda: SGD(0.1, loss_scale_factor=2.0), "loss_scale_factor"),
+        (
+            lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1)),
+            r"mixed_float16: use mixed_bfloat16.* or compile\(..., auto_scale_loss=False\)",
+        ),
+        (
+            lambda: SGD(0.1, gradient_accumulation_steps=3, staleness=InversePower()),
+            "gradient_accumulation_steps and staleness .*=3, staleness=InversePower",
+        ),
     ],
 )
 def test_optimizers_that_can_not_work_are_refused(two, make, message):
     model = compiled(two, make=make)
     with pytest.raises(ValueError, match=message):
         model.fit(dataset(), verbose=0)
+
+
+def test_moving_averages_that_all_workers_move_too_far_are_named_once(two, caplog):
+    def build():
+        layers = [
+            keras.layers.BatchNormalization(momentum=0.6, name="quick"),
+            keras.layers.BatchNormalization(momentum=0.6, name="frozen", trainable=False),
+            keras.layers.BatchNormalization(momentum=0.9, name="slow"),
+            keras.layers.Dense(1),
+        ]
+        return keras.Sequential([keras.Input((1,)), *layers])
+
+    model, ones = compiled(two, build, lambda: SGD(0.1), "mse"), np.ones((8, 1), np.float32)
+    for _ in range(2):
+        model.fit(ones, ones, batch_size=4, verbose=0)
+    named = [record.getMessage() for record in caplog.records if "momentum" in record.msg]
+    (told,) = named
+    assert "Layer quick has momentum=0.6, but each of 2 workers" in told
+    assert "by 80 % of the difference" in told and "With momentum=0.8 they" in told
 
 
 def test_models_and_optimizers_from_outside_of_the_scope_are_refused(two):

@@ -277,12 +277,17 @@ def test_a_layer_that_counts_its_steps_counts_those_of_all_workers(two):
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
-def test_steps_per_epoch_of_a_repeated_dataset_are_kept_exactly(two, steps_per_execution):
+def test_steps_per_epoch_of_a_repeated_dataset_and_validation_steps_are_kept_exactly(
+    two, steps_per_execution
+):
     model = compiled(two, tiny, metrics=sums, steps_per_execution=steps_per_execution)
     (data,), _ = numbered("dataset")
-    history = model.fit(data.repeat(), epochs=3, steps_per_epoch=20, verbose=0).history
+    # The first batches of 25, in each epoch.
+    validated = {"validation_data": data, "validation_steps": 4}
+    history = model.fit(data.repeat(), epochs=3, steps_per_epoch=20, verbose=0, **validated).history
     assert steps_of(model) == 60
     assert history["examples"] == [20 * 16] * 3
+    assert history["val_label_sum"] == [np.arange(4 * 16.0).sum()] * 3
     assert model.evaluate(data.repeat(), steps=7, verbose=0, return_dict=True)["examples"] == 7 * 16
 
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import compiled, compute_time, mean_output, slope_model
+from helpers import LabelSum, compiled, compute_time, mean_output, slope_model
 from mode_models import (
     LOCAL,
     Batches,
@@ -130,9 +130,7 @@ def test_synchronous_training_is_that_of_one_process(three, case):
     strategy = recsync.SyncStrategy(three, **sizes)
     m = strategy.mode.capacity
     steps = 7
-    # More than the two epochs take: Keras counts calls as whole ones, and would end the second
-    # epoch a call early where their steps are all that there is.
-    batches = Batches(2 * (steps + 1))
+    batches = Batches(2 * steps)
     model, weights = trained(strategy, build, make, batches, 2, steps, **options)
     groups = groups_of(model)
     # Whole global batches, and what is left of them at the end of an epoch.
@@ -143,6 +141,70 @@ def test_synchronous_training_is_that_of_one_process(three, case):
     report = check_counts(strategy, model, 14, 2 * len(epoch))
     assert (report.late, report.excluded, report.age_max) == (0, 0, 0)
     assert (report.staleness.mean, report.staleness.max) == (1.0, 1)
+
+
+def gba(cluster):
+    return recsync.GBAStrategy(cluster, 4 * LOCAL, LOCAL, staleness_tolerance=9)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(gba, {}), (recsync.AsyncStrategy, {"steps_per_execution": 2})]
+)
+def test_an_epoch_in_which_the_data_end_has_all_steps_and_metrics_of_what_there_is(
+    three, make, options
+):
+    def ones(count):
+        return np.ones((count * LOCAL, 1), np.float32), np.ones((count * LOCAL, 1), np.float32)
+
+    def dataset(count):
+        return tf.data.Dataset.from_tensor_slices(ones(count)).batch(LOCAL)
+
+    strategy = make(three)
+    capacity, updates, expected = strategy.mode.capacity, [], []
+    model = compiled(
+        strategy, slope_model, lambda: SGD(0.1), mean_output, lambda: [LabelSum("n", 0)], **options
+    )
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: updates.append(
+            (logs["n"] / LOCAL, int(model.optimizer.iterations.numpy()))
+        )
+    )
+    with pytest.warns(UserWarning, match="ran out of data"):
+        for steps, data in [
+            (4, {"x": dataset(10), "epochs": 5}),
+            (10, {"x": dataset(6), "epochs": 2}),
+            # Keras alone knows how many batches they make.
+            (10, dict(zip("xy", ones(6), strict=True), batch_size=LOCAL, epochs=2)),
+        ]:
+            model.fit(**data, steps_per_epoch=steps, callbacks=[note], verbose=0)
+        for data in [{"x": dataset(6)}, dict(zip("xy", ones(6), strict=True), batch_size=LOCAL)]:
+            found = model.evaluate(**data, steps=10, verbose=0, return_dict=True)
+            assert found["n"] == 6 * LOCAL
+    total = 0
+    for batches in [4, 4, 2, 4, 4, 6, 6, 6, 6]:
+        total += -(-batches // capacity)
+        expected.append((batches, total))
+    assert updates == expected
+    if capacity > 1:
+        assert strategy.aggregation(model).abandoned == 0
+
+
+def test_updates_that_are_left_out_are_counted_where_servers_collect_pushes(three):
+    def build():
+        # Their variables have the same path.
+        inputs = keras.Input((1,))
+        return keras.Model(inputs, slope_model()(inputs) + slope_model()(inputs))
+
+    strategy = recsync.SyncStrategy(three)
+    model = compiled(strategy, build, lambda: SGD(0.1, nonfinite="skip"), mean_output)
+    inputs = np.ones((6 * LOCAL, 1), np.float32)
+    inputs[0] = np.nan  # All of its global batch counts for nothing.
+    model.fit(inputs, np.ones_like(inputs), LOCAL, shuffle=False, verbose=0)
+    np.testing.assert_allclose(model.get_weights(), -0.1, rtol=1e-6)
+    report = strategy.staleness(model)
+    assert report.dense.skipped == 2
+    (variable,) = report.variables.values()
+    assert (variable.count, variable.skipped) == (2, 2)
 
 
 SLOWNESS = 12.0  # Of a slow worker, in steps of the others.

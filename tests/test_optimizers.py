@@ -270,6 +270,34 @@ def test_loaded_state_waits_for_an_optimizer_that_is_built_inside_a_traced_step(
     check_same(*([v.numpy() for v in o.variables] for o in (late, saved)), 1e-6)
 
 
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.3, 10, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [(0.5, SCHEDULE, SCHEDULE(3)), (SCHEDULE, 0.5, 0.5), (0.5, 0.25, 0.5), (0.5, 0.5, 0.5)],
+)
+def test_a_saved_learning_rate_is_loaded_into_a_number_and_not_into_a_schedule(
+    before, after, expected, caplog
+):
+    rates = before, after
+    saved, loaded = (optimizers.Adagrad(rate, name="mine") for rate in rates)
+    variables = [[keras.Variable(np.ones(2, np.float32), name="w")] for _ in range(2)]
+    for _ in range(3):
+        saved.apply([tf.ones(2)], variables[0])
+    loaded.build(variables[1])
+    store = {}
+    saved.save_own_variables(store)
+    loaded.load_own_variables(store)
+    assert int(loaded.iterations.numpy()) == 3
+    np.testing.assert_allclose(loaded.learning_rate.numpy(), np.asarray(expected))
+    for slots in zip(*(o.states[0].accumulators for o in (saved, loaded)), strict=True):
+        check_same(*([slot.numpy()] for slot in slots), 0)
+    told = "learning_rate of mine is 0.5 from now on, as it was saved, and not 0.25"
+    assert (told in caplog.text) == (rates == (0.5, 0.25))
+    assert ("learning_rate" in caplog.text) == (rates == (0.5, 0.25))
+
+
 @pytest.mark.parametrize("built", [False, True])
 def test_state_of_another_configuration_is_refused_with_a_reason(built, tmp_path):
     model = click_model()

@@ -1,4 +1,4 @@
-"""What is read or saved within an epoch, while workers train, is of one moment."""
+"""What is read, saved or loaded within an epoch, while workers train, is of one moment."""
 
 import threading
 import time
@@ -30,14 +30,15 @@ def cluster(clusters):
 
 
 def make_strategy(name, cluster):
-    batches = {"local_batch_size": BATCH, "global_batch_size": 2 * BATCH}
+    # How many batches are left at the end of the epoch depends on how many came late, or were
+    # dropped; the gradient of what does not fill a global batch would not be 1.
+    kept = {"last_global_batch": "drop"}
+    batches = {"local_batch_size": BATCH, "global_batch_size": 2 * BATCH, **kept}
     make = {
         "async": lambda: recsync.AsyncStrategy(cluster),
         "bounded": lambda: recsync.BoundedStalenessStrategy(cluster, 1),
         "sync": lambda: recsync.SyncStrategy(cluster, **batches),
-        # How many batches are left at the end of the epoch depends on how many came late; the
-        # gradient of what does not fill a global batch would not be 1.
-        "backup": lambda: recsync.BackupWorkersStrategy(cluster, 1, last_global_batch="drop"),
+        "backup": lambda: recsync.BackupWorkersStrategy(cluster, 1, **kept),
         "gba": lambda: recsync.GBAStrategy(cluster, staleness_tolerance=100, **batches),
         "shadow": lambda: recsync.ShadowSyncStrategy(
             cluster, recsync.EASGD(0.3), threads_per_trainer=2, sync_ps=1, output="mean"
@@ -90,12 +91,14 @@ def make_model(shards=1):
 
 class Every(keras.callbacks.Callback):
     """Calls `look` after each fourth batch; the second half of the data is slow until it has
-    looked once, as Keras may count more slowly than a small model trains."""
+    looked once, as Keras may count more slowly than a small model trains, and the last third of
+    them until `is_over` is set, if that is given."""
 
-    def __init__(self, look):
+    def __init__(self, look, is_over=None):
         super().__init__()
         self._look = look
         self._has_looked = threading.Event()
+        self._is_over = is_over or self._has_looked
 
     def on_train_batch_end(self, batch, logs=None):
         if batch % 4 == 3:
@@ -111,13 +114,15 @@ class Every(keras.callbacks.Callback):
     def _batches(self):
         for i in range(BATCHES):
             if i >= BATCHES // 2:
-                self._has_looked.wait(0.5)  # Whoever looks waits for workers that wait for this.
+                # Whoever looks waits for workers that wait for this.
+                late = i >= BATCHES - BATCHES // 6
+                (self._is_over if late else self._has_looked).wait(0.5)
             yield np.tile(np.arange(ROWS), (BATCH, 1)), np.zeros((BATCH, 1))
 
 
-def fit(model, strategy, look, *before):
+def fit(model, strategy, look, *before, is_over=None):
     recsync.testing.set_compute_time(strategy, 0.03)
-    callback = Every(look)
+    callback = Every(look, is_over)
     model.fit(callback.dataset(), verbose=0, callbacks=[*before, callback])
     assert sum(strategy.worker_steps(model)) == BATCHES
 
@@ -174,6 +179,40 @@ def test_all_in_a_file_is_of_as_many_updates(name, form, cluster, tmp_path):
     assert len(counts) == BATCHES // 4
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
+
+
+@pytest.mark.cases("async-weights.h5", "bounded-weights.h5", "sync-weights.h5", "gba-checkpoint")
+@pytest.mark.parametrize("form", ["weights.h5", "checkpoint"])
+@pytest.mark.parametrize("name", ASYNC)
+def test_training_goes_on_from_what_is_loaded_within_an_epoch(name, form, cluster, tmp_path):
+    strategy = make_strategy(name, cluster)
+    with strategy.scope():
+        model = make_model(shards=2)
+    path, counts = str(tmp_path / f"first.{form}"), []
+    has_loaded = threading.Event()
+
+    def count() -> int:
+        ((updates, is_consistent),) = updates_of(model)
+        assert is_consistent
+        assert updates == int(model.optimizer.iterations.numpy())
+        return updates
+
+    def save_and_load(model):
+        checkpoint = tf.train.Checkpoint(model=model)
+        save, load = checkpoint.write, checkpoint.read
+        if form == "weights.h5":
+            save, load = model.save_weights, model.load_weights
+        if not counts:
+            save(path)
+            counts.append(count())
+        elif not has_loaded.is_set() and model.optimizer.iterations.numpy() > counts[0]:
+            load(path)
+            counts.append(count())
+            has_loaded.set()
+
+    fit(model, strategy, save_and_load, is_over=has_loaded)
+    saved, loaded = counts
+    assert saved == loaded < count() < saved + BATCHES
 
 
 @pytest.mark.cases("hop", "groups")

@@ -29,10 +29,12 @@ class Guard(Protocol):
 
 
 class ShownVariable(resource_variable_ops.ResourceVariable):
-    """A variable whose owner is told before this process reads it.
+    """A variable whose owner is told before this process reads or assigns it.
 
     Attributes:
         before_read: is called before an eager read, and before it is written to a checkpoint;
+            None: there is nobody to tell.
+        before_assign: is called before this process assigns it, or restores it from a checkpoint;
             None: there is nobody to tell.
         settle: brings it up to date, where steps leave some of what they do for later; it is
             called before this process reads or assigns the variable.
@@ -41,7 +43,8 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
     """
 
     log_decays: Any = None
-    before_read: Callable[[], None] | None = None
+    before_read: Callable[[], object] | None = None
+    before_assign: Callable[[], object] | None = None
     guard: Guard | None = None
     settle: Callable[[], None] = staticmethod(lambda: None)
 
@@ -86,26 +89,33 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
     def __float__(self) -> float:
         return float(self.numpy())
 
-    def _settle(self) -> None:
-        if tf.executing_eagerly():
+    def tell_of_assignment(self) -> None:
+        """Tells the owner that this process is about to set it; it is up to date then."""
+        with self.guarded():
+            if self.before_assign is not None:
+                self.before_assign()
             self.settle()
+
+    def _about_to_change(self) -> None:
+        if tf.executing_eagerly():
+            self.tell_of_assignment()
 
     def assign(self, *args, **kwargs):
         """As TensorFlow's; does not wait for ever for a server that is silent."""
         with self.guarded():
-            self._settle()
+            self._about_to_change()
             return super().assign(*args, **kwargs)
 
     def assign_add(self, *args, **kwargs):
         """As TensorFlow's, likewise."""
         with self.guarded():
-            self._settle()
+            self._about_to_change()
             return super().assign_add(*args, **kwargs)
 
     def assign_sub(self, *args, **kwargs):
         """As TensorFlow's, likewise."""
         with self.guarded():
-            self._settle()
+            self._about_to_change()
             return super().assign_sub(*args, **kwargs)
 
     def guarded(self) -> contextlib.AbstractContextManager:
@@ -143,8 +153,8 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
         return super()._serialize_to_tensors()
 
     def _restore_from_tensors(self, restored_tensors):
-        with tf.init_scope(), self.guarded():
-            self.settle()
+        with tf.init_scope():
+            self.tell_of_assignment()
         return super()._restore_from_tensors(restored_tensors)
 
 

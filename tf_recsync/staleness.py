@@ -359,7 +359,8 @@ class Report:
     Attributes:
         dense: `Statistics` over all dense variables.
         rows: `Statistics` over all rows of embedding tables.
-        variables: `Statistics` of each variable, by its path.
+        variables: `Statistics` of each variable, by its path; of those that have the same path,
+            the sum.
     """
 
     dense: Statistics

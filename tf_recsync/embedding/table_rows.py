@@ -159,10 +159,9 @@ class TableRows:
             yield
 
     def settle(self) -> None:
-        """Brings the rows up to date, before they are set."""
+        """Brings the rows up to date, before they are set; those who train them know of it."""
         for found in self._shown():
-            with found.guarded():
-                found.settle()
+            found.tell_of_assignment()
 
     def _shown(self) -> list[ShownVariable]:
         values = {id(v): shown(v._value) for v, _ in self.shards}.values()

@@ -28,6 +28,8 @@ _COUNTERS = "staleness"
 _STEPS = "step_state"
 _SIGNATURE = "signature"
 _KEPT = "kept"
+# Where Keras has the learning rate among an optimizer's variables, unless it is a schedule.
+_RATE = 1
 # Gradients that wait for others in one process: whoever has none begins anew.
 _ACCUMULATED = "accumulated_"
 
@@ -92,6 +94,7 @@ def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
         keys = {_key(old, ""): _key(new, "") for old, new in renamed.items()}
         saved = {_with_prefix(key, keys): value for key, value in saved.items()}
     others = _others(optimizer, collections)
+    saved = _with_own_rate(optimizer, len(others), saved)
     values: list[tuple[keras.Variable, np.ndarray]] = []
     tables: dict[str, TableRows] = {}  # By their keys.
     expected = {str(i) for i in range(len(others))}
@@ -122,6 +125,8 @@ def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
     for variable, value in values:
         if variable is optimizer._iterations:
             value = value * optimizer.batches_counted
+        elif variable is optimizer._learning_rate:
+            _tell_of_rate(optimizer, value)
         variable.assign(narrowed(value, variable.dtype))
     for key, rows in tables.items():
         rows.load(saved[key])
@@ -143,6 +148,41 @@ def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
         optimizer._iterations.assign_add(batches)
     if steps is not None:
         optimizer.load_steps(steps)
+
+
+def _with_own_rate(optimizer: Any, count: int, saved: dict[str, Any]) -> dict[str, Any]:
+    """What was saved, as if the learning rate had been a schedule where it is one here, and a
+    number where it is a number.
+
+    Args:
+        optimizer: as above.
+        count: of its variables that are not of a collection.
+        saved: as above.
+    """
+    numbers = sorted(int(key) for key in saved if key.isdigit())
+    has_own = isinstance(optimizer._learning_rate, keras.Variable)
+    if len(numbers) != count + (-1 if has_own else 1):
+        return saved
+    rest = {key: value for key, value in saved.items() if not key.isdigit()}
+    if has_own:
+        values = [saved[str(number)] for number in numbers]
+        values.insert(_RATE, fetch(optimizer._learning_rate._value.read_value()))
+    else:
+        values = [saved[str(number)] for number in numbers if number != _RATE]
+    return rest | {str(i): value for i, value in enumerate(values)}
+
+
+def _tell_of_rate(optimizer: Any, saved: np.ndarray) -> None:
+    """Says if another learning rate takes the place of the program's, as Keras has it."""
+    own = float(fetch(optimizer._learning_rate._value.read_value()))
+    if own != float(saved):
+        logging.warning(
+            "The learning_rate of %s is %g from now on, as it was saved, and not %g; assign it "
+            "after loading to have another one.",
+            optimizer.name,
+            float(saved),
+            own,
+        )
 
 
 def _rows(states: list, variables: list[keras.Variable]) -> dict[str, TableRows]:

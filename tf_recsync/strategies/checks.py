@@ -7,9 +7,11 @@ from typing import Literal
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from tf_recsync._checks import check_seconds
 from tf_recsync.cluster import Cluster
+from tf_recsync.staleness import Constant
 from tf_recsync.strategies.model_variables import optimizers_of
 
 OnBatchLost = Literal["retry", "drop"]  # What becomes of batches that are lost with a worker.
@@ -96,3 +98,40 @@ def check_optimizers(strategy: tf.distribute.Strategy, model: keras.Model) -> No
                 f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}; leave it "
                 "unset, or use a strategy of one group, such as AsyncStrategy"
             )
+        is_weighted = optimizer.staleness != Constant() and not strategy.mode.uses_buffers
+        if optimizer.gradient_accumulation_steps and is_weighted:
+            raise ValueError(
+                "gradient_accumulation_steps and staleness of the optimizer can't be used together "
+                "under this strategy, as servers weigh no push that they add to others: "
+                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, "
+                f"staleness={optimizer.staleness!r}; leave one of them unset, or use GBAStrategy, "
+                "whose decay weighs pushes"
+            )
+
+
+def warn_of_moving_averages(model: keras.Model, steps: int) -> None:
+    """Warns of moving averages, as of `BatchNormalization`, that so many steps at once may upset.
+
+    Each step adds its change to what all share, so that together they move it so many times as far
+    as one does. If that is further than to what they have measured, it swings, and with twice as
+    far it diverges.
+
+    Args:
+        model: the model.
+        steps: how many workers, or their threads, share its moving averages.
+    """
+    for layer in model._flatten_layers():
+        momentum = getattr(layer, "momentum", None)
+        is_moved = layer.trainable and layer.non_trainable_variables
+        if not isinstance(momentum, float) or not is_moved or (1 - momentum) * steps <= 0.5:
+            continue
+        logging.warning(
+            "Layer %s has momentum=%g, but each of %d workers moves its moving averages: together "
+            "they move them by %.0f %% of the difference to a batch. With momentum=%.6g they move "
+            "as in one process.",
+            layer.name,
+            momentum,
+            steps,
+            100 * (1 - momentum) * steps,
+            1 - (1 - momentum) / steps,
+        )

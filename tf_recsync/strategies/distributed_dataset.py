@@ -56,6 +56,7 @@ class DistributedDataset:
         retries: whether batches that are lost with a worker are done by others, if they can be
             found again.
         given: what the user gave, by which passes are counted; None: that is `dataset`.
+        pass_length: the batches of a pass where Keras knows them, or None.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class DistributedDataset:
         is_validation: bool = False,
         retries: bool = False,
         given: tf.data.Dataset | None = None,
+        pass_length: int | None = None,
     ):
         self.is_over = is_over
         self.is_validation = is_validation
@@ -88,6 +90,7 @@ class DistributedDataset:
         self._given = dataset if given is None else given
         self.steps_per_epoch = steps_per_epoch
         self._length = length
+        self._pass_length = pass_length
         self.batch_size = batch_size
         self.start_predict = start_predict
         self._cluster = cluster
@@ -160,8 +163,13 @@ class DistributedDataset:
 
     @functools.cached_property
     def _cardinality(self) -> int:
-        """Of a pass: its batches, or what tf.data says if it does not know them."""
-        return cardinality_of(self.dataset) if self._apart is None else self._apart.cardinality
+        """Of a pass: its batches, or what tf.data says if nobody knows them."""
+        if self._apart is not None:
+            return self._apart.cardinality
+        known = cardinality_of(self.dataset)
+        # Of arrays, Keras alone knows them.
+        is_open = known == tf.data.UNKNOWN_CARDINALITY
+        return self._pass_length if is_open and self._pass_length is not None else known
 
     def check_retries(self) -> None:
         """Warns, once, if batches that are lost shall be done by others, and can't be."""
@@ -417,6 +425,7 @@ class DistributedIterator:
         batches: of the pass; None before.
         asked: the steps that Keras has asked for already, of an epoch that begins anew; else 0.
         has_run_out: whether its data have ended, which Keras was not told.
+        counted: the steps of the pass as Keras counts them, to which each call is a whole one.
     """
 
     def __init__(self, distributed: DistributedDataset):
@@ -427,6 +436,7 @@ class DistributedIterator:
         self.batches: PassBatches | None = None
         self.asked = 0
         self.has_run_out = False
+        self.counted = 0
         self._local = None
 
     def __iter__(self) -> DistributedIterator:

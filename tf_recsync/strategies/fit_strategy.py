@@ -208,9 +208,11 @@ class FitStrategy(tf.distribute.Strategy):
             self._check_worker_datasets(dataset, caller)
             apart, dataset = dataset, dataset.first()
         verb, steps, given = caller.verb, caller.steps, caller.arguments.get("x")
-        in_order = apart is None and steps is not None and verb in ("evaluate", "predict")
+        pass_length = caller.pass_length
+        in_order = apart is None and steps is not None and verb not in (None, "fit")
         if in_order:
             # The first batches, whichever workers they go to.
+            pass_length = None if pass_length is None else min(pass_length, steps)
             dataset, steps = dataset.take(steps), None
         batch = self._batch_size(dataset, caller.batch_size) if verb == "fit" else None
         start_predict = caller.model.predict_function.start if verb == "predict" else None
@@ -231,6 +233,7 @@ class FitStrategy(tf.distribute.Strategy):
             verb != "fit" or self._settings.on_batch_lost == "retry",
             # With class_weight Keras makes another dataset of it in each call.
             given if isinstance(given, tf.data.Dataset) else None,
+            pass_length,
         )
         if verb == "fit" and caller.model is not None:
             # Callbacks may need the placement before the first step.
@@ -657,6 +660,7 @@ class _Caller:
         verb: which of them; "validate" if fit evaluates.
         steps: what its `steps` or `steps_per_epoch` says, or None.
         length: the steps of an epoch where Keras knows them, or None.
+        pass_length: the batches of the data where Keras knows them, or None.
         batch_size: the examples of a batch where Keras knows them, or None.
         arguments: what Keras makes its epoch iterator of.
         is_over: whether that call has ended, in whatever way.
@@ -666,6 +670,7 @@ class _Caller:
     verb: str | None = None
     steps: int | None = None
     length: int | None = None
+    pass_length: int | None = None
     batch_size: int | None = None
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_over: Callable[[], bool] = lambda: False
@@ -710,6 +715,7 @@ def _keras_caller() -> _Caller:
                 found,
                 steps=caller.steps_per_epoch,
                 length=caller.num_batches,
+                pass_length=caller.data_adapter.num_batches,
                 batch_size=caller.data_adapter.batch_size,
                 arguments=frame.f_locals.get("kwargs", {}),
             )

@@ -29,21 +29,28 @@ def measured_staleness(model: keras.Model, mode: Mode, pushes_gradients: bool) -
     states = [s for s in states if pushes_gradients or not is_copied(s.variable)]
     dense = [state for state in states if not state.is_table]
     synchronizer = getattr(getattr(model, "train_function", None), "synchronizer", None)
-    found: dict[str, list[np.ndarray]] = {}
+    found: dict[int, list[np.ndarray]] = {}  # By the variables' ids: two may have one path.
     for state in states:
         # Groups count what is applied to their copies themselves.
         if state.is_table or synchronizer is None or not is_copied(state.variable):
-            found[state.variable.path] = [fetch(state.counters._value.read_value())]
+            found[id(state.variable)] = [fetch(state.counters._value.read_value())]
     for counts in [] if synchronizer is None else synchronizer.counted():
         for state, counters in zip(dense, counts, strict=True):
-            found.setdefault(state.variable.path, []).append(counters)
+            found.setdefault(id(state.variable), []).append(counters)
     of = staleness.Statistics.from_counters
-    collected = of([c for s in dense for c in found.get(s.variable.path, [])])
+    collected = of([c for s in dense for c in found.get(id(s.variable), [])])
     if mode.uses_buffers:
         live = getattr(getattr(model, "train_function", None), "aggregations", {}).values()
-        collected = staleness.Statistics.sum(one.report().staleness for one in live)
+        # Buffers know how stale pushes are, and variables how many updates were left out.
+        left_out = np.zeros([staleness.COUNTERS], np.int64)
+        left_out[staleness.SKIPPED] = collected.skipped
+        pushes = [one.report().staleness for one in live]
+        collected = staleness.Statistics.sum([*pushes, of([left_out])])
+    by_path: dict[str, list[np.ndarray]] = {}
+    for state in states:
+        by_path.setdefault(state.variable.path, []).extend(found.get(id(state.variable), []))
     return staleness.Report(
         dense=collected,
-        rows=of([c for s in states if s.is_table for c in found[s.variable.path]]),
-        variables={path: of(counters) for path, counters in found.items()},
+        rows=of([c for s in states if s.is_table for c in found[id(s.variable)]]),
+        variables={path: of(counters) for path, counters in by_path.items() if counters},
     )

@@ -254,6 +254,7 @@ class Steps:
         # Workers may be done long before Keras has counted their steps.
         self._is_final = finished
         self._target = target  # What comes after a call that has failed is the same one again.
+        iterator.counted += steps
         # The end of data of unknown length shows when a call has no step left.
         # Not where Keras stops by itself, though there may have been less than it expects.
         ends = (self._epoch_end, self._expected)
@@ -373,13 +374,19 @@ class Steps:
         done = before - skipped
         self._is_final = False
         self._refreshed = 0.0  # The first call shows nothing of the epoch before.
+        counted = iterator.counted - iterator.asked  # Before this epoch.
         self._target, iterator.asked = done + iterator.asked, 0
         length = iterator.distributed.length
         self._epoch_began = done
         self._epoch_end = done + length if length is not None else float("inf")
         batches, expected = iterator.distributed.batches, iterator.distributed.expected
-        self._epoch_batches = batches if batches is not None else float("inf")
-        self._expected = done + expected if expected is not None else float("inf")
+        # The data may end within an epoch. Keras ends it when it has counted as many steps as they
+        # have batches, and begins a pass.
+        known = iterator.distributed.known_batches
+        left = known - self._uncounted - done
+        self._epoch_batches = left if batches is None else min(batches, left)
+        left = known - counted
+        self._expected = done + (left if expected is None else min(expected, left))
         for slot in run.slots:
             if slot.state is not None:
                 slot.state.reset_metrics = True

@@ -54,6 +54,12 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
         return []
     inner = base.parts_of(optimizer)
     for one in inner:
+        if isinstance(one, keras.optimizers.LossScaleOptimizer):
+            raise ValueError(
+                "optimizer can't be a LossScaleOptimizer under this strategy, which compile makes "
+                "of any optimizer with the dtype policy mixed_float16: use mixed_bfloat16, which "
+                "needs no scaling, or compile(..., auto_scale_loss=False)"
+            )
         if not isinstance(one, base.Optimizer):
             raise ValueError(
                 "optimizer must be one of tf_recsync.optimizers (or a keras MultiOptimizer of "

@@ -19,6 +19,7 @@ from tf_recsync.cluster import Server, reason
 from tf_recsync.optimizers.base import parts_of
 from tf_recsync.placement import OperatorPlan
 from tf_recsync.shown_variable import ShownVariable, shown
+from tf_recsync.strategies.checks import warn_of_moving_averages
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedDataset, DistributedIterator
 from tf_recsync.strategies.group_crew import GroupCrew
@@ -95,6 +96,9 @@ class TrainFunction(Steps):
         self._suspended: set[int] = set()  # Workers whose tokens are not given back yet.
         # Keras drops it when it leaves a pass.
         self._iterator: weakref.ref[DistributedIterator] | None = None
+        self._is_moved = (
+            False  # Whether users have assigned the global step while workers are held.
+        )
         self._accumulated: int | None = None  # Batches that servers add up in the place of one.
 
     @property
@@ -486,7 +490,11 @@ class TrainFunction(Steps):
         for variable in [*self._model.variables, *self._model.optimizer.variables]:
             found = shown(variable._value)
             if found is not None and id(variable) not in apart and not is_copied(variable):
-                found.before_read = self._hold
+                found.before_read = found.before_assign = self._hold
+        for optimizer in parts_of(self._model.optimizer):
+            found = shown(optimizer._iterations._value)
+            if found is not None and not is_copied(optimizer._iterations):
+                found.before_assign = self._hold_to_move
         run.when_done(lambda: self._all_done(run))
         return run
 
@@ -561,6 +569,9 @@ class TrainFunction(Steps):
         for optimizer in self._variables.optimizers:
             optimizer.count_steps_of(size and size * self.mode.capacity)
         self.know_batches(iterator.distributed)
+        if self.synchronizer is None and self._before is None:
+            sizes = (len(group.trainers) for group in self._arrangement.groups)
+            warn_of_moving_averages(self._model, max(sizes) * self.threads)
         self.ensure_synchronizer()
         layout = super()._continue(iterator)
         for begin in (self.synchronizer.copies.begin, self.synchronizer.begin):
@@ -712,9 +723,18 @@ class TrainFunction(Steps):
             return False
         return super()._hold()
 
+    def _hold_to_move(self) -> None:
+        """Users are about to assign the global step, as when they load a checkpoint."""
+        self._is_moved = self._hold() or self._is_moved
+
     def _go_on(self) -> None:
         if self.synchronizer is not None:  # From the first call on.
             self.synchronizer.copies.carried_on()
+        # A worker's thread comes here, too, when its pass has ended: then there is nothing to do.
+        if self.is_held and self._is_moved:
+            with self.watched():
+                self._of_each_group(Aggregation.follow)
+            self._is_moved = False
         super()._go_on()
 
     def _all_done(self, run: WorkerRun) -> None:

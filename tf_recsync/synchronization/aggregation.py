@@ -49,7 +49,8 @@ class Report:
         spent: tokens of lost workers that some servers had and others not, where they count as
             pushes without gradients.
         abandoned: pushes, counted above, that a pass that ended with an exception left
-            in the buffers, and that the next pass dropped.
+            in the buffers, and that the next pass dropped; also those that were there when
+            another global step was loaded.
         left_over: pushes, counted above, that did not fill a global batch at the end of an
             epoch and were left out (`last_global_batch="drop"`).
         lost: tokens that were lost with a worker.
@@ -255,26 +256,32 @@ class Aggregation(AtOnce):
     ) -> list[tf.Operation]:
         """Counts what a buffer gave out in the optimizer's global step, if it is the one whose
         applications that counts."""
-        owner = self._variables.device(optimizer._iterations)
-        mine = [b for (_, o), b in self._buffers.items() if o == id(optimizer)]
-        if buffer is not next((b for b in mine if b.device == owner), mine[0]):
+        if buffer is not self._counting(optimizer):
             return []
         iterations = optimizer._iterations._value
-        with tf.device(owner):
+        with tf.device(self._variables.device(optimizer._iterations)):
             one = tf.cast(aggregate.ready, iterations.dtype)
             return [iterations.assign_add(one, read_value=False)]
+
+    def _counting(self, optimizer: base.Optimizer) -> _Buffer:
+        """The buffer whose applications count in the optimizer's global step."""
+        owner = self._variables.device(optimizer._iterations)
+        mine = [b for (_, o), b in self._buffers.items() if o == id(optimizer)]
+        return next((b for b in mine if b.device == owner), mine[0])
 
     # In the coordinator.
 
     def begin(self) -> None:
         """Has tokens and buffers go on at the optimizer's global step; nobody may be in a step."""
-        step = int(fetch(self._own_step(self._optimizers[0]).read_value()))
+        step = self._step()
         if self.mode.uses_buffers:
             pending = self._pending()
             if pending:
                 # They may be of other parameters than those of now.
                 logging.warning(
-                    "%d pushes of a pass that ended with an exception are dropped.", pending
+                    "%d pushes are dropped: of a pass that ended with an exception, or from before "
+                    "another global step was loaded.",
+                    pending,
                 )
                 self._abandoned += pending
             for buffer in self._buffers.values():
@@ -284,6 +291,14 @@ class Aggregation(AtOnce):
         else:
             # Without buffers there is no step to refer to, and clocks begin anew.
             self._tokens.seek(0)
+
+    def follow(self) -> None:
+        """Has all go on at the optimizer's global step, if somebody has assigned it since it was
+        counted last; nobody may be in a step."""
+        if self._buffers:
+            counted = self._counting(self._optimizers[0]).buffer.state().step
+            if counted != self._step():
+                self.begin()
 
     def flush(self) -> None:
         """Applies or drops what the buffers still hold, and has all go on at the same step.
@@ -301,8 +316,15 @@ class Aggregation(AtOnce):
                 buffer.restore(buffer.state().step)
         steps = [buffer.state().step for buffer in self._buffers.values()]
         for optimizer in self._optimizers:
-            self._own_step(optimizer).assign(max(steps))
+            own = self._own_step(optimizer)
+            # Not by `assign`, which tells those who train it of what users assign.
+            step = tf.constant(max(steps), own.dtype)
+            tf.raw_ops.AssignVariableOp(resource=own.handle, value=step)
         self.begin()
+
+    def _step(self) -> int:
+        """The group's global step at the moment."""
+        return int(fetch(self._own_step(self._optimizers[0]).read_value()))
 
     def _own_step(self, optimizer: base.Optimizer) -> tf.Variable:
         """The group's global step."""
