@@ -22,7 +22,7 @@ from tf_recsync.synchronization.hop_edges import Edges
 from tf_recsync.synchronization.hop_invariants import Invariants
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport, look, parse
-from tf_recsync.synchronization.loops import JOIN_SECONDS
+from tf_recsync.synchronization.loops import JOIN_SECONDS, Turns
 from tf_recsync.synchronization.remote_values import at
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 
@@ -50,6 +50,7 @@ class Exchange:
         bandwidths: returns artificial bandwidths, in bytes per second by holder's device.
         events: gets what workers did.
         joining: held while workers take part again, one at a time, or all begin.
+        building: of those that have servers build their parts of an edge's graph.
         fail: is called with what ends training.
     """
 
@@ -65,6 +66,7 @@ class Exchange:
         bandwidths: Callable[[], dict[str, float]],
         recordings: Recordings,
         joining: threading.RLock,
+        building: Turns,
         fail: Callable[[Exception], None],
     ):
         self._protocol = protocol
@@ -90,7 +92,13 @@ class Exchange:
         self._ending = False
         self._all_there = True  # As long as that, the bounds hold.
         self._edges = Edges(
-            cluster, self._holders, dtype, lambda: dict(self._living()), self._answers, fail
+            cluster,
+            self._holders,
+            dtype,
+            lambda: dict(self._living()),
+            self._answers,
+            building,
+            fail,
         )
         self._joining = joining
         self._monitor: threading.Thread | None = None
