@@ -124,11 +124,18 @@ def test_a_checkpoint_has_all_workers_go_on_as_they_were(cluster, tmp_path):
     for copy, saved in zip(strategy.copies(after), copies, strict=True):
         np.testing.assert_array_equal(copy[0], saved[0])
     assert recorded(strategy, after)[0] == at
+    # And though they are asked in which iterations they are.
+    assert [report.iteration for report in strategy.hop_report(after)] == iterations
+    saved = tf.train.Checkpoint(workers=workers).save(tmp_path / "again")
     # What is assigned after that holds.
     after.dense.kernel.assign(np.ones((WIDTH, 1)))
     after.optimizer.learning_rate.assign(0.0)
     after.fit(dataset.take(WORKERS), verbose=0)
     np.testing.assert_allclose(strategy.copies(after)[3][0], 1.0, rtol=1e-6)
+    now = [report.iteration for report in strategy.hop_report(after)]
+    assert max(iterations) < max(now) < min(begun)
+    tf.train.Checkpoint(workers=workers).restore(saved).assert_consumed()
+    assert [report.iteration for report in strategy.hop_report(after)] == iterations
 
 
 def without_workers(serialized: bytes, count: int) -> bytes:

@@ -317,6 +317,7 @@ class Exchange:
             for worker, handle in self._living():
                 with self._at(worker):
                     hop.begin(handle, self._first)
+            self._reports.begin()
         if self._lost:
             self._void_bounds()
         for worker in sorted(self._lost):
@@ -357,7 +358,7 @@ class Exchange:
             self._stop_monitor.set()
 
     def restore(self, iterations: Sequence[int]) -> None:
-        """Workers have gone to these iterations, by a checkpoint."""
+        """Workers have gone to these iterations, by a checkpoint, and learn it when all begin."""
         self._reports.restore(iterations)
 
     def reports(self) -> list[WorkerReport]:
