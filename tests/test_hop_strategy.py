@@ -434,3 +434,17 @@ def test_a_worker_that_had_left_does_the_steps_that_others_found_no_batches_for(
     model.fit(own, steps_per_epoch=18 * WORKERS, verbose=0)
     assert strategy.worker_steps(model) == [18] * WORKERS
     assert "goes on from iteration" in caplog.text
+
+
+def test_nobody_waits_in_a_later_epoch_for_one_whose_data_have_ended(cluster):
+    strategy = recsync.HopStrategy(cluster, topology.ring_based(WORKERS), max_iteration_gap=2)
+    batch = np.ones((BATCH, WIDTH), np.float32), np.ones((BATCH, 1), np.float32)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(RATE), "mse")
+    few = [1] + [12] * (WORKERS - 1)
+    own = strategy.distribute_datasets_from_function(
+        lambda context: tf.data.Dataset.from_tensors(batch).repeat(few[context.input_pipeline_id])
+    )
+    model.fit(own, steps_per_epoch=sum(few) // 2, epochs=2, verbose=0)
+    assert sum(strategy.worker_steps(model)) == sum(few) // 2 * 2

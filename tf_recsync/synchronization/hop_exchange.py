@@ -151,12 +151,13 @@ class Exchange:
         with self._at(worker):
             self._make(worker, self._first)
         with self._joining, self._lock:
-            # They were lost before there was somebody to tell; see `_void_bounds`, too.
+            # They went before there was somebody to tell; see `_void_bounds`, too.
             own = self._neighbors(worker)
-            for lost in self._lost:
-                about = lost if lost in own else worker
+            for gone in self._lost | self._left.keys():
+                about = gone if gone in own else worker
+                until = self._takes_part_until(gone)
                 with self._at(worker):
-                    hop.set_neighbor(self._handles[worker], about, 0, -1)
+                    hop.set_neighbor(self._handles[worker], about, 0, until)
 
     def lose(self, worker: int) -> None:
         """A worker is gone: its neighbors don't wait for it."""
@@ -182,12 +183,16 @@ class Exchange:
             pass  # It is no living one since it was lost.
 
     def leave(self, worker: int) -> None:
-        """A worker has nothing to do at the moment: its neighbors don't wait for it."""
+        """A worker has nothing to do at the moment: its neighbors don't wait for it.
+
+        Nothing need have been made for it: training goes on after a loss, and its data had ended.
+        """
         with self._lock:
-            handle = None if worker in self._lost else self._handles.get(worker)
-        if handle is None:
-            return
-        iteration = self._iteration(worker)  # Not under the lock: the server may be silent.
+            if worker in self._lost:
+                return
+            handle = self._handles.get(worker)
+        # Not under the lock: the server may be silent.
+        iteration = -1 if handle is None else self._iteration(worker)
         with self._lock:
             if worker in self._lost or self._handles.get(worker) is not handle:
                 return
@@ -488,7 +493,8 @@ class Exchange:
         """Tells a worker's neighbors when it takes part; returns their iterations."""
         iterations = {}
         for neighbor in self._neighbors(worker):
-            if not self._is_there(neighbor) and neighbor not in self._left:
+            is_gone = neighbor in self._lost and neighbor not in self._left
+            if is_gone or neighbor not in self._handles:
                 continue
             # One that is gone as well, its own thread will find out.
             with self._at(neighbor), contextlib.suppress(tf.errors.OpError):
@@ -513,9 +519,6 @@ class Exchange:
     def _pairs(self) -> list[tuple[int, int]]:
         """All (sender, receiver) of parcels: updates along edges, tokens against them."""
         return [(i, j) for i in range(self._topology.size) for j in self._neighbors(i)]
-
-    def _is_there(self, worker: int) -> bool:
-        return worker in self._handles and worker not in self._lost and worker not in self._left
 
     def _living(self) -> list[tuple[int, tf.Tensor]]:
         with self._lock:
