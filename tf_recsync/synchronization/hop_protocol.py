@@ -29,7 +29,9 @@ class Skip:
     """When a slow worker skips iterations (Hop, section 5).
 
     A worker that is behind all its out-neighbors goes forward to the slowest of them, at
-    most; it first averages what its in-neighbors have sent.
+    most; it first averages what its in-neighbors have sent in the iteration before that one.
+    To get there they may need its tokens, so that it goes forward by `max_iteration_gap + 1`
+    iterations at most, or by so many more as an update may be old (`staleness_bound`).
 
     Attributes:
         max_jump: how many iterations it goes forward at a time at most, from 2 to 2**20; 1
