@@ -53,6 +53,22 @@ def labelled(examples):
         ),
         ({"max_iteration_gap": 3, "protocol": "notify_ack"}, "of token queues, not of notify"),
         ({"staleness_bound": -1}, "staleness_bound must be an integer of at least 0, got -1"),
+        (
+            {"max_iteration_gap": 600_000},
+            "max_iteration_gap must be at most 349524 where a worker has 3 in-neighbors, itself "
+            "included, as worker 0, got 600000",
+        ),
+        (
+            {"max_iteration_gap": 349_525, "staleness_bound": 2},
+            "max_iteration_gap must be at most 349524 .* got 349525",
+        ),
+        ({"max_iteration_gap": 2**70}, "max_iteration_gap must be at most 1048576, got 118059"),
+        ({"staleness_bound": 2**70}, "staleness_bound must be at most 1048576, got 118059"),
+        (
+            {"staleness_bound": 600_000, "max_iteration_gap": None},
+            "max_iteration_gap must not be None with staleness_bound=600000 in this graph: the "
+            "queue of worker 0 would need 1800006 places, of which there may be 1048576",
+        ),
         ({"skip": recsync.Skip(2), "max_iteration_gap": None}, "skip needs token queues"),
         ({"skip": 3}, "skip must be a Skip or None, not 3"),
         ({"order": "random"}, 'order must be "parallel" or "serial", not \'random\''),
@@ -75,6 +91,20 @@ def test_integers_of_numpy_are_as_good(cluster):
         strategy = recsync.HopStrategy(cluster, ring, backup_workers=backups, output=np.int64(3))
         assert strategy._protocol.backup_workers == (1,) * WORKERS
         assert strategy._read == 3 and isinstance(strategy._read, int)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_iteration_gap": 349_524}, {"max_iteration_gap": None, "staleness_bound": 349_523}],
+    ids=["a gap", "a staleness bound"],
+)
+def test_the_largest_queues_that_are_not_refused_can_be_trained_with(cluster, options):
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS), **options)
+    with strategy.scope():
+        model = classifier("sgd")
+    x, y = labelled(WORKERS * BATCH)
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    assert sum(strategy.worker_steps(model)) == WORKERS
 
 
 def test_a_skip_that_nobody_can_make_is_warned_of(cluster, caplog):
@@ -100,6 +130,10 @@ def test_wrong_skips_are_refused():
         recsync.Skip(1)
     with pytest.raises(ValueError, match="trigger must be an integer of at least 0, got -1"):
         recsync.Skip(2, trigger=-1)
+    with pytest.raises(ValueError, match="max_jump must be at most 1048576, got 2000000"):
+        recsync.Skip(2_000_000)
+    with pytest.raises(ValueError, match="trigger must be at most 1048576, got 118059"):
+        recsync.Skip(2, trigger=2**70)
 
 
 def test_parameters_that_can_not_be_averaged_are_refused(cluster):

@@ -16,6 +16,7 @@ import tf_recsync as recsync
 from tf_recsync import topology
 from tf_recsync.ops import hop
 from tf_recsync.ops.hop import FOREVER
+from tf_recsync.synchronization import hop_edges
 from tf_recsync.synchronization.hop import HopSynchronizer
 from tf_recsync.synchronization.hop_exchange import Exchange
 
@@ -99,6 +100,43 @@ def test_with_backup_workers_the_others_go_on_when_a_worker_is_killed(cluster, c
     assert min(report.iteration for report in reports[:3]) > seen["killed at"] + 10
     assert "Worker 3 was lost; workers 0, 1 and 2 go on without it" in caplog.text
     assert missing(strategy.copies(model)) == [3]
+
+
+def test_an_edge_that_is_never_built_holds_up_no_other(cluster, monkeypatch):
+    # Its receiver stands still; when that is found out, the others go on without it.
+    monkeypatch.setattr(hop_edges, "BUILD_SECONDS", 0.1)
+    begun, is_stuck, over = hop_edges.Edges._begun, threading.Event(), threading.Event()
+
+    def stuck(taker):
+        is_stuck.set()
+        over.wait()
+        return False
+
+    def standing_still(edges, sender, receiver):
+        if (sender, receiver) == (1, 2):
+            return stuck
+        assert is_stuck.wait(SECONDS)  # No other is built before.
+        return begun(edges, sender, receiver)
+
+    monkeypatch.setattr(hop_edges.Edges, "_begun", standing_still)
+    strategy = recsync.HopStrategy(
+        cluster, topology.ring(WORKERS), backup_workers=1, on_batch_lost="drop"
+    )
+    model = make_model(strategy)
+
+    def kill():
+        assert is_stuck.wait(SECONDS)
+        cluster.kill("worker", 2)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    try:
+        model.fit(dataset(60), verbose=0)
+    finally:
+        over.set()
+        killing.join()
+    assert missing(strategy.copies(model)) == [2]
+    assert min(strategy.worker_steps(model)[worker] for worker in (0, 1, 3)) > 0
 
 
 @pytest.mark.cases("while tokens are carried")

@@ -172,6 +172,23 @@ def test_skipping_brings_a_slow_worker_to_the_pace_of_the_others():
     assert standard.hop_report[3].iterations_skipped == 0
 
 
+@pytest.mark.parametrize("staleness", [None, 2])
+def test_a_worker_does_not_jump_further_than_those_can_get_whose_updates_it_needs(staleness):
+    # They wait for its tokens, and those that it is behind of do not.
+    graph = topology.exponential(7)
+    assert not set(graph.in_neighbors(0)) & set(graph.out_neighbors(0))
+    result = simulate_hop(
+        protocol_of(graph, backups=2, staleness=staleness, skip=Skip(max_jump=50)),
+        lambda i, k, now: 50.0 if i == 0 else 1.0,
+        steps=3000,
+    )
+    assert sum(result.steps) == 3000
+    slow = result.hop_report[0]
+    jump = 1 + slow.iterations_skipped / slow.jumps
+    assert jump == pytest.approx(5 + 1 + (staleness or 0), abs=0.5)
+    assert (result.largest_gaps <= result.bounds).all()
+
+
 def test_the_loss_is_told_over_virtual_time_and_training_ends_at_its_target():
     model = LogisticRegression(
         features=8, examples=512, batch_size=32, learning_rate=0.1, weight_decay=0.01

@@ -124,11 +124,18 @@ def test_a_checkpoint_has_all_workers_go_on_as_they_were(cluster, tmp_path):
     for copy, saved in zip(strategy.copies(after), copies, strict=True):
         np.testing.assert_array_equal(copy[0], saved[0])
     assert recorded(strategy, after)[0] == at
+    # And though they are asked in which iterations they are.
+    assert [report.iteration for report in strategy.hop_report(after)] == iterations
+    saved = tf.train.Checkpoint(workers=workers).save(tmp_path / "again")
     # What is assigned after that holds.
     after.dense.kernel.assign(np.ones((WIDTH, 1)))
     after.optimizer.learning_rate.assign(0.0)
     after.fit(dataset.take(WORKERS), verbose=0)
     np.testing.assert_allclose(strategy.copies(after)[3][0], 1.0, rtol=1e-6)
+    now = [report.iteration for report in strategy.hop_report(after)]
+    assert max(iterations) < max(now) < min(begun)
+    tf.train.Checkpoint(workers=workers).restore(saved).assert_consumed()
+    assert [report.iteration for report in strategy.hop_report(after)] == iterations
 
 
 def without_workers(serialized: bytes, count: int) -> bytes:
@@ -427,3 +434,17 @@ def test_a_worker_that_had_left_does_the_steps_that_others_found_no_batches_for(
     model.fit(own, steps_per_epoch=18 * WORKERS, verbose=0)
     assert strategy.worker_steps(model) == [18] * WORKERS
     assert "goes on from iteration" in caplog.text
+
+
+def test_nobody_waits_in_a_later_epoch_for_one_whose_data_have_ended(cluster):
+    strategy = recsync.HopStrategy(cluster, topology.ring_based(WORKERS), max_iteration_gap=2)
+    batch = np.ones((BATCH, WIDTH), np.float32), np.ones((BATCH, 1), np.float32)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(RATE), "mse")
+    few = [1] + [12] * (WORKERS - 1)
+    own = strategy.distribute_datasets_from_function(
+        lambda context: tf.data.Dataset.from_tensors(batch).repeat(few[context.input_pipeline_id])
+    )
+    model.fit(own, steps_per_epoch=sum(few) // 2, epochs=2, verbose=0)
+    assert sum(strategy.worker_steps(model)) == sum(few) // 2 * 2

@@ -442,6 +442,39 @@ def test_workers_that_make_their_data_go_on_where_they_were(cluster, tmp_path):
     assert 4 * 200 - 2 * 4 * 12 <= sum(strategy.worker_steps(model)) <= 4 * 200
 
 
+def test_nobody_waits_after_a_recovery_for_one_whose_data_had_ended(cluster, tmp_path):
+    strategy = slowly(
+        recsync.HopStrategy(
+            cluster, recsync.topology.ring(4), max_iteration_gap=2, on_batch_lost="drop"
+        )
+    )
+    model = make_model(strategy, ROWS, shards=2, units=4)
+    few = [1, 60, 60, 60]
+    made = strategy.distribute_datasets_from_function(
+        lambda context: dataset(few[context.input_pipeline_id], ROWS)
+    )
+    callback = Checkpoint(tmp_path, every_seconds=1e9)
+    lost = shards_of(model)[1]
+
+    class Kill(keras.callbacks.Callback):
+        epochs = []
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epochs.append(epoch)
+
+        def on_train_batch_end(self, batch, logs=None):
+            if self.epochs == [0, 1] and batch >= 20:  # The others are far ahead of the first one.
+                self.epochs.append("killed")
+                cluster.kill("ps", lost)
+                cluster.restart("ps", lost)
+
+    kill = Kill()
+    model.fit(made, epochs=3, verbose=0, callbacks=[callback, kill])
+    assert kill.epochs == [0, 1, "killed", 2]
+    assert callback.recoveries == 1
+    assert strategy.worker_steps(model) == few
+
+
 def test_one_that_does_not_come_back_ends_training_with_the_last_checkpoint(cluster, tmp_path):
     model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
     callback = Checkpoint(tmp_path, every_steps=10, ps_timeout=1.0)

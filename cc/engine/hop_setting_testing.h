@@ -118,6 +118,15 @@ inline Graph OneWay(int64_t n) {
   return graph;
 }
 
+// Each worker sends to those that are 1, 2, 4 and so on after it.
+inline Graph Exponential(int64_t n) {
+  Graph graph(n);
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t far = 1; far < n; far *= 2) graph[i].push_back((i + far) % n);
+  }
+  return graph;
+}
+
 // For each pair of workers a number.
 using Matrix = std::vector<std::vector<int64_t>>;
 

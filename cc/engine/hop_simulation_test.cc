@@ -95,6 +95,18 @@ INSTANTIATE_TEST_SUITE_P(
             .Staleness(1)
             .Skip(3)
             .Slow(2),
+        // Out-neighbors are further ahead than in-neighbors can get.
+        Setting("skip_one_way", Exponential(7))
+            .Gap(2)
+            .Backups(2)
+            .Skip(10)
+            .Slow(0),
+        Setting("skip_one_way_hybrid", Exponential(7))
+            .Gap(1)
+            .Backups(2)
+            .Staleness(1)
+            .Skip(10)
+            .Slow(0),
         Setting("notify_ack", Ring(5)).NotifyAck(),
         Setting("notify_ack_serial", Ring(4)).NotifyAck().Serial(),
         Setting("notify_ack_stale", Ring(4)).NotifyAck().Staleness(1)),

@@ -112,6 +112,7 @@ class HopSimulation {
     bool finished = false;
     bool leaving = false;  // instead of its next iteration
     bool between = false;  // tokens are taken, the iteration is not entered
+    int64_t awaited = -1;  // the iteration whose updates it waited for last
     int64_t reduced = -1;  // the iteration whose updates came last
     std::map<int64_t, int64_t> announced;       // by in-neighbor that was told
     std::map<int64_t, int64_t> received;        // newest iteration by sender
@@ -222,8 +223,11 @@ class HopSimulation {
                   delivered == Worker::Delivered::kDropped)
           << static_cast<int>(delivered) << " from " << from << " to " << to;
     } else if (is_new) {
-      // Only what nobody can use stays away.
-      ASSERT_LE(parcel.iteration + Ahead() - 1, members_[to].reduced);
+      // Only what nobody can use stays away: one that jumps waits for updates
+      // that are newer than the next.
+      const Member& member = members_[to];
+      ASSERT_LE(parcel.iteration + Ahead() - 1,
+                std::max(member.reduced, member.awaited - 1));
     }
   }
 
@@ -291,6 +295,7 @@ class HopSimulation {
   }
 
   void Receive(int64_t i, int64_t k, std::function<void()> then) {
+    members_[i].awaited = k;
     workers_[i]->Receive(
         k, [this, i, k, then](Worker::Answer answer, auto received) {
           if (answer == Worker::Answer::kClosed) return;

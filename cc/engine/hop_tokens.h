@@ -47,7 +47,10 @@ class HopTokens {
   }
 
   // How many iterations the worker moves on by: more than one if it is behind
-  // all its out-neighbors (section 5).
+  // all its out-neighbors (section 5). Before it enters iteration k it averages
+  // updates of k - 1, or of up to staleness_bound iterations less. In-neighbors
+  // that are not its out-neighbors, too, send them no earlier than its tokens
+  // allow, max_iteration_gap iterations ahead of it: it does not jump further.
   int64_t Stride() {
     if (options_.max_jump <= 1) return 1;
     int64_t behind = std::numeric_limits<int64_t>::max();
@@ -59,7 +62,10 @@ class HopTokens {
         behind <= options_.jump_trigger) {
       return 1;
     }
-    return std::max<int64_t>(1, std::min(behind, options_.max_jump));
+    const int64_t sent = options_.max_iteration_gap +
+                         std::max<int64_t>(options_.staleness_bound, 0);
+    return std::max<int64_t>(1,
+                             std::min({behind, options_.max_jump, sent + 1}));
   }
 
   // Takes so many tokens from each out-neighbor, one after the other.

@@ -17,7 +17,7 @@ from tf_recsync.optimizers import base
 from tf_recsync.strategies.checks import check_optimizers
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.model_variables import uses_servers
-from tf_recsync.synchronization.hop_protocol import Protocol, Skip
+from tf_recsync.synchronization.hop_protocol import MOST, Protocol, Skip, check_iterations
 from tf_recsync.topology import Topology
 
 
@@ -97,13 +97,15 @@ def checked_protocol(
     if max_iteration_gap == "default":
         max_iteration_gap = None if notify_ack else 5
     if max_iteration_gap is not None:
-        check_at_least("max_iteration_gap", max_iteration_gap, 1)
+        check_iterations("max_iteration_gap", max_iteration_gap, 1)
+        max_iteration_gap = int(max_iteration_gap)
         if notify_ack:
             raise ValueError(
                 f"max_iteration_gap is of token queues, not of notify_ack: {max_iteration_gap}"
             )
     if staleness_bound is not None:
-        check_at_least("staleness_bound", staleness_bound, 0)
+        check_iterations("staleness_bound", staleness_bound, 0)
+        staleness_bound = int(staleness_bound)
     backups = _each(topology.size, backup_workers)
     for worker, backup in enumerate(backups):
         check_at_least("backup_workers", backup, 0)
@@ -139,9 +141,30 @@ def checked_protocol(
         notify_ack=notify_ack,
         check_invariants=check_invariants,
     )
+    _check_queues(made)
     if skip is not None:
         _warn_if_nobody_skips(made)
     return made
+
+
+def _check_queues(protocol: Protocol) -> None:
+    """Raises a ValueError if a worker's queue would need more places than one can have."""
+    gap = protocol.max_iteration_gap
+    for worker in range(protocol.topology.size):
+        senders = len(protocol.topology.in_neighbors(worker)) + 1
+        places = senders * protocol.slots(worker)
+        if places <= MOST:
+            continue
+        if gap is not None:
+            raise ValueError(
+                f"max_iteration_gap must be at most {MOST // senders - 1} where a worker has "
+                f"{senders} in-neighbors, itself included, as worker {worker}, got {gap}"
+            )
+        raise ValueError(
+            f"max_iteration_gap must not be None with staleness_bound={protocol.staleness_bound} "
+            f"in this graph: the queue of worker {worker} would need {places} places, of which "
+            f"there may be {MOST}"
+        )
 
 
 def _each(workers: int, backup_workers: Any) -> list[int]:

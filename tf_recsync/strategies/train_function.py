@@ -574,7 +574,10 @@ class TrainFunction(Steps):
             warn_of_moving_averages(self._model, max(sizes) * self.threads)
         self.ensure_synchronizer()
         layout = super()._continue(iterator)
-        for begin in (self.synchronizer.copies.begin, self.synchronizer.begin):
+        begins = [self.synchronizer.copies.begin, self.synchronizer.begin]
+        if not is_new:
+            begins.append(iterator.run.leave_again)
+        for begin in begins:
             self._begin_without_the_gone(begin)
         # Within a run, clocks go on.
         if is_new or self.mode.uses_buffers:

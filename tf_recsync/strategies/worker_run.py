@@ -488,6 +488,15 @@ class WorkerRun:
             self._changed.notify_all()
         self._ask()
 
+    def leave_again(self) -> None:
+        """The crew has begun an epoch, and counts on all: whose data have ended leaves it, too."""
+        with self._changed:
+            ended = [slot for slot in self.slots if slot.ended]
+        for slot in ended:
+            self._crew.leave(slot.number)
+            if not slot.ended:  # It has resumed meanwhile, for what others have lost.
+                self._crew.resume(slot.number)
+
     def keep_data(self, workers: Iterable[int]) -> None:
         """What workers train on will be made anew: they go on with the batches that they have.
 
@@ -684,6 +693,9 @@ class WorkerRun:
         if self._retries:
             slot.ended = False  # It sees the end once more, or something was lost.
         if slot.ended:
+            membership = self._cluster.membership
+            slot.lives = {server: membership.life(server) for server in self._needs(slot)}
+            self._leave(slot)  # The crew has begun anew, and counts on all.
             with self._changed:
                 self._opened += 1
                 self._finished_parts += 1
@@ -750,12 +762,17 @@ class WorkerRun:
                 opened = self._guarded(slot, lambda: self._join_anew(slot)) is not None
                 continue
             if ended:
+                # Before it leaves: if an epoch begins meanwhile, one of the two has it leave that.
+                with self._changed:
+                    slot.ended = True
+                    if self._retries:
+                        self._batches.ended(slot)
+                    self._changed.notify_all()
                 self._leave(slot)
                 if self._has_more(slot):
                     opened = self._guarded(slot, lambda: self._join(slot)) is not None
                     continue
                 with self._changed:
-                    slot.ended = True
                     self._finished_parts += 1
                 return  # Its own part has ended; others may hold batches still.
 
@@ -813,9 +830,6 @@ class WorkerRun:
         if not self._retries:
             return False
         with self._changed:
-            slot.ended = True
-            self._batches.ended(slot)
-            self._changed.notify_all()
             while not (self._shall_end() or self._is_complete):
                 if self._round > slot.round:
                     return True

@@ -20,12 +20,13 @@ from tensorflow.python.framework import ops as framework_ops
 from tf_recsync import ops
 from tf_recsync.cluster import Cluster, Server, processor_of
 from tf_recsync.ops import hop
-from tf_recsync.synchronization.loops import ATTEMPTS, PAUSE_SECONDS, Loops
+from tf_recsync.synchronization.loops import ATTEMPTS, PAUSE_SECONDS, Loops, Turns
 from tf_recsync.synchronization.remote_values import at
 
 PARCELS_PER_TURN = 3  # Unrolled: each turn of the loop costs a message to the receiver.
 TURNS_PER_CALL = 20  # Then this process knows that they went well.
 NO_LIMIT = 1e15  # Bytes per second.
+BUILD_SECONDS = 10.0  # How long others wait for servers to build their parts of one edge's graph.
 
 # What the network, or TensorFlow's own calls from worker to worker, may fail with once. All
 # others would come again.
@@ -39,8 +40,6 @@ _PASSING = (
     tf.errors.UnknownError,
 )
 
-_building = threading.Lock()
-
 
 class Edges:
     """The loops of all edges.
@@ -52,6 +51,7 @@ class Edges:
         living: gives the workers that are there, with the handles of what they keep; called
             again whenever a loop goes on.
         answers: whether a worker that was there gives signs of the same life.
+        building: of those that have servers build their parts of an edge's graph.
         fail: is called with what has gone wrong between two workers that are there.
     """
 
@@ -62,6 +62,7 @@ class Edges:
         dtype: tf.DType,
         living: Callable[[], Mapping[int, tf.Tensor]],
         answers: Callable[[int], bool],
+        building: Turns,
         fail: Callable[[Exception], None],
     ):
         self._cluster = cluster
@@ -69,6 +70,7 @@ class Edges:
         self._dtype = dtype
         self._living = living
         self._answers = answers
+        self._building = building
         self._limits: dict[str, float] = {}  # Bytes per second, by device.
         self._loops = Loops("recsync_hop", cluster, fail)  # By sender and receiver.
         self._pausing = threading.Lock()  # One pause at a time.
@@ -178,7 +180,7 @@ class Edges:
                         begun = self._begun(sender, receiver)
                         # Servers build their parts of the graph, one pair after the other:
                         # side by side, TensorFlow's requests were garbled once in a while.
-                        with _building:
+                        with self._building.turn(BUILD_SECONDS):
                             begun(-1)
                         call = begun
                     if not call(receiver):

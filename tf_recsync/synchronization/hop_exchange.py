@@ -22,7 +22,7 @@ from tf_recsync.synchronization.hop_edges import Edges
 from tf_recsync.synchronization.hop_invariants import Invariants
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport, look, parse
-from tf_recsync.synchronization.loops import JOIN_SECONDS
+from tf_recsync.synchronization.loops import JOIN_SECONDS, Turns
 from tf_recsync.synchronization.remote_values import at
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 
@@ -50,6 +50,7 @@ class Exchange:
         bandwidths: returns artificial bandwidths, in bytes per second by holder's device.
         events: gets what workers did.
         joining: held while workers take part again, one at a time, or all begin.
+        building: of those that have servers build their parts of an edge's graph.
         fail: is called with what ends training.
     """
 
@@ -65,6 +66,7 @@ class Exchange:
         bandwidths: Callable[[], dict[str, float]],
         recordings: Recordings,
         joining: threading.RLock,
+        building: Turns,
         fail: Callable[[Exception], None],
     ):
         self._protocol = protocol
@@ -90,7 +92,13 @@ class Exchange:
         self._ending = False
         self._all_there = True  # As long as that, the bounds hold.
         self._edges = Edges(
-            cluster, self._holders, dtype, lambda: dict(self._living()), self._answers, fail
+            cluster,
+            self._holders,
+            dtype,
+            lambda: dict(self._living()),
+            self._answers,
+            building,
+            fail,
         )
         self._joining = joining
         self._monitor: threading.Thread | None = None
@@ -143,12 +151,13 @@ class Exchange:
         with self._at(worker):
             self._make(worker, self._first)
         with self._joining, self._lock:
-            # They were lost before there was somebody to tell; see `_void_bounds`, too.
+            # They went before there was somebody to tell; see `_void_bounds`, too.
             own = self._neighbors(worker)
-            for lost in self._lost:
-                about = lost if lost in own else worker
+            for gone in self._lost | self._left.keys():
+                about = gone if gone in own else worker
+                until = self._takes_part_until(gone)
                 with self._at(worker):
-                    hop.set_neighbor(self._handles[worker], about, 0, -1)
+                    hop.set_neighbor(self._handles[worker], about, 0, until)
 
     def lose(self, worker: int) -> None:
         """A worker is gone: its neighbors don't wait for it."""
@@ -174,12 +183,16 @@ class Exchange:
             pass  # It is no living one since it was lost.
 
     def leave(self, worker: int) -> None:
-        """A worker has nothing to do at the moment: its neighbors don't wait for it."""
+        """A worker has nothing to do at the moment: its neighbors don't wait for it.
+
+        Nothing need have been made for it: training goes on after a loss, and its data had ended.
+        """
         with self._lock:
-            handle = None if worker in self._lost else self._handles.get(worker)
-        if handle is None:
-            return
-        iteration = self._iteration(worker)  # Not under the lock: the server may be silent.
+            if worker in self._lost:
+                return
+            handle = self._handles.get(worker)
+        # Not under the lock: the server may be silent.
+        iteration = -1 if handle is None else self._iteration(worker)
         with self._lock:
             if worker in self._lost or self._handles.get(worker) is not handle:
                 return
@@ -309,6 +322,7 @@ class Exchange:
             for worker, handle in self._living():
                 with self._at(worker):
                     hop.begin(handle, self._first)
+            self._reports.begin()
         if self._lost:
             self._void_bounds()
         for worker in sorted(self._lost):
@@ -349,7 +363,7 @@ class Exchange:
             self._stop_monitor.set()
 
     def restore(self, iterations: Sequence[int]) -> None:
-        """Workers have gone to these iterations, by a checkpoint."""
+        """Workers have gone to these iterations, by a checkpoint, and learn it when all begin."""
         self._reports.restore(iterations)
 
     def reports(self) -> list[WorkerReport]:
@@ -479,7 +493,8 @@ class Exchange:
         """Tells a worker's neighbors when it takes part; returns their iterations."""
         iterations = {}
         for neighbor in self._neighbors(worker):
-            if not self._is_there(neighbor) and neighbor not in self._left:
+            is_gone = neighbor in self._lost and neighbor not in self._left
+            if is_gone or neighbor not in self._handles:
                 continue
             # One that is gone as well, its own thread will find out.
             with self._at(neighbor), contextlib.suppress(tf.errors.OpError):
@@ -504,9 +519,6 @@ class Exchange:
     def _pairs(self) -> list[tuple[int, int]]:
         """All (sender, receiver) of parcels: updates along edges, tokens against them."""
         return [(i, j) for i in range(self._topology.size) for j in self._neighbors(i)]
-
-    def _is_there(self, worker: int) -> bool:
-        return worker in self._handles and worker not in self._lost and worker not in self._left
 
     def _living(self) -> list[tuple[int, tf.Tensor]]:
         with self._lock:

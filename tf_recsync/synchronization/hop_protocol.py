@@ -14,18 +14,29 @@ from tf_recsync._checks import check_at_least
 from tf_recsync.ops import hop
 from tf_recsync.topology import Topology, gap_bounds
 
+MOST = 2**20  # Iterations, and updates in a queue; kMostEntries of cc/engine/limits.h.
+
+
+def check_iterations(name: str, value: int, least: int) -> None:
+    """Raises a ValueError if an argument is no number of iterations, from `least` to `MOST`."""
+    check_at_least(name, value, least)
+    if value > MOST:
+        raise ValueError(f"{name} must be at most {MOST}, got {value}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Skip:
     """When a slow worker skips iterations (Hop, section 5).
 
     A worker that is behind all its out-neighbors goes forward to the slowest of them, at
-    most; it first averages what its in-neighbors have sent.
+    most; it first averages what its in-neighbors have sent in the iteration before that one.
+    To get there they may need its tokens, so that it goes forward by `max_iteration_gap + 1`
+    iterations at most, or by so many more as an update may be old (`staleness_bound`).
 
     Attributes:
-        max_jump: how many iterations it goes forward at a time at most, at least 2; 1
+        max_jump: how many iterations it goes forward at a time at most, from 2 to 2**20; 1
             would be the next iteration.
-        trigger: it jumps only if it is behind by more iterations than this, at least 0.
+        trigger: it jumps only if it is behind by more iterations than this, from 0 to 2**20.
             Default 0.
 
     Raises:
@@ -40,8 +51,8 @@ class Skip:
     trigger: int = 0
 
     def __post_init__(self):
-        check_at_least("max_jump", self.max_jump, 2)
-        check_at_least("trigger", self.trigger, 0)
+        check_iterations("max_jump", self.max_jump, 2)
+        check_iterations("trigger", self.trigger, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,28 +100,31 @@ class Protocol:
         """Makes what a worker keeps beside its parameters, on the device of the scope."""
         return hop.worker(shared_name=f"recsync_hop_{uuid.uuid4().hex}", **self.options(worker))
 
+    def _ahead(self, worker: int) -> list[float]:
+        """How far each of a worker's in-neighbors can be ahead of it."""
+        return [self.bounds()[s, worker] for s in self.topology.in_neighbors(worker)]
+
+    def slots(self, worker: int) -> int:
+        """How many iterations a worker's queue may have updates of: with token queues as in
+        section 4.2, else as far as a sender can be ahead (section 4.1)."""
+        return 1 + (self.max_iteration_gap or int(max([1.0, *self._ahead(worker)])))
+
     def options(self, worker: int) -> dict[str, Any]:
         """How a worker takes part, by the names of the attributes of `RecsyncHopWorker`."""
-        topology, ahead = self.topology, []
+        topology, slots = self.topology, self.slots(worker)
         senders = topology.in_neighbors(worker)
-        if self.check_invariants or self.max_iteration_gap is None:
-            ahead = [self.bounds()[sender, worker] for sender in senders]
-        # How many iterations may be in the queue: with token queues as in section 4.2, else
-        # as far as a sender can be ahead (section 4.1).
-        gap = self.max_iteration_gap or int(max([1.0, *ahead]))
+        ahead = self._ahead(worker) if self.check_invariants else []
         return {
             "in_neighbors": senders,
             "weights": [float(topology.weights[sender, worker]) for sender in senders],
             "out_neighbors": topology.out_neighbors(worker),
             "max_iteration_gap": self.max_iteration_gap or 0,
-            "slots": gap + 1,
-            "capacity": (gap + 1) * (len(senders) + 1),
+            "slots": slots,
+            "capacity": slots * (len(senders) + 1),
             "backup_workers": self.backup_workers[worker],
             "staleness_bound": -1 if self.staleness_bound is None else self.staleness_bound,
             "max_jump": 1 if self.skip is None else self.skip.max_jump,
             "jump_trigger": 0 if self.skip is None else self.skip.trigger,
             "notify_ack": self.notify_ack,
-            "gap_bounds": [int(a) if np.isfinite(a) else -1 for a in ahead]
-            if self.check_invariants
-            else [],
+            "gap_bounds": [int(a) if np.isfinite(a) else -1 for a in ahead],
         }

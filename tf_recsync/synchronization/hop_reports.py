@@ -150,6 +150,7 @@ class Reports:
         size = len(self._senders)
         self._lock = threading.Lock()
         self._reports = [WorkerReport()] * size
+        self._is_restored = False  # Workers do not know of their iterations yet.
         # The counts of each, and which updates it declined, by sender: up to when it began to
         # count from 0 again, and by now.
         self._counts_before = np.zeros((size, _COUNTS), np.int64)
@@ -169,12 +170,18 @@ class Reports:
             self._declined_before[worker] = self._declined[worker]
 
     def restore(self, iterations: Sequence[int]) -> None:
-        """The workers have gone to these iterations."""
+        """The workers have gone to these iterations; they tell of others until they begin."""
         with self._lock:
+            self._is_restored = True
             self._reports = [
                 dataclasses.replace(report, iteration=iteration)
                 for report, iteration in zip(self._reports, iterations, strict=True)
             ]
+
+    def begin(self) -> None:
+        """The workers have begun with an epoch, behind the iterations that they have gone to."""
+        with self._lock:
+            self._is_restored = False
 
     def update(self, worker: int, state: State) -> None:
         """Takes over what a worker has told."""
@@ -185,7 +192,7 @@ class Reports:
                 self._declined_before[worker, senders] + state.declined
             )
             iteration = state.iteration
-            if iteration < 0:  # It has not begun with this epoch.
+            if iteration < 0 or self._is_restored:  # It has not begun with this epoch.
                 iteration = self._reports[worker].iteration
             for one in {worker, *senders}:
                 counts, last = self._counts[one].tolist(), self._reports[one]

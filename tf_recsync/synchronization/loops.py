@@ -25,6 +25,38 @@ JOIN_SECONDS = 60.0  # And loops, at the end of an epoch.
 _INTERRUPT_SECONDS = 0.1  # Between two attempts to end what they wait for.
 
 
+class Turns:
+    """One thread after the other may do something; but nobody waits for one that takes too long.
+
+    Its call may be to a server that stands still, and never end.
+    """
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._last: object | None = None  # Whose turn it is, until then (time.monotonic()).
+        self._until = 0.0
+
+    @contextlib.contextmanager
+    def turn(self, seconds: float) -> Iterator[None]:
+        """Inside, it is this thread's turn.
+
+        Args:
+            seconds: after which others go on without waiting for its end.
+        """
+        own = object()
+        with self._changed:
+            while self._last is not None and (rest := self._until - time.monotonic()) > 0:
+                self._changed.wait(rest)
+            self._last, self._until = own, time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            with self._changed:
+                if self._last is own:
+                    self._last = None
+                    self._changed.notify()
+
+
 class Loops:
     """Threads by a key, each in charge until it is dropped or all are to end; thread-safe.
 
