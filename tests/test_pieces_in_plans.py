@@ -148,7 +148,8 @@ def test_loads_of_pieces_are_those_of_the_messages_and_of_their_parts():
         times = np.array([nets] * p + [1])
         speeds = [of.server_flops_per_second] * p + [of.trainer_flops_per_second]
         np.testing.assert_allclose(plan.loads.processor, times * flops / speeds)
-        np.testing.assert_allclose(plan.loads.network, times * traffic / of.bytes_per_second)
+        sending = np.array([nets] * p + [of.nets_per_trainer])
+        np.testing.assert_allclose(plan.loads.network, sending * traffic / of.bytes_per_second)
         assert plan.loads.memory.tolist() == memory.tolist()
         traffic_of = LoadModel(graph, of).traffic(plan.positions)
         np.testing.assert_allclose(traffic_of, list(total.values()))

@@ -35,8 +35,9 @@ class OperatorPlan:
 
     The load of a device is the seconds that a step takes of its processor or its network,
     whichever is more. With t trainers of r nets each, a step of one net takes F / C of a trainer's
-    processor and t r F / C of a server's, for the operations F of its units; b / W of a trainer's
-    network and t r b / W of a server's. b are the bytes on edges to other devices, in both
+    processor and t r F / C of a server's, for the operations F of its units; C of a trainer is what
+    each of its nets has. Networks are those of devices: r b / W of a trainer's and t r b / W of a
+    server's. b are the bytes on edges to other devices, in both
     directions, and `8 w` for `w` weights whose operator is on the trainers. Memory is a limit:
     `4 (1 + slots) w` bytes of weights and accumulators, and the activations of all nets in flight.
 
