@@ -189,6 +189,14 @@ def test_units_with_more_than_a_servers_part_of_the_weights_are_divided_and_othe
     assert not OperatorPlan.search(narrow, Resources(1, 9)).divided
 
 
+def test_where_only_divided_layers_have_weights_a_plan_is_found():
+    inputs = keras.Input((32,), name="x")
+    x = keras.layers.Dense(10, name="only")(inputs)
+    graph = OperatorPlan.step_graph(keras.Model(inputs, keras.layers.Softmax(name="last")(x)), 16)
+    plan = OperatorPlan.search(graph, Resources(1, 2))
+    assert plan.operators == {"x": None, "only": "rows", "last": None, "loss": None}
+
+
 def test_what_is_not_elementwise_between_two_is_whole():
     graph = OperatorPlan.step_graph(up_and_down(activation="softmax"), 32)
     plan = OperatorPlan.search(graph, Resources(2, 3))
