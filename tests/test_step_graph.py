@@ -310,6 +310,47 @@ def test_measuring_leaves_the_model_as_it_was():
     assert not any("call" in layer.__dict__ for layer in model.layers)
 
 
+def test_layers_that_look_up_in_tables_of_tensorflow_are_not_measured():
+    words, numbers = (
+        keras.Input((3,), dtype="string", name="words"),
+        keras.Input((), name="numbers"),
+    )
+    ids = keras.layers.StringLookup(vocabulary=["a", "b"], name="ids")(words)
+    rows = keras.layers.Flatten()(keras.layers.Embedding(3, 8, name="rows")(ids))
+    kinds = keras.layers.IntegerLookup(vocabulary=[3, 5], output_mode="one_hot", name="kinds")
+    hot = kinds(keras.layers.Reshape((1,))(keras.ops.cast(numbers, "int64")))
+    both = keras.layers.Concatenate(name="both")([rows, hot])
+    model = keras.Model([words, numbers], keras.layers.Dense(64, name="top")(both))
+    batch = [tf.constant([["a", "b", "c"]] * 8), tf.constant([3.0, 5.0, 7.0, 9.0] * 2)]
+    graph = OperatorPlan.profile(model, [batch])
+    assert graph["top"].flops > 0 and graph["ids"].flops == graph["kinds"].flops == 0
+    assert {unit.name for unit in graph.units} >= {"words", "numbers", "ids", "rows", "kinds"}
+
+
+class Voted(keras.layers.Layer):
+    """Has a table of TensorFlow's, and a weight."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), name="scale")
+        pairs = tf.lookup.KeyValueTensorInitializer([1], [2.0], tf.int64, tf.float32)
+        self.table = tf.lookup.StaticHashTable(pairs, 0.0)
+
+    def call(self, inputs):
+        return self.scale * self.table.lookup(tf.cast(inputs, tf.int64))
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_a_layer_with_weights_and_such_a_table_is_named():
+    inputs = keras.Input((4,), name="x")
+    layer = Voted(name="voted")
+    layer.build((None, 4))
+    model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
+    with pytest.raises(ValueError, match="unit 'voted' can't be measured: .*step_graph counts it"):
+        OperatorPlan.profile(model, [np.ones((8, 4), "float32")])
+
+
 def test_a_larger_layer_takes_more_of_the_measured_time():
     features = keras.Input((256,), name="features")
     # So much larger that no other program on the machine makes up for it.

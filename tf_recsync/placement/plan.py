@@ -346,7 +346,8 @@ class OperatorPlan:
         Like `step_graph`, but the time of each op is measured, on one core of this machine, and a
         unit gets that part of all floating-point operations which it has of the time. So what is
         slow for its number of operations, as normalization is, counts as much as it takes.
-        Lookups are left out, as they are the embedding PSs' work.
+        Lookups are left out, as they are the embedding PSs' work; so are layers that look up in a
+        table of TensorFlow's, such as StringLookup.
 
         Args:
             model: A built Keras model.
@@ -359,7 +360,8 @@ class OperatorPlan:
             The graph, for the batch size of the first batch.
 
         Raises:
-            ValueError: If there is no batch, or as for `step_graph`.
+            ValueError: If there is no batch, a layer with weights has a table of TensorFlow's
+                besides, or as for `step_graph`.
 
         Example:
             >>> features = keras.Input((8,))
