@@ -299,9 +299,10 @@ class OperatorPlan:
     ) -> StepGraph:
         """Counts what a training step of a model computes and sends.
 
-        The model's call is traced once, without data. Units are its layers: nested models are
-        taken apart, other layers are whole, and a layer that is called several times is one unit.
-        Operations are counted from the shapes of the ops, of the forward and backward pass.
+        The model's call is traced once, without data. Units are its layers: nested models, and
+        layers with embedding tables inside, are taken apart, other layers are whole, and a layer
+        that is called several times is one unit. Operations are counted from the shapes of the ops,
+        of the forward and backward pass.
 
         Args:
             model: A built Keras model: functional, sequential or a subclass.
@@ -315,7 +316,8 @@ class OperatorPlan:
                 package, or else 1.
 
         Returns:
-            The graph; names of units are the layers' paths.
+            The graph; names of units are the layers' paths, with "#2" after them for the second
+            layer of a path, and so on.
 
         Raises:
             ValueError: If an argument is out of range, the model is not built, or the shape of
