@@ -327,6 +327,27 @@ def test_layers_with_tables_inside_are_taken_apart():
     assert edges_of(graph)["films/films_tables", "both"] == (4 * BATCH * 8,) * 2
 
 
+def test_tables_with_keys_are_lookups_whose_gradients_travel():
+    layer = EmbeddingCollection(
+        [TableConfig("users", 1000, 8, keys="any"), TableConfig("films", 50, 8)],
+        [FeatureConfig("user", "users"), FeatureConfig("film", "films")],
+        name="rows",
+    )
+    inputs = {
+        "user": keras.Input((), dtype="string", name="user"),
+        "film": keras.Input((), dtype="int64", name="film"),
+    }
+    vectors = keras.layers.Concatenate(name="both")([*layer(inputs).values()])
+    model = keras.Model(inputs, keras.layers.Dense(1, name="top")(vectors))
+    counts = layer.key_counts()["users"]
+    graph = OperatorPlan.step_graph(model, BATCH)
+    assert graph["rows"].kind == "lookup"
+    assert edges_of(graph)["rows", "both"] == (2 * 4 * BATCH * 8,) * 2
+    batch = {"user": np.array(["anna"] * BATCH), "film": np.zeros(BATCH, np.int64)}
+    assert OperatorPlan.profile(model, [batch])["top"].flops > 0
+    assert layer.key_counts()["users"] == counts  # Nothing was looked up.
+
+
 def towers(second=lambda: keras.layers.Dense(24, "tanh", name="hidden")) -> keras.Model:
     """Two models in one, whose layers have the same names."""
 

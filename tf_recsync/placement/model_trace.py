@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync._instead import instead
+from tf_recsync.embedding.keys import sorted_entries
 from tf_recsync.placement import flops
 from tf_recsync.synchronization.units import names_of, parts_of_model
 
@@ -63,7 +64,9 @@ def trace(
         found["inputs"] = inputs
         values = [(v, tf.compat.v1.placeholder(v.dtype, v.shape)) for v in _variables(model)]
         found["variables"] = {value.op.name: v for v, value in values}
-        with _recorded(layers, graph, calls), keras.StatelessScope(values):
+        # Keys are looked up in stock ops, of values: for the rows that training would give them
+        # there would have to be variables.
+        with _recorded(layers, graph, calls), sorted_entries(), keras.StatelessScope(values):
             found["outputs"] = model(inputs, training=True)
         return tf.zeros([])
 
