@@ -158,10 +158,11 @@ class Placed:
         self._there[id(value)] = value, value
         return value
 
-    def read_with(self, variable: keras.Variable, tensor: tf.Tensor) -> tf.Tensor:
+    def read_with(self, variable: keras.Variable, tensor: tf.Tensor | tf.SparseTensor) -> tf.Tensor:
         """A variable's value on its server, read when a tensor has arrived there."""
+        device, parts = self.device(variable), tf.nest.flatten(tensor, expand_composites=True)
         with record.stop_recording():
-            self._arrived = [self._brought(tensor, self.device(variable), "activation")]
+            self._arrived = [self._brought(part, device, "activation") for part in parts]
         value, self._arrived = self.read(variable), []
         return value
 
