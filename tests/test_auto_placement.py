@@ -16,6 +16,7 @@ from test_placement_of_operators import (
     operations,
     trained,
 )
+from test_step_graph import of_tables_inside, towers
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD, Adagrad, Adam
@@ -163,17 +164,26 @@ def test_tables_frozen_layers_and_layers_that_share_weights_train_as_in_one_proc
     assert strategy.operator_plan(model) is not None
 
     ids = np.random.default_rng(1).integers(0, 20, (4 * BATCH, 2))
-    data = tf.data.Dataset.from_tensor_slices(({"ids": ids}, ids[:, :1] / 20.0)).batch(BATCH)
+    inputs = {"ids": ids, "user": ids[:, 0]}
+    data = tf.data.Dataset.from_tensor_slices((inputs, ids[:, :1] / 20.0)).batch(BATCH)
 
     def with_tables():
         ids = keras.Input((2,), dtype="int64", name="ids")
+        inputs = {"ids": ids, "user": keras.Input((), dtype="int64", name="user")}
         vectors = recsync.layers.EmbeddingCollection(
-            [recsync.layers.TableConfig("things", 20, 4)],
-            [recsync.layers.FeatureConfig("ids", table="things")],
+            [
+                recsync.layers.TableConfig("things", 20, 4),
+                recsync.layers.TableConfig("users", 100, 4, keys="any"),
+            ],
+            [
+                recsync.layers.FeatureConfig("ids", table="things"),
+                recsync.layers.FeatureConfig("user", table="users"),
+            ],
             concatenate=True,
-        )({"ids": ids})
+        )(inputs)
+        vectors = keras.layers.Concatenate()([vectors, of_tables_inside(ids)])
         x = keras.layers.Dense(200, "relu", name="large")(vectors)
-        return keras.Model({"ids": ids}, keras.layers.Dense(40, name="top")(x))
+        return keras.Model(inputs, keras.layers.Dense(40, name="top")(x))
 
     found = []
     for placement in ("trainers", "auto"):
@@ -183,12 +193,23 @@ def test_tables_frozen_layers_and_layers_that_share_weights_train_as_in_one_proc
             model = with_tables()
             model.compile(Adagrad(0.1), "mse")
         model.fit(data, verbose=0)
-        found.append(model.get_weights())
+        found.append([variable.numpy() for variable in model.trainable_variables])
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     plan = strategy.operator_plan(model)
-    assert plan.divided == {"top": "rows"}
+    assert plan.divided == {"large": "columns"}
+    assert {*plan.divided, *plan.weights} == {"large", "top", "tower/hidden"}
     assert {unit.kind for unit in plan.graph.units} >= {"lookup", "input", "layer"}
+
+
+def test_layers_of_one_name_are_placed_by_a_search_each_for_itself(cluster):
+    strategy = alone(cluster, "auto")
+    model, local = trained(strategy, towers, lambda: SGD(0.05))
+    assert_same(model, local)
+    plan = strategy.operator_plan(model)
+    assert plan.divided == {"hidden": "columns", "relu": "columns"}
+    hidden = model.get_layer("second").get_layer("hidden")
+    assert hidden.kernel._value.shard == plan.weights["hidden#2"]
 
 
 def test_a_plan_knows_the_compression_and_one_of_nothing_is_only_said(cluster, logged):

@@ -21,7 +21,7 @@ from test_placement_of_operators import (
 )
 
 import tf_recsync as recsync
-from tf_recsync.optimizers import Adagrad
+from tf_recsync.optimizers import SGD, Adagrad
 
 HIDDEN, OUT = 9, 5
 PLANS = {
@@ -73,6 +73,40 @@ def test_divided_layers_train_as_in_one_process(cluster, plan, name):
             strict=True,
         ):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
+
+
+def of_sparse() -> keras.Model:
+    inputs = keras.Input((WIDTH,), sparse=True, name="x")
+    parts = [
+        keras.layers.Dense(n, "tanh", name=name)(inputs)
+        for name, n in [("by_columns", 40), ("by_rows", 2), ("whole", 3)]
+    ]
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(parts)))
+    model.compile(SGD(0.1), "mse")
+    return model
+
+
+OF_SPARSE = {
+    "by name": {"by_columns": "columns", "by_rows": "rows", "whole": 1},
+    "auto": "auto",
+}
+
+
+@pytest.mark.parametrize("placement", OF_SPARSE)
+def test_layers_with_sparse_input_are_divided(cluster, placement):
+    strategy = alone(cluster, OF_SPARSE[placement], local_batch_size=BATCH)
+    x, y = examples(4)
+    x = np.where(x > 0, x, 0.0)
+    data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(x), y)).batch(BATCH)
+    with strategy.scope():
+        model = of_sparse()
+    local = of_sparse()
+    local.set_weights(model.get_weights())
+    for one in (model, local):
+        one.fit(data, verbose=0)
+    assert_same(model, local)
+    found = {op.device for op in operations(graph_of_step(model)) if op.type == "Tanh"}
+    assert len(found - {""}) == 2
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,18 @@ def as_input(form: str, bags: list[list], dtype):
     if form == "dense":
         return tf.constant(bags, dtype)
     ragged = tf.ragged.constant(bags, dtype=dtype, ragged_rank=1)
-    return ragged if form == "ragged" else sparse(ragged)
+    if form == "ragged":
+        return ragged
+    return sparse(ragged) if form == "sparse" else shuffled(sparse(ragged))
+
+
+def shuffled(ids: tf.SparseTensor) -> tf.SparseTensor:
+    """The same in an order that a SparseTensor may have; of weights it is another one."""
+    order = np.random.default_rng(ids.dtype.size).permutation(len(ids.values))
+    assert list(order) != sorted(order)
+    return tf.SparseTensor(
+        tf.gather(ids.indices, order), tf.gather(ids.values, order), ids.dense_shape
+    )
 
 
 def sparse(ragged: tf.RaggedTensor) -> tf.SparseTensor:
@@ -80,7 +91,7 @@ def pooled(table: np.ndarray, bags, weights, combiner: str) -> np.ndarray:
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("form", ["single", "dense", "ragged", "sparse"])
+@pytest.mark.parametrize("form", ["single", "dense", "ragged", "sparse", "shuffled"])
 def test_every_form_of_input_is_pooled_as_in_numpy(form, weighted, combiner):
     layer = collection(combiner)
     rng = np.random.default_rng(1)

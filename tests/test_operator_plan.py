@@ -108,7 +108,8 @@ def brute_force(graph, resources):
     speeds = np.array(
         [resources.server_flops_per_second] * p + [resources.trainer_flops_per_second]
     )
-    load = np.maximum(flops / speeds[:, None], traffic / resources.bytes_per_second) * times
+    sent = np.array([t * r] * p + [r])[:, None] * traffic
+    load = np.maximum(flops / speeds[:, None] * times, sent / resources.bytes_per_second)
     highest = load.max(0)
     if resources.memory_limit is not None:
         highest = np.where((memory[:p] <= resources.memory_limit).all(0), highest, np.inf)
@@ -281,7 +282,7 @@ def test_loads_are_those_computed_by_hand():
     first, second, pulled = 100 + 2 * 500, 2 * 900 + 2 * 50, 2 * 12_000
     np.testing.assert_allclose(
         loads.network,
-        [nets * first / 1e6, nets * (second + pulled) / 1e6, (first + second + pulled) / 1e6],
+        [nets * first / 1e6, nets * (second + pulled) / 1e6, 2 * (first + second + pulled) / 1e6],
     )
     assert loads.memory.tolist() == [
         2 * 4_000 + nets * (500 + 500),
@@ -291,6 +292,20 @@ def test_loads_are_those_computed_by_hand():
     plan = tower_plan()
     assert plan.highest_load == pytest.approx(nets * (second + pulled) / 1e6)
     assert plan.weights == {"bottom": 0, "project": 1, "top": 1}
+
+
+def test_nets_of_a_trainer_share_its_network_as_they_share_a_servers():
+    for nets in (1, 2, 5):
+        plan = OperatorPlan(
+            StepGraph(
+                [Unit("features", "input", 0), Unit("bottom", "layer", 1e6, 4_000)],
+                [Edge("features", "bottom", 100)],
+            ),
+            Resources(1, 1, nets, bytes_per_second=1e3),
+            {"features": None, "bottom": 0},
+        )
+        # All that leaves the only trainer comes to the only server.
+        np.testing.assert_allclose(plan.loads.network, [nets * 0.1] * 2)
 
 
 def test_compression_lowers_traffic_and_costs_both_ends_processor_time():
@@ -308,7 +323,7 @@ def test_compression_lowers_traffic_and_costs_both_ends_processor_time():
     pulled = 2 * 12_000  # Weights are not compressed.
     np.testing.assert_allclose(
         compressed.network,
-        [6 * first / 1e6, 6 * (second + pulled) / 1e6, (first + second + pulled) / 1e6],
+        [6 * first / 1e6, 6 * (second + pulled) / 1e6, 2 * (first + second + pulled) / 1e6],
     )
     cut = np.array([6 * 1_100, 6 * 1_900, 3_000])
     np.testing.assert_allclose(compressed.processor, plain.processor + cut * 1e-6)
@@ -390,7 +405,7 @@ def test_a_unit_that_fits_no_device_is_named_with_its_size():
 def test_a_plan_prints_as_a_table_of_units_and_devices():
     assert str(tower_plan()).splitlines() == [
         "8 units on 2 group PSs and 3 trainers with 2 nets each",
-        "highest load 155 ms a step, of the network of PS 1, 2.47 times the mean",
+        "highest load 155 ms a step, of the network of PS 1, 2.16 times the mean",
         "  unit      device         FLOP      bytes      share",
         "  features  trainers          0      100 B       0.0%",
         "  rows      trainers          0        0 B       0.0%",
@@ -403,7 +418,7 @@ def test_a_plan_prints_as_a_table_of_units_and_devices():
         "            device    processor    network     memory",
         "            PS 0         4.5 ms     6.6 ms   13.7 KiB",
         "            PS 1          24 ms     155 ms   55.0 KiB",
-        "            trainers    12.5 ms      27 ms    3.9 KiB",
+        "            trainers    12.5 ms      54 ms    3.9 KiB",
     ]
 
 

@@ -148,7 +148,8 @@ def test_loads_of_pieces_are_those_of_the_messages_and_of_their_parts():
         times = np.array([nets] * p + [1])
         speeds = [of.server_flops_per_second] * p + [of.trainer_flops_per_second]
         np.testing.assert_allclose(plan.loads.processor, times * flops / speeds)
-        np.testing.assert_allclose(plan.loads.network, times * traffic / of.bytes_per_second)
+        sending = np.array([nets] * p + [of.nets_per_trainer])
+        np.testing.assert_allclose(plan.loads.network, sending * traffic / of.bytes_per_second)
         assert plan.loads.memory.tolist() == memory.tolist()
         traffic_of = LoadModel(graph, of).traffic(plan.positions)
         np.testing.assert_allclose(traffic_of, list(total.values()))
@@ -186,6 +187,14 @@ def test_units_with_more_than_a_servers_part_of_the_weights_are_divided_and_othe
     assert not OperatorPlan.search(graph, Resources(1, 1)).divided
     narrow = OperatorPlan.step_graph(up_and_down(8, 8, 8), 32)
     assert not OperatorPlan.search(narrow, Resources(1, 9)).divided
+
+
+def test_where_only_divided_layers_have_weights_a_plan_is_found():
+    inputs = keras.Input((32,), name="x")
+    x = keras.layers.Dense(10, name="only")(inputs)
+    graph = OperatorPlan.step_graph(keras.Model(inputs, keras.layers.Softmax(name="last")(x)), 16)
+    plan = OperatorPlan.search(graph, Resources(1, 2))
+    assert plan.operators == {"x": None, "only": "rows", "last": None, "loss": None}
 
 
 def test_what_is_not_elementwise_between_two_is_whole():

@@ -329,6 +329,58 @@ def test_what_travels_passes_an_artificial_link(cluster):
     assert len(passing) == 5
 
 
+class Penalized(keras.Model):
+    """Keeps the gradient of what it gives by what it gets small, in a step of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                outputs = self(x, training=True)
+            slopes = inner.gradient(outputs, x)
+            penalty = tf.reduce_mean(tf.reduce_sum(tf.square(slopes), 1))
+            loss = self.compute_loss(x, y, outputs) + penalty
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def penalized() -> keras.Model:
+    inputs = keras.Input((WIDTH,), name="x")
+    x = keras.layers.Dense(8, "tanh", name="a")(inputs)
+    x = keras.layers.Dense(7, "softplus", name="b")(x)
+    return Penalized(inputs, keras.layers.Dense(1, "softplus", name="c")(x))
+
+
+PLACES_OF_PENALIZED = {
+    "crosses": {"a": 0, "b": 1, "c": 0},
+    "one server": {"a": 0, "b": 0, "c": 0},
+    "one on the trainer": {"a": 1, "c": 0},
+    "divided": {"a": "columns", "b": "rows", "c": 1},
+    "divided, whole between": {"a": "rows", "b": 1, "c": "rows"},
+}
+
+
+@pytest.mark.cases("crosses", "divided")
+@pytest.mark.parametrize("places", PLACES_OF_PENALIZED)
+def test_gradients_of_gradients_are_those_of_one_process(cluster, places):
+    strategy = alone(cluster, PLACES_OF_PENALIZED[places])
+    model, local = trained(strategy, penalized, lambda: SGD(0.1), batches=3)
+    assert_same(model, local)
+
+
+@pytest.mark.parametrize("how", ["slow", "compressed"])
+def test_gradients_of_gradients_go_back_over_what_becomes_of_messages_on_their_way(cluster, how):
+    options = {"compression": recsync.Compression(sparsify=1e-6)} if how == "compressed" else {}
+    strategy = alone(cluster, {"a": 0, "b": 0, "c": 1}, **options)
+    if how == "slow":
+        recsync.testing.set_bandwidth(strategy, 1e8)
+        recsync.testing.set_device_speed(strategy, 1e9, job="ps")
+    model, local = trained(strategy, penalized, lambda: SGD(0.1), batches=3)
+    assert_same(model, local)
+
+
 def named() -> keras.Model:
     inputs = keras.Input((WIDTH,))
     x = keras.layers.Dense(8, "relu", name="first")(inputs)

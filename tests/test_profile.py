@@ -148,6 +148,23 @@ def test_padding_is_not_looked_up_and_ids_of_sequences_one_by_one(combiner):
     assert looked_up == [7, 8, 9, 7, 3]
 
 
+def test_strings_are_looked_up_in_tables_with_keys():
+    tables = [TableConfig(name, 100_000, 8, keys="any") for name in ("users", "films")]
+    features = [FeatureConfig("user", "users"), FeatureConfig("film", "films", padding="")]
+    films = np.array([[f"{n}-{i}" for i in range(20)] + [""] * 30 for n in range(BATCH)])
+    batch = {"user": tf.constant([f"{n}" for n in range(BATCH)]), "film": tf.constant(films)}
+    costs = recsync.profile_costs(tables, features, [batch], optimizer=recsync.optimizers.SGD(0.1))
+    assert costs["films"] > costs["users"]
+    found = {}
+    arrays = {"user": np.array([f"{n}" for n in range(BATCH)]), "film": films}
+    for given in (batch, arrays):
+        recsync.profile_costs(
+            tables, features, [given], lambda name, ids: found.update({name: ids})
+        )
+        assert found["users"].tolist() == [b"%d" % n for n in range(BATCH)]
+        assert len(found["films"]) == 20 * BATCH and b"" not in found["films"]
+
+
 def test_a_batch_without_ids_costs_nothing_to_speak_of():
     empty = {"x": tf.RaggedTensor.from_row_lengths(tf.zeros([0], tf.int64), [0, 0])}
     costs = recsync.profile_costs(
@@ -178,6 +195,10 @@ def test_no_more_batches_than_asked_for_are_taken():
         ({"batches": [np.zeros(3)]}, "a batch must be a mapping .* not ndarray"),
         ({"batches": [({"y": [1]}, 0)]}, r"batch 0: the feature 'x' is not among \['y'\]"),
         ({"batches": [{"x": tf.ragged.constant([[0.5]])}]}, "'x' must be integers, not float32"),
+        (
+            {"batches": [{"x": tf.constant(["a"])}]},
+            "'x' must be integers, not string; a table with keys='any' takes strings",
+        ),
         ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
         ({"optimizer": keras.optimizers.SGD()}, "must be an optimizer of tf_recsync.optimizers"),
         (

@@ -123,6 +123,10 @@ def test_a_table_without_a_combiner_gives_the_vector_of_each_id(form, padding, t
     table = layer.table_values("films")
     expected = np.where(there[..., None], table[np.where(there, dense, 0)], 0.0)
     np.testing.assert_array_equal(found, expected)
+    if form == "sparse":
+        backwards = tf.SparseTensor(ids.indices[::-1], ids.values[::-1], ids.dense_shape)
+        again = layer({"seen": backwards}, training=training)["seen"]
+        np.testing.assert_array_equal(again, expected)
     mask = found._keras_mask if hasattr(found, "_keras_mask") else None
     if form == "dense" and padding is None:
         assert mask is None

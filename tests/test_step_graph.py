@@ -1,13 +1,17 @@
 """The graph of a model's step: operations, bytes and edges against those computed by hand."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import tf_recsync as recsync
 from tf_recsync import optimizers
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, MeanNormalization, TableConfig
 from tf_recsync.placement import Edge, OperatorPlan, Resources
+from tf_recsync.synchronization.units import by_weights, units_of
 
 BATCH = 32
 
@@ -270,6 +274,116 @@ def test_embeddings_of_keras_are_lookups_and_preprocessing_is_beside_the_data():
     assert edges_of(graph)["rows", "pooled"][1] == 4 * BATCH * 5 * 4
 
 
+class Tower(keras.layers.Layer):
+    """Looks rows up, and computes with them."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.rows = keras.layers.Embedding(50, 8, name="embedding")
+        self.hidden = keras.layers.Dense(40, "relu", name="hidden")
+
+    def build(self, shape):
+        self.rows.build(shape)
+        self.hidden.build((None, 8))
+
+    def call(self, ids):
+        return self.hidden(keras.ops.mean(self.rows(ids), 1))
+
+
+@dataclasses.dataclass
+class _Table:
+    name: str = "films"
+    vocabulary_size: int = 50
+    embedding_dim: int = 8
+    initializer: str = "uniform"
+    combiner: str = "sum"
+
+
+@dataclasses.dataclass
+class _Feature:
+    name: str
+    table: _Table
+    input_shape: tuple
+    output_shape: tuple
+
+
+def of_tables_inside(ids):
+    """What two layers give that have tables inside, [batch, 48], of ids, [batch, any]."""
+    feature = _Feature("film", _Table(), (None, ids.shape[1]), (None, 8))
+    films = recsync.layers.DistributedEmbedding({"film": feature}, name="films")
+    return keras.layers.Concatenate(name="both")(
+        [films({"film": ids})["film"], Tower(name="tower")(ids)]
+    )
+
+
+def test_layers_with_tables_inside_are_taken_apart():
+    ids = keras.Input((3,), dtype="int64", name="ids")
+    model = keras.Model(ids, keras.layers.Dense(1, name="top")(of_tables_inside(ids)))
+    graph = OperatorPlan.step_graph(model, BATCH)
+    kinds = {unit.name: unit.kind for unit in graph.units}
+    assert kinds["films/films_tables"] == kinds["tower/embedding"] == "lookup"
+    weights = {unit.name: unit.parameter_bytes for unit in graph.units if unit.parameter_bytes}
+    assert weights == {"tower/hidden": 4 * 40 * 9, "top": 4 * 49}
+    assert edges_of(graph)["films/films_tables", "both"] == (4 * BATCH * 8,) * 2
+
+
+def test_tables_with_keys_are_lookups_whose_gradients_travel():
+    layer = EmbeddingCollection(
+        [TableConfig("users", 1000, 8, keys="any"), TableConfig("films", 50, 8)],
+        [FeatureConfig("user", "users"), FeatureConfig("film", "films")],
+        name="rows",
+    )
+    inputs = {
+        "user": keras.Input((), dtype="string", name="user"),
+        "film": keras.Input((), dtype="int64", name="film"),
+    }
+    vectors = keras.layers.Concatenate(name="both")([*layer(inputs).values()])
+    model = keras.Model(inputs, keras.layers.Dense(1, name="top")(vectors))
+    counts = layer.key_counts()["users"]
+    graph = OperatorPlan.step_graph(model, BATCH)
+    assert graph["rows"].kind == "lookup"
+    assert edges_of(graph)["rows", "both"] == (2 * 4 * BATCH * 8,) * 2
+    batch = {"user": np.array(["anna"] * BATCH), "film": np.zeros(BATCH, np.int64)}
+    assert OperatorPlan.profile(model, [batch])["top"].flops > 0
+    assert layer.key_counts()["users"] == counts  # Nothing was looked up.
+
+
+def towers(second=lambda: keras.layers.Dense(24, "tanh", name="hidden")) -> keras.Model:
+    """Two models in one, whose layers have the same names."""
+
+    def tower(name, layer):
+        inputs = keras.Input((6,), name="inputs")
+        x = keras.layers.ReLU(name="relu")(layer(inputs))
+        return keras.Model(inputs, keras.layers.Dense(4, name="out")(x), name=name)
+
+    first = tower("first", keras.layers.Dense(96, name="hidden"))
+    x = keras.Input((6,), name="x")
+    both = keras.layers.Add(name="loss")([first(x), tower("second", second())(x)])
+    return keras.Model(x, keras.layers.Dense(1, name="top")(both))
+
+
+def test_layers_of_one_name_have_numbers_and_the_loss_leaves_names_to_layers():
+    model = towers()
+    graph = OperatorPlan.step_graph(model, BATCH)
+    names = [unit.name for unit in graph.units if unit.kind != "input"]
+    assert names == [
+        *("hidden", "relu", "out", "hidden#2", "relu#2", "out#2", "loss", "top", "loss#2")
+    ]
+    assert graph["hidden"].parameter_bytes == 4 * 96 * 7
+    assert graph["hidden#2"].parameter_bytes == 4 * 24 * 7
+    units = {unit.path: unit.layer for unit in units_of(model, [])}
+    assert list(units) == ["hidden", "out", "hidden#2", "out#2", "top"]
+    assert units["hidden#2"] is model.get_layer("second").get_layer("hidden")
+
+
+def test_of_layers_of_one_name_the_large_one_is_divided():
+    model = towers(lambda: keras.layers.Dense(24, name="hidden", trainable=False))
+    model.compile(optimizers.SGD(0.1), "mse")
+    found = by_weights(units_of(model, []), 2, True, [model.optimizer])
+    divided = [(unit.layer, how) for unit, how in found if isinstance(how, str)]
+    assert divided == [(model.get_layer("first").get_layer("hidden"), "columns")]
+
+
 def test_ragged_and_sparse_ids_are_traced():
     tables = [TableConfig("films", 20, 4)]
     layer = EmbeddingCollection(tables, [FeatureConfig("seen", "films")], name="rows")
@@ -308,6 +422,47 @@ def test_measuring_leaves_the_model_as_it_was():
         np.testing.assert_array_equal(old, new)
     np.testing.assert_array_equal(model(data), output)
     assert not any("call" in layer.__dict__ for layer in model.layers)
+
+
+def test_layers_that_look_up_in_tables_of_tensorflow_are_not_measured():
+    words, numbers = (
+        keras.Input((3,), dtype="string", name="words"),
+        keras.Input((), name="numbers"),
+    )
+    ids = keras.layers.StringLookup(vocabulary=["a", "b"], name="ids")(words)
+    rows = keras.layers.Flatten()(keras.layers.Embedding(3, 8, name="rows")(ids))
+    kinds = keras.layers.IntegerLookup(vocabulary=[3, 5], output_mode="one_hot", name="kinds")
+    hot = kinds(keras.layers.Reshape((1,))(keras.ops.cast(numbers, "int64")))
+    both = keras.layers.Concatenate(name="both")([rows, hot])
+    model = keras.Model([words, numbers], keras.layers.Dense(64, name="top")(both))
+    batch = [tf.constant([["a", "b", "c"]] * 8), tf.constant([3.0, 5.0, 7.0, 9.0] * 2)]
+    graph = OperatorPlan.profile(model, [batch])
+    assert graph["top"].flops > 0 and graph["ids"].flops == graph["kinds"].flops == 0
+    assert {unit.name for unit in graph.units} >= {"words", "numbers", "ids", "rows", "kinds"}
+
+
+class Voted(keras.layers.Layer):
+    """Has a table of TensorFlow's, and a weight."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), name="scale")
+        pairs = tf.lookup.KeyValueTensorInitializer([1], [2.0], tf.int64, tf.float32)
+        self.table = tf.lookup.StaticHashTable(pairs, 0.0)
+
+    def call(self, inputs):
+        return self.scale * self.table.lookup(tf.cast(inputs, tf.int64))
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_a_layer_with_weights_and_such_a_table_is_named():
+    inputs = keras.Input((4,), name="x")
+    layer = Voted(name="voted")
+    layer.build((None, 4))
+    model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
+    with pytest.raises(ValueError, match="unit 'voted' can't be measured: .*step_graph counts it"):
+        OperatorPlan.profile(model, [np.ones((8, 4), "float32")])
 
 
 def test_a_larger_layer_takes_more_of_the_measured_time():

@@ -190,10 +190,13 @@ def _read(feature: FeatureConfig, has_keys: bool, ids: Any, weights: Any) -> Fea
             raise wrong(f"sparse ids must be [batch, any], not {ids.shape}")
         if weights is not None and not isinstance(weights, tf.SparseTensor):
             raise wrong("the weights of sparse ids must be sparse")
-        values, batch = ids.values, ids.shape[0]
-        flat_weights = None if weights is None else weights.values
+        batch, rows = ids.shape[0], ids.dense_shape[0]
+        # They may come in any order; what is in order costs next to nothing.
+        ids = tf.sparse.reorder(ids)
+        values = ids.values
+        flat_weights = None if weights is None else tf.sparse.reorder(weights).values
         splits = tf.RaggedTensor.from_value_rowids(
-            ids.values, ids.indices[:, 0], nrows=ids.dense_shape[0], validate=False
+            values, ids.indices[:, 0], nrows=rows, validate=False
         ).row_splits
         length = 0
     elif isinstance(ids, tf.RaggedTensor):

@@ -45,7 +45,8 @@ def profile_costs(
     run, gathering and pooling, in this process; with an `optimizer`, the table is updated too. What
     is measured is the time of one processor, which depends little on what else the machine does;
     tables are measured by turns, several times, and the mean counts. Finding the rows that ids
-    belong to is the workers' task, and is not measured, nor is the network.
+    belong to is the workers' task, and is not measured, nor is the network. Of a table with keys,
+    servers find the rows: that is not measured either.
 
     Tables are not allocated in full: a stand-in of zeros has the rows that the batches name and no
     others, in random order, and lives only while it is measured.
@@ -61,8 +62,9 @@ def profile_costs(
             `EmbeddingCollection` takes, or a tuple that begins with one, as in
             `(features, labels)`. Other entries are ignored.
         lookup: Measures a lookup of your own instead: it is called with the name of a table and
-            the ids, an integer array of one dimension, and must return only when the lookup is
-            done; what it returns is ignored. None (the default) measures our kernels.
+            the ids, an array of one dimension, and must return only when the lookup is done; what
+            it returns is ignored. Ids are integers, or bytes where a table with keys gets strings.
+            None (the default) measures our kernels.
         optimizer: An optimizer of this package, whose updates are measured too; it is not changed.
             None (the default) measures lookups alone.
         steps: How many batches to take, at least 1; 20 by default.
@@ -72,8 +74,9 @@ def profile_costs(
 
     Raises:
         ValueError: If tables and features do not belong together, there is no batch, a batch
-            lacks a feature or has ids that are no integers, an argument is out of range, or a
-            strategy's scope is active (variables would be made on servers).
+            lacks a feature or has ids that are neither integers nor, for a table with keys,
+            strings, an argument is out of range, or a strategy's scope is active (variables would
+            be made on servers).
         tf.errors.InvalidArgumentError: If ids are out of range and the feature does not accept
             them.
 
@@ -102,9 +105,10 @@ def profile_costs(
     taken = [_features_of(batch) for batch in itertools.islice(batches, steps)]
     if not taken:
         raise ValueError("batches: there must be at least one batch.")
+    has_keys = {table.name: table.keys is not None for table in tables}
     for number, batch in enumerate(taken):
         for feature in features:
-            _check_ids(batch, feature.name, number)
+            _check_ids(batch, feature.name, number, has_keys[feature.table])
     if lookup is not None:
         return _time_lookup(tables, features, taken, lookup)
     bags = {}
@@ -130,30 +134,35 @@ def _features_of(batch: Any) -> Mapping[str, Any]:
     return features
 
 
-def _check_ids(batch: Mapping[str, Any], feature: str, number: int) -> None:
+def _check_ids(batch: Mapping[str, Any], feature: str, number: int, has_keys: bool) -> None:
     if feature not in batch:
         raise ValueError(f"batch {number}: the feature {feature!r} is not among {list(batch)}.")
     dtype = tf.as_dtype(_flat(batch[feature]).dtype)
-    if not dtype.is_integer:
+    if not (dtype.is_integer or (has_keys and dtype == tf.string)):
+        allowed = "integers or strings" if has_keys else "integers"
+        hint = "" if dtype != tf.string else "; a table with keys='any' takes strings"
         raise ValueError(
-            f"batch {number}: the ids of the feature {feature!r} must be integers, not "
-            f"{dtype.name}."
+            f"batch {number}: the ids of the feature {feature!r} must be {allowed}, not "
+            f"{dtype.name}{hint}."
         )
 
 
 def _flat(ids: Any) -> np.ndarray:
-    """The ids of a feature in a batch, as one dimension."""
+    """The ids of a feature in a batch, as one dimension; strings as bytes."""
     if isinstance(ids, tf.RaggedTensor):
         ids = ids.flat_values
     elif isinstance(ids, tf.SparseTensor):
         ids = ids.values
-    return np.asarray(ids).ravel()
+    return np.asarray(tf.convert_to_tensor(ids)).ravel()
 
 
 def _ids(batch: Mapping[str, Any], feature: FeatureConfig) -> np.ndarray:
     """The ids of a feature in a batch that are looked up, as one dimension."""
     ids = _flat(batch[feature.name])
-    return ids if feature.padding is None else ids[ids != feature.padding]
+    padding = feature.padding
+    if isinstance(padding, str):
+        padding = padding.encode()
+    return ids if padding is None else ids[ids != padding]
 
 
 def _time_lookup(tables, features, batches, lookup) -> dict[str, float]:

@@ -98,8 +98,9 @@ class EmbeddingCollection(keras.layers.Layer):
 
     Call arguments:
         inputs: a dict from the features' names to their ids, int32 or int64: dense
-            [batch] or [batch, k], a tf.RaggedTensor or tf.SparseTensor [batch, any]. Ids
-            equal to their feature's `padding` are no ids.
+            [batch] or [batch, k], a tf.RaggedTensor or tf.SparseTensor [batch, any],
+            whose entries may come in any order. Ids equal to their feature's `padding` are
+            no ids.
         weights: a dict from names of some features to float weights shaped like
             their ids, or None. Weights get no gradient.
 

@@ -86,10 +86,11 @@ class LoadModel:
         plain = [(edge.forward_bytes, edge.backward_bytes) for edge in graph.edges]
         self._plain = np.array(plain, np.float64).reshape(-1, 2)
         self._sent = self._plain * (resources.activation_ratio, resources.gradient_ratio)
-        # For each device: how often it does what a net does once, and what it does that with.
+        # For each device: of how many nets it holds and sends what it does; how often it computes
+        # what a net does once, with its own speed, which a trainer has for each of its nets.
         nets, servers = resources.nets, resources.servers
-        self._times = np.array([nets] * servers + [1], np.float64)
         self._nets = np.array([nets] * servers + [resources.nets_per_trainer], np.int64)
+        self._times = np.array([nets] * servers + [1], np.float64)
         self._speed = np.array(
             [resources.server_flops_per_second] * servers + [resources.trainer_flops_per_second]
         )
@@ -203,7 +204,7 @@ class LoadModel:
             # Weights come, and their gradients go.
             traffic = moved[..., 0] + 2 * (pulled @ self._weights)
             network[..., device] = traffic / self.resources.bytes_per_second
-        return DeviceLoads(processor * self._times, network * self._times, memory)
+        return DeviceLoads(processor * self._times, network * self._nets, memory)
 
     def _passed(self, operators: np.ndarray) -> np.ndarray:
         """For each edge where `_transfers` has how often it passes the devices."""

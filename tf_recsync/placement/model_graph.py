@@ -16,6 +16,7 @@ from tf_recsync.placement import flops
 from tf_recsync.placement.graph import Edge, StepGraph, Unit
 from tf_recsync.placement.model_trace import ModelTrace, trace
 from tf_recsync.synchronization.divided import is_elementwise, why_whole
+from tf_recsync.synchronization.units import numbered
 
 LOOKUPS = (keras.layers.Embedding, EmbeddingCollection)
 _LOSS = "loss"
@@ -216,6 +217,7 @@ class DifferentiatedStep:
     def to_graph(self, slots: int, operations: list[float] | None = None) -> StepGraph:
         """The step as units and edges, with the given operations of each unit or counted ones."""
         names, kinds = self._names(), self._kinds()
+        loss = names[-1]
         operations = self.counted() if operations is None else operations
         sizes = self._sizes(names)
         units = [
@@ -235,21 +237,21 @@ class DifferentiatedStep:
             for (source, target), tensors in self._traffic.items()
         ]
         edges += [
-            self._edge(names[source], _LOSS, tensors, sizes)
+            self._edge(names[source], loss, tensors, sizes)
             for source, tensors in self._returned.items()
         ]
-        units.append(Unit(_LOSS, "loss", 0.0))
+        units.append(Unit(loss, "loss", 0.0))
         order = {unit: place for place, unit in enumerate(self._order(names))}
         return StepGraph(sorted(units, key=lambda unit: order[unit.name]), edges)
 
     def _order(self, names: list[str]) -> list[str]:
-        """Names of the units in the order in which they compute."""
+        """The names in the order in which units compute."""
         at = {op.name: n for n, op in enumerate(self.traced.graph.get_operations())}
         first = {
             u: min((at[op.name] for op in unit.ops), default=-1)
             for u, unit in enumerate(self.traced.units)
         }
-        return [names[u] for u in sorted(first, key=first.__getitem__)] + [_LOSS]
+        return [names[u] for u in sorted(first, key=first.__getitem__)] + names[-1:]
 
     def _edge(
         self, source: str, target: str, tensors: dict[str, tf.Tensor], sizes: dict[str, int]
@@ -306,17 +308,9 @@ class DifferentiatedStep:
         }
 
     def _names(self) -> list[str]:
-        """The units' names, with numbers where several would have the same."""
-        used = {_LOSS}
-        names = []
-        for unit in self.traced.units:
-            name, number = unit.name, 1
-            while name in used:
-                number += 1
-                name = f"{unit.name}#{number}"
-            used.add(name)
-            names.append(name)
-        return names
+        """The names of the units and of the loss: numbers are added, but not to those of layers."""
+        used: set[str] = set()
+        return [numbered(name, used) for name in [*(u.name for u in self.traced.units), _LOSS]]
 
     def _kinds(self) -> list[str]:
         kinds = [unit.kind for unit in self.traced.units]

@@ -11,7 +11,9 @@ import keras
 import tensorflow as tf
 
 from tf_recsync._instead import instead
+from tf_recsync.embedding.keys import sorted_entries
 from tf_recsync.placement import flops
+from tf_recsync.synchronization.units import names_of, parts_of_model
 
 # They have no inputs, or none that anybody waits for.
 _SOURCES = ("Const", "NoOp", "Placeholder")
@@ -52,7 +54,8 @@ def trace(
         names: What these are called, flat.
         lookups: Types of layers that look rows up.
     """
-    layers = unit_layers(model)
+    layers = unit_layers(model, lookups)
+    paths = names_of(model)
     calls: list[tuple[int, int, int]] = []
     found: dict[str, Any] = {}
 
@@ -61,14 +64,16 @@ def trace(
         found["inputs"] = inputs
         values = [(v, tf.compat.v1.placeholder(v.dtype, v.shape)) for v in _variables(model)]
         found["variables"] = {value.op.name: v for v, value in values}
-        with _recorded(layers, graph, calls), keras.StatelessScope(values):
+        # Keys are looked up in stock ops, of values: for the rows that training would give them
+        # there would have to be variables.
+        with _recorded(layers, graph, calls), sorted_entries(), keras.StatelessScope(values):
             found["outputs"] = model(inputs, training=True)
         return tf.zeros([])
 
     # Keras looks for variables that a layer makes when it is called first: there are none.
     concrete = tf.function(step, autograph=False, jit_compile=False).get_concrete_function(specs)
     units = [
-        TracedUnit(_path(layer), "lookup" if isinstance(layer, lookups) else "layer", layer)
+        TracedUnit(paths[id(layer)], "lookup" if isinstance(layer, lookups) else "layer", layer)
         for layer in layers
     ]
     traced = ModelTrace(
@@ -94,19 +99,21 @@ def trace(
     return traced
 
 
-def unit_layers(model: keras.Model) -> list[keras.Layer]:
-    """The layers that are units, each once: those of nested models, but not those of layers."""
-    found: dict[int, keras.Layer] = {}
-    for layer in model.layers:
-        if isinstance(layer, keras.layers.InputLayer):
-            continue
-        inner = unit_layers(layer) if isinstance(layer, keras.Model) else [layer]
-        found.update((id(own), own) for own in inner)
-    return list(found.values())
+def unit_layers(model: keras.Model, lookups: tuple[type, ...]) -> list[keras.Layer]:
+    """The layers that are units, each once.
 
+    They are those of nested models, and of layers that look rows up by other layers, but not those
+    of other layers.
+    """
 
-def _path(layer: keras.Layer) -> str:
-    return getattr(layer, "path", None) or layer.name
+    def has_tables(part: keras.Operation) -> bool:
+        if isinstance(part, lookups) or not isinstance(part, keras.layers.Layer):
+            return False
+        return any(isinstance(inner, lookups) for inner in part._flatten_layers())
+
+    parts = parts_of_model(model, has_tables)
+    layers = [part for part in parts if isinstance(part, keras.layers.Layer)]
+    return [layer for layer in layers if not isinstance(layer, keras.layers.InputLayer)]
 
 
 def _variables(model: keras.Model) -> list[keras.Variable]:

@@ -35,8 +35,9 @@ class OperatorPlan:
 
     The load of a device is the seconds that a step takes of its processor or its network,
     whichever is more. With t trainers of r nets each, a step of one net takes F / C of a trainer's
-    processor and t r F / C of a server's, for the operations F of its units; b / W of a trainer's
-    network and t r b / W of a server's. b are the bytes on edges to other devices, in both
+    processor and t r F / C of a server's, for the operations F of its units; C of a trainer is what
+    each of its nets has. Networks are those of devices: r b / W of a trainer's and t r b / W of a
+    server's. b are the bytes on edges to other devices, in both
     directions, and `8 w` for `w` weights whose operator is on the trainers. Memory is a limit:
     `4 (1 + slots) w` bytes of weights and accumulators, and the activations of all nets in flight.
 
@@ -298,9 +299,10 @@ class OperatorPlan:
     ) -> StepGraph:
         """Counts what a training step of a model computes and sends.
 
-        The model's call is traced once, without data. Units are its layers: nested models are
-        taken apart, other layers are whole, and a layer that is called several times is one unit.
-        Operations are counted from the shapes of the ops, of the forward and backward pass.
+        The model's call is traced once, without data. Units are its layers: nested models, and
+        layers with embedding tables inside, are taken apart, other layers are whole, and a layer
+        that is called several times is one unit. Operations are counted from the shapes of the ops,
+        of the forward and backward pass.
 
         Args:
             model: A built Keras model: functional, sequential or a subclass.
@@ -314,7 +316,8 @@ class OperatorPlan:
                 package, or else 1.
 
         Returns:
-            The graph; names of units are the layers' paths.
+            The graph; names of units are the layers' paths, with "#2" after them for the second
+            layer of a path, and so on.
 
         Raises:
             ValueError: If an argument is out of range, the model is not built, or the shape of
@@ -345,7 +348,8 @@ class OperatorPlan:
         Like `step_graph`, but the time of each op is measured, on one core of this machine, and a
         unit gets that part of all floating-point operations which it has of the time. So what is
         slow for its number of operations, as normalization is, counts as much as it takes.
-        Lookups are left out, as they are the embedding PSs' work.
+        Lookups are left out, as they are the embedding PSs' work; so are layers that look up in a
+        table of TensorFlow's, such as StringLookup.
 
         Args:
             model: A built Keras model.
@@ -358,7 +362,8 @@ class OperatorPlan:
             The graph, for the batch size of the first batch.
 
         Raises:
-            ValueError: If there is no batch, or as for `step_graph`.
+            ValueError: If there is no batch, a layer with weights has a table of TensorFlow's
+                besides, or as for `step_graph`.
 
         Example:
             >>> features = keras.Input((8,))

@@ -14,6 +14,7 @@ from tensorflow.core.protobuf import rewriter_config_pb2
 from tf_recsync._checks import check_at_least
 from tf_recsync.placement.graph import StepGraph
 from tf_recsync.placement.model_graph import DifferentiatedStep, differentiated, slots_of
+from tf_recsync.placement.model_trace import TracedUnit
 
 _PASSES = 3  # Runs of each batch; the fastest time of each op counts.
 _WARM_UP = 2
@@ -45,7 +46,10 @@ def _shapes(batch: Any) -> list[Any]:
 
 
 def _measured(step: DifferentiatedStep, batches: list[Any]) -> list[float]:
-    """Seconds that each unit's ops take for a batch; 0 of inputs and lookups."""
+    """Seconds that each unit's ops take for a batch.
+
+    0 of inputs and lookups, and of what looks up in a table of TensorFlow's, as StringLookup does.
+    """
     traced = step.traced
     fixed = _fixed_values(step)
     inputs = {tensor.name for tensor in traced.inputs}
@@ -73,7 +77,11 @@ def _measured(step: DifferentiatedStep, batches: list[Any]) -> list[float]:
 
 
 def _fixed_values(step: DifferentiatedStep) -> dict[str, np.ndarray]:
-    """Values of weights, of what comes from lookups, and of gradients from above."""
+    """Values of weights, of what comes from lookups, and of gradients from above.
+
+    Raises:
+        ValueError: if a layer has weights and uses what the session has not.
+    """
     random = np.random.default_rng(0)
     traced = step.traced
     graph = traced.graph
@@ -90,18 +98,37 @@ def _fixed_values(step: DifferentiatedStep) -> dict[str, np.ndarray]:
     for u, unit in enumerate(traced.units):
         if unit.kind == "lookup":
             tensors |= step.leaving[u]
+        elif _uses_resources(unit, graph):
+            if any(t.op.name in traced.variables for op in unit.ops for t in op.inputs):
+                raise ValueError(
+                    f"unit {unit.name!r} can't be measured: it has weights, and uses a table or "
+                    "a variable that is not the model's; OperatorPlan.step_graph counts it."
+                )
+            # How many ids there are matters to lookups alone, which get none.
+            own = step.leaving[u].items()
+            tensors |= {name: t for name, t in own if t.shape.is_fully_defined()}
     tensors |= {tensor.name: tensor for tensor in step.given_gradients}
     values = {}
     for name, tensor in tensors.items():
         dtype, shape = tensor.dtype.as_numpy_dtype, tensor.shape.as_list()
-        floating = tensor.dtype.is_floating
-        values[name] = np.asarray(
-            random.uniform(0.01, 0.1, shape) if floating else np.zeros(shape), dtype
-        )
+        if tensor.dtype == tf.string:
+            value = np.full(shape, b"")
+        elif tensor.dtype.is_floating:
+            value = random.uniform(0.01, 0.1, shape)
+        else:
+            value = np.zeros(shape)
+        values[name] = np.asarray(value, dtype)
     for outside, inside in graph.captures:
         if inside.dtype != tf.resource:
             values[inside.name] = outside.numpy()
     return values
+
+
+def _uses_resources(unit: TracedUnit, graph: tf.Graph) -> bool:
+    """Whether a unit computes with what lies outside of the model's variables."""
+    captured = [*(inside for _, inside in graph.captures), *graph.deferred_internal_captures]
+    resources = {inside.name for inside in captured if inside.dtype == tf.resource}
+    return any(tensor.name in resources for op in unit.ops for tensor in op.inputs)
 
 
 def _one_thread() -> tf.compat.v1.ConfigProto:

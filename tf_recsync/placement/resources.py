@@ -24,7 +24,7 @@ class Resources:
             about what one core does in float32.
         server_flops_per_second: FLOP/s of a server, C of a group PS; 5e10 by default.
         bytes_per_second: Bytes that a device can receive and send in a second, W; 1.25e9 (the
-            default) with 10 Gbit/s.
+            default) with 10 Gbit/s. The nets of a trainer share it.
         memory_limit: Bytes that each group PS has for weights, accumulators and activations. None
             (the default) sets no limit.
         trainer_memory_limit: Bytes that each trainer has for the activations of its nets. None

@@ -22,7 +22,7 @@ def tag(model: LoadModel) -> np.ndarray:
     1. Weights are on group PSs, and their operators beside them.
     2. Inputs, lookups, interactions, units without parameters outside of components, operations
        outside of layers and the loss are on the trainers.
-    3. A connected component of the others is whole on one group PS.
+    3. A connected component of the others is whole on one group PS, if it has parameters.
     4. Components are spread so that the servers hold about the same bytes of weights.
 
     Units that are divided are on all servers, and in no component.
@@ -88,7 +88,9 @@ def components(graph: StepGraph, without: Collection[str] = ()) -> list[set[int]
         inside |= follow
     apart = {index[name] for name in without}
     tagged = whole.subgraph((owners | inside) - apart)
-    return sorted(nx.weakly_connected_components(tagged), key=min)
+    # What only follows units in pieces has no weights to be beside.
+    found = [part for part in nx.weakly_connected_components(tagged) if part & owners]
+    return sorted(found, key=min)
 
 
 def _reached(

@@ -87,11 +87,11 @@ class HierarchicalStrategy(SynchronizedStrategy):
         placement: where layers run in training. "trainers" (the default): on the trainers, which
             pull the weights. "auto": where `OperatorPlan.search` finds it best when the model
             begins to train, see `operator_plan`. Or a mapping from paths of layers with dense
-            weights, `layer.path`, to the number of the server in its group, from 0 to
-            `ps_per_group - 1`; or "columns" or "rows" for a `Dense` layer of which each
-            server of the group gets some of the columns or rows of the kernel and computes
-            with these; or None for the trainers, where layers run that it does not name. Or an
-            `OperatorPlan` for groups of this size.
+            weights, `layer.path`, and "#2" after it for the second layer of a path, to the number
+            of the server in its group, from 0 to `ps_per_group - 1`; or "columns" or "rows" for a
+            `Dense` layer of which each server of the group gets some of the columns or rows of the
+            kernel and computes with these; or None for the trainers, where layers run that it does
+            not name. Or an `OperatorPlan` for groups of this size.
         splits: "auto" (the default): with the placement "auto", `Dense` layers are divided among
             a group's servers that have more than one server's part of the weights, by columns
             if they give more features than they take, else by rows. "off": they stay whole.

@@ -27,6 +27,7 @@ from tf_recsync.synchronization.units import (
     Unit,
     by_weights,
     followers_of,
+    names_of,
     place_variables,
     planned,
     units_of,
@@ -267,13 +268,13 @@ class OnServers:
     def _place_others(self, others: Sequence[keras.Operation]) -> None:
         """Decides where layers without weights run: where a plan has them, or by their inputs."""
         places = {} if self.plan is None else layers_of(self.plan)
-        paths = [getattr(other, "path", None) or other.name for other in others]
+        names = names_of(self._model)
         followers = []
-        for path, other in zip(paths, others, strict=True):
-            # In two models within one there may be layers of one name, which no plan tells apart.
-            where = places.get(path, "columns") if paths.count(path) == 1 else "columns"
+        for other in others:
+            name = names.get(id(other), "")  # Operations have none.
+            where = places.get(name, "columns")
             if isinstance(where, int):
-                self._placed.append((Unit(other, ()), where))
+                self._placed.append((Unit(other, (), name), where))
             elif where is not None:
                 followers.append(other)
         self._followers = tuple(followers)

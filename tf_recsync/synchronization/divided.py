@@ -113,11 +113,6 @@ class DividedLayer:
         return [self.kernel] if self.bias is None else [self.kernel, self.bias]
 
     @property
-    def path(self) -> str:
-        """The path of its layer, by which plans name it."""
-        return self.layer.path or self.layer.name
-
-    @property
     def sizes(self) -> list[int]:
         """The features of the input, or of the output, that each server has."""
         return [state.variable.shape[self.kernel.axis] for state in self.kernel.states]

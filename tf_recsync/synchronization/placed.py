@@ -158,10 +158,11 @@ class Placed:
         self._there[id(value)] = value, value
         return value
 
-    def read_with(self, variable: keras.Variable, tensor: tf.Tensor) -> tf.Tensor:
+    def read_with(self, variable: keras.Variable, tensor: tf.Tensor | tf.SparseTensor) -> tf.Tensor:
         """A variable's value on its server, read when a tensor has arrived there."""
+        device, parts = self.device(variable), tf.nest.flatten(tensor, expand_composites=True)
         with record.stop_recording():
-            self._arrived = [self._brought(tensor, self.device(variable), "activation")]
+            self._arrived = [self._brought(part, device, "activation") for part in parts]
         value, self._arrived = self.read(variable), []
         return value
 
@@ -323,11 +324,14 @@ class Placed:
             if own is not None and (own.op.name in made_here or id(own) in came_with):
                 of_logits.append(x)
                 logits.append(own)
+        there = [*_tensors(flat), *logits]
         with record.stop_recording():
-            there = [*_tensors(flat), *logits]
-            done = iter(speeds.on_server(device, there, new, _tensors(moved)))
+            computed = speeds.on_server(device, there, new, _tensors(moved))
+            done = iter(computed)
             shown = [self._shown(next(done), "activation") if tf.is_tensor(x) else x for x in flat]
             shown_logits = [self._shown(x, "activation") for x in done]
+        for one, own in zip(computed, there, strict=True):
+            _record_same(one, own)
         by_id = {id(x): own for x, own in zip(flat, shown, strict=True)}
         for x in _tensors(flat):
             if came_with.get(id(x)) is not None:
@@ -404,15 +408,20 @@ class Placed:
             with _on(device):
                 gradients = tape.gradient(result, [*there, *weights], output_gradients=upstream)
                 gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-            own, of_weights = speeds.gradients_on_server(
-                device,
-                gradients[: len(there)],
-                gradients[len(there) :],
-                self._graph.get_operations()[made:],
-                [upstream],
-            )
-            own = [None if g is None else self._shown(g, "gradient") for g in own]
-            return [*own, *of_weights]
+            with record.stop_recording():
+                own, of_weights = speeds.gradients_on_server(
+                    device,
+                    gradients[: len(there)],
+                    gradients[len(there) :],
+                    self._graph.get_operations()[made:],
+                    [upstream],
+                )
+                shown = [None if g is None else self._shown(g, "gradient") for g in own]
+            done = [*own, *of_weights]
+            for one, other in [*zip(done, gradients, strict=True), *zip(shown, own, strict=True)]:
+                if one is not None:
+                    _record_same(one, other)
+            return [*shown, *of_weights]
 
         record.record_operation("RecsyncPlaced", [output], [*known, *weights], gradient)
 
@@ -422,8 +431,7 @@ class Placed:
         """Each tensor, and what it is on a server, with its mask; by the tensors' ids."""
         found: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
         for tensor in given:
-            with record.stop_recording():
-                there = self._brought(tensor, device, "activation")
+            there = self._arrival(tensor, device, "activation")
             if any(there is other for i, (_, other) in found.items() if i != id(tensor)):
                 with _on(device):
                     there = tf.identity(there)  # Its gradient is another one.
@@ -432,6 +440,19 @@ class Placed:
                 backend.set_keras_mask(there, self._brought(mask, device))
             found[id(tensor)] = tensor, there
         return found
+
+    def _arrival(self, tensor: tf.Tensor, device: str, kind: Kind) -> tf.Tensor:
+        """A tensor on a server as `_brought` has it, which tapes know as the same.
+
+        So there are gradients of what is computed of it on the server by itself, as of gradients
+        that are computed there: those of the layer's outputs are of what others know.
+        """
+        with record.stop_recording():
+            there = self._brought(tensor, device, kind)
+        _, own = self._there.get(id(tensor), (tensor, tensor))
+        if there is not own:  # Else tapes know how it was computed.
+            _record_same(there, tensor)
+        return there
 
     def _brought(self, tensor: tf.Tensor, device: str, kind: Kind = "other") -> tf.Tensor:
         """A tensor on a server; it is sent there once."""
@@ -498,14 +519,14 @@ class Placed:
         if gradient.device == device:
             return gradient
         if gradient.op.type != "AddN" or gradient.device:
-            return self._brought(gradient, device, kind)
+            return self._arrival(gradient, device, kind)
         there = [t for t in gradient.op.inputs if self._lies(t, device)]
         others = [t for t in gradient.op.inputs if not self._lies(t, device)]
         if not there:
-            return self._brought(gradient, device, kind)
+            return self._arrival(gradient, device, kind)
         terms = [self.lying(t, device, kind) for t in there]
         if others:
-            terms.append(self._brought(tf.add_n(others), device, kind))
+            terms.append(self._arrival(tf.add_n(others), device, kind))
         with _on(device):
             return tf.add_n(terms)
 
@@ -539,6 +560,12 @@ def _is_differentiable(tensor: tf.Tensor) -> bool:
 def _floating(flat: Sequence[Any]) -> list[tf.Tensor]:
     """The tensors that have gradients."""
     return [x for x in _tensors(flat) if _is_differentiable(x)]
+
+
+def _record_same(tensor: tf.Tensor, other: tf.Tensor) -> None:
+    """Has tapes take a tensor for another one, whatever has become of this on its way."""
+    if tensor is not other and _is_differentiable(tensor):
+        record.record_operation("RecsyncSame", [tensor], [other], lambda upstream: [upstream])
 
 
 def _handles(tape: tf.GradientTape) -> list[tf.Tensor]:

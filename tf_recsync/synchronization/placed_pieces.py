@@ -9,6 +9,7 @@ has.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,10 @@ class PlacedPieces:
         return as_variable(joined, variable)
 
     def call(
-        self, divided: DividedLayer, inputs: tf.Tensor, training: bool | None = None
+        self,
+        divided: DividedLayer,
+        inputs: tf.Tensor | tf.SparseTensor,
+        training: bool | None = None,
     ) -> tf.Tensor:
         """What `divided.layer.call` does.
 
@@ -136,7 +140,9 @@ class PlacedPieces:
         sizes = [state.variable.shape[divided.axis] for state in divided.states]
         return tf.split(gradient, sizes, divided.axis)
 
-    def _pieces(self, divided: DividedVariable, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _pieces(
+        self, divided: DividedVariable, inputs: Sequence[tf.Tensor | tf.SparseTensor]
+    ) -> list[tf.Tensor]:
         """The values of the pieces on their servers, differentiable by the whole.
 
         Args:
@@ -162,8 +168,19 @@ class PlacedPieces:
         record.record_operation("RecsyncPieces", pieces, [whole], gradient)
         return pieces
 
-    def _divided_inputs(self, inputs: tf.Tensor, sizes: Sequence[int]) -> list[tf.Tensor]:
+    def _divided_inputs(
+        self, inputs: tf.Tensor | tf.SparseTensor, sizes: Sequence[int]
+    ) -> list[tf.Tensor] | list[tf.SparseTensor]:
         """The features of the input that each server takes."""
+        if isinstance(inputs, tf.SparseTensor):
+            shape, firsts = inputs.dense_shape, itertools.accumulate(sizes, initial=0)
+            examples = tf.zeros_like(shape[:-1])
+            return [
+                tf.sparse.slice(
+                    inputs, tf.concat([examples, [first]], 0), tf.concat([shape[:-1], [size]], 0)
+                )
+                for first, size in zip(firsts, sizes, strict=False)
+            ]
         _, pieces = self._joined.get(id(inputs), (None, []))
         if [piece.shape[-1] for piece in pieces] == list(sizes):
             return pieces

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import keras
 from absl import logging
@@ -20,7 +20,7 @@ from tf_recsync.synchronization.divided import How, why_whole
 # The number of a server in its group; or each server has a piece; or None: on the trainer.
 Where = int | How | None
 
-Plan = Mapping[str, Where]  # By the layer's path.
+Plan = Mapping[str, Where]  # By the layer's name, as of `names_of`.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,15 +30,12 @@ class Unit:
     Attributes:
         layer: the layer.
         variables: its variables, but for the states of random generators.
+        path: by which plans name it: that of its layer, see `names_of`.
     """
 
     layer: keras.layers.Layer
     variables: tuple[keras.Variable, ...]
-
-    @property
-    def path(self) -> str:
-        """The path of its layer, by which plans name it."""
-        return self.layer.path or self.layer.name
+    path: str
 
     @property
     def elements(self) -> int:
@@ -63,24 +60,71 @@ def followers_of(model: keras.Model, apart: Sequence[keras.Variable]) -> list[ke
 
 def _parts(model: keras.Model, apart: set[int]) -> Iterator[Unit | keras.Operation]:
     """Units and followers, each once."""
-    seen: set[int] = set()
-
-    def walk(operation: keras.Operation) -> Iterator[Unit | keras.Operation]:
-        if id(operation) in seen:
-            return
-        seen.add(id(operation))
-        is_layer = isinstance(operation, keras.layers.Layer)
-        variables = operation.weights if is_layer else []
-        if isinstance(operation, keras.Model) or any(id(v) in apart for v in variables):
-            inside = [*operation._flatten_layers(include_self=False, recursive=False)]
-            for each in [*inside, *getattr(operation, "operations", [])]:
-                yield from walk(each)
-        elif variables:
-            yield Unit(operation, tuple(variables))
+    names = names_of(model)
+    for part in parts_of_model(model, lambda part: any(id(v) in apart for v in _weights(part))):
+        if _weights(part):
+            yield Unit(part, tuple(_weights(part)), names[id(part)])
         else:
-            yield operation
+            yield part
 
-    yield from walk(model)
+
+def _weights(operation: keras.Operation) -> list[keras.Variable]:
+    return operation.weights if isinstance(operation, keras.layers.Layer) else []
+
+
+def parts_of_model(
+    model: keras.layers.Layer, has_tables: Callable[[keras.Operation], bool]
+) -> Iterator[keras.Operation]:
+    """Layers, and operations of functional models, that run as one each: each once, in their order.
+
+    Args:
+        model: a model, or a layer that is taken apart as one. So are models within it.
+        has_tables: whether a layer has embedding tables inside, so that it is taken apart, too.
+    """
+    seen = {id(model)}
+
+    def inside(operation: keras.Operation) -> Iterator[keras.Operation]:
+        layers = operation._flatten_layers(include_self=False, recursive=False)
+        for part in [*layers, *getattr(operation, "operations", [])]:
+            if id(part) in seen:
+                continue
+            seen.add(id(part))
+            if isinstance(part, keras.Model) or has_tables(part):
+                yield from inside(part)
+            else:
+                yield part
+
+    yield from inside(model)
+
+
+def names_of(model: keras.Model) -> dict[int, str]:
+    """The names of a model's layers in plans, by the layers' ids: their paths.
+
+    Of several that have one path, as in two models within it that were built alike, the second one
+    has "#2" after it, and so on in their order. What is inside of layers comes last.
+    """
+    found: dict[int, str] = {}
+    used: set[str] = set()
+    outer: list[keras.layers.Layer] = [model]
+    while outer:
+        parts = [part for layer in outer for part in parts_of_model(layer, lambda _: False)]
+        outer = []
+        for part in parts:
+            is_input = isinstance(part, keras.layers.InputLayer)
+            if isinstance(part, keras.layers.Layer) and not is_input and id(part) not in found:
+                found[id(part)] = numbered(part.path or part.name, used)
+                outer.append(part)
+    return found
+
+
+def numbered(name: str, used: set[str]) -> str:
+    """A name that is not used yet, and is from now on: with a number after it if it must be."""
+    found, number = name, 1
+    while found in used:
+        number += 1
+        found = f"{name}#{number}"
+    used.add(found)
+    return found
 
 
 def by_weights(
@@ -98,9 +142,8 @@ def by_weights(
         The units, each with the number of its server, or how it is divided.
     """
     divided = _large(units, servers, optimizers) if splits and servers > 1 else {}
-    whole = [unit for unit in units if unit.path not in divided]
-    how = [(unit, divided[unit.path]) for unit in units if unit.path in divided]
-    return [*how, *_evenly(whole, servers)]
+    whole = [unit for unit in units if unit not in divided]
+    return [*divided.items(), *_evenly(whole, servers)]
 
 
 def planned(
@@ -163,14 +206,14 @@ def _check_divided(
 
 def _large(
     units: Sequence[Unit], servers: int, optimizers: Sequence[base.Optimizer]
-) -> dict[str, How]:
+) -> dict[Unit, How]:
     """How units are divided that have more than their server's part of all elements.
 
     One that gives more features than it takes is divided by columns, so that what is added up or
     put together is the smaller part. Two in a row that go up and down again fit together.
     """
     total = sum(unit.elements for unit in units)
-    found: dict[str, How] = {}
+    found: dict[Unit, How] = {}
     for unit in units:
         if unit.elements * servers <= total:
             continue
@@ -181,7 +224,7 @@ def _large(
         features_in, features_out = unit.layer.kernel.shape
         how: How = "columns" if features_out > features_in else "rows"
         if max(features_in, features_out) >= servers:
-            found[unit.path] = how
+            found[unit] = how
     return found
 
 
