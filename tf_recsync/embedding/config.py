@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync._checks import check_at_least, plain_integers
+from tf_recsync._checks import check_at_least, plain_values
 from tf_recsync.embedding.key_rules import (
     Admission,
     Eviction,
@@ -156,7 +156,7 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        plain_integers(self)
+        plain_values(self)
         _check_name("name", self.name)
         check_at_least("rows", self.rows, 1)
         check_at_least("dimension", self.dimension, 1)

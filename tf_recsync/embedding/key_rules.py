@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tf_recsync._checks import check_at_least, check_seconds, plain_integers
+from tf_recsync._checks import check_at_least, check_seconds, plain_values
 
 POLICIES = ("least_recent", "least_frequent")
 UNITS = ("steps", "seconds")
@@ -52,7 +52,7 @@ class Admission:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        plain_integers(self)
+        plain_values(self)
         check_at_least("min_count", self.min_count, 1)
         if self.min_count > _MOST_COUNT:
             raise ValueError(f"min_count must be at most {_MOST_COUNT}, got {self.min_count}")
@@ -105,7 +105,7 @@ class Eviction:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        plain_integers(self)
+        plain_values(self)
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {POLICIES}, not {self.policy!r}")
         if self.unit not in UNITS:
