@@ -319,6 +319,9 @@ def test_a_model_that_can_not_be_exported_is_an_error_before_training(tmp_path):
 def test_wrong_arguments_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         Publish(**{"target": "models", **wrong})
+    if "target" in wrong:
+        with pytest.raises(ValueError, match=message):
+            recsync.latest_published(**wrong)
 
 
 def test_an_old_version_that_can_not_be_removed_keeps_no_later_one_from_being_written(
