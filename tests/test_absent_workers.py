@@ -136,7 +136,7 @@ def test_those_of_tf_config_join_when_they_are_started(tmp_path, monkeypatch, ca
 
 def test_min_workers_is_a_number_of_workers_of_the_cluster(cluster):
     for wrong in (0, WORKERS + 1, True, 1.5):
-        message = f"min_workers must be .* from 1 to .* 4 workers, got {wrong}"
+        message = f"min_workers must be .* from 1 to 4, got {wrong}"
         with pytest.raises(ValueError, match=message):
             cluster.connect(min_workers=wrong)
     cluster.connect()

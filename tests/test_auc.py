@@ -183,8 +183,16 @@ def test_its_configuration_makes_an_equal_metric():
 
 @pytest.mark.parametrize("wrong", [1, 0, -5, 2**24 + 1, 2.5, True, "200"])
 def test_wrong_numbers_of_thresholds_are_named(wrong):
-    with pytest.raises(ValueError, match=f"num_thresholds={wrong!r}"):
+    with pytest.raises(ValueError, match=f"num_thresholds must be .* from 2 .*, got {wrong!r}"):
         AUC(num_thresholds=wrong)
+
+
+def test_arguments_after_the_thresholds_go_by_name():
+    assert AUC(np.int64(200)).get_config()["num_thresholds"] == 200
+    with pytest.warns(FutureWarning, match="AUC takes from_logits by name only"):
+        assert AUC(200, True).from_logits
+    with pytest.raises(ValueError, match="from_logits must be a bool, not 'ROC'"):
+        AUC(200, from_logits="ROC")
 
 
 @pytest.mark.parametrize("wrong", ["log", None, 2])

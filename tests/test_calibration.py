@@ -68,6 +68,8 @@ def test_its_configuration_makes_an_equal_metric():
     assert (copy.name, copy.from_logits) == ("ratio", True)
 
 
-def test_wrong_numbers_of_examples_are_named():
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="from_logits must be a bool, not 1"):
+        Calibration(from_logits=1)
     with pytest.raises(ValueError, match="y_pred: has 3 elements, must have 2"):
         Calibration().update_state([0, 1], tf.constant([0.1, 0.2, 0.3]))

@@ -321,6 +321,7 @@ def standing_still(pid):
     ("job", "index", "message"),
     [
         ("chief", 0, r"job must be one of .*'worker', 'ps'.*got 'chief'"),
+        ("worker", True, "index must be an integer from 0 to 1, got True"),
         ("worker", 2, "index must be an integer from 0 to 1, got 2"),
         ("ps", -1, "index must be an integer from 0 to 0, got -1"),
     ],
@@ -632,7 +633,7 @@ def test_a_change_of_the_connection_is_waited_for_though_it_was_interrupted(monk
         ({"workers": 1, "ps": -1}, "ps must be an integer of at least 0, got -1"),
         ({"workers": 1, "inter_op_threads": 0}, "inter_op_threads must be .* got 0"),
         ({"workers": 1, "intra_op_threads": "2"}, "intra_op_threads must be .* got '2'"),
-        ({"workers": 1, "start_timeout": 0}, "start_timeout must be a positive .* got 0"),
+        ({"workers": 1, "start_timeout": 0}, "start_timeout must be positive, in seconds, not 0"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):

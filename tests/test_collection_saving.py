@@ -90,14 +90,24 @@ def test_the_memory_of_a_given_placement_is_checked():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"slots": -1}, "slots=-1: must be at least 0"),
-        ({"bytes_per_row_overhead": -8}, "bytes_per_row_overhead=-8"),
-        ({"memory_limit": 0}, "memory_limit=0"),
+        ({"slots": -1}, "slots must be an integer of at least 0, got -1"),
+        ({"bytes_per_row_overhead": -8}, "bytes_per_row_overhead must be .*, got -8"),
+        ({"memory_limit": 0}, "memory_limit must be None or a number of bytes, at least 1, not 0"),
+        ({"placement": "auto"}, "placement must be None or a PlacementPlan, not 'auto'"),
+        ({"concatenate": "no"}, "concatenate must be a bool, not 'no'"),
+        ({"returned_features": "film"}, "returned_features='film': must be a sequence of texts"),
     ],
 )
 def test_wrong_memory_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         collection(**arguments)
+
+
+def test_iterators_of_tables_and_features_are_read_once():
+    own = collection()
+    parts = iter(own.table_configs), iter(own.feature_configs)
+    layer = recsync.layers.EmbeddingCollection(*parts, interactions=None)
+    assert (layer.table_configs, layer.feature_configs) == (own.table_configs, own.feature_configs)
 
 
 # Checkpoints.
@@ -151,6 +161,9 @@ def test_a_table_whose_size_was_counted_by_numpy_is_saved_and_restored(tmp_path)
         recsync.data.CategoricalColumn("a", hash_buckets=np.int64(9)),
         recsync.data.CrossedColumn(("a", "b"), np.int64(9)),
         recsync.modes.Async(local_batch_size=np.int64(9)),
+        recsync.layers.Admission(probability=np.float32(0.5)),
+        recsync.Swap(period=np.int64(9), decay=np.float32(0.5)),
+        recsync.staleness.Rescale(np.float32(1), window=np.int64(9)),
     ],
     ids=lambda config: type(config).__name__,
 )

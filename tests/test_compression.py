@@ -154,11 +154,11 @@ def test_messages_that_do_not_fit_are_refused(message):
         ({"activations": "int4"}, "activations='int4'"),
         ({"gradients": "int8"}, "gradients='int8'.*sensitive to lower precision.*section 4.2"),
         ({"gradients": "float16"}, "gradients='float16'"),
-        ({"sparsify": 1.0}, "sparsify=1.0"),
-        ({"sparsify": -0.1}, "sparsify=-0.1"),
-        ({"sparsify": float("nan")}, "sparsify=nan"),
-        ({"sparsify": True}, "sparsify=True"),
-        ({"error_feedback": 1}, "error_feedback=1"),
+        ({"sparsify": 1.0}, "sparsify must be .* below 1, not 1.0"),
+        ({"sparsify": -0.1}, "sparsify must be .*, not -0.1"),
+        ({"sparsify": float("nan")}, "sparsify must be .*, not nan"),
+        ({"sparsify": True}, "sparsify must be .*, not True"),
+        ({"error_feedback": 1}, "error_feedback must be a bool, not 1"),
     ],
 )
 def test_bad_settings_are_refused(arguments, message):

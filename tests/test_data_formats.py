@@ -603,8 +603,9 @@ def test_wrong_arguments_of_readers_are_named(tmp_path, arguments, message):
         (lambda: rd.CategoricalColumn("a", hash_buckets=5, weights="w"), "needs multi_hot=True"),
         (
             lambda: rd.CategoricalColumn("a", hash_buckets=5, multi_hot=True, separator=""),
-            "separator='' of column 'a'",
+            "separator of column 'a'='': must be a string that is not empty",
         ),
+        (lambda: schema(separator=None), "separator=None: must be a string"),
         (lambda: schema(missing=("NA", 0)), r"missing=\('NA', 0\): must have texts, not 0"),
     ],
 )
@@ -619,9 +620,18 @@ def test_a_schema_is_the_same_in_another_program(tmp_path):
         SMALL,
         schema(label="click", comment="#", quotechar=None, missing="NA"),
         schema(missing=("NA", "-")),
+        rd.Schema(
+            label=["click"],
+            positive=["1"],
+            numeric=[rd.NumericColumn("a", np.float32(0.5), boundaries=np.array([1, 2.5]))],
+            categorical=[rd.CategoricalColumn("b", vocabulary=np.array(["x", "y"]))],
+            crosses=[rd.CrossedColumn(["a_bucket", "b"])],
+            header=np.bool_(True),
+        ),
     ):
         one.save(tmp_path / "schema.json")
         assert rd.Schema.load(tmp_path / "schema.json") == one
+        assert hash(rd.Schema.load(tmp_path / "schema.json")) == hash(one)
     for wrong in ("", "[]", "{}", '{"numeric": [{"name": 1, "of": 2}]}', '{"label": "a"}'):
         (tmp_path / "schema.json").write_text(wrong)
         with pytest.raises(ValueError, match="schema.json' has no schema"):

@@ -38,6 +38,28 @@ def test_an_earlier_name_of_a_method_goes_on_with_a_warning_that_has_the_new_one
         assert Reporting().workers("clicks") == ["clicks"]
 
 
+def test_a_warning_points_to_the_line_that_called_the_package():
+    class Inheriting(recsync.callbacks.HopTimeline):
+        pass
+
+    strategy = tf.distribute.get_strategy()
+    for call in (
+        lambda: Thing(1, 5, size=6),
+        lambda: recsync.callbacks.HopTimeline("hop.json"),
+        lambda: Inheriting(strategy, "hop.json"),
+        lambda: recsync.metrics.AUC(200, True),
+        lambda: recsync.data.CsvSchema,
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        assert caught and {warning.filename for warning in caught} == {__file__}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from tf_recsync.data import CsvSchema  # noqa: F401
+    assert {warning.filename for warning in caught} == {__file__}
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [((1, 2, 3, 4), {}), ((1, 2), {"second": 3}), ((1,), {"size": 1, "length": 2}), ((), {})],

@@ -1,5 +1,7 @@
 """`DistributedEmbedding` in the place of that of keras-rs, with its configurations."""
 
+import functools
+
 import keras
 import keras_rs
 import numpy as np
@@ -128,6 +130,21 @@ def test_a_model_trains_and_is_saved_as_with_keras_rs(clusters, tmp_path):
 def test_wrong_configurations_are_refused(change, error, message):
     with pytest.raises(error, match=message):
         DistributedEmbedding(change(configs()))
+
+
+def test_features_share_a_table_whose_initializer_has_no_configuration():
+    def filled(rows, dtype, value):
+        return np.full([len(rows), 2], value, dtype)
+
+    table = keras_rs.layers.TableConfig("t", 5, 2, functools.partial(filled, value=7))
+    layer = DistributedEmbedding([feature("f", table), feature("g", table)])
+    layer.build()
+    assert (layer.get_embedding_tables()["t"] == 7).all()
+
+
+def test_a_layer_that_is_not_built_has_no_tables():
+    with pytest.raises(ValueError, match="is not built: call it, or build()"):
+        DistributedEmbedding(configs()).get_embedding_tables()
 
 
 def test_features_of_one_name_are_told_apart_by_their_places():

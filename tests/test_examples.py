@@ -64,7 +64,7 @@ def example():
         (["--strategy=shadow_ma", "--sync_ps=1"], "--sync_ps applies only with"),
         (["--strategy=shadow_ma", "--eta=0.5"], "--eta applies only with"),
         (["--strategy=shadow_ma", "--sync_gap=5"], "--sync_gap applies only with"),
-        (["--strategy=fr_bmuf", "--eta=-1"], "eta must be positive, not -1.0"),
+        (["--strategy=fr_bmuf", "--eta=-1"], "eta must be a finite number above 0, not -1.0"),
         (["--strategy=fr_ma", "--sync_per_minute=0"], "per_minute must be a positive number"),
         (["--strategy=fr_ma", "--sync_gap=5", "--sync_per_minute=1"], "exclude each other"),
         (["--global_batch_size=256"], "--global_batch_size applies only with --strategy=sync or"),

@@ -157,12 +157,21 @@ def test_schedules_used_wrongly_say_so(two):
     [
         ((1.0, "kill", "worker"), r"must be \(when, action, job, index\) tuples, got"),
         (3, r"must be \(when, action, job, index\) tuples, got 3"),
-        (("soon", "kill", "worker", 0), "time must be a number of at least 0, got .*'soon'"),
-        ((-1.0, "kill", "worker", 0), "time must be a number of at least 0, got .*-1.0"),
-        ((float("inf"), "kill", "worker", 0), "time must be a number of at least 0, got .*inf"),
+        (
+            ("soon", "kill", "worker", 0),
+            "the time of the event .* must be .* at least 0, not 'soon'",
+        ),
+        (
+            (-1.0, "kill", "worker", 0),
+            "the time of the event .* must be .* at least 0, not -1.0",
+        ),
+        (
+            (float("inf"), "kill", "worker", 0),
+            "the time of the event .* must be .* at least 0, not inf",
+        ),
         ((1.0, "hurt", "worker", 0), "action must be one of .*'continue'.*, got .*'hurt'"),
         ((1.0, "kill", "chief", 0), "must name a server of LocalCluster.*got .*'chief'"),
-        ((1.0, "kill", "worker", 1), "must name a server of LocalCluster.*got .*1"),
+        ((1.0, "kill", "worker", 1), "the index of the event .* must be .* from 0 to 0, got 1"),
     ],
 )
 def test_wrong_events_are_refused(unkillable, event, message):

@@ -288,9 +288,9 @@ def test_a_model_that_was_traced_for_another_period_has_to_be_compiled_again(tmp
 
 
 @pytest.mark.parametrize("examples", [0, -1, 2.0, True, "16"])
-def test_examples_of_a_step_are_a_positive_int(examples):
+def test_examples_of_a_step_are_a_positive_integer(examples):
     optimizer = recsync.optimizers.Adagrad(0.1)
-    with pytest.raises(ValueError, match="examples_per_step must be a positive int"):
+    with pytest.raises(ValueError, match="examples_per_step must be an integer of at least 1"):
         optimizer.examples_per_step = examples
     assert optimizer.examples_per_step is None
 

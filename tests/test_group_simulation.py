@@ -341,6 +341,13 @@ def test_learning_is_told_over_time_and_the_same_each_time():
     assert run(1).losses != result.losses
 
 
+class OwnEASGD(recsync.EASGD):
+    """One that the simulation does not know."""
+
+    def sync(self, trainers, center):
+        pass
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -360,6 +367,8 @@ def test_learning_is_told_over_time_and_the_same_each_time():
         ({"latency": -0.1}, "latency"),
         ({"memory_seconds": math.nan}, "memory_seconds"),
         ({"model": LogisticRegression(momentum=0.5)}, "momentum must be 0"),
+        ({"model": "clicks"}, "model must be a recsync.simulation.LogisticRegression or None"),
+        ({"algorithm": OwnEASGD(0.5)}, "algorithm must be EASGD, .* or None, not OwnEASGD"),
         # In the background, and all machines without limits.
         ({"bandwidth": math.inf}, "must take time"),
     ],

@@ -220,6 +220,20 @@ def test_by_default_history_has_the_sums_alone(cluster):
         recsync.callbacks.HopReport(per_worker=1)
 
 
+@pytest.mark.parametrize("kind", ["TrainingReport", "HopReport", "ShadowReport"])
+def test_the_folder_for_tensorboard_may_be_any_path_and_nothing_else(tmp_path, kind):
+    report = getattr(recsync.callbacks, kind)
+    callback = report(tmp_path)
+    callback.on_train_begin()
+    callback.on_train_end()
+    assert list(tmp_path.iterdir())
+    for wrong in (3, ""):
+        with pytest.raises(
+            ValueError, match=f"log_dir must be the path of a folder, not {wrong!r}"
+        ):
+            report(log_dir=wrong)
+
+
 def test_a_report_has_every_field():
     assert {field.name for field in dataclasses.fields(WorkerReport)} == FIELDS - {
         "waiting_seconds"

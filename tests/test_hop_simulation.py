@@ -258,6 +258,8 @@ def test_what_computing_raises_ends_the_simulation():
         ({"steps": 1, "bandwidth": [1.0]}, "one for all, or 3, not 1"),
         ({"steps": 1, "latency": math.inf}, "latency"),
         ({"steps": 1, "duplex": 1}, "duplex"),
+        ({"steps": 1, "record_events": "no"}, "record_events must be a bool, not 'no'"),
+        ({"steps": 1, "model": "clicks"}, "model must be a recsync.simulation.LogisticRegressi"),
         ({"steps": 1, "update_bytes": -1}, "update_bytes"),
         ({"steps": 1, "target_loss": 0.5}, "needs a model"),
         ({"steps": 1, "batch_size": 0}, "batch_size"),

@@ -576,17 +576,23 @@ def test_a_table_with_keys_that_can_t_be_is_refused(change, match):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: Admission(0), "min_count must be an integer of at least 1, got 0"),
-        (lambda: Admission(256), "min_count must be at most 255, got 256"),
+        (lambda: Admission(0), "min_count must be an integer from 1 to 255, got 0"),
+        (lambda: Admission(256), "min_count must be an integer from 1 to 255, got 256"),
         (lambda: Eviction("random"), "policy must be one of .*least_recent.*not 'random'"),
         (lambda: Eviction(half_life=3), "half_life must be None with policy='least_recent'"),
         (lambda: Eviction(max_idle=0), "max_idle must be an integer of at least 1"),
         (lambda: Eviction(max_idle=0.0, unit="seconds"), "max_idle must be positive, in seconds"),
         (lambda: Eviction(max_idle=2**40), "max_idle must be at most 1073741823, got"),
         (lambda: Eviction(unit="days"), "unit must be one of .*'seconds'.*, not 'days'"),
-        (lambda: Admission(probability=0), "probability must be above 0 and at most 1, not 0"),
-        (lambda: Admission(probability=1.5), "probability must be above 0 and at most 1, not 1.5"),
-        (lambda: Admission(probability="1"), "probability must be a number, not '1'"),
+        (
+            lambda: Admission(probability=0),
+            "probability must be a number above 0 .*, not 0",
+        ),
+        (
+            lambda: Admission(probability=1.5),
+            "probability must be .* at most 1, not 1.5",
+        ),
+        (lambda: Admission(probability="1"), "probability must be a number .*, not '1'"),
     ],
 )
 def test_rules_for_keys_that_can_t_be_are_refused(make, match):
@@ -660,6 +666,27 @@ def test_keys_and_vectors_move_from_one_table_to_another():
         new.write_keys("films", [1], [[1, 2, 3]])
     with pytest.raises(ValueError, match=r"vectors have shape \(1, 2\), must have \(1, 3\)"):
         new.write_keys("users", [1], [[1, 2]])
+    with pytest.raises(ValueError, match="keys must be int64 or strings, not float32"):
+        new.write_keys("users", [1.5, 1.7], np.ones([2, 3]))
+    for some, named in (([7, 8, 7], "7"), (["a", "b", "a"], "b'a'")):
+        with pytest.raises(ValueError, match=f"keys must be different, but {named} occurs 2 times"):
+            new.write_keys("users", some, np.ones([3, 3]))
+    assert new.write_keys("users", [], np.ones([0, 3])) == 0
+
+
+def test_a_layer_that_is_not_built_has_no_keys_to_read_or_write():
+    layer = keyed_layer()
+    for call in (
+        lambda: layer.write_keys("users", [1], [[1, 2, 3]]),
+        lambda: layer.read_keys("users"),
+        lambda: layer.table_values("users"),
+        layer.key_counts,
+    ):
+        with pytest.raises(ValueError, match="layer '.*' is not built: call it, or build()"):
+            call()
+    layer.build()
+    with pytest.raises(ValueError, match="table 'films' is not among"):
+        layer.read_keys("films")
 
 
 def test_keys_that_are_too_many_are_told_of_also_if_they_are_written_in_blocks(monkeypatch):

@@ -128,9 +128,11 @@ def test_its_configuration_makes_an_equal_metric():
 
 
 def test_wrong_arguments_are_named():
-    for wrong in (0.5, 0.0, 1e-50):
-        with pytest.raises(ValueError, match=f"epsilon={wrong}"):
+    for wrong in (0.5, 0.0, 1e-50, "1", True):
+        with pytest.raises(ValueError, match=f"epsilon must be .* less than 0.5, not {wrong!r}"):
             NormalizedEntropy(epsilon=wrong)
+    with pytest.raises(ValueError, match="from_logits must be a bool, not 'no'"):
+        NormalizedEntropy(from_logits="no")
     metric = NormalizedEntropy()
     with pytest.raises(ValueError, match="y_pred: has 3 elements, must have 2"):
         metric.update_state([0, 1], [0.1, 0.2, 0.3])

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import pathlib
 import re
@@ -204,6 +205,11 @@ def test_a_source_distribution_has_all_files_of_the_repository(tmp_path):
         names = {name.partition("/")[2] for name in archive.getnames()}
     expected = {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
     assert expected <= names
+
+
+def test_the_package_has_no_names_but_those_that_it_tells_of():
+    names = [name for name, value in vars(tf_recsync).items() if not inspect.ismodule(value)]
+    assert {name for name in names if not name.startswith("_")} <= set(tf_recsync.__all__)
 
 
 def test_another_tensorflow_is_taken_if_that_is_asked_for(monkeypatch):

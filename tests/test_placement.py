@@ -1,5 +1,6 @@
 """Tables are spread over the parameter servers evenly, completely and within their memory."""
 
+import functools
 import itertools
 import json
 import time
@@ -7,6 +8,7 @@ import time
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -318,14 +320,25 @@ def test_a_shard_out_of_range_is_rejected(arguments, message):
         ({"costs": {"a": 1, "b": 1}}, r"costs\['b'\]"),
         ({"costs": {"a": -1}}, r"costs\['a'\]=-1"),
         ({"costs": {"a": float("inf")}}, r"costs\['a'\]=inf"),
-        ({"memory_limit": 0}, "memory_limit=0"),
-        ({"slots": -1}, "slots=-1"),
-        ({"bytes_per_row_overhead": -1}, "bytes_per_row_overhead=-1"),
+        ({"memory_limit": 0}, "memory_limit must be None or .* at least 1, not 0"),
+        ({"memory_limit": "8GB"}, "memory_limit must be None or a number of bytes, .* '8GB'"),
+        ({"slots": -1}, "slots must be .*, got -1"),
+        ({"bytes_per_row_overhead": -1}, "bytes_per_row_overhead must be .*, got -1"),
+        ({"tables": table("a")}, "tables=.*: must be a sequence of TableConfigs, not a single"),
+        ({"tables": [table("a"), "b"]}, "tables=.*: must have TableConfigs, not 'b'"),
+        ({"together": ["a"]}, r"together='a': must be a sequence of texts.* as \('a',\)"),
     ],
 )
 def test_wrong_arguments_of_the_planner_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         plan_placement(**({"tables": [table("a")], "ps": 2} | arguments))
+
+
+def test_a_plan_for_an_iterator_of_tables_and_numbers_of_numpy_can_be_saved():
+    tables = [table("a"), table("b")]
+    plan = plan_placement(iter(tables), np.int64(2), costs={"a": np.float32(1), "b": 2})
+    assert json.loads(json.dumps(plan.get_config()))["ps"] == 2
+    assert plan == plan_placement(tables, 2, costs={"a": 1, "b": 2})
 
 
 def test_shards_of_an_unknown_table_are_an_error():
@@ -374,6 +387,8 @@ def test_batches_that_cannot_be_profiled_are_rejected(batches, message):
         ({"dimension": 1.5}, "dimension must be .*, got 1.5"),
         ({"combiner": "max"}, "combiner='max': must be one of 'sum', 'mean', 'sqrtn'"),
         ({"dtype": "int8"}, "dtype='int8': must be one of 'float32', 'bfloat16'"),
+        ({"dtype": tf.float16}, "dtype='float16': must be one of 'float32', 'bfloat16'"),
+        ({"dtype": None}, "dtype=None: must be one of 'float32', 'bfloat16'"),
         ({"shards": 0}, "shards must be .*, got 0"),
         ({"shards": 11}, "shards=11: must be None or at most rows=10"),
         ({"rows": 2**60}, r"rows=1152921504606846976 .* less than 2\*\*63 bytes, not 9.2e\+18"),
@@ -416,7 +431,30 @@ def test_a_table_survives_its_configuration_as_json(initializer):
     )
 
 
+def test_a_type_may_be_that_of_tensorflow_or_numpy():
+    for dtype in (tf.bfloat16, keras.dtype_policies.get("bfloat16").compute_dtype):
+        assert table("a", dtype=dtype) == table("a", dtype="bfloat16")
+    for dtype in (tf.float32, np.dtype("float32"), np.float32):
+        assert json.dumps(table("a", dtype=dtype).get_config()) == json.dumps(
+            table("a").get_config()
+        )
+
+
+def test_a_callable_without_a_configuration_is_equal_to_itself_alone():
+    class Zeros:
+        def __call__(self, rows, dtype):
+            return np.zeros([len(rows), 4], dtype)
+
+    for initializer in (functools.partial(np.zeros), Zeros()):
+        one = table("a", initializer=initializer)
+        assert one == table("a", initializer=initializer)
+        assert one != table("a", initializer="zeros") and one != table("a", initializer=Zeros())
+        with pytest.raises(ValueError, match="table 'a': initializer .* has no configuration"):
+            one.get_config()
+
+
 def test_a_feature_survives_its_configuration():
+    assert json.dumps(FeatureConfig("x", "a", padding=np.int64(-1)).get_config())
     feature = FeatureConfig("x", "a", "clip")
     assert FeatureConfig.from_config(json.loads(json.dumps(feature.get_config()))) == feature
     assert feature != FeatureConfig("x", "a", "hash")

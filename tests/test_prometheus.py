@@ -150,8 +150,9 @@ def test_what_can_t_be_is_refused_by_name(strategy, monkeypatch):
     for arguments, match in (
         ({}, "port=None, path=None: one of them must be given"),
         ({"port": 1, "path": "a.prom"}, "port=1, path='a.prom': one of them"),
-        ({"port": 70000}, "port must be None or from 0 to 65535, not 70000"),
-        ({"port": True}, "port must be None or from 0 to 65535, not True"),
+        ({"port": 70000}, "port must be an integer from 0 to 65535, got 70000"),
+        ({"port": True}, "port must be an integer from 0 to 65535, got True"),
+        ({"path": 3}, "path must be the path of a file, not 3"),
         ({"path": "figures.txt"}, r"path must end in '\.prom', not 'figures.txt'"),
         ({"port": 0, "every_seconds": 0}, "every_seconds must be positive, in seconds, not 0"),
     ):

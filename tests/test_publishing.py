@@ -304,6 +304,10 @@ def test_a_model_that_can_not_be_exported_is_an_error_before_training(tmp_path):
         model.fit(ones(), callbacks=[Publish(tmp_path)], verbose=0)
 
 
+def test_numbers_of_numpy_are_taken(tmp_path):
+    Publish(tmp_path, every_seconds=np.float32(0.5), timeout=np.int64(3))
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -319,6 +323,9 @@ def test_a_model_that_can_not_be_exported_is_an_error_before_training(tmp_path):
 def test_wrong_arguments_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         Publish(**{"target": "models", **wrong})
+    if "target" in wrong:
+        with pytest.raises(ValueError, match=message):
+            recsync.latest_published(**wrong)
 
 
 def test_an_old_version_that_can_not_be_removed_keeps_no_later_one_from_being_written(

@@ -181,7 +181,7 @@ def test_it_comes_back_from_its_config_and_is_off_by_default(make):
 
 @pytest.mark.parametrize("value", [1, None, "yes"])
 def test_rowwise_must_be_true_or_false(value):
-    with pytest.raises(ValueError, match=f"rowwise must be True or False, not {value!r}"):
+    with pytest.raises(ValueError, match=f"rowwise must be a bool, not {value!r}"):
         Adagrad(rowwise=value)
 
 

@@ -154,6 +154,8 @@ def test_a_model_of_ones_own_class_takes_a_signature(tmp_path):
     expected = model(ids)
     with pytest.raises(ValueError, match="input_signature=None: must be given for the model 'own"):
         recsync.export_model(model, tmp_path)
+    with pytest.raises(ValueError, match="filepath must be the path of a folder, not None"):
+        recsync.export_model(model, None)
     spec = tf.RaggedTensorSpec([None, None], tf.int64)
     recsync.export_model(model, tmp_path, input_signature=spec)
     served = tf.saved_model.load(str(tmp_path))

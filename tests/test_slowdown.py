@@ -109,27 +109,39 @@ def test_products_multiply_the_factors():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SlowWorkers(-1.0, [0]), "a factor must be .* got -1.0"),
-        (lambda: SlowWorkers(float("inf"), [0]), "a factor must be finite .* got inf"),
-        (lambda: SlowWorkers(2.0, [-1]), r"workers must be indices .* got \[-1\]"),
-        (lambda: SlowWorkers(2.0, [0.5]), r"workers must be indices .* got \[0.5\]"),
-        (lambda: RandomSlowdown("2", 0.5), "a factor must be .* got '2'"),
-        (lambda: RandomSlowdown(2.0, 1.5), "probability must be from 0 to 1, got 1.5"),
-        (lambda: RandomSlowdown(2.0, float("nan")), "probability must be from 0 to 1, got nan"),
+        (lambda: SlowWorkers(-1.0, [0]), "a factor must be .* not -1.0"),
+        (lambda: SlowWorkers(float("inf"), [0]), "a factor must be a finite .* not inf"),
+        (
+            lambda: SlowWorkers(2.0, [-1]),
+            "each of workers must be .*, got -1",
+        ),
+        (lambda: SlowWorkers(2.0, [0.5]), r"workers=.*: must have integers, not 0.5"),
+        (lambda: RandomSlowdown("2", 0.5), "a factor must be .* not '2'"),
+        (lambda: RandomSlowdown(2.0, 1.5), "probability must be .* from 0 to 1, not 1.5"),
+        (lambda: RandomSlowdown(2.0, float("nan")), "probability must be .* from 0 to 1, not nan"),
         (lambda: RandomSlowdown(2.0, 0.5, seed=0.5), "seed must be an integer .* got 0.5"),
-        (lambda: RandomSlowdown(2.0, 0.5, seed=2**63), "seed must be an integer of 64 bits"),
+        (
+            lambda: RandomSlowdown(2.0, 0.5, seed=2**63),
+            "seed must be an integer from -92",
+        ),
+        (lambda: SlowWorkers(2.0, 1), r"workers=1: must be a sequence of integers, .* as \(1,\)"),
         (lambda: ChangingSlowdown([]), "points must be at least one"),
         (lambda: ChangingSlowdown([(1, 1), (0, 2)]), "points must be .* in the order of time"),
-        (lambda: ChangingSlowdown([(0, -1)]), "a factor must be .* got -1.0"),
+        (lambda: ChangingSlowdown([(0, -1)]), "a factor must be .* not -1.0"),
         (lambda: ChangingSlowdown([(0, 1, 2)]), "points must be pairs"),
         (lambda: ChangingSlowdown(3), "points must be pairs .* got 3"),
         (lambda: ChangingSlowdown([(0, 1)], "hours"), "unit must be .* got 'hours'"),
-        (lambda: ChangingSlowdown([(0, 1)], period=0), "period must be positive .* got 0"),
+        (lambda: ChangingSlowdown([(0, 1)], period=0), "period must be .* above 0, not 0"),
     ],
 )
 def test_wrong_slowdowns_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_slow_workers_may_be_numbers_of_numpy():
+    slow = SlowWorkers(np.float32(2), np.array([1, 3]))
+    assert slow.workers == (1, 3) and all(type(worker) is int for worker in slow.workers)
 
 
 # On workers.

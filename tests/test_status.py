@@ -157,6 +157,8 @@ def test_a_run_says_what_it_does_until_it_ends(clusters, own_folder, kind):
 def test_what_can_t_be_reported_on_is_refused(clusters, tmp_path):
     with pytest.raises(ValueError, match="every_seconds"):
         recsync.callbacks.Status(every_seconds=0)
+    with pytest.raises(ValueError, match="path must be the path of a file, not 3"):
+        recsync.callbacks.Status(path=3)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x = np.ones((8, 2), np.float32)

@@ -25,7 +25,7 @@ def test_cluster_from_tf_config_is_this_process_as_chief(monkeypatch):
     missing = r"worker:0 \(127.0.0.1:2\), reader:0 \(127.0.0.1:4\), reader:1 \(127.0.0.1:5\)"
     with pytest.raises(RuntimeError, match=f"not up within timeout=0.1 s: {missing}"):
         cluster.connect(timeout=0.1)
-    with pytest.raises(ValueError, match="timeout must be a positive number of seconds, got 0"):
+    with pytest.raises(ValueError, match="timeout must be positive, in seconds, not 0"):
         cluster.connect(timeout=0)
     with pytest.raises(RuntimeError, match="call connect"):
         cluster.readmit()

@@ -333,6 +333,12 @@ def test_a_picture_shows_a_stretch_of_time_with_the_rows_that_have_something_in_
         recording.plot(path, begin=-1)
     with pytest.raises(ValueError, match="seconds must be positive, in seconds, not 0"):
         recording.plot(path, seconds=0)
+    with pytest.raises(ValueError, match="path must be the path of a file, not None"):
+        recording.plot(None)
+    with pytest.raises(ValueError, match="path must be the path of a file, not 3"):
+        recsync.callbacks.Timeline(3)
+    with pytest.raises(ValueError, match="limit must be an integer of at least 1, got 0"):
+        recsync.callbacks.Timeline(path, limit=0)
 
 
 def test_the_earlier_name_of_a_timeline_works_with_a_warning(tmp_path):

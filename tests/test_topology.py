@@ -164,8 +164,23 @@ def test_networkx_graphs_come_and_go():
         (lambda: topology.ring_based(5), "workers must be even, got 5"),
         (lambda: topology.double_ring(6), "workers must be a multiple of 4, not 6"),
         (lambda: topology.hierarchical([2, 0]), "machines must be .* at least 1, got 0"),
+        (
+            lambda: topology.from_edges(3, [(0, 1.9)]),
+            r"edges=\(0, 1.9\): must have integers",
+        ),
+        (lambda: topology.from_edges(3, [0, 1]), r"each of edges=0: must be a sequence"),
+        (lambda: topology.from_edges(3, [(0, 1, 2)]), r"each of edges must be a pair"),
+        (
+            lambda: topology.ring(4).in_neighbors(-1),
+            "worker must be .* 0 to 3, got -1",
+        ),
+        (lambda: topology.ring(4).out_neighbors(9), "worker must be an integer from 0 to 3, got 9"),
+        (lambda: topology.hierarchical(4), "machines=4: must be a sequence of integers"),
         (lambda: topology.hierarchical([]), "machines must name at least one"),
-        (lambda: topology.from_edges(2, [(0, 2)]), r"edge \(0, 2\) names a worker"),
+        (
+            lambda: topology.from_edges(2, [(0, 2)]),
+            r"a worker of \(0, 2\) in edges must be .* got 2",
+        ),
         (
             lambda: topology.from_edges(2, [(0, 1), (1, 0)], np.full((3, 3), 1 / 3)),
             r"weights must be \[2, 2\]",

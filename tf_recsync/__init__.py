@@ -1,8 +1,8 @@
 """Training of recommendation models on machines of uneven speed, on TensorFlow."""
 
-from tf_recsync._compatibility import check_tensorflow
+from tf_recsync._compatibility import check_tensorflow as _check_tensorflow
 
-check_tensorflow()
+_check_tensorflow()
 
 from tf_recsync import (  # noqa: E402
     _status_errors,

@@ -10,6 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+_PACKAGE = "tf_recsync."
+
 
 def keywords_after(count: int) -> Callable[[Callable], Callable]:
     """For a constructor whose arguments after the first ones have to be given by name now.
@@ -99,4 +101,8 @@ def without_strategy(init: Callable) -> Callable:
 def warn(what: str) -> None:
     """Says that what a user wrote is called something else now."""
     message = f"{what}; what you wrote works for one version more."
-    warnings.warn(message, FutureWarning, stacklevel=3)
+    # Of whoever called the package, through however many of its functions and decorators.
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, FutureWarning, stacklevel=level)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from tf_recsync._checks import check_bool, number, plain_values
+
 _ACTIVATIONS = ("none", "bfloat16", "int8")
 _GRADIENTS = ("none", "bfloat16")
 # Processor seconds for each byte that is not compressed, the mean of encoding and decoding: by
@@ -55,11 +57,9 @@ class Compression:
             )
         if self.gradients not in _GRADIENTS:
             raise ValueError(f"gradients={self.gradients!r}: must be one of {_GRADIENTS}.")
-        number = isinstance(self.sparsify, (int, float)) and not isinstance(self.sparsify, bool)
-        if not number or not 0 <= self.sparsify < 1:
-            raise ValueError(f"sparsify={self.sparsify!r}: must be at least 0 and below 1.")
-        if not isinstance(self.error_feedback, bool):
-            raise ValueError(f"error_feedback={self.error_feedback!r}: must be True or False.")
+        plain_values(self)
+        number("sparsify", self.sparsify, least=0, below=1)
+        check_bool("error_feedback", self.error_feedback)
 
     @property
     def compresses_gradients(self) -> bool:

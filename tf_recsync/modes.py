@@ -31,7 +31,7 @@ import dataclasses
 from typing import Any
 
 from tf_recsync import staleness
-from tf_recsync._checks import check_at_least, plain_integers
+from tf_recsync._checks import check_at_least, plain_values
 from tf_recsync.synchronization.modes import LastGlobalBatch, Mode, check_last_global_batch
 
 __all__ = [
@@ -70,7 +70,7 @@ class ModeConfig(abc.ABC):
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        plain_integers(self)
+        plain_values(self)
         if self.local_batch_size is not None:
             check_at_least("local_batch_size", self.local_batch_size, 1)
 

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tf_recsync._checks import check_seconds
+from tf_recsync._checks import check_seconds, checked_path, integer
 from tf_recsync.callbacks.strategy_callback import left_out
 from tf_recsync.strategies.fit_strategy import FitStrategy, check_reported
 
@@ -105,14 +105,15 @@ class Prometheus(keras.callbacks.Callback):
         super().__init__()
         if (port is None) == (path is None):
             raise ValueError(f"port={port!r}, path={path!r}: one of them must be given, not both")
-        is_port = isinstance(port, int) and not isinstance(port, bool)
-        if port is not None and not (is_port and 0 <= port <= _MOST_PORTS):
-            raise ValueError(f"port must be None or from 0 to {_MOST_PORTS}, not {port!r}")
-        if path is not None and not os.fspath(path).endswith(".prom"):
-            raise ValueError(f"path must end in '.prom', not {os.fspath(path)!r}")
+        if port is not None:
+            port = integer("port", port, 0, _MOST_PORTS)
+        if path is not None:
+            path = checked_path(path, of="file")
+            if not path.endswith(".prom"):
+                raise ValueError(f"path must end in '.prom', not {path!r}")
         check_seconds("every_seconds", every_seconds)
         self.port = port
-        self._path = None if path is None else os.fspath(path)
+        self._path = path
         self._address, self._every_seconds = address, every_seconds
         self._client = _import_client()
         self._registry = self._client.CollectorRegistry(auto_describe=False)

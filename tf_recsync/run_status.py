@@ -19,7 +19,7 @@ import keras
 import numpy as np
 from absl import logging
 
-from tf_recsync._checks import check_seconds
+from tf_recsync._checks import check_seconds, checked_path
 from tf_recsync.strategies.fit_strategy import check_reported
 
 _SUFFIX = ".status.json"
@@ -213,7 +213,7 @@ class Status(keras.callbacks.Callback):
             self._path = status_folder() / f"{os.getpid()}-{next(_numbers)}{_SUFFIX}"
             weakref.finalize(self, self._path.unlink, missing_ok=True)
         else:
-            self._path = pathlib.Path(path)
+            self._path = pathlib.Path(checked_path(path, of="file"))
         self._every_seconds = every_seconds
         self._due = self._began = 0.0
         self._epoch = 0

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
+from tf_recsync._checks import check_bool, checked_path
 from tf_recsync.embedding.keys import sorted_entries
 from tf_recsync.input_parts import InputParts, name_of
 from tf_recsync.table_reader import TableReader, TableVersion
@@ -76,9 +77,11 @@ def export_model(
         >>> tuple(vectors.shape)
         (2, 4)
     """
+    filepath = checked_path(filepath, "filepath")
+    check_bool("verbose", verbose)
     inference = Inference(model, input_signature)
     inference.read()
-    inference.write(os.fspath(filepath), verbose)
+    inference.write(filepath, verbose)
 
 
 class Inference:

@@ -8,14 +8,15 @@ Gradient Descent for Extreme-Scale Recommender Systems").
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 
 import keras
 import numpy as np
 
 from tf_recsync import _engine
+from tf_recsync._checks import check_bool, integer, number, plain_values
 
 __all__ = [
     "Constant",
@@ -72,13 +73,11 @@ class Rescale:
     window: int = 1000
 
     def __post_init__(self) -> None:
-        if not 0 < self.deviation < math.inf:
-            raise ValueError(f"deviation must be positive and finite, not {self.deviation!r}")
-        if self.mean is not None and not 0 < self.mean < math.inf:
-            raise ValueError(f"mean must be positive and finite, or None, not {self.mean!r}")
-        is_int = isinstance(self.window, int) and not isinstance(self.window, bool)
-        if not is_int or not 1 <= self.window < 2**63:
-            raise ValueError(f"window must be a positive int, not {self.window!r}")
+        plain_values(self)
+        number("deviation", self.deviation, above=0)
+        if self.mean is not None:
+            number("mean", self.mean, above=0)
+        integer("window", self.window, 1, 2**63 - 1)
 
     def get_config(self) -> dict:
         return dataclasses.asdict(self)
@@ -89,7 +88,7 @@ class Rescale:
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class Policy(abc.ABC):
     """A weight rho(tau) for gradients of staleness tau: g_hat = rho(tau) g.
 
     Use one of the subclasses. Calling a policy gives the weight as the update
@@ -99,9 +98,9 @@ class Policy:
     0.25
     """
 
+    @abc.abstractmethod
     def attributes(self) -> dict:
         """The policy as attributes of the update ops."""
-        raise TypeError("use Constant, InversePower or Threshold")
 
     def short_attributes(self) -> dict:
         """The same, by the names that the C++ class has."""
@@ -218,15 +217,12 @@ class InversePower(Policy):
     rescale: Rescale | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.k < math.inf:
-            raise ValueError(f"k must be positive and finite, not {self.k!r}")
-        if not 1 <= self.baseline < math.inf:
-            raise ValueError(f"baseline must be at least 1 and finite, not {self.baseline!r}")
-        if self.update_sensitivity is not None and not 0 <= self.update_sensitivity < math.inf:
-            raise ValueError(
-                "update_sensitivity must be at least 0 and finite, or None, "
-                f"not {self.update_sensitivity!r}"
-            )
+        plain_values(self)
+        number("k", self.k, above=0)
+        number("baseline", self.baseline, least=1)
+        check_bool("normalized", self.normalized)
+        if self.update_sensitivity is not None:
+            number("update_sensitivity", self.update_sensitivity, least=0)
         if self.rescale is not None and not isinstance(self.rescale, Rescale):
             raise ValueError(f"rescale must be a Rescale or None, not {self.rescale!r}")
 
@@ -236,7 +232,7 @@ class InversePower(Policy):
             "inverse_power",
             staleness_power=float(self.k),
             staleness_baseline=float(self.baseline),
-            staleness_normalized=bool(self.normalized),
+            staleness_normalized=self.normalized,
             update_sensitivity=sensitivity,
             target_deviation=float(self.rescale.deviation) if self.rescale else 0.0,
             target_mean=float(self.rescale.mean or 0.0) if self.rescale else 0.0,
@@ -266,8 +262,8 @@ class Threshold(Policy):
     iota: float
 
     def __post_init__(self) -> None:
-        if not self.iota >= 0:
-            raise ValueError(f"iota must be at least 0, not {self.iota!r}")
+        plain_values(self)
+        number("iota", self.iota, least=0, infinite=True)
 
     def attributes(self) -> dict:
         return _attributes("threshold", staleness_iota=float(self.iota))
@@ -337,8 +333,7 @@ class Statistics:
 
     def quantile(self, quantile: float) -> int:
         """The staleness that `quantile`, in [0, 1], of the updates did not exceed."""
-        if not 0 <= quantile <= 1:
-            raise ValueError(f"quantile must be in [0, 1], not {quantile!r}")
+        quantile = number("quantile", quantile, least=0, most=1)
         return _engine.staleness_quantile(self._counters, quantile)
 
 

@@ -6,6 +6,8 @@ import dataclasses
 
 import keras
 
+from tf_recsync._checks import integer, number, plain_values
+
 
 @keras.saving.register_keras_serializable(package="tf_recsync")
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Swap:
         decay: lambda_0, a float in (0, 1]. Defaults to 0.8, the paper's choice.
 
     Raises:
-        ValueError: if `period` is not a positive int or `decay` not in (0, 1].
+        ValueError: if `period` is not an integer of at least 1 or `decay` not in (0, 1].
 
     Example:
 
@@ -40,10 +42,9 @@ class Swap:
     decay: float = 0.8
 
     def __post_init__(self) -> None:
-        if not isinstance(self.period, int) or isinstance(self.period, bool) or self.period < 1:
-            raise ValueError(f"period must be a positive int, in global steps, not {self.period!r}")
-        if not 0.0 < self.decay <= 1.0:
-            raise ValueError(f"decay must be in (0, 1], not {self.decay!r}")
+        plain_values(self)
+        integer("period", self.period, 1)
+        number("decay", self.decay, above=0, most=1)
 
     def get_config(self) -> dict:
         return dataclasses.asdict(self)

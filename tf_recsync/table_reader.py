@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync._checks import checked_path
+from tf_recsync._checks import check_bool, checked_path
 from tf_recsync.checkpoint.blocks import HERE, BlockReader
 from tf_recsync.checkpoint.index import Part, Rows, chain_of
 from tf_recsync.embedding import feature_inputs, sequences
@@ -222,8 +222,7 @@ class TableReader:
                 f"target={self._target!r} must be a folder of this machine, whose files can be "
                 "mapped into memory: copy the versions to one, each one's published.json last"
             )
-        if not isinstance(verify, bool):
-            raise ValueError(f"verify must be a bool, not {verify!r}")
+        check_bool("verify", verify)
         self._verify = verify
         self._refreshing = threading.Lock()
         with _reading(self._target):

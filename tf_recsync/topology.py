@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import networkx as nx
 import numpy as np
 
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, integer, list_of
 from tf_recsync._figures import new_figure
 
 __all__ = [
@@ -108,11 +109,11 @@ class Topology:
 
     def in_neighbors(self, worker: int) -> tuple[int, ...]:
         """Who sends to a worker, ascending, without itself."""
-        return self._in[worker]
+        return self._in[integer("worker", worker, 0, self.size - 1)]
 
     def out_neighbors(self, worker: int) -> tuple[int, ...]:
         """To whom a worker sends, ascending, without itself."""
-        return self._out[worker]
+        return self._out[integer("worker", worker, 0, self.size - 1)]
 
     @property
     def spectral_gap(self) -> float:
@@ -381,7 +382,8 @@ def hierarchical(machines: Sequence[int], gateways: int = 2) -> Topology:
     >>> topology.hierarchical([2, 2], gateways=1).out_neighbors(0)
     (1, 2)
     """
-    if not len(machines):
+    machines = list_of("machines", machines, Integral)
+    if not machines:
         raise ValueError("machines must name at least one machine")
     if isinstance(gateways, bool) or gateways not in (1, 2):
         raise ValueError(f"gateways must be 1 or 2, not {gateways!r}")
@@ -427,10 +429,15 @@ def from_edges(
     (1,)
     """
     _check_size("workers", workers, 1)
-    named = {(int(i), int(j)) for i, j in edges if i != j}
-    for edge in sorted(named):
-        if not all(0 <= worker < workers for worker in edge):
-            raise ValueError(f"edge {edge} names a worker that is not from 0 to {workers - 1}")
+    named = set()
+    for edge in edges:
+        if len(list_of("each of edges", edge, Integral)) != 2:
+            raise ValueError(f"each of edges must be a pair of workers, not {edge!r}")
+        sender, receiver = (
+            integer(f"a worker of {edge!r} in edges", end, 0, workers - 1) for end in edge
+        )
+        if sender != receiver:
+            named.add((sender, receiver))
     if weights is None:
         return _directed(workers, named, name)
     topology = Topology(weights, name)

@@ -15,6 +15,8 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from tf_recsync._checks import checked_path
+
 MARKER = "published.json"
 _UNFINISHED = ".publishing-"
 _PROBE = ".probe"
@@ -65,7 +67,7 @@ class Versions:
     """
 
     def __init__(self, target: str | os.PathLike, marker: str = MARKER):
-        self._target = os.fspath(target)
+        self._target = checked_path(target, "target")
         self._marker_name = marker
         scheme, found, _ = self._target.partition("://")
         name = self._target.rstrip("/") if found else os.path.realpath(self._target)

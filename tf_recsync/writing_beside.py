@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync._checks import check_at_least, check_seconds
+from tf_recsync._checks import check_at_least, check_bool, check_seconds
 from tf_recsync._scopes import dispatch_scope_of
 from tf_recsync.versions import Versions
 
@@ -62,8 +62,7 @@ class WritingBeside(keras.callbacks.Callback):
         check_seconds("timeout", timeout)
         if keep is not None:
             check_at_least("keep", keep, 1)
-        if not isinstance(at_end, bool):
-            raise ValueError(f"at_end must be a bool, not {at_end!r}")
+        check_bool("at_end", at_end)
         self._versions = versions
         self._argument = argument
         self._every, self._every_steps = every_seconds, every_steps

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import tensorflow as tf
 
+from tf_recsync._checks import check_bool
 from tf_recsync._deprecation import without_strategy
 from tf_recsync.callbacks.strategy_callback import EpochReport, mean_data_wait
 from tf_recsync.synchronization.hop_reports import WorkerReport
@@ -44,10 +46,9 @@ class HopReport(EpochReport):
     _needs = "topology"
 
     @without_strategy
-    def __init__(self, log_dir: str | None = None, per_worker: bool = False):
+    def __init__(self, log_dir: str | os.PathLike | None = None, per_worker: bool = False):
         super().__init__(log_dir)
-        if not isinstance(per_worker, bool):
-            raise ValueError(f"per_worker must be a bool, not {per_worker!r}")
+        check_bool("per_worker", per_worker)
         self._per_worker = per_worker
         self._before: list[WorkerReport] = []
         self._data_wait = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tf_recsync._checks import checked_path
 from tf_recsync.writing_beside import recovers_from, words_of
 
 # What strategies have on which reports can be made.
@@ -63,9 +65,9 @@ class EpochReport(StrategyCallback):
         log_dir: a folder for TensorBoard, or None.
     """
 
-    def __init__(self, log_dir: str | None):
+    def __init__(self, log_dir: str | os.PathLike | None):
         super().__init__()
-        self._log_dir = log_dir
+        self._log_dir = None if log_dir is None else checked_path(log_dir, "log_dir")
         self._writer: tf.summary.SummaryWriter | None = None  # While `fit` runs.
         self._started = 0.0
         self._ended: float | None = None

@@ -6,6 +6,7 @@ import os
 
 from absl import logging
 
+from tf_recsync._checks import checked_path, integer
 from tf_recsync._deprecation import warn, without_strategy
 from tf_recsync.callbacks.strategy_callback import StrategyCallback
 from tf_recsync.synchronization.events import Recording, write_trace
@@ -37,8 +38,8 @@ class Timeline(StrategyCallback):
             the file. See `record_events` of strategies.
 
     Raises:
-        ValueError: when training begins, if the strategy is none of this package's, the folder
-            of `path` does not exist, or `limit` is wrong.
+        ValueError: if `path` is no path or `limit` is wrong; when training begins, if the strategy
+            is none of this package's or the folder of `path` does not exist.
 
     Example:
 
@@ -69,14 +70,14 @@ class Timeline(StrategyCallback):
 
     def __init__(self, path: str | os.PathLike[str], limit: int = 1_000_000):
         super().__init__()
-        self._path = path
-        self._limit = limit
+        self._path = checked_path(path, of="file")
+        self._limit = integer("limit", limit, 1)
         self._recording: Recording | None = None
 
     def on_train_begin(self, logs=None):
         folder = os.path.dirname(os.path.abspath(self._path))
         if not os.path.isdir(folder):
-            raise ValueError(f"path={os.fspath(self._path)!r}: there is no folder {folder!r}")
+            raise ValueError(f"path={self._path!r}: there is no folder {folder!r}")
         if self._recording is not None:
             self._recording.stop()  # Of a call of `fit` that another callback ended.
         self._recording = self._strategy.record_events(self.model, self._limit, self._write_failed)

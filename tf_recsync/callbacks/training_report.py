@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import tensorflow as tf
 
@@ -71,7 +72,7 @@ class TrainingReport(EpochReport):
     _needs = "staleness"
 
     @without_strategy
-    def __init__(self, log_dir: str | None = None, update_freq: str | int = "epoch"):
+    def __init__(self, log_dir: str | os.PathLike | None = None, update_freq: str | int = "epoch"):
         super().__init__(log_dir)
         if update_freq != "epoch":
             if isinstance(update_freq, str):

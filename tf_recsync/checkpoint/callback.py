@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync._checks import check_seconds, checked_path
+from tf_recsync._checks import check_bool, check_seconds, checked_path
 from tf_recsync.checkpoint.index import INDEX, Index, parsed
 from tf_recsync.checkpoint.parts import DONE, PART, Part, Progress, progress_of, words
 from tf_recsync.checkpoint.restoring import restore, restore_lost
@@ -179,8 +179,7 @@ class Checkpoint(WritingRows):
         check_metadata(metadata)
         for name in {_EPOCH, _DATA, PART, DONE}.intersection(metadata or ()):
             raise ValueError(f"metadata can't have {name!r}, which the callback sets itself")
-        if not isinstance(resume, bool):
-            raise ValueError(f"resume must be a bool, not {resume!r}")
+        check_bool("resume", resume)
         if part is not None and (not isinstance(part, str) or not part):
             raise ValueError(f"part must be a name or None, not {part!r}")
         if on_ps_lost not in ("recover", "raise"):

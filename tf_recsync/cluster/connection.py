@@ -16,6 +16,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 
 from tf_recsync import _engine
+from tf_recsync._checks import check_seconds, integer
 from tf_recsync.cluster import (
     data_service,
     left_behind,
@@ -195,17 +196,11 @@ class Cluster:
             a server was not up in time; the message names it.
           ValueError: `timeout`, `min_workers` or the bind address is wrong.
         """
-        _check_timeout(timeout)
+        check_seconds("timeout", timeout)
         deadline = time.monotonic() + timeout
         spare = 0
         if min_workers is not None:
-            is_integer = isinstance(min_workers, int) and not isinstance(min_workers, bool)
-            if not is_integer or not 1 <= min_workers <= self.workers:
-                raise ValueError(
-                    f"min_workers must be an integer from 1 to the cluster's {self.workers} "
-                    f"workers, got {min_workers!r}"
-                )
-            spare = self.workers - min_workers
+            spare = self.workers - integer("min_workers", min_workers, 1, self.workers)
         if not self._connect(timeout, deadline, spare):
             self._reach_parameter_servers(timeout, deadline)
 
@@ -340,7 +335,7 @@ class Cluster:
             the cluster.
           tf.errors.OpError: A server failed meanwhile; try again.
         """
-        _check_timeout(timeout)
+        check_seconds("timeout", timeout)
         up_timeout = timeout if up_timeout is None else up_timeout
         if not 0 <= up_timeout <= timeout:
             raise ValueError(f"up_timeout must be from 0 to timeout={timeout:g}, got {up_timeout}")
@@ -708,8 +703,3 @@ def cluster_from_tf_config(bind_address: str | None = None) -> Cluster:
     if bind_address is None:
         bind_address = tf_config.loopback_address(config.own_address)
     return Cluster(config.cluster, chief_address=config.own_address, bind_address=bind_address)
-
-
-def _check_timeout(timeout: float) -> None:
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")

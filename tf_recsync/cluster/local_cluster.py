@@ -18,7 +18,7 @@ import time
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, check_seconds, integer
 from tf_recsync.cluster import connection, hosted_servers, server_process, transports
 
 _HOST = "127.0.0.1"
@@ -144,11 +144,7 @@ class LocalCluster(connection.Cluster):
         ):
             if value is not None:
                 check_at_least(name, value, 1)
-        is_number = isinstance(start_timeout, (int, float)) and not isinstance(start_timeout, bool)
-        if not is_number or not start_timeout > 0:
-            raise ValueError(
-                f"start_timeout must be a positive number of seconds, got {start_timeout!r}"
-            )
+        check_seconds("start_timeout", start_timeout)
         if not sys.executable:
             raise RuntimeError("sys.executable is empty: no Python to start servers with")
 
@@ -333,12 +329,9 @@ class LocalCluster(connection.Cluster):
         if job not in _JOBS:
             raise ValueError(f"job must be one of {_JOBS}, got {job!r}")
         size = self._sizes.get(job, 0)
-        if not isinstance(index, int) or not 0 <= index < size:
-            raise ValueError(
-                f"index must be an integer from 0 to {size - 1}, got {index!r}"
-                if size
-                else f"the cluster has no server of job {job!r}"
-            )
+        if not size:
+            raise ValueError(f"the cluster has no server of job {job!r}")
+        integer("index", index, 0, size - 1)
 
     def _host_servers(self) -> hosted_servers.HostedServers:
         """Starts all servers in this process, on other ports if one is taken."""

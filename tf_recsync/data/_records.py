@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 from absl import logging
 
+from tf_recsync._checks import number
 from tf_recsync.data import _errors, _skipped, _spec
 
 # Features, labels and, where rows have weights, these: what `model.fit` takes.
@@ -76,7 +77,8 @@ class Options:
         if self.on_error not in _ON_ERROR:
             raise ValueError(f"on_error={self.on_error!r}: must be one of {_ON_ERROR}.")
         if self.between is not None and not (
-            len(self.between) == 2
+            isinstance(self.between, Sequence)
+            and len(self.between) == 2
             and all(isinstance(time, datetime.datetime) for time in self.between)
             and self.seconds[0] < self.seconds[1]
         ):
@@ -126,8 +128,7 @@ class RecordData(_spec.ClickData):
         Raises:
             ValueError: If `test_fraction` is not within 0 and 1 or leaves no training row.
         """
-        if not 0 <= test_fraction < 1:
-            raise ValueError(f"test_fraction={test_fraction}: must be at least 0 and less than 1.")
+        test_fraction = number("test_fraction", test_fraction, least=0, below=1)
         rows = sum(file.rows for file in files)
         if test_files is None:
             self._test_rows = round(rows * test_fraction)

@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_recsync._checks import check_at_least, check_bool, integer, list_of
+
 NUMERIC = "numeric"
 
 
@@ -36,7 +38,8 @@ class FeatureSpec:
         has_weight: Whether rows have weights. Default False.
 
     Raises:
-        ValueError: If a categorical feature is called `"numeric"` or has fewer than one id.
+        ValueError: If a categorical feature is called `"numeric"` or has fewer than one id, or
+            names are one text in place of several.
 
     Example:
         >>> spec = FeatureSpec(numeric=("age",), categorical={"country": 4})
@@ -53,16 +56,24 @@ class FeatureSpec:
 
     def __post_init__(self) -> None:
         """Checks the names and sizes, and copies the containers so that they cannot change."""
-        object.__setattr__(self, "numeric", tuple(self.numeric))
-        object.__setattr__(self, "categorical", dict(self.categorical))
+        for name in ("numeric", "multi_hot", "weighted", "labels"):
+            object.__setattr__(self, name, list_of(name, getattr(self, name), str))
+        check_bool("has_weight", self.has_weight)
+        if not isinstance(self.categorical, Mapping):
+            raise ValueError(
+                f"categorical={self.categorical!r}: must be a dict of names and sizes."
+            )
+        sizes = {
+            name: integer(f"categorical[{name!r}]", size, 1)
+            for name, size in self.categorical.items()
+        }
+        object.__setattr__(self, "categorical", sizes)
         if NUMERIC in self.categorical:
             raise ValueError(
                 f"categorical={self.categorical}: the name {NUMERIC!r} is taken by the numeric "
                 "features; give the column another name."
             )
-        for name, size in self.categorical.items():
-            if size < 1:
-                raise ValueError(f"categorical[{name!r}]={size}: must be at least 1.")
+        list_of("categorical", list(sizes), str)
 
     def input_signature(self, batch_size: int | None = None) -> tuple[Any, ...]:
         """Returns the `tf.TypeSpec`s of `(features, label)`, or of `(features, label, weight)`.
@@ -126,8 +137,8 @@ class ClickData(abc.ABC):
 
         Args:
             batch_size: Rows per batch, at least 1.
-            shuffle: Size in rows of the shuffle buffer; 0 (the default) keeps the order of the
-                rows. Every pass over the data set has another order.
+            shuffle: Size in rows of the shuffle buffer, such as 100_000; 0 (the default) keeps the
+                order of the rows. Every pass over the data set has another order.
             seed: Seed of the shuffling; None (the default) takes another one every time.
 
         Returns:
@@ -154,7 +165,11 @@ class ClickData(abc.ABC):
 
 def check_batching(batch_size: int, shuffle: int = 0) -> None:
     """Raises ValueError unless `batch_size` is at least 1 and `shuffle` at least 0."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: must be at least 1.")
-    if shuffle < 0:
-        raise ValueError(f"shuffle={shuffle}: must be 0 (off) or the size of the buffer in rows.")
+    check_at_least("batch_size", batch_size, 1)
+    if isinstance(shuffle, bool):
+        # True would be a buffer of one row, which leaves the order as it is.
+        raise ValueError(
+            "shuffle must be 0 (off) or the size of the buffer in rows, such as 100_000, not "
+            f"{shuffle}"
+        )
+    check_at_least("shuffle", shuffle, 0)

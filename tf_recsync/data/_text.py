@@ -8,12 +8,13 @@ import gzip
 import os
 import urllib.parse
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import BinaryIO, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
+from tf_recsync._checks import checked_path
 from tf_recsync.data import _errors, _records
 
 _HIVE_MISSING = "__HIVE_DEFAULT_PARTITION__"
@@ -79,10 +80,10 @@ def scan_files(
     files = [scan(name) for name in find_files(path)]
     if test_path is None:
         return files, None
-    return files, [scan(name) for name in find_files(test_path)]
+    return files, [scan(name) for name in find_files(test_path, "test_path")]
 
 
-def find_files(path: Paths) -> list[str]:
+def find_files(path: Paths, argument: str = "path") -> list[str]:
     """Returns the files that a path stands for, sorted by name.
 
     Args:
@@ -91,13 +92,15 @@ def find_files(path: Paths) -> list[str]:
             down, but for hidden ones: those whose names begin with a dot or, like Spark's
             `_SUCCESS`, with an underscore. A pattern stands for hidden ones only if its last part
             begins like that, too.
+        argument: Its name.
 
     Raises:
+        ValueError: If it is no path.
         FileNotFoundError: If there is no such file; the message names the path.
     """
-    if not isinstance(path, str | os.PathLike):
-        return [name for one in path for name in find_files(one)]
-    path = os.fspath(path)
+    if isinstance(path, Iterable) and not isinstance(path, str | bytes | os.PathLike):
+        return [name for one in path for name in find_files(one, argument)]
+    path = checked_path(path, argument, "file or a folder")
     if os.path.isfile(path):
         return [path]
     if os.path.isdir(path):
@@ -110,7 +113,9 @@ def find_files(path: Paths) -> list[str]:
             if os.path.isfile(name) and (wants_hidden or not is_hidden(os.path.basename(name)))
         ]
     if not files:
-        raise FileNotFoundError(f"No file matches path={path!r} (a file, folder or glob pattern).")
+        raise FileNotFoundError(
+            f"No file matches {argument}={path!r} (a file, folder or glob pattern)."
+        )
     return sorted(files)
 
 

@@ -2,6 +2,7 @@
 
 import os
 
+from tf_recsync._checks import checked_path
 from tf_recsync.data.columns import CrossedColumn
 from tf_recsync.data.csv_reader import Csv
 from tf_recsync.data.schema import Schema
@@ -76,6 +77,7 @@ def adult(location: str | os.PathLike[str]) -> Csv:
         >>> features["numeric"].shape.as_list(), label.numpy().tolist()
         ([1, 6], [[1.0]])
     """
+    location = checked_path(location, "location")
     train, test = (_find(location, name) for name in ("adult.data", "adult.test"))
     schema = Schema.fit(
         train,
@@ -94,10 +96,10 @@ def adult(location: str | os.PathLike[str]) -> Csv:
     return Csv(train, schema, test_path=test)
 
 
-def _find(location: str | os.PathLike[str], name: str) -> str:
+def _find(location: str, name: str) -> str:
     """Returns the path of a file that may have been compressed."""
-    plain = os.path.join(os.fspath(location), name)
+    plain = os.path.join(location, name)
     for path in (plain, plain + ".gz"):
         if os.path.isfile(path):
             return path
-    raise FileNotFoundError(f"No file {name} or {name}.gz in location={os.fspath(location)!r}.")
+    raise FileNotFoundError(f"No file {name} or {name}.gz in location={location!r}.")

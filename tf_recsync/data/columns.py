@@ -2,8 +2,9 @@
 
 import dataclasses
 import itertools
+from numbers import Real
 
-from tf_recsync._checks import plain_integers
+from tf_recsync._checks import check_bool, check_text, integer, list_of, number, plain_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,8 @@ class NumericColumn:
             Empty (the default) for no buckets.
 
     Raises:
-        ValueError: If `std` is not positive or `boundaries` do not ascend.
+        ValueError: If `mean`, `std` or `boundaries` have no finite numbers, `std` is not positive
+            or `boundaries` do not ascend.
 
     Example:
 
@@ -40,9 +42,18 @@ class NumericColumn:
     boundaries: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks the numbers."""
-        if not self.std > 0:
-            raise ValueError(f"std={self.std} of column {self.name!r}: must be greater than 0.")
+        """Checks the numbers, and takes Python's in place of others, which can be saved."""
+        plain_values(self)
+        check_text("name", self.name)
+        of = f"of column {self.name!r}"
+        check_bool(f"log1p {of}", self.log1p)
+        boundaries = list_of(f"boundaries {of}", self.boundaries, Real)
+        for name, value in (
+            ("mean", number(f"mean {of}", self.mean)),
+            ("std", number(f"std {of}", self.std, above=0)),
+            ("boundaries", tuple(number(f"boundaries {of}", b) for b in boundaries)),
+        ):
+            object.__setattr__(self, name, value)
         if any(a >= b for a, b in itertools.pairwise(self.boundaries)):
             raise ValueError(
                 f"boundaries={self.boundaries} of column {self.name!r}: must be ascending."
@@ -76,8 +87,8 @@ class CategoricalColumn:
             None: there are no weights. Needs `multi_hot`.
 
     Raises:
-        ValueError: Unless there is either a vocabulary or a number of buckets, if `weights` is
-            given without `multi_hot`, or if `separator` is empty.
+        ValueError: Unless there is either a vocabulary of texts or a number of buckets, if
+            `weights` is given without `multi_hot`, or if `name` or `separator` is empty.
 
     Example:
 
@@ -95,8 +106,13 @@ class CategoricalColumn:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        plain_integers(self)
-        if bool(self.vocabulary) == bool(self.hash_buckets) or self.hash_buckets in (1, -1):
+        plain_values(self)
+        check_text("name", self.name)
+        of = f"of column {self.name!r}"
+        check_bool(f"multi_hot {of}", self.multi_hot)
+        object.__setattr__(self, "vocabulary", list_of(f"vocabulary {of}", self.vocabulary, str))
+        integer(f"hash_buckets {of}", self.hash_buckets, 0)
+        if bool(self.vocabulary) == bool(self.hash_buckets) or self.hash_buckets == 1:
             raise ValueError(
                 f"column {self.name!r} with hash_buckets={self.hash_buckets} and "
                 f"{len(self.vocabulary)} words: give either a vocabulary or hash_buckets of at "
@@ -108,8 +124,9 @@ class CategoricalColumn:
             raise ValueError(
                 f"weights={self.weights!r} of column {self.name!r}: needs multi_hot=True."
             )
-        if not self.separator:
-            raise ValueError(f"separator={self.separator!r} of column {self.name!r}: is empty.")
+        check_text(f"separator {of}", self.separator)
+        if self.weights is not None:
+            check_text(f"weights {of}", self.weights)
 
     @property
     def size(self) -> int:
@@ -146,11 +163,11 @@ class CrossedColumn:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        plain_integers(self)
+        plain_values(self)
+        object.__setattr__(self, "columns", list_of("columns", self.columns, str))
         if len(self.columns) < 2:
             raise ValueError(f"columns={self.columns}: a cross needs at least two columns.")
-        if self.hash_buckets < 0:
-            raise ValueError(f"hash_buckets={self.hash_buckets}: must be at least 0.")
+        integer("hash_buckets", self.hash_buckets, 0)
 
     @property
     def name(self) -> str:

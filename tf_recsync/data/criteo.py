@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_recsync._checks import integer, list_of
 from tf_recsync.data import _errors, _fields, _records, _spec, _text
 
 _INTEGERS = tuple(f"I{i}" for i in range(1, 14))
@@ -70,13 +71,14 @@ class Criteo(_text.TextData):
         buckets = (
             [hash_buckets] * 26
             if isinstance(hash_buckets, numbers.Integral)
-            else list(hash_buckets)
+            else list_of("hash_buckets", hash_buckets, numbers.Integral)
         )
-        if len(buckets) != len(_CATEGORIES) or min(buckets) < 2:
+        if len(buckets) != len(_CATEGORIES):
             raise ValueError(
-                f"hash_buckets={hash_buckets}: must be a number or a list of 26 numbers, each at "
-                "least 2 (one id is for missing values)."
+                f"hash_buckets={hash_buckets}: must be a number or a list of 26 numbers."
             )
+        # One id is for missing values.
+        buckets = [integer("hash_buckets", count, 2) for count in buckets]
         self._spec = _spec.FeatureSpec(_INTEGERS, dict(zip(_CATEGORIES, buckets, strict=True)))
         files, test_files = _text.scan_files(_text.scan, path, test_path)
         super().__init__(files, test_files, test_fraction)

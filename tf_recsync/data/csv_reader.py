@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tf_recsync.data import _errors, _features, _fields, _fitting, _records, _text
 from tf_recsync.data.columns import CategoricalColumn
-from tf_recsync.data.schema import Schema
+from tf_recsync.data.schema import Schema, check_schema
 
 
 class Csv(_features.OfSchema, _text.TextData):
@@ -62,6 +62,7 @@ class Csv(_features.OfSchema, _text.TextData):
         between: tuple[datetime.datetime, datetime.datetime] | None = None,
     ) -> None:
         """See the class."""
+        check_schema(schema)
         files = _text.find_files(path)
         if not schema.columns:
             schema = schema.with_columns_of(files[0])

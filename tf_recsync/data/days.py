@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+from tf_recsync._checks import checked_path
 from tf_recsync.data import _spec, _text
 
 _DATE = re.compile(r"(?<![0-9])[0-9]{4}-[0-9]{2}-[0-9]{2}(?![0-9])")
@@ -71,10 +72,12 @@ class Days:
         by: str = "name",
     ) -> None:
         """See the class."""
-        self._folder = os.fspath(folder)
+        self._folder = checked_path(folder, "folder")
         self._read = read
         self._skips = missing == "skip"
         self._by_name = by == "name"
+        if not callable(read):
+            raise ValueError(f"read must be a function of paths, not {read!r}")
         first, last = _date("start", start), _date("end", end)
         if first > last:
             raise ValueError(f"start={start}: must not be after end={end}.")
@@ -150,7 +153,7 @@ def _date(argument: str, value: Date) -> datetime.date:
         return value.date()
     if isinstance(value, datetime.date):
         return value
-    if _DATE.fullmatch(value) and _dates_in([value]):
+    if isinstance(value, str) and _DATE.fullmatch(value) and _dates_in([value]):
         return datetime.date.fromisoformat(value)
     raise ValueError(f"{argument}={value!r}: must be a date like '2024-01-31'.")
 

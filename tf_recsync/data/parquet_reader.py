@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_recsync.data import _errors, _features, _packing, _parquet, _records, _text
-from tf_recsync.data.schema import Schema
+from tf_recsync.data.schema import Schema, check_schema
 
 # Row groups that are read at the same time.
 _AT_ONCE = 2
@@ -76,6 +76,7 @@ class Parquet(_features.OfSchema, _records.RecordData):
         between: tuple[datetime.datetime, datetime.datetime] | None = None,
     ) -> None:
         """See the class."""
+        check_schema(schema)
         options = schema.options(on_error, between)
         self._describe(schema)
 

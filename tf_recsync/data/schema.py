@@ -13,8 +13,22 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_recsync._checks import (
+    check_at_least,
+    check_bool,
+    check_text,
+    checked_path,
+    list_of,
+    plain_values,
+)
 from tf_recsync.data import _fitting, _records, _spec, _text
 from tf_recsync.data.columns import CategoricalColumn, CrossedColumn, NumericColumn
+
+_COLUMN_KINDS = {
+    "numeric": NumericColumn,
+    "categorical": CategoricalColumn,
+    "crosses": CrossedColumn,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,19 +108,23 @@ class Schema:
 
     def __post_init__(self) -> None:
         """Checks that the parts fit together."""
-        for argument in ("columns", "positive", "negative", "partitions"):
-            _check_texts(argument, getattr(self, argument))
-        for argument, kind in (
-            ("numeric", NumericColumn),
-            ("categorical", CategoricalColumn),
-            ("crosses", CrossedColumn),
-        ):
-            for column in getattr(self, argument):
-                if not isinstance(column, kind):
-                    hint = "" if kind is CrossedColumn else "; Schema.fit takes names of columns"
-                    raise ValueError(
-                        f"{argument}: must have objects of {kind.__name__}, not {column!r}{hint}."
-                    )
+        plain_values(self)
+        kinds: dict[str, type] = dict.fromkeys(
+            ("columns", "positive", "negative", "partitions"), str
+        )
+        kinds |= _COLUMN_KINDS
+        for argument in ("label", "missing"):
+            if not isinstance(getattr(self, argument), str):
+                kinds[argument] = str
+        for argument, kind in kinds.items():
+            # Lists would make a schema differ from its copy that was saved, and can't be hashed.
+            object.__setattr__(self, argument, list_of(argument, getattr(self, argument), kind))
+        check_text("separator", self.separator)
+        for argument in ("comment", "weight", "timestamp"):
+            if getattr(self, argument) is not None:
+                check_text(argument, getattr(self, argument))
+        if self.header is not None:
+            check_bool("header", self.header)
         for name in self.partitions:
             if name in self.columns:
                 raise ValueError(
@@ -133,8 +151,6 @@ class Schema:
                 f"quotechar={self.quotechar!r}: must be None or one character, no space or "
                 f"backslash and not in separator={self.separator!r}."
             )
-        if not isinstance(self.missing, str):
-            _check_texts("missing", self.missing)
         if not self.positive:
             raise ValueError("positive=(): must have at least one value of the label.")
         # A tab is a fine separator though it is white space; spaces around fields are dropped.
@@ -243,7 +259,7 @@ class Schema:
             ...     recsync.data.Schema.load(f"{folder}/schema.json") == schema
             True
         """
-        with tf.io.gfile.GFile(os.fspath(path), "w") as file:
+        with tf.io.gfile.GFile(checked_path(path, of="file"), "w") as file:
             file.write(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
@@ -262,17 +278,16 @@ class Schema:
 
         Example: See `save`.
         """
-        with tf.io.gfile.GFile(os.fspath(path)) as file:
+        path = checked_path(path, of="file")
+        with tf.io.gfile.GFile(path) as file:
             text = file.read()
-        kinds = {"numeric": NumericColumn, "categorical": CategoricalColumn}
-        kinds["crosses"] = CrossedColumn
         try:
             found = json.loads(text)
-            for name, kind in kinds.items():
+            for name, kind in _COLUMN_KINDS.items():
                 found[name] = tuple(kind(**_as_tuples(column)) for column in found[name])
             return cls(**_as_tuples(found))
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(f"path={os.fspath(path)!r} has no schema: {error}") from error
+            raise ValueError(f"path={path!r} has no schema: {error}") from error
 
     @classmethod
     def fit(
@@ -344,16 +359,14 @@ class Schema:
                 has no value at all, or an argument is out of range.
         """
         files = _text.find_files(path)
-        for argument, value in (
-            ("positive", positive),
-            ("negative", negative),
-            ("numeric", numeric),
-            ("categorical", categorical),
-            ("columns", () if columns is None else columns),
-            ("log1p", log1p),
-            ("partitions", partitions),
-        ):
-            _check_texts(argument, value)
+        numeric, categorical, log1p = (
+            list_of(argument, value, str)
+            for argument, value in (
+                ("numeric", numeric),
+                ("categorical", categorical),
+                ("log1p", log1p),
+            )
+        )
         for argument, value in (
             ("buckets", buckets),
             ("hashed", hashed),
@@ -374,23 +387,22 @@ class Schema:
             if not set(names) <= set(allowed):
                 raise ValueError(f"{argument}={names}: must be among the columns {list(allowed)}.")
         for name, count in buckets.items():
-            if count < 2:
-                raise ValueError(f"buckets[{name!r}]={count}: must be at least 2.")
+            check_at_least(f"buckets[{name!r}]", count, 2)
         if columns is None:
             columns = _fitting.first_line(files[0], separator, comment, quotechar)
             header = True
         # The layout is enough to read the files; the columns follow from what is read.
         layout = cls(
-            columns=tuple(columns),
-            label=label if isinstance(label, str) else tuple(label),
-            positive=tuple(positive),
-            negative=tuple(negative),
+            columns=columns,
+            label=label,
+            positive=positive,
+            negative=negative,
             header=header,
             separator=separator,
-            missing=missing if isinstance(missing, str) else tuple(missing),
+            missing=missing,
             comment=comment,
             quotechar=quotechar,
-            partitions=tuple(partitions),
+            partitions=partitions,
             weight=weight,
             timestamp=timestamp,
         )
@@ -467,15 +479,12 @@ class Schema:
         return _text.scan(path, self.header_lines(path), self.comment)
 
 
+def check_schema(schema: Schema) -> None:
+    """Raises a ValueError if a reader's argument is no schema."""
+    if not isinstance(schema, Schema):
+        raise ValueError(f"schema must be a Schema, not {schema!r}")
+
+
 def _as_tuples(found: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that JSON has as lists."""
     return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
-
-
-def _check_texts(argument: str, texts: Sequence[str]) -> None:
-    """Raises a ValueError if an argument has no texts, or is one, which would be its letters."""
-    if isinstance(texts, str):
-        raise ValueError(f"{argument}={texts!r}: must be a sequence of texts, as ({texts!r},).")
-    for text in texts:
-        if not isinstance(text, str):
-            raise ValueError(f"{argument}={texts!r}: must have texts, not {text!r}.")

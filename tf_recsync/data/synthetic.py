@@ -3,10 +3,12 @@
 import functools
 import math
 from collections.abc import Sequence
+from numbers import Integral
 
 import numpy as np
 import tensorflow as tf
 
+from tf_recsync._checks import integer, list_of, number
 from tf_recsync.data import _spec
 from tf_recsync.metrics.exact import exact_auc
 
@@ -94,23 +96,22 @@ class Synthetic(_spec.ClickData):
         drift: float = 0.0,
     ) -> None:
         """See the class."""
-        sizes = list(_CARDINALITIES if cardinalities is None else cardinalities)
-        for name, value, good, allowed in (
-            ("rows", rows, 1 <= rows <= 1 << 31, "from 1 to 2**31"),
-            ("test_rows", test_rows, 0 <= test_rows <= 1 << 30, "from 0 to 2**30"),
-            ("cardinalities", sizes, all(1 <= n < 1 << 31 for n in sizes), "all at least 1"),
-            ("numeric", numeric, numeric >= 0, "at least 0"),
-            ("numeric", numeric, numeric + len(sizes) > 0, "at least 1 without cardinalities"),
-            ("seed", seed, seed >= 0, "at least 0"),
-            ("base_rate", base_rate, 0 < base_rate < 1, "between 0 and 1"),
-            ("signal", signal, signal >= 0, "at least 0"),
-            ("interactions", interactions, interactions >= 0, "at least 0"),
-            ("zipf", zipf, zipf >= 0, "at least 0"),
-            ("days", days, days >= 1 and rows % days == 0, f"at least 1, and divide rows={rows}"),
-            ("drift", drift, 0 <= drift <= 1, "from 0 to 1"),
-        ):
-            if not good:
-                raise ValueError(f"{name}={value}: must be {allowed}.")
+        rows = integer("rows", rows, 1, 1 << 31)
+        test_rows = integer("test_rows", test_rows, 0, 1 << 30)
+        sizes = list_of(
+            "cardinalities", _CARDINALITIES if cardinalities is None else cardinalities, Integral
+        )
+        sizes = [integer("each of cardinalities", n, 1, (1 << 31) - 1) for n in sizes]
+        numeric = integer("numeric", numeric, 0 if sizes else 1)
+        seed = integer("seed", seed, 0)
+        base_rate = number("base_rate", base_rate, above=0, below=1)
+        signal = number("signal", signal, least=0)
+        interactions = integer("interactions", interactions, 0)
+        zipf = number("zipf", zipf, least=0)
+        days = integer("days", days, 1)
+        if rows % days:
+            raise ValueError(f"days={days}: must divide rows={rows}.")
+        drift = number("drift", drift, least=0, most=1)
         self._rows = rows
         self._test_rows = test_rows
         self._numeric = numeric
@@ -189,8 +190,7 @@ class Synthetic(_spec.ClickData):
             >>> sum(len(label) for _, label in data.day(3, batch_size=40))
             100
         """
-        if not 0 <= day < self._days:
-            raise ValueError(f"day={day}: must be from 0 to {self._days - 1}.")
+        day = integer("day", day, 0, self._days - 1)
         count = self._rows // self._days
         return self._dataset(day * count, count, batch_size, shuffle, seed)
 

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync.data import _errors, _features, _python_ops, _records, _text
-from tf_recsync.data.schema import Schema
+from tf_recsync.data.schema import Schema, check_schema
 
 # How many of the first records are looked at for the type of a column.
 _LOOKED_AT = 1000
@@ -111,6 +111,7 @@ class TfRecord(_features.OfSchema, _records.RowData):
         between: tuple[datetime.datetime, datetime.datetime] | None = None,
     ) -> None:
         """See the class."""
+        check_schema(schema)
         options = schema.options(on_error, between)
         self._describe(schema)
 

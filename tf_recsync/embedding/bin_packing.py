@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import integer, list_of
 from tf_recsync.embedding.config import (
     TableConfig,
     check_memory_arguments,
@@ -84,8 +84,10 @@ def plan_placement(
            0        67200    131.2 KiB  users[0/2], items
            1        60800    118.8 KiB  users[1/2], shops
     """
+    tables = list_of("tables", tables, TableConfig)
     check_tables(tables)
-    check_at_least("ps", ps, 1)
+    ps = integer("ps", ps, 1)
+    together = [list_of("together", names, str) for names in together]
     check_memory_arguments(memory_limit, slots, bytes_per_row_overhead)
     whole = {name for names in together for name in names}
     tables = [table if table.name in whole else table.on_servers(ps) for table in tables]

@@ -12,7 +12,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync._checks import check_at_least, plain_integers
+from tf_recsync._checks import (
+    check_at_least,
+    check_text,
+    number,
+    plain_values,
+)
 from tf_recsync.embedding.key_rules import (
     Admission,
     Eviction,
@@ -41,7 +46,7 @@ class TableConfig:
     """One embedding table: its size, its first values and how its rows are combined.
 
     Two configurations are equal if they describe the same table; initializers are compared by
-    their configuration, arrays by identity.
+    their configuration, arrays and callables without one, such as `functools.partial`, by identity.
 
     Reference: Zheng et al. 2020, "ShadowSync: Performing Synchronization in the Background for
     Highly Scalable Distributed Training", section 3.1 (shards of tables on embedding PSs).
@@ -157,11 +162,12 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        plain_integers(self)
-        _check_name("name", self.name)
+        plain_values(self)
+        check_text("name", self.name)
         check_at_least("rows", self.rows, 1)
         check_at_least("dimension", self.dimension, 1)
         _check_choice("combiner", self.combiner, (*COMBINERS, None))
+        object.__setattr__(self, "dtype", _name_of(self.dtype))
         _check_choice("dtype", self.dtype, tuple(_BYTES_PER_ELEMENT))
         if self.bytes > _MOST_BYTES:
             raise ValueError(
@@ -218,7 +224,7 @@ class TableConfig:
 
         Raises:
             ValueError: If the initializer is an array of more than 1 MiB, which has no place
-                there.
+                there, or a callable that Keras cannot describe, such as a functools.partial.
         """
         if is_array(self.initializer) and _size(self.initializer) > _MOST_DESCRIBED:
             raise ValueError(
@@ -228,7 +234,15 @@ class TableConfig:
                 "keras.saving.register_keras_serializable that reads the array, or save the "
                 "weights alone."
             )
-        return self._described(_serialized(self.initializer))
+        try:
+            initializer = _serialized(self.initializer)
+        except TypeError as error:
+            raise ValueError(
+                f"table {self.name!r}: initializer {self.initializer!r} has no configuration. Give "
+                "the table a function f(rows, dtype) registered by "
+                "keras.saving.register_keras_serializable, or save the weights alone."
+            ) from error
+        return self._described(initializer)
 
     def _described(self, initializer: Any) -> dict[str, Any]:
         """The arguments, with something in the initializer's place."""
@@ -262,11 +276,10 @@ class TableConfig:
         # from its own copy after it was saved.
         if not isinstance(other, TableConfig):
             return NotImplemented
-        if is_array(self.initializer) or is_array(other.initializer):
-            # Not by what is in them, which may be as large as a table.
-            same = self.initializer is other.initializer
-            return same and self._described(None) == other._described(None)
-        return self.get_config() == other.get_config()
+        same = self.initializer is other.initializer or _are_equal(
+            self.initializer, other.initializer
+        )
+        return same and self._described(None) == other._described(None)
 
     def __hash__(self) -> int:
         own = (self.name, self.rows, self.dimension, self.combiner, self.shards, self.dtype)
@@ -304,8 +317,9 @@ class FeatureConfig:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        _check_name("name", self.name)
-        _check_name("table", self.table)
+        plain_values(self)
+        check_text("name", self.name)
+        check_text("table", self.table)
         _check_choice("out_of_range", self.out_of_range, OUT_OF_RANGE)
         if isinstance(self.padding, str):
             return
@@ -350,11 +364,11 @@ def row_bytes(dimension: int, dtype: str, slots: int = 0, overhead: int = 0) -> 
 
 def check_memory_arguments(memory_limit: int | None, slots: int, overhead: int) -> None:
     """Raises ValueError unless these arguments of planner and layer are in range."""
-    for argument, value in (("bytes_per_row_overhead", overhead), ("slots", slots)):
-        if value < 0:
-            raise ValueError(f"{argument}={value}: must be at least 0.")
-    if memory_limit is not None and memory_limit < 1:
-        raise ValueError(f"memory_limit={memory_limit}: must be None or at least 1 byte.")
+    check_at_least("bytes_per_row_overhead", overhead, 0)
+    check_at_least("slots", slots, 0)
+    if memory_limit is not None:
+        allowed = "None or a number of bytes, at least 1"
+        number("memory_limit", memory_limit, least=1, allowed=allowed)
 
 
 def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> None:
@@ -445,6 +459,24 @@ def _size(array: Any) -> int:
     return math.prod(array.shape) * tf.as_dtype(array.dtype).size
 
 
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two initializers have the same configuration."""
+    if is_array(one) or is_array(other):
+        return False  # What is in them is not compared, which may be as large as a table.
+    try:
+        return _serialized(one) == _serialized(other)
+    except (TypeError, ValueError):
+        return False  # One has none.
+
+
+def _name_of(dtype: Any) -> Any:
+    """The name of a type of NumPy, TensorFlow or Keras; whatever else is given, as it is."""
+    try:
+        return dtype if dtype is None else keras.backend.standardize_dtype(dtype)
+    except ValueError:
+        return dtype
+
+
 def _serialized(initializer: Any) -> Any:
     """The initializer as strings, numbers and dicts; equal for equal initializers."""
     if is_array(initializer):
@@ -453,11 +485,6 @@ def _serialized(initializer: Any) -> Any:
         # Keras takes abridged dicts too; only the object knows the full one.
         initializer = keras.initializers.deserialize(initializer)
     return keras.saving.serialize_keras_object(initializer)
-
-
-def _check_name(argument: str, value: object) -> None:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{argument}={value!r}: must be a string that is not empty.")
 
 
 def _check_choice(argument: str, value: object, choices: tuple[str | None, ...]) -> None:

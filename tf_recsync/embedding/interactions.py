@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tf_recsync._checks import check_text, list_of, number
 from tf_recsync.embedding.config import FeatureConfig, TableConfig
 
 
@@ -65,8 +66,7 @@ class Interaction:
         function: Callable[[Mapping[str, Any]], tf.Tensor],
         unpooled: Sequence[str] = (),
     ):
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name={name!r}: must be a string that is not empty.")
+        check_text("name", name)
         self.name = name
         self.features = _names(name, "features", features)
         self.unpooled = _names(name, "unpooled", unpooled)
@@ -179,9 +179,9 @@ class AttentionPooling(Interaction):
     def __init__(self, name: str, query: str, keys: str, scale: float = 1.0):
         if query == keys:
             raise ValueError(f"interaction {name!r}: query and keys are both {keys!r}.")
-        function = functools.partial(_attention, query=query, keys=keys, scale=float(scale))
+        self.scale = float(number(f"interaction {name!r}: scale", scale))
+        function = functools.partial(_attention, query=query, keys=keys, scale=self.scale)
         super().__init__(name, (query, keys), function, unpooled=(keys,))
-        self.scale = float(scale)
 
     def get_config(self) -> dict[str, Any]:
         query, keys = self.features
@@ -209,8 +209,6 @@ def result_widths(
     names = [feature.name for feature in features]
     widths = []
     for interaction in interactions:
-        if not isinstance(interaction, Interaction):
-            raise ValueError(f"interactions: {interaction!r} must be an Interaction.")
         if interaction.name in names:
             raise ValueError(
                 f"interactions: the name {interaction.name!r} is taken already among {names}."
@@ -298,8 +296,9 @@ def _attention(vectors: Mapping[str, Any], query: str, keys: str, scale: float) 
 
 
 def _names(interaction: str, argument: str, names: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(names, str) or len(set(names)) != len(names):
+    found = list_of(f"interaction {interaction!r}: {argument}", names, str)
+    if len(set(found)) != len(found):
         raise ValueError(
             f"interaction {interaction!r}: {argument}={names!r}: must be a list of different names."
         )
-    return tuple(names)
+    return found

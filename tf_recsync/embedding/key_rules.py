@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tf_recsync._checks import check_at_least, check_seconds, plain_integers
+from tf_recsync._checks import check_at_least, check_seconds, integer, number, plain_values
 
 POLICIES = ("least_recent", "least_frequent")
 UNITS = ("steps", "seconds")
@@ -52,13 +52,12 @@ class Admission:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        plain_integers(self)
-        check_at_least("min_count", self.min_count, 1)
-        if self.min_count > _MOST_COUNT:
-            raise ValueError(f"min_count must be at most {_MOST_COUNT}, got {self.min_count}")
-        _check_number("probability", self.probability)
-        if not np.float32(self.probability) > 0 or self.probability > 1:
-            raise ValueError(f"probability must be above 0 and at most 1, not {self.probability!r}")
+        plain_values(self)
+        integer("min_count", self.min_count, 1, _MOST_COUNT)
+        # Servers compute with float32, in which less would be 0.
+        least = float(np.finfo(np.float32).smallest_subnormal)
+        allowed = "a number above 0 and at most 1"
+        number("probability", self.probability, least=least, most=1, allowed=allowed)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments as a dict that can be written as JSON."""
@@ -105,7 +104,7 @@ class Eviction:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        plain_integers(self)
+        plain_values(self)
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {POLICIES}, not {self.policy!r}")
         if self.unit not in UNITS:
@@ -180,11 +179,6 @@ def check_keyed(table: Any) -> None:
             f"shards={table.shards}: must be None or a power of two up to {most} for a table with "
             f"keys and rows={table.rows}."
         )
-
-
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} must be a number, not {value!r}")
 
 
 def _power_of_two(most: int) -> int:

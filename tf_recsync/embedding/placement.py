@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, list_of, plain_values
 
 _VERSION = 1
 
@@ -54,6 +54,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
+        plain_values(self)
         if self.count < 1:
             raise ValueError(f"shard of {self.table!r}: count={self.count} must be at least 1.")
         if not 0 <= self.index < self.count:
@@ -104,7 +105,8 @@ class PlacementPlan:
 
     def __post_init__(self) -> None:
         """Checks that every table is complete, and copies the shards so that they stay so."""
-        object.__setattr__(self, "shards", tuple(self.shards))
+        plain_values(self)
+        object.__setattr__(self, "shards", list_of("shards", self.shards, Shard))
         check_at_least("ps", self.ps, 1)
         for shard in self.shards:
             if shard.ps >= self.ps:

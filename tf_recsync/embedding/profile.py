@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, list_of
 from tf_recsync.embedding import feature_inputs, sequences
 from tf_recsync.embedding.bin_packing import plan_placement
 from tf_recsync.embedding.config import FeatureConfig, TableConfig, check_configs
@@ -92,6 +92,8 @@ def profile_costs(
         >>> costs["films"] > costs["users"]  # 30 rows for an example, not 1
         True
     """
+    tables = list_of("tables", tables, TableConfig)
+    features = list_of("features", features, FeatureConfig)
     check_configs(tables, features)
     check_at_least("steps", steps, 1)
     if optimizer is not None and not isinstance(optimizer, Optimizer):

@@ -14,6 +14,7 @@ from keras.src.backend.common import global_state
 from tensorflow.python.eager import tape
 
 from tf_recsync import ops
+from tf_recsync._checks import check_bool, list_of
 from tf_recsync.embedding import feature_inputs, sequences
 from tf_recsync.embedding.bin_packing import plan_placement
 from tf_recsync.embedding.checkpoint import SavedRows
@@ -148,7 +149,7 @@ class EmbeddingCollection(keras.layers.Layer):
         placement: PlacementPlan | None = None,
         memory_limit: int | None = None,
         concatenate: bool = False,
-        interactions: Sequence[Interaction] = (),
+        interactions: Sequence[Interaction] | None = None,
         returned_features: Sequence[str] | None = None,
         *,
         slots: int = 1,
@@ -156,12 +157,20 @@ class EmbeddingCollection(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        tables = list_of("tables", tables, TableConfig)
+        features = list_of("features", features, FeatureConfig)
+        interactions = list_of("interactions", interactions or (), Interaction)
+        if returned_features is not None:
+            returned_features = list_of("returned_features", returned_features, str)
+        if placement is not None and not isinstance(placement, PlacementPlan):
+            raise ValueError(f"placement must be None or a PlacementPlan, not {placement!r}")
+        check_bool("concatenate", concatenate)
         check_configs(tables, features)
         tables = sharing_optimizers(tables)
         check_memory_arguments(memory_limit, slots, bytes_per_row_overhead)
         widths = result_widths(interactions, tables, features)
         self._interactions = tuple(zip(interactions, widths, strict=True))
-        self._returned_features = returned_features and tuple(returned_features)
+        self._returned_features = returned_features
         returned = _returned(features, interactions, returned_features)
         combiners = {table.name: table.combiner for table in tables}
         self._sequences = tuple(f for f in returned if combiners[f.table] is None)
@@ -178,7 +187,7 @@ class EmbeddingCollection(keras.layers.Layer):
         self._placement_is_restored = False
         self._memory_limit = memory_limit
         self._row_memory = {"slots": slots, "bytes_per_row_overhead": bytes_per_row_overhead}
-        self._concatenate = bool(concatenate)
+        self._concatenate = concatenate
         self._first_values = {table.name: first_values(table) for table in tables}
         self._has_keys = any(table.keys for table in tables)
         _check_keys(tables, self._first_values)
@@ -340,6 +349,7 @@ class EmbeddingCollection(keras.layers.Layer):
             >>> layer.key_counts()["users"].used
             2
         """
+        self._check_built()
         counts = counts_of_tables(self).items()
         return {name.removeprefix(f"{self.path}/"): own for name, own in counts}
 
@@ -354,9 +364,16 @@ class EmbeddingCollection(keras.layers.Layer):
             row comes once, in no particular order. Of strings the keys are their hashes.
 
         Raises:
-            ValueError: if there is no such table, or its ids are the numbers of its rows.
+            ValueError: if there is no such table, its ids are the numbers of its rows, or the layer
+                is not built.
         """
-        for keyed, rows in self._keyed_shards(table):
+        return self._read_keys(self._keyed_shards(table))
+
+    @staticmethod
+    def _read_keys(
+        shards: Sequence[tuple[KeyedRows, TableRows]],
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for keyed, rows in shards:
             told = TableRows([(keyed.entries, keyed.piece)])
             with rows.told(), told.told():
                 for begin, end in rows.blocks():
@@ -380,8 +397,9 @@ class EmbeddingCollection(keras.layers.Layer):
             that were written after them, as a table has room for no more.
 
         Raises:
-            ValueError: if there is no such table, its ids are the numbers of its rows, or there is
-                not a vector for each key.
+            ValueError: if there is no such table, its ids are the numbers of its rows, keys are
+                neither integers nor strings or one occurs twice, there is not a vector for each
+                key, or the layer is not built.
 
         Example:
             >>> def layer_of(rows):
@@ -399,9 +417,9 @@ class EmbeddingCollection(keras.layers.Layer):
             >>> new({"user": tf.constant(["otto"])})["user"].numpy()
             array([[3., 4.]], dtype=float32)
         """
-        keys = np.asarray(key_of(tf.reshape(tf.convert_to_tensor(keys), [-1])))
-        vectors = np.asarray(vectors, np.float32)
         shards = self._keyed_shards(table)
+        keys = _different_keys(keys)
+        vectors = np.asarray(vectors, np.float32)
         expected = (len(keys), self._by_name[table].dimension)
         if vectors.shape != expected:
             raise ValueError(f"vectors have shape {vectors.shape}, must have {expected}")
@@ -418,8 +436,13 @@ class EmbeddingCollection(keras.layers.Layer):
             written += sum(keyed.known(keys[some]) for some in blocks)
         return written
 
+    def _check_built(self) -> None:
+        if not self.built:
+            raise ValueError(f"layer {self.name!r} is not built: call it, or build()")
+
     def _keyed_shards(self, table: str) -> list[tuple[KeyedRows, TableRows]]:
         """What finds the keys of each shard of a table, and the shard's rows by themselves."""
+        self._check_built()
         found = [
             (keyed, TableRows([(variable, keyed.piece)]))
             for variable, keyed in zip(self._variables, self._keyed, strict=True)
@@ -641,8 +664,9 @@ class EmbeddingCollection(keras.layers.Layer):
             float32 [rows, dimension].
 
         Raises:
-            ValueError: if there is no such table.
+            ValueError: if there is no such table, or the layer is not built.
         """
+        self._check_built()
         if table not in self._by_name:
             raise ValueError(f"table {table!r} is not among {list(self._by_name)}")
         return self.table_rows("float32")[table].read()
@@ -759,6 +783,20 @@ def _pooled(tables: Sequence[Any], bags: Sequence[Bags]) -> list[tf.Tensor]:
     widths = [table.shape[1] for table in tables]
     pooled = tf.split(vectors, packed.sizes * tf.constant(widths, tf.int64), num=len(tables))
     return [tf.reshape(v, [-1, width]) for v, width in zip(pooled, widths, strict=True)]
+
+
+def _different_keys(given: Any) -> np.ndarray:
+    """Keys that are given, as int64; a ValueError if they can't be keys, or one occurs twice."""
+    ids = tf.reshape(tf.convert_to_tensor(given), [-1])
+    if not (ids.dtype.is_integer or ids.dtype == tf.string) and len(ids):
+        raise ValueError(f"keys must be int64 or strings, not {ids.dtype.name}: {given!r}")
+    keys = np.asarray(key_of(ids))
+    _, first, times = np.unique(keys, return_index=True, return_counts=True)
+    if len(first) < len(keys):
+        place = first[times.argmax()]
+        key = np.asarray(ids[place]).item()
+        raise ValueError(f"keys must be different, but {key!r} occurs {times.max()} times")
+    return keys
 
 
 def _check_keys(tables: Sequence[TableConfig], values: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync import ops
+from tf_recsync._checks import number
 from tf_recsync.optimizers.plain_update import in_xla_context
 
 
@@ -50,12 +51,8 @@ class MeanNormalization(keras.layers.Layer):
 
     def __init__(self, momentum: float = 0.99, epsilon: float = 1e-3, **kwargs):
         super().__init__(**kwargs)
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"momentum must be in [0, 1), not {momentum!r}")
-        if not epsilon > 0.0:
-            raise ValueError(f"epsilon must be positive, not {epsilon!r}")
-        self.momentum = momentum
-        self.epsilon = epsilon
+        self.momentum = number("momentum", momentum, least=0, below=1)
+        self.epsilon = number("epsilon", epsilon, above=0)
 
     def build(self, input_shape):
         if len(input_shape) < 2 or input_shape[-1] is None:

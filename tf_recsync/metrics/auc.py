@@ -7,6 +7,8 @@ import tensorflow as tf
 from keras import ops
 
 from tf_recsync import ops as recsync_ops
+from tf_recsync._checks import check_bool, integer
+from tf_recsync._deprecation import keywords_after
 from tf_recsync.metrics.examples import examples_of
 from tf_recsync.optimizers.plain_update import in_xla_context
 
@@ -52,23 +54,20 @@ class AUC(keras.metrics.Metric):
         0.75
     """
 
+    @keywords_after(1)
     def __init__(
         self,
         num_thresholds: int = 8193,
+        *,
         from_logits: bool = False,
         name: str = "auc",
         dtype: Any = None,
-        *,
         spacing: str = "logit",
     ) -> None:
         """See the class."""
         super().__init__(name=name, dtype=dtype)
-        if isinstance(num_thresholds, bool) or not isinstance(num_thresholds, int):
-            raise ValueError(f"num_thresholds={num_thresholds!r}: must be an int.")
-        if not 2 <= num_thresholds <= _MOST_THRESHOLDS:
-            raise ValueError(
-                f"num_thresholds={num_thresholds}: must be from 2 to {_MOST_THRESHOLDS}."
-            )
+        num_thresholds = integer("num_thresholds", num_thresholds, 2, _MOST_THRESHOLDS)
+        check_bool("from_logits", from_logits)
         if spacing not in _SPACINGS:
             allowed = " or ".join(map(repr, _SPACINGS))
             raise ValueError(f"spacing={spacing!r}: must be {allowed}.")

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from tf_recsync._checks import check_bool
 from tf_recsync.metrics.examples import examples_of
 
 
@@ -39,6 +40,7 @@ class Calibration(keras.metrics.Metric):
     ) -> None:
         """See the class."""
         super().__init__(name=name, dtype=dtype)
+        check_bool("from_logits", from_logits)
         self.from_logits = from_logits
         # Of predictions, then of labels. One variable, as each costs a worker messages.
         self.sums = self.add_variable(shape=(2,), initializer="zeros", dtype="float64", name="sums")

@@ -7,6 +7,7 @@ import numpy as np
 from keras import ops
 
 from tf_recsync import ops as recsync_ops
+from tf_recsync._checks import check_bool, number
 from tf_recsync.metrics.examples import examples_of
 from tf_recsync.optimizers.plain_update import in_xla_context
 
@@ -52,8 +53,11 @@ class NormalizedEntropy(keras.metrics.Metric):
     ) -> None:
         """See the class."""
         super().__init__(name=name, dtype=dtype)
-        if not 0 < np.float32(epsilon) < 0.5:  # As the op takes it.
-            raise ValueError(f"epsilon={epsilon}: must be greater than 0 and less than 0.5.")
+        check_bool("from_logits", from_logits)
+        # The op takes it as float32, in which other numbers are 0 or 0.5.
+        least, most = np.nextafter(np.float32([0.0, 0.5]), np.float32([1.0, 0.0])).tolist()
+        allowed = "greater than 0 and less than 0.5"
+        epsilon = number("epsilon", epsilon, least=least, most=most, allowed=allowed)
         self.from_logits = from_logits
         self.epsilon = epsilon
         self._direction = "down"

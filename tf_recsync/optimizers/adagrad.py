@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync import ops, staleness
+from tf_recsync._checks import check_bool, number
 from tf_recsync.optimizers import base
 from tf_recsync.swap import Swap
 
@@ -92,16 +93,11 @@ class Adagrad(base.Optimizer):
         super().__init__(
             learning_rate, staleness=staleness, swap=swap, tables=tables, name=name, **kwargs
         )
-        if not initial_accumulator_value >= 0:
-            raise ValueError(
-                f"initial_accumulator_value must be at least 0, not {initial_accumulator_value!r}"
-            )
-        if not epsilon > 0:
-            raise ValueError(f"epsilon must be positive, not {epsilon!r}")
-        if not isinstance(rowwise, bool):
-            raise ValueError(f"rowwise must be True or False, not {rowwise!r}")
-        self.initial_accumulator_value = initial_accumulator_value
-        self.epsilon = epsilon
+        self.initial_accumulator_value = number(
+            "initial_accumulator_value", initial_accumulator_value, least=0
+        )
+        self.epsilon = number("epsilon", epsilon, above=0)
+        check_bool("rowwise", rowwise)
         self.rowwise = rowwise
 
     def accumulator_initializer(self, name):

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync import ops, staleness
+from tf_recsync._checks import check_bool, number
 from tf_recsync.optimizers import base
 from tf_recsync.swap import Swap
 
@@ -90,16 +91,10 @@ class Adam(base.Optimizer):
         super().__init__(
             learning_rate, staleness=staleness, swap=swap, tables=tables, name=name, **kwargs
         )
-        for argument, value in (("beta_1", beta_1), ("beta_2", beta_2)):
-            if not 0 <= value < 1:
-                raise ValueError(f"{argument} must be in [0, 1), not {value!r}")
-        if not epsilon > 0:
-            raise ValueError(f"epsilon must be positive, not {epsilon!r}")
-        self.beta_1 = beta_1
-        self.beta_2 = beta_2
-        if not isinstance(lazy, bool):
-            raise ValueError(f"lazy must be True or False, not {lazy!r}")
-        self.epsilon = epsilon
+        self.beta_1 = number("beta_1", beta_1, least=0, below=1)
+        self.beta_2 = number("beta_2", beta_2, least=0, below=1)
+        self.epsilon = number("epsilon", epsilon, above=0)
+        check_bool("lazy", lazy)
         self.lazy = lazy
 
     def accumulator_initializer(self, name):

@@ -20,7 +20,7 @@ from absl import logging
 
 from tf_recsync import ops
 from tf_recsync import staleness as staleness_lib
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, number
 from tf_recsync.embedding.initial_values import seed_of_table
 from tf_recsync.embedding.keys import KeyedRows
 from tf_recsync.embedding.physical_tables import check_memory
@@ -180,8 +180,9 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                 f"swap must be None for {type(self).__name__}, which has no accumulator to decay, "
                 f"not {swap!r}"
             )
-        if self.weight_decay is not None and not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay must be None or at least 0, not {self.weight_decay!r}")
+        if self.weight_decay is not None:
+            allowed = "None or at least 0"
+            self.weight_decay = number("weight_decay", self.weight_decay, least=0, allowed=allowed)
         self.staleness = staleness or staleness_lib.Constant()
         self.swap = swap
         self.nonfinite = nonfinite
@@ -617,17 +618,17 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
     def _rounding_of(self, states: Sequence[VariableState]) -> list[int]:
         """What ops on rows of these tables are told of how to round them."""
         numbers = []
-        for number, state in enumerate(states):
+        for place, state in enumerate(states):
             if state.variable.dtype != "bfloat16":
                 continue
             physical = getattr(state.variable, "physical_table", None)
             if physical is None:
-                numbers += [number, 0, 0, 1, self.rounding_seed(state.variable.path)]
+                numbers += [place, 0, 0, 1, self.rounding_seed(state.variable.path)]
                 continue
             for piece in physical.pieces:
                 if piece.rows:
                     seed = self.rounding_seed(piece.table)
-                    numbers += [number, piece.offset, piece.index, piece.count, seed]
+                    numbers += [place, piece.offset, piece.index, piece.count, seed]
         return numbers
 
     def _arguments(

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync import ops, staleness
+from tf_recsync._checks import number
 from tf_recsync.optimizers import base
 from tf_recsync.swap import Swap
 
@@ -75,21 +76,13 @@ class Ftrl(base.Optimizer):
         super().__init__(
             learning_rate, staleness=staleness, swap=swap, tables=tables, name=name, **kwargs
         )
-        if not learning_rate_power <= 0:
-            raise ValueError(f"learning_rate_power must be at most 0, not {learning_rate_power!r}")
-        for argument, value in (
-            ("initial_accumulator_value", initial_accumulator_value),
-            ("l1", l1),
-            ("l2", l2),
-            ("beta", beta),
-        ):
-            if not value >= 0:
-                raise ValueError(f"{argument} must be at least 0, not {value!r}")
-        self.learning_rate_power = learning_rate_power
-        self.initial_accumulator_value = initial_accumulator_value
-        self.l1 = l1
-        self.l2 = l2
-        self.beta = beta
+        self.learning_rate_power = number("learning_rate_power", learning_rate_power, most=0)
+        self.initial_accumulator_value = number(
+            "initial_accumulator_value", initial_accumulator_value, least=0
+        )
+        self.l1 = number("l1", l1, least=0)
+        self.l2 = number("l2", l2, least=0)
+        self.beta = number("beta", beta, least=0)
 
     def accumulator_initializer(self, name):
         start = self.initial_accumulator_value if name == "accumulator" else 0.0

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tf_recsync._checks import integer
 from tf_recsync.cluster import fetch
 from tf_recsync.shown_variable import read_untrained
 from tf_recsync.swap import Swap
@@ -174,9 +175,7 @@ class CountsSteps:
                 f"examples_per_step can't be set to {examples!r} under this strategy: pass it "
                 "local_batch_size"
             )
-        if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
-            raise ValueError(f"examples_per_step must be a positive int, not {examples!r}")
-        self.count_steps_of(examples)
+        self.count_steps_of(integer("examples_per_step", examples, 1))
 
     @property
     def step_state(self) -> StepState:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tf_recsync import _engine, staleness
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, check_bool
 from tf_recsync._figures import new_figure
 from tf_recsync.simulation._learning import (
     MOST_BYTES,
@@ -19,6 +19,7 @@ from tf_recsync.simulation._learning import (
     LogisticRegression,
     Loss,
     check_count,
+    check_model,
     checked_bandwidth,
     draw_losses,
     limits,
@@ -236,8 +237,8 @@ def run_groups(
     check_count("parameter_bytes", parameter_bytes, most=MOST_BYTES)
     check_number("latency", latency)
     check_number("loss_seconds", loss_seconds, positive=True)
-    if not isinstance(duplex, bool):
-        raise ValueError(f"duplex must be a bool, not {duplex!r}")
+    check_bool("duplex", duplex)
+    check_model(model)
     if model is not None and model.momentum:
         raise ValueError(f"momentum must be 0 where copies have threads, not {model.momentum!r}")
     most_steps, most_seconds = limits(*limits_given)
@@ -275,11 +276,12 @@ def _synchronization(
 ) -> dict[str, Any]:
     """The arguments of the engine for how copies are synchronized, and when."""
     found = {"algorithm": "none", "alpha": 0.0, "eta": 0.0, "momentum": 0.0, "nesterov": False}
-    if isinstance(algorithm, EASGD):
+    # A subclass may synchronize otherwise, which the engine would not know.
+    if type(algorithm) is EASGD:
         found |= {"algorithm": "easgd", "alpha": algorithm.alpha}
-    elif isinstance(algorithm, ModelAveraging):
+    elif type(algorithm) is ModelAveraging:
         found |= {"algorithm": "model_averaging", "alpha": algorithm.alpha}
-    elif isinstance(algorithm, BMUF):
+    elif type(algorithm) is BMUF:
         found |= {
             "algorithm": "bmuf",
             "alpha": algorithm.alpha,

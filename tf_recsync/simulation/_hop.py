@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tf_recsync import _engine
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, check_bool
 from tf_recsync._figures import new_figure
 from tf_recsync.simulation._learning import (
     MOST_BYTES,
@@ -20,6 +20,7 @@ from tf_recsync.simulation._learning import (
     LogisticRegression,
     Loss,
     check_count,
+    check_model,
     checked_bandwidth,
     draw_losses,
     limits,
@@ -243,8 +244,9 @@ def simulate_hop(
     most_steps, most_seconds = limits(steps, seconds)
     check_number("loss_seconds", loss_seconds, positive=True)
     check_count("update_bytes", update_bytes, most=MOST_BYTES)
-    if not isinstance(duplex, bool):
-        raise ValueError(f"duplex must be a bool, not {duplex!r}")
+    check_bool("duplex", duplex)
+    check_model(model)
+    check_bool("record_events", record_events)
     check_number("latency", latency)
     if batch_size is not None:
         check_at_least("batch_size", batch_size, 1)

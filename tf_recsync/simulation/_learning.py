@@ -12,6 +12,15 @@ from tf_recsync._checks import check_at_least, check_seed
 from tf_recsync.simulation._pictures import FIRST
 from tf_recsync.simulation._settings import check_number
 
+
+def check_model(model: LogisticRegression | None) -> None:
+    """Raises a ValueError if what copies learn is of another kind."""
+    if model is not None and not isinstance(model, LogisticRegression):
+        raise ValueError(
+            f"model must be a recsync.simulation.LogisticRegression or None, not {model!r}"
+        )
+
+
 _MOST = 2**62  # Of steps and operations: what the engine can count, with room for sums.
 MOST_BYTES = 2**40  # Of a message.
 

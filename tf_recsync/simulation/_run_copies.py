@@ -155,8 +155,8 @@ def run_shadow_sync(
     Reference: Zheng et al. 2021, "ShadowSync".
 
     Args:
-        algorithm: `recsync.EASGD`, `ModelAveraging` or `BMUF`; None for trainers that are not
-            synchronized.
+        algorithm: `recsync.EASGD`, `ModelAveraging` or `BMUF`, of which subclasses are refused;
+            None for trainers that are not synchronized.
         trainers: how many there are, an int of at least 1.
         compute_seconds: how long a step of a thread computes: a number, or one for each trainer.
         parameter_bytes: of a copy, an int of at least 0.
@@ -250,8 +250,8 @@ def run_hierarchical(
     Reference: "Hierarchical Training", sections 3 and 4.
 
     Args:
-        algorithm: `recsync.EASGD`, `ModelAveraging` or `BMUF`; None for groups that are not
-            synchronized.
+        algorithm: `recsync.EASGD`, `ModelAveraging` or `BMUF`, of which subclasses are refused;
+            None for groups that are not synchronized.
         step: what a step has the devices do, such as `GroupStep.of(plan)`; it says how many group
             PSs a group has.
         groups: how many there are, an int of at least 1.

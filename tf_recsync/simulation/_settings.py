@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, number
 
 
 def check_number(name: str, value: float, *, positive: bool = False) -> None:
     """Raises a ValueError unless an argument is a finite number of at least 0, or above 0."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0 or (positive and value == 0):
-        allowed = "positive" if positive else "at least 0"
-        raise ValueError(f"{name} must be a finite number, {allowed}, not {value!r}")
+    bound = {"above": 0} if positive else {"least": 0}
+    allowed = "positive" if positive else "at least 0"
+    number(name, value, **bound, allowed=f"a finite number, {allowed}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 
+from tf_recsync._checks import check_bool
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import ModeConfig
 from tf_recsync.strategies.checks import (
@@ -54,8 +55,7 @@ class GroupStrategy(FitStrategy):
         prefetch_lookups: bool = False,
     ):
         check_cluster(type(self).__name__, cluster)
-        if not isinstance(prefetch_lookups, bool):
-            raise ValueError(f"prefetch_lookups must be a bool, not {prefetch_lookups!r}")
+        check_bool("prefetch_lookups", prefetch_lookups)
         check_timeouts(worker_timeout, silence_timeout)
         super().__init__(
             cluster,

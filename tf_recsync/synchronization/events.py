@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tf_recsync._checks import check_seconds
+from tf_recsync._checks import check_seconds, checked_path, number
 from tf_recsync.ops.events import ACTIVITIES
 
 
@@ -206,9 +206,9 @@ class Recording:
         from tf_recsync.synchronization import event_picture
 
         check_seconds("seconds", seconds)
-        if not 0 <= begin < float("inf"):
-            raise ValueError(f"begin must be at least 0, in seconds, not {begin!r}")
-        event_picture.draw(os.fspath(path), list(self.events()), begin, seconds)
+        path = checked_path(path, of="file")
+        number("begin", begin, least=0, allowed="at least 0, in seconds")
+        event_picture.draw(path, list(self.events()), begin, seconds)
 
     def _collect_now(self) -> None:
         collect = self._collect
@@ -297,8 +297,8 @@ def _trace(workers: int, events: Callable[[], Iterable[Sequence[int]]]) -> Itera
         rows.add((event.worker, *row_of(event)))
     for worker in range(workers):
         yield _named("process_name", worker, 0, f"worker {worker}")
-    for worker, number, name in sorted(rows):
-        yield _named("thread_name", worker, number, name)
+    for worker, thread, name in sorted(rows):
+        yield _named("thread_name", worker, thread, name)
     for event in map(Event._make, events()):
         about = {}
         if event.iteration >= 0:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tf_recsync import ops
+from tf_recsync._checks import check_bool, number
 from tf_recsync.synchronization import links
 
 
@@ -208,9 +207,7 @@ class Algorithm(abc.ABC):
 
 
 def _check_fraction(name: str, value: float) -> None:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= 1:
-        raise ValueError(f"{name} must be in (0, 1], not {value!r}")
+    number(name, value, above=0, most=1, allowed="in (0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,15 +302,9 @@ class BMUF(Algorithm):
 
     def __post_init__(self):
         _check_fraction("alpha", self.alpha)
-        for name, value in (("eta", self.eta), ("momentum", self.momentum)):
-            if not isinstance(value, numbers.Real) or isinstance(value, bool):
-                raise ValueError(f"{name} must be a number, not {value!r}")
-        if not (self.eta > 0 and math.isfinite(self.eta)):
-            raise ValueError(f"eta must be positive, not {self.eta!r}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), not {self.momentum!r}")
-        if not isinstance(self.nesterov, bool):
-            raise ValueError(f"nesterov must be a bool, not {self.nesterov!r}")
+        number("eta", self.eta, above=0)
+        number("momentum", self.momentum, least=0, below=1)
+        check_bool("nesterov", self.nesterov)
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov=True needs a momentum above 0")
 

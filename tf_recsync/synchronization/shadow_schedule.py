@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 from collections.abc import Callable
 
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, number
 
 _LOOK_SECONDS = 1.0  # How often a thread that waits looks whether it still has to.
-
-
-def _check_number(name: str, value: float, least: float, allowed: str) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < least:
-        raise ValueError(f"{name} must be {allowed}, not {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +32,7 @@ class Shadow:
     min_interval: float = 0.0
 
     def __post_init__(self):
-        _check_number("min_interval", self.min_interval, 0, "at least 0, in seconds")
+        number("min_interval", self.min_interval, least=0, allowed="at least 0, in seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +70,7 @@ class Foreground:
         if self.gap is not None:
             check_at_least("gap", self.gap, 1)
         if self.per_minute is not None:
-            _check_number("per_minute", self.per_minute, 0, "a positive number")
-            if self.per_minute == 0:
-                raise ValueError(f"per_minute must be a positive number, not {self.per_minute!r}")
+            number("per_minute", self.per_minute, above=0, allowed="a positive number")
 
     @property
     def interval(self) -> float | None:

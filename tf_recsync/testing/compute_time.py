@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import tensorflow as tf
 
+from tf_recsync._checks import number
 from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.testing.slowdown import Slowdown
 
@@ -55,9 +55,8 @@ def set_compute_time(
     ...     slow = recsync.testing.SlowWorkers(4.0, [1])  # Worker 1 takes four times as long.
     ...     recsync.testing.set_compute_time(strategy, 0.03, slow)
     """
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if seconds is not None and not (is_number and math.isfinite(seconds) and seconds >= 0):
-        raise ValueError(f"seconds must be at least 0 or None, not {seconds!r}")
+    if seconds is not None:
+        number("seconds", seconds, least=0, allowed="at least 0 or None")
     if slowdown is not None and not isinstance(slowdown, Slowdown):
         raise ValueError(f"slowdown must be a Slowdown or None, not {slowdown!r}")
     if seconds is None and slowdown is not None:

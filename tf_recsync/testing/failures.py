@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import keras
 from absl import logging
 
+from tf_recsync._checks import integer, number
 from tf_recsync.cluster import LocalCluster
 
 
@@ -113,9 +113,7 @@ class FailureSchedule(keras.callbacks.Callback):
             raise ValueError(
                 f"events must be (when, action, job, index) tuples, got {event!r}"
             ) from None
-        is_number = isinstance(failure.when, (int, float)) and not isinstance(failure.when, bool)
-        if not is_number or not (math.isfinite(failure.when) and failure.when >= 0):
-            raise ValueError(f"an event's time must be a number of at least 0, got {event!r}")
+        number(f"the time of the event {event!r}", failure.when, least=0)
         if failure.action not in self._actions:
             raise ValueError(f"an event's action must be one of {[*self._actions]}, got {event!r}")
         sizes = {"worker": cluster.workers, "ps": cluster.ps, "reader": cluster.readers}
@@ -124,9 +122,9 @@ class FailureSchedule(keras.callbacks.Callback):
                 f"{failure.action!r} needs unit='seconds': fit counts no steps while a server is "
                 f"stopped; got {event!r}"
             )
-        index, size = failure.index, sizes.get(failure.job, 0)
-        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < size:
+        if not sizes.get(failure.job):
             raise ValueError(f"an event must name a server of {cluster}, got {event!r}")
+        integer(f"the index of the event {event!r}", failure.index, 0, sizes[failure.job] - 1)
         return failure
 
     def __enter__(self) -> FailureSchedule:

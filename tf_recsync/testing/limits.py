@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
+from tf_recsync._checks import integer, number
 from tf_recsync.cluster import processor_of
 from tf_recsync.strategies.fit_strategy import FitStrategy
 
@@ -24,11 +24,10 @@ def chosen_devices(
         raise ValueError(
             f"job must be one of {tuple(jobs)} for {type(strategy).__name__}, not {job!r}"
         )
-    number = strategy.cluster.workers if job == "worker" else strategy.cluster.ps
-    chosen = range(number) if servers is None else list(servers)
+    size = strategy.cluster.workers if job == "worker" else strategy.cluster.ps
+    chosen = range(size) if servers is None else list(servers)
     for server in chosen:
-        if not isinstance(server, int) or isinstance(server, bool) or not 0 <= server < number:
-            raise ValueError(f"servers must be from 0 to {number - 1}, not {server!r}")
+        integer("each of servers", server, 0, size - 1)
     return [processor_of(job, server) for server in chosen]
 
 
@@ -44,9 +43,7 @@ def set_limit(
         value: a positive number, or None for no limit.
     """
     if value is not None:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be positive or None, not {value!r}")
+        number(name, value, above=0, allowed="positive or None")
     for device in devices:
         limits.pop(device, None)
         if value is not None:

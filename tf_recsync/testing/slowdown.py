@@ -10,8 +10,11 @@ import abc
 import dataclasses
 import math
 from collections.abc import Sequence
+from numbers import Integral
 
 import tensorflow as tf
+
+from tf_recsync._checks import integer, list_of, number
 
 
 class Slowdown(abc.ABC):
@@ -93,9 +96,8 @@ class SlowWorkers(Slowdown):
 
     def __post_init__(self):
         _check_multiple(self.multiple)
-        workers = tuple(self.workers)
-        if not all(isinstance(w, int) and not isinstance(w, bool) and w >= 0 for w in workers):
-            raise ValueError(f"workers must be indices of at least 0, got {self.workers!r}")
+        workers = list_of("workers", self.workers, Integral)
+        workers = tuple(integer("each of workers", worker, 0) for worker in workers)
         object.__setattr__(self, "workers", workers)
 
     def factor(self, worker, step, seconds):
@@ -137,11 +139,8 @@ class RandomSlowdown(Slowdown):
 
     def __post_init__(self):
         _check_multiple(self.multiple)
-        if not _is_number(self.probability) or not 0 <= self.probability <= 1:
-            raise ValueError(f"probability must be from 0 to 1, got {self.probability!r}")
-        is_integer = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        if not is_integer or not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed must be an integer of 64 bits, got {self.seed!r}")
+        number("probability", self.probability, least=0, most=1)
+        integer("seed", self.seed, -(2**63), 2**63 - 1)
 
     def factor(self, worker, step, seconds):
         # No two steps of two workers share a number: few workers, and steps below 2 ** 40.
@@ -197,10 +196,8 @@ class ChangingSlowdown(Slowdown):
             _check_multiple(multiple)
         if self.unit not in ("seconds", "steps"):
             raise ValueError(f"unit must be 'seconds' or 'steps', got {self.unit!r}")
-        if self.period is not None and not (
-            _is_number(self.period) and math.isfinite(self.period) and self.period > 0
-        ):
-            raise ValueError(f"period must be positive or None, got {self.period!r}")
+        if self.period is not None:
+            number("period", self.period, above=0)
         object.__setattr__(self, "points", points)
 
     def factor(self, worker, step, seconds):
@@ -215,10 +212,5 @@ class ChangingSlowdown(Slowdown):
         return tf.cast(left[1] + part * (right[1] - left[1]), tf.float32)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _check_multiple(multiple: float) -> None:
-    if not _is_number(multiple) or not (math.isfinite(multiple) and multiple >= 0):
-        raise ValueError(f"a factor must be finite and at least 0, got {multiple!r}")
+    number("a factor", multiple, least=0)
