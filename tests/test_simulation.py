@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from programs import strict_json
 
 import tf_recsync as recsync
 from tf_recsync import simulate
@@ -328,6 +329,14 @@ def test_the_program_refuses_wrong_arguments_in_one_line(arguments, message, cap
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_what_is_infinite_is_null_in_the_file(tmp_path):
+    path = tmp_path / "a.json"
+    at_once = ["--workers=6", "--compute_seconds=0", "--steps=120", "--mode=async"]
+    assert simulate.main([*at_once, f"--json={path}"]) == 0
+    found = strict_json(path)
+    assert found["seconds"] == 0.0 and found["steps_per_second"] is None
 
 
 def test_what_is_learned_does_not_depend_on_the_number_of_servers():

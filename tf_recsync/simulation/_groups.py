@@ -26,7 +26,7 @@ from tf_recsync.simulation._learning import (
     table,
 )
 from tf_recsync.simulation._pictures import draw_numbers, draw_shares, draw_staleness
-from tf_recsync.simulation._result import in_short
+from tf_recsync.simulation._result import as_json, in_short
 from tf_recsync.simulation._settings import check_number
 from tf_recsync.synchronization.shadow_algorithms import BMUF, EASGD, Algorithm, ModelAveraging
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
@@ -92,23 +92,23 @@ class GroupResult:
     def as_dict(self) -> dict[str, Any]:
         """The figures, as JSON has them: numbers, texts, lists and dicts of these.
 
-        Lists are as the attributes have them.
+        Lists are as the attributes have them, and None stands for what is not finite.
         """
-        gap = self.average_sync_gap
-        return {
+        found = {
             "simulated": True,
             "seconds": self.seconds,
             "steps": list(self.steps),
             "steps_per_second": self.steps_per_second,
             "examples_per_second": self.examples_per_second,
             "syncs": list(self.sync_report.syncs),
-            "average_sync_gap": gap if math.isfinite(gap) else None,
+            "average_sync_gap": self.average_sync_gap,
             "staleness": in_short(self.staleness.dense),
             "trainers_busy": list(self.trainers_busy),
             "servers_busy": list(self.servers_busy),
             "links": [dataclasses.asdict(link) for link in self.links],
             "losses": [dataclasses.asdict(look) for look in self.losses],
         }
+        return as_json(found)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws steps, synchronizations and staleness, and what else there is.
