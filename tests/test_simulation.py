@@ -118,6 +118,20 @@ def test_global_batches_are_those_of_brute_force(decay):
     assert result.staleness.dense == report.staleness
 
 
+@pytest.mark.parametrize("window", [{"warmup_steps": 100}, {"cooldown_steps": 100}])
+@pytest.mark.parametrize("bottleneck", ["server_in", "processors"])
+def test_what_still_waits_for_a_bottleneck_does_not_count_as_busy(window, bottleneck):
+    # All push at once: where the window begins or ends, many wait for the server.
+    if bottleneck == "processors":
+        limits = {"server": recsync.simulation.Server(seconds_per_application=0.01)}
+    else:
+        network = recsync.simulation.Network(server_bandwidth=1e8)
+        limits = {"network": network, "pull_bytes": 1_000_000, "push_bytes": 1_000_000}
+    result = run(modes.Async(), workers=100, compute_seconds=0.001, steps=400, **window, **limits)
+    (share,) = getattr(result.utilization, bottleneck)
+    assert 0.97 <= share <= 1.0
+
+
 def test_what_does_not_fill_the_last_global_batch_is_left_over_if_it_shall_be():
     mode = modes.BSP(global_batch_size=4, local_batch_size=1, last_global_batch="drop")
     report = run(mode, workers=3, ps=2, compute_seconds=1.0, steps=10).aggregation

@@ -181,7 +181,7 @@ GroupCluster::Busy GroupCluster::busy() const {
   for (size_t i = 0; i < devices_.size(); ++i) {
     auto& kind =
         static_cast<int64_t>(i) < trainers() ? busy.trainers : busy.servers;
-    kind.push_back(devices_[i].Reserved().seconds.count());
+    kind.push_back(devices_[i].Busy(events_.now()));
   }
   return busy;
 }

@@ -315,7 +315,7 @@ def _result(
     seconds = told["seconds"]
 
     def shares(busy: Sequence[float]) -> tuple[float, ...]:
-        # What is reserved beyond the end would be done after it.
+        # A sum of many times may be more than their end, by what is rounded.
         return tuple(min(one / seconds, 1.0) if seconds else 0.0 for one in busy)
 
     return GroupResult(
