@@ -11,7 +11,9 @@
 namespace recsync {
 
 GroupCluster::GroupCluster(GroupClusterOptions options)
-    : options_(std::move(options)) {}
+    : options_(std::move(options)),
+      timeless_(options_.groups * options_.trainers * options_.threads,
+                options_.steps) {}
 
 Result GroupCluster::Check() const {
   constexpr int64_t kMost = int64_t{1} << 14;  // of each; and in all 64 times
@@ -166,13 +168,15 @@ Result GroupCluster::Run() {
   if (std::isfinite(options_.seconds)) {
     events_.At(options_.seconds, [this] { Stop(); });
   }
-  while (!has_stopped_ && !synchronizer_->is_endless() && events_.RunNext()) {
+  while (!has_stopped_ && !synchronizer_->is_endless() &&
+         !timeless_.are_endless() && events_.RunNext()) {
   }
   if (synchronizer_->is_endless()) {
     return Result::Error(
         "synchronizations in the background must take time: by an interval, a "
         "latency, or bytes and a bandwidth");
   }
+  if (timeless_.are_endless()) return timeless_.Error(options_.seconds);
   return Result::Ok();
 }
 
@@ -255,6 +259,7 @@ void GroupCluster::Finish(int64_t thread) {
   ++steps_[own.trainer];
   ++done_;
   seconds_ = events_.now();
+  timeless_.Add(seconds_);
   synchronizer_->Done(thread, [this, thread] { Begin(thread); });
 }
 

@@ -39,6 +39,7 @@
 #include "cc/simulation/copy_synchronizer.h"
 #include "cc/simulation/event_queue.h"
 #include "cc/simulation/logistic_problem.h"
+#include "cc/simulation/steps_in_no_time.h"
 #include "cc/simulation/virtual_link.h"
 #include "cc/simulation/virtual_network.h"
 
@@ -122,7 +123,8 @@ class GroupCluster {
   GroupCluster(const GroupCluster&) = delete;
   GroupCluster& operator=(const GroupCluster&) = delete;
 
-  // Runs all of it, once. An error is one of the options.
+  // Runs all of it, once. An error is one of the options, or steps or
+  // synchronizations that would have no end, as they take no time.
   Result Run();
 
   // When the last step ended, or everything stopped.
@@ -182,6 +184,7 @@ class GroupCluster {
   std::vector<std::vector<float>> copies_;
   std::unique_ptr<CopySynchronizer> synchronizer_;
   std::vector<Thread> threads_;
+  StepsInNoTime timeless_;
   std::vector<int64_t> steps_;
   std::vector<int64_t> begun_;  // steps, by trainer
   std::vector<int64_t> versions_;

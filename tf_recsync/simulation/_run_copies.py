@@ -86,7 +86,8 @@ def run_hop(
         What it came to.
 
     Raises:
-        ValueError: if an argument is wrong.
+        ValueError: if an argument is wrong; or if steps take no time, and only `seconds` is given,
+            so that there would be no end of them.
 
     Example:
         A worker that is three times as slow holds up a ring of four:
@@ -183,7 +184,8 @@ def run_shadow_sync(
 
     Raises:
         ValueError: if an argument is wrong; or if synchronizations in the background would take
-            no time at all, so that there would be no end of them.
+            no time at all, or steps where only `seconds` is given, so that there would be no end
+            of them.
 
     Example:
 
@@ -283,7 +285,8 @@ def run_hierarchical(
 
     Raises:
         ValueError: if an argument is wrong; or if synchronizations in the background would take
-            no time at all, so that there would be no end of them.
+            no time at all, or steps where only `seconds` is given, so that there would be no end
+            of them.
 
     Example:
         Half a second for each step, in two groups of one trainer:
