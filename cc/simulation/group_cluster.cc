@@ -210,9 +210,13 @@ void GroupCluster::Compute(int64_t thread) {
     own.versions[shard] = versions_[own.group * shards() + shard];
   }
   if (options_.servers == 0) Read(thread, 0);
-  const double seconds = options_.compute_seconds(
-      own.trainer, begun_[own.trainer]++, events_.now());
-  events_.After(seconds, [this, thread] { Stage(thread, 0); });
+  const int64_t step = begun_[own.trainer]++;
+  if (options_.factor) {
+    own.factor = options_.factor(own.trainer, step, events_.now());
+  }
+  const double seconds =
+      options_.compute_seconds(own.trainer, step, events_.now());
+  events_.After(own.factor * seconds, [this, thread] { Stage(thread, 0); });
 }
 
 void GroupCluster::Stage(int64_t thread, size_t number) {
@@ -234,7 +238,7 @@ void GroupCluster::Use(int64_t thread, const GroupWork& work,
   const Thread& own = threads_[thread];
   if (work.device == GroupWork::kTrainer) {
     const double done =
-        devices_[own.trainer].Reserve(work.amount, events_.now());
+        devices_[own.trainer].Reserve(work.amount, events_.now(), own.factor);
     events_.At(done, std::move(then));
     return;
   }

@@ -74,6 +74,10 @@ struct GroupClusterOptions {
   // that its threads have done, and the time now.
   std::function<double(int64_t trainer, int64_t step, double now)>
       compute_seconds;
+  // By which all that a trainer does in a step is multiplied, what a thread
+  // computes by itself and the work on the trainer; likewise, at least 0 and
+  // finite. None: 1.
+  std::function<double(int64_t trainer, int64_t step, double now)> factor;
   std::vector<std::vector<GroupWork>> stages;
   // What trainers and servers compute; positive.
   double trainer_per_second = std::numeric_limits<double>::infinity();
@@ -151,6 +155,7 @@ class GroupCluster {
     int64_t group;
     int64_t trainer;              // of all
     int64_t step = 0;             // that it has done
+    double factor = 1.0;          // of this step
     std::vector<float> snapshot;  // what it trains on
     std::vector<float> gradient;
     bool has_gradient = false;

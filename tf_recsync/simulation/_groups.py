@@ -166,6 +166,7 @@ def simulate_groups(
     algorithm: Algorithm | None,
     mode: str | Shadow | Foreground,
     compute: Callable[[int, int, float], float],
+    factor: Callable[[int, int, float], float] | None,
     *,
     groups: int,
     trainers_per_group: int,
@@ -192,6 +193,7 @@ def simulate_groups(
         algorithm,
         mode,
         compute,
+        factor=factor,
         groups=groups,
         trainers=trainers_per_group,
         threads=threads,
@@ -223,6 +225,7 @@ def run_groups(
     mode: str | Shadow | Foreground,
     compute: Callable[[int, int, float], float],
     *,
+    factor: Callable[[int, int, float], float] | None = None,
     sync_ps: int | None,
     parameter_bytes: int,
     limits_given: tuple[int | None, float | None],
@@ -244,6 +247,7 @@ def run_groups(
     synchronization = _synchronization(algorithm, mode)
     return _engine.run_group_cluster(
         compute_seconds=compute,
+        factor=factor,
         sync_ps=_checked_sync_ps(sync_ps, algorithm),
         **synchronization,
         bytes=parameter_bytes,
