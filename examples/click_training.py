@@ -51,7 +51,9 @@ flags.DEFINE_list(
     [],
     "csv, parquet, tfrecord: the columns of numbers, of which logarithms are taken.",
 )
-flags.DEFINE_list("categorical", [], "csv, parquet, tfrecord: the columns of categories.")
+flags.DEFINE_list(
+    "categorical", [], "csv, parquet, tfrecord: the columns of categories, at least one."
+)
 flags.DEFINE_enum(
     "on_error",
     "raise",
@@ -175,8 +177,8 @@ def check_flags() -> None:
         raise app.UsageError("--staleness applies with --strategy=hop only to tables on --ps")
     if FLAGS.dataset != "synthetic" and not FLAGS.data_location:
         raise app.UsageError(f"--dataset={FLAGS.dataset} needs --data_location")
-    if FLAGS.dataset in _FILES and not FLAGS.numeric + FLAGS.categorical:
-        raise app.UsageError(f"--dataset={FLAGS.dataset} needs --numeric or --categorical")
+    if FLAGS.dataset in _FILES and not FLAGS.categorical:
+        raise app.UsageError(f"--dataset={FLAGS.dataset} needs --categorical, for the tables")
     if FLAGS.restore_from and not os.path.exists(os.path.join(FLAGS.restore_from, _WEIGHTS)):
         raise app.UsageError(f"--restore_from={FLAGS.restore_from} has no {_WEIGHTS}")
     with strategy_flags.usage_errors():
@@ -309,6 +311,44 @@ def run(title: str, make_model: Callable[[recsync.data.FeatureSpec], keras.Model
         train(title, model, data, strategy)
 
 
+class Counts(keras.callbacks.Callback):
+    """What this process trains, without what is in the checkpoint from which training goes on.
+
+    It stands behind the callback that restores that.
+
+    Attributes:
+        steps_before: those that the model had been trained for.
+        skipped: the batches of the first epoch that were done then.
+        epochs: those that were trained in, the first one perhaps in part.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.steps_before = self.skipped = self.epochs = 0
+
+    def on_train_begin(self, logs=None):
+        self.steps_before = count_steps(self.model.optimizer)
+        # Without a strategy of this package an epoch begins anew.
+        self.skipped = getattr(self.model.train_function, "skipped_batches", 0)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epochs += 1
+
+    def of_data(self, rows: int) -> tuple[int, int]:
+        """Batches and examples, as the flags say how many an epoch has.
+
+        Args:
+            rows: of the data.
+        """
+        batches = -(-rows // FLAGS.batch_size) * self.epochs
+        examples = rows * self.epochs
+        if FLAGS.steps:
+            batches = FLAGS.steps * self.epochs
+            examples = batches * FLAGS.batch_size
+        skipped = self.skipped if self.epochs else 0
+        return batches - skipped, examples - skipped * FLAGS.batch_size
+
+
 def train(title, model, data, strategy) -> None:
     """Trains, evaluates and reports."""
     dataset = data.train(FLAGS.batch_size, shuffle=50_000, seed=FLAGS.seed)
@@ -342,7 +382,8 @@ def train(title, model, data, strategy) -> None:
             FLAGS.checkpoint, every_seconds=FLAGS.checkpoint_every_seconds
         )
         callbacks.append(saving)
-    global_steps = count_steps(model.optimizer)
+    counts = Counts()
+    callbacks.append(counts)
     start = time.monotonic()
     model.fit(
         dataset,
@@ -352,15 +393,11 @@ def train(title, model, data, strategy) -> None:
         shuffle=False,  # The dataset shuffles itself.
     )
     wall_seconds = time.monotonic() - start
-    global_steps = count_steps(model.optimizer) - global_steps
+    global_steps = count_steps(model.optimizer) - counts.steps_before
     if is_shadow:
         # The optimizer's count is that of one trainer, or group of them.
         global_steps = strategy.sync_report(model).steps
-    examples = data.train_rows * FLAGS.epochs
-    batches = -(-data.train_rows // FLAGS.batch_size) * FLAGS.epochs
-    if FLAGS.steps:
-        batches = FLAGS.steps * FLAGS.epochs
-        examples = batches * FLAGS.batch_size
+    batches, examples = counts.of_data(data.train_rows)
     tested = model.evaluate(data.test(FLAGS.batch_size), return_dict=True, verbose=0)
     staleness = None if strategy is None else strategy.staleness(model)
     # Where workers have their own parameters no gradient is stale, but for rows on servers.

@@ -11,9 +11,10 @@ After each epoch it says what became of the keys, how well the model predicts wh
 the stream, and what memory the parameter servers have. At the end it exports the model, and scores
 some raw ids with what it has exported.
 
-The same stream with ids that are numbered, for comparison, in a table with a row for each:
+The same stream with ids that are numbered, for comparison, in a table with a row for each that the
+steps of training and tests have, which is why they have to be known:
 
-    python examples/stream_ctr.py --ids=numbers --rows=50000
+    python examples/stream_ctr.py --ids=numbers --rows=60000
 
 On a real cluster, start `python -m tf_recsync.server` on its machines and run this script, with
 TF_CONFIG set, as the coordinator (see docs/cluster.md).
@@ -24,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import tempfile
 import time
@@ -94,6 +96,7 @@ _APPLIES = {
         name: ("ids", ["strings"])
         for name in ("min_count", "policy", "half_life", "max_idle", "unknown")
     },
+    "minutes": ("ids", ["strings"]),  # There are new ids all the time.
 }
 _FEATURES = {"user": "users", "ad": "ads"}  # Each with its table.
 _SCORED = 20  # Examples whose scores by the exported model are reported.
@@ -125,6 +128,12 @@ class Stream:
         self._batch_size, self._active_ids = batch_size, active_ids
         self._life = active_ids / new_ids_per_step
         self._are_strings, self._seed = are_strings, seed
+
+    def most_ids(self, steps: int) -> int:
+        """What the numbers of all ids in the first steps are below."""
+        # As `_ids` has them: of all places, ids before those that the last step has at most.
+        most_before = math.ceil((steps - 1) / self._life) + 1
+        return (most_before + 1) * self._active_ids
 
     def batches(self, begin: int = 0, steps: int | None = None) -> tf.data.Dataset:
         """Batches of features and labels from a step on; None for `steps`: without an end."""
@@ -240,8 +249,32 @@ def check_flags() -> None:
     is_without_ps = not FLAGS["ps"].present and "TF_CONFIG" not in os.environ
     if FLAGS.strategy == "hop" and is_without_ps:
         raise app.UsageError("--strategy=hop needs --ps, where the tables are")
+    if FLAGS.ids == "numbers":
+        steps = epochs() * FLAGS.steps_per_epoch + FLAGS.test_steps
+        most = make_stream().most_ids(steps)
+        if FLAGS.rows < most:
+            raise app.UsageError(
+                f"--rows must be at least {most} with --ids=numbers, as the ids of {steps} steps "
+                f"go up to {most - 1}, not {FLAGS.rows}"
+            )
     with strategy_flags.usage_errors():
         make_table("users")
+
+
+def epochs() -> int:
+    """For how many epochs the model trains, if it does not end before."""
+    return FLAGS.epochs or (3 if FLAGS.minutes is None else 1_000_000_000)
+
+
+def make_stream() -> Stream:
+    """The stream that the flags describe."""
+    return Stream(
+        FLAGS.batch_size,
+        FLAGS.active_ids,
+        FLAGS.new_ids_per_step,
+        are_strings=FLAGS.ids == "strings",
+        seed=FLAGS.seed,
+    )
 
 
 def make_table(name: str) -> TableConfig:
@@ -320,13 +353,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     check_flags()
-    stream = Stream(
-        FLAGS.batch_size,
-        FLAGS.active_ids,
-        FLAGS.new_ids_per_step,
-        are_strings=FLAGS.ids == "strings",
-        seed=FLAGS.seed,
-    )
+    stream = make_stream()
     with contextlib.ExitStack() as stack:
         strategy = strategy_flags.make_strategy(stack)
         with strategy.scope() if strategy else contextlib.nullcontext():
@@ -335,7 +362,7 @@ def main(argv: list[str]) -> None:
         start = time.monotonic()
         model.fit(
             stream.batches(),
-            epochs=FLAGS.epochs or (3 if FLAGS.minutes is None else 1_000_000_000),
+            epochs=epochs(),
             steps_per_epoch=FLAGS.steps_per_epoch,
             callbacks=[*make_callbacks(strategy), report],
             shuffle=False,  # There is no end to shuffle up to.

@@ -122,6 +122,10 @@ def test_the_image_has_what_its_commands_need(objects):
     )
     known = set(re.findall(r"^  --(?:\[no\])?(\w+)", done.stdout, re.M))
     assert {flag[2:].partition("=")[0] for flag in program["command"][2:]} <= known
+    # Each run has a folder of its own, as the documentation says.
+    assert "--checkpoint=/shared/checkpoints/run-1" in program["command"]
+    text = (DEPLOY.parent / "docs" / "deployment.md").read_text()
+    assert re.search(r"For another run, .* with another `--checkpoint` folder,", text)
 
 
 def test_a_probe_tells_servers_that_answer_from_those_that_stand_still(clusters):

@@ -1,10 +1,13 @@
 """The Wide & Deep example, its flags and what it writes; and DLRM."""
 
 import math
+import sys
+import types
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from absl import app, flags
 from absl.testing import flagsaver
 from data_files import WRITERS
@@ -47,7 +50,11 @@ def example():
         (["--dataset=adult", "--data_location=x", "--rows=5"], "--rows applies only"),
         (["--hash_buckets=5"], "--hash_buckets applies only with --dataset=criteo"),
         (["--label=y"], "--label applies only with --dataset=csv or parquet or tfrecord"),
-        (["--dataset=csv", "--data_location=x"], "--dataset=csv needs --numeric or --categorical"),
+        (["--dataset=csv", "--data_location=x"], "--dataset=csv needs --categorical, for the"),
+        (
+            ["--dataset=tfrecord", "--data_location=x", "--numeric=age"],
+            "--dataset=tfrecord needs --categorical, for the tables",
+        ),
         (["--dataset=adult", "--data_location=x", "--test_rows=5"], "--test_rows applies only"),
         (["--dataset=adult", "--data_location=x", "--cardinalities=5"], "--cardinalities applies"),
         (["--cardinalities=5,0"], "--cardinalities must be integers of at least 1, not 5,0"),
@@ -216,6 +223,42 @@ def test_it_trains_locally_and_reports(tmp_path, stock):
     assert (figures["staleness_mean"], figures["workers"], figures["ps"]) == (1.0, 1, 0)
     assert 0.5 < figures["auc"] < 1 and math.isfinite(figures["normalized_entropy"])
     assert "the best possible" in done.stdout
+
+
+def test_a_run_that_goes_on_counts_what_it_does_itself(tmp_path):
+    out = tmp_path / "metrics.json"
+
+    def figures(epochs):
+        done = run_here(
+            *(WIDE_DEEP, "--strategy=local", *SMALL, f"--metrics_json={out}"),
+            *("--steps=8", f"--epochs={epochs}", f"--checkpoint={tmp_path / 'checkpoints'}"),
+        )
+        found = figures_of(done, out)
+        return [found[name] for name in ("steps", "batches", "examples")]
+
+    assert figures(epochs=1) == [8, 8, 1600]
+    assert figures(epochs=1) == [0, 0, 0]
+    assert strict_json(out)["examples_per_second"] == 0
+    assert figures(epochs=2) == [8, 8, 1600]
+
+
+def test_batches_that_an_earlier_process_did_are_not_counted(example):
+    counts = sys.modules["click_training"].Counts()
+    counts.set_model(
+        types.SimpleNamespace(
+            optimizer=types.SimpleNamespace(iterations=tf.Variable(13)),
+            train_function=types.SimpleNamespace(skipped_batches=3),
+        )
+    )
+    with flagsaver.flagsaver():
+        flags.FLAGS(["wide_deep_ctr.py", "--batch_size=10"])
+        counts.on_train_begin()
+        assert counts.of_data(rows=95) == (0, 0)
+        for epoch in (1, 2):
+            counts.on_epoch_begin(epoch)
+        assert counts.of_data(rows=95) == (2 * 10 - 3, 2 * 95 - 3 * 10)
+        flags.FLAGS(["wide_deep_ctr.py", "--batch_size=10", "--steps=7"])
+        assert counts.of_data(rows=95) == (2 * 7 - 3, 10 * (2 * 7 - 3))
 
 
 @pytest.mark.cases("Csv", "Parquet")

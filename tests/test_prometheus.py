@@ -1,6 +1,8 @@
 """Figures of a run that Prometheus scrapes while the model trains."""
 
 import builtins
+import logging
+import shutil
 import socket
 import urllib.error
 import urllib.request
@@ -59,13 +61,24 @@ def scraped(prometheus):
         return parsed(page.read().decode())
 
 
+class Scrapes(keras.callbacks.Callback):
+    """Scrapes once in each epoch."""
+
+    def __init__(self, prometheus, found):
+        super().__init__()
+        self._prometheus, self._found, self._epoch = prometheus, found, 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch >= 12 and len(self._found) == self._epoch:
+            self._found.append(scraped(self._prometheus))
+
+
 def test_what_is_scraped_is_what_the_strategy_says(strategy):
     model, prometheus, during = model_of(strategy), Prometheus(port=0, every_seconds=1e-9), []
-    callbacks = [
-        TrainingReport(),
-        prometheus,
-        AtBatch(12, lambda *_: during.append(scraped(prometheus))),
-    ]
+    callbacks = [TrainingReport(), prometheus, Scrapes(prometheus, during)]
     with compute_time(strategy, 0.01):
         history = model.fit(dataset(), epochs=2, verbose=0, callbacks=callbacks).history
     try:
@@ -77,6 +90,10 @@ def test_what_is_scraped_is_what_the_strategy_says(strategy):
     assert found["batches_total"] == {(): 2 * BATCHES}
     assert 0 < during[0]["batches_total"][()] < 2 * BATCHES
     assert {name for (name,) in found["log"]} == history.keys()
+    # What the end of an epoch has logged stays, and the next one's batches log their loss.
+    assert {name for (name,) in during[0]["log"]} == {"loss"}
+    assert during[1]["log"].keys() == found["log"].keys()
+    assert during[1]["log"]["staleness",] == pytest.approx(history["staleness"][0])
     for name in ("loss", "staleness", "keys_admitted"):
         assert found["log"][name,] == pytest.approx(history[name][-1])
     losses = strategy.losses(model)
@@ -125,6 +142,69 @@ def test_a_file_has_the_same_figures_and_is_never_half_written(strategy, tmp_pat
     assert found["batches_total"] == {(): BATCHES}
     assert found["table_keys"]["keyed/users", "used"] == 40
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_counter_of_batches_never_falls(strategy, tmp_path, monkeypatch):
+    path = tmp_path / "run.prom"
+    model, prometheus = model_of(strategy), Prometheus(path=path, every_seconds=1e-9)
+    model.fit(dataset().take(1), verbose=0)
+    done = 0  # As a loss or a recovery changes it.
+    monkeypatch.setattr(type(model.train_function), "epoch_steps", property(lambda function: done))
+    prometheus.set_model(model)
+    shown = []
+    for in_epochs, is_broken in (([[10, 7, 20], [9, 5]], True), ([[3, 8]], False)):
+        prometheus.on_train_begin()
+        for epoch, of_epoch in enumerate(in_epochs):
+            prometheus.on_epoch_begin(epoch)
+            for batch, known in enumerate(of_epoch):
+                done = known
+                prometheus.on_train_batch_end(batch)
+                shown.append(parsed(path.read_text())["batches_total"][()])
+            if not is_broken or epoch == 0:
+                prometheus.on_epoch_end(epoch)
+    # 20 of the first epoch and 5 of the broken one, of which 9 had been done.
+    assert shown == [10, 10, 20, 29, 29, 29, 33]
+    prometheus.on_train_end()
+
+
+class Fails(keras.layers.Layer):
+    def call(self, x):
+        return tf.debugging.check_numerics(x / 0.0, "no number")
+
+
+def failing(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1), Fails()])
+        model.compile(recsync.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def test_a_fit_that_fails_does_not_run(strategy, tmp_path):
+    prometheus = Prometheus(path=tmp_path / "run.prom")
+    model = failing(strategy)
+    x = np.ones((96, 2), np.float32)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no number"):
+        model.fit(x, x[:, :1], verbose=0, callbacks=[prometheus])
+    assert parsed((tmp_path / "run.prom").read_text())["training"] == {(): 0}
+    assert prometheus not in model.train_function.observers
+
+
+def test_a_file_that_can_t_be_written_ends_training_at_its_beginning_only(
+    strategy, tmp_path, caplog
+):
+    folder = tmp_path / "figures"
+    callbacks = [
+        Prometheus(path=folder / "run.prom", every_seconds=1e-9),
+        AtBatch(3, lambda *_: shutil.rmtree(folder)),
+    ]
+    with pytest.raises(FileNotFoundError):
+        model_of(strategy).fit(dataset(), verbose=0, callbacks=callbacks)
+    folder.mkdir()
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        history = model_of(strategy).fit(dataset(), verbose=0, callbacks=callbacks)
+    assert len(history.history["loss"]) == 1
+    (line,) = [r.message for r in caplog.records if "figures can't be" in r.message]
+    assert "No such file" in line
 
 
 def test_each_value_of_a_metric_is_a_figure(strategy, tmp_path):

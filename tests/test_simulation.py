@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from programs import strict_json
 
 import tf_recsync as recsync
 from tf_recsync import simulate
@@ -115,6 +116,20 @@ def test_global_batches_are_those_of_brute_force(decay):
     assert dict(report.staleness.histogram) == dict(counted)
     assert report.late == report.left_over == 0
     assert result.staleness.dense == report.staleness
+
+
+@pytest.mark.parametrize("window", [{"warmup_steps": 100}, {"cooldown_steps": 100}])
+@pytest.mark.parametrize("bottleneck", ["server_in", "processors"])
+def test_what_still_waits_for_a_bottleneck_does_not_count_as_busy(window, bottleneck):
+    # All push at once: where the window begins or ends, many wait for the server.
+    if bottleneck == "processors":
+        limits = {"server": recsync.simulation.Server(seconds_per_application=0.01)}
+    else:
+        network = recsync.simulation.Network(server_bandwidth=1e8)
+        limits = {"network": network, "pull_bytes": 1_000_000, "push_bytes": 1_000_000}
+    result = run(modes.Async(), workers=100, compute_seconds=0.001, steps=400, **window, **limits)
+    (share,) = getattr(result.utilization, bottleneck)
+    assert 0.97 <= share <= 1.0
 
 
 def test_what_does_not_fill_the_last_global_batch_is_left_over_if_it_shall_be():
@@ -328,6 +343,14 @@ def test_the_program_refuses_wrong_arguments_in_one_line(arguments, message, cap
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_what_is_infinite_is_null_in_the_file(tmp_path):
+    path = tmp_path / "a.json"
+    at_once = ["--workers=6", "--compute_seconds=0", "--steps=120", "--mode=async"]
+    assert simulate.main([*at_once, f"--json={path}"]) == 0
+    found = strict_json(path)
+    assert found["seconds"] == 0.0 and found["steps_per_second"] is None
 
 
 def test_what_is_learned_does_not_depend_on_the_number_of_servers():

@@ -73,6 +73,78 @@ def test_a_group_is_as_fast_as_its_busiest_device():
     assert max(result.servers_busy) == pytest.approx(1.0, abs=0.02)
 
 
+def test_what_slows_trainers_slows_all_that_they_do():
+    def hierarchical(slowdown=None, **options):
+        return simulation.run_hierarchical(
+            None,
+            simulation.GroupStep(trainer_flop=1e9, ps_flop=(1e6,), ps_bytes=(0,)),
+            groups=2,
+            trainers_per_group=2,
+            trainer_flops=1e10,
+            ps_flops=1e10,
+            parameter_bytes=0,
+            slowdown=slowdown,
+            seconds=50.0,
+            **options,
+        )
+
+    def by_memory(slowdown=None, **options):
+        return simulation.run_shadow_sync(
+            None,
+            trainers=4,
+            compute_seconds=0.0,
+            memory_seconds=0.1,
+            parameter_bytes=0,
+            slowdown=slowdown,
+            seconds=50.0,
+            **options,
+        )
+
+    growing = recsync.testing.ChangingSlowdown([(0.0, 1.0), (1.0, 2.0), (2.0, 2.0)])
+    for run in (hierarchical, by_memory):
+        usual = run().steps
+        assert run(SLOW).steps == pytest.approx(
+            [n / (4 if i == 1 else 1) for i, n in enumerate(usual)], rel=0.02
+        )
+        random = run(recsync.testing.RandomSlowdown(3.0, 0.5, seed=1)).steps
+        assert random == pytest.approx([n / 2 for n in usual], rel=0.1)
+        assert run(growing).steps == pytest.approx([n / 2 for n in usual], rel=0.03)
+        noisy = run(noise=0.5).steps
+        assert noisy == pytest.approx(usual, rel=0.1) and len(set(noisy)) > 1
+    # What is looked up before takes as many times as long.
+    usual, slow = (hierarchical(slowdown, lookup_seconds=0.3) for slowdown in (None, SLOW))
+    assert slow.steps[1] == pytest.approx(usual.steps[1] / 4, rel=0.03)
+
+
+def timeless(run, **options):
+    if run is simulation.run_hop:
+        return run(topology.ring(4), compute_seconds=0.0, **options)
+    given = {"algorithm": None, "parameter_bytes": 0, **options}
+    if run is simulation.run_shadow_sync:
+        return run(trainers=2, compute_seconds=0.0, **given)
+    step = simulation.GroupStep(trainer_flop=0, ps_flop=(0,), ps_bytes=(0,))
+    group = {"groups": 1, "trainers_per_group": 2, "trainer_flops": 1.0, "ps_flops": 1.0}
+    return run(step=step, **group, **given)
+
+
+@pytest.mark.parametrize(
+    "run", [simulation.run_hop, simulation.run_shadow_sync, simulation.run_hierarchical]
+)
+def test_steps_that_take_no_time_end_by_their_number_only(run):
+    assert timeless(run, steps=10_000).seconds == 0.0
+    with pytest.raises(ValueError, match="seconds=5 would never come, as steps take no time from"):
+        timeless(run, seconds=5.0)
+
+
+def test_a_slowdown_that_gives_no_factor_is_named():
+    class Negative(recsync.testing.Slowdown):
+        def factor(self, worker, step, seconds):
+            return -1.0
+
+    with pytest.raises(ValueError, match="factor must be finite and at least 0, not -1.0 of work"):
+        shadow(slowdown=Negative())
+
+
 def shadow(**options):
     given = {"trainers": 2, "compute_seconds": 0.1, "parameter_bytes": 8, "steps": 10}
     return simulation.run_shadow_sync(recsync.EASGD(alpha=0.5), **{**given, **options})

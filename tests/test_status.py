@@ -169,8 +169,10 @@ def test_what_can_t_be_reported_on_is_refused(clusters, tmp_path):
 def test_the_command_shows_a_program_that_runs_and_says_why_it_can_t(tmp_path):
     path = tmp_path / "run.json"
     status_of().write(path)
+    status_of(doing="end").write(tmp_path / "ended.json")
     commands = {
         "table": ["--once", f"--path={path}"],
+        "ended": [f"--path={tmp_path / 'ended.json'}"],
         "no file": ["--once", f"--path={tmp_path / 'none'}"],
         "no program": ["--once"],
         "both": ["--pid=3", f"--path={path}"],
@@ -188,6 +190,9 @@ def test_the_command_shows_a_program_that_runs_and_says_why_it_can_t(tmp_path):
         thread.join()
     assert done["table"].returncode == 0
     assert done["table"].stdout.splitlines()[0] == "GBAStrategy, process 42: train.py --epochs=3"
+    assert done["ended"].returncode == 0
+    assert "has ended after training for" in done["ended"].stdout
+    assert done["ended"].stdout.splitlines()[-1] == "The program has ended."
     assert done["no file"].returncode == 1 and "no file" in done["no file"].stderr
     assert done["no program"].returncode == 1
     assert "give recsync.callbacks.Status() to fit" in done["no program"].stderr

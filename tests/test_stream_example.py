@@ -1,6 +1,7 @@
 """The example that trains on an endless stream of raw ids."""
 
 import os
+import re
 
 import pytest
 from absl import app, flags
@@ -80,7 +81,7 @@ def test_where_all_ids_fit_each_has_a_row(tmp_path):
 def test_numbered_ids_have_no_report_of_keys(tmp_path):
     out = tmp_path / "metrics.json"
     done = run_here(
-        *(STREAM, "--strategy=local", "--ids=numbers", "--rows=50000"),
+        *(STREAM, "--strategy=local", "--ids=numbers", "--rows=60000"),
         *(*SMALL, f"--metrics_json={out}"),
     )
     figures = figures_of(done, out)
@@ -104,12 +105,38 @@ def test_the_stream_is_the_same_from_wherever_it_is_read_and_its_ids_come_and_go
     assert some(0) & some(20) and not some(0) & some(220)
 
 
+def test_a_table_has_a_row_for_each_number_of_the_stream(example):
+    def largest(stream, first, steps):
+        batches = [features for features, _ in stream.batches(first, steps)]
+        return max(int(ids.numpy().max()) for features in batches for ids in features.values())
+
+    (command,) = re.findall(r"stream_ctr\.py (--ids=numbers .*)", example.__doc__)
+    with flagsaver.flagsaver():
+        flags.FLAGS(["stream_ctr.py", *command.split(), "--batch_size=2048"])
+        example.check_flags()
+        steps = 3 * flags.FLAGS.steps_per_epoch + flags.FLAGS.test_steps
+        last = largest(example.make_stream(), steps - 50, 50)
+    assert 50_000 < last < 60_000
+    # Ten ids, all of which are replaced in five steps.
+    stream = example.Stream(4096, 10, 2.0, are_strings=False, seed=3)
+    for steps in (1, 2, 5, 6, 7, 11, 12):
+        most = stream.most_ids(steps)
+        assert most - 10 <= largest(stream, 0, steps) < most
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--epochs=3", "--minutes=1"], "--epochs and --minutes exclude each other"),
         (["--strategy=hop"], "--strategy=hop needs --ps, where the tables are"),
         (["--ids=numbers", "--min_count=2"], "--min_count applies only with --ids=strings"),
+        (["--ids=numbers", "--minutes=1"], "--minutes applies only with --ids=strings"),
+        (
+            ["--ids=numbers", "--rows=59999"],
+            "--rows must be at least 60000 with --ids=numbers, as the ids of 1700 steps go up to "
+            "59999, not 59999",
+        ),
+        (["--ids=numbers", "--rows=60000", "--epochs=5"], "--rows must be at least 80000 with"),
         (["--half_life=5"], "half_life must be None with policy='least_recent', not 5"),
         (["--min_count=256"], "min_count must be at most 255, got 256"),
         (["--strategy=local", "--workers=3"], "--workers applies only with --strategy=async"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from absl import logging
 
 from tf_recsync._checks import check_seconds, checked_path, integer
 from tf_recsync.callbacks.strategy_callback import left_out
@@ -71,7 +72,8 @@ class Prometheus(keras.callbacks.Callback):
         ValueError: If there is neither a port nor a file, or both, or another argument is wrong;
             by `fit`, if the model's strategy is none of this package's.
         ImportError: If `prometheus-client` is not installed.
-        OSError: By `fit`, if the port is taken or the file can't be written.
+        OSError: By `fit`, if the port is taken or the file can't be written as it begins. Later, a
+            file that can't be written is a line in the log, and training goes on.
 
     Example:
         >>> import keras
@@ -121,8 +123,13 @@ class Prometheus(keras.callbacks.Callback):
         self._server: Any = None
         self._lock = threading.Lock()
         self._figures: dict[str, _Figure] = {}  # By name; guarded by the lock.
+        self._logged: dict[str, float] = {}  # By name, since fit began.
         self._batches = 0  # Of epochs that are over.
+        self._of_epoch = 0  # Of the epoch in progress, as of the last batch.
+        # Steps that are lost with a worker no longer count: a counter can't fall.
+        self._most_batches = 0
         self._updated = float("-inf")
+        self._has_warned = False
 
     def close(self) -> None:
         """Closes the port; does nothing if it is not open."""
@@ -158,24 +165,48 @@ class Prometheus(keras.callbacks.Callback):
                 self.port, self._address, self._registry
             )
             self.port = self._server.server_port
-        self._set(_Figure("training", "Whether fit runs.", (), {(): 1.0}))
+        # An epoch that the fit before has not ended.
+        self._batches, self._of_epoch = self._batches + self._of_epoch, 0
+        self._logged.clear()
+        for function in (self.model.train_function, self.model.test_function):
+            function.observers.add(self)
+        self._has_warned = False
+        self._set_training(1.0)
+        self._write_file()
 
     def on_epoch_begin(self, epoch, logs=None):
         self._set(_Figure("epoch", "The number of the epoch, from 0.", (), {(): float(epoch)}))
-        self._update(logs, of_epoch=0)
+        self._of_epoch = 0
+        self._update(logs)
+        self._write()
 
     def on_train_batch_end(self, batch, logs=None):
+        self._of_epoch = self.model.train_function.epoch_steps
         if time.monotonic() >= self._updated + self._every_seconds:
-            self._update(logs, self.model.train_function.epoch_steps)
+            self._update(logs)
+            self._write()
 
     def on_epoch_end(self, epoch, logs=None):
         self._batches += self.model.train_function.epoch_steps
+        self._of_epoch = 0
         with left_out(self.model, f"Prometheus: figures of epoch {epoch}"):
             self._read_servers()
-        self._update(logs, of_epoch=0)
+        self._update(logs)
+        self._write()
 
     def on_train_end(self, logs=None):
-        self._set(_Figure("training", "Whether fit runs.", (), {(): 0.0}))
+        self.failed()
+
+    # What the functions of the model call, as observers are called.
+
+    def tell(self) -> None:
+        """Does nothing: figures are as of the end of a batch."""
+
+    def failed(self) -> None:
+        """Training has ended, perhaps by an error."""
+        for function in (self.model.train_function, self.model.test_function):
+            function.observers.discard(self)
+        self._set_training(0.0)
         self._write()
 
     def _read_servers(self) -> None:
@@ -206,18 +237,24 @@ class Prometheus(keras.callbacks.Callback):
         with self._lock:
             self._figures[figure.name] = figure
 
-    def _update(self, logs: Any, of_epoch: int) -> None:
+    def _set_training(self, value: float) -> None:
+        self._set(_Figure("training", "Whether fit runs.", (), {(): value}))
+
+    def _update(self, logs: Any) -> None:
         """Takes over what this process knows by now.
 
         Args:
-            logs: Keras's.
-            of_epoch: the batches of the epoch in progress.
+            logs: Keras's. What they do not have, as those of a batch have no metrics of the
+                validation, stays as it was.
         """
         strategy = self.model.distribute_strategy
         losses = dataclasses.asdict(strategy.losses(self.model))
-        batches = {(): float(self._batches + of_epoch)}
+        self._most_batches = max(self._most_batches, self._batches + self._of_epoch)
+        batches = {(): float(self._most_batches)}
         waits = enumerate(strategy.data_wait(self.model))
-        logged = {(name,): value for key in logs or {} for name, value in _numbers(key, logs[key])}
+        for name, value in (logs or {}).items():
+            self._logged.update(_numbers(name, value))
+        logged = {(name,): value for name, value in self._logged.items()}
         for figure in (
             _Figure("batches", "Local batches that were trained on.", (), batches, True),
             _Figure(
@@ -234,13 +271,21 @@ class Prometheus(keras.callbacks.Callback):
                 {(str(worker),): seconds for worker, seconds in waits},
                 True,
             ),
-            *([_Figure("log", "What Keras logs.", ("name",), logged)] if logged else []),
+            _Figure("log", "What Keras logs.", ("name",), logged),
         ):
             self._set(figure)
         self._updated = time.monotonic()
-        self._write()
 
     def _write(self) -> None:
+        """As `_write_file`, but a file that can't be written ends no training."""
+        try:
+            self._write_file()
+        except OSError as error:
+            if not self._has_warned:
+                logging.warning("The figures can't be written at the moment: %s", error)
+            self._has_warned = True
+
+    def _write_file(self) -> None:
         if self._path is not None:
             self._client.write_to_textfile(self._path, self._registry)
 

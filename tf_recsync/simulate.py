@@ -30,6 +30,7 @@ from typing import Any
 from tf_recsync.simulation import _command_of_copies as copies
 from tf_recsync.simulation._command_line import Parser, Result, add_outputs
 from tf_recsync.simulation._command_of_servers import SERVERS_USAGE, add_servers, run_servers
+from tf_recsync.simulation._result import as_json
 from tf_recsync.testing import Slowdown
 from tf_recsync.topology import Topology
 
@@ -127,8 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = _STRATEGIES[name].run(arguments)
         sys.stdout.write(f"{result}\n")
         if arguments.json is not None:
-            content = {"arguments": _for_json(arguments), **result.as_dict()}
-            arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            content = {"arguments": as_json(_for_json(arguments)), **result.as_dict()}
+            text = json.dumps(content, indent=2, allow_nan=False)
+            arguments.json.write_text(f"{text}\n", encoding="utf-8")
         if arguments.plot is not None:
             result.plot(arguments.plot)
         _STRATEGIES[name].write(arguments, result)

@@ -42,15 +42,15 @@ def _paths(args: flags.FlagValues) -> list[pathlib.Path]:
     return [path for path in running() if path.name.startswith(f"{args.pid}-")]
 
 
-def _shown(args: flags.FlagValues) -> str:
-    """The text of all programs that are asked for; empty if there are none."""
-    tables = []
+def _statuses(args: flags.FlagValues) -> list[RunStatus]:
+    """Those of all programs that are asked for."""
+    found = []
     for path in _paths(args):
         try:
-            tables.append(RunStatus.read(path).table(time.time()))
+            found.append(RunStatus.read(path))
         except FileNotFoundError:
             continue  # It has ended meanwhile.
-    return "\n\n".join(tables)
+    return found
 
 
 def main(argv: list[str]) -> int:
@@ -63,15 +63,19 @@ def main(argv: list[str]) -> int:
     was_shown = False
     try:
         while True:
-            text = _shown(args)
-            if not text:
+            statuses = _statuses(args)
+            if not statuses:
                 break
             was_shown = True
+            text = "\n\n".join(status.table(time.time()) for status in statuses)
             if args.once:
                 sys.stdout.write(f"{text}\n")
                 return 0
             sys.stdout.write(f"{_CLEAR}{text}\n")
             sys.stdout.flush()
+            # The file of Status(path=...) stays.
+            if all(status.doing == "end" for status in statuses):
+                break
             time.sleep(args.every)
     except KeyboardInterrupt:
         return 0

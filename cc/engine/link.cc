@@ -26,4 +26,12 @@ Link::Total Link::Reserved() const {
   return reserved_;
 }
 
+std::chrono::duration<double> Link::Busy(Time now) const {
+  MutexLock lock(&mu_);
+  // What is still to pass does so without a pause. It has whole nanoseconds,
+  // and the sum has not.
+  const std::chrono::duration<double> left = std::max(free_at_, now) - now;
+  return std::max(reserved_.seconds - left, std::chrono::duration<double>(0));
+}
+
 }  // namespace recsync

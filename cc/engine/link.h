@@ -43,6 +43,10 @@ class Link {
   // All reservations so far, those that are still to pass included.
   Total Reserved() const ABSL_LOCKS_EXCLUDED(mu_);
 
+  // How long something was passing until `now`, when the last reservation, if
+  // any, has been made.
+  std::chrono::duration<double> Busy(Time now) const ABSL_LOCKS_EXCLUDED(mu_);
+
  private:
   mutable Mutex mu_;
   Time free_at_ ABSL_GUARDED_BY(mu_) = Time::min();

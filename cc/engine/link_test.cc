@@ -31,6 +31,19 @@ TEST(LinkTest, MessagesPassOneAfterTheOther) {
             kStart + milliseconds(6));
 }
 
+TEST(LinkTest, ItIsBusyWithWhatPassesAndNotWithWhatWaits) {
+  Link link;
+  EXPECT_EQ(link.Busy(kStart).count(), 0.0);
+  link.Reserve(2000, 1e6, kStart);
+  link.Reserve(3000, 1e6, kStart);
+  EXPECT_NEAR(link.Busy(kStart).count(), 0.0, 1e-12);
+  EXPECT_NEAR(link.Busy(kStart + milliseconds(4)).count(), 0.004, 1e-12);
+  EXPECT_NEAR(link.Busy(kStart + seconds(1)).count(), 0.005, 1e-12);
+  link.Reserve(1000, 1e6, kStart + seconds(1));
+  EXPECT_NEAR(link.Busy(kStart + seconds(1)).count(), 0.005, 1e-12);
+  EXPECT_NEAR(link.Busy(kStart + seconds(2)).count(), 0.006, 1e-12);
+}
+
 TEST(LinkTest, AnIdleLinkStoresNoBandwidth) {
   Link link;
   link.Reserve(1000, 1e6, kStart);

@@ -68,6 +68,7 @@ py::list Told(const std::vector<GroupCluster::Entry>& log) {
 py::dict RunGroupCluster(
     int64_t groups, int64_t trainers, int64_t threads, int64_t servers,
     std::function<double(int64_t, int64_t, double)> compute_seconds,
+    std::function<double(int64_t, int64_t, double)> factor,
     const std::vector<std::vector<Work>>& stages, double trainer_per_second,
     double server_per_second, double trainer_bytes_per_second,
     double server_bytes_per_second, double sync_ps_bytes_per_second,
@@ -84,6 +85,7 @@ py::dict RunGroupCluster(
   options.threads = threads;
   options.servers = servers;
   options.compute_seconds = std::move(compute_seconds);
+  options.factor = std::move(factor);
   for (const std::vector<Work>& stage : stages) {
     options.stages.emplace_back();
     for (const auto& [device, amount, to, back, reads, updates] : stage) {
@@ -154,7 +156,7 @@ void RegisterGroupClusterBindings(py::module_& m);
 void RegisterGroupClusterBindings(py::module_& m) {
   m.def("run_group_cluster", &RunGroupCluster, py::kw_only(), py::arg("groups"),
         py::arg("trainers"), py::arg("threads"), py::arg("servers"),
-        py::arg("compute_seconds"), py::arg("stages"),
+        py::arg("compute_seconds"), py::arg("factor"), py::arg("stages"),
         py::arg("trainer_per_second"), py::arg("server_per_second"),
         py::arg("trainer_bytes_per_second"), py::arg("server_bytes_per_second"),
         py::arg("sync_ps_bytes_per_second"), py::arg("duplex"),
@@ -169,6 +171,8 @@ void RegisterGroupClusterBindings(py::module_& m) {
 Args:
   compute_seconds: Of a trainer, its steps and the time now: how long a thread
     computes by itself.
+  factor: Of the same: by which all that the trainer does in the step is
+    multiplied; or None.
   stages: Of a step, lists of (device, amount, bytes to it, bytes back, reads,
     updates).
   problem: What is learned, or None.

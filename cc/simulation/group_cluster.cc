@@ -11,7 +11,9 @@
 namespace recsync {
 
 GroupCluster::GroupCluster(GroupClusterOptions options)
-    : options_(std::move(options)) {}
+    : options_(std::move(options)),
+      timeless_(options_.groups * options_.trainers * options_.threads,
+                options_.steps) {}
 
 Result GroupCluster::Check() const {
   constexpr int64_t kMost = int64_t{1} << 14;  // of each; and in all 64 times
@@ -166,13 +168,15 @@ Result GroupCluster::Run() {
   if (std::isfinite(options_.seconds)) {
     events_.At(options_.seconds, [this] { Stop(); });
   }
-  while (!has_stopped_ && !synchronizer_->is_endless() && events_.RunNext()) {
+  while (!has_stopped_ && !synchronizer_->is_endless() &&
+         !timeless_.are_endless() && events_.RunNext()) {
   }
   if (synchronizer_->is_endless()) {
     return Result::Error(
         "synchronizations in the background must take time: by an interval, a "
         "latency, or bytes and a bandwidth");
   }
+  if (timeless_.are_endless()) return timeless_.Error(options_.seconds);
   return Result::Ok();
 }
 
@@ -181,7 +185,7 @@ GroupCluster::Busy GroupCluster::busy() const {
   for (size_t i = 0; i < devices_.size(); ++i) {
     auto& kind =
         static_cast<int64_t>(i) < trainers() ? busy.trainers : busy.servers;
-    kind.push_back(devices_[i].Reserved().seconds.count());
+    kind.push_back(devices_[i].Busy(events_.now()));
   }
   return busy;
 }
@@ -206,9 +210,13 @@ void GroupCluster::Compute(int64_t thread) {
     own.versions[shard] = versions_[own.group * shards() + shard];
   }
   if (options_.servers == 0) Read(thread, 0);
-  const double seconds = options_.compute_seconds(
-      own.trainer, begun_[own.trainer]++, events_.now());
-  events_.After(seconds, [this, thread] { Stage(thread, 0); });
+  const int64_t step = begun_[own.trainer]++;
+  if (options_.factor) {
+    own.factor = options_.factor(own.trainer, step, events_.now());
+  }
+  const double seconds =
+      options_.compute_seconds(own.trainer, step, events_.now());
+  events_.After(own.factor * seconds, [this, thread] { Stage(thread, 0); });
 }
 
 void GroupCluster::Stage(int64_t thread, size_t number) {
@@ -230,7 +238,7 @@ void GroupCluster::Use(int64_t thread, const GroupWork& work,
   const Thread& own = threads_[thread];
   if (work.device == GroupWork::kTrainer) {
     const double done =
-        devices_[own.trainer].Reserve(work.amount, events_.now());
+        devices_[own.trainer].Reserve(work.amount, events_.now(), own.factor);
     events_.At(done, std::move(then));
     return;
   }
@@ -255,6 +263,7 @@ void GroupCluster::Finish(int64_t thread) {
   ++steps_[own.trainer];
   ++done_;
   seconds_ = events_.now();
+  timeless_.Add(seconds_);
   synchronizer_->Done(thread, [this, thread] { Begin(thread); });
 }
 

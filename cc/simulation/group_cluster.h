@@ -39,6 +39,7 @@
 #include "cc/simulation/copy_synchronizer.h"
 #include "cc/simulation/event_queue.h"
 #include "cc/simulation/logistic_problem.h"
+#include "cc/simulation/steps_in_no_time.h"
 #include "cc/simulation/virtual_link.h"
 #include "cc/simulation/virtual_network.h"
 
@@ -73,6 +74,10 @@ struct GroupClusterOptions {
   // that its threads have done, and the time now.
   std::function<double(int64_t trainer, int64_t step, double now)>
       compute_seconds;
+  // By which all that a trainer does in a step is multiplied, what a thread
+  // computes by itself and the work on the trainer; likewise, at least 0 and
+  // finite. None: 1.
+  std::function<double(int64_t trainer, int64_t step, double now)> factor;
   std::vector<std::vector<GroupWork>> stages;
   // What trainers and servers compute; positive.
   double trainer_per_second = std::numeric_limits<double>::infinity();
@@ -122,7 +127,8 @@ class GroupCluster {
   GroupCluster(const GroupCluster&) = delete;
   GroupCluster& operator=(const GroupCluster&) = delete;
 
-  // Runs all of it, once. An error is one of the options.
+  // Runs all of it, once. An error is one of the options, or steps or
+  // synchronizations that would have no end, as they take no time.
   Result Run();
 
   // When the last step ended, or everything stopped.
@@ -149,6 +155,7 @@ class GroupCluster {
     int64_t group;
     int64_t trainer;              // of all
     int64_t step = 0;             // that it has done
+    double factor = 1.0;          // of this step
     std::vector<float> snapshot;  // what it trains on
     std::vector<float> gradient;
     bool has_gradient = false;
@@ -182,6 +189,7 @@ class GroupCluster {
   std::vector<std::vector<float>> copies_;
   std::unique_ptr<CopySynchronizer> synchronizer_;
   std::vector<Thread> threads_;
+  StepsInNoTime timeless_;
   std::vector<int64_t> steps_;
   std::vector<int64_t> begun_;  // steps, by trainer
   std::vector<int64_t> versions_;

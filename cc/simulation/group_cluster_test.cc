@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cc/engine/staleness_counters.h"
+#include "cc/simulation/steps_in_no_time.h"
 
 namespace recsync {
 namespace {
@@ -74,6 +75,34 @@ TEST(GroupClusterTest, TheBackgroundTakesNoTimeOfTraining) {
   options.sync.interval = 0.050;
   cluster = HasRun(options);
   EXPECT_EQ(cluster->synchronizer().syncs(), (std::vector<int64_t>(3, 20)));
+}
+
+TEST(GroupClusterTest, AFactorMultipliesAllThatATrainerDoes) {
+  GroupClusterOptions options = Trainers(2, 1, 20, Algorithm::kNone);
+  options.trainer_per_second = 1e9;
+  options.stages = {{GroupWork{GroupWork::kTrainer, 30'000'000}}};
+  // The second one is three times as slow, from its second step on.
+  options.factor = [](int64_t trainer, int64_t step, double) {
+    return trainer == 1 && step > 0 ? 3.0 : 1.0;
+  };
+  options.steps = StepsInNoTime::kNoEnd;
+  options.seconds = 1.01;
+  // 40 ms a step, or 120 ms.
+  EXPECT_EQ(HasRun(options)->steps(), (std::vector<int64_t>{25, 9}));
+}
+
+TEST(GroupClusterTest, StepsThatTakeNoTimeEndByTheirNumberOnly) {
+  GroupClusterOptions options = Trainers(2, 2, 100'000, Algorithm::kNone);
+  options.compute_seconds = [](int64_t, int64_t, double now) {
+    return now < 2.5 * kCompute ? kCompute : 0.0;
+  };
+  EXPECT_NEAR(HasRun(options)->seconds(), 3 * kCompute, 1e-9);
+  options.steps = StepsInNoTime::kNoEnd;
+  options.seconds = 5.0;
+  GroupCluster cluster(options);
+  const std::string error = cluster.Run().error();
+  EXPECT_NE(error.find("seconds=5 would never come"), std::string::npos);
+  EXPECT_NE(error.find("from second 0.03"), std::string::npos) << error;
 }
 
 TEST(GroupClusterTest, InTheForegroundAThreadWaitsForItsOwnOnly) {

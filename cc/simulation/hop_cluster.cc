@@ -14,7 +14,8 @@ HopCluster::HopCluster(HopClusterOptions options)
       n_(options_.workers.size()),
       network_(options_.bytes_per_second, options_.duplex, options_.latency,
                &events_),
-      members_(n_) {
+      members_(n_),
+      timeless_(n_, options_.steps) {
   for (int64_t i = 0; i < n_; ++i) {
     HopOptions own = options_.workers[i];
     own.now = [this] { return Microseconds(); };
@@ -107,10 +108,11 @@ Result HopCluster::Run() {
       if (there_ > 0) Stop();
     });
   }
-  while (!has_stopped_ && events_.RunNext()) {
+  while (!has_stopped_ && !timeless_.are_endless() && events_.RunNext()) {
   }
   for (int64_t i = 0; i < n_; ++i) KeepEvents(i);
   if (!error_.empty()) return Result::Error(error_);
+  if (timeless_.are_endless()) return timeless_.Error(options_.seconds);
   if (!has_stopped_ && there_ > 0) return Result::Error(Standstill());
   return Result::Ok();
 }
@@ -230,6 +232,7 @@ void HopCluster::Finish(int64_t i) {
   ++steps_[i];
   ++done_;
   seconds_ = events_.now();
+  timeless_.Add(seconds_);
   KeepEvents(i);
   Begin(i);
 }

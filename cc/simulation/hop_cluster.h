@@ -41,6 +41,7 @@
 #include "cc/engine/result.h"
 #include "cc/simulation/event_queue.h"
 #include "cc/simulation/logistic_problem.h"
+#include "cc/simulation/steps_in_no_time.h"
 #include "cc/simulation/virtual_network.h"
 
 namespace recsync {
@@ -103,9 +104,9 @@ class HopCluster {
   HopCluster(const HopCluster&) = delete;
   HopCluster& operator=(const HopCluster&) = delete;
 
-  // Runs all of it, once. An error is one of the options, or of the protocol:
-  // an invariant that does not hold, or workers that wait for each other for
-  // good.
+  // Runs all of it, once. An error is one of the options, such as steps that
+  // take no time and would have no end, or of the protocol: an invariant that
+  // does not hold, or workers that wait for each other for good.
   Result Run();
 
   // What has become of it.
@@ -184,6 +185,7 @@ class HopCluster {
   EventQueue events_;
   VirtualNetwork network_;
   std::vector<Member> members_;
+  StepsInNoTime timeless_;
   std::vector<int64_t> steps_;
   std::vector<std::vector<int64_t>> largest_gaps_;
   std::vector<Event> kept_events_;

@@ -22,6 +22,11 @@ Link::Time TimeOf(double seconds) {
       std::chrono::duration<double>(std::min(seconds, kMostSeconds))));
 }
 
+// For how long something was passing a link.
+double BusySeconds(const Link& link, double now) {
+  return link.Busy(TimeOf(now)).count();
+}
+
 double SecondsOf(Link::Time time) {
   return std::chrono::duration<double>(time.time_since_epoch()).count();
 }
@@ -115,12 +120,20 @@ ServerSimulation::Processor::Processor(int threads) {
   for (int i = 0; i < threads; ++i) free_at_.push(0.0);
 }
 
+double ServerSimulation::Processor::Busy(double now) const {
+  double left = 0.0;
+  for (auto free_at = free_at_; !free_at.empty(); free_at.pop()) {
+    left += std::max(free_at.top() - now, 0.0);
+  }
+  return std::max(reserved_ - left, 0.0);
+}
+
 double ServerSimulation::Processor::Reserve(double seconds, double now) {
   if (seconds <= 0.0 && free_at_.top() <= now) return now;
   const double done = std::max(free_at_.top(), now) + seconds;
   free_at_.pop();
   free_at_.push(done);
-  busy_ += seconds;
+  reserved_ += seconds;
   return done;
 }
 
@@ -472,22 +485,22 @@ void ServerSimulation::Flush() {
 
 ServerSimulationState ServerSimulation::Now() const {
   ServerSimulationState state;
-  state.seconds = events_.now();
+  const double now = state.seconds = events_.now();
   state.steps = done_;
   for (const Worker& worker : workers_) state.workers.push_back(worker.times);
   for (const std::unique_ptr<Server>& server : servers_) {
     state.staleness.push_back(server->staleness);
     if (server->buffer) state.buffers.push_back(server->buffer->state());
-    state.processor.push_back(server->processor.busy());
-    state.server_in.push_back(server->in.Reserved().seconds.count());
-    state.server_out.push_back(server->out.Reserved().seconds.count());
+    state.processor.push_back(server->processor.Busy(now));
+    state.server_in.push_back(BusySeconds(server->in, now));
+    state.server_out.push_back(BusySeconds(server->out, now));
   }
   for (int s = 0; learner_ != nullptr && s < options_.servers; ++s) {
     state.rows_staleness.push_back(learner_->RowsStaleness(s));
   }
   for (const Machine& machine : machines_) {
-    state.worker_in.push_back(machine.in.Reserved().seconds.count());
-    state.worker_out.push_back(machine.out.Reserved().seconds.count());
+    state.worker_in.push_back(BusySeconds(machine.in, now));
+    state.worker_out.push_back(BusySeconds(machine.out, now));
   }
   if (tokens_) state.tokens = tokens_->GetState().counts;
   return state;

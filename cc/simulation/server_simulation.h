@@ -186,12 +186,13 @@ class ServerSimulation {
     explicit Processor(int threads);
     // When what comes now and takes so long is done.
     double Reserve(double seconds, double now);
-    double busy() const { return busy_; }
+    // For how long its threads were busy until now, together.
+    double Busy(double now) const;
 
    private:
     std::priority_queue<double, std::vector<double>, std::greater<double>>
         free_at_;
-    double busy_ = 0.0;
+    double reserved_ = 0.0;  // seconds, of which some are yet to come
   };
 
   struct Server {

@@ -21,23 +21,30 @@ class VirtualLink {
   explicit VirtualLink(double per_second) : per_second_(per_second) {}
 
   // Reserves the link for a message that is there at `now`, at least 0; returns
-  // when its last byte has passed.
-  double Reserve(int64_t amount, double now) {
-    // What comes after more than a century comes then: the clock has an end.
-    const Seconds since_begin(std::min(now, kLatest));
-    const Link::Time time(
-        std::chrono::duration_cast<Link::Time::duration>(since_begin));
-    const Link::Time passed = link_.Reserve(amount, per_second_, time);
+  // when its last byte has passed. That takes `factor` times as long as it else
+  // would, at least 0 and finite.
+  double Reserve(int64_t amount, double now, double factor = 1.0) {
+    const Link::Time time = TimeOf(now);
+    const Link::Time passed = link_.Reserve(amount, per_second_ / factor, time);
     // Where nothing is to wait for, not even the rounding of the link's time.
     if (passed == time) return now;
     return Seconds(passed.time_since_epoch()).count();
   }
 
-  Link::Total Reserved() const { return link_.Reserved(); }
+  // For how many seconds something was passing until `now`, when the last
+  // reservation, if any, has been made.
+  double Busy(double now) const { return link_.Busy(TimeOf(now)).count(); }
 
  private:
   using Seconds = std::chrono::duration<double>;
   static constexpr double kLatest = 4e9;
+
+  // What comes after more than a century comes then: the clock has an end.
+  static Link::Time TimeOf(double now) {
+    const Seconds since_begin(std::min(now, kLatest));
+    return Link::Time(
+        std::chrono::duration_cast<Link::Time::duration>(since_begin));
+  }
 
   const double per_second_;
   Link link_;

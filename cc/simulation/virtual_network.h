@@ -23,7 +23,8 @@ class VirtualNetwork {
   // The bytes that a message has at most.
   static constexpr int64_t kMostBytes = int64_t{1} << 40;
 
-  // What has passed a machine's network card, and how long that took in all.
+  // What messages a machine has sent and received, and for how long they were
+  // passing its network card by now.
   struct Traffic {
     int64_t sent = 0;  // bytes
     int64_t received = 0;
@@ -71,8 +72,8 @@ class VirtualNetwork {
   std::vector<Traffic> traffic() const {
     std::vector<Traffic> traffic;
     for (const Machine& machine : machines_) {
-      const double seconds = machine.first.Reserved().seconds.count() +
-                             machine.second.Reserved().seconds.count();
+      const double seconds = machine.first.Busy(events_->now()) +
+                             machine.second.Busy(events_->now());
       traffic.push_back({machine.sent, machine.received, seconds});
     }
     return traffic;

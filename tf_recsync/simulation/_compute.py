@@ -13,17 +13,78 @@ from tf_recsync.simulation._settings import check_number
 from tf_recsync.testing.slowdown import Slowdown
 
 
-class ComputeTime:
-    """Gives the seconds that a worker computes in a step.
+class StepFactor:
+    """Gives by how many times as long a worker computes in a step.
 
-    They are a base time, times the factor of a slowdown, times a lognormal factor of mean 1.
+    That is the factor of a slowdown, times a lognormal factor of mean 1.
 
     Args:
-        seconds: the base time, at least 0: a number, or one for each worker.
         workers: how many workers there are, an int of at least 1.
         slowdown: of `recsync.testing`; None (the default) for none.
         noise: sigma of the lognormal factor, at least 0; default 0.
         seed: of that, an int of 64 bits. Defaults to 0.
+
+    Raises:
+        ValueError: if an argument is wrong; or by a call, if the slowdown gives what is no factor.
+    """
+
+    def __init__(
+        self, workers: int, slowdown: Slowdown | None = None, noise: float = 0.0, seed: int = 0
+    ):
+        check_at_least("workers", workers, 1)
+        check_number("noise", noise)
+        check_seed(seed)
+        self._noise = float(noise)
+        self._random = [np.random.default_rng([seed, worker]) for worker in range(workers)]
+        self._factors = None if slowdown is None else Factors(slowdown, workers, 1 << 10)
+        self._blocks: dict[int, np.ndarray] = {}
+        self._block_steps = 0
+
+    def __call__(self, worker: int, step: int, now: float) -> float:
+        """The factor of a worker's step.
+
+        Args:
+            worker: its index.
+            step: the steps that it has done.
+            now: the seconds since training began.
+        """
+        factor = 1.0
+        if self._factors is not None:
+            factor = self._of_slowdown(worker, step, now)
+            if not 0 <= factor < math.inf:
+                raise ValueError(
+                    f"a slowdown's factor must be finite and at least 0, not {factor} of worker "
+                    f"{worker} in step {step}"
+                )
+        if self._noise:
+            # A step is asked for once, so that the same seed gives the same times.
+            normal = self._random[worker].standard_normal()
+            factor *= math.exp(self._noise * normal - 0.5 * self._noise**2)
+        return factor
+
+    def _of_slowdown(self, worker: int, step: int, now: float) -> float:
+        if self._factors.depend_on_time:
+            return self._factors.one(worker, step, now)
+        if not self._block_steps:
+            self._blocks[0] = self._factors.block(0)
+            self._block_steps = self._blocks[0].shape[1]
+        block, within = divmod(step, self._block_steps)
+        if block not in self._blocks:
+            self._blocks[block] = self._factors.block(block * self._block_steps)
+        return float(self._blocks[block][worker, within])
+
+
+class ComputeTime:
+    """Gives the seconds that a worker computes in a step.
+
+    They are a base time, times a `StepFactor`.
+
+    Args:
+        seconds: the base time, at least 0: a number, or one for each worker.
+        workers: as of `StepFactor`, as are the three that follow.
+        slowdown: see there.
+        noise: see there.
+        seed: see there.
         argument: the name of the argument that has `seconds`; default "compute_seconds".
 
     Raises:
@@ -57,13 +118,7 @@ class ComputeTime:
             name = f"{argument}[{worker}]" if each else argument
             check_number(name, float(value) if isinstance(value, np.number) else value)
         self._base = [float(value) for value in given]
-        check_number("noise", noise)
-        check_seed(seed)
-        self._noise = float(noise)
-        self._random = [np.random.default_rng([seed, worker]) for worker in range(workers)]
-        self._factors = None if slowdown is None else Factors(slowdown, workers, 1 << 10)
-        self._blocks: dict[int, np.ndarray] = {}
-        self._block_steps = 0
+        self._factor = StepFactor(workers, slowdown, noise, seed)
 
     def __call__(self, worker: int, step: int, now: float) -> float:
         """The seconds of a worker's step.
@@ -73,22 +128,4 @@ class ComputeTime:
             step: the steps that it has done.
             now: the seconds since training began.
         """
-        seconds = self._base[worker]
-        if self._factors is not None:
-            seconds *= self._factor(worker, step, now)
-        if self._noise:
-            # A step is asked for once, so that the same seed gives the same times.
-            normal = self._random[worker].standard_normal()
-            seconds *= math.exp(self._noise * normal - 0.5 * self._noise**2)
-        return seconds
-
-    def _factor(self, worker: int, step: int, now: float) -> float:
-        if self._factors.depend_on_time:
-            return self._factors.one(worker, step, now)
-        if not self._block_steps:
-            self._blocks[0] = self._factors.block(0)
-            self._block_steps = self._blocks[0].shape[1]
-        block, within = divmod(step, self._block_steps)
-        if block not in self._blocks:
-            self._blocks[block] = self._factors.block(block * self._block_steps)
-        return float(self._blocks[block][worker, within])
+        return self._base[worker] * self._factor(worker, step, now)

@@ -27,7 +27,7 @@ from tf_recsync.simulation._learning import (
     table,
 )
 from tf_recsync.simulation._pictures import draw_numbers, draw_shares, draw_staleness
-from tf_recsync.simulation._result import in_short
+from tf_recsync.simulation._result import as_json, in_short
 from tf_recsync.simulation._settings import check_number
 from tf_recsync.synchronization.shadow_algorithms import BMUF, EASGD, Algorithm, ModelAveraging
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
@@ -93,23 +93,23 @@ class GroupResult:
     def as_dict(self) -> dict[str, Any]:
         """The figures, as JSON has them: numbers, texts, lists and dicts of these.
 
-        Lists are as the attributes have them.
+        Lists are as the attributes have them, and None stands for what is not finite.
         """
-        gap = self.average_sync_gap
-        return {
+        found = {
             "simulated": True,
             "seconds": self.seconds,
             "steps": list(self.steps),
             "steps_per_second": self.steps_per_second,
             "examples_per_second": self.examples_per_second,
             "syncs": list(self.sync_report.syncs),
-            "average_sync_gap": gap if math.isfinite(gap) else None,
+            "average_sync_gap": self.average_sync_gap,
             "staleness": in_short(self.staleness.dense),
             "trainers_busy": list(self.trainers_busy),
             "servers_busy": list(self.servers_busy),
             "links": [dataclasses.asdict(link) for link in self.links],
             "losses": [dataclasses.asdict(look) for look in self.losses],
         }
+        return as_json(found)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws steps, synchronizations and staleness, and what else there is.
@@ -167,6 +167,7 @@ def simulate_groups(
     algorithm: Algorithm | None,
     mode: str | Shadow | Foreground,
     compute: Callable[[int, int, float], float],
+    factor: Callable[[int, int, float], float] | None,
     *,
     groups: int,
     trainers_per_group: int,
@@ -193,6 +194,7 @@ def simulate_groups(
         algorithm,
         mode,
         compute,
+        factor=factor,
         groups=groups,
         trainers=trainers_per_group,
         threads=threads,
@@ -224,6 +226,7 @@ def run_groups(
     mode: str | Shadow | Foreground,
     compute: Callable[[int, int, float], float],
     *,
+    factor: Callable[[int, int, float], float] | None = None,
     sync_ps: int | None,
     parameter_bytes: int,
     limits_given: tuple[int | None, float | None],
@@ -245,6 +248,7 @@ def run_groups(
     synchronization = _synchronization(algorithm, mode)
     return _engine.run_group_cluster(
         compute_seconds=compute,
+        factor=factor,
         sync_ps=_checked_sync_ps(sync_ps, algorithm),
         **synchronization,
         bytes=parameter_bytes,
@@ -317,7 +321,7 @@ def _result(
     seconds = told["seconds"]
 
     def shares(busy: Sequence[float]) -> tuple[float, ...]:
-        # What is reserved beyond the end would be done after it.
+        # A sum of many times may be more than their end, by what is rounded.
         return tuple(min(one / seconds, 1.0) if seconds else 0.0 for one in busy)
 
     return GroupResult(

@@ -110,6 +110,7 @@ def simulate_hierarchical(
     trainer_flops: float,
     ps_flops: float,
     compute: Callable[[int, int, float], float] | None = None,
+    factor: Callable[[int, int, float], float] | None = None,
     sync_ps: int | None = None,
     parameter_bytes: int,
     steps: int | None = None,
@@ -141,6 +142,8 @@ def simulate_hierarchical(
         compute: gives seconds that a step takes before, by itself, as lookups of tables: of the
             trainer's index, the steps that its nets have begun, and the seconds since training
             began. None (the default): none.
+        factor: gives by which that time, and what a step has the trainer do, is multiplied, at
+            least 0 and finite; of the same. None (the default): 1.
         sync_ps: how many sync PSs there are; None (the default): 1 with EASGD, else 0.
         parameter_bytes: of a group's copy, at least 0.
         steps: of all nets together, at least 1; None (the default): without end.
@@ -186,6 +189,7 @@ def simulate_hierarchical(
         algorithm,
         mode,
         (lambda trainer, begun, now: 0.0) if compute is None else compute,
+        factor,
         groups=groups,
         trainers_per_group=trainers_per_group,
         threads=nets_per_trainer,

@@ -28,6 +28,7 @@ from tf_recsync.simulation._learning import (
     table,
 )
 from tf_recsync.simulation._pictures import FIRST, SECOND, draw_numbers
+from tf_recsync.simulation._result import as_json
 from tf_recsync.simulation._settings import check_number
 from tf_recsync.synchronization.events import Event, write_trace
 from tf_recsync.synchronization.hop_protocol import Protocol
@@ -100,10 +101,10 @@ class HopResult:
     def as_dict(self) -> dict[str, Any]:
         """The figures, as JSON has them: numbers, texts, lists and dicts of these.
 
-        Lists are by worker; events are left out.
+        Lists are by worker; events are left out. None stands for what is not finite.
         """
         reports = self.hop_report
-        return {
+        found = {
             "simulated": True,
             "topology": self.protocol.topology.name,
             "seconds": self.seconds,
@@ -115,10 +116,11 @@ class HopResult:
             "waited_for_tokens": [report.waited_for_tokens for report in reports],
             "iterations_skipped": [report.iterations_skipped for report in reports],
             "largest_gaps": self.largest_gaps.tolist(),
-            "bounds": [[b if math.isfinite(b) else None for b in row] for row in self.bounds],
+            "bounds": self.bounds.tolist(),
             "links": [dataclasses.asdict(link) for link in self.links],
             "losses": [dataclasses.asdict(look) for look in self.losses],
         }
+        return as_json(found)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws steps, waits and iteration gaps by worker, and the loss if one was learned.

@@ -122,7 +122,7 @@ class LinkUse:
     Attributes:
         sent_bytes: to other machines.
         received_bytes: from other machines.
-        seconds: how long all of that took, in both directions together.
+        seconds: for how long that was passing it, in both directions together.
     """
 
     sent_bytes: int

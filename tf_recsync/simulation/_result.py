@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -120,7 +121,10 @@ class Result:
     evaluations: tuple[Evaluation, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures in short, as JSON has them: numbers, texts, lists and dicts of these."""
+        """The figures in short, as JSON has them: numbers, texts, lists and dicts of these.
+
+        None stands for what is not finite.
+        """
         found: dict[str, Any] = {
             "simulated": True,
             "mode": self.mode,
@@ -144,7 +148,7 @@ class Result:
             found["rows_staleness"] = in_short(self.staleness.rows)
             found["auc"], found["bayes_auc"] = self.auc, self.bayes_auc
             found["evaluations"] = [dataclasses.asdict(one) for one in self.evaluations]
-        return found
+        return as_json(found)
 
     def __str__(self) -> str:
         """A table of the figures."""
@@ -215,6 +219,15 @@ class Result:
             fontsize=10,
         )
         figure.savefig(path, dpi=120)
+
+
+def as_json(value: Any) -> Any:
+    """The same with None for numbers that are not finite, which JSON does not know."""
+    if isinstance(value, dict):
+        return {name: as_json(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def in_short(statistics: staleness.Statistics) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from tf_recsync._checks import check_at_least
-from tf_recsync.simulation._compute import ComputeTime
+from tf_recsync.simulation._compute import ComputeTime, StepFactor
 from tf_recsync.simulation._groups import GroupResult
 from tf_recsync.simulation._hierarchical import GroupStep, simulate_hierarchical
 from tf_recsync.simulation._hop import HopResult, simulate_hop
@@ -86,7 +86,8 @@ def run_hop(
         What it came to.
 
     Raises:
-        ValueError: if an argument is wrong.
+        ValueError: if an argument is wrong; or if steps take no time, and only `seconds` is given,
+            so that there would be no end of them.
 
     Example:
         A worker that is three times as slow holds up a ring of four:
@@ -168,8 +169,9 @@ def run_shadow_sync(
         sync_ps: how many sync PSs there are; None (the default): 1 with EASGD, else 0.
         memory_seconds: of a step after it has computed, in which the trainer's memory serves only
             its thread, at least 0, the default.
-        slowdown: as of `run_hop`, as is `noise`.
-        noise: see there.
+        slowdown: of `recsync.testing`, by which compute and memory times are multiplied; None
+            (the default) for none.
+        noise: as of `run_hop`, of the same.
         network: None (the default) for one without limits. A trainer has a machine of its own;
             `server_bandwidth` is that of a sync PS's links.
         batch_size: the examples of a step, for examples per second; None (the default): the
@@ -183,7 +185,8 @@ def run_shadow_sync(
 
     Raises:
         ValueError: if an argument is wrong; or if synchronizations in the background would take
-            no time at all, so that there would be no end of them.
+            no time at all, or steps where only `seconds` is given, so that there would be no end
+            of them.
 
     Example:
 
@@ -203,9 +206,10 @@ def run_shadow_sync(
     return simulate_shadow(
         algorithm,
         mode,
-        ComputeTime(compute_seconds, trainers, slowdown, noise, seed),
+        ComputeTime(compute_seconds, trainers),
         trainers=trainers,
         threads_per_trainer=threads_per_trainer,
+        factor=StepFactor(trainers, slowdown, noise, seed),
         sync_ps=sync_ps,
         parameter_bytes=parameter_bytes,
         steps=steps,
@@ -268,8 +272,9 @@ def run_hierarchical(
         sync_ps: how many sync PSs there are; None (the default): 1 with EASGD, else 0.
         lookup_seconds: that a step takes before all else, as for lookups of tables: a number, or
             one for each trainer; default 0.
-        slowdown: by which that time is multiplied, as of `run_hop`, as is `noise`.
-        noise: see there.
+        slowdown: of `recsync.testing`, by which that time and what a step has its trainer do are
+            multiplied; group PSs do not get slower. None (the default) for none.
+        noise: as of `run_hop`, of the same.
         network: None (the default) for one without limits. A trainer has a machine of its own;
             `server_bandwidth` is that of the links of group PSs and sync PSs.
         batch_size: the examples of a step, for examples per second; None (the default): the
@@ -283,7 +288,8 @@ def run_hierarchical(
 
     Raises:
         ValueError: if an argument is wrong; or if synchronizations in the background would take
-            no time at all, so that there would be no end of them.
+            no time at all, or steps where only `seconds` is given, so that there would be no end
+            of them.
 
     Example:
         Half a second for each step, in two groups of one trainer:
@@ -315,9 +321,8 @@ def run_hierarchical(
         nets_per_trainer=nets_per_trainer,
         trainer_flops=trainer_flops,
         ps_flops=ps_flops,
-        compute=ComputeTime(
-            lookup_seconds, trainers, slowdown, noise, seed, argument="lookup_seconds"
-        ),
+        compute=ComputeTime(lookup_seconds, trainers, argument="lookup_seconds"),
+        factor=StepFactor(trainers, slowdown, noise, seed),
         sync_ps=sync_ps,
         parameter_bytes=parameter_bytes,
         steps=steps,

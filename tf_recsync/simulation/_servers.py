@@ -203,7 +203,8 @@ def _utilization(before: dict[str, Any], after: dict[str, Any], threads: int) ->
 
     def share(name: str, of: int = 1) -> np.ndarray:
         busy = after[name] - before[name]
-        return busy / (seconds * of) if seconds else np.zeros_like(busy)
+        # Links have whole nanoseconds.
+        return np.minimum(busy / (seconds * of), 1.0) if seconds else np.zeros_like(busy)
 
     return Utilization(
         processors=share("processor", threads),

@@ -21,6 +21,7 @@ def simulate_shadow(
     *,
     trainers: int,
     threads_per_trainer: int = 1,
+    factor: Callable[[int, int, float], float] | None = None,
     sync_ps: int | None = None,
     parameter_bytes: int,
     steps: int | None = None,
@@ -48,6 +49,8 @@ def simulate_shadow(
             steps that its threads have begun, and the seconds since training began.
         trainers: how many there are, at least 1.
         threads_per_trainer: at least 1, the default.
+        factor: gives by which what a step takes of its trainer, computing and memory, is
+            multiplied, at least 0 and finite; of the same. None (the default): 1.
         sync_ps: how many sync PSs there are; None (the default): 1 with EASGD, else 0.
         parameter_bytes: of a copy, at least 0.
         steps: of all threads together, at least 1; None (the default): without end.
@@ -96,6 +99,7 @@ def simulate_shadow(
         algorithm,
         mode,
         compute,
+        factor,
         groups=trainers,
         trainers_per_group=1,
         threads=threads_per_trainer,
