@@ -363,6 +363,34 @@ def test_wide_and_deep_parts_train_with_an_optimizer_each(jit):
     assert [int(s.versions.numpy()) for s in deep.states] == [60, 60]  # 10 epochs of 6 batches
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+def test_variables_of_tensorflow_are_trained_as_keras_trains_them(kind):
+    found = []
+    for module in (optimizers, keras.optimizers):
+        variables = [tf.Variable(np.ones(s), dtype=tf.float32, name="v") for s in ((4, 2), (3,))]
+        optimizer = getattr(module, kind)(0.1, weight_decay=0.01)
+        for step in range(3):
+            rows = tf.IndexedSlices(
+                tf.ones([1, 2]) * step, tf.constant([step]), tf.constant([4, 2])
+            )
+            optimizer.apply([rows, tf.constant([1.0, -1.0, step])], variables)
+        found.append([v.numpy() for v in variables])
+    check_same(*found)
+    # A name that says so makes a table of one.
+    table = tf.Variable(tf.ones([4, 2]), name="embeddings")
+    optimizer = optimizers.Adagrad(0.1)
+    optimizer.build([table])
+    optimizer.apply([tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([4, 2]))])
+    assert optimizer.state_of(table).versions.numpy().tolist() == [0, 1, 0, 0]
+    store = {}
+    optimizer.save_own_variables(store)
+    other = optimizers.Adagrad(0.1)
+    other.build([table])
+    other.load_own_variables(store)
+    for one, own in zip(other.variables, optimizer.variables, strict=True):
+        np.testing.assert_array_equal(one, own)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("jit", [False, True])
 def test_gradients_that_are_not_finite_are_skipped_row_by_row_and_counted(jit, dtype):

@@ -90,6 +90,25 @@ class VariableState:
         return [*own, *self.log_decays]
 
 
+class _OfTensorFlow(tf.__internal__.tracking.AutoTrackable):
+    """A variable of TensorFlow, with what the optimizers ask one of Keras for.
+
+    Args:
+        variable: the variable.
+    """
+
+    def __init__(self, variable: tf.Variable):
+        self._value = variable
+        self.path = variable.name.partition(":")[0]
+        self.shape = tuple(variable.shape)
+        self.dtype = variable.dtype.name
+
+    @property
+    def value(self) -> tf.Variable:
+        """The variable itself."""
+        return self._value
+
+
 def handles(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     """The resource handles of variables, whatever scope Keras is in."""
     return [variable._value.handle for variable in variables]
@@ -267,6 +286,9 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             check_memory(layer, tables, limit, self.slots, self.bytes_per_row_overhead)
 
     def _make_state(self, variable) -> VariableState:
+        given = variable
+        if not isinstance(variable, keras.Variable):
+            variable = _OfTensorFlow(variable)
         named = len(variable.shape) >= 1 and bool(self._tables.fullmatch(variable.path))
         is_table = named or hasattr(variable, "physical_table")
         shape = tuple(variable.shape[:1]) if is_table else ()
@@ -289,7 +311,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                 own_shape = shape if rowwise else tuple(variable.shape)
                 dtype = "float32" if is_widened else variable.dtype
                 return beside(name, own_shape, dtype, initializer)
-            return self.add_variable_from_reference(variable, name=name, initializer=initializer)
+            return self.add_variable_from_reference(given, name=name, initializer=initializer)
 
         accumulators = [accumulator(name) for name in self.accumulator_names]
         uses_last_update = self.staleness.uses_last_update
