@@ -363,6 +363,20 @@ def test_wide_and_deep_parts_train_with_an_optimizer_each(jit):
     assert [int(s.versions.numpy()) for s in deep.states] == [60, 60]  # 10 epochs of 6 batches
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_gradients_of_a_scaled_loss_are_divided_once(jit):
+    models = []
+    for factor in (None, 4.0):
+        keras.utils.set_random_seed(5)
+        model = click_model()
+        RNG.bit_generator.state = SEED
+        optimizer = optimizers.Adagrad(0.1, loss_scale_factor=factor)
+        fit(model, optimizer, clicks(), jit_compile=jit)
+        assert optimizer.loss_scale_factor == factor
+        models.append(model)
+    check_same(models[1].get_weights(), models[0].get_weights())
+
+
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
 def test_variables_of_tensorflow_are_trained_as_keras_trains_them(kind):
     found = []

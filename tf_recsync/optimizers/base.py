@@ -441,7 +441,9 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                 _warn_of_forgotten_scope(
                     self.name, trainable_variables or self._trainable_variables
                 )
-            super().apply(grads, trainable_variables)
+            variables = trainable_variables or self._trainable_variables
+            with self._unscaled(grads, variables) as unscaled:
+                super().apply(unscaled, trainable_variables)
             return
         if push.is_dry:
             return
@@ -449,6 +451,24 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             variables = trainable_variables or self._trainable_variables
             grads = push.for_clipping(grads, variables)
         super().apply(grads, trainable_variables)
+
+    @contextlib.contextmanager
+    def _unscaled(self, grads, variables):
+        """Gives gradients that are divided by `loss_scale_factor`; Keras can't divide a table's."""
+        scale = self.loss_scale_factor
+        if scale is None:
+            yield grads
+            return
+        self.loss_scale_factor = None  # Or Keras would divide them again.
+        try:
+            yield [
+                g
+                if g is None or self._overwrite_variable_with_gradient(v)
+                else keras.ops.divide(g, scale)
+                for g, v in zip(grads, variables, strict=True)
+            ]
+        finally:
+            self.loss_scale_factor = scale
 
     @property
     def iterations(self):
