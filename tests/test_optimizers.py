@@ -364,6 +364,52 @@ def test_wide_and_deep_parts_train_with_an_optimizer_each(jit):
 
 
 @pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("clip", [{"clipnorm": 0.5}, {"clipvalue": 0.5}, {"global_clipnorm": 0.5}])
+def test_gradients_that_are_skipped_take_no_part_in_clipping(clip, jit):
+    """As the same step without them."""
+
+    def values(rows, slopes):
+        table = keras.Variable(np.ones((4, 2)), name="embeddings")
+        dense = [keras.Variable(np.ones(2), name=f"kernel_{i}") for i in range(len(slopes))]
+        optimizer = optimizers.SGD(0.1, nonfinite="skip", **clip)
+        optimizer.build([table, *dense])
+        ids, shape = tf.constant(list(rows)), tf.constant([4, 2])
+        gradient = tf.IndexedSlices(tf.constant(list(rows.values()), tf.float32), ids, shape)
+        step = tf.function(
+            lambda: optimizer.apply([gradient, *map(tf.constant, slopes)]), jit_compile=jit
+        )
+        step()
+        skipped = [s.counters.numpy()[staleness.SKIPPED] for s in optimizer.states]
+        return [v.numpy() for v in (table, *dense)], skipped
+
+    fine = {0: [3.0, -1.0], 2: [0.2, 2.0]}
+    expected, _ = values(fine, [[1.0, -2.0]])
+    spoiled = {1: [np.nan, 1.0], **fine, 3: [1.0, np.inf]}
+    found, skipped = values(spoiled, [[1.0, -2.0], [np.inf, 1.0]])
+    check_same(found, [*expected, np.ones(2)])
+    assert skipped == [2, 0, 1]
+
+
+@pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm"])
+def test_clipped_gradients_that_are_not_finite_are_refused_by_their_own_names(clip):
+    variables = [keras.Variable(np.ones(2), name=name) for name in ("fine", "culprit")]
+    optimizer = optimizers.SGD(0.1, nonfinite="error", **{clip: 0.5})
+    optimizer.build(variables)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="culprit"):
+        optimizer.apply([tf.constant([9.0, 1.0]), tf.constant([np.nan, 1.0])])
+
+
+@pytest.mark.parametrize("wide", ["float64", "float32"])
+def test_a_norm_of_all_gradients_is_of_those_of_all_types(wide):
+    narrow = "float32" if wide == "float64" else "bfloat16"
+    variables = [keras.Variable(np.zeros(1), dtype=dtype) for dtype in (wide, narrow)]
+    optimizer = optimizers.SGD(1.0, global_clipnorm=1.0)
+    optimizer.apply([tf.constant([3.0], wide), tf.constant([4.0], narrow)], variables)
+    found = [float(v.numpy()[0]) for v in variables]
+    np.testing.assert_allclose(found, [-0.6, -0.8], 1e-2 if narrow == "bfloat16" else 1e-6)
+
+
+@pytest.mark.parametrize("jit", [False, True])
 def test_gradients_of_a_scaled_loss_are_divided_once(jit):
     models = []
     for factor in (None, 4.0):

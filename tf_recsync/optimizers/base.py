@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -138,7 +139,8 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             dense variable, or that row of a table, as it is and counts it
             (`tf_recsync.staleness.Statistics.skipped`); "error" refuses the
             whole push with an InvalidArgumentError that names the variable and
-            row, which ends training (not with jit_compile: XLA raises no errors).
+            row, which ends training (not with jit_compile: XLA raises no errors). But for
+            "apply", clipping takes no account of such gradients.
         seed: an int of at least 0, 0 by default, of the random numbers by which rows of
             bfloat16 tables are rounded after an update: up or down, so that on average
             nothing is lost. They depend on the table's name, the row, how often it was
@@ -514,16 +516,27 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             return grads
         # Norms and limits are those of whole rows: repeated rows come first.
         grads = [sum_repeated_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-        if self.global_clipnorm:
+        if self.nonfinite == "apply":
+            return self._clipped(grads)
+        # What is not applied is in no norm, and no limit makes an infinity a number.
+        are_finite = [_at(g, _is_finite, g) for g in grads]
+        kept = [_at(g, _where, ok, g, 0.0) for ok, g in zip(are_finite, grads, strict=True)]
+        clipped = zip(grads, are_finite, self._clipped(kept), strict=True)
+        return [_at(g, _where, ok, own, np.nan) for g, ok, own in clipped]
+
+    def _clipped(self, grads: list) -> list:
+        if not self.global_clipnorm:
+            clip = super()._clip_gradients
+            return [_at(gradient, clip, [gradient])[0] for gradient in grads]
+        dtypes = {gradient.dtype for gradient in grads}
+        if len(dtypes) == 1:
             # Keras's own would make the gradients of tables dense.
             return tf.clip_by_global_norm(grads, self.global_clipnorm)[0]
-        return [self._clip(gradient) for gradient in grads]
-
-    def _clip(self, gradient):
-        """A gradient clipped by itself, where it is."""
-        push = context.current_push()
-        with contextlib.nullcontext() if push is None else push.beside(gradient):
-            return super()._clip_gradients([gradient])[0]
+        dtype = tf.float64 if tf.float64 in dtypes else tf.float32
+        norm = tf.linalg.global_norm([_at(g, _map_values, g, _to(dtype)) for g in grads])
+        scale = tf.minimum(self.global_clipnorm / norm, 1)
+        scale += norm - norm  # As above: one that is not finite leaves no gradient so.
+        return [_at(g, _map_values, g, lambda v: v * tf.cast(scale, v.dtype)) for g in grads]
 
     def update_step(self, gradient, variable, learning_rate):
         """Applies a fresh gradient to one variable."""
@@ -768,6 +781,40 @@ def sum_repeated_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     ids, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(ids))
     return tf.IndexedSlices(values, ids, gradient.dense_shape)
+
+
+def _at(gradient, function, *args):
+    """What a function returns that is called where a gradient is."""
+    push = context.current_push()
+    with contextlib.nullcontext() if push is None else push.beside(gradient):
+        return function(*args)
+
+
+def _map_values(gradient, function):
+    """A gradient of other values."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = function(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return function(gradient)
+
+
+def _to(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
+    return lambda values: tf.cast(values, dtype)
+
+
+def _is_finite(gradient) -> tf.Tensor:
+    """Whether a gradient is finite, or for each row that it names."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.reduce_all(tf.math.is_finite(gradient))
+    axes = list(range(1, len(gradient.values.shape)))
+    return tf.reduce_all(tf.math.is_finite(gradient.values), axes, keepdims=True)
+
+
+def _where(is_finite: tf.Tensor, gradient, other: float):
+    """A gradient with another value where it is not finite."""
+    return _map_values(
+        gradient, lambda values: tf.where(is_finite, values, tf.constant(other, values.dtype))
+    )
 
 
 def parts_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
