@@ -362,10 +362,12 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         if table.log_decays is None:
             # The table's, whichever optimizer updates it.
             logs = table.log_decays = beside("log_decay", (variable.shape[0] + 2,), "float64")
+            rounding = self._rounding_of([variable])
 
             def settle() -> None:
                 with tf.device(table.device):
-                    ops.settle_decay([table.handle], [logs._value.handle])
+                    handle = logs._value.handle
+                    ops.settle_decay([table.handle], [handle], rounding=rounding)
 
             # Whoever reads or assigns the table as a whole finds all rows as they are by now.
             table.settle = settle
@@ -657,7 +659,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             "counts": rows.counts,
             **rows.inputs(),
             **log_decays_of(states),
-            "rounding": self._rounding_of(states),
+            "rounding": self._rounding_of([state.variable for state in states]),
             **self._arguments(states, pulled_versions, learning_rate, global_step, weighted),
         }
 
@@ -669,15 +671,15 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         """
         return seed_of_table(f"rounding {self.seed}", table)
 
-    def _rounding_of(self, states: Sequence[VariableState]) -> list[int]:
+    def _rounding_of(self, variables: Sequence[keras.Variable]) -> list[int]:
         """What ops on rows of these tables are told of how to round them."""
         numbers = []
-        for number, state in enumerate(states):
-            if state.variable.dtype != "bfloat16":
+        for number, variable in enumerate(variables):
+            if variable.dtype != "bfloat16":
                 continue
-            physical = getattr(state.variable, "physical_table", None)
+            physical = getattr(variable, "physical_table", None)
             if physical is None:
-                numbers += [number, 0, 0, 1, self.rounding_seed(state.variable.path)]
+                numbers += [number, 0, 0, 1, self.rounding_seed(variable.path)]
                 continue
             for piece in physical.pieces:
                 if piece.rows:
