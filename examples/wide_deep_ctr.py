@@ -61,7 +61,8 @@ def make_model(spec: recsync.data.FeatureSpec) -> keras.Model:
     model = build_wide_deep(spec, normalization=normalization, collections=not FLAGS.tf)
     optimizer = make_optimizer(FLAGS.deep_learning_rate)
     if FLAGS.linear_learning_rate != FLAGS.deep_learning_rate:
-        optimizer = keras.optimizers.MultiOptimizer(
+        module = keras if FLAGS.tf else recsync
+        optimizer = module.optimizers.MultiOptimizer(
             keras.optimizers.OptimizerMap(
                 optimizer, {WIDE_VARIABLES: make_optimizer(FLAGS.linear_learning_rate)}
             )

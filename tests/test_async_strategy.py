@@ -430,7 +430,7 @@ def test_moving_statistics_of_two_workers_approach_those_of_the_data(two):
 def test_own_train_steps_and_an_optimizer_for_each_part_train(two):
     def make():
         parts = keras.optimizers.OptimizerMap(SGD(0.3), {".*embeddings": Adagrad(0.3)})
-        return keras.optimizers.MultiOptimizer(parts)
+        return recsync.optimizers.MultiOptimizer(parts)
 
     ids, labels = soon_learned()
     for build, maker in ((OwnStep, lambda: Adagrad(0.3)), (functional, make)):

@@ -137,6 +137,16 @@ def test_the_callback_adds_that_of_each_epoch(weighted):
     assert best.best == max(expected)
 
 
+def test_the_value_of_a_model_that_has_diverged_is_nan_and_training_goes_on(caplog):
+    inputs, labels, _ = rated_by_users()
+    model = compiled()
+    model.set_weights([np.full(w.shape, np.nan) for w in model.get_weights()])
+    callback = GroupAUC(data(inputs, labels), "user")
+    history = model.fit(inputs, labels, epochs=2, verbose=0, callbacks=[callback]).history
+    assert np.isnan(history["val_gauc"]).tolist() == [True, True]
+    assert caplog.text.count("val_gauc is NaN") == 1
+
+
 def test_the_callback_names_what_it_can_not_use():
     inputs, labels, _ = rated_by_users()
     wrong = [

@@ -151,7 +151,9 @@ def test_it_is_refused_where_nobody_adds_gradients_up(clusters):
     parts = [SGD(0.1, gradient_accumulation_steps=2), SGD(0.1)]
     optimizers = keras.optimizers
     different = model_of(
-        lambda: optimizers.MultiOptimizer(optimizers.OptimizerMap(parts[0], {"top": parts[1]})),
+        lambda: recsync.optimizers.MultiOptimizer(
+            optimizers.OptimizerMap(parts[0], {"top": parts[1]})
+        ),
         recsync.AsyncStrategy(cluster),
     )
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps must be the same .*None, 2"):

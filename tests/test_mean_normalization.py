@@ -64,6 +64,24 @@ def test_an_empty_batch_leaves_the_moving_average_alone():
     np.testing.assert_array_equal(layer.moving_mean, before)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("spoiled", [np.nan, np.inf])
+def test_a_mean_that_is_not_finite_spoils_its_batch_alone(spoiled, jit):
+    layer = MeanNormalization(momentum=0.5)
+    x = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    step = tf.function(lambda x: layer(x, training=True), jit_compile=jit)
+    step(x)
+    before = layer.moving_mean.numpy()
+    y = step(np.array([[spoiled, 2.0], [3.0, 6.0]], np.float32)).numpy()
+    np.testing.assert_array_equal(np.isnan(y), [[True, False], [np.isnan(spoiled), False]])
+    # The other feature's mean is one like any other.
+    np.testing.assert_allclose(layer.moving_mean, [before[0], (before[1] + 4.0) / 2])
+    assert np.isfinite(layer(x)).all()
+    # Of a moving average that something else has spoiled nothing is made up.
+    layer.moving_mean.assign([np.nan, 1.0])
+    np.testing.assert_array_equal(np.isnan(layer(x)), [[True, False]] * 2)
+
+
 def small_model(seed=3):
     keras.utils.set_random_seed(seed)
     # With inputs around 1, the means that it divides by stay away from zero.

@@ -391,6 +391,94 @@ def test_wide_and_deep_parts_train_with_an_optimizer_each(jit):
     assert [int(s.versions.numpy()) for s in deep.states] == [60, 60]  # 10 epochs of 6 batches
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("clip", [{"clipnorm": 0.5}, {"clipvalue": 0.5}, {"global_clipnorm": 0.5}])
+def test_gradients_that_are_skipped_take_no_part_in_clipping(clip, jit):
+    """As the same step without them."""
+
+    def values(rows, slopes):
+        table = keras.Variable(np.ones((4, 2)), name="embeddings")
+        dense = [keras.Variable(np.ones(2), name=f"kernel_{i}") for i in range(len(slopes))]
+        optimizer = optimizers.SGD(0.1, nonfinite="skip", **clip)
+        optimizer.build([table, *dense])
+        ids, shape = tf.constant(list(rows)), tf.constant([4, 2])
+        gradient = tf.IndexedSlices(tf.constant(list(rows.values()), tf.float32), ids, shape)
+        step = tf.function(
+            lambda: optimizer.apply([gradient, *map(tf.constant, slopes)]), jit_compile=jit
+        )
+        step()
+        skipped = [s.counters.numpy()[staleness.SKIPPED] for s in optimizer.states]
+        return [v.numpy() for v in (table, *dense)], skipped
+
+    fine = {0: [3.0, -1.0], 2: [0.2, 2.0]}
+    expected, _ = values(fine, [[1.0, -2.0]])
+    spoiled = {1: [np.nan, 1.0], **fine, 3: [1.0, np.inf]}
+    found, skipped = values(spoiled, [[1.0, -2.0], [np.inf, 1.0]])
+    check_same(found, [*expected, np.ones(2)])
+    assert skipped == [2, 0, 1]
+
+
+@pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm"])
+def test_clipped_gradients_that_are_not_finite_are_refused_by_their_own_names(clip):
+    variables = [keras.Variable(np.ones(2), name=name) for name in ("fine", "culprit")]
+    optimizer = optimizers.SGD(0.1, nonfinite="error", **{clip: 0.5})
+    optimizer.build(variables)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="culprit"):
+        optimizer.apply([tf.constant([9.0, 1.0]), tf.constant([np.nan, 1.0])])
+
+
+@pytest.mark.parametrize("wide", ["float64", "float32"])
+def test_a_norm_of_all_gradients_is_of_those_of_all_types(wide):
+    narrow = "float32" if wide == "float64" else "bfloat16"
+    variables = [keras.Variable(np.zeros(1), dtype=dtype) for dtype in (wide, narrow)]
+    optimizer = optimizers.SGD(1.0, global_clipnorm=1.0)
+    optimizer.apply([tf.constant([3.0], wide), tf.constant([4.0], narrow)], variables)
+    found = [float(v.numpy()[0]) for v in variables]
+    np.testing.assert_allclose(found, [-0.6, -0.8], 1e-2 if narrow == "bfloat16" else 1e-6)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_gradients_of_a_scaled_loss_are_divided_once(jit):
+    models = []
+    for factor in (None, 4.0):
+        keras.utils.set_random_seed(5)
+        model = click_model()
+        RNG.bit_generator.state = SEED
+        optimizer = optimizers.Adagrad(0.1, loss_scale_factor=factor)
+        fit(model, optimizer, clicks(), jit_compile=jit)
+        assert optimizer.loss_scale_factor == factor
+        models.append(model)
+    check_same(models[1].get_weights(), models[0].get_weights())
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+def test_variables_of_tensorflow_are_trained_as_keras_trains_them(kind):
+    found = []
+    for module in (optimizers, keras.optimizers):
+        variables = [tf.Variable(np.ones(s), dtype=tf.float32, name="v") for s in ((4, 2), (3,))]
+        optimizer = getattr(module, kind)(0.1, weight_decay=0.01)
+        for step in range(3):
+            rows = tf.IndexedSlices(
+                tf.ones([1, 2]) * step, tf.constant([step]), tf.constant([4, 2])
+            )
+            optimizer.apply([rows, tf.constant([1.0, -1.0, step])], variables)
+        found.append([v.numpy() for v in variables])
+    check_same(*found)
+    # A name that says so makes a table of one.
+    table = tf.Variable(tf.ones([4, 2]), name="embeddings")
+    optimizer = optimizers.Adagrad(0.1)
+    optimizer.build([table])
+    optimizer.apply([tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([4, 2]))])
+    assert optimizer.state_of(table).versions.numpy().tolist() == [0, 1, 0, 0]
+    store = {}
+    optimizer.save_own_variables(store)
+    other = optimizers.Adagrad(0.1)
+    other.build([table])
+    other.load_own_variables(store)
+    for one, own in zip(other.variables, optimizer.variables, strict=True):
+        np.testing.assert_array_equal(one, own)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("jit", [False, True])
 def test_gradients_that_are_not_finite_are_skipped_row_by_row_and_counted(jit, dtype):

@@ -8,8 +8,10 @@ from helpers import assert_close
 
 import tf_recsync as recsync
 from tf_recsync import checkpoint
+from tf_recsync.checkpoint.restoring import restore_lost
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
 from tf_recsync.optimizers import SGD, Adagrad, Ftrl, SwapAdagrad, per_table
+from tf_recsync.optimizers.per_table import TableOptimizers
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -116,6 +118,159 @@ def test_files_carry_what_each_optimizer_keeps(strategy, tmp_path):
         "Ftrl",
         "SwapAdagrad",
     ]
+
+
+def write(model, folder, way):
+    if way == "weights":
+        model.save_weights(folder / "model.weights.h5")
+    elif way == "object":
+        tf.train.Checkpoint(model=model).write(str(folder / "object"))
+    else:
+        checkpoint.save(folder / "own", model)
+
+
+def read(model, folder, way):
+    if way == "weights":
+        model.load_weights(folder / "model.weights.h5")
+    elif way == "object":
+        status = tf.train.Checkpoint(model=model).read(str(folder / "object"))
+        # What is read before the optimizer is built is restored then.
+        status.assert_consumed() if model.optimizer.built else status.expect_partial()
+    else:
+        checkpoint.restore(folder / "own", model)
+
+
+def check_alike(models, batches=4):
+    """Models that have the same values, and whose optimizers keep the same, train alike."""
+    for one in models:
+        one.fit(dataset(batches), verbose=0, shuffle=False)
+    expected, *found = (list(values_of(one).values()) for one in models)
+    for values in found:
+        assert_close(values, expected, 1e-4)
+
+
+def built(model):
+    with model.distribute_strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def kept_of(model):
+    """What the parts of its optimizer keep, and what of that of each table."""
+    kept = {}
+    model.optimizer.save_own_variables(kept)
+    own = kept.pop("iterations")
+    assert own.shape == ()  # Nobody counts in it on servers.
+    return {name: value for name, value in kept.items() if "signature" not in name}
+
+
+def test_files_of_every_kind_are_read_where_tables_are_placed_otherwise(strategy, tmp_path):
+    local, there = model_of(), model_of(strategy)
+    local.fit(dataset(8), verbose=0, shuffle=False)
+    order = [
+        [v.physical_table.pieces[0].table for v in m.trainable_variables[:-2]]
+        for m in (local, there)
+    ]
+    assert order[0] != order[1]
+    models = [there, built(model_of(strategy)), model_of(strategy)]
+    ways = ("weights", "object", "own")
+    for model, way in zip(models, ways, strict=True):
+        write(local, tmp_path, way)
+        read(model, tmp_path, way)
+    kept = kept_of(local)
+    for other, way in zip(models, ways, strict=True):
+        (tmp_path / f"back_{way}").mkdir()
+        write(other, tmp_path / f"back_{way}", way)
+        back = model_of()
+        read(back, tmp_path / f"back_{way}", way)
+        back = kept_of(built(back))
+        assert back.keys() == kept.keys()
+        for name, expected in kept.items():
+            np.testing.assert_array_equal(back[name], expected, name)
+    check_alike([local, *models])
+    # As at first: the steps of the schedule, the periods of SWAP.
+    parts = [part for model in models for part in model.optimizer.optimizers]
+    assert {int(part.iterations.numpy()) for part in parts} == {12}
+
+
+def test_survivors_keep_what_their_optimizers_keep_when_a_server_is_restored(strategy, tmp_path):
+    model = model_of(strategy)
+    model.fit(dataset(3), verbose=0)
+    checkpoint.save(tmp_path / "own", model)
+    saved = {id(v): v.numpy() for v in model.optimizer.variables}
+    model.fit(dataset(3), verbose=0)
+    gone = [
+        v
+        for v in (*model.variables, *model.optimizer.variables)
+        if "ps/" in v._value.device and v._value.device.split("task:")[1][0] == "1"
+    ]
+    later = {id(v): v.numpy() for v in model.optimizer.variables}
+    restore_lost(str(tmp_path / "own"), model, [v._value for v in gone])
+    lost = {id(v) for v in gone}
+    seen = {True: 0, False: 0}
+    for part in model.optimizer.optimizers:
+        for state in part.states:
+            for variable in (*state.accumulators, state.versions):
+                expected = (saved if id(variable) in lost else later)[id(variable)]
+                np.testing.assert_array_equal(variable.numpy(), expected)
+                seen[id(variable) in lost] += 1
+    assert min(seen.values()) > 0
+
+
+def test_optimizers_stay_apart_that_become_equal_later(tmp_path):
+    own = {"a": lambda: Ftrl(0.2), "b": lambda: None, "c": lambda: Ftrl(0.3), "d": OWN["d"]}
+    model = model_of(own=own)
+    model.fit(dataset(3), verbose=0)
+    model.optimizer.parts["table_c"].learning_rate = 0.2
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert list(loaded.optimizer.parts) == ["default", "table_a", "table_c"]
+    check_alike([model, loaded])
+
+
+def test_what_an_optimizer_can_not_load_is_an_error(tmp_path):
+    def model(a, default=lambda: SGD(0.1)):
+        own = {**OWN, "a": a, "d": lambda: None}
+        return built(model_of(own=own, optimizer=lambda: per_table(default())))
+
+    saved = model(lambda: Adagrad(0.1))
+    for way in ("weights", "own"):
+        write(saved, tmp_path, way)
+        with pytest.raises(ValueError, match="saved with rowwise=False"):
+            read(model(lambda: Adagrad(0.1, rowwise=True)), tmp_path, way)
+        with pytest.raises(ValueError, match="has the parts default, table_a, table_c, the opt"):
+            read(model(lambda: None), tmp_path, way)
+        with pytest.raises(ValueError, match="Adagrad keeps .*, Ftrl here"):
+            read(model(lambda: Ftrl(0.1)), tmp_path, way)
+
+
+@pytest.mark.parametrize("way", ["weights", "own"])
+def test_files_of_older_versions_are_read_on_the_same_placement(tmp_path, way):
+    older = model_of(optimizer=lambda: keras.optimizers.MultiOptimizer(TableOptimizers(SGD(0.1))))
+    older.fit(dataset(3), verbose=0)
+    write(older, tmp_path, way)
+    models = [model_of(optimizer=lambda: per_table(SGD(0.1))) for _ in range(2)]
+    built(models[0])  # The other one takes them over when it is built.
+    for model in models:
+        read(model, tmp_path, way)
+    check_alike([older, *models])
+    if way == "weights":
+        other = built(model_of(own=dict.fromkeys(NAMES, lambda: None)))
+        with pytest.raises(ValueError, match="can only be loaded into the same model"):
+            read(other, tmp_path, way)
+
+
+def test_a_multi_optimizer_of_keras_is_refused_on_servers(strategy):
+    parts = keras.optimizers.OptimizerMap(SGD(0.3), {"tables/.*": Adagrad(0.3)})
+    with pytest.raises(ValueError, match=r"must be a tf_recsync.optimizers.MultiOptimizer"):
+        model = model_of(
+            strategy,
+            dict.fromkeys(NAMES, lambda: None),
+            lambda: keras.optimizers.MultiOptimizer(parts),
+        )
+        model.fit(dataset(1), verbose=0)
+    with pytest.raises(TypeError, match="optimizer_map must be a keras.optimizers.OptimizerMap"):
+        recsync.optimizers.MultiOptimizer(SGD(0.1))
 
 
 def test_a_model_that_leaves_tables_optimizers_out_is_refused():

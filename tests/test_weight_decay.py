@@ -96,6 +96,20 @@ def test_a_table_of_bfloat16_decays_by_as_much():
     np.testing.assert_allclose(tf.cast(table.value, tf.float32), 0.998**500, 0.05)
 
 
+def test_a_table_of_bfloat16_decays_by_as_much_if_it_is_settled_often():
+    table = Table(tf.bfloat16)
+    starts = np.linspace(1.0, 1.9, ROWS * WIDTH).reshape([ROWS, WIDTH])
+    table.value.assign(tf.cast(starts, tf.bfloat16))
+    for _ in range(500):
+        for _ in range(10):
+            table.decay(0.03, 0.01)
+        table.settle()
+    # On average: each is rounded at random.
+    expected = np.mean(starts) * (1 - 0.0003) ** 5000
+    np.testing.assert_allclose(np.mean(tf.cast(table.value, tf.float32)), expected, 0.05)
+    np.testing.assert_array_equal(table.gather(np.arange(ROWS)), tf.cast(table.value, tf.float32))
+
+
 def test_variables_that_decay_at_once_are_multiplied():
     dense = tf.Variable([2.0, 4.0])
     narrow = tf.Variable(tf.ones([3], tf.bfloat16))

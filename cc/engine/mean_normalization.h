@@ -3,7 +3,8 @@
 //   y = alpha x / E(x) - beta
 //
 // per feature, with E over the rows of the local mini-batch. The divisor is
-// kept away from 0 with its sign: sign(E) max(|E|, epsilon), sign(0) = +1.
+// kept away from 0 with its sign: sign(E) max(|E|, epsilon), sign(0) = +1. A
+// feature whose mean is no number has outputs and gradients that are none.
 //
 // Thread compatible: no state of its own.
 
@@ -17,7 +18,8 @@
 namespace recsync {
 
 inline float GuardedDivisor(float mean, float epsilon) {
-  if (std::fabs(mean) >= epsilon) return mean;
+  // Of what is no number as well.
+  if (!(std::fabs(mean) < epsilon)) return mean;
   return std::signbit(mean) && mean != 0.0f ? -epsilon : epsilon;
 }
 
@@ -71,7 +73,7 @@ void MeanNormalizeGrad(const T* dy, const T* x, const float* alpha,
     scale[f] = static_cast<float>(alpha[f] / divisor);
     dalpha[f] = static_cast<float>(dy_x[f] / divisor);
     dbeta[f] = static_cast<float>(-dy_sum[f]);
-    if (rows > 0 && std::fabs(mean[f]) >= epsilon) {
+    if (rows > 0 && !(std::fabs(mean[f]) < epsilon)) {
       through_mean[f] =
           static_cast<float>(-dy_x[f] * alpha[f] / (divisor * divisor) / rows);
     }

@@ -122,6 +122,10 @@ TEST(GuardedDivisorTest, IsHeldAtEpsilonWithTheSignOfTheMean) {
   EXPECT_EQ(GuardedDivisor(-tiny, 0.01f), -0.01f);
 }
 
+TEST(GuardedDivisorTest, OfWhatIsNoNumberIsNone) {
+  EXPECT_TRUE(std::isnan(GuardedDivisor(std::nanf(""), 0.01f)));
+}
+
 TEST(GuardedDivisorTest, BothZerosCountAsPositive) {
   EXPECT_EQ(GuardedDivisor(0.0f, 0.01f), 0.01f);
   EXPECT_EQ(GuardedDivisor(-0.0f, 0.01f), 0.01f);

@@ -16,17 +16,22 @@
 // time it is multiplied, and a factor close to 1 could round to no change at
 // all, again and again. So an update leaves a small decay pending until it is
 // large enough (`least`); until then it acts on that update's step as well,
-// which is off by less than `least` of itself.
+// which is off by less than `least` of itself. Whoever brings all rows up to
+// date leaves nothing pending that shows: so those of bfloat16 are rounded up
+// or down at random there, by which small decays are applied on average.
 
 #ifndef TF_RECSYNC_CC_ENGINE_ROW_DECAY_H_
 #define TF_RECSYNC_CC_ENGINE_ROW_DECAY_H_
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <vector>
 
 #include "cc/engine/bfloat16.h"
 #include "cc/engine/prefetch.h"
 #include "cc/engine/row_locks.h"
+#include "cc/engine/row_rounding.h"
 
 namespace recsync {
 
@@ -49,9 +54,8 @@ class RowDecay {
   // of a bfloat16.
   static constexpr double kLeastOfUpdate = 1.0 / (1 << 16);
   static constexpr double kLeastOfNarrowUpdate = 1.0 / (1 << 6);
-  // And those that no value shows.
+  // And those that no float shows.
   static constexpr double kLeastShown = 1.0 / (1 << 24);
-  static constexpr double kLeastShownNarrow = 1.0 / (1 << 9);
 
   // Of a table that does not decay.
   RowDecay() = default;
@@ -101,6 +105,23 @@ class RowDecay {
     logs_[row] = now;
   }
 
+  // Decays the values of a row by all that is pending, and rounds them by
+  // random numbers of the table's log-decay, of which no update has the same.
+  // `wide` has room for the row. Lock: the row's.
+  void BringUpToDate(int64_t row, const RowRounding& rounding, BFloat16* values,
+                     int64_t width, float* wide) const {
+    const double now = total();
+    if (now == logs_[row]) return;
+    const double factor = FactorUpTo(row, now);
+    for (int64_t i = 0; i < width; ++i) {
+      wide[i] = static_cast<float>(factor * static_cast<float>(values[i]));
+    }
+    int64_t bits;
+    std::memcpy(&bits, &now, sizeof(bits));
+    rounding.Round(row, bits, bits >> 32, wide, width, values);
+    logs_[row] = now;
+  }
+
   // A row has another value from now on, of which nothing is pending. Lock: the
   // row's.
   void BeginRow(int64_t row) const {
@@ -129,12 +150,23 @@ class RowDecay {
 
 // Brings rows [begin, end) of a table up to date, as far as that shows; updates
 // may go on meanwhile, under the locks that are the rows' by `values`.
-template <typename V>
-void SettleRows(const RowDecay& decay, double least, V* values, int64_t width,
-                int64_t begin, int64_t end) {
+inline void SettleRows(const RowDecay& decay, const RowRounding& /*rounding*/,
+                       float* values, int64_t width, int64_t begin,
+                       int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     RowLock lock(&RowLocks::Global().Of(values, row));
-    decay.BringUpToDate(row, least, values + row * width, width);
+    decay.BringUpToDate(row, RowDecay::kLeastShown, values + row * width,
+                        width);
+  }
+}
+inline void SettleRows(const RowDecay& decay, const RowRounding& rounding,
+                       BFloat16* values, int64_t width, int64_t begin,
+                       int64_t end) {
+  std::vector<float> wide(width);
+  for (int64_t row = begin; row < end; ++row) {
+    RowLock lock(&RowLocks::Global().Of(values, row));
+    decay.BringUpToDate(row, rounding, values + row * width, width,
+                        wide.data());
   }
 }
 

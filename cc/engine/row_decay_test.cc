@@ -29,7 +29,7 @@ struct Table {
   }
   void Settle() {
     const double total = decay.total();
-    SettleRows(decay, RowDecay::kLeastShown, values.data(), kWidth, 0, rows);
+    SettleRows(decay, RowRounding(), values.data(), kWidth, 0, rows);
     decay.Settled(total);
   }
 
@@ -110,8 +110,26 @@ TEST(RowDecayTest, SmallDecaysOfABfloat16RowAddUp) {
     decay.BringUpToDate(0, RowDecay::kLeastOfNarrowUpdate, values.data(),
                         kWidth);
   }
-  SettleRows(decay, RowDecay::kLeastShownNarrow, values.data(), kWidth, 0, 1);
+  SettleRows(decay, RowRounding(), values.data(), kWidth, 0, 1);
   EXPECT_NEAR(static_cast<float>(values[0]), std::exp(-1.0), 0.02);
+}
+
+// To the nearest, each of these would be no change at all.
+TEST(RowDecayTest, SmallDecaysOfBfloat16RowsThatAreSettledOftenAddUp) {
+  constexpr int64_t kRows = 300;
+  for (float start = 1.0f; start < 1.95f; start += 0.1f) {
+    std::vector<BFloat16> values(kRows * kWidth, ToBFloat16(start));
+    std::vector<double> logs(RowDecay::Size(kRows), 0.0);
+    const RowDecay decay(logs.data(), kRows);
+    for (int settled = 0; settled < 500; ++settled) {
+      for (int step = 0; step < 10; ++step) decay.Add(std::log1p(-3e-4));
+      SettleRows(decay, RowRounding(), values.data(), kWidth, 0, kRows);
+    }
+    double sum = 0;
+    for (const BFloat16 value : values) sum += static_cast<float>(value);
+    const double expected = start * std::exp(5000 * std::log1p(-3e-4));
+    EXPECT_NEAR(sum / (kRows * kWidth) / expected, 1.0, 0.02) << start;
+  }
 }
 
 TEST(RowDecayTest, WhatIsSettledIsUpToDateUntilTheTableDecaysAgain) {

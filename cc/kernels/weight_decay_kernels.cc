@@ -10,6 +10,7 @@
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/log_decays.h"
 #include "cc/kernels/parallel_for.h"
+#include "cc/kernels/row_roundings.h"
 #include "cc/kernels/variable_access.h"
 #include "cc/kernels/write_session.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -29,9 +30,9 @@ template <typename F>
 void WithValues(Var* variable, const F& f) {
   void* values = variable->tensor()->data();
   if (variable->tensor()->dtype() == tensorflow::DT_BFLOAT16) {
-    f(static_cast<BFloat16*>(values), RowDecay::kLeastShownNarrow);
+    f(static_cast<BFloat16*>(values));
   } else {
-    f(static_cast<float*>(values), RowDecay::kLeastShown);
+    f(static_cast<float*>(values));
   }
 }
 
@@ -66,7 +67,7 @@ class DecayWeightsOp : public OpKernel {
       const ExclusiveLocks lock({variable.get()});
       OP_REQUIRES_OK(ctx, CheckDecays(*variable));
       OP_REQUIRES_OK(ctx, MakeWritable(ctx, variable.get()));
-      WithValues(variable.get(), [&](auto* values, double) {
+      WithValues(variable.get(), [&](auto* values) {
         ParallelFor(ctx, variable->tensor()->NumElements(), /*cost=*/2,
                     [&](int64_t begin, int64_t end) {
                       Scale(1.0 - rate, end - begin, values + begin);
@@ -98,20 +99,23 @@ class DecayWeightsOp : public OpKernel {
 
 class SettleDecayOp : public OpKernel {
  public:
-  using OpKernel::OpKernel;
+  explicit SettleDecayOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ReadRoundings(ctx, &roundings_));
+  }
 
   void Compute(OpKernelContext* ctx) override {
     std::vector<VariablePtr> tables, log_decays;
     OP_REQUIRES_OK(ctx, LookupVariables(ctx, "variables", &tables));
     OP_REQUIRES_OK(ctx, LookupVariables(ctx, "log_decays", &log_decays));
     for (size_t i = 0; i < tables.size(); ++i) {
-      OP_REQUIRES_OK(ctx, Settle(ctx, tables[i].get(), log_decays[i].get()));
+      OP_REQUIRES_OK(ctx, Settle(ctx, roundings_[i], tables[i].get(),
+                                 log_decays[i].get()));
     }
   }
 
  private:
-  static absl::Status Settle(OpKernelContext* ctx, Var* table,
-                             Var* log_decays) {
+  static absl::Status Settle(OpKernelContext* ctx, const RowRounding& rounding,
+                             Var* table, Var* log_decays) {
     TF_RETURN_IF_ERROR(CheckDistinct({table, log_decays}));
     const WriteSession session(ctx, {table, log_decays});
     TF_RETURN_IF_ERROR(session.status());
@@ -122,14 +126,16 @@ class SettleDecayOp : public OpKernel {
     TF_RETURN_IF_ERROR(RowDecayOf(log_decays, rows, &decay));
     if (decay.is_settled()) return absl::OkStatus();
     const double total = decay.total();
-    WithValues(table, [&](auto* values, double least) {
+    WithValues(table, [&](auto* values) {
       ParallelFor(ctx, rows, 50 + 2 * width, [&](int64_t begin, int64_t end) {
-        SettleRows(decay, least, values, width, begin, end);
+        SettleRows(decay, rounding, values, width, begin, end);
       });
     });
     decay.Settled(total);
     return absl::OkStatus();
   }
+
+  std::vector<RowRounding> roundings_;  // of each table
 };
 
 REGISTER_KERNEL_BUILDER(

@@ -40,6 +40,7 @@ REGISTER_OP("RecsyncSettleDecay")
     .Input("variables: N * resource")
     .Input("log_decays: N * resource")
     .Attr("N: int >= 1")
+    .Attr("rounding: list(int) = []")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(R"doc(
@@ -49,6 +50,8 @@ nothing has decayed since the last time, it does nothing.
 
 variables: Tables, float or bfloat16 [rows, ...].
 log_decays: double variables [rows + 2], one for each table.
+rounding: How rows of bfloat16 tables are rounded, as an update's: up or down,
+  here by random numbers that depend on the table's log-decay.
 )doc");
 
 }  // namespace recsync

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tf_recsync.metrics.exact import group_auc
 
@@ -15,7 +16,8 @@ class GroupAUC(keras.callbacks.Callback):
     The group AUC is the mean of the areas under the ROC curves of groups, such as users, see
     `recsync.metrics.group_auc`. A Keras metric can't compute it, as it learns nothing of groups.
     After each epoch the model predicts the dataset, under any strategy or none, and the value goes
-    to the progress bar and `History`. Put the callback before those that read it.
+    to the progress bar and `History`. Put the callback before those that read it. The value is NaN
+    if a prediction is, as of a model that has diverged.
 
     Args:
         dataset: a `tf.data.Dataset` of batches `(inputs, labels)` or `(inputs, labels,
@@ -61,8 +63,10 @@ class GroupAUC(keras.callbacks.Callback):
             raise ValueError(f"group={group!r}: must be a key of the dataset's inputs, {names}.")
         self._dataset, self._group, self._name = dataset, group, name
         self._examples: list[np.ndarray] = []
+        self._has_told = False
 
     def on_train_begin(self, logs=None):
+        self._has_told = False
         # The same examples for all epochs, in the order in which they are predicted.
         batches = [self._read(batch) for batch in self._dataset]
         if not batches:
@@ -90,7 +94,15 @@ class GroupAUC(keras.callbacks.Callback):
                 f"GroupAUC: the model predicts {type(predictions).__name__}, must predict one "
                 "number for each example."
             )
-        value = group_auc(labels, predictions, groups, *weights)
+        if np.isnan(predictions).any():
+            value = float("nan")
+            if not self._has_told:
+                self._has_told = True
+                logging.warning(
+                    "%s is NaN: the model predicts NaN after epoch %d.", self._name, epoch
+                )
+        else:
+            value = group_auc(labels, predictions, groups, *weights)
         if logs is not None:
             logs[self._name] = value
 

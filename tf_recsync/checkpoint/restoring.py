@@ -20,7 +20,6 @@ from tf_recsync.checkpoint.saving import (
     decays_of_tables,
     is_of_table,
     on_servers,
-    optimizers_of,
     owners_of,
     tables_of,
     weights_of,
@@ -28,6 +27,7 @@ from tf_recsync.checkpoint.saving import (
 from tf_recsync.checkpoint.weights import load_weights
 from tf_recsync.cluster import fetch
 from tf_recsync.embedding.table_rows import RowsApart, TableRows
+from tf_recsync.optimizers.per_table import check_parts, named_parts
 from tf_recsync.optimizers.saving import check_signature
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 
@@ -193,15 +193,17 @@ def _check_model(path: str, index: Index, model: keras.Model) -> None:
             f"the checkpoint {path} is of another model than {model.name!r}: table {name!r} has "
             f"{there} in the checkpoint, {here} here"
         )
-    parts = [part for part in optimizers_of(model) if part.built]
+    parts = named_parts(getattr(model, "optimizer", None))
     if parts and index.optimizers:
-        if len(parts) != len(index.optimizers):
-            raise ValueError(
-                f"the checkpoint {path} has {len(index.optimizers)} optimizers, the model "
-                f"{model.name!r} {len(parts)}"
-            )
-        for part, saved_part in zip(parts, index.optimizers, strict=True):
-            check_signature(part, dict(saved_part))
+        # Older versions wrote no names.
+        names = parts if len(parts) == len(index.optimizers) else map(str, itertools.count())
+        saved_parts = {
+            one.get("part", name): one for one, name in zip(index.optimizers, names, strict=False)
+        }
+        check_parts(saved_parts, parts, f"the optimizer of the checkpoint {path}")
+        for name, part in parts.items():
+            signature = {key: own for key, own in saved_parts[name].items() if key != "part"}
+            check_signature(part, signature)
 
 
 def _words(weight: tuple[str, tuple[int, ...], str] | None) -> str:

@@ -37,6 +37,7 @@ from tf_recsync.checkpoint.index import (
 from tf_recsync.checkpoint.weights import saved_weights
 from tf_recsync.embedding.table_rows import RowsApart, TableRows
 from tf_recsync.optimizers.base import global_step_of, parts_of
+from tf_recsync.optimizers.per_table import MultiOptimizer, named_parts
 from tf_recsync.optimizers.saving import signature
 from tf_recsync.shown_variable import shown
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
@@ -391,8 +392,14 @@ def tables_of(model: keras.Model) -> list[tuple[str, tuple[int, int]]]:
 
 
 def signatures_of(model: keras.Model) -> tuple[dict[str, Any], ...]:
-    """What each part of a model's optimizer keeps of which variables."""
-    return tuple(signature(part) for part in optimizers_of(model) if part.built)
+    """What each part of a model's optimizer keeps of which variables, and the part's name."""
+    optimizer = getattr(model, "optimizer", None)
+    # Those of a MultiOptimizer of Keras are saved by their order.
+    names = isinstance(optimizer, MultiOptimizer)
+    return tuple(
+        {**signature(part), **({"part": name} if names else {})}
+        for name, part in named_parts(optimizer).items()
+    )
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:

@@ -442,6 +442,29 @@ def sharing_optimizers(tables: Sequence[TableConfig]) -> list[TableConfig]:
     return shared
 
 
+def trained_together(tables: Sequence[TableConfig]) -> list[list[str]]:
+    """The names of the tables of each optimizer of their own."""
+    groups: dict[int, list[str]] = {}
+    for table in tables:
+        if table.optimizer is not None:
+            groups.setdefault(id(table.optimizer), []).append(table.name)
+    return list(groups.values())
+
+
+def with_optimizers_of(
+    tables: Sequence[TableConfig], together: Sequence[Sequence[str]]
+) -> list[TableConfig]:
+    """The same tables; those that are trained together have the optimizer of their first one.
+
+    Args:
+        tables: the tables.
+        together: what `trained_together` gave: what is equal later need not have been at first.
+    """
+    by_name = {table.name: table for table in tables}
+    first = {name: by_name[names[0]].optimizer for names in together for name in names}
+    return [dataclasses.replace(t, optimizer=first.get(t.name, t.optimizer)) for t in tables]
+
+
 def check_tables(tables: Sequence[TableConfig]) -> None:
     """Raises ValueError unless there is at least one table and all have different names."""
     if not tables:

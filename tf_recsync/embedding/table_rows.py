@@ -86,6 +86,22 @@ def apart(rows: RowsApart) -> Iterator[None]:
         _apart.reset(token)
 
 
+@dataclasses.dataclass(frozen=True)
+class PartOfStore:
+    """A Keras store in which what is saved gets names that begin alike.
+
+    Attributes:
+        store: what `save_own_variables` gets.
+        prefix: what names begin with.
+    """
+
+    store: Any
+    prefix: str
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.store[self.prefix + name] = value
+
+
 class TableRows:
     """The rows of a table, or what an optimizer keeps beside each of them.
 
@@ -132,6 +148,9 @@ class TableRows:
 
         The weights in a `.keras` archive Keras has in memory, and so are those of other stores.
         """
+        if isinstance(store, PartOfStore):
+            self.save(store.store, store.prefix + name)
+            return
         rows_apart = _apart.get()
         if rows_apart is not None:
             store[name] = rows_apart.note(self)

@@ -24,6 +24,8 @@ from tf_recsync.embedding.config import (
     check_configs,
     check_memory_arguments,
     sharing_optimizers,
+    trained_together,
+    with_optimizers_of,
 )
 from tf_recsync.embedding.feature_inputs import Routed, Routes
 from tf_recsync.embedding.given_vectors import GivenVectors, LayerVectors, given_vectors
@@ -180,9 +182,8 @@ class EmbeddingCollection(keras.layers.Layer):
                 f"concatenate=True: the tables of the features {[f.name for f in self._sequences]} "
                 "have combiner=None, and sequences have no place beside vectors; it must be False"
             )
-        self._table_configs = tuple(tables)
+        self._set_tables(tables)
         self._feature_configs = tuple(features)
-        self._by_name = {table.name: table for table in tables}
         self._given_placement = placement
         self._placement_is_restored = False
         self._memory_limit = memory_limit
@@ -198,6 +199,10 @@ class EmbeddingCollection(keras.layers.Layer):
         self._variables: list[keras.Variable] = []
         self._plan: PlacementPlan | None = None
         self._saved_tables: dict[str, SavedRows] = {}
+
+    def _set_tables(self, tables: Sequence[TableConfig]) -> None:
+        self._table_configs = tuple(tables)
+        self._by_name = {table.name: table for table in tables}
 
     @property
     def placement(self) -> PlacementPlan | None:
@@ -693,6 +698,7 @@ class EmbeddingCollection(keras.layers.Layer):
         config = super().get_config()
         config.update(
             tables=[keras.saving.serialize_keras_object(t) for t in self._table_configs],
+            trained_together=trained_together(self._table_configs),
             features=[keras.saving.serialize_keras_object(f) for f in self._feature_configs],
             placement=self._given_placement
             and keras.saving.serialize_keras_object(self._given_placement),
@@ -712,7 +718,10 @@ class EmbeddingCollection(keras.layers.Layer):
             config[name] = [keras.saving.deserialize_keras_object(c) for c in own]
         if isinstance(config.get("placement"), dict):
             config["placement"] = keras.saving.deserialize_keras_object(config["placement"])
+        together = config.pop("trained_together", None)  # Older models have none.
         layer = cls(**config)
+        if together is not None:
+            layer._set_tables(with_optimizers_of(config["tables"], together))
         layer._placement_is_restored = True
         return layer
 

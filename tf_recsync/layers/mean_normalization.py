@@ -19,7 +19,8 @@ class MeanNormalization(keras.layers.Layer):
     the worker's own mini-batch; in inference, its moving average, the one copy
     of which all workers share. alpha and beta are trainable and start at 1, so
     that y starts as `(x - E) / E`. The divisor is kept away from 0 with its
-    sign: `sign(E) * max(|E|, epsilon)`.
+    sign: `sign(E) * max(|E|, epsilon)`. A mean that is not finite does not enter
+    the moving average.
 
     Place it between a dense layer and its activation:
 
@@ -84,8 +85,9 @@ class MeanNormalization(keras.layers.Layer):
                 epsilon=self.epsilon,
             )
         mean = tf.stop_gradient(tf.cast(mean, self.moving_mean.dtype))
-        # An empty batch has no mean to learn from.
-        mean = tf.where(tf.shape(flat)[0] > 0, mean, tf.convert_to_tensor(self.moving_mean))
+        # An empty batch has no mean to learn from, and one that is not finite would stay for good.
+        learns = (tf.shape(flat)[0] > 0) & tf.math.is_finite(mean)
+        mean = tf.where(learns, mean, tf.convert_to_tensor(self.moving_mean))
         self.moving_mean.assign(self.moving_mean * self.momentum + mean * (1.0 - self.momentum))
         return tf.reshape(normalized, tf.shape(inputs))
 
@@ -93,7 +95,8 @@ class MeanNormalization(keras.layers.Layer):
         mean = tf.cast(mean, tf.float64 if dtype == tf.float64 else tf.float32)
         epsilon = tf.cast(self.epsilon, mean.dtype)
         held = tf.where(mean < 0, -epsilon, epsilon)
-        divisor = tf.where(tf.abs(mean) >= epsilon, mean, held)
+        # What is no number stays so, rather than to become a divisor like any other.
+        divisor = tf.where(tf.abs(mean) < epsilon, held, mean)
         return tf.cast(self.alpha, mean.dtype) / divisor
 
     def _plain(self, flat):

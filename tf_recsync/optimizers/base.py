@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -90,6 +91,25 @@ class VariableState:
         return [*own, *self.log_decays]
 
 
+class _OfTensorFlow(tf.__internal__.tracking.AutoTrackable):
+    """A variable of TensorFlow, with what the optimizers ask one of Keras for.
+
+    Args:
+        variable: the variable.
+    """
+
+    def __init__(self, variable: tf.Variable):
+        self._value = variable
+        self.path = variable.name.partition(":")[0]
+        self.shape = tuple(variable.shape)
+        self.dtype = variable.dtype.name
+
+    @property
+    def value(self) -> tf.Variable:
+        """The variable itself."""
+        return self._value
+
+
 def handles(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     """The resource handles of variables, whatever scope Keras is in."""
     return [variable._value.handle for variable in variables]
@@ -119,7 +139,8 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             dense variable, or that row of a table, as it is and counts it
             (`tf_recsync.staleness.Statistics.skipped`); "error" refuses the
             whole push with an InvalidArgumentError that names the variable and
-            row, which ends training (not with jit_compile: XLA raises no errors).
+            row, which ends training (not with jit_compile: XLA raises no errors). But for
+            "apply", clipping takes no account of such gradients.
         seed: an int of at least 0, 0 by default, of the random numbers by which rows of
             bfloat16 tables are rounded after an update: up or down, so that on average
             nothing is lost. They depend on the table's name, the row, how often it was
@@ -268,6 +289,9 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             check_memory(layer, tables, limit, self.slots, self.bytes_per_row_overhead)
 
     def _make_state(self, variable) -> VariableState:
+        given = variable
+        if not isinstance(variable, keras.Variable):
+            variable = _OfTensorFlow(variable)
         named = len(variable.shape) >= 1 and bool(self._tables.fullmatch(variable.path))
         is_table = named or hasattr(variable, "physical_table")
         shape = tuple(variable.shape[:1]) if is_table else ()
@@ -290,7 +314,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                 own_shape = shape if rowwise else tuple(variable.shape)
                 dtype = "float32" if is_widened else variable.dtype
                 return beside(name, own_shape, dtype, initializer)
-            return self.add_variable_from_reference(variable, name=name, initializer=initializer)
+            return self.add_variable_from_reference(given, name=name, initializer=initializer)
 
         accumulators = [accumulator(name) for name in self.accumulator_names]
         uses_last_update = self.staleness.uses_last_update
@@ -339,10 +363,12 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         if table.log_decays is None:
             # The table's, whichever optimizer updates it.
             logs = table.log_decays = beside("log_decay", (variable.shape[0] + 2,), "float64")
+            rounding = self._rounding_of([variable])
 
             def settle() -> None:
                 with tf.device(table.device):
-                    ops.settle_decay([table.handle], [logs._value.handle])
+                    handle = logs._value.handle
+                    ops.settle_decay([table.handle], [handle], rounding=rounding)
 
             # Whoever reads or assigns the table as a whole finds all rows as they are by now.
             table.settle = settle
@@ -420,7 +446,9 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                 _warn_of_forgotten_scope(
                     self.name, trainable_variables or self._trainable_variables
                 )
-            super().apply(grads, trainable_variables)
+            variables = trainable_variables or self._trainable_variables
+            with self._unscaled(grads, variables) as unscaled:
+                super().apply(unscaled, trainable_variables)
             return
         if push.is_dry:
             return
@@ -428,6 +456,24 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             variables = trainable_variables or self._trainable_variables
             grads = push.for_clipping(grads, variables)
         super().apply(grads, trainable_variables)
+
+    @contextlib.contextmanager
+    def _unscaled(self, grads, variables):
+        """Gives gradients that are divided by `loss_scale_factor`; Keras can't divide a table's."""
+        scale = self.loss_scale_factor
+        if scale is None:
+            yield grads
+            return
+        self.loss_scale_factor = None  # Or Keras would divide them again.
+        try:
+            yield [
+                g
+                if g is None or self._overwrite_variable_with_gradient(v)
+                else keras.ops.divide(g, scale)
+                for g, v in zip(grads, variables, strict=True)
+            ]
+        finally:
+            self.loss_scale_factor = scale
 
     @property
     def iterations(self):
@@ -473,16 +519,27 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             return grads
         # Norms and limits are those of whole rows: repeated rows come first.
         grads = [sum_repeated_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-        if self.global_clipnorm:
+        if self.nonfinite == "apply":
+            return self._clipped(grads)
+        # What is not applied is in no norm, and no limit makes an infinity a number.
+        are_finite = [_at(g, _is_finite, g) for g in grads]
+        kept = [_at(g, _where, ok, g, 0.0) for ok, g in zip(are_finite, grads, strict=True)]
+        clipped = zip(grads, are_finite, self._clipped(kept), strict=True)
+        return [_at(g, _where, ok, own, np.nan) for g, ok, own in clipped]
+
+    def _clipped(self, grads: list) -> list:
+        if not self.global_clipnorm:
+            clip = super()._clip_gradients
+            return [_at(gradient, clip, [gradient])[0] for gradient in grads]
+        dtypes = {gradient.dtype for gradient in grads}
+        if len(dtypes) == 1:
             # Keras's own would make the gradients of tables dense.
             return tf.clip_by_global_norm(grads, self.global_clipnorm)[0]
-        return [self._clip(gradient) for gradient in grads]
-
-    def _clip(self, gradient):
-        """A gradient clipped by itself, where it is."""
-        push = context.current_push()
-        with contextlib.nullcontext() if push is None else push.beside(gradient):
-            return super()._clip_gradients([gradient])[0]
+        dtype = tf.float64 if tf.float64 in dtypes else tf.float32
+        norm = tf.linalg.global_norm([_at(g, _map_values, g, _to(dtype)) for g in grads])
+        scale = tf.minimum(self.global_clipnorm / norm, 1)
+        scale += norm - norm  # As above: one that is not finite leaves no gradient so.
+        return [_at(g, _map_values, g, lambda v: v * tf.cast(scale, v.dtype)) for g in grads]
 
     def update_step(self, gradient, variable, learning_rate):
         """Applies a fresh gradient to one variable."""
@@ -603,7 +660,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             "counts": rows.counts,
             **rows.inputs(),
             **log_decays_of(states),
-            "rounding": self._rounding_of(states),
+            "rounding": self._rounding_of([state.variable for state in states]),
             **self._arguments(states, pulled_versions, learning_rate, global_step, weighted),
         }
 
@@ -615,15 +672,15 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         """
         return seed_of_table(f"rounding {self.seed}", table)
 
-    def _rounding_of(self, states: Sequence[VariableState]) -> list[int]:
+    def _rounding_of(self, variables: Sequence[keras.Variable]) -> list[int]:
         """What ops on rows of these tables are told of how to round them."""
         numbers = []
-        for place, state in enumerate(states):
-            if state.variable.dtype != "bfloat16":
+        for place, variable in enumerate(variables):
+            if variable.dtype != "bfloat16":
                 continue
-            physical = getattr(state.variable, "physical_table", None)
+            physical = getattr(variable, "physical_table", None)
             if physical is None:
-                numbers += [place, 0, 0, 1, self.rounding_seed(state.variable.path)]
+                numbers += [place, 0, 0, 1, self.rounding_seed(variable.path)]
                 continue
             for piece in physical.pieces:
                 if piece.rows:
@@ -727,6 +784,40 @@ def sum_repeated_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     ids, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(ids))
     return tf.IndexedSlices(values, ids, gradient.dense_shape)
+
+
+def _at(gradient, function, *args):
+    """What a function returns that is called where a gradient is."""
+    push = context.current_push()
+    with contextlib.nullcontext() if push is None else push.beside(gradient):
+        return function(*args)
+
+
+def _map_values(gradient, function):
+    """A gradient of other values."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = function(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return function(gradient)
+
+
+def _to(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
+    return lambda values: tf.cast(values, dtype)
+
+
+def _is_finite(gradient) -> tf.Tensor:
+    """Whether a gradient is finite, or for each row that it names."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.reduce_all(tf.math.is_finite(gradient))
+    axes = list(range(1, len(gradient.values.shape)))
+    return tf.reduce_all(tf.math.is_finite(gradient.values), axes, keepdims=True)
+
+
+def _where(is_finite: tf.Tensor, gradient, other: float):
+    """A gradient with another value where it is not finite."""
+    return _map_values(
+        gradient, lambda values: tf.where(is_finite, values, tf.constant(other, values.dtype))
+    )
 
 
 def parts_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:

@@ -1,10 +1,20 @@
-"""Optimizers of single tables."""
+"""Optimizers of which each trains a part of a model, such as a single table."""
 
 from __future__ import annotations
 
+import urllib.parse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tf_recsync.embedding.table_rows import PartOfStore, narrowed, saved_array
+
+_ITERATIONS = "iterations"
+_OF_PART = ":"  # Between the name of a part and that of what it saves.
 
 
 @keras.saving.register_keras_serializable(package="tf_recsync")
@@ -34,7 +44,210 @@ class TableOptimizers:
         return cls(keras.saving.deserialize_keras_object(config["default_optimizer"]))
 
 
-def per_table(default: keras.optimizers.Optimizer) -> keras.optimizers.MultiOptimizer:
+@keras.saving.register_keras_serializable(package="tf_recsync")
+class MultiOptimizer(keras.optimizers.MultiOptimizer):
+    """A `keras.optimizers.MultiOptimizer` that can be loaded where tables are placed otherwise.
+
+    Its parts, which are in `optimizers`, are saved one by one under names that do not depend on
+    where tables are, each in the way of its own class.
+
+    Args:
+        optimizer_map: A `keras.optimizers.OptimizerMap`. `per_table` has one for tables.
+        loss_scale_factor: As in `keras.optimizers.MultiOptimizer`.
+        name: A str or None.
+
+    Raises:
+        TypeError: If `optimizer_map` is no such map.
+
+    Example:
+        >>> import keras
+        >>> import tf_recsync as recsync
+        >>> deep, wide = recsync.optimizers.Adagrad(0.01), recsync.optimizers.Ftrl(0.1)
+        >>> by_path = keras.optimizers.OptimizerMap(deep, {"wide/.*": wide})
+        >>> optimizer = recsync.optimizers.MultiOptimizer(by_path)
+        >>> [type(part).__name__ for part in optimizer.optimizers]
+        ['Ftrl', 'Adagrad']
+    """
+
+    def __init__(
+        self,
+        optimizer_map: keras.optimizers.OptimizerMap | TableOptimizers,
+        loss_scale_factor: float | None = None,
+        name: str | None = None,
+    ):
+        if not isinstance(optimizer_map, keras.optimizers.OptimizerMap | TableOptimizers):
+            raise TypeError(
+                f"optimizer_map must be a keras.optimizers.OptimizerMap, not {optimizer_map!r}"
+            )
+        super().__init__(optimizer_map, loss_scale_factor=loss_scale_factor, name=name)
+        self._part_names: list[str] = []
+        self._saved_parts: dict[str, Any] | None = None
+
+    def build(self, var_list):
+        if self.built:
+            return
+        super().build(var_list)
+        parts = _named(self._optimizer_map, var_list)
+        # Of each of `optimizers`, which is all that has them.
+        self._part_names = [next((n for n in parts if parts[n] is p), "") for p in self.optimizers]
+        for name, part in self.parts.items():
+            self._track_trackable(part, name)
+        if self._saved_parts is not None:
+            saved, self._saved_parts = self._saved_parts, None
+            with tf.init_scope():
+                self._load(saved)
+
+    @property
+    def parts(self) -> dict[str, keras.optimizers.Optimizer]:
+        """The parts that train something, by the names under which they are saved."""
+        pairs = zip(self._part_names, self.optimizers, strict=False)
+        return {name: part for name, part in pairs if name}
+
+    def save_own_variables(self, store):
+        """Saves the parts as well, see `__dir__`."""
+        if self._saved_parts is not None:
+            # What was loaded, and is to be built yet.
+            for name, value in self._saved_parts.items():
+                store[name] = value
+            return
+        store[_ITERATIONS] = self._iterations.numpy()
+        for name, part in self.parts.items():
+            part.save_own_variables(PartOfStore(store, name + _OF_PART))
+
+    def load_own_variables(self, store):
+        """Loads the parts as well; keeps them for `build` if that is still to come."""
+        saved = {name: saved_array(store, name) for name in store.keys()}  # noqa: SIM118
+        if self.built:
+            self._load(saved)
+        else:
+            # The store is closed by then.
+            self._saved_parts = {name: value[()] for name, value in saved.items()}
+
+    def __dir__(self):
+        # Keras's files have what is found here: parts by their classes, in the order of variables.
+        return [
+            name for name in super().__dir__() if name not in ("optimizers", "_inner_optimizers")
+        ]
+
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        children = super()._trackable_children(save_type, **kwargs)
+        if save_type == "savedmodel":
+            return children
+        # These have the order and the shapes of one placement; the parts have names.
+        for name in ("_variables", "_trainable_variables", "_inner_optimizers", "_part_names"):
+            children.pop(name, None)
+        return children
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        if saved and _ITERATIONS not in saved:
+            self._load_raw(saved)
+            return
+        parts: dict[str, dict[str, Any]] = {}
+        for key, value in saved.items():
+            name, separator, own = key.partition(_OF_PART)
+            if separator:
+                parts.setdefault(name, {})[own] = value
+        if not parts:
+            logging.warning(
+                "The checkpoint holds no state of %s, which stays as it is: it was saved by a "
+                "model that was not compiled, or not trained.",
+                self.name,
+            )
+            return
+        check_parts(parts, self.parts, f"the saved {self.name}")
+        for name, part in self.parts.items():
+            part.load_own_variables(parts[name])
+        self._iterations.assign(np.asarray(saved[_ITERATIONS]))
+
+    def _load_raw(self, saved: Mapping[str, Any]) -> None:
+        """Loads what Keras's own optimizer wrote: all variables of all parts, by their order."""
+        variables = self.variables
+        values = [saved.get(str(i)) for i in range(len(variables))]
+        if len(saved) != len(variables) or any(
+            value is None or tuple(value.shape) != tuple(variable.shape)
+            for variable, value in zip(variables, values, strict=True)
+        ):
+            raise ValueError(
+                f"the saved {self.name} is another optimizer than tf_recsync.optimizers."
+                "MultiOptimizer: what a keras.optimizers.MultiOptimizer has saved, as older "
+                "versions did, can only be loaded into the same model with its tables on as many "
+                "servers as they were then"
+            )
+        states = [state for part in self.optimizers for state in getattr(part, "states", ())]
+        # Rows are saved as they are decayed by then.
+        decays = {id(variable) for state in states for variable in state.log_decays}
+        for variable, value in zip(variables, values, strict=True):
+            if id(variable) not in decays:
+                variable.assign(narrowed(np.asarray(value), variable.dtype))
+
+
+def check_parts(saved: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:
+    """Raises a ValueError if the parts of an optimizer are not those that were saved.
+
+    Args:
+        saved: those that were saved, by their names.
+        own: those that are here, by their names.
+        what: what was saved, in words.
+    """
+    if saved.keys() != own.keys():
+        raise ValueError(
+            f"{what} has the parts {', '.join(sorted(saved)) or 'none'}, the optimizer here has "
+            f"{', '.join(sorted(own)) or 'none'}: the same tables must have optimizers of their "
+            "own, and equal ones"
+        )
+
+
+def named_parts(
+    optimizer: keras.optimizers.Optimizer | None,
+) -> dict[str, keras.optimizers.Optimizer]:
+    """The built optimizers that train a model, by names that do not depend on the placement.
+
+    Args:
+        optimizer: the model's; its name is empty if it is the only one.
+    """
+    if isinstance(optimizer, MultiOptimizer):
+        return optimizer.parts
+    parts = getattr(optimizer, "optimizers", None)
+    if parts is not None:
+        return {f"part_{i}": part for i, part in enumerate(parts) if part.built}
+    return {"": optimizer} if optimizer is not None and optimizer.built else {}
+
+
+def _named(
+    optimizer_map: keras.optimizers.OptimizerMap | TableOptimizers,
+    variables: Sequence[keras.Variable],
+) -> dict[str, keras.optimizers.Optimizer]:
+    """The optimizers that train variables, by names that do not depend on the placement."""
+    firsts: dict[int, tuple[int, str]] = {}  # The first table that each of them trains.
+    used: dict[int, keras.optimizers.Optimizer] = {}
+    collections = list(dict.fromkeys(getattr(v, "collection", None) for v in variables))
+    for variable in variables:
+        part = optimizer_map(variable)
+        used[id(part)] = part
+        physical = getattr(variable, "physical_table", None)
+        for piece in () if physical is None else physical.pieces:
+            # The layers' order is the model's; that of a layer's variables the placement's.
+            table = collections.index(variable.collection), piece.table
+            firsts[id(part)] = min(table, firsts.get(id(part), table))
+    default = optimizer_map.default_optimizer
+    named = {"default": default} if id(default) in used else {}
+    if isinstance(optimizer_map, TableOptimizers):
+        others = sorted(used.keys() - {id(default)}, key=firsts.__getitem__)
+        names = {one: f"table_{urllib.parse.quote(firsts[one][1], safe='')}" for one in others}
+    else:
+        names = {
+            id(part): f"part_{i}" for i, part in reversed([*enumerate(optimizer_map.values())])
+        }
+        others = [one for one in used if one != id(default)]
+    for one in others:
+        name, number = names[one], 2
+        while name in named:  # Two layers may have tables of one name.
+            name, number = f"{names[one]}_{number}", number + 1
+        named[name] = used[one]
+    return named
+
+
+def per_table(default: keras.optimizers.Optimizer) -> MultiOptimizer:
     """An optimizer that trains each table by the optimizer of its `TableConfig`.
 
     Args:
@@ -42,8 +255,8 @@ def per_table(default: keras.optimizers.Optimizer) -> keras.optimizers.MultiOpti
             parameters. Under a strategy, it and the others must be of this package.
 
     Returns:
-        A `keras.optimizers.MultiOptimizer`, to compile a model with. Each of its parts counts its
-        own steps, so that a learning-rate schedule is its optimizer's own.
+        A `MultiOptimizer`, to compile a model with. Each of its parts counts its own steps, so
+        that a learning-rate schedule is its optimizer's own.
 
     Raises:
         TypeError: If `default` is no optimizer of Keras.
@@ -68,4 +281,4 @@ def per_table(default: keras.optimizers.Optimizer) -> keras.optimizers.MultiOpti
     """
     if not isinstance(default, keras.optimizers.Optimizer):
         raise TypeError(f"default must be an optimizer of Keras, not {default!r}")
-    return keras.optimizers.MultiOptimizer(TableOptimizers(default))
+    return MultiOptimizer(TableOptimizers(default))

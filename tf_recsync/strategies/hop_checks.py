@@ -49,7 +49,7 @@ def check_optimizer(model: keras.Model, strategy: CopiedStrategy) -> None:
         if not isinstance(one, base.Optimizer):
             tables = f"the tables of {layers[0].name}" if layers else "some of its variables"
             raise ValueError(
-                "optimizer must be one of tf_recsync.optimizers (or a keras MultiOptimizer of "
+                "optimizer must be one of tf_recsync.optimizers (or a MultiOptimizer of "
                 f"them) for model {model.name}, as {tables} lie on parameter servers, not "
                 f"{type(one).__module__}.{type(one).__name__} ({one.name}). On a cluster with "
                 f"ps=0, instead of ps={servers}, tables are parameters like any other, for any "

@@ -14,6 +14,7 @@ from absl import logging
 
 from tf_recsync.cluster import Server
 from tf_recsync.optimizers import base
+from tf_recsync.optimizers.per_table import MultiOptimizer
 from tf_recsync.placement import OperatorPlan
 from tf_recsync.strategies.operators import Batches, Operators, layers_of
 from tf_recsync.synchronization.arrangement import Group
@@ -63,7 +64,7 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
             )
         if not isinstance(one, base.Optimizer):
             raise ValueError(
-                "optimizer must be one of tf_recsync.optimizers (or a keras MultiOptimizer of "
+                "optimizer must be one of tf_recsync.optimizers (or a MultiOptimizer of "
                 f"them) under this strategy, not {type(one).__module__}.{type(one).__name__}"
                 f"{_like(one)}"
             )
@@ -73,6 +74,13 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
                     f"{name} of the optimizer can't be used under this strategy: "
                     f"{name}={getattr(one, name)!r}; leave it unset"
                 )
+    if inner != [optimizer] and not isinstance(optimizer, MultiOptimizer):
+        # It saves what is beside rows as one placement has it.
+        raise ValueError(
+            f"optimizer {optimizer.name} must be a tf_recsync.optimizers.MultiOptimizer, or of "
+            "tf_recsync.optimizers.per_table, under this strategy, not "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}; make it of the same map"
+        )
     accumulated = {one.gradient_accumulation_steps for one in inner}
     if len(accumulated) > 1:
         raise ValueError(
