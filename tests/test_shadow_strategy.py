@@ -398,6 +398,45 @@ def test_stock_optimizers_are_refused(cluster):
         model.fit(dataset(12), verbose=0)
 
 
+def ftrl():
+    return recsync.optimizers.Ftrl(0.1)
+
+
+@pytest.mark.parametrize("algorithm", [recsync.EASGD(0.3), recsync.BMUF(0.3, 1.0)])
+def test_an_optimizer_that_would_undo_each_synchronization_is_refused(cluster, algorithm):
+    strategy = recsync.ShadowSyncStrategy(cluster, algorithm)
+    model = click_model(strategy, lambda: recsync.optimizers.per_table(ftrl()))
+    name = type(algorithm).__name__
+    with pytest.raises(ValueError, match=f"optimizer must not be Ftrl under {name}, .* Ftrl"):
+        model.fit(dataset(12), verbose=0)
+
+
+def test_an_optimizer_that_would_undo_synchronizations_may_train_tables_on_servers(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
+    with strategy.scope():
+        ids = keras.Input((), dtype="int64", name="id")
+        vector = recsync.layers.EmbeddingCollection(
+            [recsync.layers.TableConfig("table", ROWS, 8, optimizer=ftrl())],
+            [recsync.layers.FeatureConfig("id", table="table")],
+            concatenate=True,
+        )({"id": ids})
+        model = keras.Model({"id": ids}, keras.layers.Dense(1, "sigmoid")(vector))
+        model.compile(recsync.optimizers.per_table(adagrad()), "binary_crossentropy")
+    assert len(strategy.copies(model)) == 3  # What trains it is made.
+
+
+def test_copied_parameters_that_are_no_float32_are_refused(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), sync_ps=4)
+    with strategy.scope():
+        ids = keras.Input((), dtype="int64", name="id")
+        vector = keras.layers.Embedding(ROWS, 8, dtype="bfloat16", name="narrow")(ids)
+        model = keras.Model({"id": ids}, keras.layers.Dense(1, "sigmoid")(vector))
+        model.compile(adagrad(), "binary_crossentropy")
+    message = "must be float32 under EASGD; narrow/embeddings is bfloat16"
+    with pytest.raises(ValueError, match=message):
+        model.fit(dataset(12), verbose=0)
+
+
 def test_reports_of_an_epoch_are_in_the_history_and_in_tensorboard(cluster, tmp_path):
     strategy = recsync.ShadowSyncStrategy(
         cluster, recsync.EASGD(0.3), mode=recsync.Foreground(gap=4)

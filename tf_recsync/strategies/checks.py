@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Literal
 
 import keras
 import tensorflow as tf
 
+from tf_recsync import optimizers
 from tf_recsync._checks import check_seconds
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.model_variables import optimizers_of
@@ -95,4 +97,21 @@ def check_optimizers(strategy: tf.distribute.Strategy, model: keras.Model) -> No
                 "whose groups have copies of their own: "
                 f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}; leave it "
                 "unset, or use a strategy of one group, such as AsyncStrategy"
+            )
+
+
+def check_averaging(averaged: Iterable[keras.optimizers.Optimizer], what: str) -> None:
+    """Raises a ValueError if an optimizer undoes what keeps copies of parameters together.
+
+    Args:
+        averaged: the optimizers that train parameters of which there are copies.
+        what: keeps them together, in words.
+    """
+    for one in averaged:
+        if isinstance(one, (keras.optimizers.Ftrl, optimizers.Ftrl)):
+            raise ValueError(
+                f"optimizer must not be Ftrl under {what}, which moves copies of parameters "
+                "towards each other: Ftrl computes parameters from its own state alone and so "
+                "undoes that; use another one, as SGD, Adagrad or Adam, not "
+                f"{type(one).__module__}.{type(one).__name__} ({one.name})"
             )
