@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tf_recsync.cluster import Cluster, ask, fetch, reason
 from tf_recsync.shown_variable import ShownVariable
@@ -251,7 +252,8 @@ class Copies:
             with at(self._cluster, index, job):
                 for i in shard:
                     value, shape = on_worker(values[i]), self.variables[i].shape
-                    made[i] = tf.Variable(value, trainable=False, shape=shape)
+                    # No variable of the strategy, in whose scope this may be.
+                    made[i] = ResourceVariable(value, trainable=False, shape=shape)
         with self._lock:
             self._copies[group] = made
             self._lives[group] = lives

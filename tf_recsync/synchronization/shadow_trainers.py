@@ -183,11 +183,12 @@ class Trainers:
             for shard, (job, index) in self._held(group):
                 vectors = self._current_vectors(shard)
                 with at(self._cluster, index, job):
+                    # No variables of the strategy, in whose scope this may be.
                     own = {
-                        name: tf.Variable(on_worker(value), trainable=False)
+                        name: ResourceVariable(on_worker(value), trainable=False)
                         for name, value in vectors.items()
                     }
-                    limit = tf.Variable(on_worker(np.float64(0.0)), trainable=False)
+                    limit = ResourceVariable(on_worker(np.float64(0.0)), trainable=False)
                     made.append(_Held(own, limit))
             with self._lock:
                 self._there[group] = made
