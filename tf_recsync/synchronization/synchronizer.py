@@ -209,10 +209,14 @@ class Synchronizer(Crew):
     def restore(
         self, values: Mapping[int, Sequence[np.ndarray]], extras: Mapping[str, np.ndarray]
     ) -> None:
-        """Groups go on with these copies, by group, and extras; nobody may be at work."""
-        del extras
+        """Groups go on with these copies, by group, and extras; nobody may be at work.
+
+        Args:
+            values: by group.
+            extras: as above, and "groups": how many groups there were. Older checkpoints lack it.
+        """
         if values:
-            self._load(values, max(values) + 1)
+            self._load(values, int(extras.get("groups", max(values) + 1)))
 
     def _load(self, values: Mapping[int, Sequence[np.ndarray]], count: int) -> None:
         """Loads the copies of a checkpoint of so many groups; if there are more or fewer, the mean.
@@ -220,7 +224,7 @@ class Synchronizer(Crew):
         A group whose copy the checkpoint lacks, as its holder did not answer, gets the mean, too.
         """
         groups = range(len(self._arrangement.groups))
-        if set(values) == set(groups):
+        if count == len(groups) == len(values):
             self.copies.load(values)
             return
         mean = self.copies.mean(list(values.values()))
