@@ -118,6 +118,18 @@ class Follow(recsync.Algorithm):
         trainer.move(target, 0.3)
 
 
+class Summing(recsync.EASGD):
+    """With a vector that is another one for each trainer: the sum of what it has sent."""
+
+    def states(self, start):
+        return {"sum": np.zeros_like(start)}
+
+    def sync(self, trainers, center):
+        for trainer in trainers:
+            trainer.set_state("sum", trainer.state("sum") + trainer.read())
+        super().sync(trainers, center)
+
+
 MODES = {
     "a user's": (Gossip(), "shadow"),
     "a user's, central": (Follow(), recsync.Foreground(gap=5)),
@@ -342,13 +354,19 @@ def test_the_output_is_the_mean_on_request(cluster):
         np.testing.assert_allclose(variable.numpy(), mean, atol=1e-6)
 
 
-def test_assigned_parameters_are_taken_over_by_all_copies_and_the_center(cluster):
+@pytest.mark.parametrize("is_restored", [False, True], ids=["trained", "restored"])
+def test_assigned_parameters_are_taken_over_by_all_copies_and_the_center(cluster, is_restored):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.5))
     model = dense_model(strategy, lambda: recsync.optimizers.SGD(0.0))
     recsync.testing.set_compute_time(strategy, 0.02)
     model.fit(dataset(24), verbose=0)
-    kernel = model.layers[-1].kernel
+    kernel, states = model.layers[-1].kernel, strategy.worker_states(model)
+    if is_restored:
+        states.deserialize(states.serialize())
+    synchronizer = model.train_function.synchronizer
+    bias = synchronizer.extras()["center"][WIDTH:]
     kernel.assign(np.full(kernel.shape, 7.0))
+    np.testing.assert_array_equal(synchronizer.extras()["center"], [*[7.0] * WIDTH, *bias])
     fit_until_all_have_synchronized(strategy, model)
     # Nothing is learned: a center or a copy that was elsewhere would have moved the others.
     for copy in strategy.copies(model):
@@ -474,7 +492,7 @@ def test_a_checkpoint_has_all_trainers_and_the_center_go_on_as_they_were(cluster
     for servers in (1, 1, 2):
         strategy = recsync.ShadowSyncStrategy(
             cluster,
-            recsync.EASGD(0.3),
+            Summing(0.3),
             mode=recsync.Foreground(gap=1000 if before else 5),
             sync_ps=servers,
         )
@@ -489,17 +507,46 @@ def test_a_checkpoint_has_all_trainers_and_the_center_go_on_as_they_were(cluster
             model.optimizer.learning_rate = 0.0
             model.fit(dataset(24), verbose=0)  # It learns nothing, and never synchronizes.
         copies = strategy.copies(model)
-        center = model.train_function.synchronizer.extras()["center"]
+        extras = model.train_function.synchronizer.extras()
+        center, sums = extras["center"], extras["state_sum"]
         if before is None:
             assert not np.array_equal(copies[0][0], copies[1][0])
             assert not np.array_equal(center, start)
-            before = copies, center
+            assert not np.array_equal(sums[0], sums[1])
+            before = copies, center, sums
             continue
         for trainer, (old, new) in enumerate(zip(before[0], copies, strict=True)):
             for a, b in zip(old, new, strict=True):
                 message = f"trainer {trainer}, with sync_ps={servers}"
                 np.testing.assert_allclose(b, a, rtol=1e-6, err_msg=message)
         np.testing.assert_array_equal(center, before[1], err_msg=f"with sync_ps={servers}")
+        np.testing.assert_array_equal(sums, before[2], err_msg=f"with sync_ps={servers}")
+
+
+def test_vectors_of_a_checkpoint_are_those_of_each_trainer_or_their_mean(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, Summing(0.3))
+    model = dense_model(strategy)
+    strategy.worker_states(model).serialize()  # Nobody has trained, and nobody will.
+    synchronizer = model.train_function.ensure_synchronizer()
+    parameters = synchronizer.copies.current()
+
+    def restored(values, extras):
+        synchronizer.restore({group: parameters for group in values}, extras)
+        found = synchronizer.extras()
+        synchronizer.begin()
+        for name, value in synchronizer.extras().items():
+            np.testing.assert_array_equal(value, found[name], name)
+        return found["state_sum"][:, 0].tolist()
+
+    ones = np.ones(WIDTH + 1, np.float32)
+    all_there = {"state_sum": np.outer([1, 2, 6], ones), "groups_with_states": np.arange(3)}
+    assert restored(range(3), {"groups": 3, **all_there}) == [1, 2, 6]
+    assert restored(range(4), {"groups": 4, **all_there}) == [3, 3, 3]
+    lacking = {"state_sum": np.outer([1, 6], ones), "groups_with_states": np.array([0, 2])}
+    assert restored([0, 2], {"groups": 3, **lacking}) == [1, 3.5, 6]
+    # As earlier versions wrote it.
+    assert restored(range(3), {"state_sum": 5 * ones}) == [5, 5, 5]
+    assert restored(range(3), {}) == [0, 0, 0]
 
 
 def test_a_gap_may_be_longer_than_an_epoch(cluster):
@@ -615,7 +662,9 @@ def test_a_checkpoint_has_what_was_assigned_since_the_last_training(cluster, tmp
     for copy in copies:
         for value, expected in zip(copy, assigned, strict=True):
             np.testing.assert_allclose(value, expected, rtol=1e-6)
-    for name, vector in model.train_function.synchronizer.extras().items():
+    vectors = model.train_function.synchronizer.extras()
+    vectors.pop("groups_with_states", None)
+    for name, vector in vectors.items():
         expected = 0.0 if name == "state_update" else 0.25
         np.testing.assert_allclose(vector, expected, rtol=1e-6, err_msg=name)
 
