@@ -127,6 +127,10 @@ class ShadowSynchronizer(Synchronizer):
         self._trainers.lose(group)
         self._absent.pop(group, None)
 
+    def put_aside(self, group: int) -> None:
+        """Keeps what a group has here, as its servers are about to end."""
+        self._trainers.put_aside(group)
+
     def leave(self, thread: int) -> None:
         """A thread has nothing to do at the moment; loops end with the last one."""
         self._gate.leave(thread)

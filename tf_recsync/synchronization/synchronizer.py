@@ -142,6 +142,13 @@ class Synchronizer(Crew):
         """The copy of a group is gone."""
         self.copies.drop(group)
 
+    def put_aside(self, group: int) -> None:
+        """Keeps what a group has here, as its servers are about to end; nobody may train it.
+
+        It begins with that when it is opened the next time.
+        """
+        self.copies.put_aside(group)
+
     def _number_of(self, worker: int) -> int:
         """That of a worker's group."""
         return self._arrangement.group_of(worker).index
