@@ -104,6 +104,23 @@ def test_what_is_assigned_while_copies_are_trained_stays_and_they_take_it_over(m
     np.testing.assert_array_equal(variables[0].numpy(), [3.0, 4.0])
 
 
+def test_what_is_assigned_all_copies_take_over_though_it_is_what_users_see():
+    """As with `model.set_weights(model.get_weights())`, of copies that are not the same."""
+    variables = [CopiedVariable([1.0, 2.0]) for _ in range(2)]
+    groups = [Group(number, trainers=(number,)) for number in range(2)]
+    copies = Copies(variables, cluster=None, groups=groups)
+    copies.load({0: [np.float32([0, 1])] * 2, 1: [np.float32([2, 3])] * 2})
+    for is_assigned in (True, False):
+        if is_assigned:
+            variables[1].assign(variables[1].numpy())
+            np.testing.assert_array_equal(copies.assigned_since()[1], [1.0, 2.0])
+        copies.begin()
+        assert copies.assigned == [False, is_assigned]
+        found = copies.all_values()
+        np.testing.assert_array_equal([found[0][0], found[1][0]], [[0, 1], [2, 3]])
+        np.testing.assert_array_equal([found[0][1], found[1][1]], [[1, 2], [1, 2]])
+
+
 def test_a_learning_rate_that_a_callback_sets_within_an_epoch_is_that_of_the_next(clusters):
     strategy = STRATEGIES["Hop"][1](clusters.get(workers=3, ps=4))
     model = compiled(strategy, slope_model, lambda: recsync.optimizers.SGD(0.1), mean_output)

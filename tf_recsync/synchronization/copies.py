@@ -150,8 +150,10 @@ class Copies:
         # Of each variable, whether users had assigned it when copies last took that over.
         self.assigned: list[bool] = []
         self._stale = False
-        # Ids of what users have assigned while copies were trained, which these take over later.
+        # Ids of what users have assigned, which copies take over when they are trained again.
         self._kept: set[int] = set()
+        for variable in self.seen:
+            variable.when_assigned = lambda assigned: self._kept.add(id(assigned))
         # The variables of each shard, by their numbers, and what reads them.
         self._shards: list[list[int]] = [[] for _ in range(len(groups[0].holders))]
         for i, variable in enumerate(self.variables):
@@ -372,11 +374,15 @@ class Copies:
         Args:
             shown: what users see now.
         """
-        # The checkpoint of a model has the output of its groups, which may be one's copy, and may
-        # be restored after their states.
+        # The ops that restore a checkpoint tell nobody. That of a model has the output of its
+        # groups, which may be one's copy, and may be restored after their states.
         known = [self._shown, *self._merged]
+        pairs = zip(self.seen, self._pieces, strict=True)
+        told = [id(variable) in self._kept for variable, own in pairs for _ in own.variables]
 
         def is_known(i: int) -> bool:
+            if told[i]:
+                return False
             # What is no number is the same as itself here: nobody assigned it.
             equal_nan = self.variables[i].dtype.is_floating
             return any(np.array_equal(shown[i], old[i], equal_nan=equal_nan) for old in known)
@@ -441,7 +447,6 @@ class Copies:
         for variable in self.seen:
             is_peeked = id(variable) in self._peeked
             variable.before_read = self._peek if is_peeked else self.refresh
-            variable.when_assigned = lambda assigned: self._kept.add(id(assigned))
 
     def carried_on(self) -> None:
         """The copies are trained again after users have seen them."""
@@ -450,13 +455,18 @@ class Copies:
     def settled(self) -> None:
         """Nobody trains the copies any more; after one more refresh nothing changes."""
         self.refresh(force=True)
-        self.let_go()
+        self._rest()
 
     def let_go(self) -> None:
         """Others take its place: what users see stays as it is."""
+        self._rest()
+        for variable in self.seen:
+            variable.when_assigned = None
+
+    def _rest(self) -> None:
         self._stale = False
         for variable in self.seen:
-            variable.before_read = variable.when_assigned = None
+            variable.before_read = None
 
     def refresh(self, force: bool = False) -> None:
         """Writes what the copies come to into what users see."""
