@@ -193,13 +193,15 @@ class ShadowSynchronizer(Synchronizer):
         self.release()
         self._loops.join(time.monotonic() + JOIN_SECONDS)
         super().end()
+        # Nobody can ask a sync PS any more that is lost before the next epoch.
+        with contextlib.suppress(tf.errors.OpError):
+            self._counts.note_bytes(self._trainers.sync_ps_bytes())
 
     def report(self) -> SyncReport:
         """What synchronization has done."""
         trainers = self._trainers
-        return self._counts.report(
-            len(trainers.shards), trainers.elements, trainers.sync_ps_bytes()
-        )
+        self._counts.note_bytes(trainers.sync_ps_bytes())
+        return self._counts.report(len(trainers.shards), trainers.elements)
 
     def counted(self) -> list[list[np.ndarray]]:
         """What each group has counted of staleness; see `StalenessCounts.all`."""

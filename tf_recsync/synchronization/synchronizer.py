@@ -95,6 +95,7 @@ class Synchronizer(Crew):
         """Goes on with what another one has counted, whose place it takes."""
         own, self._counts = self._counts, other._counts
         self._counts.synced, self._counts.is_recorded = own.synced, own.is_recorded
+        self._counts.begin_bytes_anew()
 
     def tell_of_syncs(
         self, synced: Callable[[int, float, int], object], is_recorded: Callable[[], bool]
