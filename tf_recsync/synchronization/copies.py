@@ -39,12 +39,14 @@ class CopiedVariable(ShownVariable):
         return self._assigned(super().assign(*args, **kwargs))
 
     def assign_add(self, *args, **kwargs):
-        """As TensorFlow's, likewise."""
-        return self._assigned(super().assign_add(*args, **kwargs))
+        """As TensorFlow's, likewise; adds to what the copies come to by now."""
+        with self.told():
+            return self._assigned(super().assign_add(*args, **kwargs))
 
     def assign_sub(self, *args, **kwargs):
         """As TensorFlow's, likewise."""
-        return self._assigned(super().assign_sub(*args, **kwargs))
+        with self.told():
+            return self._assigned(super().assign_sub(*args, **kwargs))
 
     def _assigned(self, result):
         if self.when_assigned is not None and tf.executing_eagerly():
@@ -449,8 +451,31 @@ class Copies:
             variable.before_read = self._peek if is_peeked else self.refresh
 
     def carried_on(self) -> None:
-        """The copies are trained again after users have seen them."""
+        """The copies are trained again after users have seen them, with what these have assigned
+        meanwhile that acts on steps alone: learning rates."""
         self._is_held = False
+        if not self._stale or self._kept.isdisjoint(self._peeked):
+            return
+        due = [
+            variable
+            for variable in self.seen
+            if id(variable) in self._kept & self._peeked
+            and variable.dtype.is_floating
+            and variable.shape == ()
+        ]
+        self._kept.difference_update(map(id, due))
+        values: list[np.ndarray | None] = [None] * len(self.variables)
+        with _refreshing, self._watched():
+            for variable in due:
+                (place,) = self.places(variable)
+                values[place] = fetch(variable.read_value())
+                with self._lock:
+                    for waiting in (self._shown, *self._loaded.values()):
+                        waiting[place] = values[place]
+            for group in self.there:
+                # One that is lost its own threads find out.
+                with contextlib.suppress(tf.errors.OpError, KeyError):
+                    self._assign(group, values)
 
     def settled(self) -> None:
         """Nobody trains the copies any more; after one more refresh nothing changes."""
