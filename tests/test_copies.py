@@ -92,7 +92,8 @@ def test_what_is_assigned_while_copies_are_trained_stays_and_they_take_it_over(m
     trained = [np.array([3.0, 4.0], np.float32)] * 2
     monkeypatch.setattr(copies, "_combined", lambda: trained)
     copies.touched()
-    variables[0].assign([5.0, 6.0])
+    variables[0].assign([4.0, 4.0])
+    variables[0].assign_add([1.0, 2.0])
     np.testing.assert_array_equal(variables[0].numpy(), [5.0, 6.0])
     copies.settled()
     np.testing.assert_array_equal(variables[0].numpy(), [5.0, 6.0])
@@ -102,10 +103,36 @@ def test_what_is_assigned_while_copies_are_trained_stays_and_they_take_it_over(m
     copies.touched()
     copies.settled()
     np.testing.assert_array_equal(variables[0].numpy(), [3.0, 4.0])
+    # What is added is added to what copies are by now, not to what users saw of them last.
+    monkeypatch.setattr(copies, "_combined", lambda: [np.array([7.0, 8.0], np.float32)] * 2)
+    copies.touched()
+    variables[0].assign_add([1.0, 1.0])
+    variables[1].assign_sub([1.0, 1.0])
+    np.testing.assert_array_equal(variables[0].numpy(), [8.0, 9.0])
+    np.testing.assert_array_equal(variables[1].numpy(), [6.0, 7.0])
 
 
-def test_a_learning_rate_that_a_callback_sets_within_an_epoch_is_that_of_the_next(clusters):
-    strategy = STRATEGIES["Hop"][1](clusters.get(workers=3, ps=4))
+def test_what_is_assigned_all_copies_take_over_though_it_is_what_users_see():
+    """As with `model.set_weights(model.get_weights())`, of copies that are not the same."""
+    variables = [CopiedVariable([1.0, 2.0]) for _ in range(2)]
+    groups = [Group(number, trainers=(number,)) for number in range(2)]
+    copies = Copies(variables, cluster=None, groups=groups)
+    copies.load({0: [np.float32([0, 1])] * 2, 1: [np.float32([2, 3])] * 2})
+    for is_assigned in (True, False):
+        if is_assigned:
+            variables[1].assign(variables[1].numpy())
+            np.testing.assert_array_equal(copies.assigned_since()[1], [1.0, 2.0])
+        copies.begin()
+        assert copies.assigned == [False, is_assigned]
+        found = copies.all_values()
+        np.testing.assert_array_equal([found[0][0], found[1][0]], [[0, 1], [2, 3]])
+        np.testing.assert_array_equal([found[0][1], found[1][1]], [[1, 2], [1, 2]])
+
+
+@pytest.mark.cases("Hop", "ShadowSync")
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_learning_rate_that_a_callback_sets_within_an_epoch_acts_on_its_steps(clusters, kind):
+    strategy = STRATEGIES[kind][1](clusters.get(workers=3, ps=4))
     model = compiled(strategy, slope_model, lambda: recsync.optimizers.SGD(0.1), mean_output)
 
     class Assigning(keras.callbacks.Callback):
@@ -123,5 +150,4 @@ def test_a_learning_rate_that_a_callback_sets_within_an_epoch_is_that_of_the_nex
     assigning.rates = []
     ones = np.ones((6, 1), np.float32)
     model.fit(ones, ones, 1, epochs=2, verbose=0, callbacks=[assigning])
-    # The copies that are trained in the first epoch go on as they are.
-    np.testing.assert_allclose(assigning.rates, [[0.5, 0.1], [0.5, 0.5]])
+    np.testing.assert_allclose(assigning.rates, [[0.5, 0.5], [0.5, 0.5]])

@@ -182,14 +182,33 @@ def test_copies_go_on_from_a_checkpoint_and_others_with_the_mean(cluster, tmp_pa
     assert slopes(strategy, model) == saved
 
 
-def test_a_group_whose_copy_a_checkpoint_lacks_begins_with_the_mean_of_the_others(cluster):
+@pytest.mark.parametrize("lacking", [1, 2], ids=["one between", "the last"])
+def test_a_group_whose_copy_a_checkpoint_lacks_begins_with_the_mean_of_the_others(
+    cluster, monkeypatch, lacking
+):
+    strategy, model = make_model(cluster)
+    model.fit(ones(30), verbose=0)
+    copies, states = model.train_function.synchronizer.copies, strategy.worker_states(model)
+    values = copies.all_values()
+    del values[lacking]  # Its worker does not answer.
+    values[0] = [value + 1 for value in values[0]]  # The two may have met last.
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "all_values", lambda: values)
+        saved = states.serialize()
+    states.deserialize(saved)
+    found = slopes(strategy, model)
+    of_lacking = found.pop(lacking)
+    assert found[0] != found[1]
+    assert of_lacking == pytest.approx(sum(found) / 2)
+
+
+def test_a_checkpoint_of_more_groups_that_lacks_the_last_is_none_of_as_many(cluster, caplog):
     strategy, model = make_model(cluster)
     model.fit(ones(30), verbose=0)
     synchronizer = model.train_function.synchronizer
     values = synchronizer.copies.all_values()
-    del values[1]  # Its worker did not answer.
-    values[0] = [value + 1 for value in values[0]]  # The two may have met last.
-    synchronizer.restore(values, {})
-    first, second, third = slopes(strategy, model)
-    assert first != third
-    assert second == pytest.approx((first + third) / 2)
+    values[0] = [value + 1 for value in values[0]]
+    synchronizer.restore(values, {"groups": np.int64(4)})
+    found = slopes(strategy, model)
+    assert found[0] == found[1] == found[2]
+    assert "holds the parameters of 4 workers, and there are 3: all of them begin" in caplog.text

@@ -24,6 +24,7 @@ from groups import (
 from helpers import AtBatch, UntilAllGoOn, fits_until, told_losses
 
 import tf_recsync as recsync
+from tf_recsync.cluster import processor_of
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -100,7 +101,12 @@ def test_a_copy_is_divided_among_the_servers_of_its_group(cluster, between):
 def test_groups_go_on_from_a_checkpoint_and_others_with_the_mean(cluster, tmp_path):
     strategy = hierarchical(cluster)
     model = click_model(strategy)
-    model.fit(clicks(20), verbose=0)
+    with strategy.scope():  # As some programs do, where variables are made in this process.
+        model.fit(clicks(20), verbose=0)
+    made = model.train_function.synchronizer.copies
+    for group in made.groups:
+        devices = {copy.device for copy in made.of(group.index)}
+        assert devices == {processor_of(*holder) for holder in group.holders}
     checkpoint = tf.train.Checkpoint(model=model, groups=strategy.worker_states(model))
     path = checkpoint.save(str(tmp_path / "clicks"))
     copies = strategy.copies(model)

@@ -11,10 +11,7 @@ import tensorflow as tf
 from groups import BETWEEN, INSIDE, WORKERS, hierarchical, line, numbers
 from helpers import (
     AtBatch,
-    compiled,
     fits_until,
-    mean_output,
-    slope_model,
     wait_for_file,
     wait_until,
 )
@@ -149,10 +146,11 @@ def test_copies_stand_still_while_they_are_read_within_an_epoch_by_hop(cluster):
     assert min(strategy.sync_report(model).syncs) > 3  # And they go on.
 
 
-def test_an_optimizer_that_would_undo_the_average_is_refused_by_hop(cluster):
-    strategy = hierarchical(cluster, BETWEEN["Hop"])
-    model = compiled(strategy, slope_model, lambda: recsync.optimizers.Ftrl(0.1), mean_output)
-    with pytest.raises(ValueError, match="optimizer must not be Ftrl under Hop between groups"):
+@pytest.mark.parametrize(("between", "name"), [("Hop", "Hop between groups"), ("EASGD", "EASGD")])
+def test_an_optimizer_that_would_undo_the_average_of_groups_is_refused(cluster, between, name):
+    strategy = hierarchical(cluster, BETWEEN[between])
+    model = line(strategy, lambda: recsync.optimizers.Ftrl(0.1))
+    with pytest.raises(ValueError, match=f"optimizer must not be Ftrl under {name}"):
         model.fit(numbers(4), verbose=0)
 
 

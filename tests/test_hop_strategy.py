@@ -139,12 +139,12 @@ def test_a_checkpoint_has_all_workers_go_on_as_they_were(cluster, tmp_path):
 
 
 def without_workers(serialized: bytes, count: int) -> bytes:
-    """What a checkpoint of the first `count` workers would hold."""
+    """What a checkpoint of the first `count` workers held before it said how many there were."""
     with np.load(io.BytesIO(serialized)) as arrays:
         kept = {
             name: arrays[name]
             for name in arrays.files
-            if "/" not in name or int(name.split("/")[0]) < count
+            if name != "groups" and ("/" not in name or int(name.split("/")[0]) < count)
         }
     kept["workers"], kept["iterations"] = kept["workers"][:count], kept["iterations"][:count]
     out = io.BytesIO()

@@ -5,7 +5,7 @@ import threading
 import keras
 import numpy as np
 import pytest
-from groups import ALONE, hierarchical
+from groups import ALONE, hierarchical, line, numbers
 from helpers import AtBatch, compiled, gated, numbered, sums, wait_until
 
 import tf_recsync as recsync
@@ -132,6 +132,26 @@ def test_a_group_goes_on_with_all_that_it_had_within_an_epoch(cluster, kind):
     assert kept.compared.is_set()
     assert_all_were_seen(history, 1)
     assert strategy.losses(model).batches == 0
+
+
+def test_groups_that_are_restarted_at_once_keep_what_the_algorithm_has_there(cluster):
+    algorithm = recsync.BMUF(0.3, eta=0.8, momentum=0.9)
+    strategy = hierarchical(cluster, algorithm, mode=recsync.Foreground(gap=5))
+    model, window = line(strategy), Window(within_seconds=600)
+
+    def fit(steps, *callbacks):  # Of each trainer.
+        data = strategy.distribute_datasets_from_function(lambda context: numbers(steps))
+        model.fit(data, verbose=0, callbacks=list(callbacks))
+        return model.train_function.synchronizer.extras()
+
+    before = fit(6)
+    assert np.all(before["state_update"])
+    for ps in (0, 1):
+        window.request(Restart("ps", ps))
+    after = fit(2, window)  # Without a synchronization.
+    assert [done.is_back for done in window.report] == [True, True]
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, name)
 
 
 @pytest.mark.full

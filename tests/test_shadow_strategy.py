@@ -118,6 +118,18 @@ class Follow(recsync.Algorithm):
         trainer.move(target, 0.3)
 
 
+class Summing(recsync.EASGD):
+    """With a vector that is another one for each trainer: the sum of what it has sent."""
+
+    def states(self, start):
+        return {"sum": np.zeros_like(start)}
+
+    def sync(self, trainers, center):
+        for trainer in trainers:
+            trainer.set_state("sum", trainer.state("sum") + trainer.read())
+        super().sync(trainers, center)
+
+
 MODES = {
     "a user's": (Gossip(), "shadow"),
     "a user's, central": (Follow(), recsync.Foreground(gap=5)),
@@ -342,13 +354,19 @@ def test_the_output_is_the_mean_on_request(cluster):
         np.testing.assert_allclose(variable.numpy(), mean, atol=1e-6)
 
 
-def test_assigned_parameters_are_taken_over_by_all_copies_and_the_center(cluster):
+@pytest.mark.parametrize("is_restored", [False, True], ids=["trained", "restored"])
+def test_assigned_parameters_are_taken_over_by_all_copies_and_the_center(cluster, is_restored):
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.5))
     model = dense_model(strategy, lambda: recsync.optimizers.SGD(0.0))
     recsync.testing.set_compute_time(strategy, 0.02)
     model.fit(dataset(24), verbose=0)
-    kernel = model.layers[-1].kernel
+    kernel, states = model.layers[-1].kernel, strategy.worker_states(model)
+    if is_restored:
+        states.deserialize(states.serialize())
+    synchronizer = model.train_function.synchronizer
+    bias = synchronizer.extras()["center"][WIDTH:]
     kernel.assign(np.full(kernel.shape, 7.0))
+    np.testing.assert_array_equal(synchronizer.extras()["center"], [*[7.0] * WIDTH, *bias])
     fit_until_all_have_synchronized(strategy, model)
     # Nothing is learned: a center or a copy that was elsewhere would have moved the others.
     for copy in strategy.copies(model):
@@ -398,6 +416,45 @@ def test_stock_optimizers_are_refused(cluster):
         model.fit(dataset(12), verbose=0)
 
 
+def ftrl():
+    return recsync.optimizers.Ftrl(0.1)
+
+
+@pytest.mark.parametrize("algorithm", [recsync.EASGD(0.3), recsync.BMUF(0.3, 1.0)])
+def test_an_optimizer_that_would_undo_each_synchronization_is_refused(cluster, algorithm):
+    strategy = recsync.ShadowSyncStrategy(cluster, algorithm)
+    model = click_model(strategy, lambda: recsync.optimizers.per_table(ftrl()))
+    name = type(algorithm).__name__
+    with pytest.raises(ValueError, match=f"optimizer must not be Ftrl under {name}, .* Ftrl"):
+        model.fit(dataset(12), verbose=0)
+
+
+def test_an_optimizer_that_would_undo_synchronizations_may_train_tables_on_servers(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
+    with strategy.scope():
+        ids = keras.Input((), dtype="int64", name="id")
+        vector = recsync.layers.EmbeddingCollection(
+            [recsync.layers.TableConfig("table", ROWS, 8, optimizer=ftrl())],
+            [recsync.layers.FeatureConfig("id", table="table")],
+            concatenate=True,
+        )({"id": ids})
+        model = keras.Model({"id": ids}, keras.layers.Dense(1, "sigmoid")(vector))
+        model.compile(recsync.optimizers.per_table(adagrad()), "binary_crossentropy")
+    assert len(strategy.copies(model)) == 3  # What trains it is made.
+
+
+def test_copied_parameters_that_are_no_float32_are_refused(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), sync_ps=4)
+    with strategy.scope():
+        ids = keras.Input((), dtype="int64", name="id")
+        vector = keras.layers.Embedding(ROWS, 8, dtype="bfloat16", name="narrow")(ids)
+        model = keras.Model({"id": ids}, keras.layers.Dense(1, "sigmoid")(vector))
+        model.compile(adagrad(), "binary_crossentropy")
+    message = "must be float32 under EASGD; narrow/embeddings is bfloat16"
+    with pytest.raises(ValueError, match=message):
+        model.fit(dataset(12), verbose=0)
+
+
 def test_reports_of_an_epoch_are_in_the_history_and_in_tensorboard(cluster, tmp_path):
     strategy = recsync.ShadowSyncStrategy(
         cluster, recsync.EASGD(0.3), mode=recsync.Foreground(gap=4)
@@ -435,7 +492,7 @@ def test_a_checkpoint_has_all_trainers_and_the_center_go_on_as_they_were(cluster
     for servers in (1, 1, 2):
         strategy = recsync.ShadowSyncStrategy(
             cluster,
-            recsync.EASGD(0.3),
+            Summing(0.3),
             mode=recsync.Foreground(gap=1000 if before else 5),
             sync_ps=servers,
         )
@@ -450,17 +507,46 @@ def test_a_checkpoint_has_all_trainers_and_the_center_go_on_as_they_were(cluster
             model.optimizer.learning_rate = 0.0
             model.fit(dataset(24), verbose=0)  # It learns nothing, and never synchronizes.
         copies = strategy.copies(model)
-        center = model.train_function.synchronizer.extras()["center"]
+        extras = model.train_function.synchronizer.extras()
+        center, sums = extras["center"], extras["state_sum"]
         if before is None:
             assert not np.array_equal(copies[0][0], copies[1][0])
             assert not np.array_equal(center, start)
-            before = copies, center
+            assert not np.array_equal(sums[0], sums[1])
+            before = copies, center, sums
             continue
         for trainer, (old, new) in enumerate(zip(before[0], copies, strict=True)):
             for a, b in zip(old, new, strict=True):
                 message = f"trainer {trainer}, with sync_ps={servers}"
                 np.testing.assert_allclose(b, a, rtol=1e-6, err_msg=message)
         np.testing.assert_array_equal(center, before[1], err_msg=f"with sync_ps={servers}")
+        np.testing.assert_array_equal(sums, before[2], err_msg=f"with sync_ps={servers}")
+
+
+def test_vectors_of_a_checkpoint_are_those_of_each_trainer_or_their_mean(cluster):
+    strategy = recsync.ShadowSyncStrategy(cluster, Summing(0.3))
+    model = dense_model(strategy)
+    strategy.worker_states(model).serialize()  # Nobody has trained, and nobody will.
+    synchronizer = model.train_function.ensure_synchronizer()
+    parameters = synchronizer.copies.current()
+
+    def restored(values, extras):
+        synchronizer.restore({group: parameters for group in values}, extras)
+        found = synchronizer.extras()
+        synchronizer.begin()
+        for name, value in synchronizer.extras().items():
+            np.testing.assert_array_equal(value, found[name], name)
+        return found["state_sum"][:, 0].tolist()
+
+    ones = np.ones(WIDTH + 1, np.float32)
+    all_there = {"state_sum": np.outer([1, 2, 6], ones), "groups_with_states": np.arange(3)}
+    assert restored(range(3), {"groups": 3, **all_there}) == [1, 2, 6]
+    assert restored(range(4), {"groups": 4, **all_there}) == [3, 3, 3]
+    lacking = {"state_sum": np.outer([1, 6], ones), "groups_with_states": np.array([0, 2])}
+    assert restored([0, 2], {"groups": 3, **lacking}) == [1, 3.5, 6]
+    # As earlier versions wrote it.
+    assert restored(range(3), {"state_sum": 5 * ones}) == [5, 5, 5]
+    assert restored(range(3), {}) == [0, 0, 0]
 
 
 def test_a_gap_may_be_longer_than_an_epoch(cluster):
@@ -473,6 +559,12 @@ def test_a_gap_may_be_longer_than_an_epoch(cluster):
     report = strategy.sync_report(model)
     assert report.steps == 180
     assert (180 - 3 * 39) / 40 <= sum(report.syncs) <= 180 / 40
+    # What has been counted stays when another synchronizer takes its place.
+    model.train_function.leave_pass(None)  # As after the loss of a parameter server.
+    model.fit(dataset().repeat(), epochs=1, steps_per_epoch=120, verbose=0)
+    after = strategy.sync_report(model)
+    assert sum(after.syncs) > sum(report.syncs) > 0
+    assert after.sync_ps_bytes == sum(after.syncs) * 8 * after.elements
 
 
 def test_a_model_of_tables_alone_has_nothing_to_synchronize(cluster):
@@ -576,7 +668,9 @@ def test_a_checkpoint_has_what_was_assigned_since_the_last_training(cluster, tmp
     for copy in copies:
         for value, expected in zip(copy, assigned, strict=True):
             np.testing.assert_allclose(value, expected, rtol=1e-6)
-    for name, vector in model.train_function.synchronizer.extras().items():
+    vectors = model.train_function.synchronizer.extras()
+    vectors.pop("groups_with_states", None)
+    for name, vector in vectors.items():
         expected = 0.0 if name == "state_update" else 0.25
         np.testing.assert_allclose(vector, expected, rtol=1e-6, err_msg=name)
 

@@ -237,7 +237,8 @@ class SavedIntegers(tf.__internal__.tracking.Trackable):
             with tf.init_scope():  # As above, this may be traced.
                 found.tell_of_assignment()
         with tf.device(value.device):
-            return value.assign(narrowed_tensor(restored_tensors[VARIABLE_VALUE_KEY], value.dtype))
+            narrowed = narrowed_tensor(restored_tensors[VARIABLE_VALUE_KEY], value.dtype)
+        return _restore(value, narrowed)
 
 
 class SavedCounters(tf.__internal__.tracking.Trackable):
@@ -265,7 +266,13 @@ class SavedCounters(tf.__internal__.tracking.Trackable):
         # The sum is what counts; the first variable keeps it.
         first, *others = (v._value for v in self._variables)
         values = restored_tensors[_KEY]
-        return [first.assign(values), *(v.assign(tf.zeros(v.shape, v.dtype)) for v in others)]
+        zeros = [_restore(other, tf.zeros(other.shape, other.dtype)) for other in others]
+        return [_restore(first, values), *zeros]
+
+
+def _restore(variable: tf.Variable, value: tf.Tensor):
+    """Sets a variable as restoring it does, which is no assignment of a user's."""
+    return variable._restore_from_tensors({VARIABLE_VALUE_KEY: value})
 
 
 def _is_in_blocks(trackable: object) -> bool:

@@ -16,8 +16,9 @@ import keras
 from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster
 from tf_recsync.modes import Hogwild, ModeConfig
+from tf_recsync.strategies.checks import check_averaging
 from tf_recsync.strategies.hop_between_groups import Hop
-from tf_recsync.strategies.hop_checks import check_averaging, check_topology
+from tf_recsync.strategies.hop_checks import check_topology
 from tf_recsync.strategies.model_functions import Settings
 from tf_recsync.strategies.model_variables import optimizers_of
 from tf_recsync.strategies.server_threads import check_threads
@@ -49,13 +50,14 @@ class Between:
             threads: that train for each trainer.
         """
 
-    def check_optimizer(self, optimizer: keras.optimizers.Optimizer | None) -> None:
-        """Raises a ValueError if an optimizer would undo what it does to parameters."""
-
     def synchronizer(
         self, model: keras.Model, copies: Copies, settings: Settings, threads: int
     ) -> Synchronizer:
-        """What keeps these copies of a model together."""
+        """What keeps these copies of a model together.
+
+        Raises:
+            ValueError: if it can't.
+        """
         return Synchronizer(settings.arrangement, copies, threads)
 
 
@@ -76,7 +78,7 @@ class ByAlgorithm(Between):
             settings.cluster,
             settings.arrangement,
             copies,
-            _parameters_among(copies, model),
+            _parameters_among(copies, model, type(self.algorithm).__name__),
             _counters_among(copies, model),
             threads,
             settings.bandwidths,
@@ -98,15 +100,11 @@ class ByHop(Between):
         needed = [count for count in waiting for _ in groups[0].servers]
         check_threads(cluster, needed, "for neighbors", job="ps")
 
-    def check_optimizer(self, optimizer: keras.optimizers.Optimizer | None) -> None:
-        """See `Between`."""
-        check_averaging(optimizer, "Hop between groups")
-
     def synchronizer(
         self, model: keras.Model, copies: Copies, settings: Settings, threads: int
     ) -> Synchronizer:
         """See `Between`."""
-        parameters = _parameters_among(copies, model)
+        parameters = _parameters_among(copies, model, "Hop between groups")
         if not parameters:
             raise ValueError("the model has no dense parameters that groups could exchange by Hop")
         global_step = optimizers_of(model)[0]._iterations._value
@@ -235,9 +233,29 @@ def checked_sync_ps(sync_ps: Any, algorithm: Algorithm | Hop, servers: int) -> l
     return [int(index) for index in indices]
 
 
-def _parameters_among(copies: Copies, model: keras.Model) -> int:
-    """How many of the copied variables are parameters: the first ones."""
+def _parameters_among(copies: Copies, model: keras.Model, what: str) -> int:
+    """How many of the copied variables are parameters: the first ones.
+
+    Args:
+        copies: of the model's variables.
+        model: the model.
+        what: keeps the copies together, in words.
+
+    Raises:
+        ValueError: if it can't keep the model's parameters together.
+    """
     copied = [variable for variable in model.trainable_variables if is_copied(variable)]
+    for variable in copied:
+        if variable.dtype != "float32":
+            raise ValueError(
+                f"trainable variables that groups have copies of must be float32 under {what}; "
+                f"{variable.path} is {variable.dtype}"
+            )
+
+    def is_averaged(optimizer: keras.optimizers.Optimizer) -> bool:
+        return any(is_copied(state.variable) for state in optimizer.states)
+
+    check_averaging(filter(is_averaged, optimizers_of(model)), what)
     return sum(len(copies.places(variable._value)) for variable in copied)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Literal
 
@@ -9,6 +10,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tf_recsync import optimizers
 from tf_recsync._checks import check_seconds
 from tf_recsync.cluster import Cluster
 from tf_recsync.staleness import Constant
@@ -135,3 +137,20 @@ def warn_of_moving_averages(model: keras.Model, steps: int) -> None:
             100 * (1 - momentum) * steps,
             1 - (1 - momentum) / steps,
         )
+
+
+def check_averaging(averaged: Iterable[keras.optimizers.Optimizer], what: str) -> None:
+    """Raises a ValueError if an optimizer undoes what keeps copies of parameters together.
+
+    Args:
+        averaged: the optimizers that train parameters of which there are copies.
+        what: keeps them together, in words.
+    """
+    for one in averaged:
+        if isinstance(one, (keras.optimizers.Ftrl, optimizers.Ftrl)):
+            raise ValueError(
+                f"optimizer must not be Ftrl under {what}, which moves copies of parameters "
+                "towards each other: Ftrl computes parameters from its own state alone and so "
+                "undoes that; use another one, as SGD, Adagrad or Adam, not "
+                f"{type(one).__module__}.{type(one).__name__} ({one.name})"
+            )

@@ -10,33 +10,20 @@ import keras
 import numpy as np
 from absl import logging
 
-from tf_recsync import optimizers
 from tf_recsync._checks import check_at_least
 from tf_recsync.layers import EmbeddingCollection
 from tf_recsync.optimizers import base
-from tf_recsync.strategies.checks import check_optimizers
+from tf_recsync.strategies.checks import check_averaging, check_optimizers
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.model_variables import uses_servers
 from tf_recsync.synchronization.hop_protocol import MOST, Protocol, Skip, check_iterations
 from tf_recsync.topology import Topology
 
 
-def check_averaging(optimizer: keras.optimizers.Optimizer | None, strategy: str) -> None:
-    """Raises a ValueError if an optimizer undoes what the exchange does to parameters."""
-    for one in _with_inner(optimizer):
-        if isinstance(one, (keras.optimizers.Ftrl, optimizers.Ftrl)):
-            raise ValueError(
-                f"optimizer must not be Ftrl under {strategy}, which computes parameters from "
-                "its own state alone and so undoes their average with the neighbors'; use "
-                f"another one, as SGD, Adagrad or Adam, not {type(one).__module__}."
-                f"{type(one).__name__} ({one.name})"
-            )
-
-
 def check_optimizer(model: keras.Model, strategy: CopiedStrategy) -> None:
     """Raises a ValueError if a model's optimizer can't train it, or is from elsewhere."""
     optimizer = getattr(model, "optimizer", None)
-    check_averaging(optimizer, "HopStrategy")
+    check_averaging(_with_inner(optimizer), "HopStrategy")
     made_in = getattr(optimizer, "_distribution_strategy", strategy)
     if optimizer is not None and made_in is not strategy:
         raise ValueError(f"optimizer {optimizer.name} was not made inside this strategy's scope()")

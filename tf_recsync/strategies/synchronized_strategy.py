@@ -103,5 +103,4 @@ class SynchronizedStrategy(CopiedStrategy):
         return OnServers(model)
 
     def _check_optimizer(self, model: keras.Model) -> None:
-        self._between.check_optimizer(getattr(model, "optimizer", None))
         check_optimizers(self, model)

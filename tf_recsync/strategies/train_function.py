@@ -545,7 +545,7 @@ class TrainFunction(Steps):
         """
         if self.synchronizer is not None and group in self.synchronizer.copies.there:
             with self.watched():
-                self.synchronizer.copies.put_aside(group)
+                self.synchronizer.put_aside(group)
         if self._run is not None:
             self._run.keep_data(set(self._arrangement.groups[group].trainers) - set(restarted))
 

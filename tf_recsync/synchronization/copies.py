@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tf_recsync._instead import instead
 from tf_recsync.cluster import Cluster, ask, fetch, reason
@@ -39,12 +40,14 @@ class CopiedVariable(ShownVariable):
         return self._assigned(super().assign(*args, **kwargs))
 
     def assign_add(self, *args, **kwargs):
-        """As TensorFlow's, likewise."""
-        return self._assigned(super().assign_add(*args, **kwargs))
+        """As TensorFlow's, likewise; adds to what the copies come to by now."""
+        with self.told():
+            return self._assigned(super().assign_add(*args, **kwargs))
 
     def assign_sub(self, *args, **kwargs):
         """As TensorFlow's, likewise."""
-        return self._assigned(super().assign_sub(*args, **kwargs))
+        with self.told():
+            return self._assigned(super().assign_sub(*args, **kwargs))
 
     def _assigned(self, result):
         if self.when_assigned is not None and tf.executing_eagerly():
@@ -150,8 +153,10 @@ class Copies:
         # Of each variable, whether users had assigned it when copies last took that over.
         self.assigned: list[bool] = []
         self._stale = False
-        # Ids of what users have assigned while copies were trained, which these take over later.
+        # Ids of what users have assigned, which copies take over when they are trained again.
         self._kept: set[int] = set()
+        for variable in self.seen:
+            variable.when_assigned = lambda assigned: self._kept.add(id(assigned))
         # The variables of each shard, by their numbers, and what reads them.
         self._shards: list[list[int]] = [[] for _ in range(len(groups[0].holders))]
         for i, variable in enumerate(self.variables):
@@ -252,7 +257,8 @@ class Copies:
             with at(self._cluster, index, job):
                 for i in shard:
                     value, shape = on_worker(values[i]), self.variables[i].shape
-                    made[i] = tf.Variable(value, trainable=False, shape=shape)
+                    # No variable of the strategy, in whose scope this may be.
+                    made[i] = ResourceVariable(value, trainable=False, shape=shape)
         with self._lock:
             self._copies[group] = made
             self._lives[group] = lives
@@ -371,11 +377,15 @@ class Copies:
         Args:
             shown: what users see now.
         """
-        # The checkpoint of a model has the output of its groups, which may be one's copy, and may
-        # be restored after their states.
+        # The ops that restore a checkpoint tell nobody. That of a model has the output of its
+        # groups, which may be one's copy, and may be restored after their states.
         known = [self._shown, *self._merged]
+        pairs = zip(self.seen, self._pieces, strict=True)
+        told = [id(variable) in self._kept for variable, own in pairs for _ in own.variables]
 
         def is_known(i: int) -> bool:
+            if told[i]:
+                return False
             # What is no number is the same as itself here: nobody assigned it.
             equal_nan = self.variables[i].dtype.is_floating
             return any(np.array_equal(shown[i], old[i], equal_nan=equal_nan) for old in known)
@@ -440,22 +450,49 @@ class Copies:
         for variable in self.seen:
             is_peeked = id(variable) in self._peeked
             variable.before_read = self._peek if is_peeked else self.refresh
-            variable.when_assigned = lambda assigned: self._kept.add(id(assigned))
 
     def carried_on(self) -> None:
-        """The copies are trained again after users have seen them."""
+        """The copies are trained again after users have seen them, with what these have assigned
+        meanwhile that acts on steps alone: learning rates."""
         self._is_held = False
+        if not self._stale or self._kept.isdisjoint(self._peeked):
+            return
+        due = [
+            variable
+            for variable in self.seen
+            if id(variable) in self._kept & self._peeked
+            and variable.dtype.is_floating
+            and variable.shape == ()
+        ]
+        self._kept.difference_update(map(id, due))
+        values: list[np.ndarray | None] = [None] * len(self.variables)
+        with _refreshing, self._watched():
+            for variable in due:
+                (place,) = self.places(variable)
+                values[place] = fetch(variable.read_value())
+                with self._lock:
+                    for waiting in (self._shown, *self._loaded.values()):
+                        waiting[place] = values[place]
+            for group in self.there:
+                # One that is lost its own threads find out.
+                with contextlib.suppress(tf.errors.OpError, KeyError):
+                    self._assign(group, values)
 
     def settled(self) -> None:
         """Nobody trains the copies any more; after one more refresh nothing changes."""
         self.refresh(force=True)
-        self.let_go()
+        self._rest()
 
     def let_go(self) -> None:
         """Others take its place: what users see stays as it is."""
+        self._rest()
+        for variable in self.seen:
+            variable.when_assigned = None
+
+    def _rest(self) -> None:
         self._stale = False
         for variable in self.seen:
-            variable.before_read = variable.when_assigned = None
+            variable.before_read = None
 
     def refresh(self, force: bool = False) -> None:
         """Writes what the copies come to into what users see."""

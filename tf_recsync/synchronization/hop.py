@@ -231,10 +231,9 @@ class ExchangeSynchronizer(Synchronizer):
             extras: the iterations of all groups; without, as of a checkpoint of another
                 algorithm, they begin anew. If there were more or fewer, all begin with the mean.
         """
-        count = max(values) + 1 if values else self.size
-        iterations = np.asarray(extras.get("iterations", [-1] * count)).tolist()
-        if values:
-            self._load(values, len(iterations))
+        iterations = np.asarray(extras.get("iterations", [-1] * self.size)).tolist()
+        older = {"groups": len(iterations)} if "iterations" in extras else {}
+        super().restore(values, {**older, **extras})
         if len(iterations) != self.size:
             iterations = [max(iterations)] * self.size
         self._restored = max(iterations)

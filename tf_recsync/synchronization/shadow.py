@@ -127,6 +127,10 @@ class ShadowSynchronizer(Synchronizer):
         self._trainers.lose(group)
         self._absent.pop(group, None)
 
+    def put_aside(self, group: int) -> None:
+        """Keeps what a group has here, as its servers are about to end."""
+        self._trainers.put_aside(group)
+
     def leave(self, thread: int) -> None:
         """A thread has nothing to do at the moment; loops end with the last one."""
         self._gate.leave(thread)
@@ -189,13 +193,15 @@ class ShadowSynchronizer(Synchronizer):
         self.release()
         self._loops.join(time.monotonic() + JOIN_SECONDS)
         super().end()
+        # Nobody can ask a sync PS any more that is lost before the next epoch.
+        with contextlib.suppress(tf.errors.OpError):
+            self._counts.note_bytes(self._trainers.sync_ps_bytes())
 
     def report(self) -> SyncReport:
         """What synchronization has done."""
         trainers = self._trainers
-        return self._counts.report(
-            len(trainers.shards), trainers.elements, trainers.sync_ps_bytes()
-        )
+        self._counts.note_bytes(trainers.sync_ps_bytes())
+        return self._counts.report(len(trainers.shards), trainers.elements)
 
     def counted(self) -> list[list[np.ndarray]]:
         """What each group has counted of staleness; see `StalenessCounts.all`."""

@@ -187,6 +187,9 @@ class Algorithm(abc.ABC):
     def states(self, start: np.ndarray) -> dict[str, np.ndarray]:
         """Vectors that each trainer keeps for the algorithm, by name.
 
+        Checkpoints hold those of each trainer. One that has lost its own begins with the mean of
+        the others', and all do so on another number of trainers.
+
         Args:
             start: the parameters that training begins with, float32 [elements].
 

@@ -79,8 +79,6 @@ class _Shard:
         self.parameters = list(parameters)
         self.sizes = list(sizes)
         self.elements = sum(sizes)
-        # The algorithm's vectors of groups while there is no other group to have them from.
-        self.first_vectors: _Vectors = {}
         self.parts: list[tf.Variable] = []  # Of the center.
         self.traffic: list[tf.Variable] = []
         self.functions: dict[tuple[tuple[int, ...], Turns | None], Callable] = {}
@@ -97,10 +95,28 @@ class _Shard:
         pieces = np.split(vector, np.cumsum(self.sizes)[:-1]) if self.parameters else []
         return dict(zip(self.parameters, pieces, strict=True))
 
+    def where(self, assigned: Sequence[bool]) -> np.ndarray:
+        """Which of the shard's elements are of variables that users have assigned."""
+        own = [assigned[i] for i in self.parameters]
+        return np.repeat(np.array(own, bool), self.sizes)
+
     def ranges(self, count: int) -> list[tuple[int, int]]:
         """Which elements each of so many sync PSs has."""
         bounds = [self.elements * i // count for i in range(count + 1)] if count else []
         return list(zip(bounds, bounds[1:], strict=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Restored:
+    """What a checkpoint has besides the copies.
+
+    Attributes:
+        center: by shard; None if it has none.
+        vectors: the algorithm's by name, of each group by shard.
+    """
+
+    center: list[np.ndarray] | None
+    vectors: dict[str, list[list[np.ndarray]]]
 
 
 class Trainers:
@@ -152,10 +168,10 @@ class Trainers:
         self._opening = [threading.Lock() for _ in copies.groups]
         self._there: dict[int, list[_Held]] = {}  # Of each group that is not lost, by shard.
         self._lost: set[int] = set()
-        # Whether the last one was lost, and with it the algorithm's vectors.
-        self._all_gone = False
+        # The vectors that groups begin with which have none yet, by shard.
+        self._first: dict[int, list[_Vectors]] = {}
         self._has_begun = False
-        self._restored: dict[str, np.ndarray] | None = None  # The extras of a checkpoint.
+        self._restored: _Restored | None = None
         self._limits: dict[str, float] = {}
 
     @property
@@ -175,37 +191,42 @@ class Trainers:
                 if group in self._there and group in self.copies.there:
                     return False
                 was_lost = group in self._lost and not self.copies.is_loaded(group)
+            first = None
             if was_lost:
                 self._come_back(group)
             else:
                 self.copies.ensure(group)
+                first = self._first.get(group)
             made = []
             for shard, (job, index) in self._held(group):
-                vectors = self._current_vectors(shard)
+                vectors = self._mean_vectors(shard) if first is None else first[shard.number]
                 with at(self._cluster, index, job):
+                    # No variables of the strategy, in whose scope this may be.
                     own = {
-                        name: tf.Variable(on_worker(value), trainable=False)
+                        name: ResourceVariable(on_worker(value), trainable=False)
                         for name, value in vectors.items()
                     }
-                    limit = tf.Variable(on_worker(np.float64(0.0)), trainable=False)
+                    limit = ResourceVariable(on_worker(np.float64(0.0)), trainable=False)
                     made.append(_Held(own, limit))
             with self._lock:
                 self._there[group] = made
                 self._lost.discard(group)
-                self._all_gone = False
+                self._first.pop(group, None)
             return True
 
     def lose(self, group: int) -> None:
         """A group is gone, with all that it had."""
         with self._lock:
-            if self._there.pop(group, None) is not None and not self._there:
-                self._all_gone = True
+            self._forget(group)
             self._lost.add(group)
             self.copies.drop(group)
-            # The next one's server has to build its parts of functions again.
-            for shard in self._shards:
-                shard.called = {key for key in shard.called if group not in key[0]}
             self.staleness.lost(group)
+
+    def _forget(self, group: int) -> None:
+        self._there.pop(group, None)
+        # The next one's server has to build its parts of functions again.
+        for shard in self._shards:
+            shard.called = {key for key in shard.called if group not in key[0]}
 
     def begin(self) -> None:
         """Makes ready for an epoch; nobody may be at work."""
@@ -271,37 +292,65 @@ class Trainers:
     def extras(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps besides the copies: the center, and the algorithm's vectors.
 
-        Each is one vector, in the order of the parameters, whatever shards there are.
+        The center is one vector, in the order of the parameters, whatever shards there are; each
+        of the algorithm's is [groups, elements], of the groups that "groups_with_states" names.
         """
-        if self._restored is not None:
-            return dict(self._restored)  # Nobody has trained since.
-        assigned = self.copies.assigned_since()[: self._parameters]
-        is_assigned = any(value is not None for value in assigned)
-        if is_assigned:
-            # As `begin` does before anybody trains again.
-            shown = self.copies.current()
-            starts = [shard.pack(shown) for shard in self._shards]
-            vectors = [self._checked_vectors(start) for start in starts]
-        else:
-            vectors = [self._current_vectors(shard) for shard in self._shards]
-        kept = {f"state_{name}": self._joined([v[name] for v in vectors]) for name in vectors[0]}
-        if self._algorithm.is_central and self._has_begun:
-            centers = starts if is_assigned else [self._center(shard) for shard in self._shards]
-            kept["center"] = self._joined(centers)
+        if not self._parameters or not (self._has_begun or self._restored is not None):
+            return {}
+        assigned = [value is not None for value in self.copies.assigned_since()]
+        shown = self.copies.current() if any(assigned) else self.copies.shown
+        found = [self._goes_on_with(shard, shown, assigned, spares=True) for shard in self._shards]
+        kept = {}
+        groups = sorted(set.intersection(*(set(vectors) for _, vectors in found)))
+        for name in found[0][1][groups[0]] if groups else ():
+            of_each = [self._joined([vectors[g][name] for _, vectors in found]) for g in groups]
+            kept[f"state_{name}"] = np.stack(of_each)
+        if kept:
+            kept["groups_with_states"] = np.array(groups, np.int64)
+        if self._algorithm.is_central:
+            kept["center"] = self._joined([center for center, _ in found])
         return kept
 
     def restore(self, extras: Mapping[str, np.ndarray]) -> None:
         """Groups, which have their copies, go on with this center; nobody may be at work.
 
         Args:
-            extras: as above; those of another algorithm are left out.
+            extras: as above, and "groups", how many there were; those of another algorithm are
+                left out. Groups of another number, and those whose vectors are missing, begin with
+                the mean of the vectors. Older checkpoints have one vector, of all groups.
         """
+        count = len(self.copies.groups)
+
+        def of_each(vectors: np.ndarray) -> list[np.ndarray]:
+            if vectors.ndim == 1:
+                return [vectors] * count
+            mean = _mean(vectors)
+            saved = dict(zip(extras["groups_with_states"].tolist(), vectors, strict=True))
+            is_alike = int(extras.get("groups", count)) == count
+            return [saved.get(group, mean) if is_alike else mean for group in range(count)]
+
+        center = self._divided(extras["center"]) if "center" in extras else None
+        vectors = {
+            name.removeprefix("state_"): [self._divided(vector) for vector in of_each(value)]
+            for name, value in extras.items()
+            if name.startswith("state_")
+        }
         with self._lock:
-            self._restored = {
-                name: value
-                for name, value in extras.items()
-                if name == "center" or name.startswith("state_")
-            }
+            self._restored = _Restored(center, vectors)
+
+    def put_aside(self, group: int) -> None:
+        """Keeps what a group has here, as its servers are about to end; nobody may train it.
+
+        It begins with that when it is opened the next time.
+        """
+        vectors = None
+        if group in self._there:
+            vectors = [self._vectors_of(group, shard) for shard in self._shards]
+        self.copies.put_aside(group)
+        with self._lock:
+            if vectors is not None:
+                self._first[group] = vectors
+            self._forget(group)
 
     # Inside.
 
@@ -324,7 +373,7 @@ class Trainers:
         key = groups, turns
         if key in shard.functions:
             return shard.functions[key]
-        names = sorted(shard.first_vectors)
+        names = sorted(self._there[members[0]][shard.number].vectors)
         count = len(shard.parameters)
         each = count + len(names)
         holders = [self.copies.groups[group].holders[shard.number] for group in groups]
@@ -355,24 +404,72 @@ class Trainers:
     def _follow_users(self) -> None:
         """Begins with the parameters as users see them, or takes over what they assigned.
 
-        What came from a checkpoint takes the place of both.
+        What came from a checkpoint takes the place of all but these.
         """
         if not self._parameters:
             return
-        self._follow_assignments()
-        if self._restored is None:
+        shown, assigned = self.copies.shown, self.copies.assigned[: self._parameters]
+        if self._algorithm.is_central:
+            for shard in self._shards:
+                self._ensure_center(shard, shard.pack(shown))
+        if self._has_begun and self._restored is None and not any(assigned):
             return
-        # A checkpoint of another algorithm has no center, or other vectors.
-        restored = {name: self._divided(vector) for name, vector in self._restored.items()}
-        for shard in self._shards:
-            number, start = shard.number, shard.pack(self.copies.shown)
-            vectors = self._checked_vectors(start)
-            for name in vectors:
-                if f"state_{name}" in restored:
-                    vectors[name] = restored[f"state_{name}"][number]
-            center = restored["center"][number] if "center" in restored else start
+        found = [self._goes_on_with(shard, shown, assigned) for shard in self._shards]
+        for shard, (center, vectors) in zip(self._shards, found, strict=True):
             self._set(shard, center, vectors)
-        self._restored = None  # Not earlier: if a server is lost, all of this is done again.
+        # Not earlier: if a server is lost, all of this is done again.
+        is_there = {*self._there}.intersection(self.copies.there)
+        for group in set(found[0][1]) - is_there:
+            self._first[group] = [vectors[group] for _, vectors in found]
+        self._restored, self._has_begun = None, True
+
+    def _goes_on_with(
+        self,
+        shard: _Shard,
+        shown: Sequence[np.ndarray],
+        assigned: Sequence[bool],
+        spares: bool = False,
+    ) -> tuple[np.ndarray, dict[int, _Vectors]]:
+        """What a shard goes on with: what was restored, or is there, but for what users assigned.
+
+        Args:
+            shard: it.
+            shown: what users see of all copied variables.
+            assigned: which of these they have assigned; none if it is empty.
+            spares: whether groups that don't answer are left out.
+
+        Returns:
+            The center, and the algorithm's vectors by group.
+        """
+        start = shard.pack(shown)
+        new = self._checked_vectors(start)
+        groups = range(len(self.copies.groups))
+        restored = self._restored
+        if restored is not None:
+            # A checkpoint of another algorithm has no center, or other vectors.
+            center = start if restored.center is None else restored.center[shard.number]
+            names = restored.vectors.keys() & new.keys()
+            vectors = {
+                g: {**new, **{n: restored.vectors[n][g][shard.number] for n in names}}
+                for g in groups
+            }
+        elif not self._has_begun:
+            return start, dict.fromkeys(groups, new)
+        else:
+            center = self._center(shard) if self._algorithm.is_central else start
+            vectors = {group: first[shard.number] for group, first in self._first.items()}
+            for group in self.there:
+                spared = (tf.errors.OpError, KeyError) if spares else ()
+                with contextlib.suppress(*spared):
+                    vectors[group] = self._vectors_of(group, shard)
+        if not any(assigned):
+            return center, vectors
+        is_new = shard.where(assigned)
+        taken = {
+            group: {name: np.where(is_new, new[name], value) for name, value in own.items()}
+            for group, own in vectors.items()
+        }
+        return np.where(is_new, start, center), taken
 
     def _joined(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
         """One vector, in the order of the parameters that users see, of one for each shard."""
@@ -410,52 +507,49 @@ class Trainers:
                 )
         return vectors
 
-    def _follow_assignments(self) -> None:
-        is_assigned = any(self.copies.assigned[: self._parameters])
-        for shard in self._shards:
-            start = shard.pack(self.copies.shown)
-            if not shard.parts and self._algorithm.is_central:
-                ranges = shard.ranges(len(self._sync_ps))
-                for ps, (first, last) in zip(self._sync_ps, ranges, strict=True):
-                    with tf.device(processor_of("ps", ps)):
-                        # Not a variable of the strategy, in whose scope this may be.
-                        shard.parts.append(ResourceVariable(start[first:last], trainable=False))
-                        shard.traffic.append(ResourceVariable(np.int64(0), trainable=False))
-            if is_assigned or not self._has_begun:
-                self._set(shard, start, self._checked_vectors(start))
-        self._has_begun = True
+    def _ensure_center(self, shard: _Shard, start: np.ndarray) -> None:
+        """Makes the sync PSs' copy of a shard, if it is not there."""
+        if shard.parts:
+            return
+        ranges = shard.ranges(len(self._sync_ps))
+        for ps, (first, last) in zip(self._sync_ps, ranges, strict=True):
+            with tf.device(processor_of("ps", ps)):
+                # Not a variable of the strategy, in whose scope this may be.
+                shard.parts.append(ResourceVariable(start[first:last], trainable=False))
+                shard.traffic.append(ResourceVariable(np.int64(0), trainable=False))
 
-    def _set(self, shard: _Shard, center: np.ndarray, vectors: _Vectors) -> None:
-        """Sets the sync PSs' copy, if there is one, and the vectors of every group."""
-        shard.first_vectors = vectors
-        self._all_gone = False
+    def _set(self, shard: _Shard, center: np.ndarray, vectors: Mapping[int, _Vectors]) -> None:
+        """Sets the sync PSs' copy, if there is one, and the vectors of groups that are there."""
         for part, (first, last) in zip(shard.parts, shard.ranges(len(shard.parts)), strict=True):
             part.assign(center[first:last])
-        for group, own in self._there.items():
+        for group, held in self._there.items():
             job, index = self.copies.groups[group].holders[shard.number]
             with at(self._cluster, index, job):
-                for name, value in vectors.items():
-                    own[shard.number].vectors[name].assign(on_worker(value))
+                for name, value in vectors[group].items():
+                    held[shard.number].vectors[name].assign(on_worker(value))
 
     def _center(self, shard: _Shard) -> np.ndarray:
         """The sync PSs' copy of a shard."""
         return np.concatenate([fetch(part.read_value()) for part in shard.parts])
 
-    def _current_vectors(self, shard: _Shard) -> _Vectors:
-        """The algorithm's vectors for a group that has none: another's, if there is one."""
-        with self._lock:
-            others = list(self._there.items())
-        for group, held in others:
-            job, index = self.copies.groups[group].holders[shard.number]
+    def _vectors_of(self, group: int, shard: _Shard) -> _Vectors:
+        """The algorithm's vectors of a group that is there."""
+        held = self._there[group][shard.number]
+        job, index = self.copies.groups[group].holders[shard.number]
+        with at(self._cluster, index, job):
+            return {name: fetch(value.read_value()) for name, value in held.vectors.items()}
+
+    def _mean_vectors(self, shard: _Shard) -> _Vectors:
+        """The algorithm's vectors for a group that has lost its own: the mean of the others'."""
+        found = []
+        for group in self.there:
             # One that is lost its own threads find out.
-            with contextlib.suppress(tf.errors.OpError), at(self._cluster, index, job):
-                own = held[shard.number].vectors
-                shard.first_vectors = {n: fetch(v.read_value()) for n, v in own.items()}
-                return shard.first_vectors
-        if self._all_gone or others:
+            with contextlib.suppress(tf.errors.OpError, KeyError):
+                found.append(self._vectors_of(group, shard))
+        if not found:
             # They are gone with the groups that had them, and begin anew, with the parameters.
-            shard.first_vectors = self._checked_vectors(shard.pack(self.copies.shown))
-        return shard.first_vectors
+            return self._checked_vectors(shard.pack(self.copies.shown))
+        return {name: _mean([vectors[name] for vectors in found]) for name in found[0]}
 
     def _come_back(self, group: int) -> None:
         """A lost group begins with the mean of the others, or with what users see."""
@@ -483,6 +577,11 @@ class Trainers:
             "the sync PSs" if has_center else source,
             source,
         )
+
+
+def _mean(vectors: Sequence[np.ndarray]) -> np.ndarray:
+    """The mean of vectors: of equal ones, exactly what each of them is."""
+    return np.mean(vectors, axis=0, dtype=np.float64).astype(np.float32)
 
 
 def _in_turns(sync: Callable, specs: Sequence[tf.TensorSpec], interval: float) -> Callable:

@@ -20,7 +20,8 @@ class SyncReport:
         steps: of all threads of all trainers, those that they have finished.
         trained_seconds: the seconds that trainers trained: the length of all epochs.
         elements: the parameters that are synchronized.
-        sync_ps_bytes: what the sync PSs have received and sent, as they have counted.
+        sync_ps_bytes: what the sync PSs have received and sent, as they have counted; of the time
+            before the loss of a parameter server, as last read, which is done after each epoch.
         local_batch_size: the examples of a step, or None if they are not known.
     """
 
@@ -68,6 +69,8 @@ class SyncCounts:
         self._steps = 0
         self._trained = 0.0
         self._began: float | None = None
+        # What the sync PSs have counted, as last read, and what of it is of earlier variables.
+        self._bytes = self._earlier_bytes = 0
 
     def begin(self) -> None:
         """Trainers train from now on, if they did not before."""
@@ -98,13 +101,22 @@ class SyncCounts:
         for group in groups if self.synced is not None and seconds else ():
             self.synced(group, seconds, shard)
 
-    def report(self, shards: int, elements: int, sync_ps_bytes: int = 0) -> SyncReport:
+    def note_bytes(self, counted: int) -> None:
+        """What the variables of the sync PSs have counted up to now."""
+        with self._lock:
+            self._bytes = self._earlier_bytes + counted
+
+    def begin_bytes_anew(self) -> None:
+        """The sync PSs count from 0 again, in other variables: what was last read of them stays."""
+        with self._lock:
+            self._earlier_bytes = self._bytes
+
+    def report(self, shards: int, elements: int) -> SyncReport:
         """What was counted.
 
         Args:
             shards: of each group, that are synchronized by themselves.
             elements: the parameters that are synchronized.
-            sync_ps_bytes: what the sync PSs have received and sent.
         """
         with self._lock:
             running = 0.0 if self._began is None else time.monotonic() - self._began
@@ -114,5 +126,5 @@ class SyncCounts:
                 steps=self._steps,
                 trained_seconds=self._trained + running,
                 elements=elements,
-                sync_ps_bytes=sync_ps_bytes,
+                sync_ps_bytes=self._bytes,
             )

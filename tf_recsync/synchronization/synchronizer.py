@@ -95,6 +95,7 @@ class Synchronizer(Crew):
         """Goes on with what another one has counted, whose place it takes."""
         own, self._counts = self._counts, other._counts
         self._counts.synced, self._counts.is_recorded = own.synced, own.is_recorded
+        self._counts.begin_bytes_anew()
 
     def tell_of_syncs(
         self, synced: Callable[[int, float, int], object], is_recorded: Callable[[], bool]
@@ -141,6 +142,13 @@ class Synchronizer(Crew):
     def lose_group(self, group: int) -> None:
         """The copy of a group is gone."""
         self.copies.drop(group)
+
+    def put_aside(self, group: int) -> None:
+        """Keeps what a group has here, as its servers are about to end; nobody may train it.
+
+        It begins with that when it is opened the next time.
+        """
+        self.copies.put_aside(group)
 
     def _number_of(self, worker: int) -> int:
         """That of a worker's group."""
@@ -209,10 +217,14 @@ class Synchronizer(Crew):
     def restore(
         self, values: Mapping[int, Sequence[np.ndarray]], extras: Mapping[str, np.ndarray]
     ) -> None:
-        """Groups go on with these copies, by group, and extras; nobody may be at work."""
-        del extras
+        """Groups go on with these copies, by group, and extras; nobody may be at work.
+
+        Args:
+            values: by group.
+            extras: as above, and "groups": how many groups there were. Older checkpoints lack it.
+        """
         if values:
-            self._load(values, max(values) + 1)
+            self._load(values, int(extras.get("groups", max(values) + 1)))
 
     def _load(self, values: Mapping[int, Sequence[np.ndarray]], count: int) -> None:
         """Loads the copies of a checkpoint of so many groups; if there are more or fewer, the mean.
@@ -220,7 +232,7 @@ class Synchronizer(Crew):
         A group whose copy the checkpoint lacks, as its holder did not answer, gets the mean, too.
         """
         groups = range(len(self._arrangement.groups))
-        if set(values) == set(groups):
+        if count == len(groups) == len(values):
             self.copies.load(values)
             return
         mean = self.copies.mean(list(values.values()))

@@ -39,6 +39,8 @@ class WorkerStates(tf.train.experimental.PythonState):
         arrays = {
             "format": np.int64(_FORMAT),
             "workers": np.array(sorted(values), np.int64),
+            # Of one that does not answer there is no copy.
+            "groups": np.int64(len(synchronizer.copies.groups)),
             **extras,
         }
         for worker, copies in values.items():
