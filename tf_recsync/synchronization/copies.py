@@ -466,7 +466,7 @@ class Copies:
         ]
         self._kept.difference_update(map(id, due))
         values: list[np.ndarray | None] = [None] * len(self.variables)
-        with _refreshing, self._watched():
+        with _refreshing(), self._watched():
             for variable in due:
                 (place,) = self.places(variable)
                 values[place] = fetch(variable.read_value())
