@@ -152,9 +152,12 @@ def example():
         (["--strategy=backup_workers", "--workers=1"], "backup_workers must be less than .* 1 "),
         (
             ["--slow_workers=1", "--compute_seconds=0.1", "--slow_factor=-1"],
-            "factor must be finite and at least 0, got -1.0",
+            "factor must be a finite number of at least 0, not -1.0",
         ),
-        (["--optimizer=swap_adagrad", "--swap_decay=2"], r"decay must be in \(0, 1\], not 2.0"),
+        (
+            ["--optimizer=swap_adagrad", "--swap_decay=2"],
+            "decay must be a finite number above 0 and of at most 1, not 2.0",
+        ),
         (["--staleness=inverse_power", "--staleness_baseline=-1"], "baseline must be"),
     ],
 )
