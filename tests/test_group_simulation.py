@@ -13,6 +13,7 @@ from tf_recsync.simulation._groups import run_groups
 from tf_recsync.simulation._hierarchical import GroupStep, simulate_hierarchical
 from tf_recsync.simulation._learning import LogisticRegression
 from tf_recsync.simulation._shadow import simulate_shadow
+from tf_recsync.synchronization import shadow_trainers
 from tf_recsync.synchronization.shadow_algorithms import Center, Trainer
 
 _READ, _UPDATE, _SYNC_READ, _EXCHANGE, _MOVE = range(5)  # GroupCluster::Entry::Kind.
@@ -216,6 +217,20 @@ def test_the_memory_of_a_trainer_is_the_limit_of_its_threads_as_in_figure_8():
     assert speed(64) == pytest.approx(5 / 0.002, rel=0.02)
 
 
+def test_a_trainer_rests_between_two_synchronizations_though_the_network_takes_no_time():
+    result = simulate_shadow(
+        recsync.EASGD(0.5),
+        "shadow",
+        constant(0.1),
+        trainers=3,
+        parameter_bytes=1000,
+        bandwidth=math.inf,
+        seconds=20.0,
+    )
+    rate = result.sync_report.syncs_per_second / 3
+    assert rate == pytest.approx(1 / shadow_trainers._REST_SECONDS, rel=0.01)
+
+
 def test_groups_are_as_fast_as_their_busiest_device_and_as_stale_as_their_nets():
     step = GroupStep(trainer_flop=6e8, ps_flop=(6e8, 9e8), ps_bytes=(80_000, 40_000))
 
@@ -370,7 +385,7 @@ class OwnEASGD(recsync.EASGD):
         ({"model": "clicks"}, "model must be a recsync.simulation.LogisticRegression or None"),
         ({"algorithm": OwnEASGD(0.5)}, "algorithm must be EASGD, .* or None, not OwnEASGD"),
         # In the background, and all machines without limits.
-        ({"bandwidth": math.inf}, "must take time"),
+        ({"algorithm": recsync.ModelAveraging(0.5), "bandwidth": math.inf}, "must take time"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):

@@ -150,7 +150,10 @@ def test_a_timeline_has_what_workers_did(tmp_path, capsys):
             "--min_interval is of the background, and --gap of the foreground",
         ),
         ([*SHADOW, *COPY, "--alpha=2"], "alpha must be"),
-        ([*SHADOW, "--parameter_bytes=8"], "synchronizations in the background must take time"),
+        (
+            [*SHADOW, "--parameter_bytes=8", "--algorithm=model_averaging"],
+            "synchronizations in the background must take time",
+        ),
         ([*GROUPS, *COPY, "--ps_bytes=1"], "must be of the same group PSs"),
         ([*GROUPS, *COPY, "--ps_flop=x"], "ps_flop must be like 2e9,1e9 with one for each group"),
     ],

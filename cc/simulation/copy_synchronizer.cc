@@ -11,6 +11,9 @@ namespace {
 // Between synchronizations of all, threads train this part of the time of one
 // at least, as in shadow.py.
 constexpr double kLeastTraining = 0.1;
+// Between two synchronizations of a trainer with the central copy, at least,
+// as in shadow_trainers.py.
+constexpr double kRestSeconds = 0.01;
 
 }  // namespace
 
@@ -146,7 +149,9 @@ void CopySynchronizer::Loop(int64_t group, int64_t shard) {
   if (IsOver()) return;
   const double began = events_->now();
   const auto again = [this, group, shard, began] {
-    const double due = std::max(events_->now(), began + options_.interval);
+    const double rest = group < 0 ? 0.0 : kRestSeconds;
+    const double due =
+        std::max(events_->now() + rest, began + options_.interval);
     if (due == began) {
       is_endless_ = true;
       return;

@@ -34,7 +34,7 @@ _building = threading.Lock()
 _Vectors = dict[str, np.ndarray]  # The algorithm's, by name.
 
 # Between two synchronizations of a call, at least: of a small model they would else take all the
-# time of a processor.
+# time of a processor. As in cc/simulation/copy_synchronizer.cc.
 _REST_SECONDS = 0.01
 
 
