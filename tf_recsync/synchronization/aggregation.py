@@ -296,7 +296,7 @@ class Aggregation(AtOnce):
         """Has all go on at the optimizer's global step, if somebody has assigned it since it was
         counted last; nobody may be in a step."""
         if self._buffers:
-            counted = self._counting(self._optimizers[0]).buffer.state().step
+            counted = self._counting(self._optimizers[0]).state().step
             if counted != self._step():
                 self.begin()
 
