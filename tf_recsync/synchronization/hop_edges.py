@@ -20,13 +20,12 @@ from tensorflow.python.framework import ops as framework_ops
 from tf_recsync import ops
 from tf_recsync.cluster import Cluster, Server, processor_of
 from tf_recsync.ops import hop
-from tf_recsync.synchronization.loops import ATTEMPTS, PAUSE_SECONDS, Loops, Turns
+from tf_recsync.synchronization.loops import ATTEMPTS, PAUSE_SECONDS, Loops, OneByOne
 from tf_recsync.synchronization.remote_values import at
 
 PARCELS_PER_TURN = 3  # Unrolled: each turn of the loop costs a message to the receiver.
 TURNS_PER_CALL = 20  # Then this process knows that they went well.
 NO_LIMIT = 1e15  # Bytes per second.
-BUILD_SECONDS = 10.0  # How long others wait for servers to build their parts of one edge's graph.
 
 # What the network, or TensorFlow's own calls from worker to worker, may fail with once. All
 # others would come again.
@@ -62,7 +61,7 @@ class Edges:
         dtype: tf.DType,
         living: Callable[[], Mapping[int, tf.Tensor]],
         answers: Callable[[int], bool],
-        building: Turns,
+        building: OneByOne,
         fail: Callable[[Exception], None],
     ):
         self._cluster = cluster
@@ -180,7 +179,7 @@ class Edges:
                         begun = self._begun(sender, receiver)
                         # Servers build their parts of the graph, one pair after the other:
                         # side by side, TensorFlow's requests were garbled once in a while.
-                        with self._building.turn(BUILD_SECONDS):
+                        with self._building.turn():
                             begun(-1)
                         call = begun
                     if not call(receiver):

@@ -22,7 +22,7 @@ from tf_recsync.synchronization.hop_edges import Edges
 from tf_recsync.synchronization.hop_invariants import Invariants
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport, look, parse
-from tf_recsync.synchronization.loops import JOIN_SECONDS, Turns
+from tf_recsync.synchronization.loops import JOIN_SECONDS, OneByOne
 from tf_recsync.synchronization.remote_values import at
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 
@@ -66,7 +66,7 @@ class Exchange:
         bandwidths: Callable[[], dict[str, float]],
         recordings: Recordings,
         joining: threading.RLock,
-        building: Turns,
+        building: OneByOne,
         fail: Callable[[Exception], None],
     ):
         self._protocol = protocol

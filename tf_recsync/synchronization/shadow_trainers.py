@@ -24,12 +24,10 @@ from tf_recsync.cluster import Cluster, fetch, processor_of
 from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.loops import OneByOne
 from tf_recsync.synchronization.remote_values import at, on_worker
 from tf_recsync.synchronization.shadow_algorithms import Algorithm, Center, Trainer
 from tf_recsync.synchronization.staleness_counts import StalenessCounts
-
-# Servers build their parts of a function at the first call, one after the other.
-_building = threading.Lock()
 
 _Vectors = dict[str, np.ndarray]  # The algorithm's, by name.
 
@@ -166,6 +164,8 @@ class Trainers:
         self._lock = threading.RLock()
         # Of each group: one thread at a time makes what it needs.
         self._opening = [threading.Lock() for _ in copies.groups]
+        # Servers build their parts of a function at the first call, one after the other.
+        self._building = OneByOne()
         self._there: dict[int, list[_Held]] = {}  # Of each group that is not lost, by shard.
         self._lost: set[int] = set()
         # The vectors that groups begin with which have none yet, by shard.
@@ -265,7 +265,7 @@ class Trainers:
             is_new = key not in shard.called
             limit = self._there[members[0]][number].limit
         began = time.monotonic()
-        with _building if is_new else contextlib.nullcontext():
+        with self._building.turn() if is_new else contextlib.nullcontext():
             if turns is None:
                 function(*handles)
             else:
