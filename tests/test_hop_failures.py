@@ -14,9 +14,10 @@ from helpers import AtBatch, missing, wait_until
 
 import tf_recsync as recsync
 from tf_recsync import topology
+from tf_recsync.cluster import one_by_one
 from tf_recsync.ops import hop
 from tf_recsync.ops.hop import FOREVER
-from tf_recsync.synchronization import hop_edges, loops
+from tf_recsync.synchronization import hop_edges
 from tf_recsync.synchronization.hop import HopSynchronizer
 from tf_recsync.synchronization.hop_exchange import Exchange
 
@@ -104,7 +105,7 @@ def test_with_backup_workers_the_others_go_on_when_a_worker_is_killed(cluster, c
 
 def test_an_edge_that_is_never_built_holds_up_no_other(cluster, monkeypatch):
     # Its receiver stands still; when that is found out, the others go on without it.
-    monkeypatch.setattr(loops, "BUILD_SECONDS", 0.1)
+    monkeypatch.setattr(one_by_one, "TURN_SECONDS", 0.1)
     begun, is_stuck, over = hop_edges.Edges._begun, threading.Event(), threading.Event()
 
     def stuck(taker):

@@ -138,7 +138,7 @@ def test_a_table_has_a_row_for_each_number_of_the_stream(example):
         ),
         (["--ids=numbers", "--rows=60000", "--epochs=5"], "--rows must be at least 80000 with"),
         (["--half_life=5"], "half_life must be None with policy='least_recent', not 5"),
-        (["--min_count=256"], "min_count must be at most 255, got 256"),
+        (["--min_count=256"], "min_count must be an integer from 1 to 255, got 256"),
         (["--strategy=local", "--workers=3"], "--workers applies only with --strategy=async"),
     ],
 )

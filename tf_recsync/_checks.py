@@ -19,8 +19,8 @@ Item = TypeVar("Item")
 
 
 def check_bool(name: str, value: bool) -> None:
-    """Raises a ValueError if an argument is neither True nor False."""
-    if not isinstance(value, bool):
+    """Raises a ValueError if an argument is neither True nor False, of whatever kind."""
+    if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name} must be a bool, not {value!r}")
 
 
@@ -56,8 +56,10 @@ def number(
         allowed: what the error says is allowed, where the numbers alone do not say it.
     """
     bounds = {"above": above, "least": least, "below": below, "most": most}
-    is_number = _is_number(value, numbers.Real) and (infinite or abs(value) < math.inf)
-    if not is_number or not _is_within(value, **bounds):
+    is_number = _is_number(value, numbers.Real)
+    if is_number and not infinite and abs(value) == math.inf and allowed is not None:
+        raise ValueError(f"{name} must be finite, and {allowed}, not {value!r}")
+    if not (is_number and (infinite or abs(value) < math.inf) and _is_within(value, **bounds)):
         finite = "a number" if infinite else "a finite number"
         raise ValueError(f"{name} must be {allowed or _in_words(finite, **bounds)}, not {value!r}")
     return int(value) if isinstance(value, numbers.Integral) else float(value)

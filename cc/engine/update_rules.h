@@ -240,7 +240,7 @@ struct AdamRule {
 
  private:
   static constexpr int64_t kMostSteps = 100000;
-  static constexpr int64_t kMostLate = 256;
+  static constexpr int64_t kMostLate = 1 << 16;
 
   static double Power(double beta, double log_beta, int64_t n) {
     if (n == 0) return 1.0;

@@ -348,7 +348,7 @@ TEST(AdamRuleTest, ARowOfACounterFarAheadGoesOnWithThisOne) {
   rule.epsilon = 1e-7f;
   float w = 1.0f, m = 0.5f, v = 0.25f;
   float* const slots[] = {&m, &v};
-  int32_t last_step = 5000;
+  int32_t last_step = 100000;
   const float g = -2.0f;
   rule.Begin(10);
   rule.At(10, &last_step).Apply<false>(&w, slots, &g, 1, 1.0f, 1.0f);

@@ -12,7 +12,7 @@ namespace {
 // at least, as in shadow.py.
 constexpr double kLeastTraining = 0.1;
 // Between two synchronizations of a trainer with the central copy, at least,
-// as in shadow_trainers.py.
+// as in the calls of shadow_trainers.py that synchronize again and again.
 constexpr double kRestSeconds = 0.01;
 
 }  // namespace

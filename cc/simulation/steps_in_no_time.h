@@ -18,7 +18,8 @@ namespace recsync {
 
 class StepsInNoTime {
  public:
-  // From which number of steps on they would have no end, whatever they take.
+  // From which number of steps on they would have no end, whatever they take;
+  // as in tf_recsync/simulation/_learning.py.
   static constexpr int64_t kNoEnd = int64_t{1} << 62;
 
   // Of so many workers, who do so many steps together.

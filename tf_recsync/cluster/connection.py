@@ -27,6 +27,7 @@ from tf_recsync.cluster import (
     tf_config,
 )
 from tf_recsync.cluster.membership import Membership, Server
+from tf_recsync.cluster.one_by_one import OneByOne
 from tf_recsync.cluster.silence_watch import SilenceWatch
 
 _QUIET_DISCONNECT_SECONDS = 1.0  # How long `close` waits before the servers are stopped.
@@ -109,6 +110,9 @@ class Cluster:
         self._taken_anew: collections.Counter = collections.Counter()
         self.cluster_spec = tf.train.ClusterSpec(self._addresses)
         self.data_services = data_service.DataServices(self.host)
+        # Of threads that have servers build their parts of a function at its first call: side by
+        # side, TensorFlow's requests were garbled once in a while.
+        self.building = OneByOne()
         self._readers_lock = threading.Lock()
         self._reader_losses: data_service.ReaderLosses | None = None  # Guarded by _readers_lock.
         has_chief = tf_config.CHIEF in self._addresses

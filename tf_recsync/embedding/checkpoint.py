@@ -232,10 +232,6 @@ class SavedIntegers(tf.__internal__.tracking.Trackable):
 
     def _restore_from_tensors(self, restored_tensors):
         value = self._variable._value
-        found = shown(value)
-        if found is not None:
-            with tf.init_scope():  # As above, this may be traced.
-                found.tell_of_assignment()
         with tf.device(value.device):
             narrowed = narrowed_tensor(restored_tensors[VARIABLE_VALUE_KEY], value.dtype)
         return _restore(value, narrowed)

@@ -368,7 +368,7 @@ def check_memory_arguments(memory_limit: int | None, slots: int, overhead: int) 
     check_at_least("slots", slots, 0)
     if memory_limit is not None:
         allowed = "None or a number of bytes, at least 1"
-        number("memory_limit", memory_limit, least=1, allowed=allowed)
+        number("memory_limit", memory_limit, least=1, infinite=True, allowed=allowed)
 
 
 def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> None:

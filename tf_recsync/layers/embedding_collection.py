@@ -161,7 +161,9 @@ class EmbeddingCollection(keras.layers.Layer):
         super().__init__(**kwargs)
         tables = list_of("tables", tables, TableConfig)
         features = list_of("features", features, FeatureConfig)
-        interactions = list_of("interactions", interactions or (), Interaction)
+        interactions = list_of(
+            "interactions", () if interactions is None else interactions, Interaction
+        )
         if returned_features is not None:
             returned_features = list_of("returned_features", returned_features, str)
         if placement is not None and not isinstance(placement, PlacementPlan):

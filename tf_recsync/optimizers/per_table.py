@@ -125,9 +125,8 @@ class MultiOptimizer(keras.optimizers.MultiOptimizer):
 
     def __dir__(self):
         # Keras's files have what is found here: parts by their classes, in the order of variables.
-        return [
-            name for name in super().__dir__() if name not in ("optimizers", "_inner_optimizers")
-        ]
+        hidden = ("optimizers", "_inner_optimizers", "parts")
+        return [name for name in super().__dir__() if name not in hidden]
 
     def _trackable_children(self, save_type="checkpoint", **kwargs):
         children = super()._trackable_children(save_type, **kwargs)

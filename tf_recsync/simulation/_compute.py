@@ -116,7 +116,7 @@ class ComputeTime:
             )
         for worker, value in enumerate(given):
             name = f"{argument}[{worker}]" if each else argument
-            check_number(name, float(value) if isinstance(value, np.number) else value)
+            check_number(name, value)
         self._base = [float(value) for value in given]
         self._factor = StepFactor(workers, slowdown, noise, seed)
 

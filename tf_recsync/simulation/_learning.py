@@ -21,7 +21,9 @@ def check_model(model: LogisticRegression | None) -> None:
         )
 
 
-_MOST = 2**62  # Of steps and operations: what the engine can count, with room for sums.
+# Of steps and operations: what the engine can count, with room for sums. Steps without a number
+# are as many, see cc/simulation/steps_in_no_time.h.
+_MOST = 2**62
 MOST_BYTES = 2**40  # Of a message.
 
 

@@ -125,7 +125,8 @@ def warn_of_moving_averages(model: keras.Model, steps: int) -> None:
     for layer in model._flatten_layers():
         momentum = getattr(layer, "momentum", None)
         is_moved = layer.trainable and layer.non_trainable_variables
-        if not isinstance(momentum, float) or not is_moved or (1 - momentum) * steps <= 0.5:
+        is_number = isinstance(momentum, (int, float))
+        if not is_number or not is_moved or (1 - momentum) * steps <= 0.5:
             continue
         logging.warning(
             "Layer %s has momentum=%g, but each of %d workers moves its moving averages: together "

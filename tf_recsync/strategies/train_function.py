@@ -96,9 +96,9 @@ class TrainFunction(Steps):
         self._suspended: set[int] = set()  # Workers whose tokens are not given back yet.
         # Keras drops it when it leaves a pass.
         self._iterator: weakref.ref[DistributedIterator] | None = None
-        self._is_moved = (
-            False  # Whether users have assigned the global step while workers are held.
-        )
+        # Whether users have assigned the global step while workers are held.
+        self._is_moved = False
+        self._has_warned = False  # Of moving averages.
         self._accumulated: int | None = None  # Batches that servers add up in the place of one.
 
     @property
@@ -569,19 +569,19 @@ class TrainFunction(Steps):
         for optimizer in self._variables.optimizers:
             optimizer.count_steps_of(size and size * self.mode.capacity)
         self.know_batches(iterator.distributed)
-        if self.synchronizer is None and self._before is None:
+        if not self._has_warned:
+            self._has_warned = True
             sizes = (len(group.trainers) for group in self._arrangement.groups)
             warn_of_moving_averages(self._model, max(sizes) * self.threads)
         self.ensure_synchronizer()
         layout = super()._continue(iterator)
-        begins = [self.synchronizer.copies.begin, self.synchronizer.begin]
-        if not is_new:
-            begins.append(iterator.run.leave_again)
-        for begin in begins:
+        for begin in (self.synchronizer.copies.begin, self.synchronizer.begin):
             self._begin_without_the_gone(begin)
         # Within a run, clocks go on.
         if is_new or self.mode.uses_buffers:
             self._of_each_group(Aggregation.begin)
+        if not is_new:
+            self._begin_without_the_gone(iterator.run.leave_again)
         self._is_open = True
         return layout
 
@@ -728,12 +728,13 @@ class TrainFunction(Steps):
 
     def _hold_to_move(self) -> None:
         """Users are about to assign the global step, as when they load a checkpoint."""
-        self._is_moved = self._hold() or self._is_moved
+        was_moved, self._is_moved = self._is_moved, True
+        if not self._hold():
+            self._is_moved = was_moved
 
     def _go_on(self) -> None:
         if self.synchronizer is not None:  # From the first call on.
             self.synchronizer.copies.carried_on()
-        # A worker's thread comes here, too, when its pass has ended: then there is nothing to do.
         if self.is_held and self._is_moved:
             with self.watched():
                 self._of_each_group(Aggregation.follow)
@@ -747,7 +748,8 @@ class TrainFunction(Steps):
         if not is_left or run is not self._run or self._settings.cluster.is_closed:
             return
         try:
-            self._flush()
+            with self.watched():
+                self._flush()
         except (tf.errors.OpError, RuntimeError) as error:
             logging.warning("After a pass that was stopped: %s", reason(error))
 

@@ -155,8 +155,7 @@ class Copies:
         self._stale = False
         # Ids of what users have assigned, which copies take over when they are trained again.
         self._kept: set[int] = set()
-        for variable in self.seen:
-            variable.when_assigned = lambda assigned: self._kept.add(id(assigned))
+        self._listen()
         # The variables of each shard, by their numbers, and what reads them.
         self._shards: list[list[int]] = [[] for _ in range(len(groups[0].holders))]
         for i, variable in enumerate(self.variables):
@@ -447,6 +446,7 @@ class Copies:
         if self._stale:
             return
         self._stale = True
+        self._listen()  # Another model that has a layer, too, may have been trained meanwhile.
         for variable in self.seen:
             is_peeked = id(variable) in self._peeked
             variable.before_read = self._peek if is_peeked else self.refresh
@@ -464,19 +464,21 @@ class Copies:
             and variable.dtype.is_floating
             and variable.shape == ()
         ]
-        self._kept.difference_update(map(id, due))
         values: list[np.ndarray | None] = [None] * len(self.variables)
         with _refreshing(), self._watched():
-            for variable in due:
-                (place,) = self.places(variable)
-                values[place] = fetch(variable.read_value())
-                with self._lock:
-                    for waiting in (self._shown, *self._loaded.values()):
-                        waiting[place] = values[place]
+            # Nobody shows what copies come to before it is read what users have assigned.
+            with self._reading:
+                for variable in due:
+                    (place,) = self.places(variable)
+                    values[place] = fetch(variable.read_value())
+                    with self._lock:
+                        for waiting in (self._shown, *self._loaded.values()):
+                            waiting[place] = values[place]
             for group in self.there:
                 # One that is lost its own threads find out.
                 with contextlib.suppress(tf.errors.OpError, KeyError):
                     self._assign(group, values)
+        self._kept.difference_update(map(id, due))
 
     def settled(self) -> None:
         """Nobody trains the copies any more; after one more refresh nothing changes."""
@@ -487,7 +489,15 @@ class Copies:
         """Others take its place: what users see stays as it is."""
         self._rest()
         for variable in self.seen:
-            variable.when_assigned = None
+            if variable.when_assigned == self._note_assigned:
+                variable.when_assigned = None
+
+    def _listen(self) -> None:
+        for variable in self.seen:
+            variable.when_assigned = self._note_assigned
+
+    def _note_assigned(self, variable: CopiedVariable) -> None:
+        self._kept.add(id(variable))
 
     def _rest(self) -> None:
         self._stale = False

@@ -22,7 +22,6 @@ from tf_recsync.synchronization.events import Recordings
 from tf_recsync.synchronization.hop_exchange import Exchange, listed
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import WorkerReport
-from tf_recsync.synchronization.loops import OneByOne
 from tf_recsync.synchronization.sync_report import SyncReport
 from tf_recsync.synchronization.synchronizer import Synchronizer
 from tf_recsync.topology import Topology
@@ -72,7 +71,6 @@ class ExchangeSynchronizer(Synchronizer):
         self._noun = "group" if copies.groups[0].servers else "worker"
         self._restored: int | None = None  # The latest iteration of a checkpoint.
         self._joining = threading.RLock()  # One takes part again at a time, or all begin.
-        building = OneByOne()
         self.exchanges = [
             Exchange(
                 protocol,
@@ -85,7 +83,6 @@ class ExchangeSynchronizer(Synchronizer):
                 bandwidths,
                 recordings,
                 self._joining,
-                building,
                 lambda error: self.fail(error),
             )
             for shard in shards

@@ -20,7 +20,7 @@ from tensorflow.python.framework import ops as framework_ops
 from tf_recsync import ops
 from tf_recsync.cluster import Cluster, Server, processor_of
 from tf_recsync.ops import hop
-from tf_recsync.synchronization.loops import ATTEMPTS, PAUSE_SECONDS, Loops, OneByOne
+from tf_recsync.synchronization.loops import ATTEMPTS, PAUSE_SECONDS, Loops
 from tf_recsync.synchronization.remote_values import at
 
 PARCELS_PER_TURN = 3  # Unrolled: each turn of the loop costs a message to the receiver.
@@ -50,7 +50,6 @@ class Edges:
         living: gives the workers that are there, with the handles of what they keep; called
             again whenever a loop goes on.
         answers: whether a worker that was there gives signs of the same life.
-        building: of those that have servers build their parts of an edge's graph.
         fail: is called with what has gone wrong between two workers that are there.
     """
 
@@ -61,7 +60,6 @@ class Edges:
         dtype: tf.DType,
         living: Callable[[], Mapping[int, tf.Tensor]],
         answers: Callable[[int], bool],
-        building: OneByOne,
         fail: Callable[[Exception], None],
     ):
         self._cluster = cluster
@@ -69,7 +67,6 @@ class Edges:
         self._dtype = dtype
         self._living = living
         self._answers = answers
-        self._building = building
         self._limits: dict[str, float] = {}  # Bytes per second, by device.
         self._loops = Loops("recsync_hop", cluster, fail)  # By sender and receiver.
         self._pausing = threading.Lock()  # One pause at a time.
@@ -177,9 +174,7 @@ class Edges:
                 try:
                     if call is None:
                         begun = self._begun(sender, receiver)
-                        # Servers build their parts of the graph, one pair after the other:
-                        # side by side, TensorFlow's requests were garbled once in a while.
-                        with self._building.turn():
+                        with self._cluster.building.turn():
                             begun(-1)
                         call = begun
                     if not call(receiver):

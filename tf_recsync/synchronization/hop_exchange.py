@@ -22,7 +22,7 @@ from tf_recsync.synchronization.hop_edges import Edges
 from tf_recsync.synchronization.hop_invariants import Invariants
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport, look, parse
-from tf_recsync.synchronization.loops import JOIN_SECONDS, OneByOne
+from tf_recsync.synchronization.loops import JOIN_SECONDS
 from tf_recsync.synchronization.remote_values import at
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
 
@@ -50,7 +50,6 @@ class Exchange:
         bandwidths: returns artificial bandwidths, in bytes per second by holder's device.
         events: gets what workers did.
         joining: held while workers take part again, one at a time, or all begin.
-        building: of those that have servers build their parts of an edge's graph.
         fail: is called with what ends training.
     """
 
@@ -66,7 +65,6 @@ class Exchange:
         bandwidths: Callable[[], dict[str, float]],
         recordings: Recordings,
         joining: threading.RLock,
-        building: OneByOne,
         fail: Callable[[Exception], None],
     ):
         self._protocol = protocol
@@ -97,7 +95,6 @@ class Exchange:
             dtype,
             lambda: dict(self._living()),
             self._answers,
-            building,
             fail,
         )
         self._joining = joining

@@ -22,36 +22,7 @@ ATTEMPTS = 5  # At a call that fails though everybody is there, the first one in
 RETRY_SECONDS = 0.5  # Between two of them.
 PAUSE_SECONDS = 10.0  # How long calls that are under way may take to end.
 JOIN_SECONDS = 60.0  # And loops, at the end of an epoch.
-BUILD_SECONDS = 10.0  # How long others wait for servers to build their parts of a function.
 _INTERRUPT_SECONDS = 0.1  # Between two attempts to end what they wait for.
-
-
-class OneByOne:
-    """One thread after the other may do something; but nobody waits for one that takes too long.
-
-    Its call may be to a server that stands still, and never end.
-    """
-
-    def __init__(self):
-        self._changed = threading.Condition()
-        self._last: object | None = None  # Whose turn it is, until then (time.monotonic()).
-        self._until = 0.0
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Inside, it is this thread's turn; after `BUILD_SECONDS` others wait no longer."""
-        own = object()
-        with self._changed:
-            while self._last is not None and (rest := self._until - time.monotonic()) > 0:
-                self._changed.wait(rest)
-            self._last, self._until = own, time.monotonic() + BUILD_SECONDS
-        try:
-            yield
-        finally:
-            with self._changed:
-                if self._last is own:
-                    self._last = None
-                    self._changed.notify()
 
 
 class Loops:
@@ -276,7 +247,7 @@ class Loops:
             interrupt: ends what they wait for, again and again; default None.
             or_ending: whether it does not wait for them when all loops are to end.
         """
-        deadline = time.monotonic() + BUILD_SECONDS
+        deadline = time.monotonic() + seconds
         limit = seconds if interrupt is None else _INTERRUPT_SECONDS
 
         def is_quiet() -> bool:

@@ -24,7 +24,6 @@ from tf_recsync.cluster import Cluster, fetch, processor_of
 from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.copies import Copies
-from tf_recsync.synchronization.loops import OneByOne
 from tf_recsync.synchronization.remote_values import at, on_worker
 from tf_recsync.synchronization.shadow_algorithms import Algorithm, Center, Trainer
 from tf_recsync.synchronization.staleness_counts import StalenessCounts
@@ -164,8 +163,6 @@ class Trainers:
         self._lock = threading.RLock()
         # Of each group: one thread at a time makes what it needs.
         self._opening = [threading.Lock() for _ in copies.groups]
-        # Servers build their parts of a function at the first call, one after the other.
-        self._building = OneByOne()
         self._there: dict[int, list[_Held]] = {}  # Of each group that is not lost, by shard.
         self._lost: set[int] = set()
         # The vectors that groups begin with which have none yet, by shard.
@@ -265,7 +262,7 @@ class Trainers:
             is_new = key not in shard.called
             limit = self._there[members[0]][number].limit
         began = time.monotonic()
-        with self._building.turn() if is_new else contextlib.nullcontext():
+        with self._cluster.building.turn() if is_new else contextlib.nullcontext():
             if turns is None:
                 function(*handles)
             else:
@@ -298,7 +295,9 @@ class Trainers:
         if not self._parameters or not (self._has_begun or self._restored is not None):
             return {}
         assigned = [value is not None for value in self.copies.assigned_since()]
-        shown = self.copies.current() if any(assigned) else self.copies.shown
+        shown = self.copies.shown
+        if any(assigned) or not shown:  # Nobody has trained yet.
+            shown = self.copies.current()
         found = [self._goes_on_with(shard, shown, assigned, spares=True) for shard in self._shards]
         kept = {}
         groups = sorted(set.intersection(*(set(vectors) for _, vectors in found)))
@@ -457,7 +456,7 @@ class Trainers:
             return start, dict.fromkeys(groups, new)
         else:
             center = self._center(shard) if self._algorithm.is_central else start
-            vectors = {group: first[shard.number] for group, first in self._first.items()}
+            vectors = {group: first[shard.number] for group, first in dict(self._first).items()}
             for group in self.there:
                 spared = (tf.errors.OpError, KeyError) if spares else ()
                 with contextlib.suppress(*spared):
