@@ -276,7 +276,7 @@ def test_training_is_the_same_with_a_speed_and_after_it_is_taken_off(clusters):
 def test_wrong_speeds_are_refused(cluster):
     strategy = make(cluster, "trainers")
     for wrong in (0, -1.0, float("inf"), float("nan"), "fast", True):
-        with pytest.raises(ValueError, match="flops_per_second must be positive or None, not"):
+        with pytest.raises(ValueError, match="must be (finite, and )?positive or None, not"):
             recsync.testing.set_device_speed(strategy, wrong)
     for wrong in ([2], [-1], [0.5], [True]):
         with pytest.raises(ValueError, match="each of servers must be .* from 0 to 1, got"):
