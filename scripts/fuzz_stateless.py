@@ -11,6 +11,9 @@ from fuzz_world import World
 from tf_recsync import staleness
 from tf_recsync.ops import library
 
+# Of rows of bfloat16 tables, as ops are told of it.
+_ROUNDINGS = [[], [0, 0, 1, 2, -5], [0, 0, 0, 1, 5, 0, 1, 0, 3, 9]]
+
 
 def staleness_weights(w: World) -> dict:
     return {
@@ -60,7 +63,7 @@ def _update(rule: str, table: bool) -> Callable[[World], dict]:
         if rule == "adam":
             arguments |= {"last_steps": ints(beside, dtype=counted), "beta_1": 0.9, "beta_2": 0.99}
             if table:
-                arguments["lazy"] = w.chance(0.5)
+                arguments |= {"lazy": w.chance(0.5), "several_counters": w.chance(0.5)}
         if rule == "ftrl":
             arguments |= {"learning_rate_power": -0.5, "l1": 0.1, "l2": 0.1, "beta": 0.0}
         if rule in ("adagrad", "rowwise_adagrad", "adam"):
@@ -81,7 +84,7 @@ def _update(rule: str, table: bool) -> Callable[[World], dict]:
             size = sum(c * v for (_, c), v in zip(w.tables, vectors, strict=True))
             pulled = len(rows["indices"])
             arguments |= rows | log_decays(w, w.tables)
-            arguments["rounding"] = w.choose([[], [0, 0, 1, 2, -5], [0, 0, 0, 1, 5, 0, 1, 0, 3, 9]])
+            arguments["rounding"] = w.choose(_ROUNDINGS)
         else:
             size, pulled = sum(w.sizes), n
             arguments["hogwild"] = w.chance(0.4)
@@ -113,6 +116,7 @@ def _settle_decay(w: World) -> dict:
     return {
         "variables": [w.variable(tf.cast(w.floats(*shape), dtype)) for shape in w.tables],
         "log_decays": [w.variable(-w.rng.random(rows + 2)) for rows, _ in w.tables],
+        "rounding": w.choose(_ROUNDINGS),
     }
 
 

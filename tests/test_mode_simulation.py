@@ -357,7 +357,7 @@ def test_a_server_that_does_not_answer_keeps_a_token_from_being_handed_out(monke
     revoke = GradientBuffer.revoke
 
     def fail(self, tickets):
-        if self is pieces.buffer(0).buffer:
+        if self is pieces.buffer(0):
             raise tf.errors.UnavailableError(None, None, "Socket closed")
         return revoke(self, tickets)
 
