@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from tf_recsync.embedding.table_rows import PartOfStore, narrowed, saved_array
+from tf_recsync.optimizers.saving import warn_of_no_state
 
 _ITERATIONS = "iterations"
 _OF_PART = ":"  # Between the name of a part and that of what it saves.
@@ -147,11 +147,7 @@ class MultiOptimizer(keras.optimizers.MultiOptimizer):
             if separator:
                 parts.setdefault(name, {})[own] = value
         if not parts:
-            logging.warning(
-                "The checkpoint holds no state of %s, which stays as it is: it was saved by a "
-                "model that was not compiled, or not trained.",
-                self.name,
-            )
+            warn_of_no_state(self)
             return
         check_parts(parts, self.parts, f"the saved {self.name}")
         for name, part in self.parts.items():

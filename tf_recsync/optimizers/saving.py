@@ -81,11 +81,7 @@ def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
     saved = dict(saved)
     kept, steps = (_whole(saved.pop(key, None)) for key in (_SIGNATURE, _STEPS))
     if kept is None and saved.keys() <= {"0", "1"}:
-        logging.warning(
-            "The checkpoint holds no state of %s, which stays as it is: it was saved by a model "
-            "that was not compiled, or not trained.",
-            optimizer.name,
-        )
+        warn_of_no_state(optimizer)
         return
     collections = _collections(optimizer)
     waiting = {key: saved.pop(key) for key in [*saved] if key.startswith(_ACCUMULATED)}
@@ -148,6 +144,15 @@ def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
         optimizer._iterations.assign_add(batches)
     if steps is not None:
         optimizer.load_steps(steps)
+
+
+def warn_of_no_state(optimizer: keras.optimizers.Optimizer) -> None:
+    """Says that a file has nothing of an optimizer."""
+    logging.warning(
+        "The checkpoint holds no state of %s, which stays as it is: it was saved by a model "
+        "that was not compiled, or not trained.",
+        optimizer.name,
+    )
 
 
 def _with_own_rate(optimizer: Any, count: int, saved: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from absl import logging
 
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import check_at_least, check_bool
 from tf_recsync.layers import EmbeddingCollection
 from tf_recsync.optimizers import base
 from tf_recsync.strategies.checks import check_averaging, check_optimizers
@@ -116,8 +116,7 @@ def checked_protocol(
             raise ValueError(f"skip must be a Skip or None, not {skip!r}")
         if max_iteration_gap is None:
             raise ValueError("skip needs token queues: max_iteration_gap must not be None")
-    if not isinstance(check_invariants, bool):
-        raise ValueError(f"check_invariants must be a bool, not {check_invariants!r}")
+    check_bool("check_invariants", check_invariants)
     made = Protocol(
         topology=topology,
         max_iteration_gap=max_iteration_gap,
