@@ -120,8 +120,12 @@ def test_a_server_needs_memory_for_a_few_blocks_alone(clusters, tmp_path, monkey
     strategy = clusters.strategy(1, 2)
     with strategy.scope():
         layer = layer_of(2_000_001, 2, 16)  # 128 MB, in 62 blocks.
+        small = tf.train.Checkpoint(layer=layer_of(200_001, 2, 16))  # Seven blocks.
     files = tf.train.Checkpoint(layer=layer)
     expected = layer.table_values("films")[::99_999]
+    # The first blocks leave some 60 MB to a server, in its threads' own parts of the heap.
+    for _ in range(3):
+        small.write(str(tmp_path / "small"))
 
     processes = [pathlib.Path(f"/proc/{strategy.cluster.pid('ps', i)}") for i in range(2)]
 
@@ -142,5 +146,5 @@ def test_a_server_needs_memory_for_a_few_blocks_alone(clusters, tmp_path, monkey
             value.assign(tf.zeros(value.shape))
     restored = grown(lambda: files.read(str(tmp_path / "c")).assert_existing_objects_matched())
     np.testing.assert_array_equal(layer.table_values("films")[::99_999], expected)
-    # If all were written at once, it would be two and a half times its share of 61 MB. It was 60.
-    assert max(saved + restored) < 110
+    # If all were written at once, it would be two and a half times its share of 61 MB. It was 2 to 25.
+    assert max(saved + restored) < 100
