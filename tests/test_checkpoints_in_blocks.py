@@ -146,5 +146,5 @@ def test_a_server_needs_memory_for_a_few_blocks_alone(clusters, tmp_path, monkey
             value.assign(tf.zeros(value.shape))
     restored = grown(lambda: files.read(str(tmp_path / "c")).assert_existing_objects_matched())
     np.testing.assert_array_equal(layer.table_values("films")[::99_999], expected)
-    # If all were written at once, it would be two and a half times its share of 61 MB. It was 2 to 25.
+    # If all were written at once, it would be 2.5 times its share of 61 MB. It was 2 to 25.
     assert max(saved + restored) < 100
