@@ -159,7 +159,7 @@ def test_calls_of_short_steps_that_can_be_told_to_end_have_all_steps_there_are()
     leases.give_back(1, 1)
     taken = leases.take(0)
     assert taken > 1e9 and not leases.are_taken
-    leases.seen(0, 100, 1.0)
+    leases.seen(0, 100, 100, 1.0)
     assert leases.share(0) == 16  # Of 25, a power of two.
     # It was told to end, or the data have ended.
     leases.adapt(0, taken, 500, 5.0)
@@ -183,3 +183,29 @@ def test_of_a_known_number_of_steps_one_thread_takes_half_of_an_equal_share():
     while taken := leases.take(1):
         rest.append(taken)
     assert leases.are_taken and sum(rest) == 970 and rest == sorted(rest, reverse=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_steps_that_are_known_are_those_of_ended_calls_and_those_seen_in_others(data):
+    threads = data.draw(st.integers(1, 4))
+    leases = Leases(1, None, threads, can_end=True)
+    leases.grant(100)
+    ended, seen = 0, [0] * threads
+    for thread in data.draw(st.lists(st.integers(0, threads - 1), max_size=30)):
+        taken = leases.take(thread)
+        # A worker that is lost may have done fewer than were seen; later others turn out to be.
+        for more in data.draw(st.lists(st.integers(0, 5), max_size=3)):
+            seen[thread] += more
+            leases.seen(thread, more, seen[thread], 0.1)
+            assert leases.known == ended + sum(seen)
+        if data.draw(st.booleans()):
+            done = data.draw(st.integers(0, taken))
+            leases.give_back(taken, done, seen[thread])
+            found = data.draw(st.integers(-done, 2))
+            leases.count(found)
+            ended, seen[thread] = ended + done + found, 0
+        assert leases.known == ended + sum(seen) and leases.completed == ended
+    other = Leases(1, None, threads)
+    other.go_on(leases, 3)
+    assert other.known == other.completed == ended + 3

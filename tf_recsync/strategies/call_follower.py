@@ -133,7 +133,7 @@ class CallFollower:
                 if steps is not None and slot.call and slot.calls == number:
                     # The last one counts when its call has ended.
                     more = slot.seen(min(state.in_call(steps), slot.call) - 1, now)
-                    self._leases.seen(slot.number, slot.progress, now - slot.called)
+                    self._leases.seen(slot.number, more, slot.progress, now - slot.called)
                     news.append((slot, more))
             self._changed.notify_all()
         for slot, more in news:

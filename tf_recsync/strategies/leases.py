@@ -41,7 +41,9 @@ class Leases:
         completed: how many steps count as done already; default 0.
 
     Attributes:
-        completed: how many steps are done.
+        completed: how many steps are done, in calls that have ended.
+        known: how many are known to be, those of calls that go on included. This process asks at
+            each step, so it is not a sum over threads.
         granted: how many are to be done; infinite: all that there are.
         is_held: whether nobody gets any.
         seconds: how long a call lasts, if one step does not take longer.
@@ -51,7 +53,7 @@ class Leases:
     def __init__(
         self, unit: int, most: int | None, threads: int, can_end: bool = False, completed: int = 0
     ):
-        self.completed = completed
+        self.completed = self.known = completed
         self.is_held = False
         self.seconds = call_seconds(threads)
         self.limit = call_limit(threads)
@@ -70,7 +72,7 @@ class Leases:
             other: of a pass that has failed.
             more: how many steps it had done besides, in calls that did not end.
         """
-        self.completed = self._taken = other.completed + more
+        self.completed = self.known = self._taken = other.completed + more
         self.granted = other.granted
 
     @property
@@ -112,16 +114,18 @@ class Leases:
         self._taken += taken
         return taken
 
-    def give_back(self, taken: int, done: int = 0) -> None:
-        """A call has ended, with so many of its steps done."""
+    def give_back(self, taken: int, done: int = 0, seen: int = 0) -> None:
+        """A call has ended, with so many of its steps done, of which so many had been seen."""
         self._taken -= taken - done
         self.completed += done
+        self.known += done - seen
 
     def count(self, more: int) -> None:
         """So many more steps turn out to be done, which nobody is at; or fewer, if it is below 0:
         these are to be done again."""
         self._taken += more
         self.completed += more
+        self.known += more
 
     def adapt(self, thread: int, taken: int, done: int, seconds: float) -> None:
         """Chooses how many steps a thread's next call has.
@@ -140,8 +144,10 @@ class Leases:
             fits = min(most, self.seconds / max(seconds, 1e-9))
             self._shares[thread] = self._rounded(min(max(done, 1) * fits, self._most))
 
-    def seen(self, thread: int, done: int, seconds: float) -> None:
-        """A thread's call, which goes on, has done so many steps in so many seconds."""
+    def seen(self, thread: int, more: int, done: int, seconds: float) -> None:
+        """A thread's call, which goes on, is seen to have done so many more steps than before, and
+        so many in so many seconds."""
+        self.known += more
         if done > 0:
             fits = self.seconds / max(seconds, 1e-9)
             self._shares[thread] = self._rounded(min(done * fits, self._most))

@@ -229,7 +229,7 @@ class Steps:
             with self.watched():
                 run = iterator.run = self._start(iterator)
                 self._begin_epoch(iterator)
-        elif not run.wait(0) and self._target >= self._epoch_end:
+        elif self._target >= self._epoch_end and not run.wait(0):
             # The next epoch on the same data (steps_per_epoch is set). A checkpoint may
             # have been loaded between.
             with self.watched():

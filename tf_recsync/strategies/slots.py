@@ -131,11 +131,11 @@ class Slot:
             self.progress, self.progressed = progress, now
         return more
 
-    def end_call(self, done: int) -> int:
-        """It has done so many steps; how many of them had not been seen."""
-        more = max(done - self.progress, 0)
+    def end_call(self) -> int:
+        """The call has ended; how many of its steps had been seen."""
+        seen = self.progress
         self.call = self.progress = 0
-        return more
+        return seen
 
     def go_on(self, other: Slot) -> tuple[int, int]:
         """Takes over what a slot of the same number had, in a pass that has failed.

@@ -291,12 +291,7 @@ class WorkerRun:
     def completed(self) -> int:
         """Steps finished so far, as far as known."""
         with self._changed:
-            return self._known
-
-    @property
-    def _known(self) -> int:
-        """The same, under _changed."""
-        return self._leases.completed + sum(slot.progress for slot in self.slots)
+            return self._leases.known
 
     @property
     def steps_per_call(self) -> int:
@@ -326,7 +321,9 @@ class WorkerRun:
             Exception: what went wrong on a worker.
         """
         with self._leaving(), self._changed:
-            self._wait_until(lambda: self._known >= steps or self._idle(), self._while_waiting)
+            self._wait_until(
+                lambda: self._leases.known >= steps or self._idle(), self._while_waiting
+            )
             return not self._idle()
 
     def end_of_data(self) -> None:
@@ -520,7 +517,7 @@ class WorkerRun:
     def _wait_until(
         self, done: Callable[[], bool], while_waiting: Callable[[], None] = lambda: None
     ) -> None:
-        last = (self._known, time.monotonic())
+        last = (self._leases.known, time.monotonic())
         told = last[1]
         while not done():
             self._changed.wait(timeout=1.0)
@@ -529,10 +526,11 @@ class WorkerRun:
                 told = now
                 with self._unlocked():
                     while_waiting()
-            if self._known != last[0]:
-                last = (self._known, now)
+            known = self._leases.known
+            if known != last[0]:
+                last = (known, now)
             elif now - last[1] > _STALL_SECONDS:
-                last = (self._known, now)
+                last = (known, now)
                 with self._unlocked():
                     logging.warning(
                         "No step has finished for %.0f s: %s", _STALL_SECONDS, self._describe(now)
@@ -995,26 +993,26 @@ class WorkerRun:
             longest = seconds if done <= 1 else min(seconds, self._leases.limit)
             self._longest_call = max(self._longest_call, longest)
             self._leases.adapt(slot.number, taken, done, seconds)
-            self._leases.give_back(taken, done)
+            seen = slot.end_call()
+            self._leases.give_back(taken, done, seen)
             slot.credited += done
             self._losses += Losses(retried=done if slot.round else 0)
-            more = slot.end_call(done)
             self._progressed = time.monotonic()
             if result is not None:
                 number, value = result
                 self._results[number] = value
             self._changed.notify_all()
-        self._note_steps(slot, more)
+        self._note_steps(slot, max(done - seen, 0))
 
     def _give_back(self, slot: Slot, taken: int, done: int = 0, lost: int = 0) -> None:
         """Of a call's steps not all were done; some may be lost with its worker."""
         with self._changed:
-            more = slot.end_call(done)
-            self._leases.give_back(taken, done)
+            seen = slot.end_call()
+            self._leases.give_back(taken, done, seen)
             slot.credited += done
             self._losses += Losses(steps=lost, retried=done if slot.round else 0)
             self._changed.notify_all()
-        self._note_steps(slot, more)
+        self._note_steps(slot, max(done - seen, 0))
 
     def _account_lost(self, slot: Slot, taken: int) -> None:
         """A worker was lost in a call; counts what servers know of it."""
