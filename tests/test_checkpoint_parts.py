@@ -113,6 +113,16 @@ def test_a_program_that_died_goes_through_the_days_and_does_what_is_left(
     np.testing.assert_array_equal(seen(third), 1)
 
 
+def test_a_second_model_goes_on_with_the_callbacks_of_the_first(tmp_path):
+    callbacks = {day: Checkpoint(tmp_path, part=day, every_steps=1, keep=None) for day in DAYS}
+    with pytest.raises(KeyboardInterrupt):
+        train(make_model(), DAYS, callbacks.get, dies=Dies(DAYS[1]))
+    second = make_model()
+    assert train(second, DAYS, callbacks.get) == {DAYS[0]: [], DAYS[1]: [0], DAYS[2]: [0]}
+    np.testing.assert_array_equal(seen(second)[[0, 2]], 1)
+    assert callbacks[DAYS[0]].restored is not None
+
+
 @pytest.mark.full
 def test_each_day_may_have_a_program_of_its_own_that_is_started_again(tmp_path):
     def program(day, dies=None):

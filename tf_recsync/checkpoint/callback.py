@@ -102,9 +102,9 @@ class Checkpoint(WritingRows):
         full_every: how many checkpoints there are from one full one to the next, at least 1; those
             between are deltas. Default 1: all are full.
         at_end: whether one is saved when training ends, too. Default True.
-        resume: whether the first `fit` of a model restores the latest checkpoint, if there is one.
-            Default True. What was saved at the end of `fit` has no epoch left, so that the same
-            `fit` ends at once, with a warning.
+        resume: whether the first `fit` of a model restores the latest checkpoint, if there is one;
+            later calls go on with what the model has. Default True. What was saved at the end of
+            `fit` has no epoch left, so that the same `fit` ends at once, with a warning.
         part: a name of what a call of `fit` trains on, such as the day of its data. A part that is
             done is not trained on again: once `fit` was called for another part, or no epoch is
             left. None (the default): parts are numbered by the calls of `fit` of this model in
@@ -258,7 +258,6 @@ class Checkpoint(WritingRows):
             if latest is not None:
                 progress.restored(latest, restore(latest, self.model))
                 self.restored = latest
-        self._resume = False  # Later calls of `fit` go on with what the model has.
         part = self._part or progress.calls + 1
         if progress.is_done(part):
             self.model._initial_epoch = sys.maxsize
