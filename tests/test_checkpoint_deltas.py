@@ -387,7 +387,8 @@ def test_a_program_that_is_killed_while_it_writes_a_delta_goes_on_from_the_one_b
     tmp_path, request
 ):
     ones.kill_while_it_writes(tmp_path, request, full_every=5, saved=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".publishing-3", "1", "2"]
+    left, *whole = sorted(path.name for path in tmp_path.iterdir())
+    assert left.startswith(".publishing-3-") and whole == ["1", "2"]
     assert checkpoint.open(checkpoint.latest(tmp_path)).base == str(tmp_path / "1")
     updates = ones.check_rows(checkpoint.latest(tmp_path))
     assert updates >= 2
