@@ -176,6 +176,36 @@ def test_tables_are_restored_however_they_are_divided(cluster, tmp_path, shards)
     check_equal(state_of(first), state_of(second))
 
 
+def test_copies_of_other_variables_than_here_are_left_out_with_a_warning(
+    clusters, tmp_path, caplog
+):
+    def hop(ps):
+        cluster = clusters.get(workers=2, ps=ps, processes=0)
+        return recsync.HopStrategy(cluster, recsync.topology.ring(2))
+
+    first = make_model(hop(ps=0))
+    fit(first)
+    checkpoint.save(tmp_path / "first", first)
+    expected = state_of(first)
+    copies = first.distribute_strategy.copies(first)
+    assert not np.array_equal(copies[0][-1], copies[1][-1])
+    # There is one number more that is copied with a learning rate than with a schedule.
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1000, 0.5)
+
+    def with_schedule():
+        return recsync.optimizers.Adagrad(schedule, swap=recsync.Swap(period=3))
+
+    for ps, optimizer in ((0, with_schedule), (2, with_swap)):
+        caplog.clear()
+        strategy = hop(ps)
+        second = make_model(strategy, optimizer=optimizer)
+        checkpoint.restore(tmp_path / "first", second)
+        assert "do not fit this strategy and cluster: the checkpoint holds" in caplog.text
+        check_equal(state_of(second), expected)
+        for own in strategy.copies(second):
+            np.testing.assert_array_equal(own[-1], expected[1][-1])
+
+
 @pytest.mark.full
 def test_no_row_of_a_table_passes_through_this_process(cluster, tmp_path, monkeypatch):
     model = make_model(recsync.AsyncStrategy(cluster), 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -38,7 +38,8 @@ def restore(path: str | os.PathLike, model: keras.Model, *, verify: bool = True)
     The strategy may be another one, the number of parameter servers as well, and tables may be
     split and placed otherwise: servers read the blocks of files side by side, and send each other
     the rows that belong elsewhere. The copies of workers or groups are taken over where the
-    strategy has copies; on another number of them, all begin with the mean. Of a delta, which
+    strategy has copies; on another number of them, or where workers have copies of other variables,
+    as of tables, all begin with the mean. Of a delta, which
     `callbacks.Checkpoint` has saved with `full_every`, the full checkpoint that it is based on is
     restored first, then all deltas up to it in their order.
 
@@ -104,6 +105,7 @@ def _restored(
     for folder, own in chain:
         contents = {name: content_of(folder, name, about) for name, about in own.files.items()}
     _check_blocks(chain, model, verify)
+    restore_copies = _copies_to_restore(path, contents.get(WORKERS), model)
     # From here on, things change. Where rows belong, Keras finds out as it loads all else.
     rows = RowsApart({number: own.shape for number, own in enumerate(index.rows)})
     kept = [] if lost is None else _kept(model, lost)
@@ -120,11 +122,31 @@ def _restored(
         _restore_rows(folder, own, model, targets, log_decays)
     for own_rows in targets.values():
         own_rows.tell_of_change()
-    strategy = model.distribute_strategy
-    if WORKERS in contents and isinstance(strategy, CopiedStrategy) and optimizer is not None:
-        strategy.worker_states(model).deserialize(contents[WORKERS])
+    restore_copies()
     logging.info("Restored global step %d from %s.", index.global_step, path)
     return dict(index.metadata)
+
+
+def _copies_to_restore(path: str, content: bytes | None, model: keras.Model) -> Callable[[], None]:
+    """What gives groups the copies of a checkpoint when all else is restored.
+
+    Which variables groups have copies of depends on where tables are. Where these are others than
+    in the checkpoint, all groups begin with the weights, which are the mean of the copies.
+    """
+    strategy = model.distribute_strategy
+    if content is None or not isinstance(strategy, CopiedStrategy) or model.optimizer is None:
+        return lambda: None
+    states = strategy.worker_states(model)
+    try:
+        parsed = states.parsed(content)
+    except ValueError as error:
+        logging.warning(
+            "All groups begin with what the weights of %s are, as the copies of its groups do not "
+            "fit this strategy and cluster: %s",
+            *(path, error),
+        )
+        return lambda: None
+    return functools.partial(states.restore, parsed)
 
 
 def _assign(values: list[tuple[tf.Variable, np.ndarray]]) -> None:
