@@ -15,7 +15,7 @@ BATCH, BATCHES = 2, 16
 DAYS = ["2024-05-01", "2024-05-02", "2024-05-03"]
 
 
-def make_model(strategy=None):
+def make_model(strategy=None, **options):
     """Each batch moves the weight of its number by one, less as often as it was seen."""
     with (strategy or tf.distribute.get_strategy()).scope():
         model = keras.Sequential(
@@ -24,7 +24,7 @@ def make_model(strategy=None):
                 keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
             ]
         )
-        model.compile(recsync.optimizers.SGD(1.0), loss=lambda y, p: p)
+        model.compile(recsync.optimizers.SGD(1.0, **options), loss=lambda y, p: p)
     return model
 
 
@@ -121,6 +121,20 @@ def test_a_second_model_goes_on_with_the_callbacks_of_the_first(tmp_path):
     assert train(second, DAYS, callbacks.get) == {DAYS[0]: [], DAYS[1]: [0], DAYS[2]: [0]}
     np.testing.assert_array_equal(seen(second)[[0, 2]], 1)
     assert callbacks[DAYS[0]].restored is not None
+
+
+def test_days_that_are_done_leave_weights_whose_averages_are_kept_as_they_were(tmp_path):
+    options = {"use_ema": True, "ema_momentum": 0.5}
+    make = makers(tmp_path, every_steps=1, keep=None)[WAYS[2]]
+    with pytest.raises(KeyboardInterrupt):
+        train(make_model(**options), DAYS, make, dies=Dies(DAYS[2]))
+    saved, second = make_model(**options), make_model(**options)
+    checkpoint.restore(checkpoint.latest(tmp_path), saved)
+    assert train(second, DAYS[:2], make) == {DAYS[0]: [], DAYS[1]: []}
+    np.testing.assert_array_equal(seen(second), seen(saved))
+    # What follows is averaged: each batch of the last day counts less than 1.
+    assert train(second, DAYS[2:], make) == {DAYS[2]: [0]}
+    assert 0 < seen(second)[2, -1] < 1
 
 
 @pytest.mark.full
