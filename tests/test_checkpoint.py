@@ -120,6 +120,24 @@ def test_what_was_not_lost_stays_though_another_loss_ends_the_recovery(tmp_path,
     check_equal(state_of(model), expected)
 
 
+@pytest.mark.parametrize("ps", [0, 2])
+def test_staleness_is_not_counted_twice_when_a_server_of_several_is_restored(cluster, tmp_path, ps):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy, 4)
+    fit(model)
+    checkpoint.save(tmp_path / "first", model)
+    states = [s for s in model.optimizer.states if hasattr(s.variable, "physical_table")]
+    counters = {state.variable.physical_table.ps: state.counters for state in states}
+    assert sorted(counters) == [0, 1, 2, 3]
+    total, lost = strategy.staleness(model).rows.count, counters[ps].numpy()[0]
+    assert 0 < lost < total
+    there = [v._value for v in [*model.variables, *model.optimizer.variables]]
+    gone = [v for v in there if f"ps/replica:0/task:{ps}/" in v.device]
+    assert any(v is counters[ps]._value for v in gone)
+    restoring.restore_lost(str(tmp_path / "first"), model, gone)
+    assert strategy.staleness(model).rows.count == total - lost
+
+
 @given(st.data())
 def test_each_row_goes_where_the_new_division_has_it(data):
     rows = data.draw(st.integers(1, 40))

@@ -20,6 +20,7 @@ from tf_recsync.checkpoint.saving import (
     decays_of_tables,
     is_of_table,
     on_servers,
+    optimizers_of,
     owners_of,
     tables_of,
     weights_of,
@@ -28,7 +29,7 @@ from tf_recsync.checkpoint.weights import load_weights
 from tf_recsync.cluster import fetch
 from tf_recsync.embedding.table_rows import RowsApart, TableRows
 from tf_recsync.optimizers.per_table import check_parts, named_parts
-from tf_recsync.optimizers.saving import check_signature
+from tf_recsync.optimizers.saving import check_signature, counters_of_collections
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 
 
@@ -162,16 +163,26 @@ def _assign(values: list[tuple[tf.Variable, np.ndarray]]) -> None:
 
 
 def _kept(model: keras.Model, lost: Collection[int]) -> list[tuple[tf.Variable, np.ndarray]]:
-    """The variables of no collection's table that were not lost, and their values."""
+    """What variables of no collection's table get after a checkpoint was loaded, if some were lost.
+
+    Those that were not lost get the values that they have now.
+    """
     # The rows of tables, and what lies beside them, are restored by themselves.
     beside = {n for n, table in owners_of(model).items() if hasattr(table, "physical_table")}
     beside |= {id(log_decays) for log_decays in decays_of_tables(model).values()}
     found = {id(v._value): v for v in [*model.variables, *model.optimizer.variables]}
-    return [
+    kept = [
         (v._value, fetch(v._value.read_value()))
         for number, v in found.items()
         if number not in lost and id(v) not in beside and not is_of_table(v)
     ]
+    for optimizer in optimizers_of(model):
+        for counters in counters_of_collections(optimizer) if hasattr(optimizer, "states") else ():
+            own = [v._value for v in counters if id(v._value) in lost]
+            if len(own) < len(counters):
+                # The sum is loaded, of which others have their shares; the lost one is not known.
+                kept += [(counter, np.zeros(counter.shape, np.int64)) for counter in own]
+    return kept
 
 
 def _only(targets: Mapping[int, TableRows], lost: Collection[int]) -> dict[int, TableRows]:
