@@ -374,7 +374,7 @@ def test_each_fit_begins_with_a_full_one_and_so_does_what_follows_a_failure(tmp_
 
     with monkeypatch.context() as patch:
         patch.setattr(blocks.Source, "write", fail)
-        with pytest.raises(RuntimeError, match=r"no room; .*/8 is whole"):
+        with pytest.raises(RuntimeError, match=r"no room; .*/8 is whole.*start the program again"):
             model.fit(ones.dataset(3, 5), verbose=0, callbacks=[callback])
     model.fit(ones.dataset(2, 5), verbose=0, callbacks=[callback])
     kinds = [saved.is_delta for saved in callback.saved]

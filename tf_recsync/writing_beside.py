@@ -43,6 +43,11 @@ class WritingBeside(keras.callbacks.Callback):
     """
 
     _noun = ""  # What a version is, for errors and the log.
+    # How to go on when one could not be written.
+    _advice = (
+        "The model has all that it was trained on; if fit is called again, it trains the model on "
+        "its data from the beginning"
+    )
 
     def __init__(
         self,
@@ -287,8 +292,7 @@ class WritingBeside(keras.callbacks.Callback):
         kept = "nothing was written before" if self._last is None else f"{self._last} is whole"
         return RuntimeError(
             f"a {self._noun} could not be written to {name}={value!r}: {reason}; {kept}. The "
-            "folder must be one that can be written and has room; then call fit again, as the "
-            "model has all that it was trained on"
+            f"folder must be one that can be written and has room. {self._advice}"
         )
 
 

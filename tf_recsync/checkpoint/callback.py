@@ -160,6 +160,11 @@ class Checkpoint(WritingRows):
     """
 
     _noun = "checkpoint"
+    _advice = (
+        "Then start the program again, to go on from the last whole one: if fit is called again in "
+        "this one, it trains the model on its data from the beginning, also on those that it has "
+        "been trained on"
+    )
 
     def __init__(
         self,
