@@ -173,7 +173,9 @@ def test_a_part_that_can_t_be_is_refused(tmp_path):
 def test_checkpoints_in_folders_with_other_names_are_spoken_of(tmp_path, caplog):
     model = make_model()
     checkpoint.save(tmp_path / "2024-05-01", model)
+    checkpoint.save(tmp_path / "001", model)
     assert checkpoint.latest(tmp_path) is None
-    assert "2024-05-01" in caplog.text and "numbers" in caplog.text
+    assert "has checkpoints in 001, 2024-05-01, but" in caplog.text
+    assert "names are numbers without leading zeros" in caplog.text
     checkpoint.save(tmp_path / "1", model)
     assert checkpoint.latest(tmp_path) == str(tmp_path / "1")

@@ -191,4 +191,5 @@ class Versions:
 
 
 def _number(name: str) -> int | None:
-    return int(name) if name.isdecimal() else None
+    # Not with leading zeros: it is by the number that a folder is found again.
+    return int(name) if name.isdecimal() and name == str(int(name)) else None

@@ -419,7 +419,7 @@ def latest_checkpoint(folder: str | os.PathLike) -> str | None:
 
     Args:
         folder: where `callbacks.Checkpoint` saves them, or `checkpoint.save` in folders whose
-            names are numbers. Of others it warns.
+            names are numbers without leading zeros. Of others it warns.
 
     Returns:
         The path of the checkpoint; None if there is none.
@@ -442,7 +442,8 @@ def latest_checkpoint(folder: str | os.PathLike) -> str | None:
     others = [os.path.basename(os.path.dirname(path)) for path in _indices_below(folder)]
     if others:
         logging.warning(
-            "%s has checkpoints in %s, but only folders whose names are numbers are looked at",
+            "%s has checkpoints in %s, but only folders whose names are numbers without leading "
+            "zeros are looked at",
             *(folder, ", ".join(sorted(others))),
         )
     return None
