@@ -107,7 +107,8 @@ class Checkpoint(WritingRows):
         at_end: whether one is saved when training ends, too. Default True.
         resume: whether the first `fit` of a model restores the latest checkpoint, if there is one;
             later calls go on with what the model has. Default True. What was saved at the end of
-            `fit` has no epoch left, so that the same `fit` ends at once, with a warning.
+            `fit` has no epoch left, so that the same `fit` ends at once, with a warning. If a
+            callback had stopped it, as `EarlyStopping` does, the epochs that were left follow.
         part: a name of what a call of `fit` trains on, such as the day of its data. A part that is
             done is not trained on again: once `fit` was called for another part, or no epoch is
             left. None (the default): parts are numbered by the calls of `fit` of this model in
